@@ -1,0 +1,51 @@
+# `make demo` and `make test` do everything on a bare machine: environment, dependencies, native build, run.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test test-all lint format native-test bench clean
+
+setup: $(STAMP)
+
+# torch comes first, as constraints.txt pins it: what is installed later then keeps it.
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find native -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt 2>/dev/null)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -r constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.24" "ninja>=1.11"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/colonnade demo
+
+# Everything that is not marked slow, and the native tests without Python.
+test: setup native-test
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: setup native-test native-sanitize
+	$(BIN)/python -m pytest
+
+native-test: setup
+	$(BIN)/cmake -S . -B build/native -G Ninja -DCOLONNADE_PYTHON=OFF -DCMAKE_BUILD_TYPE=Release -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja > /dev/null
+	$(BIN)/cmake --build build/native
+	$(BIN)/ctest --test-dir build/native --output-on-failure
+
+.PHONY: native-sanitize
+native-sanitize: setup
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCOLONNADE_PYTHON=OFF -DCOLONNADE_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja > /dev/null
+	$(BIN)/cmake --build build/sanitize
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf build dist $(VENV) src/*.egg-info

@@ -1,0 +1,201 @@
+"""What every bench shares: peers in environments of their own, workers measured in turns, the report.
+
+A worker is a process that holds one system and runs a block of steps when told to (`workers/loop.py`).
+Blocks are interleaved, A B C A B C ..., so that what else the machine does hits all systems alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+BENCH = Path(__file__).resolve().parent
+ROOT = BENCH.parent
+STDERR_TAIL_LINES = 15
+
+
+class BenchError(RuntimeError):
+    """A system could not be installed, started or run; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row of the report: `values` are raw, one per block."""
+
+    case: str
+    system: str
+    unit: str
+    values: list[float]
+
+    @property
+    def median(self) -> float:
+        return median(self.values)
+
+
+class Worker:
+    """One system in its own process. `open_worker` starts it; `close` ends it and waits."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str], log: Any) -> None:
+        self.name, self.process, self.log = name, process, log
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        try:
+            print(json.dumps(message), file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            raise self._died() from None
+
+    def answer(self) -> dict[str, Any]:
+        """Waits for it. Raises BenchError with the end of the worker's own words if it died."""
+        line = self.process.stdout.readline()
+        if not line:
+            raise self._died()
+        return json.loads(line)
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.log.close()
+
+    def _died(self) -> BenchError:
+        status = self.process.wait()
+        self.log.seek(0)
+        tail = "\n".join(self.log.read().splitlines()[-STDERR_TAIL_LINES:])
+        return BenchError(f"worker {self.name} ended with status {status}; its last words:\n{tail}")
+
+
+def open_worker(name: str, python: str, module: str) -> Worker:
+    """Run `python -m module` in the bench folder: so `workers` is found and its torch.py does not shadow torch."""
+    log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+    process = subprocess.Popen(
+        [python, "-m", module],
+        cwd=BENCH,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+    )
+    return Worker(name, process, log)
+
+
+@dataclass
+class Blocks:
+    """What one worker did: one entry per block."""
+
+    seconds: list[float] = field(default_factory=list)  # per step
+    phases: dict[str, list[float]] = field(default_factory=dict)  # seconds per step
+    losses: list[float] = field(default_factory=list)
+
+    def add(self, answer: Mapping[str, Any]) -> None:
+        # The mean inside a block, so that a stall every few steps counts; medians are over blocks.
+        self.seconds.append(fmean(answer["seconds"]))
+        for name, seconds in answer["phases"].items():
+            self.phases.setdefault(name, []).append(fmean(seconds))
+        self.losses.append(answer["loss"])
+
+
+def interleave(
+    workers: Sequence[Worker], *, rounds: int, steps: int, warm_up_steps: int
+) -> dict[str, Blocks]:
+    """Per worker, `rounds` blocks of `steps` steps, one worker at a time, after a warm-up that is not kept."""
+    blocks = {worker.name: Blocks() for worker in workers}
+    for worker in workers:
+        worker.send({"steps": warm_up_steps})
+        worker.answer()
+    for _ in range(rounds):
+        for worker in workers:
+            worker.send({"steps": steps})
+            blocks[worker.name].add(worker.answer())
+    return blocks
+
+
+def open_environment(folder: Path, installs: Sequence[Sequence[str]]) -> str:
+    """A virtual environment's interpreter, with `pip install` run once for each of `installs`, in order.
+
+    Reused if it was made for the same installs. Raises BenchError with pip's own reason.
+    """
+    python, stamp = folder / "bin" / "python", folder / "installed.json"
+    wanted = json.dumps([list(arguments) for arguments in installs])
+    if stamp.exists() and stamp.read_text() == wanted:
+        return str(python)
+    print(f"installing peers into {folder}", file=sys.stderr)
+    _run([sys.executable, "-m", "venv", "--clear", str(folder)])
+    for arguments in installs:
+        _run([str(python), "-m", "pip", "install", "--quiet", *arguments])
+    stamp.write_text(wanted)
+    return str(python)
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        reason = errors[-1] if errors else done.stderr.strip()[-500:]
+        raise BenchError(f"`{' '.join(command[1:])}` failed: {reason}")
+
+
+def describe_machine(**facts: Any) -> dict[str, Any]:
+    """The machine, how busy it was, and `facts` (versions, threads) that explain the numbers."""
+    model = "unknown"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), model)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory_bytes / 2**30, 1),
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "load_average": round(os.getloadavg()[0], 2),
+        **facts,
+    }
+
+
+def find_commit() -> str:
+    """This checkout's commit, "-dirty" if it has changes, "unknown" outside git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match", "-"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def report(
+    bench: str,
+    *,
+    version: str,
+    machine: Mapping[str, Any],
+    measured: Iterable[Measured],
+    ratios: Mapping[str, float],
+) -> dict[str, Any]:
+    """The value that `colonnade bench NAME --json FILE` writes: see DESIGN.md."""
+    cases = [
+        {"case": m.case, "system": m.system, "unit": m.unit, "median": m.median, "values": m.values}
+        for m in measured
+    ]
+    return {
+        "bench": bench,
+        "version": version,
+        "commit": find_commit(),
+        "machine": dict(machine),
+        "cases": cases,
+        "ratios": dict(ratios),
+    }
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))

@@ -1,0 +1,223 @@
+"""How fast does a whole training step run, beside nn.EmbeddingBag and TorchRec?
+
+DLRM on Criteo-shaped ids (26 one-hot fields, skewed, 5.6 million rows), 13 dense columns, fp32, one process.
+Dense network, dense optimizer, loss and batches are the same for all; each system brings its embeddings:
+
+    colonnade   row-wise Adagrad, batches looked up ahead as its default plan says
+    torch       nn.EmbeddingBag(sparse=True) per table, torch.optim.Adagrad (one accumulator per weight, not per row)
+    torchrec    DistributedModelParallel on one gloo rank, fused row-wise Adagrad, its planner's choice
+
+Every batch is new, as in one epoch of training, and made in memory beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from harness import (
+    ROOT,
+    BenchError,
+    Blocks,
+    Measured,
+    Worker,
+    describe_machine,
+    geometric_mean,
+    interleave,
+    open_environment,
+    open_worker,
+    report,
+)
+from rich.console import Console
+from rich.table import Table
+from workers.loop import PHASES, Case
+
+import colonnade
+from colonnade.data.synthetic import open_synthetic
+
+DIMS = (16, 64)
+BATCH_SIZE = 4096
+MAX_CARDINALITY = 1_000_000
+BOTTOM, TOP = [256, 128], [256, 128]
+ROWS_LR, DENSE_LR = 0.02, 1e-3
+WARM_UP_STEPS = 32
+ROUNDS, STEPS = 12, 10
+QUICK_ROUNDS, QUICK_STEPS = 3, 5
+MAX_LOSS_GAP = 0.02
+"""Systems whose log losses differ by more than this have not trained the same model."""
+
+TORCHREC_INSTALLS = (
+    ("torch==2.13.0", "fbgemm-gpu-cpu==1.8.0"),
+    ("--no-deps", "torchrec==1.8.0"),  # it would bring the CUDA build of fbgemm, for another torch
+    ("torchmetrics==1.0.3", "tensordict", "tqdm", "pyre-extensions"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write cases, raw values and ratios here")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: to try, not to quote")
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False)
+    rounds, steps = (QUICK_ROUNDS, QUICK_STEPS) if options.quick else (ROUNDS, STEPS)
+
+    systems = {"colonnade": sys.executable, "torch": sys.executable}
+    try:
+        systems["torchrec"] = open_environment(ROOT / "build" / "bench-env", TORCHREC_INSTALLS)
+    except BenchError as error:
+        console.print(
+            f"torchrec is left out, only the torch ratios follow: {error}", style="yellow"
+        )
+
+    measured: list[Measured] = []
+    versions: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="colonnade-bench-") as folder:
+        rows = write_data(Path(folder), num_batches=WARM_UP_STEPS + rounds * steps)
+        for dim in DIMS:
+            case = Case(
+                data=folder, rows=rows, dim=dim, bottom=BOTTOM, top=TOP, rows_lr=ROWS_LR,
+                dense_lr=DENSE_LR, num_threads=os.cpu_count() or 1, seed=0,
+            )  # fmt: skip
+            workers = open_workers(systems, case, versions, console)
+            try:
+                blocks = interleave(
+                    workers, rounds=rounds, steps=steps, warm_up_steps=WARM_UP_STEPS
+                )
+            finally:
+                for worker in workers:
+                    worker.close()
+            check_same_model(blocks, dim)
+            for system, done in blocks.items():
+                measured += cases_of(f"D={dim}", system, done)
+
+    result = report(
+        "train",
+        version=colonnade.__version__,
+        machine=describe_machine(threads=os.cpu_count(), versions=versions),
+        measured=measured,
+        ratios=ratios_of(measured),
+    )
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    print_result(console, measured, result)
+
+
+def write_data(folder: Path, *, num_batches: int) -> list[int]:
+    """Files that `Case.load` reads; returns the rows of each field."""
+    num_samples = num_batches * BATCH_SIZE
+    source = open_synthetic(
+        num_train=num_samples, num_test=0, max_cardinality=MAX_CARDINALITY
+    ).train  # fmt: skip
+    batches = list(source.batches(BATCH_SIZE))
+    np.save(folder / "dense.npy", np.stack([batch.dense.numpy() for batch in batches]))
+    np.save(folder / "label.npy", np.stack([batch.label.numpy() for batch in batches]))
+    names = [column.name for column in source.schema.categorical]
+    ids = [[batch.ids[name].values.numpy() for name in names] for batch in batches]
+    np.save(folder / "ids.npy", np.asarray(ids))
+    return [column.rows for column in source.schema.categorical]
+
+
+def open_workers(
+    systems: dict[str, str], case: Case, versions: dict[str, str], console: Console
+) -> list[Worker]:
+    """Start all, then wait for all. TorchRec may fail to start, and is then taken out of `systems`; others may not."""
+    started = [open_worker(name, python, f"workers.{name}") for name, python in systems.items()]
+    ready: list[Worker] = []
+    try:
+        for worker in started:
+            try:
+                worker.send(asdict(case))
+                versions |= worker.answer()["ready"]
+                ready.append(worker)
+            except BenchError as error:
+                if worker.name != "torchrec":
+                    raise
+                del systems[worker.name]
+                worker.close()
+                console.print(f"torchrec is left out, only the torch ratios follow: {error}")
+    except BaseException:
+        for worker in started:
+            worker.close()
+        raise
+    return ready
+
+
+def check_same_model(blocks: dict[str, Blocks], dim: int) -> None:
+    """A speed of something else is worth nothing: all systems must have learnt alike."""
+    losses = {system: sum(done.losses) / len(done.losses) for system, done in blocks.items()}
+    if max(losses.values()) - min(losses.values()) > MAX_LOSS_GAP:
+        raise BenchError(
+            f"D={dim}: the systems' log losses differ by more than {MAX_LOSS_GAP}: {losses}"
+        )
+
+
+def cases_of(name: str, system: str, blocks: Blocks) -> list[Measured]:
+    """The rows of one system in one case: throughput first, then where a step's time went, then its loss."""
+    rates = [BATCH_SIZE / seconds for seconds in blocks.seconds]
+    phases = [
+        Measured(f"{name} {phase}", system, "ms/step", [1e3 * s for s in blocks.phases[phase]])
+        for phase in PHASES
+    ]
+    return [
+        Measured(name, system, "samples/s", rates),
+        *phases,
+        Measured(f"{name} loss", system, "log loss", blocks.losses),
+    ]
+
+
+def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
+    """Medians of our samples/s over each peer's, by dim, and the worst of them."""
+    rates = {(m.case, m.system): m.median for m in measured if m.unit == "samples/s"}
+    ratios: dict[str, float] = {}
+    for peer in ("torch", "torchrec"):
+        by_dim = {
+            dim: rates[f"D={dim}", "colonnade"] / rates[f"D={dim}", peer]
+            for dim in DIMS
+            if (f"D={dim}", peer) in rates
+        }
+        if by_dim:
+            ratios[f"samples_vs_{peer}"] = min(by_dim.values())
+            ratios |= {f"samples_vs_{peer}_d{dim}": ratio for dim, ratio in by_dim.items()}
+    return ratios
+
+
+def print_result(console: Console, measured: Sequence[Measured], result: dict) -> None:
+    """Tables a person can read."""
+    found = {(m.case, m.system): m for m in measured}
+    table = Table(title=f"DLRM, fp32, batch {BATCH_SIZE}, one process (medians over blocks)")
+    for heading in ("dim", "system", "samples/s", "spread", "ms/step", *PHASES, "log loss"):
+        table.add_column(heading, justify="left" if heading == "system" else "right")
+    for m in measured:
+        if m.unit != "samples/s":
+            continue
+        spread = (max(m.values) - min(m.values)) / m.median
+        phases = [found[f"{m.case} {phase}", m.system].median for phase in PHASES]
+        table.add_row(
+            m.case.removeprefix("D="), m.system, f"{m.median:,.0f}", f"{spread:.0%}",
+            f"{1e3 * BATCH_SIZE / m.median:.1f}", *(f"{ms:.1f}" for ms in phases),
+            f"{found[f'{m.case} loss', m.system].median:.4f}",
+        )  # fmt: skip
+    console.print(table)
+    for name, ratio in result["ratios"].items():
+        console.print(f"{name:28} {ratio:.2f}")
+    for peer in ("torch", "torchrec"):
+        by_dim = [
+            r for name, r in result["ratios"].items() if name.startswith(f"samples_vs_{peer}_d")
+        ]
+        if by_dim:
+            console.print(f"geometric mean vs {peer}: {geometric_mean(by_dim):.2f}")
+    console.print(f"machine: {result['machine']}  commit: {result['commit']}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BenchError as error:
+        sys.exit(f"error: {error}")

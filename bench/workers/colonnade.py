@@ -1,0 +1,60 @@
+"""Colonnade, as its user writes it: a model, a RowOptimizer for the tables, an ordinary optimizer for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
+
+import colonnade
+from colonnade import Batch, Feature, Ids, RowOptimizer, RowWiseAdagrad, Table
+from colonnade.models.dlrm import DLRM
+from workers.loop import Case, Laps, Step, serve
+
+
+def build(case: Case) -> tuple[Step, dict[str, str]]:
+    tables = [
+        Table(name, case.dim, rows=rows, optimizer=RowWiseAdagrad(lr=case.rows_lr))
+        for name, rows in zip(case.names, case.rows, strict=True)
+    ]
+    batches = list(read(case))
+    model = DLRM(
+        tables,
+        [Feature(name, name) for name in case.names],
+        num_dense=batches[0].dense.shape[1],
+        bottom=case.bottom,
+        top=case.top,
+    )
+    rows = RowOptimizer(model.embeddings)
+    dense = torch.optim.Adam(model.parameters(), lr=case.dense_lr, fused=True)
+    ready = model.embeddings.lookahead(batches)
+
+    def step(laps: Laps) -> Tensor:
+        batch = next(ready)
+        laps("wait")
+        dense.zero_grad()
+        laps("dense")
+        loss = bce(model(batch), batch.label)
+        laps("forward")
+        loss.backward()
+        laps("backward")
+        rows.step()
+        laps("rows")
+        dense.step()
+        laps("dense")
+        return loss
+
+    return step, {"colonnade": colonnade.__version__}
+
+
+def read(case: Case) -> Iterator[Batch]:
+    dense, ids, label = case.load()
+    for i in range(len(ids)):
+        values = {name: Ids(ids[i, f]) for f, name in enumerate(case.names)}
+        yield Batch(size=ids.shape[2], dense=dense[i], ids=values, label=label[i])
+
+
+if __name__ == "__main__":
+    serve(build)

@@ -1,0 +1,102 @@
+"""What the parent says to a worker and what it answers: one JSON object per line, over stdin and stdout.
+
+    parent                              worker
+    the case (see `Case`)               {"ready": versions and other facts}   once the model stands
+    {"steps": K}                        {"seconds": [K], "phases": {name: [K]}, "loss": mean over K}
+    end of file                         leaves
+
+A worker waits without spinning while others run. Legend: N batches, B samples, F fields.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.network import DenseNetwork
+
+PHASES = ("wait", "forward", "backward", "rows", "dense")
+"""wait: until the batch is usable; rows: the embeddings' update, where apart; dense: zero_grad and the dense update."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to train. Folder `data`: dense.npy (N, B, n) float32, ids.npy (N, F, B) int64, label.npy (N, B, 1) float32."""
+
+    data: str
+    rows: list[int]  # by field
+    dim: int
+    bottom: list[int]
+    top: list[int]
+    rows_lr: float
+    dense_lr: float
+    num_threads: int
+    seed: int
+
+    @property
+    def names(self) -> list[str]:
+        return [f"C{f + 1}" for f in range(len(self.rows))]
+
+    def load(self) -> tuple[Tensor, Tensor, Tensor]:
+        """dense, ids, label: read whole, so that no step waits for a disk."""
+        arrays = [np.load(Path(self.data) / f"{name}.npy") for name in ("dense", "ids", "label")]
+        dense, ids, label = map(torch.from_numpy, arrays)
+        return dense, ids, label
+
+    def network(self) -> DenseNetwork:
+        dense = np.load(Path(self.data) / "dense.npy", mmap_mode="r")
+        return DenseNetwork(
+            len(self.rows), self.dim, num_dense=dense.shape[2], bottom=self.bottom, top=self.top
+        )
+
+
+class Laps:
+    """Splits a step: `laps("forward")` books the time since the last call."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.last = time.perf_counter()
+
+    def __call__(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] += now - self.last
+        self.last = now
+
+
+Step = Callable[[Laps], Tensor]
+"""Trains the next batch; returns its loss."""
+
+
+def serve(build: Callable[[Case], tuple[Step, dict[str, str]]]) -> None:
+    """Answer the parent until it closes the pipe."""
+    # Libraries print what they like: it goes to stderr, and the answers keep a channel of their own.
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    case = Case(**json.loads(sys.stdin.readline()))
+    torch.set_num_threads(case.num_threads)
+    torch.manual_seed(case.seed)
+    step, facts = build(case)
+    print(json.dumps({"ready": {"torch": torch.__version__, **facts}}), file=channel)
+    for line in sys.stdin:
+        print(json.dumps(_block(step, json.loads(line)["steps"])), file=channel)
+
+
+def _block(step: Step, num_steps: int) -> dict:
+    phases: dict[str, list[float]] = {name: [] for name in PHASES}
+    losses = []
+    for _ in range(num_steps):
+        laps = Laps()
+        losses.append(step(laps).detach())
+        for name, seconds in laps.seconds.items():
+            phases[name].append(seconds)
+    seconds = [sum(parts) for parts in zip(*phases.values(), strict=True)]
+    return {"seconds": seconds, "phases": phases, "loss": float(torch.stack(losses).mean())}

@@ -1,0 +1,113 @@
+"""TorchRec as its user runs it: DistributedModelParallel on one gloo rank, its planner, fused row-wise Adagrad."""
+
+from __future__ import annotations
+
+import os
+import socket
+from importlib.metadata import version
+
+import torch
+import torch.distributed as dist
+import torchrec
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from workers.loop import Case, Laps, Step, serve
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        scale = case.dim**-0.5
+        self.embeddings = torchrec.EmbeddingBagCollection(
+            device=torch.device("meta"),
+            tables=[
+                torchrec.EmbeddingBagConfig(
+                    name=name,
+                    feature_names=[name],
+                    num_embeddings=rows,
+                    embedding_dim=case.dim,
+                    init_fn=lambda weight: weight.uniform_(-scale, scale),
+                )
+                for name, rows in zip(case.names, case.rows, strict=True)
+            ],
+        )
+        self.names = case.names
+        self.network = case.network()
+
+    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        fields = self.embeddings(ids)
+        if list(fields.keys()) != self.names:
+            raise AssertionError(f"the plan reordered the features to {fields.keys()}")
+        return self.network(dense, fields.values())
+
+
+def build(case: Case) -> tuple[Step, dict[str, str]]:
+    open_world()
+    model = Model(case)
+    apply_optimizer_in_backward(RowWiseAdagrad, model.embeddings.parameters(), {"lr": case.rows_lr})
+    model = DistributedModelParallel(model, device=torch.device("cpu"))
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        lambda parameters: torch.optim.Adam(parameters, lr=case.dense_lr, fused=True),
+    )
+    optimizer = CombinedOptimizer([model.fused_optimizer, dense])
+    inputs, ids, label = case.load()
+    keyed = [keyed_ids(case, batch) for batch in ids]
+    batches = iter(range(len(ids)))
+
+    def step(laps: Laps) -> Tensor:
+        i = next(batches)
+        laps("wait")
+        optimizer.zero_grad()
+        laps("dense")
+        loss = bce(model(inputs[i], keyed[i]), label[i])
+        laps("forward")
+        loss.backward()  # the embeddings' update is fused into it
+        laps("backward")
+        optimizer.step()
+        laps("dense")
+        return loss
+
+    shardings = {
+        f"{p.sharding_type}/{p.compute_kernel}"
+        for module in model.plan.plan.values()
+        for p in module.values()
+    }
+    return step, {
+        "torchrec": version("torchrec"),
+        "fbgemm-gpu-cpu": version("fbgemm-gpu-cpu"),
+        "plan": ", ".join(sorted(shardings)),
+    }
+
+
+def keyed_ids(case: Case, ids: Tensor) -> KeyedJaggedTensor:
+    """ids (F, B), one per sample and feature; lengths and offsets are given, as TorchRec's Criteo reader does."""
+    return KeyedJaggedTensor(
+        keys=case.names,
+        values=ids.reshape(-1),
+        lengths=torch.ones(ids.numel(), dtype=torch.int64),
+        offsets=torch.arange(ids.numel() + 1),
+        stride=ids.shape[1],
+    )
+
+
+def open_world() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {
+        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    dist.init_process_group("gloo")
+
+
+if __name__ == "__main__":
+    serve(build)

@@ -1,0 +1,56 @@
+#include "buffer.h"
+
+#include <bit>
+#include <mutex>
+#include <vector>
+
+namespace colonnade {
+
+namespace {
+
+constexpr std::size_t kSmallestBlock = 4096;
+constexpr std::size_t kMostKeptBytes = std::size_t{256} << 20;
+
+struct Kept {
+  std::mutex mutex;
+  std::vector<Slab> by_size[64];
+  std::size_t bytes = 0;
+};
+
+// Never destroyed: a plan may outlive static objects when the interpreter ends.
+Kept& kept() {
+  static Kept* const blocks = new Kept;
+  return *blocks;
+}
+
+}  // namespace
+
+Slab take_block(std::size_t bytes) {
+  bytes = std::bit_ceil(std::max(bytes, kSmallestBlock));
+  {
+    const std::scoped_lock lock(kept().mutex);
+    auto& blocks = kept().by_size[std::countr_zero(bytes)];
+    if (!blocks.empty()) {
+      Slab block = std::move(blocks.back());
+      blocks.pop_back();
+      kept().bytes -= bytes;
+      return block;
+    }
+  }
+  return Slab(bytes);
+}
+
+void give_block(Slab block) noexcept {
+  if (block.size() == 0) return;
+  const std::scoped_lock lock(kept().mutex);
+  if (kept().bytes + block.size() > kMostKeptBytes) return;
+  try {
+    auto& blocks = kept().by_size[std::countr_zero(block.size())];
+    blocks.push_back(std::move(block));
+    kept().bytes += blocks.back().size();
+  } catch (const std::bad_alloc&) {
+    // not kept, then
+  }
+}
+
+}  // namespace colonnade

@@ -1,0 +1,37 @@
+// The one mixing function, and what is derived from it. Twins: src/colonnade/ops/reference.py.
+#pragma once
+
+#include <cstdint>
+
+// Always inlined: this header is compiled once per instruction set, and an out-of-line copy made for
+// AVX-512 must never be the one the linker keeps for everybody.
+#define COLONNADE_INLINE_MEMBER inline __attribute__((always_inline))
+#define COLONNADE_INLINE static COLONNADE_INLINE_MEMBER
+
+namespace colonnade {
+
+// The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words, 0 -> 0.
+COLONNADE_INLINE constexpr std::uint64_t mix64(std::uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// floor(x * n / 2^64): a fraction of n, monotonic in x.
+COLONNADE_INLINE constexpr std::uint64_t scale_down(std::uint64_t x, std::uint64_t n) {
+  return static_cast<std::uint64_t>((static_cast<unsigned __int128>(x) * n) >> 64);
+}
+
+// Open tables: the owner rank is a fraction of the hash, so hash order groups owners.
+COLONNADE_INLINE constexpr std::uint32_t open_owner(std::int64_t id, std::uint32_t num_ranks) {
+  return static_cast<std::uint32_t>(scale_down(mix64(static_cast<std::uint64_t>(id)), num_ranks));
+}
+
+// Vocabulary tables: every block of num_ranks consecutive ids is dealt once to each rank, in an order
+// rotated by a hash of the block, so that local row numbers id / num_ranks are dense.
+COLONNADE_INLINE constexpr std::uint32_t vocabulary_owner(std::uint64_t id, std::uint32_t num_ranks) {
+  const std::uint64_t block = id / num_ranks, place = id % num_ranks;
+  return static_cast<std::uint32_t>((place + mix64(block) % num_ranks) % num_ranks);
+}
+
+}  // namespace colonnade

@@ -1,0 +1,150 @@
+// One table's rows in this process's memory: index, slab, pins, dirty bits, eviction. No lock: see dram.h.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "buffer.h"
+#include "index.h"
+#include "scalar.h"
+#include "slab.h"
+
+namespace colonnade {
+
+struct TableSettings {
+  std::int64_t dim;
+  std::int64_t state_elements;
+  std::int64_t rows;           // 0: open table
+  std::int64_t capacity_rows;
+  std::uint64_t seed;
+  double init_scale;
+  double initial_state;
+};
+
+// Where rows lie. Addresses never change.
+struct RowLayout {
+  Dtype dtype;
+  std::int64_t dim, state_elements;
+  std::byte* weights;          // plane of dim elements a slot
+  std::int64_t weights_stride;
+  std::byte* states;           // plane of state elements, padding to 8 bytes, clock: a uint64 in the last 8
+  std::int64_t state_stride;
+
+  std::int64_t weights_bytes() const { return dim * item_bytes(dtype); }
+  std::int64_t state_bytes() const { return state_elements * item_bytes(dtype); }
+  std::int64_t record_bytes() const { return weights_bytes() + state_bytes() + 8; }  // weights | state | clock
+  std::byte* weights_of(std::uint32_t slot) const { return weights + slot * weights_stride; }
+  std::byte* state_of(std::uint32_t slot) const { return states + slot * state_stride; }
+  std::uint64_t& clock_of(std::uint32_t slot) const {
+    return *reinterpret_cast<std::uint64_t*>(state_of(slot) + state_stride - 8);
+  }
+  void pack(std::uint32_t slot, std::byte* record) const {
+    std::memcpy(record, weights_of(slot), weights_bytes());
+    std::memcpy(record + weights_bytes(), state_of(slot), state_bytes());
+    std::memcpy(record + weights_bytes() + state_bytes(), &clock_of(slot), 8);
+  }
+  void unpack(std::uint32_t slot, const std::byte* record) const {
+    std::memcpy(weights_of(slot), record, weights_bytes());
+    std::memcpy(state_of(slot), record + weights_bytes(), state_bytes());
+    std::memcpy(&clock_of(slot), record + weights_bytes() + state_bytes(), 8);
+  }
+};
+
+inline constexpr std::uint32_t kNoSlot = 0xffffffff;
+
+class TableRows {
+ public:
+  // What pinning the rows of a request that are here has found; sums over the runs of a request.
+  struct Found {
+    std::int64_t missing = 0;
+    std::int64_t newly_pinned = 0;
+    std::int64_t outside = 0;     // ids outside the vocabulary
+    std::int64_t overpinned = 0;  // rows pinned too often
+    Found& operator+=(const Found& other) {
+      missing += other.missing;
+      newly_pinned += other.newly_pinned;
+      outside += other.outside;
+      overpinned += other.overpinned;
+      return *this;
+    }
+  };
+  // Rows that lost their slot; records of those that were dirty.
+  struct Evicted {
+    std::int64_t num = 0;
+    std::vector<std::int64_t> dirty_ids;
+    Buffer<std::byte> records;
+  };
+
+  TableRows(const TableSettings& settings, Dtype dtype, std::int64_t num_ranks);  // invalid_argument, NoRoom
+
+  const RowLayout& layout() const { return layout_; }
+  const TableSettings& settings() const { return settings_; }
+  std::int64_t num_rows() const { return num_rows_; }
+  std::int64_t num_pinned() const { return num_pinned_; }
+  std::int64_t resident_bytes() const;
+
+  // The four steps of an acquire, of unique ids. Runs of step 1 and of undoing it may be on different threads.
+  Found pin_resident(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots) noexcept;  // 1: kNoSlot where absent
+  void unpin(std::span<std::uint32_t> slots) noexcept;     // undoes step 1; slots become kNoSlot
+  bool has_room(const Found& found) const {                // 2
+    return num_pinned_ + found.newly_pinned + found.missing <= settings_.capacity_rows;
+  }
+  void reserve(const Found& found, Evicted& evicted);      // 3: memory for step 4. NoRoom: nothing changed
+  void admit(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots, const Found& found,
+             Evicted& evicted) noexcept;                   // 4: a pinned slot for every missing row
+
+  // False, nothing changed, if a slot is not that of a pinned row.
+  bool can_release(std::span<const std::uint32_t> slots) const noexcept;
+  std::int64_t release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept;  // rows no longer pinned
+  void unpinned(std::int64_t rows) noexcept { num_pinned_ -= rows; }
+
+  std::uint32_t find(std::int64_t id) const noexcept;  // kNoSlot if absent
+  void prefetch(std::int64_t id) const noexcept;
+  void birth_values(std::int64_t id, std::byte* weights) const noexcept;
+  void birth(std::int64_t id, std::uint32_t slot) const noexcept;
+
+  std::vector<std::pair<std::int64_t, std::uint32_t>> resident(bool only_dirty) const;  // ascending id
+  void clean(std::span<const std::uint32_t> slots) noexcept;
+  bool is_pinned(std::int64_t id) const noexcept;
+  void reserve_erase(std::size_t rows) { freed_.reserve(freed_.size() + rows); }
+  void erase(std::int64_t id) noexcept;  // room reserved; unpinned or absent
+
+ private:
+  // A slot's word: how often it is pinned, and flags.
+  static constexpr std::uint16_t kPins = 0x1fff, kUsed = 0x2000, kDirty = 0x4000, kResident = 0x8000;
+
+  bool is_direct() const { return is_direct_; }
+  std::uint32_t direct_slot(std::int64_t id) const {
+    return static_cast<std::uint32_t>(num_ranks_ == 1 ? static_cast<std::uint64_t>(id)
+                                                      : static_cast<std::uint64_t>(id) / num_ranks_);
+  }
+  bool is_outside(std::int64_t id) const {
+    return settings_.rows != 0 && static_cast<std::uint64_t>(id) >= static_cast<std::uint64_t>(settings_.rows);
+  }
+  std::int64_t id_of(std::uint32_t slot) const { return ids_ ? ids_[slot] : slot; }
+  bool is_newer(std::uint32_t slot) const {  // than what lies below: a row never updated has nothing to keep
+    return (words_[slot] & kDirty) && layout_.clock_of(slot) != 0;
+  }
+  std::int64_t num_free() const;
+  void evict(std::int64_t rows, Evicted& evicted) noexcept;
+
+  TableSettings settings_;
+  std::uint64_t num_ranks_;
+  bool is_direct_;
+  RowLayout layout_;
+  Slab weights_slab_, states_slab_, words_slab_, ids_slab_;
+  std::uint16_t* words_;
+  std::int64_t* ids_;               // by slot; null: a slot's number is its id
+  HashIndex<std::uint32_t> index_;  // unless direct
+  std::vector<std::uint32_t> freed_;
+  std::int64_t num_touched_ = 0;    // slots [0, num_touched_) have been used
+  std::int64_t num_rows_ = 0;
+  std::int64_t num_pinned_ = 0;
+  std::int64_t hand_ = 0;           // where the search for a row to evict goes on
+};
+
+}  // namespace colonnade

@@ -1,0 +1,41 @@
+"""Colonnade trains recommendation models whose embedding tables outgrow memory."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import torch as _torch  # noqa: F401  the native core shares torch's OpenMP threads: torch loads first
+
+__version__ = version("colonnade")
+
+from colonnade.batch import Batch, Ids
+from colonnade.embedding import EmbeddingCollection
+from colonnade.errors import ColonnadeError
+from colonnade.interaction import FM, Concat, Interaction
+from colonnade.optimizer import RowOptimizer
+from colonnade.plan.plan import Plan, build_plan
+from colonnade.table import SGD, Feature, RowWiseAdagrad, Table, Uniform
+from colonnade.topology.mesh import Mesh, close_mesh, open_mesh
+from colonnade.topology.world import World
+
+__all__ = [
+    "FM",
+    "SGD",
+    "Batch",
+    "ColonnadeError",
+    "Concat",
+    "EmbeddingCollection",
+    "Feature",
+    "Ids",
+    "Interaction",
+    "Mesh",
+    "Plan",
+    "RowOptimizer",
+    "RowWiseAdagrad",
+    "Table",
+    "Uniform",
+    "World",
+    "build_plan",
+    "close_mesh",
+    "open_mesh",
+]

@@ -1,0 +1,237 @@
+"""The native core, as Python sees it. Internal: the rooms above wrap it, users never call it.
+
+Every array is a contiguous CPU tensor (torch or numpy), borrowed for the call unless a class says it
+keeps it. Every call releases the GIL. Results have the same bits for any number of threads.
+
+Legend: T tables, F features, B samples, E lookups, U unique rows, N ranks, D a table's dim.
+    tables     offsets (T + 1,) int64: which part of ids / slots belongs to which table
+    slots      (U,) int32, bits of a uint32: row number inside a table's slab; -1 = absent
+    element    one scalar of the tables' dtype (float32 or float64; all tables of a store agree)
+Feature-major order: all lookups of feature 0, then of feature 1, ...
+"""
+
+from typing import Any
+
+Array = Any  # a contiguous CPU tensor of the dtype and shape the docstring says
+
+def isa() -> str:
+    """The instruction set chosen at import: "avx512", "avx2" or "portable"."""
+
+def available_isas() -> list[str]: ...
+def set_isa(name: str) -> None:
+    """Force a path (tests). ValueError if this processor lacks it. All paths give the same bits."""
+
+def set_num_threads(n: int) -> None:
+    """Threads Colonnade uses (torch's OpenMP pool); 0 = as many as torch."""
+
+def num_threads() -> int: ...
+
+class Lookups:
+    """One batch's lookups of all features, feature-major. Keeps the arrays alive.
+
+    ValueError naming feature and position if offsets decrease, overrun or disagree in length.
+    """
+
+    def __init__(
+        self,
+        ids: Array,  # (E,) int64
+        feature_offsets: Array,  # (F + 1,) int64: lookups of feature f
+        feature_tables: Array,  # (F,) int32
+        poolings: Array,  # (F,) uint8: 0 sum, 1 mean, 2 sequence
+        batch_size: int,  # B; ignored where every feature is a sequence
+        bag_offsets: Array
+        | None,  # (F * B + 1,) int64 into ids, feature-major; None: every feature is one-hot
+        weights: Array | None,  # (E,) float32 or float64 (the tables' dtype)
+    ) -> None: ...
+    @property
+    def num_lookups(self) -> int: ...
+
+class Plan:
+    """The lookups of one batch grouped by row: one stable radix sort per table.
+
+    Unique ids are table-major, then by owner rank, then in an order that depends only on the ids.
+    The arrays are views that keep the plan alive.
+    """
+
+    num_unique: int
+    unique_ids: Array  # (U,) int64
+    block_offsets: Array  # (T * N + 1,) int64: block t * N + r = rows of table t that rank r owns
+    inverse: Array  # (E,) int32: the unique row of each lookup
+    segment_offsets: Array  # (U + 1,) int32
+    entries: (
+        Array  # (E,) int32: positions of the lookups, grouped by unique row, ascending inside a row
+    )
+
+def make_plan(lookups: Lookups, table_rows: Array, num_ranks: int) -> Plan:
+    """table_rows (T,) int64; 0 = open table. Owner of an id: `owner_of` below.
+
+    IndexError "table <t> feature <f> position <i> id <id> rows <rows>" for an id outside a vocabulary table.
+    """
+
+def owner_of(ids: Array, rows: int, num_ranks: int) -> Array:
+    """(N,) int32. Open table: (mix64(id) * num_ranks) >> 64. Vocabulary table: with q, m = divmod(id, num_ranks),
+    (m + mix64(q)) mod num_ranks, so each rank's local row number is q: dense and free of id patterns.
+    mix64 is the splitmix64 finaliser."""
+
+def take(values: Array, index: Array, out: Array) -> None:
+    """out[i] = values[index[i]], all int32: slots by unique row -> slots by lookup."""
+
+class Dram:
+    """Rows of T tables in this process's memory: index, slab on huge pages, pins, dirty bits, second-chance eviction.
+
+    A slot has two planes: weights (D elements) and state (optimizer state elements, then a uint64 clock).
+    Vocabulary tables whose capacity covers their share index directly; all others hash.
+    Thread-safe: a lock inside; `pool` and `update` take no lock, pinned slots do not move.
+    """
+
+    def __init__(
+        self,
+        dims: list[int],
+        state_elements: list[int],
+        rows: list[int],  # 0 = open
+        capacity_rows: list[
+            int
+        ],  # slots; slab address space is reserved, memory is used as rows appear
+        seeds: list[int],  # uint64 per table, mixed from (run seed, table name)
+        init_scales: list[float],  # births are uniform in [-scale, scale)
+        initial_states: list[float],  # first value of every state element
+        dtype: str,  # "float32" | "float64"
+        num_ranks: int,  # vocabulary tables index by id // num_ranks
+    ) -> None: ...
+    def acquire(self, ids: Array, offsets: Array, slots: Array, birth: bool) -> "Acquired":
+        """Pin every row, giving slots (U,) int32 (out). Rows not resident get a slot, evicting unpinned rows where
+        the table is full. With `birth`, missing rows are born here; without, the caller must `unpack` or
+        `birth` them before anyone reads. MemoryError("table <t> needs <n> slots of <capacity>, <p> pinned") changes nothing."""
+    def release(self, slots: Array, offsets: Array, dirty: bool) -> None: ...
+    def birth(self, ids: Array, slots: Array, table: int) -> None: ...
+    def pack(self, table: int, slots: Array, records: Array) -> None:
+        """records (N, record_bytes) uint8 = weights | state | clock (uint64)."""
+    def unpack(self, table: int, slots: Array, records: Array) -> None: ...
+    def read(self, table: int, ids: Array, out: Array) -> Array:
+        """Copy weights of resident rows to out (N, D); returns the positions (M,) int32 of the others. No trace."""
+    def birth_values(self, table: int, ids: Array, out: Array) -> None:
+        """The first weights of ids, (N, D); no trace."""
+    def dirty(self, table: int) -> tuple[Array, Array]:
+        """(ids (N,) int64, slots (N,) int32) of rows newer than the backing, ascending id."""
+    def clean(self, table: int, slots: Array) -> None:
+        """Clear dirty bits (the rows were written below)."""
+    def resident(self, table: int) -> tuple[Array, Array]:
+        """(ids, slots) of every resident row, ascending id."""
+    def clocks(self, table: int, slots: Array) -> Array:
+        """(N,) int64."""
+    def erase(self, table: int, ids: Array) -> None:
+        """Forget rows; ValueError if one is pinned."""
+    def weights_address(self, table: int) -> int: ...
+    def stride_bytes(self, table: int) -> int: ...
+    def num_rows(self, table: int) -> int: ...
+    def resident_bytes(self) -> int:
+        """Bytes of rows, state and index in use."""
+
+class Acquired:
+    """What an acquire without birth left to do. Empty arrays when nothing."""
+
+    missing: Array  # (M,) int32 positions in ids, ascending: slot assigned, content undefined unless born
+    evicted_offsets: Array  # (T + 1,) int64 into the next two
+    evicted_ids: Array  # (V,) int64: dirty rows that lost their slot
+    evicted_records: list[
+        Array
+    ]  # by table, (V_t, record_bytes) uint8, packed before the slot was reused
+    num_evicted: int  # clean ones included
+
+def pool(
+    lookups: Lookups,
+    index: Array,  # (E,) int32 (uint32 bits): row of each lookup
+    bases: Array,  # (T,) int64 addresses: where row 0 of each table lies
+    strides: Array,  # (T,) int64 bytes between rows
+    dims: Array,  # (T,) int32
+    out_bases: Array,  # (F,) int64 addresses: output row 0 of each feature
+    out_strides: Array,  # (F,) int64 bytes between output rows
+    dtype: str,
+) -> None:
+    """Output row b of a pooled feature = sum or mean of (weight *) its rows in lookup order; empty bag = zeros.
+    Output row i of a sequence feature = (weight *) row of its lookup i."""
+
+class OutputGradients:
+    """Gradients as `pool` laid its outputs out; one entry per lookup. Keeps `lookups`; borrows the gradient memory."""
+
+    def __init__(
+        self, lookups: Lookups, bases: Array, strides: Array
+    ) -> None: ...  # (F,) int64 each
+
+class RowGradients:
+    """Gradients already summed per row by each source: entry e is the row at base + index[e] elements."""
+
+    def __init__(self, base: int, index: Array) -> None: ...  # index (E,) int32 (uint32 bits)
+
+def sum_rows(
+    segment_offsets: Array,  # (U + 1,) int32
+    entries: Array,  # (E,) int32
+    source: OutputGradients | RowGradients,
+    offsets: Array,  # (T + 1,) int64: which unique rows belong to which table
+    dims: Array,  # (T,) int32
+    out_base: int,
+    out_index: Array,  # (U,) int32: element offset of each row's sum
+    dtype: str,
+) -> None:
+    """Per unique row, the sum of its entries' gradients in entry order."""
+
+def update(
+    dram: Dram,
+    slots: Array,  # (U,) int32
+    offsets: Array,  # (T + 1,) int64
+    segment_offsets: Array,
+    entries: Array,
+    source: OutputGradients | RowGradients,
+    optimizers: Array,  # (T,) int32: 0 SGD, 1 row-wise Adagrad
+    settings: Array,  # (T, 8) float64: lr, weight_decay, eps, 0...
+) -> None:
+    """Per unique row: sum its entries' gradients in entry order, apply the optimizer, advance the clock by 1. One pass."""
+
+def all_finite(base: int, num_elements: int, dtype: str) -> bool: ...
+def crc32c(data: Array) -> int: ...
+
+class RowIndex:
+    """Open-addressing hash map from any int64 to a uint64; batch at a time; not thread-safe."""
+
+    def __init__(self) -> None: ...
+    def put(self, ids: Array, values: Array) -> None:
+        """values (N,) int64 (uint64 bits)."""
+    def get(self, ids: Array, out: Array) -> None:
+        """out (N,) int64; -1 where absent."""
+    def erase(self, ids: Array) -> None: ...
+    def items(self) -> tuple[Array, Array]:
+        """(ids, values) ascending id."""
+    def __len__(self) -> int: ...
+
+def frame_records(
+    ids: Array,  # (N,) int64
+    records: Array | None,  # (N, record_bytes) uint8; None: tombstones
+    record_bytes: int,
+    first_place: int,  # segment number << 32 | record number of the first
+    frames: Array,  # out (N, 16 + record_bytes rounded up to 8) uint8
+) -> None:
+    """Records as they lie in a segment file; the bytes are defined in store/format.md."""
+
+def check_records(frames: Array, record_bytes: int, first_place: int) -> int:
+    """The first frame whose checksum or flags are wrong; -1 if none."""
+
+class SegmentRead:
+    """Reads under way; keeps their arrays alive, and waits for them when dropped."""
+
+    def wait(self) -> tuple[str, int, int] | None:
+        """None: done. Otherwise (kind, place, errno) of the lowest place that failed; kinds: "system",
+        "truncated", "checksum", "other_id"."""
+
+class SegmentReader:
+    """A few threads that do nothing but pread. Thread-safe."""
+
+    def __init__(self, num_threads: int) -> None: ...
+    def read(
+        self,
+        ids: Array,  # (N,) int64
+        places: Array,  # (N,) int64; -1 or a tombstone's place: not read, out untouched
+        out: Array,  # (N, record_bytes) uint8
+        segments: Array,  # (K,) int64 ascending numbers
+        fds: Array,  # (K,) int32, open until the read is done
+    ) -> SegmentRead:
+        """Returns at once. A frame is checked (checksum, place, id) before a byte of it reaches `out`."""

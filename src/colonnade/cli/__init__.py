@@ -1,0 +1,33 @@
+"""The command line: one file per verb. Errors are one line (got / wanted / do this) and exit status 2."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from colonnade.cli import bench, demo, doctor, evaluate, train
+from colonnade.errors import ColonnadeError
+
+app = typer.Typer(
+    help="Train recommendation models whose embedding tables outgrow memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command("demo")(demo.demo)
+app.command("train")(train.train)
+app.command("evaluate")(evaluate.evaluate)
+app.command("doctor")(doctor.doctor)
+app.command("bench")(bench.bench)
+
+
+def main() -> None:
+    try:
+        app()
+    except ColonnadeError as error:
+        console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        console.print(f"error: {error}", style="red")
+        sys.exit(2)

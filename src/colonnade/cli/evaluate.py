@@ -1,0 +1,37 @@
+"""`colonnade evaluate`: score a run's newest commit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from colonnade.errors import CheckpointError, ConfigError
+from colonnade.topology.mesh import Mesh
+from colonnade.train.run import load_run_config, open_run
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Run folder with at least one commit.")],
+    part: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
+) -> None:
+    """AUC and log loss of the newest commit; changes nothing in the folder."""
+    parts = ("train", "validation", "test")
+    if part not in parts:
+        raise ConfigError(f"unknown part {part!r}; choose from {', '.join(parts)}")
+    opened = open_run(load_run_config(run), Mesh(), run, read_only=True)
+    try:
+        if opened.resumed_at is None:
+            raise CheckpointError(f"{run} holds no commit yet; train it first")
+        source = getattr(opened.trainer.data, part)
+        if source is None:
+            raise ConfigError(f"this data set has no {part} part; choose another with --part")
+        metrics = opened.trainer.evaluate(source)
+    finally:
+        opened.close()
+    console = Console(highlight=False)
+    console.print(f"{run}, step {opened.resumed_at}, {part}:")
+    for name, value in metrics.items():
+        console.print(f"  {name.replace('_', ' ')}: {value:,.4f}")

@@ -1,0 +1,107 @@
+"""Running a training on one process or, under torchrun, on several. Also what torchrun runs on each rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from colonnade.cli.table import show_plan
+from colonnade.config import RunConfig, dump_config, load_config
+from colonnade.errors import ColonnadeError, WorldError
+from colonnade.topology.mesh import Mesh, close_mesh, open_mesh
+from colonnade.train.run import Run, open_run
+
+REPEAT_SECONDS = 2.0  # a terminal and torchrun may both deliver the same Ctrl-C
+
+
+def train(config: RunConfig, folder: Path, ranks: int, console: Console) -> dict[str, Any]:
+    """Train in this process, or in `ranks` of them; returns the summary of rank 0."""
+    if ranks == 1:
+        return _train_here(config, folder, Mesh(), console)
+    with tempfile.TemporaryDirectory() as place:
+        wanted = Path(place) / "config.yaml"
+        wanted.write_text(dump_config(config), encoding="utf-8")
+        _run_torchrun(["-m", "colonnade.cli.ranks", str(wanted), str(folder)], ranks, folder)
+    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+
+
+def _train_here(
+    config: RunConfig, folder: Path, mesh: Mesh, console: Console | None
+) -> dict[str, Any]:
+    run = open_run(config, mesh, folder, console=console)
+    try:
+        if console is not None:
+            collection = run.trainer.collection
+            show_plan(console, collection.plan, collection.tables)
+            if run.resumed_at is not None:
+                console.print(f"resuming {folder} at step {run.resumed_at}")
+        _stop_on_signals(run)
+        return run.summary(run.train())
+    finally:
+        run.close()
+
+
+def _stop_on_signals(run: Run) -> None:
+    """The first Ctrl-C or SIGTERM asks all ranks to commit and end; a later one is obeyed at once."""
+    asked_at = 0.0
+
+    def ask(number: int, frame: object) -> None:
+        nonlocal asked_at
+        now = time.monotonic()
+        if asked_at and now - asked_at > REPEAT_SECONDS:
+            raise KeyboardInterrupt
+        asked_at = asked_at or now
+        run.trainer.stop_asked = True
+
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
+
+
+def _run_torchrun(command: list[str], ranks: int, folder: Path) -> None:
+    torchrun = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", str(ranks), "--max-restarts", "0",
+    ]  # fmt: skip
+    # A session of its own: Ctrl-C reaches torchrun once, from here, and it tells its ranks.
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "")}
+    if not environment["OMP_NUM_THREADS"]:
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
+    process = subprocess.Popen([*torchrun, *command], start_new_session=True, env=environment)
+    interrupted = False
+    while True:
+        try:
+            status = process.wait()
+            break
+        except KeyboardInterrupt:
+            interrupted = True
+            process.send_signal(signal.SIGINT)
+    if status and not interrupted:
+        raise WorldError(
+            f"a rank failed (torchrun ended with status {status}); its error is above. "
+            f"The run goes on from its newest commit: train with --run {folder}"
+        )
+
+
+def _main(config_path: str, folder: str) -> None:
+    mesh = open_mesh()
+    try:
+        console = Console(highlight=False) if mesh.rank == 0 else None
+        _train_here(load_config(config_path), Path(folder), mesh, console)
+    except ColonnadeError as error:
+        print(f"error: rank {mesh.rank}: {error}", file=sys.stderr, flush=True)
+        # Peers may wait for this rank in a collective; leaving at once is what tells them.
+        os._exit(2)
+    close_mesh(mesh)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,77 @@
+"""Tables a person reads on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as Grid
+
+from colonnade.plan.plan import Plan, explain
+from colonnade.table import Table
+
+MAX_LINES = 12
+
+
+def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
+    """One line per table; of many tables the largest."""
+    staleness = f"bounded({plan.staleness_steps})" if plan.staleness_steps else "synchronous"
+    memory = "no limit" if plan.dram_bytes is None else f"{plan.dram_bytes / 2**20:,.0f} MiB"
+    grid = Grid(
+        title=f"plan: {plan.num_ranks} rank(s), exchange {plan.exchange}, {staleness}, "
+        f"lookahead {plan.lookahead}, memory for rows {memory}",
+        title_justify="left",
+    )
+    order = sorted(range(len(tables)), key=lambda t: -plan.tables[t].capacity_rows)
+    lines = explain(plan, tables)
+    for name in lines[0]:
+        grid.add_column(name, justify="left" if name == "table" else "right")
+    for t in order[:MAX_LINES]:
+        grid.add_row(*lines[t].values())
+    console.print(grid)
+    if len(order) > MAX_LINES:
+        console.print(f"  and {len(order) - MAX_LINES} smaller tables")
+
+
+def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | None) -> None:
+    """Where rows came from, where the time went, and what was reached."""
+    sources, total = summary["row_sources"], 0
+    grid = Grid(title="where rows came from (this rank)", title_justify="left")
+    for name in ("source", "rows", "share"):
+        grid.add_column(name, justify="left" if name == "source" else "right")
+    names = {
+        "resident": "already in memory",
+        "read": "read from files",
+        "born": "new (first value)",
+    }
+    total = sum(sources[name] for name in names) or 1
+    for name, words in names.items():
+        grid.add_row(words, f"{sources[name]:,}", f"{sources[name] / total:.1%}")
+    evicted = sources["evicted_clean"] + sources["evicted_dirty"]
+    grid.add_row("(evicted meanwhile)", f"{evicted:,}", "")
+    console.print(grid)
+    grid = Grid(title="where the time went (training thread)", title_justify="left")
+    for name in ("phase", "seconds", "share"):
+        grid.add_column(name, justify="left" if name == "phase" else "right")
+    seconds = summary["seconds"] or 1e-9
+    phases = dict(summary["phases_seconds"])
+    phases["everything else"] = max(0.0, seconds - sum(phases.values()))
+    for name, spent in sorted(phases.items(), key=lambda item: -item[1]):
+        grid.add_row(name, f"{spent:.2f}", f"{spent / seconds:.1%}")
+    console.print(grid)
+    for purpose, count in summary["sent_bytes"].items():
+        console.print(f"sent to other ranks, {purpose}: {count / 2**20:,.1f} MiB")
+    trained = seconds - phases.get("evaluate", 0.0)
+    rate = summary["samples"] * summary["num_ranks"] / trained
+    console.print(f"{summary['steps']:,} steps, {rate:,.0f} samples/s while training")
+    for name, value in summary["metrics"].items():
+        if name.endswith(("auc", "log_loss")):
+            console.print(f"{name.replace('_', ' ')}: {value:.4f}")
+    if summary["stopped"]:
+        console.print(
+            "stopped as asked; everything is committed, the same command goes on from here"
+        )
+    if folder is not None:
+        console.print(f"run folder: {folder}")

@@ -1,0 +1,87 @@
+"""`colonnade train`: train a model on a data set, on one process or several."""
+
+from __future__ import annotations
+
+import ast
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from colonnade.cli import ranks as launch
+from colonnade.cli.table import show_outcome
+from colonnade.config import RunConfig, load_config, override
+from colonnade.errors import ConfigError
+from colonnade.train.presets import PRESETS
+
+
+def train(
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="YAML file with sections data, model, rows, dense, plan, train."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="criteo, movielens or synthetic, with settings that suit it.")
+    ] = None,
+    path: Annotated[
+        str | None,
+        typer.Option(help="File or folder of the data; default: its folder in $COLONNADE_DATA."),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run folder. One that holds commits is resumed. Default: runs/<data>-<time>."
+        ),
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes on this machine (torchrun underneath).")
+    ] = 1,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="Any setting, e.g. --set train.epochs=3 --set plan.dram=2GiB. Repeatable."
+        ),
+    ] = None,
+) -> None:
+    """Train, evaluate after every epoch, commit to the run folder; Ctrl-C commits and ends cleanly."""
+    if config is not None and data is not None:
+        raise ConfigError(
+            "got both a config file and --data; the file's data section says what to read"
+        )
+    chosen = load_config(config) if config is not None else preset(data or "synthetic")
+    settings = parse_settings(set_ or [])
+    if path is not None:
+        settings["data.path"] = path
+    chosen = override(chosen, settings)
+    folder = run or Path("runs") / f"{chosen.data.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    train_run(chosen, folder, ranks)
+
+
+def train_run(config: RunConfig, folder: Path, ranks: int) -> dict[str, Any]:
+    """Train to the end and show what came of it; returns the run's summary."""
+    console = Console(highlight=False)
+    summary = launch.train(config, folder, ranks, console)
+    show_outcome(console, summary, folder)
+    return summary
+
+
+def preset(name: str) -> RunConfig:
+    if name not in PRESETS:
+        raise ConfigError(f"unknown data set {name!r}; choose from {', '.join(sorted(PRESETS))}")
+    return PRESETS[name]
+
+
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """`["train.epochs=3"]` -> {"train.epochs": 3}. Values are read as Python literals, else as text."""
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set got {pair!r}, wanted name=value, e.g. --set train.epochs=3")
+        try:
+            settings[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            settings[name] = {"true": True, "false": False, "none": None}.get(text.lower(), text)
+    return settings

@@ -1,0 +1,199 @@
+"""A run's configuration: typed, validated at birth, every field documented with its unit.
+
+An unknown key is an error that names the nearest known one. `RunConfig` is also the run folder's
+`config.yaml`, so a run can be repeated from its folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.functional_validators import BeforeValidator
+
+from colonnade.errors import ConfigError
+
+UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+         "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
+
+
+def parse_bytes(value: Any) -> Any:
+    """`"2GiB"`, `"500 MB"` or a number of bytes. Raises ValueError naming the units."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower().replace("_", "")
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text[len(number) :].strip()
+    try:
+        return int(float(number) * UNITS[unit])
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"got {value!r}, wanted a size such as 512MiB, 2GiB or a number of bytes"
+        ) from None
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class DataConfig(Section):
+    name: str = "synthetic"
+    """The source: criteo, movielens or synthetic."""
+    path: str | None = None
+    """File or folder; default: the source's folder in $COLONNADE_DATA."""
+    options: dict[str, Any] = {}
+    """What the source itself takes, by name (colonnade.data documents each)."""
+
+
+class ModelConfig(Section):
+    name: Literal["dlrm", "deepfm"] = "dlrm"
+    """The network."""
+    dim: int = Field(16, ge=1)
+    """Width of every embedding row, in elements."""
+    bottom: list[int] = [64, 32]
+    """Hidden widths of the dense columns' MLP (dlrm)."""
+    top: list[int] = [128, 64]
+    """Hidden widths of the last MLP."""
+    keep_fields: bool = False
+    """Whether the last MLP also sees the field vectors beside their dots (dlrm)."""
+
+
+class RowsConfig(Section):
+    optimizer: Literal["sgd", "rowwise_adagrad"] = "rowwise_adagrad"
+    """The rows' optimizer."""
+    lr: float = Field(0.02, ge=0)
+    """Learning rate of rows."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the accumulator (rowwise_adagrad)."""
+    initial_accumulator: float = Field(0.0, ge=0)
+    """First value of the accumulator (rowwise_adagrad)."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Added to the gradient of touched rows, times the weight."""
+    init_scale: float | None = Field(None, ge=0)
+    """New rows are uniform in +-init_scale; default 1/sqrt(dim)."""
+
+
+class DenseConfig(Section):
+    optimizer: Literal["adam", "sgd", "adagrad"] = "adam"
+    """The dense network's torch.optim optimizer."""
+    lr: float = Field(1e-3, ge=0)
+    """Learning rate of the dense network."""
+    weight_decay: float = Field(0.0, ge=0)
+    """torch's weight_decay of that optimizer."""
+
+
+class PlanConfig(Section):
+    dram: Bytes | None = Field(None, ge=1)
+    """Memory for rows on each rank, e.g. 2GiB; rows beyond it rest in files. Default: no limit."""
+    lookahead: int = Field(2, ge=0)
+    """Batches whose ids travel and whose rows become resident ahead of training."""
+    staleness_steps: int = Field(0, ge=0)
+    """0: synchronous. k: every read misses exactly the newest k updates of rows."""
+    exchange: str = "rows"
+    """What travels between ranks."""
+
+
+class TrainConfig(Section):
+    batch_size: int = Field(4096, ge=1)
+    """Samples per step over all ranks: the same number trains the same model on any number of ranks."""
+    epochs: int = Field(1, ge=0)
+    """Passes over the training data."""
+    max_steps: int | None = Field(None, ge=0)
+    """Stop after this many steps even if the epochs are not over."""
+    commit_steps: int = Field(0, ge=0)
+    """Steps between commits; 0: at the end of each epoch only."""
+    keep_commits: int = Field(2, ge=1)
+    """Newest commits kept."""
+    seed: int = 0
+    """Of rows, dense weights and the readers' order."""
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """What NaN or inf in a loss or gradient does: end the run, or skip that step on every rank."""
+    keep_best: bool = True
+    """Report the test metrics of the epoch with the best validation AUC (where there is a validation part)."""
+    threads: int = Field(0, ge=0)
+    """Threads per rank, torch's and Colonnade's; 0: the machine's processors shared among its ranks."""
+
+
+class RunConfig(Section):
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    rows: RowsConfig = RowsConfig()
+    dense: DenseConfig = DenseConfig()
+    plan: PlanConfig = PlanConfig()
+    train: TrainConfig = TrainConfig()
+
+
+def build_config(values: Mapping[str, Any]) -> RunConfig:
+    """Raises ConfigError: one line per problem, unknown keys with the nearest known one."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Read a YAML file. Raises ConfigError naming the file."""
+    path = Path(path)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config {path}: {error.strerror}; give an existing YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        detail = " ".join(str(error).split())
+        raise ConfigError(f"config {path}: not YAML: {detail}") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"config {path}: got a {type(values).__name__}, wanted sections such as `train:`"
+        )
+    try:
+        return build_config(values)
+    except ConfigError as error:
+        raise ConfigError(f"config {path}: {error}") from None
+
+
+def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """`{"train.epochs": 3}` on top of `config`. Raises ConfigError for an unknown name."""
+    values = config.model_dump()
+    for name, value in settings.items():
+        *sections, key = name.split(".")
+        place = values
+        for depth, section in enumerate(sections):
+            if not isinstance(place.get(section), dict):
+                raise ConfigError(_unknown(".".join(sections[: depth + 1]), place, name))
+            place = place[section]
+        if key not in place and sections != ["data", "options"]:
+            raise ConfigError(_unknown(name, place, name))
+        place[key] = value
+    return build_config(values)
+
+
+def dump_config(config: RunConfig) -> str:
+    return yaml.safe_dump(config.model_dump(), sort_keys=False)
+
+
+def _explain(problem: Any) -> str:
+    where = [str(part) for part in problem["loc"]]
+    name = ".".join(where)
+    if problem["type"] == "extra_forbidden":
+        section: Any = RunConfig
+        for part in where[:-1]:
+            section = section.model_fields[part].annotation
+        return _unknown(name, section.model_fields, name)
+    return f"{name}: got {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def _unknown(name: str, known: Mapping[str, Any], path: str) -> str:
+    key = name.split(".")[-1]
+    prefix = name[: len(name) - len(key)]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"
+    return f"unknown setting {path!r}; {hint}"

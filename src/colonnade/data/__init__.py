@@ -1,0 +1,55 @@
+"""Readers of samples. Every one yields `colonnade.batch.Batch` and keeps the law of `data/contract.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from colonnade.data.contract import Column, Position, Schema, Source, Splits, num_steps
+from colonnade.data.criteo import open_criteo
+from colonnade.data.movielens import open_movielens
+from colonnade.data.synthetic import open_synthetic
+from colonnade.data.tensors import TensorSource, open_tensors
+from colonnade.errors import ConfigError
+
+__all__ = [
+    "SOURCES",
+    "Column",
+    "Position",
+    "Schema",
+    "Source",
+    "Splits",
+    "TensorSource",
+    "num_steps",
+    "open_source",
+    "open_tensors",
+]
+
+SOURCES: dict[str, Callable[..., Splits]] = {
+    "criteo": open_criteo,
+    "movielens": open_movielens,
+    "synthetic": open_synthetic,
+}
+
+
+def open_source(name: str, path: str | Path | None = None, **options: Any) -> Splits:
+    """Open the data set `name` of SOURCES. Its opener's keyword arguments are the options.
+
+    Raises ConfigError for an unknown name or option, DataError for files that are absent or at fault.
+    """
+    if name not in SOURCES:
+        raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
+    opener = SOURCES[name]
+    known = set(signature(opener).parameters)
+    if path is not None:
+        options = {"path": path, **options}
+    for option in options.keys() - known:
+        nearest = get_close_matches(option, known, n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise ConfigError(
+            f"source {name!r} has no option {option!r}; {hint}It takes {', '.join(sorted(known))}"
+        )
+    return opener(**options)

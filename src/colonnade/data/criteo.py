@@ -1,0 +1,255 @@
+"""Criteo display-ads text files as they are: label, 13 integers, 26 categories of 8 hex digits; tabs; empty = missing.
+
+A file of any size: it is indexed once, then read by runs of lines, in time order.
+
+Dense values become log(1 + max(x, 0)); a missing one becomes 0. A category becomes the number its hex
+digits spell (32 bits); a missing one becomes `MISSING_ID`, which no hex digits spell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from colonnade.batch import Batch, Ids
+from colonnade.data.contract import Column, Position, Schema, Splits, spans
+from colonnade.data.counter import mix64
+from colonnade.data.lines import LineFile, excerpt, field_error, open_lines
+from colonnade.data.location import locate
+from colonnade.data.tensors import Columns, TensorSource
+from colonnade.errors import ConfigError, DataError
+
+FOLDER = "criteo10k"
+FILE = "train.txt"
+DENSE = tuple(f"I{i}" for i in range(1, 14))
+CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
+NAMES = ("label", *DENSE, *CATEGORIES)
+MISSING_ID = 1 << 32
+LOAD_LINES = 1 << 16
+"""Lines parsed at a time when a whole file is loaded."""
+
+_TYPES = {name: pa.int64() for name in NAMES[:14]} | {name: pa.binary() for name in CATEGORIES}
+
+
+def _byte_of_hex_pair() -> NDArray[np.uint16]:
+    """(65536,): two ASCII digits read as a little-endian uint16 -> the byte they spell; 256 = not hex."""
+    table = np.full(1 << 16, 256, dtype=np.uint16)
+    for value in range(256):
+        for pair in {f"{value:02x}", f"{value:02X}"}:
+            table[int.from_bytes(pair.encode(), "little")] = value
+    return table
+
+
+_HEX_PAIRS = _byte_of_hex_pair()
+
+
+def open_criteo(
+    path: str | Path | None = None,
+    *,
+    test_fraction: float = 0.2,
+    hash_rows: int | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+) -> Splits:
+    """The last `test_fraction` of the lines test, those before train.
+
+    path       the file, or the folder with train.txt; default `$COLONNADE_DATA/criteo10k`
+    hash_rows  None: open tables. N: a category's id is mix64(id) % N, for vocabulary tables of N rows
+    shuffle    False: streamed in time order. True: loaded into memory, an order per epoch from `seed`
+
+    Raises DataError naming file, line and column; here for the first and the last line and the file
+    itself, and for the others when they are read.
+    """
+    if not 0 <= test_fraction < 1:
+        raise ConfigError(f"got test_fraction={test_fraction}, wanted 0 <= test_fraction < 1")
+    if hash_rows is not None and hash_rows < 1:
+        raise ConfigError(
+            f"got hash_rows={hash_rows}, wanted at least 1; leave it out for open tables"
+        )
+    file = open_lines(locate(path, folder=FOLDER, file=FILE))
+    check_line(file.read(0, 1), file.path, 1)
+    last = file.read(file.num_lines - 1, file.num_lines)
+    check_line(last, file.path, file.num_lines)
+    if not file.ends_in_newline and last.endswith(b"\t"):
+        raise field_error(
+            file.path,
+            file.num_lines,
+            CATEGORIES[-1],
+            got="the end of the file with neither a value nor a newline",
+            wanted="a whole line",
+            fix="The file looks cut off: fetch it again, or end it with a newline if it is whole",
+        )
+    split = file.num_lines - round(file.num_lines * test_fraction)
+    train: CriteoSource | TensorSource = CriteoSource(file, 0, split, hash_rows=hash_rows)
+    test = CriteoSource(file, split, file.num_lines, hash_rows=hash_rows)
+    if shuffle:
+        train = _load(train, shuffle_key=seed)
+    return Splits(train=train, test=test if test.num_samples else None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CriteoSource:
+    """Lines start .. stop-1 of a file, counted from 0, in file order in every epoch."""
+
+    file: LineFile
+    start: int
+    stop: int
+    hash_rows: int | None = None
+
+    @property
+    def schema(self) -> Schema:
+        columns = tuple(Column(name, self.hash_rows) for name in CATEGORIES)
+        return Schema(dense=DENSE, categorical=columns)
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        start: Position = Position(),  # noqa: B008  frozen
+    ) -> Iterator[Batch]:
+        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        return (self.read(begin, end) for begin, end in blocks)
+
+    def read(self, begin: int, end: int) -> Batch:
+        """Samples begin .. end-1 of this source."""
+        first = self.start + begin
+        lines = self.file.read(first, self.start + end)
+        label, dense, ids = parse(lines, end - begin, path=self.file.path, first_line=first + 1)
+        if self.hash_rows is not None:
+            ids = (mix64(ids.astype(np.uint64)) % np.uint64(self.hash_rows)).astype(np.int64)
+        ids_FB = torch.from_numpy(ids)
+        return Batch(
+            size=end - begin,
+            dense=torch.from_numpy(dense),
+            ids={name: Ids(ids_FB[i]) for i, name in enumerate(CATEGORIES)},
+            label=torch.from_numpy(label),
+        )
+
+
+def _load(source: CriteoSource, *, shuffle_key: int) -> TensorSource:
+    parts = list(source.batches(LOAD_LINES))
+    labels: list[Tensor] = [part.label for part in parts if part.label is not None]
+    columns = Columns(
+        dense=torch.cat([part.dense for part in parts]),
+        ids={
+            name: Ids(torch.cat([part.ids[name].values for part in parts])) for name in CATEGORIES
+        },
+        label=torch.cat(labels),
+    )
+    return TensorSource(source.schema, columns, shuffle_key=shuffle_key)
+
+
+def parse(
+    lines: bytes, num_lines: int, *, path: Path, first_line: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+    """`num_lines` whole lines -> label (B, 1), dense (B, 13), ids (26, B).
+
+    `path` and `first_line` (from 1) are for messages. Raises DataError at the first field at fault.
+    """
+    if num_lines == 0:
+        empty = np.zeros((0, 1), np.float32), np.zeros((0, 13), np.float32)
+        return *empty, np.zeros((len(CATEGORIES), 0), np.int64)
+    try:
+        table = pyarrow.csv.read_csv(
+            pa.BufferReader(lines),
+            read_options=pyarrow.csv.ReadOptions(
+                column_names=NAMES, use_threads=False, block_size=len(lines) + 1
+            ),
+            parse_options=pyarrow.csv.ParseOptions(
+                delimiter="\t", quote_char=False, ignore_empty_lines=False
+            ),
+            convert_options=pyarrow.csv.ConvertOptions(
+                column_types=_TYPES, null_values=[""], check_utf8=False
+            ),
+        )
+    except pa.ArrowInvalid as error:
+        _raise_fault(lines, path, first_line, str(error))
+    if table.num_rows != num_lines:
+        _raise_fault(lines, path, first_line, f"{table.num_rows} rows in {num_lines} lines")
+    label = table.column(0)
+    if label.null_count or not np.isin(label.to_numpy(), (0, 1)).all():
+        _raise_fault(lines, path, first_line, "a label that is neither 0 nor 1")
+    counts = np.stack([pc.fill_null(table.column(i), 0).to_numpy() for i in range(1, 14)], axis=1)
+    ids = np.empty((len(CATEGORIES), num_lines), dtype=np.int64)
+    for i in range(len(CATEGORIES)):
+        if not _hex_ids(table.column(14 + i), out=ids[i]):
+            _raise_fault(lines, path, first_line, f"column {CATEGORIES[i]} is not hexadecimal")
+    return (
+        label.to_numpy().astype(np.float32).reshape(-1, 1),
+        np.log1p(np.maximum(counts, 0)).astype(np.float32),
+        ids,
+    )
+
+
+def _hex_ids(column: pa.ChunkedArray, out: NDArray[np.int64]) -> bool:
+    """8-digit fields -> their numbers, empty ones -> MISSING_ID, into `out` (B,). False: another field is there."""
+    array = column.combine_chunks()
+    _, offsets_buffer, data_buffer = array.buffers()
+    offsets = np.frombuffer(offsets_buffer, dtype=np.int32)[array.offset :][: len(array) + 1]
+    lengths = np.diff(offsets)
+    is_given = lengths == 8
+    if not (is_given | (lengths == 0)).all():
+        return False
+    out[:] = MISSING_ID
+    if not is_given.any():
+        return True
+    pairs = np.frombuffer(data_buffer, dtype=np.uint8)[offsets[0] : offsets[-1]].view("<u2")
+    spelled = _HEX_PAIRS[pairs]
+    if spelled.max() > 255:
+        return False
+    out[is_given] = spelled.astype(np.uint8).view(">u4")
+    return True
+
+
+def _raise_fault(lines: bytes, path: Path, first_line: int, reason: str) -> NoReturn:
+    """Name the first field at fault among lines that the fast reader refused for `reason`."""
+    for number, line in enumerate(lines.removesuffix(b"\n").split(b"\n"), first_line):
+        check_line(line, path, number)
+    raise DataError(f"{path}, from line {first_line} on: cannot be read ({reason})")
+
+
+def check_line(line: bytes, path: Path, number: int) -> None:
+    """The slow twin of `parse` for one line: raise DataError at its first field at fault, else nothing."""
+    fields = line.removesuffix(b"\n").removesuffix(b"\r").split(b"\t")
+    if len(fields) != len(NAMES):
+        raise field_error(
+            path,
+            number,
+            None,
+            got=f"{len(fields)} columns in {excerpt(line)}",
+            wanted=f"{len(NAMES)} separated by tabs (label, I1..I13, C1..C26)",
+            fix="Is this a Criteo training file, and whole? Test files without labels are not read",
+        )
+    for name, field in zip(NAMES, fields, strict=True):
+        if name == "label":
+            pattern, wanted = rb"[01]", "0 or 1"
+        elif name in DENSE:
+            pattern, wanted = rb"(-?[0-9]{1,18})?", "an integer or nothing"
+        else:
+            pattern, wanted = rb"([0-9a-fA-F]{8})?", "8 hexadecimal digits or nothing"
+        if not re.fullmatch(pattern, field):
+            raise field_error(
+                path,
+                number,
+                name,
+                got=excerpt(field),
+                wanted=wanted,
+                fix="Repair or remove the line",
+            )

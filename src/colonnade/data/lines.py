@@ -1,0 +1,125 @@
+"""Text files by line number: any run of lines at once, never the whole file in memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colonnade.errors import DataError
+
+STRIDE = 256
+"""Every STRIDE-th line's byte offset is kept: 8 bytes per 256 lines."""
+SCAN_BYTES = 8 << 20
+GZIP_MAGIC = b"\x1f\x8b"
+NEWLINE = 0x0A
+
+
+def field_error(
+    path: Path, line: int, column: str | None, *, got: str, wanted: str, fix: str
+) -> DataError:
+    """`line` counts from 1. `column` None: the whole line is at fault."""
+    where = f"{path}, line {line}" + (f", column {column}" if column else "")
+    return DataError(f"{where}: got {got}, wanted {wanted}. {fix}")
+
+
+def excerpt(field: bytes) -> str:
+    """A field as it stands in an error message, at most 40 bytes of it."""
+    return (
+        repr(field)[1:] if len(field) <= 40 else f"{repr(field[:40])[1:]} ... ({len(field)} bytes)"
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LineFile:
+    """An index over a file of newline-ended lines. A last line without a newline counts."""
+
+    path: Path
+    num_lines: int
+    num_bytes: int
+    ends_in_newline: bool
+    offsets: NDArray[np.int64]  # (ceil(num_lines / STRIDE) + 1,): bytes before line 0, STRIDE, ...
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Lines start .. stop-1, counted from 0, newlines included. One read of the file."""
+        if not 0 <= start <= stop <= self.num_lines:
+            raise IndexError(f"lines {start}..{stop} of a file of {self.num_lines}")
+        if start == stop:
+            return b""
+        low, high = start // STRIDE, -(-stop // STRIDE)
+        begin, end = int(self.offsets[low]), int(self.offsets[high])
+        try:
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size != self.num_bytes:
+                    raise DataError(
+                        f"{self.path}: its size was {self.num_bytes} bytes when it was opened and has "
+                        "changed since. Leave the file alone while it is read, and open it again"
+                    )
+                file.seek(begin)
+                block = file.read(end - begin)
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read ({error.strerror})") from error
+        head = _after_newlines(block, start - low * STRIDE, 0)
+        last = stop - (high - 1) * STRIDE  # lines to keep of the last stride, 1 .. STRIDE
+        tail = _after_newlines(block, last, int(self.offsets[high - 1]) - begin)
+        return block[head:tail]
+
+
+def _after_newlines(block: bytes, count: int, begin: int) -> int:
+    """The position just after the count-th newline from `begin` on; the end where there are fewer."""
+    if count == 0:
+        return begin
+    # A stride is short, so looking at it byte by byte in numpy beats `count` calls of bytes.find.
+    window = np.frombuffer(block, dtype=np.uint8, offset=begin)
+    size = 4096
+    while True:
+        found = np.flatnonzero(window[:size] == NEWLINE)
+        if len(found) >= count:
+            return begin + int(found[count - 1]) + 1
+        if size >= len(window):
+            return len(block)
+        size *= 4
+
+
+def open_lines(path: str | Path) -> LineFile:
+    """Read the file once to index it. Raises DataError: missing, a directory, empty, gzipped, unreadable."""
+    path = Path(path)
+    kept: list[NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
+    num_newlines, num_bytes, last = 0, 0, NEWLINE
+    try:
+        with path.open("rb") as file:
+            while block := file.read(SCAN_BYTES):
+                if num_bytes == 0 and block.startswith(GZIP_MAGIC):
+                    raise DataError(
+                        f"{path}: got a gzip file (it starts with 1f 8b), wanted plain text. "
+                        f"Unpack it first: gunzip -c {path.name} > {path.stem}.txt"
+                    )
+                ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE)
+                # The k-th newline of the file (from 1) ends line k - 1; line k starts after it.
+                first = (-num_newlines - 1) % STRIDE
+                kept.append(ends[first::STRIDE] + (num_bytes + 1))
+                num_newlines += len(ends)
+                num_bytes += len(block)
+                last = block[-1]
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file. Check the path given with --path") from error
+    except IsADirectoryError as error:
+        raise DataError(f"{path}: got a directory, wanted a file. Name the file in it") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    if num_bytes == 0:
+        raise DataError(
+            f"{path}: got an empty file, wanted at least one line. Was it fully written?"
+        )
+    num_lines = num_newlines + (last != NEWLINE)
+    offsets = np.concatenate(kept)[: -(-num_lines // STRIDE)]
+    return LineFile(
+        path=path,
+        num_lines=num_lines,
+        num_bytes=num_bytes,
+        ends_in_newline=last == NEWLINE,
+        offsets=np.append(offsets, num_bytes),
+    )

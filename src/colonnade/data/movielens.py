@@ -1,0 +1,213 @@
+"""MovieLens-1M (Harper and Konstan 2015): does a user rate a film 4 or more?
+
+Seven one-hot columns (user, movie, sex, age, occupation, zip3, year) and the film's genres. Ratings are
+put in the order `numpy.random.RandomState(0).permutation(n)`; the first 80 % train, of which the last
+5 % validate; the rest test.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from colonnade.batch import Ids
+from colonnade.data.contract import Column, Schema, Splits
+from colonnade.data.lines import excerpt, field_error, open_lines
+from colonnade.data.location import locate
+from colonnade.data.tensors import Columns, TensorSource, take_ids
+from colonnade.errors import DataError
+
+FOLDER = "ml-1m"
+SPLIT_SEED = 0
+TRAIN_FRACTION = 0.8
+VALIDATION_FRACTION = 0.05
+POSITIVE_RATING = 4
+RATING_COLUMNS = ("user_id", "movie_id", "rating")
+
+
+def open_movielens(path: str | Path | None = None, *, seed: int = 0) -> Splits:
+    """`path`: the folder with ratings.parquet, users.dat and movies.dat; default `$COLONNADE_DATA/ml-1m`.
+
+    `seed` orders the training samples of each epoch; the split never depends on it. User and movie
+    ids are those of the files; the other columns number their distinct values in ascending order.
+    Raises DataError naming file, line or row, and column.
+    """
+    ratings = locate(path, folder=FOLDER, file="ratings.parquet")
+    users = _read_users(ratings.with_name("users.dat"))
+    movies = _read_movies(ratings.with_name("movies.dat"))
+    user, movie, rating = _read_ratings(ratings)
+    user_row = _rows_of(ratings, "user_id", user, users.ids, "users.dat")
+    movie_row = _rows_of(ratings, "movie_id", movie, movies.ids, "movies.dat")
+
+    columns = [Column("user", int(users.ids.max()) + 1), Column("movie", int(movies.ids.max()) + 1)]
+    ids = {"user": Ids(user), "movie": Ids(movie)}
+    for people, rows in ((users, user_row), (movies, movie_row)):
+        for name, values in people.fields.items():
+            distinct, index = np.unique(values, return_inverse=True)
+            columns.append(Column(name, len(distinct)))
+            ids[name] = Ids(torch.from_numpy(index).index_select(0, rows))
+    columns.append(Column("genres", len(movies.genre_names), is_multi_hot=True))
+    ids["genres"] = take_ids(movies.genres, movie_row)
+
+    schema = Schema(dense=(), categorical=tuple(columns))
+    label = (rating >= POSITIVE_RATING).to(torch.float32).reshape(-1, 1)
+    held = Columns(dense=torch.empty(len(rating), 0), ids=ids, label=label, group=user)
+    order = torch.from_numpy(np.random.RandomState(SPLIT_SEED).permutation(len(rating)))
+    num_train = int(TRAIN_FRACTION * len(rating))
+    num_fit = num_train - int(VALIDATION_FRACTION * num_train)
+    return Splits(
+        train=TensorSource(schema, held, rows=order[:num_fit], shuffle_key=seed),
+        validation=TensorSource(schema, held, rows=order[num_fit:num_train]),
+        test=TensorSource(schema, held, rows=order[num_train:]),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Users:
+    ids: Tensor  # (U,) int64, ascending
+    fields: dict[str, NDArray]  # (U,) each
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Movies:
+    ids: Tensor  # (M,) int64, ascending
+    fields: dict[str, NDArray]
+    genres: Ids  # (M,) bags
+    genre_names: list[str]
+
+
+def _read_fields(path: Path, names: tuple[str, ...]) -> list[list[str]]:
+    """`a::b::c` lines, latin-1, sorted by their first field, a positive integer that must not repeat."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file. The folder must hold users.dat and movies.dat too")
+    file = open_lines(path)
+    lines = file.read(0, file.num_lines).removesuffix(b"\n").split(b"\n")
+    rows: dict[int, list[str]] = {}
+    for number, line in enumerate(lines, 1):
+        fields = line.rstrip(b"\r").split(b"::")
+        if len(fields) != len(names):
+            raise field_error(
+                path,
+                number,
+                None,
+                got=f"{len(fields)} fields in {excerpt(line)}",
+                wanted=f"{len(names)} separated by '::' ({', '.join(names)})",
+                fix="Is the file the one of ml-1m, and whole?",
+            )
+        key = _integer(path, number, names[0], fields[0], low=1)
+        if key in rows:
+            raise field_error(
+                path,
+                number,
+                names[0],
+                got=f"{key}, which an earlier line has",
+                wanted="each one once",
+                fix="Remove one of the two lines",
+            )
+        rows[key] = [str(number), *(field.decode("latin-1") for field in fields)]
+    return [rows[key] for key in sorted(rows)]
+
+
+def _integer(path: Path, line: int, column: str, field: bytes, *, low: int) -> int:
+    if not re.fullmatch(rb"[0-9]{1,9}", field) or int(field) < low:
+        raise field_error(
+            path,
+            line,
+            column,
+            got=excerpt(field),
+            wanted=f"an integer of at least {low}",
+            fix="Repair the line",
+        )
+    return int(field)
+
+
+def _read_users(path: Path) -> _Users:
+    names = ("user", "sex", "age", "occupation", "zip")
+    rows = _read_fields(path, names)
+    numbers = {
+        name: np.array(
+            [_integer(path, int(row[0]), name, row[at].encode("latin-1"), low=0) for row in rows]
+        )
+        for name, at in (("age", 3), ("occupation", 4))
+    }
+    fields = {
+        "sex": np.array([row[2] for row in rows]),
+        **numbers,
+        "zip3": np.array([row[5][:3] for row in rows]),
+    }
+    return _Users(torch.tensor([int(row[1]) for row in rows]), fields)
+
+
+def _read_movies(path: Path) -> _Movies:
+    rows = _read_fields(path, ("movie", "title", "genres"))
+    years = []
+    for number, _, title, _ in rows:
+        match = re.search(r"\(([0-9]{4})\)\s*$", title)
+        if match is None:
+            raise field_error(
+                path,
+                int(number),
+                "title",
+                got=excerpt(title.encode("latin-1")),
+                wanted="a title that ends in its year, as in 'Heat (1995)'",
+                fix="Repair the line",
+            )
+        years.append(int(match[1]))
+    bags = [row[3].split("|") for row in rows]
+    genre_names = sorted({genre for bag in bags for genre in bag})
+    number_of = {genre: i for i, genre in enumerate(genre_names)}
+    genres = Ids(
+        torch.tensor([number_of[genre] for bag in bags for genre in bag]),
+        torch.tensor([0, *np.cumsum([len(bag) for bag in bags])]),
+    )
+    ids = torch.tensor([int(row[1]) for row in rows])
+    return _Movies(ids, {"year": np.array(years)}, genres, genre_names)
+
+
+def _read_ratings(path: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """user, movie, rating: (n,) int64 each, in file order."""
+    try:
+        table = pq.read_table(path, columns=list(RATING_COLUMNS), use_threads=False)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(
+            f"{path}: cannot be read as Parquet with the columns {', '.join(RATING_COLUMNS)} "
+            f"({reason}). Fetch the file again"
+        ) from error
+    columns = []
+    for name in RATING_COLUMNS:
+        column = table.column(name)
+        if not pa.types.is_integer(column.type) or column.null_count:
+            raise DataError(
+                f"{path}, column {name}: got {column.type} with {column.null_count} nulls, wanted "
+                "integers without nulls. Write the column as int32"
+            )
+        columns.append(torch.from_numpy(column.to_numpy().astype(np.int64)))
+    user, movie, rating = columns
+    bad = (rating < 1) | (rating > 5)
+    if len(rating) == 0 or bad.any():
+        at = int(bad.to(torch.uint8).argmax()) if len(rating) else 0
+        got = f"rating {int(rating[at])}" if len(rating) else "no rating"
+        raise DataError(f"{path}, row {at}: got {got}, wanted 1 .. 5. Fetch the file again")
+    return user, movie, rating
+
+
+def _rows_of(path: Path, column: str, ids: Tensor, known: Tensor, file: str) -> Tensor:
+    """For each of `ids` (n,), its row (n,) among `known` (K,) ascending."""
+    rows = torch.searchsorted(known, ids).clamp_(max=len(known) - 1)
+    strange = known[rows] != ids
+    if strange.any():
+        at = int(strange.to(torch.uint8).argmax())
+        raise DataError(
+            f"{path}, row {at}, column {column}: got {int(ids[at])}, wanted one that {file} beside it "
+            "describes. Use files of the same release"
+        )
+    return rows

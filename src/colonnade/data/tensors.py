@@ -1,0 +1,231 @@
+"""Samples held in memory as columns: user tensors, MovieLens, small files. Shuffled anew each epoch.
+
+Legend: S samples held, B samples of a batch, E ids of a multi-hot column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from colonnade.batch import Batch, Ids
+from colonnade.data.contract import Column, Position, Schema, spans
+from colonnade.data.counter import permutation, stream_key
+from colonnade.errors import DataError, IdRangeError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Columns:
+    """S samples, checked. Splits of one data set share them."""
+
+    dense: Tensor  # (S, n) float32
+    ids: Mapping[str, Ids]  # values (S,) or (E,) int64
+    label: Tensor | None = None  # (S, 1) float32
+    sample_weight: Tensor | None = None  # (S,) float32
+    group: Tensor | None = None  # (S,) int64
+
+    @property
+    def num_samples(self) -> int:
+        return self.dense.shape[0]
+
+    def take(self, rows_B: Tensor) -> Batch:
+        """The samples numbered `rows_B` (B,) int64, in that order."""
+        return Batch(
+            size=len(rows_B),
+            dense=self.dense.index_select(0, rows_B),
+            ids={name: take_ids(ids, rows_B) for name, ids in self.ids.items()},
+            label=None if self.label is None else self.label.index_select(0, rows_B),
+            sample_weight=_take(self.sample_weight, rows_B),
+            group=_take(self.group, rows_B),
+        )
+
+
+def _take(column: Tensor | None, rows_B: Tensor) -> Tensor | None:
+    return None if column is None else column.index_select(0, rows_B)
+
+
+def take_ids(ids: Ids, rows_B: Tensor) -> Ids:
+    """The ids of the samples `rows_B`: bags are copied whole, in order."""
+    if ids.offsets is None:
+        return Ids(ids.values.index_select(0, rows_B), None, _take(ids.weights, rows_B))
+    begins_B = ids.offsets.index_select(0, rows_B)
+    lengths_B = ids.offsets.index_select(0, rows_B + 1) - begins_B
+    offsets = torch.zeros(len(rows_B) + 1, dtype=torch.int64)
+    torch.cumsum(lengths_B, 0, out=offsets[1:])
+    # Lookup j of bag b lies at begins[b] + (j - offsets[b]): repeat the shift, add j.
+    positions_E = torch.repeat_interleave(begins_B - offsets[:-1], lengths_B)
+    positions_E += torch.arange(len(positions_E))
+    return Ids(ids.values.index_select(0, positions_E), offsets, _take(ids.weights, positions_E))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorSource:
+    """Some rows of some columns, in the order of `rows` or, with `shuffle_key`, in an order per epoch."""
+
+    schema: Schema
+    columns: Columns
+    rows: Tensor | None = field(default=None, kw_only=True)  # (num_samples,) int64; None: all
+    shuffle_key: int | None = field(default=None, kw_only=True)
+
+    @property
+    def num_samples(self) -> int:
+        return self.columns.num_samples if self.rows is None else len(self.rows)
+
+    def order(self, epoch: int) -> Tensor:
+        """(num_samples,) int64: row numbers in the order in which `epoch` reads them."""
+        rows = torch.arange(self.num_samples) if self.rows is None else self.rows
+        if self.shuffle_key is None:
+            return rows
+        key = stream_key(self.shuffle_key, epoch)
+        return rows[torch.from_numpy(permutation(self.num_samples, key))]
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        start: Position = Position(),  # noqa: B008  frozen
+    ) -> Iterator[Batch]:
+        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        order = self.order(start.epoch)
+        return (self.columns.take(order[begin:end]) for begin, end in blocks)
+
+
+def open_tensors(
+    ids: Mapping[str, Tensor | Ids],
+    *,
+    dense: Tensor | None = None,
+    dense_names: Sequence[str] | None = None,
+    cardinalities: Mapping[str, int] | None = None,
+    label: Tensor | None = None,
+    sample_weight: Tensor | None = None,
+    group: Tensor | None = None,
+    shuffle_seed: int | None = None,
+    name: str = "tensors",
+) -> TensorSource:
+    """A source over the caller's tensors, which are checked once and kept, not copied where the dtype fits.
+
+    ids            by column: (S,) integers, or `Ids` with offsets (S + 1,) for multi-hot columns
+    dense          (S, n); every value finite
+    cardinalities  of the columns whose ids are 0 .. cardinality-1; the others take any 64-bit id
+    label          (S,) or (S, 1)
+    shuffle_seed   None: every epoch reads in the order given
+    name           of the data set, for messages
+
+    Raises DataError (IdRangeError for ids) naming column and row, counted from 0.
+    """
+    values = {key: v if isinstance(v, Ids) else Ids(v) for key, v in ids.items()}
+    cardinalities = cardinalities or {}
+    for stranger in cardinalities.keys() - values.keys():
+        raise DataError(
+            f"{name}: cardinalities names the column {stranger!r}, which ids does not have; "
+            f"the columns are {', '.join(values)}"
+        )
+    num_samples = _count(name, values, dense, label)
+    if dense is None:
+        dense = torch.empty(num_samples, 0)
+    if dense_names is None:
+        dense_names = [f"dense{i}" for i in range(dense.shape[-1])]
+    columns = Columns(
+        dense=_checked_dense(name, dense, dense_names, num_samples),
+        ids={
+            k: _checked_ids(name, k, v, cardinalities.get(k), num_samples)
+            for k, v in values.items()
+        },
+        label=_checked_floats(name, "label", label, num_samples, width=1),
+        sample_weight=_checked_floats(name, "sample_weight", sample_weight, num_samples),
+        group=group,
+    )
+    if group is not None and (group.shape != (num_samples,) or group.dtype != torch.int64):
+        raise _shape_error(name, "group", group, f"({num_samples},) int64")
+    categorical = tuple(
+        Column(key, cardinalities.get(key), v.offsets is not None) for key, v in values.items()
+    )
+    schema = Schema(dense=tuple(dense_names), categorical=categorical)
+    return TensorSource(schema, columns, shuffle_key=shuffle_seed)
+
+
+def _count(name: str, ids: Mapping[str, Ids], dense: Tensor | None, label: Tensor | None) -> int:
+    for tensor in (dense, label):
+        if tensor is not None:
+            return len(tensor)
+    for column in ids.values():
+        return len(column.values) if column.offsets is None else len(column.offsets) - 1
+    raise DataError(f"{name}: got no column at all, wanted ids, dense or a label")
+
+
+def _shape_error(name: str, column: str, got: Tensor, wanted: str) -> DataError:
+    kind = str(got.dtype).removeprefix("torch.")
+    return DataError(f"{name}, column {column}: got {tuple(got.shape)} {kind}, wanted {wanted}")
+
+
+def _first(mask: Tensor) -> int:
+    return int(mask.to(torch.uint8).argmax())
+
+
+def _checked_dense(name: str, dense: Tensor, columns: Sequence[str], num_samples: int) -> Tensor:
+    if dense.dim() != 2 or dense.shape != (num_samples, len(columns)):
+        raise _shape_error(name, "dense", dense, f"({num_samples}, {len(columns)}) floats")
+    bad = ~dense.isfinite()
+    if bad.any():
+        row, column = divmod(_first(bad.flatten()), dense.shape[1])
+        raise DataError(
+            f"{name}, row {row}, column {columns[column]}: got {float(dense[row, column])}, "
+            "wanted a finite number. Replace missing values (0 is common) before opening"
+        )
+    return dense.to(torch.float32)
+
+
+def _checked_floats(
+    name: str, column: str, values: Tensor | None, num_samples: int, *, width: int | None = None
+) -> Tensor | None:
+    if values is None:
+        return None
+    shapes = [(num_samples,)] if width is None else [(num_samples,), (num_samples, width)]
+    if tuple(values.shape) not in shapes:
+        raise _shape_error(name, column, values, " or ".join(map(str, shapes)))
+    bad = ~values.isfinite()
+    if bad.any():
+        row = _first(bad.flatten())
+        raise DataError(
+            f"{name}, row {row}, column {column}: got {float(values.flatten()[row])}, "
+            "wanted a finite number. Drop or repair the row before opening"
+        )
+    return values.to(torch.float32).reshape(shapes[-1])
+
+
+def _checked_ids(
+    name: str, column: str, ids: Ids, cardinality: int | None, num_samples: int
+) -> Ids:
+    values, offsets = ids.values, ids.offsets
+    if values.dim() != 1 or values.is_floating_point() or values.is_complex():
+        raise _shape_error(name, column, values, "one dimension of integers")
+    values = values.to(torch.int64)
+    if offsets is None:
+        if len(values) != num_samples:
+            raise _shape_error(name, column, values, f"({num_samples},) integers")
+    else:
+        if offsets.shape != (num_samples + 1,):
+            raise _shape_error(name, f"{column}.offsets", offsets, f"({num_samples + 1},) int64")
+        offsets = offsets.to(torch.int64)
+        if offsets[0] != 0 or offsets[-1] != len(values) or bool((offsets.diff() < 0).any()):
+            raise DataError(
+                f"{name}, column {column}: got offsets that start at {int(offsets[0])} and end at "
+                f"{int(offsets[-1])}, wanted 0 .. {len(values)} (its number of ids), never decreasing"
+            )
+    if ids.weights is not None and ids.weights.shape != values.shape:
+        raise _shape_error(name, f"{column}.weights", ids.weights, f"{tuple(values.shape)} floats")
+    if cardinality is not None:
+        bad = (values < 0) | (values >= cardinality)
+        if bad.any():
+            at = _first(bad)
+            row = at if offsets is None else int(torch.searchsorted(offsets, at, right=True)) - 1
+            raise IdRangeError(
+                f"{name}, row {row}, column {column}: got id {int(values[at])}, wanted "
+                f"0 .. {cardinality - 1}. Raise its cardinality, or leave it out for an open table"
+            )
+    return Ids(values, offsets, ids.weights)

@@ -1,0 +1,228 @@
+"""The one composition point: (tables, consumers, plan) -> an nn.Module.
+
+Where rows rest (`store`), what travels (`exchange`) and when it may be read (`consistency`) meet here
+and nowhere else. Legend: B samples, T tables.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from colonnade import _native
+from colonnade.batch import Batch
+from colonnade.consistency import consistency
+from colonnade.data.lookahead import Lookahead
+from colonnade.errors import BudgetExceeded, ConfigError
+from colonnade.exchange import EXCHANGES
+from colonnade.exchange.contract import RowSource, Ticket
+from colonnade.exchange.layout import declare
+from colonnade.interaction import Interaction
+from colonnade.plan.plan import Plan, build_plan
+from colonnade.store.contract import Backing, RowView
+from colonnade.store.dram import open_dram
+from colonnade.table import Feature, Table
+from colonnade.topology.mesh import Mesh
+
+
+class EmbeddingCollection(nn.Module):
+    """Embedding tables, the features that look ids up in them, and the operators that take the results.
+
+    `collection(batch)` gives a dict: by consumer, what its interaction combined (B, ...); by feature
+    without a consumer, pooled (B, dim) or, for a sequence, (lookups, dim). Rows are no parameters:
+    `parameters()` are the dense ones, and rows change in `RowOptimizer(collection).step()`.
+
+    Works in anyone's loop. `collection.lookahead(batches)` prepares coming batches in the background.
+    Until `open` is called, everything is on this process, in memory.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        *,
+        consumers: Mapping[str, tuple[Interaction, Sequence[str]]] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        consumers = consumers or {}
+        self.declaration = declare(tables, features, consumers)
+        self.interactions = nn.ModuleDict({name: pair[0] for name, pair in consumers.items()})
+        self.seed = seed
+        # Placeholders that make torch call our backward; not parameters, so that an optimizer over
+        # model.parameters() is an optimizer over the dense network.
+        self.handles = [
+            torch.empty(0, table.dim, dtype=getattr(torch, table.dtype), requires_grad=True)
+            for table in self.declaration.tables
+        ]
+        self.live: list[Ticket] = []  # forward done, not yet stepped
+        self.step = 0  # updates applied
+        self._opened = False
+        self._starved = threading.Event()
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        return self.declaration.tables
+
+    def open(
+        self,
+        plan: Plan | None = None,
+        mesh: Mesh | None = None,
+        *,
+        backings: Sequence[Backing] = (),
+    ) -> EmbeddingCollection:
+        """Lay the rows out as planned. Once, before the first batch; every rank calls it.
+
+        `backings`: one per table, for rows that memory has no room for and for commits.
+        """
+        if self._opened:
+            raise ConfigError("this collection is open already; build a new one to change its plan")
+        self.mesh = mesh or Mesh()
+        self.plan = plan or build_plan(self.tables, self.mesh.num_ranks)
+        if self.plan.num_ranks != self.mesh.num_ranks:
+            raise ConfigError(
+                f"the plan is for {self.plan.num_ranks} ranks, this world has {self.mesh.num_ranks}; "
+                "build the plan for this world"
+            )
+        if self.plan.needs_backing and not backings:
+            raise ConfigError(
+                "the memory budget does not hold every row, and there is nowhere to put the rest; "
+                "train with a run folder, or raise memory.dram"
+            )
+        self.consistency = consistency(self.plan.staleness_steps)
+        self.exchange = EXCHANGES[self.plan.exchange](self.declaration, self.mesh)
+        self.store = open_dram(
+            self.tables,
+            [table.capacity_rows for table in self.plan.tables],
+            seed=self.seed,
+            num_ranks=self.mesh.num_ranks,
+            backings=backings,
+        )
+        self._opened = True
+        return self
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        self._ensure_open()
+        if not (self.training and torch.is_grad_enabled()):
+            return self._read_only(batch)
+        ticket, batch.ticket = batch.ticket, None
+        if ticket is None:
+            if self.consistency.reads_ahead:
+                raise ConfigError(
+                    f"{self.consistency.name} staleness reads {self.consistency.reads_ahead} steps "
+                    "ahead: iterate over collection.lookahead(batches)"
+                )
+            ticket = self.prepare(batch)
+            self.fetch(ticket)
+        self.live.append(ticket)
+        return self.exchange.values(ticket, self.handles)
+
+    def lookahead(self, batches: Iterable[Batch]) -> Lookahead:
+        """The same batches in the same order, each ready to use: its ids have travelled, its rows are resident.
+
+        A thread runs `plan.lookahead` batches ahead; a batch's values are read exactly as many updates
+        before its use as the plan's staleness says. Close the iterator to stop early.
+        """
+        self._ensure_open()
+        return Lookahead(
+            batches,
+            prepare=self.prepare,
+            fetch=self.fetch,
+            drop=self.drop,
+            starved=self._starved,
+            depth=self.plan.lookahead,
+            reads_ahead=self.consistency.reads_ahead,
+        )
+
+    def prepare(self, batch: Batch) -> Ticket:
+        """Collective, any one thread: ids travel, owners make the rows resident and pin them."""
+        self._ensure_open()
+        ticket = self.exchange.route(batch, self.step)
+        batch.world_weight = ticket.weight
+        while True:
+            seen = self.store.releases
+            try:
+                ticket.slots = self.store.acquire(ticket.owned_ids, ticket.owned_offsets)
+                if batch.held is not None:
+                    self.exchange.restore(ticket, batch.held)
+                return ticket
+            except BudgetExceeded:
+                # Rows of batches in flight may leave soon; not if training itself waits for this one.
+                waiting = self._starved.is_set()
+                if not self.store.wait_for_release(seen, 0.05) and waiting:
+                    raise
+                if threading.current_thread() is threading.main_thread():
+                    raise
+
+    def fetch(self, ticket: Ticket) -> None:
+        """Collective, training thread: read the rows as they are now."""
+        source = RowSource(self.store.views(), ticket.slots, not self.consistency.reads_ahead)
+        self.exchange.fetch(ticket, source)
+
+    def finite(self) -> bool:
+        """Whether every gradient recorded on this rank is finite."""
+        return all(
+            _native.all_finite(part.data_ptr(), part.numel(), self.tables[0].dtype)
+            for ticket in self.live
+            for gradients in ticket.gradients
+            for part in gradients
+        )
+
+    def apply(self, optimizers: Tensor, settings: Tensor) -> None:
+        """Collective: push what backward recorded, apply it once, release the rows.
+
+        optimizers (T,) int32, settings (T, 8) float64: see `_native.update`.
+        """
+        tickets = self.live
+        gradients = self.exchange.push(tickets)
+        if gradients is not None:
+            _native.update(
+                self.store.native, gradients.slots, gradients.offsets,
+                gradients.segment_offsets, gradients.entries, gradients.source,
+                optimizers, settings,
+            )  # fmt: skip
+        self.live = []
+        for ticket in tickets:
+            self.store.release(ticket.slots, ticket.owned_offsets, dirty=True)
+        self.step += 1
+
+    def forget(self) -> None:
+        """Drop every batch since the last step without applying it."""
+        for ticket in self.live:
+            self.drop(ticket)
+        self.live = []
+
+    def drop(self, ticket: Ticket) -> None:
+        """Give a prepared batch up: nothing of it is applied, its rows are unpinned."""
+        self.exchange.drop(ticket)
+        if ticket.slots is not None:
+            self.store.release(ticket.slots, ticket.owned_offsets, dirty=False)
+            ticket.slots = None
+
+    def rows(self, table: str, ids: Tensor) -> Tensor:
+        """Weights (N, dim) of this rank's rows as they are now; rows never trained read as their first value."""
+        self._ensure_open()
+        t = [each.name for each in self.tables].index(table)
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        offsets = torch.tensor([0] * (t + 1) + [len(unique)] * (len(self.tables) - t))
+        return self.store.read(unique, offsets)[t][inverse]
+
+    def _read_only(self, batch: Batch) -> dict[str, Tensor]:
+        """Evaluation: sees every update, leaves no trace; any number of training batches may be in flight."""
+        ticket = self.exchange.route(batch, self.step, purpose="evaluate")
+        batch.world_weight = ticket.weight
+        found = self.store.read(ticket.owned_ids, ticket.owned_offsets)
+        views = [
+            RowView(rows.data_ptr(), table.dim * table.itemsize, table.dim, table.dtype)
+            for rows, table in zip(found, self.tables, strict=True)
+        ]
+        numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in found]
+        self.exchange.fetch(ticket, RowSource(views, torch.cat(numbers), True, found))
+        return self.exchange.values(ticket, self.handles)
+
+    def _ensure_open(self) -> None:
+        if not self._opened:
+            self.open()

@@ -1,0 +1,236 @@
+"""From a batch to lookups in feature-major order, and from lookups to the tensors a model asked for.
+
+Legend: B samples, F features, T tables, E lookups, D dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade import _native
+from colonnade.batch import Batch, Ids
+from colonnade.errors import ConfigError, DataError, IdRangeError
+from colonnade.exchange.contract import Consumer
+from colonnade.table import Feature, Table
+
+POOLINGS = {"sum": 0, "mean": 1, "sequence": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a model declared, in its order; every output order follows from it (order law)."""
+
+    tables: tuple[Table, ...]
+    features: tuple[Feature, ...]
+    consumers: Mapping[str, Consumer]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.tables[0].dtype)
+
+    @property
+    def dims(self) -> np.ndarray:
+        return np.array([table.dim for table in self.tables], dtype=np.int64)
+
+    def table_of(self, feature: Feature) -> int:
+        return next(t for t, table in enumerate(self.tables) if table.name == feature.table)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor that lookups write: pooled fields side by side, or one lone feature."""
+
+    names: tuple[str, ...]  # the consumers that take it (same fields, pooled once), or the feature
+    features: tuple[int, ...]  # indices into Declaration.features
+    columns: tuple[int, ...]  # first column of each feature
+    width: int
+    is_sequence: bool
+
+
+def declare(
+    tables: Sequence[Table],
+    features: Sequence[Feature],
+    consumers: Mapping[str, tuple],
+) -> Declaration:
+    """Check a model's declaration. Raises ConfigError naming what does not fit."""
+    if not tables:
+        raise ConfigError("got no tables, wanted at least one: Table('item', dim=16)")
+    for kind, names in (
+        ("table", [t.name for t in tables]),
+        ("feature", [f.name for f in features]),
+    ):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(
+                f"{kind} {twice[0]!r} is declared twice; give each {kind} its own name"
+            )
+    if len({table.dtype for table in tables}) > 1:
+        raise ConfigError(
+            f"got tables of dtypes {sorted({t.dtype for t in tables})}, wanted one dtype for a collection; "
+            "use one EmbeddingCollection per dtype"
+        )
+    known = {table.name: table for table in tables}
+    for feature in features:
+        if feature.table not in known:
+            raise ConfigError(
+                f"feature {feature.name!r} looks up table {feature.table!r}; declared tables: "
+                f"{', '.join(sorted(known))}"
+            )
+    by_name = {feature.name: feature for feature in features}
+    checked: dict[str, Consumer] = {}
+    for name, (interaction, wanted) in consumers.items():
+        if name in by_name:
+            raise ConfigError(f"consumer {name!r} has the name of a feature; rename one of them")
+        for feature in wanted:
+            if feature not in by_name:
+                raise ConfigError(
+                    f"consumer {name!r} takes feature {feature!r}; declared features: "
+                    f"{', '.join(by_name)}"
+                )
+            if by_name[feature].pooling == "sequence":
+                raise ConfigError(
+                    f"consumer {name!r} takes feature {feature!r}, which is a sequence; "
+                    "pool it (sum, mean) or leave it without a consumer"
+                )
+        dims = {known[by_name[feature].table].dim for feature in wanted}
+        if len(dims) > 1 and interaction.width(max(dims)) is not None:
+            raise ConfigError(
+                f"consumer {name!r} needs fields of one width; got dims {sorted(dims)}"
+            )
+        checked[name] = Consumer(interaction, tuple(wanted))
+    return Declaration(tuple(tables), tuple(features), checked)
+
+
+def outputs(declaration: Declaration) -> tuple[Output, ...]:
+    """Consumers in declared order, then features nobody consumes in declared order."""
+    readers: dict[tuple[str, ...], list[str]] = {}
+    for name, consumer in declaration.consumers.items():
+        readers.setdefault(consumer.features, []).append(name)
+    dims = {table.name: table.dim for table in declaration.tables}
+    index = {feature.name: f for f, feature in enumerate(declaration.features)}
+    taken = {name for consumer in declaration.consumers.values() for name in consumer.features}
+    found = []
+    groups = list(readers.items())
+    groups += [((f.name,), [f.name]) for f in declaration.features if f.name not in taken]
+    for members, names in groups:
+        widths = [dims[declaration.features[index[member]].table] for member in members]
+        starts = np.concatenate([[0], np.cumsum(widths)])
+        found.append(
+            Output(
+                tuple(names),
+                tuple(index[member] for member in members),
+                tuple(int(start) for start in starts[:-1]),
+                int(starts[-1]),
+                len(members) == 1 and declaration.features[index[members[0]]].pooling == "sequence",
+            )
+        )
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookups:
+    """A batch's lookups, feature-major, as tensors and as the native core takes them."""
+
+    ids: Tensor  # (E,) int64
+    feature_offsets: Tensor  # (F + 1,) int64
+    native: _native.Lookups
+    batch_size: int
+
+
+def collect(batch: Batch, declaration: Declaration, consumed: Sequence[int]) -> Lookups:
+    """`consumed`: for each position, the feature read there; a feature in two outputs is read twice."""
+    values, bags, weights = [], [], []
+    sizes = [0]
+    one_hot, weighted = True, False
+    for f in consumed:
+        feature = declaration.features[f]
+        ids = batch.ids.get(feature.name)
+        if ids is None:
+            raise DataError(
+                f"the batch has no feature {feature.name!r}; it has {', '.join(sorted(batch.ids))}. "
+                "The reader's schema and the model's features must agree"
+            )
+        _check_ids(feature, ids, batch.size)
+        values.append(ids.values)
+        sizes.append(sizes[-1] + len(ids.values))
+        bags.append(ids.offsets)
+        weights.append(ids.weights)
+        one_hot &= ids.offsets is None
+        weighted |= ids.weights is not None
+    offsets = torch.tensor(sizes, dtype=torch.int64)
+    all_ids = torch.cat(values) if values else torch.empty(0, dtype=torch.int64)
+    bag_offsets = None
+    if not one_hot:
+        ramp = torch.arange(batch.size + 1, dtype=torch.int64)
+        starts = [
+            (ramp if bag is None else bag)[:-1] + start
+            for bag, start in zip(bags, sizes[:-1], strict=True)
+        ]
+        bag_offsets = torch.cat([*starts, offsets[-1:]])
+    all_weights = None
+    if weighted:
+        all_weights = torch.cat(
+            [
+                torch.ones(len(v), dtype=declaration.dtype)
+                if w is None
+                else w.to(declaration.dtype)
+                for v, w in zip(values, weights, strict=True)
+            ]
+        )
+    native = _native.Lookups(
+        all_ids,
+        offsets,
+        torch.tensor(
+            [declaration.table_of(declaration.features[f]) for f in consumed], dtype=torch.int32
+        ),
+        torch.tensor(
+            [POOLINGS[declaration.features[f].pooling] for f in consumed], dtype=torch.uint8
+        ),
+        batch.size,
+        bag_offsets,
+        all_weights,
+    )
+    return Lookups(all_ids, offsets, native, batch.size)
+
+
+def _check_ids(feature: Feature, ids: Ids, size: int) -> None:
+    if ids.values.dtype != torch.int64 or ids.values.dim() != 1:
+        raise DataError(
+            f"feature {feature.name!r}: got ids of {ids.values.dtype} and shape "
+            f"{tuple(ids.values.shape)}, wanted int64 (lookups,). Hash strings to ids in the reader"
+        )
+    if ids.offsets is None:
+        if len(ids.values) != size:
+            raise DataError(
+                f"feature {feature.name!r}: got {len(ids.values)} ids for {size} samples and no offsets; "
+                "a feature with any number of ids per sample needs offsets (samples + 1,)"
+            )
+    elif len(ids.offsets) != size + 1:
+        raise DataError(
+            f"feature {feature.name!r}: got {len(ids.offsets)} offsets for {size} samples, "
+            f"wanted {size + 1}"
+        )
+    if ids.weights is not None and len(ids.weights) != len(ids.values):
+        raise DataError(
+            f"feature {feature.name!r}: got {len(ids.weights)} weights for {len(ids.values)} ids"
+        )
+
+
+def explain_range(
+    error: IndexError, declaration: Declaration, consumed: Sequence[int]
+) -> IdRangeError:
+    """The native core's `table <t> feature <f> position <i> id <id> rows <rows>`, in the user's words."""
+    words = str(error).split()
+    numbers = {words[i]: int(words[i + 1]) for i in range(0, len(words) - 1, 2)}
+    table = declaration.tables[numbers["table"]]
+    feature = declaration.features[consumed[numbers["feature"]]]
+    return IdRangeError(
+        f"feature {feature.name!r}, lookup {numbers['position']} of the batch: got id {numbers['id']}, "
+        f"wanted 0 .. {numbers['rows'] - 1} of vocabulary table {table.name!r}. Declare more rows, "
+        "hash the id into range, or leave rows out for an open table"
+    )

@@ -1,0 +1,64 @@
+"""The layout of a message, and the count of its bytes. Below every exchange.
+
+Row values and gradients of all tables travel in one buffer of elements: rank by rank, table by table,
+row by row. Legend: N ranks, T tables, R rows on the wire.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Where each of R rows lies in the buffer, for rows listed in one of two orders."""
+
+    block_elements: np.ndarray  # (N, T) int64: first element of the block of rank n, table t
+    rank_elements: list[int]  # (N,): elements to or from each rank
+    counts: np.ndarray  # (N, T) int64: rows of each block
+
+    @property
+    def num_elements(self) -> int:
+        return sum(self.rank_elements)
+
+    def table_major(self, dims: np.ndarray) -> Tensor:
+        """(R,) int32 element offsets of rows listed table by table, then rank by rank."""
+        return self._index(self.block_elements.T, self.counts.T, dims[:, None])
+
+    def rank_major(self, dims: np.ndarray) -> Tensor:
+        """(R,) int32 element offsets of rows listed rank by rank, then table by table."""
+        return self._index(self.block_elements, self.counts, dims[None, :])
+
+    @staticmethod
+    def _index(starts: np.ndarray, counts: np.ndarray, dims: np.ndarray) -> Tensor:
+        counts, widths = counts.ravel(), np.broadcast_to(dims, counts.shape).ravel()
+        before = np.concatenate([[0], np.cumsum(counts)[:-1]])
+        index = np.repeat(starts.ravel() - before * widths, counts)
+        index += np.arange(index.size) * np.repeat(widths, counts)
+        return torch.from_numpy(index.astype(np.uint32).view(np.int32))
+
+
+def row_layout(counts: np.ndarray, dims: np.ndarray) -> RowLayout:
+    """counts (N, T) rows of each block, dims (T,)."""
+    elements = counts * dims[None, :]
+    starts = np.concatenate([[0], np.cumsum(elements)[:-1]]).reshape(elements.shape)
+    return RowLayout(starts, elements.sum(1).tolist(), counts)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Payload bytes this rank sent to other ranks, by purpose. What stays on the rank does not count."""
+
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)
+
+    def count(self, purpose: str, send: Tensor, rows: list[int], rank: int) -> None:
+        """`rows` of `send`'s first dimension go to each rank; `rank` is this one."""
+        width = send.element_size() * (send[0].numel() if send.dim() > 1 and len(send) else 1)
+        self.sent_bytes[purpose] += width * (sum(rows) - rows[rank])
+        self.messages[purpose] += sum(1 for r, n in enumerate(rows) if n and r != rank)

@@ -1,0 +1,101 @@
+"""Operators that can be evaluated where rows live: F(x; W) = combine(merge over shards of partial(shard)).
+
+Legend: B samples, F fields, D dim, E vectors, P floats of a partial.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+
+class Interaction(nn.Module):
+    """A model's first operator after the embeddings, in two parts (DES, Rong et al. 2020, section 3).
+
+    A partial is an additive statistic of the vectors a rank holds; the merge of all ranks' partials is
+    what `combine` needs. On one process the two compose to the ordinary operator.
+    """
+
+    merge: Literal["sum", "logsumexp"] = "sum"
+
+    @abstractmethod
+    def width(self, dim: int) -> int | None:
+        """P, floats per sample in a partial, for vectors of width `dim`; None: values must travel."""
+
+    @abstractmethod
+    def needs(self) -> Literal["rows", "fields"]:
+        """Whether single rows suffice, or a field's rows must be pooled on one rank first."""
+
+    @abstractmethod
+    def partial(
+        self,
+        values: Tensor,  # (E, D)
+        segments: Tensor,  # (E,) int64: the sample of each vector
+        num_samples: int,  # B
+        weights: Tensor | None = None,  # (E,)
+        context: Tensor | None = None,  # what the sample's rank sends first
+    ) -> Tensor:
+        """(B, P). Samples without vectors get the merge's neutral element."""
+
+    @abstractmethod
+    def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
+        """Merged statistics (B, P) -> (B, anything)."""
+
+
+class FM(Interaction):
+    """Second-order factorization machine (Rendle 2010): sum over pairs of fields of <v_i, v_j>, (B, 1).
+
+    Statistics: S = sum v_i (D floats) and Q = sum |v_i|^2 (one float); the value is (|S|^2 - Q) / 2.
+    """
+
+    def width(self, dim: int) -> int:
+        return dim + 1
+
+    def needs(self) -> Literal["rows", "fields"]:
+        return "fields"
+
+    def partial(
+        self,
+        values: Tensor,
+        segments: Tensor,
+        num_samples: int,
+        weights: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        if weights is not None:
+            values = values * weights[:, None]
+        stats = torch.cat([values, values.square().sum(1, keepdim=True)], dim=1)  # (E, D + 1)
+        return stats.new_zeros(num_samples, stats.shape[1]).index_add(0, segments, stats)
+
+    def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
+        sums, squares = stats[:, :-1], stats[:, -1:]
+        return (sums.square().sum(1, keepdim=True) - squares) / 2
+
+
+class Concat(Interaction):
+    """The values path: pooled fields side by side, (B, sum of dims). Nothing smaller stands for them."""
+
+    def width(self, dim: int) -> None:
+        return None
+
+    def needs(self) -> Literal["rows", "fields"]:
+        return "fields"
+
+    def partial(
+        self,
+        values: Tensor,
+        segments: Tensor,
+        num_samples: int,
+        weights: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """Every sample must bring the same number of vectors, in field order."""
+        if weights is not None:
+            values = values * weights[:, None]
+        return values.reshape(num_samples, -1)
+
+    def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
+        return stats

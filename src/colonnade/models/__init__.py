@@ -1,0 +1,1 @@
+"""Models: single-device code that knows nothing of shards, tiers or staleness."""

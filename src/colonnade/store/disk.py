@@ -1,0 +1,161 @@
+"""The one seam through which stores and checkpoints change a disk.
+
+Every changing system call is a `Change` that passes `Disk.perform`; tests override that one method to
+record a trace, to kill the process, or to refuse with ENOSPC. Reading needs no seam.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from colonnade.errors import StorageError, StoreLocked
+
+Verb = Literal[
+    "make_dir", "create", "append", "truncate", "sync", "rename", "unlink", "sync_dir", "lock"
+]
+T = TypeVar("T")
+
+
+_NOTHING = memoryview(b"")
+
+
+class DiskFile:
+    """An open file. Its descriptor closes with `close`, or when the last reader lets go of it."""
+
+    __slots__ = ("__weakref__", "close", "fd", "path")
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        self.close = weakref.finalize(self, os.close, fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of the disk, about to happen."""
+
+    verb: Verb
+    path: Path
+    file: DiskFile | None = None  # append, truncate, sync
+    offset: int = 0  # append: of the first byte; truncate: the new length
+    data: memoryview = _NOTHING  # append
+    target: Path | None = None  # rename
+
+
+class Disk:
+    """The disk of this machine. Every method raises StorageError naming the file and what to do."""
+
+    def perform(self, change: Change, action: Callable[[], T]) -> T:
+        """Let one change happen. Overriders may refuse (OSError), note it, or never return."""
+        return action()
+
+    def make_dir(self, path: Path) -> None:
+        """Create `path` and its missing parents, durably."""
+        if path.is_dir():
+            return
+        if path.parent != path:
+            self.make_dir(path.parent)
+        self._do(Change("make_dir", path), lambda: path.mkdir(exist_ok=True))
+        self.sync_dir(path.parent)
+
+    def create(self, path: Path) -> DiskFile:
+        """A new empty file, open for reading and writing. StorageError if it exists."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return DiskFile(path, self._do(Change("create", path), lambda: os.open(path, flags, 0o644)))
+
+    def append(self, file: DiskFile, offset: int, data: memoryview | bytes) -> None:
+        """Write all of `data` at `offset`, the end of what is known to be good.
+
+        On failure the bytes from `offset` on are undefined; what was before is untouched.
+        """
+        view = memoryview(data).cast("B")
+
+        def write() -> None:
+            done = 0
+            while done < len(view):
+                done += os.pwrite(file.fd, view[done:], offset + done)
+
+        self._do(Change("append", file.path, file=file, offset=offset, data=view), write)
+
+    def truncate(self, file: DiskFile, length: int) -> None:
+        change = Change("truncate", file.path, file=file, offset=length)
+        self._do(change, lambda: os.ftruncate(file.fd, length))
+
+    def sync(self, file: DiskFile) -> None:
+        """Content and length of the file survive a crash from here on; its name only after `sync_dir`."""
+        self._do(Change("sync", file.path, file=file), lambda: os.fsync(file.fd))
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Atomically replace `target`; durable only after `sync_dir`."""
+        self._do(Change("rename", path, target=target), lambda: os.replace(path, target))
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; absent is not an error. Durable only after `sync_dir`."""
+        self._do(Change("unlink", path), lambda: path.unlink(missing_ok=True))
+
+    def sync_dir(self, path: Path) -> None:
+        """Names created, renamed or removed in `path` survive a crash from here on."""
+
+        def sync() -> None:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+        self._do(Change("sync_dir", path), sync)
+
+    def lock(self, path: Path) -> DiskFile:
+        """Hold `path` (created if absent) until the file is closed or this process dies.
+
+        Raises StoreLocked if anyone holds it, this process included.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        file = DiskFile(path, self._do(Change("lock", path), lambda: os.open(path, flags, 0o644)))
+        try:
+            fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise storage_error(error, "lock", path) from error
+            raise StoreLocked(
+                error.errno,
+                f"{path.parent} is open for writing by another run; wanted to be the only writer. "
+                f"Stop that run (`fuser {path}` names it), or open the store read-only",
+            ) from error
+        return file
+
+    def _do(self, change: Change, action: Callable[[], T]) -> T:
+        try:
+            return self.perform(change, action)
+        except OSError as error:
+            raise storage_error(error, change.verb, change.path) from error
+
+
+_REMEDIES = {
+    errno.ENOSPC: "Free space on this file system, then commit again; the last commit is intact",
+    errno.EDQUOT: "Raise the quota or free space, then commit again; the last commit is intact",
+    errno.EROFS: "Choose a directory on a writable file system",
+    errno.EACCES: "Make the directory writable for this user, or choose another",
+    errno.EPERM: "Make the directory writable for this user, or choose another",
+    errno.EMFILE: "Raise the limit on open files (`ulimit -n`)",
+    errno.ENFILE: "Raise the system's limit on open files",
+    errno.ENOENT: "Check the path; a file of a store may only be removed by the store",
+}
+
+
+def storage_error(error: OSError, verb: str, path: Path) -> StorageError:
+    """What to tell the user when the system refused `verb` on `path`."""
+    remedy = _REMEDIES.get(
+        error.errno or 0, "Check this disk (`dmesg`), then commit again; the last commit is intact"
+    )
+    return StorageError(
+        error.errno, f"{path}: could not {verb.replace('_', ' ')}: {error.strerror}. {remedy}"
+    )

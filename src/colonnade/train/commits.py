@@ -1,0 +1,284 @@
+"""Commits of a run: the one file that makes every rank's commit of a step count.
+
+run/rows/<rank>-of-<ranks>/<table>/   each rank's stores, committed first
+run/commits/<step>/rank-<r>           each rank's random state and held reads
+run/commits/<step>/dense              dense weights, optimizer states, position (rank 0)
+run/commits/<step>.json               written last, by rank 0: from here on the step is committed
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from colonnade import __version__
+from colonnade.data.contract import Position
+from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, StorageError
+from colonnade.exchange.layout import Declaration
+from colonnade.store.disk import Disk
+from colonnade.store.durable import read_verified, write_durably
+from colonnade.store.ssd import SsdBacking, open_ssd
+from colonnade.table import Table
+from colonnade.topology.mesh import Mesh
+
+if TYPE_CHECKING:
+    from colonnade.train.trainer import Trainer
+
+FORMAT = 1
+
+
+class Commits:
+    """One rank's end of a run folder's commits. `newest` and `write` are collective."""
+
+    def __init__(
+        self, folder: Path, mesh: Mesh, backings: Sequence[SsdBacking], *, keep: int, disk: Disk
+    ) -> None:
+        self.folder, self.mesh, self.backings = folder, mesh, tuple(backings)
+        self.keep, self.disk = keep, disk
+
+    def write(self, trainer: Trainer, held: Sequence[dict]) -> None:
+        """Collective, between steps. Raises StorageError on every rank if one of them could not write;
+        the commits made before are then intact and training may go on or end."""
+        step = trainer.collection.step
+        place = self.folder / "commits" / f"{step:012d}"
+        problem = None
+        try:
+            self.disk.make_dir(place)
+            trainer.collection.store.commit(step)
+            rank_state = {"random": torch.get_rng_state(), "held": list(held)}
+            write_durably(self.disk, place / f"rank-{self.mesh.rank}", _dump(rank_state))
+            if self.mesh.rank == 0:
+                write_durably(self.disk, place / "dense", _dump(_dense_state(trainer)))
+        except (ColonnadeError, OSError) as error:
+            problem = error
+        self._agree(problem, step)
+        if self.mesh.rank == 0:
+            try:
+                header = {
+                    "format": FORMAT,
+                    "version": __version__,
+                    "step": step,
+                    "num_ranks": self.mesh.num_ranks,
+                    "model": fingerprint(trainer.collection.declaration, trainer.model),
+                }
+                content = json.dumps(header, indent=2).encode()
+                write_durably(self.disk, _header_path(self.folder, step), content)
+            except (ColonnadeError, OSError) as error:
+                problem = error
+        self._agree(problem, step)
+        self._prune()
+
+    def close(self) -> None:
+        """Let go of the stores; what was not committed is given up."""
+        for backing in self.backings:
+            backing.close()
+
+    def _agree(self, problem: Exception | None, step: int) -> None:
+        text = b"" if problem is None else str(problem).encode()
+        for rank, said in enumerate(self.mesh.all_gather_bytes("control", text)):
+            if said:
+                raise StorageError(
+                    f"commit of step {step} failed on rank {rank}: {said.decode()}"
+                ) from problem
+
+    def _prune(self) -> None:
+        """Drop all but the newest commits: first their word, then their bytes."""
+        steps = committed_steps(self.folder)
+        kept, dropped = steps[-self.keep :], steps[: -self.keep]
+        if self.mesh.rank == 0:
+            for step in dropped:
+                self.disk.unlink(_header_path(self.folder, step))
+        self.mesh.barrier()
+        for backing in self.backings:
+            backing.prune([step for step in kept if step in backing.commits()])
+        if self.mesh.rank == 0:
+            worlds = {read_header(self.folder, step)["num_ranks"] for step in kept}
+            for place in (self.folder / "rows").iterdir():
+                if int(place.name.split("-of-")[1]) not in worlds:
+                    shutil.rmtree(place, ignore_errors=True)
+            for old in (self.folder / "commits").iterdir():
+                if old.is_dir() and int(old.name) not in kept:
+                    shutil.rmtree(old, ignore_errors=True)
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """Steps that every rank has committed, ascending."""
+    found = (folder / "commits").glob("*.json")
+    return sorted(int(path.stem) for path in found if path.stem.isdigit())
+
+
+def open_commits(
+    folder: Path,
+    tables: Sequence[Table],
+    mesh: Mesh,
+    *,
+    keep: int = 2,
+    disk: Disk | None = None,
+    read_only: bool = False,
+) -> tuple[Commits, int | None]:
+    """Collective. Opens this rank's stores at the newest step all ranks committed; None: a new run.
+
+    A commit of another number of ranks is carried over: every rank reads all old stores and keeps the
+    rows it owns now.
+    """
+    disk = disk or Disk()
+    steps = committed_steps(folder)
+    newest = torch.tensor(steps[-1] if steps else -1)
+    mesh.broadcast("control", newest)
+    step = None if newest < 0 else int(newest)
+    ranks_then = mesh.num_ranks if step is None else read_header(folder, step)["num_ranks"]
+    same = ranks_then == mesh.num_ranks
+    if read_only and not same:
+        raise CheckpointError(
+            f"{folder} was committed by {ranks_then} ranks, this world has {mesh.num_ranks}; "
+            "evaluate it with as many ranks, or resume it once"
+        )
+    backings = open_stores(
+        folder, tables, mesh.rank, mesh.num_ranks, disk, step if same else None, read_only
+    )
+    if step is not None and not same:
+        for rank in range(ranks_then):
+            _adopt(folder, tables, rank, ranks_then, disk, step, backings, mesh)
+        for backing in backings:
+            backing.commit(step)
+    return Commits(folder, mesh, backings, keep=keep, disk=disk), step
+
+
+def restore(trainer: Trainer, folder: Path, step: int) -> None:
+    """Every rank: put dense weights, optimizers, position, random state and held reads back to `step`."""
+    header = read_header(folder, step)
+    wanted = fingerprint(trainer.collection.declaration, trainer.model)
+    if header["model"] != wanted:
+        raise CheckpointError(
+            f"{folder} was committed by another model: {_difference(header['model'], wanted)}. "
+            "Train the same model, or give this run another folder"
+        )
+    place = folder / "commits" / f"{step:012d}"
+    dense = load_state(place / "dense")
+    trainer.model.load_state_dict(dense["model"])
+    trainer.dense_optimizer.load_state_dict(dense["dense_optimizer"])
+    for group, saved in zip(trainer.rows.param_groups, dense["rows"], strict=True):
+        group.update(saved)
+    trainer.position = Position(*dense["position"])
+    trainer.best = dense["best"]
+    trainer.collection.step = step
+    ranks = [load_state(place / f"rank-{rank}") for rank in range(header["num_ranks"])]
+    if trainer.mesh.rank < len(ranks):
+        torch.set_rng_state(ranks[trainer.mesh.rank]["random"])
+    num_held = min(len(state["held"]) for state in ranks)
+    trainer.held = [[state["held"][i] for state in ranks] for i in range(num_held)]
+
+
+def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, Any]:
+    """What must agree for a commit to belong to a model; plain JSON, so that a difference can be named."""
+    return {
+        "tables": {
+            table.name: {
+                "dim": table.dim,
+                "rows": table.rows,
+                "optimizer": table.optimizer.name,
+                "dtype": table.dtype,
+            }
+            for table in declaration.tables
+        },
+        "features": {f.name: [f.table, f.pooling] for f in declaration.features},
+        "dense": {name: list(value.shape) for name, value in model.state_dict().items()},
+    }
+
+
+def open_stores(
+    folder: Path,
+    tables: Sequence[Table],
+    rank: int,
+    num_ranks: int,
+    disk: Disk,
+    step: int | None,
+    read_only: bool = False,
+) -> list[SsdBacking]:
+    """One rank's stores, by table, as committed at `step`; None: empty."""
+    return [
+        open_ssd(
+            folder / "rows" / f"{rank}-of-{num_ranks}" / f"{t:03d}",
+            table_name=table.name,
+            record_bytes=table.record_bytes,
+            identity=f"{table.name}/{table.dim}/{table.optimizer.name}/{table.dtype}",
+            disk=disk,
+            step=step,
+            read_only=read_only,
+        )
+        for t, table in enumerate(tables)
+    ]
+
+
+def _adopt(folder, tables, rank, num_ranks, disk, step, backings, mesh) -> None:
+    """Copy the rows this rank owns now out of one old rank's stores."""
+    from colonnade import _native
+
+    old = open_stores(folder, tables, rank, num_ranks, disk, step, True)
+    for table, source, target in zip(tables, old, backings, strict=True):
+        for rows in source.scan():
+            owner = torch.as_tensor(_native.owner_of(rows.ids, table.rows or 0, mesh.num_ranks))
+            mine = owner == mesh.rank
+            target.write(rows.ids[mine], rows.records[mine]).wait()
+        source.close()
+
+
+def _dense_state(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "model": trainer.model.state_dict(),
+        "dense_optimizer": trainer.dense_optimizer.state_dict(),
+        "rows": [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in trainer.rows.param_groups
+        ],
+        "position": (trainer.position.epoch, trainer.position.step),
+        "best": trainer.best,
+    }
+
+
+def _header_path(folder: Path, step: int) -> Path:
+    return folder / "commits" / f"{step:012d}.json"
+
+
+def read_header(folder: Path, step: int) -> dict[str, Any]:
+    path = _header_path(folder, step)
+    try:
+        header = json.loads(read_verified(path))
+    except ValueError as error:
+        raise CorruptionError(f"{path}: not a commit: {error}") from None
+    if header.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}: got format {header.get('format')}, this version reads {FORMAT}; "
+            f"it was written by Colonnade {header.get('version')}"
+        )
+    return header
+
+
+def _dump(state: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    return torch.load(io.BytesIO(read_verified(path)), weights_only=True)
+
+
+def _difference(saved: Any, wanted: Any, path: str = "") -> str:
+    """The first place where two plain values differ, in words."""
+    if isinstance(saved, dict) and isinstance(wanted, dict):
+        for key in [*saved, *wanted]:
+            here = f"{path}.{key}" if path else str(key)
+            if key not in saved:
+                return f"it has no {here}"
+            if key not in wanted:
+                return f"it has {here}, this model has not"
+            if saved[key] != wanted[key]:
+                return _difference(saved[key], wanted[key], here)
+    return f"{path} was {saved}, is {wanted}"

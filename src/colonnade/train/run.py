@@ -1,0 +1,264 @@
+"""From a configuration to a run: everything a trainer needs, opened in the right order on every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from colonnade import _native
+from colonnade.config import RunConfig, dump_config, load_config
+from colonnade.data import Schema, Splits, num_steps, open_source
+from colonnade.errors import CheckpointError, WorldError
+from colonnade.models.deepfm import DeepFM
+from colonnade.models.dlrm import DLRM
+from colonnade.optimizer import RowOptimizer
+from colonnade.plan.plan import build_plan
+from colonnade.store.disk import Disk
+from colonnade.table import SGD, Feature, RowWiseAdagrad, SparseOptimizer, Table, Uniform
+from colonnade.topology.mesh import Mesh
+from colonnade.train.commits import Commits, open_commits, restore
+from colonnade.train.dense import DenseGradients
+from colonnade.train.progress import Progress
+from colonnade.train.trainer import Outcome, Schedule, Trainer
+
+DENSE_OPTIMIZERS = {
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+}
+
+
+@dataclass(slots=True)
+class Run:
+    """One rank's end of a run. Use `train`, then `close`."""
+
+    config: RunConfig
+    mesh: Mesh
+    trainer: Trainer
+    folder: Path | None
+    commits: Commits | None
+    resumed_at: int | None
+
+    def train(self) -> Outcome:
+        """Collective. Writes the run folder's summary on rank 0."""
+        self.trainer.progress.open(self.trainer.collection.step)
+        try:
+            outcome = self.trainer.train()
+        finally:
+            self.trainer.progress.close()
+        if self.folder is not None and self.mesh.rank == 0:
+            path = self.folder / "summary.json"
+            path.write_text(json.dumps(self.summary(outcome), indent=2), encoding="utf-8")
+        return outcome
+
+    def summary(self, outcome: Outcome) -> dict[str, Any]:
+        """Plain values: metrics, time by phase, rows by source, bytes by purpose (this rank's)."""
+        collection = self.trainer.collection
+        return {
+            **asdict(outcome),
+            "num_ranks": self.mesh.num_ranks,
+            "phases_seconds": dict(self.trainer.phases.seconds),
+            "row_sources": asdict(collection.store.sources),
+            "sent_bytes": dict(collection.exchange.traffic.sent_bytes),
+            "resident_bytes": collection.store.native.resident_bytes(),
+        }
+
+    def close(self) -> None:
+        if self.commits is not None:
+            self.commits.close()
+
+
+def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[Feature]]:
+    """One table and one feature per categorical column; multi-hot columns are mean-pooled."""
+    optimizer: SparseOptimizer
+    if config.rows.optimizer == "sgd":
+        optimizer = SGD(lr=config.rows.lr, weight_decay=config.rows.weight_decay)
+    else:
+        optimizer = RowWiseAdagrad(
+            lr=config.rows.lr,
+            eps=config.rows.eps,
+            initial_accumulator=config.rows.initial_accumulator,
+            weight_decay=config.rows.weight_decay,
+        )
+    scale = config.rows.init_scale
+    tables = [
+        Table(
+            column.name,
+            config.model.dim,
+            rows=column.cardinality,
+            optimizer=optimizer,
+            initializer=None if scale is None else Uniform(scale=scale),
+        )
+        for column in schema.categorical
+    ]
+    features = [
+        Feature(column.name, column.name, pooling="mean" if column.is_multi_hot else "sum")
+        for column in schema.categorical
+    ]
+    return tables, features
+
+
+def build_model(schema: Schema, config: RunConfig) -> DLRM | DeepFM:
+    """Dense weights from torch's generator, seeded with train.seed."""
+    tables, features = build_tables(schema, config)
+    torch.manual_seed(config.train.seed)
+    num_dense, top, seed = len(schema.dense), config.model.top, config.train.seed
+    if config.model.name == "deepfm":
+        return DeepFM(tables, features, num_dense=num_dense, top=top, seed=seed)
+    return DLRM(
+        tables,
+        features,
+        num_dense=num_dense,
+        bottom=config.model.bottom,
+        top=top,
+        keep_fields=config.model.keep_fields,
+        seed=seed,
+    )
+
+
+def open_run(
+    config: RunConfig,
+    mesh: Mesh,
+    folder: Path | None,
+    *,
+    console: Console | None = None,
+    disk: Disk | None = None,
+    read_only: bool = False,
+    data: Splits | None = None,
+) -> Run:
+    """Collective. A folder with commits is resumed. Raises before anything is written where ranks disagree.
+
+    Without a folder nothing is written, and every row must fit in memory.
+    """
+    agree_on(config, mesh)
+    set_threads(config.train.threads, mesh)
+    data = data or open_source(config.data.name, config.data.path, **config.data.options)
+    model = build_model(data.train.schema, config)
+    collection = model.embeddings
+    plan = build_plan(
+        collection.tables,
+        mesh.num_ranks,
+        dram_bytes=config.plan.dram,
+        lookahead=config.plan.lookahead,
+        staleness_steps=config.plan.staleness_steps,
+        exchange=config.plan.exchange,
+    )
+    commits, step = None, None
+    if folder is not None:
+        if mesh.rank == 0 and not read_only:
+            _claim(folder, config)
+        mesh.barrier()
+        commits, step = open_commits(
+            folder,
+            collection.tables,
+            mesh,
+            keep=config.train.keep_commits,
+            disk=disk,
+            read_only=read_only,
+        )
+    collection.open(plan, mesh, backings=commits.backings if commits else ())
+    dense = DenseGradients(list(model.parameters()), mesh)
+    trainer = Trainer(
+        model,
+        collection,
+        data,
+        _schedule(config),
+        dense_optimizer=_dense_optimizer(model, config),
+        rows=RowOptimizer(collection),
+        dense=dense,
+        progress=Progress(
+            total_steps=_total_steps(config, data),
+            console=console or Console(),
+            folder=folder if mesh.rank == 0 and not read_only else None,
+            is_quiet=console is None or mesh.rank > 0,
+        ),
+        commits=commits,
+    )
+    if folder is not None and step is not None:
+        restore(trainer, folder, step)
+    dense.synchronise()
+    dense.attach()
+    return Run(config, mesh, trainer, folder, commits, step)
+
+
+def set_threads(wanted: int, mesh: Mesh) -> None:
+    """Threads per rank: `wanted`, or this machine's processors shared among its ranks."""
+    if wanted:
+        torch.set_num_threads(wanted)
+    elif mesh.world.ranks_per_host > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // mesh.world.ranks_per_host))
+    _native.set_num_threads(0)
+
+
+def agree_on(config: RunConfig, mesh: Mesh) -> None:
+    """Collective. Raises WorldError on every rank, naming the first difference."""
+    texts = mesh.all_gather_bytes("control", config.model_dump_json().encode())
+    flat = [_flatten(json.loads(text)) for text in texts]
+    for rank, settings in enumerate(flat):
+        for name, value in flat[0].items():
+            if settings.get(name) != value:
+                raise WorldError(
+                    f"rank {rank} was started with {name}={settings.get(name)!r}, rank 0 with {value!r}; "
+                    "start every rank with the same configuration"
+                )
+
+
+def load_run_config(folder: Path) -> RunConfig:
+    """The configuration a run folder was trained with. Raises CheckpointError where there is none."""
+    if not (folder / "config.yaml").is_file():
+        raise CheckpointError(
+            f"{folder} is no run folder: it has no config.yaml. Give a folder that `colonnade train` wrote"
+        )
+    return load_config(folder / "config.yaml")
+
+
+def _claim(folder: Path, config: RunConfig) -> None:
+    """Write config.yaml, or check that a run that is already here is the same one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    if path.exists():
+        before, now = _flatten(load_config(path).model_dump()), _flatten(config.model_dump())
+        fixed = ("model.", "rows.optimizer", "data.name", "train.seed", "train.batch_size")
+        for name, value in now.items():
+            if name.startswith(fixed) and before.get(name) != value:
+                raise CheckpointError(
+                    f"{folder} holds a run with {name}={before.get(name)!r}, this one has {value!r}; "
+                    "give it another folder (--run), or the same settings to go on with it"
+                )
+    path.write_text(dump_config(config), encoding="utf-8")
+
+
+def _schedule(config: RunConfig) -> Schedule:
+    train = config.train
+    return Schedule(
+        batch_size=train.batch_size,
+        epochs=train.epochs,
+        max_steps=train.max_steps,
+        commit_steps=train.commit_steps,
+        skip_non_finite=train.on_non_finite == "skip",
+    )
+
+
+def _dense_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    chosen = DENSE_OPTIMIZERS[config.dense.optimizer]
+    return chosen(model.parameters(), lr=config.dense.lr, weight_decay=config.dense.weight_decay)
+
+
+def _total_steps(config: RunConfig, data: Splits) -> int:
+    steps = config.train.epochs * num_steps(data.train.num_samples, config.train.batch_size)
+    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        flat |= _flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+    return flat

@@ -1,0 +1,225 @@
+"""A byte that differs from what was written is named, and never read as a row."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from disks import RECORD_BYTES, content, make_records, open_store
+
+from colonnade import _native
+from colonnade.errors import CheckpointError, CorruptionError, StorageError
+from colonnade.store import durable
+from colonnade.store.disk import Disk
+from colonnade.store.manifest import file_name
+from colonnade.store.segment import HEADER, frame_dtype
+
+STRIDE = frame_dtype(RECORD_BYTES).itemsize
+IDS = list(range(12))
+
+
+def make_store(directory: Path, salt: int = 1) -> dict[int, bytes]:
+    """Two segments and commits 1 and 2."""
+    rows = {}
+    with open_store(directory, None) as store:
+        for step, ids in ((1, IDS[:8]), (2, IDS[6:])):
+            records = make_records(ids, salt + step)
+            store.write(torch.tensor(ids), records)
+            store.delete(torch.tensor(ids[-1:]))
+            store.commit(step)
+            rows |= dict(zip(ids, map(bytes, records.numpy()), strict=True))
+            del rows[ids[-1]]
+        assert content(store) == rows
+    assert len(list(directory.glob("segment-*"))) == 2
+    return rows
+
+
+def refused(directory: Path, path: Path, *words: str) -> None:
+    for read_only in (True, False):
+        before = sorted(directory.iterdir())
+        with pytest.raises((CorruptionError, CheckpointError)) as caught:
+            open_store(directory, 2, read_only=read_only)
+        for word in (path.name, *words):
+            assert word in str(caught.value), caught.value
+        assert sorted(directory.iterdir()) == before
+
+
+def flip(path: Path, offset: int, bits: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ bits]))
+
+
+@pytest.mark.parametrize("name", ["segment-00000001.rows", "segment-00000002.rows"])
+def test_a_flipped_bit_in_a_segment(tmp_path, name):
+    rows = make_store(tmp_path)
+    path = tmp_path / name
+    size = path.stat().st_size
+    rng = np.random.default_rng(0)
+    for offset in range(size):
+        bits = 1 << int(rng.integers(8)) if offset % 2 else 0xFF
+        flip(path, offset, bits)
+        if offset < HEADER.size:
+            refused(tmp_path, path)
+        else:
+            refused(tmp_path, path, f"record {(offset - HEADER.size) // STRIDE}:")
+        flip(path, offset, bits)
+    with open_store(tmp_path, 2) as store:
+        assert content(store) == rows
+
+
+def test_a_flipped_bit_in_a_manifest(tmp_path):
+    make_store(tmp_path)
+    path = tmp_path / file_name(2)
+    for offset in range(path.stat().st_size):
+        bits = 1 << offset % 8
+        flip(path, offset, bits)
+        refused(tmp_path, path)
+        flip(path, offset, bits)
+    open_store(tmp_path, 2).close()
+
+
+def test_a_bit_that_flips_under_an_open_store(tmp_path):
+    """Every byte of a record, of a tombstone's neighbour too: `wait` names it, others still read."""
+    rows = make_store(tmp_path)
+    with open_store(tmp_path, 2) as store:
+        path, record = tmp_path / "segment-00000001.rows", 3
+        for offset in range(HEADER.size + record * STRIDE, HEADER.size + (record + 1) * STRIDE):
+            flip(path, offset, 0x10)
+            out = torch.zeros(len(IDS), RECORD_BYTES, dtype=torch.uint8)
+            with pytest.raises(CorruptionError, match=f"{path.name}: record {record}: "):
+                store.read(torch.tensor(IDS), out).wait()
+            assert not out[record].any()  # not one wrong byte
+            others = torch.tensor([i for i in rows if i != record])
+            out = torch.zeros(len(others), RECORD_BYTES, dtype=torch.uint8)
+            assert store.read(others, out).wait().all()
+            assert [bytes(r) for r in out.numpy()] == [rows[i] for i in others.tolist()]
+            with pytest.raises(CorruptionError, match=f"{path.name}: record {record}: "):
+                list(store.scan())
+            flip(path, offset, 0x10)
+        assert content(store) == rows
+
+
+def test_rotten_rows_are_not_carried_into_a_new_segment(tmp_path):
+    make_store(tmp_path)
+    with open_store(tmp_path, 2) as store:
+        flip(tmp_path / "segment-00000001.rows", HEADER.size + 16, 1)  # the payload of id 0
+        others = IDS[1:8]
+        store.write(torch.tensor(others), make_records(others, 9))  # now compaction wants the rest
+        with pytest.raises(CorruptionError, match=r"segment-00000001\.rows: record 0: "):
+            store.commit(3)
+        assert store.commits() == [1, 2]
+        out = torch.zeros(len(others), RECORD_BYTES, dtype=torch.uint8)
+        assert store.read(torch.tensor(others), out).wait().all()
+        assert torch.equal(out, make_records(others, 9))
+
+
+def test_a_torn_tail(tmp_path):
+    make_store(tmp_path)
+    path = tmp_path / "segment-00000002.rows"
+    data = path.read_bytes()
+    for length in [*range(0, len(data), 7), len(data) - 1]:
+        path.write_bytes(data[:length])
+        refused(tmp_path, path)
+    for tail in (b"\0", bytes(STRIDE), data[-STRIDE:]):
+        path.write_bytes(data + tail)
+        refused(tmp_path, path, "its manifest says")
+    path = tmp_path / file_name(2)
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        refused(tmp_path, path)
+
+
+def test_a_file_that_shrinks_under_an_open_store(tmp_path):
+    make_store(tmp_path)
+    with open_store(tmp_path, 2) as store:
+        path = tmp_path / "segment-00000001.rows"
+        with path.open("r+b") as file:
+            file.truncate(HEADER.size + 2 * STRIDE + 5)
+        out = torch.zeros(3, RECORD_BYTES, dtype=torch.uint8)
+        with pytest.raises(
+            CorruptionError, match=f"{path.name}: record 2: the file ends inside it"
+        ):
+            store.read(torch.tensor([2, 1, 5]), out).wait()
+
+
+def test_a_missing_segment(tmp_path):
+    make_store(tmp_path)
+    path = tmp_path / "segment-00000001.rows"
+    path.unlink()
+    refused(tmp_path, path, "missing")
+
+
+def test_whole_segments_in_the_wrong_place(tmp_path):
+    make_store(tmp_path)
+    first, second = (tmp_path / f"segment-0000000{n}.rows" for n in (1, 2))
+    data = first.read_bytes(), second.read_bytes()
+    first.write_bytes(data[1])
+    refused(tmp_path, first, "another file")
+    first.write_bytes(data[0])
+    # The same segment of a run that saw other rows: every record is whole, but it is not this commit.
+    make_store(tmp_path / "other", salt=5)
+    shutil.copy(tmp_path / "other" / second.name, second)
+    refused(tmp_path, second, "rows of another commit")
+
+
+def test_whole_records_in_the_wrong_place(tmp_path):
+    make_store(tmp_path)
+    path = tmp_path / "segment-00000001.rows"
+    data = bytearray(path.read_bytes())
+    a, b = (slice(HEADER.size + r * STRIDE, HEADER.size + (r + 1) * STRIDE) for r in (1, 2))
+    data[a], data[b] = data[b], data[a]
+    path.write_bytes(data)
+    refused(tmp_path, path, "record 1:")
+
+
+def test_versions_to_come(tmp_path):
+    make_store(tmp_path)
+    path = tmp_path / "segment-00000001.rows"
+    data = path.read_bytes()
+    head = data[:8] + (2).to_bytes(4, "little") + data[12:60]
+    crc = _native.crc32c(np.frombuffer(head, np.uint8))
+    path.write_bytes(head + crc.to_bytes(4, "little") + data[64:])
+    with pytest.raises(CheckpointError, match="segment format 2, wanted 1"):
+        open_store(tmp_path, 2)
+    path.write_bytes(data)
+    path = tmp_path / file_name(2)
+    content = durable.read_verified(path).replace(b'"version": 1', b'"version": 2')
+    durable.write_durably(Disk(), path, content)
+    with pytest.raises(CheckpointError, match="version 2, wanted 1"):
+        open_store(tmp_path, 2)
+
+
+def test_an_older_manifest_that_is_altered_stops_the_writer_before_it_removes_anything(tmp_path):
+    rows = make_store(tmp_path)
+    flip(tmp_path / file_name(1), 30, 1)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CorruptionError, match=file_name(1)):
+        open_store(tmp_path, 2)
+    assert sorted(tmp_path.iterdir()) == before
+    with open_store(tmp_path, 2, read_only=True) as store:
+        assert content(store) == rows
+
+
+def test_a_durable_file(tmp_path):
+    path = tmp_path / "file"
+    for content_ in (b"", b"x", bytes(range(256)) * 50):
+        durable.write_durably(Disk(), path, content_)
+        assert durable.read_verified(path) == content_
+        size = path.stat().st_size
+        for offset in {0, size // 3, size - 18, size - 17, *range(size - 16, size)} & set(
+            range(size)
+        ):
+            flip(path, offset, 0x20)
+            with pytest.raises(CorruptionError, match="torn or altered"):
+                durable.read_verified(path)
+            flip(path, offset, 0x20)
+    path.unlink()
+    with pytest.raises(StorageError, match="could not read: No such file"):
+        durable.read_verified(path)

@@ -1,0 +1,263 @@
+"""A small model with every kind of feature, and a way to train it anywhere: what the laws are checked on.
+
+Everything follows from (seed, step, sample), so any rank of any world can make its own share of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from colonnade import (
+    FM,
+    SGD,
+    Batch,
+    Concat,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    Mesh,
+    RowOptimizer,
+    RowWiseAdagrad,
+    Table,
+    Uniform,
+    _native,
+    build_plan,
+)
+from colonnade.store.ssd import open_ssd
+from colonnade.train.dense import DenseGradients
+
+DIM = 5
+
+
+def tables(dtype: str = "float64") -> list[Table]:
+    adagrad = RowWiseAdagrad(lr=0.1, eps=1e-6, weight_decay=1e-3)
+    scale = Uniform(scale=0.5)
+    return [
+        Table("user", DIM, rows=53, optimizer=adagrad, initializer=scale, dtype=dtype),
+        Table("item", DIM, optimizer=SGD(lr=0.1), initializer=scale, dtype=dtype),
+        Table("tag", DIM, rows=11, optimizer=SGD(lr=0.05), initializer=scale, dtype=dtype),
+        Table("wide", 3, optimizer=adagrad, initializer=scale, dtype=dtype),
+    ]
+
+
+def features() -> list[Feature]:
+    return [
+        Feature("user", "user"),
+        Feature("item", "item"),
+        Feature("seen", "item", pooling="mean"),  # shares a table, multi-hot
+        Feature("tags", "tag"),  # multi-hot, weighted, some bags empty
+        Feature("history", "wide", pooling="sequence"),
+    ]
+
+
+class Net(nn.Module):
+    """FM and values over the pooled fields, the mean of a sequence: every path into a loss."""
+
+    def __init__(self, dtype: str = "float64", seed: int = 3) -> None:
+        super().__init__()
+        fields = ["user", "item", "seen", "tags"]
+        self.embeddings = EmbeddingCollection(
+            tables(dtype),
+            features(),
+            consumers={"fm": (FM(), fields), "deep": (Concat(), fields[::-1])},
+            seed=seed,
+        )
+        torch.manual_seed(seed)
+        kind = getattr(torch, dtype)
+        self.first = nn.Linear(4 * DIM, 6, dtype=kind)
+        self.last = nn.Linear(6 + 3, 1, dtype=kind)
+
+    def forward(self, batch: Batch) -> Tensor:
+        found = self.embeddings(batch)
+        sizes = batch.ids["history"].offsets.diff()
+        samples = torch.arange(batch.size).repeat_interleave(sizes)
+        history = found["history"].new_zeros(batch.size, 3).index_add(0, samples, found["history"])
+        deep = torch.tanh(self.first(found["deep"]))
+        return self.last(torch.cat([deep, history], 1)) + found["fm"]
+
+
+def global_batch(step: int, size: int, *, num_items: int = 400) -> Batch:
+    """Step `step`'s batch over all ranks. Skewed ids; items anywhere in 64 bits, both ends included."""
+    random = torch.Generator().manual_seed(1000 + step)
+
+    def draw(high: int, count: int) -> Tensor:
+        return (torch.rand(count, generator=random) ** 3 * high).long()
+
+    def bags(high: int, longest: int) -> tuple[Tensor, Tensor]:
+        sizes = torch.randint(0, longest + 1, (size,), generator=random)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+        return draw(high, int(offsets[-1])), offsets
+
+    def item(ids: Tensor) -> Tensor:
+        scattered = ids * 0x9E3779B97F4A7C1 - 77
+        scattered[ids == 0] = 2**63 - 1
+        scattered[ids == 1] = -(2**63)
+        return scattered
+
+    seen, seen_offsets = bags(num_items, 4)
+    tags, tag_offsets = bags(11, 3)
+    history, history_offsets = bags(60, 5)
+    return Batch(
+        size,
+        torch.zeros(size, 0),
+        {
+            "user": Ids(draw(53, size)),
+            "item": Ids(item(draw(num_items, size))),
+            "seen": Ids(item(seen), seen_offsets),
+            "tags": Ids(tags, tag_offsets, torch.rand(len(tags), generator=random)),
+            "history": Ids(history, history_offsets),
+        },
+        label=(torch.rand(size, 1, generator=random) < 0.4).float(),
+    )
+
+
+def share_of(batch: Batch, rank: int, num_ranks: int) -> Batch:
+    """The rank-th contiguous block of the samples."""
+    begin, end = batch.size * rank // num_ranks, batch.size * (rank + 1) // num_ranks
+    ids = {}
+    for name, feature in batch.ids.items():
+        if feature.offsets is None:
+            ids[name] = Ids(feature.values[begin:end])
+            continue
+        first, last = int(feature.offsets[begin]), int(feature.offsets[end])
+        weights = None if feature.weights is None else feature.weights[first:last]
+        offsets = feature.offsets[begin : end + 1] - first
+        ids[name] = Ids(feature.values[first:last], offsets, weights)
+    return Batch(end - begin, batch.dense[begin:end], ids, label=batch.label[begin:end])
+
+
+@dataclass
+class Trained:
+    """What a training left behind, in plain tensors: two runs that agree here agree everywhere."""
+
+    losses: list[float]
+    dense: dict[str, Tensor]
+    rows: dict[str, Tensor]  # by table: weights of `probe_ids`
+    clocks: dict[str, Tensor] = field(default_factory=dict)
+
+
+def probe_ids() -> dict[str, Tensor]:
+    """Every id that can occur."""
+    items = torch.arange(400)
+    scattered = items * 0x9E3779B97F4A7C1 - 77
+    scattered[0], scattered[1] = 2**63 - 1, -(2**63)
+    return {
+        "user": torch.arange(53),
+        "item": scattered,
+        "tag": torch.arange(11),
+        "wide": torch.arange(60),
+    }
+
+
+def open_backings(folder: Path, mesh: Mesh, tables: Sequence[Table]):
+    """One file store per table for this rank, empty."""
+    return [
+        open_ssd(
+            folder / f"{mesh.rank}-of-{mesh.num_ranks}" / table.name,
+            table_name=table.name,
+            record_bytes=table.record_bytes,
+            identity=table.name,
+            step=None,
+        )
+        for table in tables
+    ]
+
+
+def train(
+    mesh: Mesh,
+    *,
+    steps: int = 6,
+    size: int = 23,
+    dtype: str = "float64",
+    dram_bytes: int | None = None,
+    lookahead: int = 2,
+    staleness: int = 0,
+    folder: Path | None = None,
+    evaluate_every: int = 0,
+    sizes: Sequence[int] | None = None,
+) -> Trained:
+    """Every rank calls it; every rank returns the same. Step t has `sizes[t]` (or `size`) samples in all."""
+    model = Net(dtype)
+    collection = model.embeddings
+    plan = build_plan(
+        collection.tables,
+        mesh.num_ranks,
+        dram_bytes=dram_bytes,
+        lookahead=lookahead,
+        staleness_steps=staleness,
+    )
+    backings = [] if folder is None else open_backings(folder, mesh, collection.tables)
+    collection.open(plan, mesh, backings=backings)
+    rows = RowOptimizer(collection)
+    dense = DenseGradients(list(model.parameters()), mesh)
+    dense.attach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = sizes or [size] * steps
+    batches = collection.lookahead(
+        share_of(global_batch(t, n), mesh.rank, mesh.num_ranks) for t, n in enumerate(wanted)
+    )
+    losses = []
+    for t, batch in enumerate(batches):
+        dense.zero()
+        loss = loss_of(model, batch)
+        loss.backward()
+        finite, _ = dense.reduce(finite=collection.finite(), stop=False)
+        assert finite
+        rows.step(agreed=True)
+        optimizer.step()
+        losses.append(float(mesh.all_reduce("control", loss.detach().clone())))
+        if evaluate_every and t % evaluate_every == 0:
+            model.eval()
+            with torch.no_grad():
+                loss_of(model, share_of(global_batch(999, 31), mesh.rank, mesh.num_ranks))
+            model.train()
+    found = Trained(
+        losses, {k: v.clone() for k, v in model.state_dict().items()}, all_rows(collection)
+    )
+    for backing in backings:
+        backing.close()
+    return found
+
+
+def loss_of(model: Net, batch: Batch) -> Tensor:
+    """This rank's part of the mean over the global batch."""
+    logits = model(batch)
+    total = nn.functional.binary_cross_entropy_with_logits(
+        logits, batch.label.to(logits.dtype), reduction="sum"
+    )
+    return total / batch.world_weight
+
+
+def all_rows(collection: EmbeddingCollection) -> dict[str, Tensor]:
+    """Collective: weights of `probe_ids` as their owners hold them."""
+    mesh, found = collection.mesh, {}
+    for table in collection.tables:
+        ids = probe_ids()[table.name]
+        mine = collection.rows(table.name, ids)
+        owner = torch.as_tensor(_native.owner_of(ids, table.rows or 0, mesh.num_ranks))
+        everyone = torch.stack(mesh.all_gather("control", mine))
+        found[table.name] = everyone[owner.long(), torch.arange(len(ids))]
+    return found
+
+
+def assert_same_bits(one: Trained, other: Trained) -> None:
+    assert one.losses == other.losses
+    for name, value in one.dense.items():
+        assert torch.equal(value, other.dense[name]), f"dense {name} differs"
+    for name, value in one.rows.items():
+        assert torch.equal(value, other.rows[name]), f"rows of {name} differ"
+
+
+def assert_close(one: Trained, other: Trained, rtol: float) -> None:
+    torch.testing.assert_close(
+        torch.tensor(one.losses), torch.tensor(other.losses), rtol=rtol, atol=1e-12
+    )
+    for name, value in one.dense.items():
+        torch.testing.assert_close(value, other.dense[name], rtol=rtol, atol=1e-12)
+    for name, value in one.rows.items():
+        torch.testing.assert_close(value, other.rows[name], rtol=rtol, atol=1e-12)

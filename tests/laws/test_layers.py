@@ -1,0 +1,84 @@
+"""Dependencies point one way, and the files are where the documents say."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "colonnade"
+
+# A room may import from its own rank's left. Same-rank rooms may not import each other.
+LAYERS = [
+    {"errors", "_native"},
+    {"table", "batch", "interaction", "config"},
+    {"topology", "ops"},
+    {"store", "consistency", "data"},
+    {"exchange"},
+    {"plan"},
+    {"embedding"},
+    {"optimizer"},
+    {"models"},
+    {"train"},
+    {"cli"},
+]
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+
+def files():
+    return sorted(p for p in SOURCE.rglob("*.py") if p != SOURCE / "__init__.py")
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """Rooms of this package that a file imports, at the top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+            if node.module == "colonnade":
+                names = [f"colonnade.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "colonnade" and len(parts) > 1 and not parts[1].startswith("__"):
+                found.add(parts[1])
+    return found
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_down(path):
+    room = room_of(path)
+    assert room in LEVEL, f"{room} has no layer: add it to LAYERS and to DESIGN.md"
+    for other in imports(path) - {room}:
+        assert LEVEL[other] < LEVEL[room], (
+            f"{path.name} ({room}) imports {other}, which is not below it"
+        )
+
+
+def test_every_file_has_its_line_in_the_tree():
+    """docs/tree.md lists every source file once, and nothing that is not there."""
+    listed = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "tree.md").read_text(), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    roots = [(SOURCE, "*.py"), (ROOT / "native", "*.cc"), (ROOT / "native", "*.h")]
+    there = {
+        str(path.relative_to(ROOT))
+        for root, pattern in roots
+        for path in root.rglob(pattern)
+        if path.stat().st_size and "tests" not in path.parts
+    }
+    assert set(listed) == there
+
+
+def test_files_stay_small():
+    for path in files():
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert lines <= 550, f"{path.relative_to(ROOT)} has {lines} lines; split it"

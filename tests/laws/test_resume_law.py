@@ -1,0 +1,123 @@
+"""Kill anything at any instruction: the run goes on from its newest commit to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import free_port
+
+SCRIPT = Path(__file__).resolve().parents[1] / "faults" / "small_run.py"
+sys.path.insert(0, str(SCRIPT.parent))
+from small_run import digest  # noqa: E402
+
+VARIANTS = {
+    "plain": {},
+    "tiered": {"plan.dram": 60_000},
+    "stale": {"plan.staleness_steps": 2, "plan.dram": 90_000},
+    "sgd": {"rows.optimizer": "sgd", "rows.lr": 0.5, "plan.lookahead": 0},
+}
+
+
+def start(folder: Path, settings: dict, kill_at: int = 0, num_ranks: int = 1):
+    """The run's processes, one per rank; `kill_at` is rank 0's."""
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder), json.dumps(settings), str(kill_at * (rank == 0))],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def finish(children) -> str:
+    """Wait; kill what waits for a dead peer, as torchrun does."""
+    while any(child.poll() is None for child in children):
+        if any(child.poll() not in (None, 0) for child in children):
+            for child in children:
+                child.kill()
+        time.sleep(0.02)
+    return "\n".join(child.communicate()[0] for child in children)
+
+
+def run_to_end(folder: Path, settings: dict, num_ranks: int = 1) -> None:
+    children = start(folder, settings, num_ranks=num_ranks)
+    output = finish(children)
+    assert all(child.returncode == 0 for child in children), output
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """By (variant, ranks): the digest of a run never killed."""
+    found: dict = {}
+
+    def of(variant: str, num_ranks: int) -> str:
+        key = (variant, num_ranks)
+        if key not in found:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            run_to_end(folder, VARIANTS[variant], num_ranks)
+            found[key] = digest(folder)
+        return found[key]
+
+    return of
+
+
+@pytest.mark.parametrize("kill_at", [1, 30, 61, 97, 140, 222, 300])
+def test_killed_inside_a_change_of_the_disk(undisturbed, kill_at, tmp_path):
+    variant = list(VARIANTS)[kill_at % len(VARIANTS)]
+    children = start(tmp_path, VARIANTS[variant], kill_at)
+    finish(children)
+    assert children[0].returncode == -signal.SIGKILL
+    run_to_end(tmp_path, VARIANTS[variant])
+    assert digest(tmp_path) == undisturbed(variant, 1)
+
+
+@pytest.mark.parametrize("variant", ["tiered", "stale"])
+def test_killed_at_random_moments(undisturbed, variant, tmp_path):
+    chance = random.Random(variant)
+    for _ in range(4):
+        children = start(tmp_path, VARIANTS[variant])
+        children[0].stdout.readline()  # it has started
+        time.sleep(chance.uniform(0.0, 0.5))
+        children[0].kill()
+        finish(children)
+    run_to_end(tmp_path, VARIANTS[variant])
+    assert digest(tmp_path) == undisturbed(variant, 1)
+
+
+@pytest.mark.parametrize("kill_at", [90, 201])
+def test_one_of_two_ranks_killed(undisturbed, kill_at, tmp_path):
+    children = start(tmp_path, VARIANTS["stale"], kill_at, num_ranks=2)
+    finish(children)
+    assert children[0].returncode == -signal.SIGKILL
+    run_to_end(tmp_path, VARIANTS["stale"], num_ranks=2)
+    assert digest(tmp_path) == undisturbed("stale", 2)
+
+
+@pytest.mark.slow
+def test_killed_a_hundred_times(undisturbed, tmp_path):
+    chance = random.Random(7)
+    for i in range(100):
+        variant = chance.choice(list(VARIANTS))
+        folder = tmp_path / str(i)
+        finish(start(folder, VARIANTS[variant], chance.randrange(1, 330)))
+        run_to_end(folder, VARIANTS[variant])
+        assert digest(folder) == undisturbed(variant, 1)

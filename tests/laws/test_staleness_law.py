@@ -1,0 +1,78 @@
+"""bounded(k): the read for step t sees exactly the updates of steps <= t-1-k."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scenario import assert_same_bits, train
+
+from colonnade import (
+    SGD,
+    Batch,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    Mesh,
+    RowOptimizer,
+    Table,
+    Uniform,
+    build_plan,
+)
+from colonnade.consistency import CONSISTENCIES, consistency
+from colonnade.errors import ConfigError
+
+STEPS = 12
+
+
+def updates_seen(staleness: int, lookahead: int) -> list[int]:
+    """Each step adds one to a single row, so what a read shows is how many updates it saw."""
+    table = Table("count", 1, rows=1, optimizer=SGD(lr=1.0), initializer=Uniform(scale=0.0))
+    collection = EmbeddingCollection([table], [Feature("one", "count")])
+    plan = build_plan(collection.tables, lookahead=lookahead, staleness_steps=staleness)
+    collection.open(plan, Mesh())
+    rows = RowOptimizer(collection)
+    seen = []
+    zero = torch.zeros(1, dtype=torch.int64)
+    batches = (Batch(1, torch.zeros(1, 0), {"one": Ids(zero)}) for _ in range(STEPS))
+    for batch in collection.lookahead(batches):
+        value = collection(batch)["one"]
+        seen.append(int(value.item()))
+        (-value).sum().backward()
+        rows.step()
+    assert int(collection.rows("count", zero).item()) == STEPS  # evaluation sees every update
+    return seen
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 7])
+@pytest.mark.parametrize("staleness", [0, 1, 2, 5, STEPS, STEPS + 3])
+def test_reads_see_exactly_what_is_promised(staleness, lookahead):
+    promised = consistency(staleness)
+    wanted = [max(0, promised.newest_visible(step) + 1) for step in range(STEPS)]
+    assert updates_seen(staleness, lookahead) == wanted
+
+
+def test_bounded_zero_is_synchronous():
+    bounded = CONSISTENCIES["bounded"](0)
+    synchronous = CONSISTENCIES["synchronous"]()
+    for step in range(5):
+        assert bounded.newest_visible(step) == synchronous.newest_visible(step) == step - 1
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_the_same_bound_gives_the_same_bits(staleness):
+    one = train(Mesh(), staleness=staleness, lookahead=1)
+    other = train(Mesh(), staleness=staleness, lookahead=4, evaluate_every=1)
+    assert_same_bits(one, other)
+
+
+def test_another_bound_gives_another_model():
+    one, other = train(Mesh(), staleness=1), train(Mesh(), staleness=2)
+    assert not torch.equal(one.rows["user"], other.rows["user"])
+
+
+def test_stale_reads_need_the_lookahead():
+    collection = EmbeddingCollection([Table("t", 2)], [Feature("f", "t")])
+    collection.open(build_plan(collection.tables, staleness_steps=1), Mesh())
+    batch = Batch(1, torch.zeros(1, 0), {"f": Ids(torch.zeros(1, dtype=torch.int64))})
+    with pytest.raises(ConfigError, match="lookahead"):
+        collection(batch)

@@ -1,0 +1,72 @@
+"""Any memory budget, lookahead depth and number of threads gives the bits of all rows in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scenario import assert_same_bits, tables, train
+
+from colonnade import Mesh, _native, build_plan
+from colonnade.errors import BudgetExceeded
+
+BUDGETS = [None, 1 << 20, 60_000, 30_000]
+SIZES = [23, 1, 0, 37, 23, 23, 2, 23]
+
+
+@pytest.fixture(scope="module", params=["float32", "float64"])
+def all_in_memory(request):
+    return request.param, train(Mesh(), sizes=SIZES, dtype=request.param)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 5])
+@pytest.mark.parametrize("dram_bytes", BUDGETS)
+def test_budget_and_lookahead(all_in_memory, dram_bytes, lookahead, tmp_path):
+    dtype, wanted = all_in_memory
+    found = train(
+        Mesh(),
+        sizes=SIZES,
+        dtype=dtype,
+        dram_bytes=dram_bytes,
+        lookahead=lookahead,
+        folder=tmp_path,
+        evaluate_every=3,
+    )
+    assert_same_bits(wanted, found)
+
+
+def test_the_smallest_budget_above_does_evict():
+    """Otherwise the test above tests nothing."""
+    plan = build_plan(tables(), dram_bytes=BUDGETS[-1])
+    assert any(table.capacity_rows < 100 for table in plan.tables)
+    assert plan.needs_backing
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads(all_in_memory, threads):
+    dtype, wanted = all_in_memory
+    before = _native.num_threads()
+    _native.set_num_threads(threads)
+    try:
+        assert_same_bits(wanted, train(Mesh(), sizes=SIZES, dtype=dtype))
+    finally:
+        _native.set_num_threads(before)
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_budget_under_staleness(staleness, tmp_path):
+    wanted = train(Mesh(), sizes=SIZES, staleness=staleness)
+    found = train(
+        Mesh(), sizes=SIZES, staleness=staleness, dram_bytes=100_000, folder=tmp_path, lookahead=1
+    )
+    assert_same_bits(wanted, found)
+
+
+def test_a_budget_below_one_batch_is_refused_and_names_the_table(tmp_path):
+    with pytest.raises(BudgetExceeded, match="'item'"):
+        train(Mesh(), sizes=[200], dram_bytes=2_000, folder=tmp_path)
+
+
+def test_different_seeds_differ():
+    """The comparison can fail: another number of steps is another model."""
+    one, other = train(Mesh(), steps=2), train(Mesh(), steps=3)
+    assert not torch.equal(one.rows["user"], other.rows["user"])
