@@ -5,7 +5,7 @@ Dense network, dense optimizer, loss and batches are the same for all; each syst
 
     colonnade   row-wise Adagrad, batches looked up ahead as its default plan says
     torch       nn.EmbeddingBag(sparse=True) per table, torch.optim.Adagrad (one accumulator per weight, not per row)
-    torchrec    DistributedModelParallel on one gloo rank, fused row-wise Adagrad, its planner's choice
+    torchrec    DistributedModelParallel on one gloo rank, table-wise, fused row-wise Adagrad
 
 Every batch is new, as in one epoch of training, and made in memory beforehand.
 """
@@ -121,7 +121,7 @@ def write_data(folder: Path, *, num_batches: int) -> list[int]:
     names = [column.name for column in source.schema.categorical]
     ids = [[batch.ids[name].values.numpy() for name in names] for batch in batches]
     np.save(folder / "ids.npy", np.asarray(ids))
-    return [column.rows for column in source.schema.categorical]
+    return [column.cardinality for column in source.schema.categorical]
 
 
 def open_workers(

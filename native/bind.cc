@@ -22,9 +22,9 @@
 #include "plan.h"
 #include "pool.h"
 #include "row_index.h"
+#include "segment_reader.h"
 #include "threads.h"
 #include "update.h"
-#include "segment_reader.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -64,6 +64,9 @@ std::span<T> elements(const Array& array, const char* name, std::initializer_lis
   }
   return {static_cast<T*>(array.data()), array.size()};
 }
+
+// For properties whose array already says what keeps it alive.
+constexpr auto kOwned = nb::rv_policy::automatic;
 
 // A tensor that owns `values`.
 template <class T>
@@ -140,11 +143,11 @@ void bind_plan(nb::module_& m) {
 
   nb::class_<Plan>(m, "Plan")
       .def_prop_ro("num_unique", &Plan::num_unique)
-      .def_prop_ro("unique_ids", [](nb::handle self) { return view(nb::cast<Plan&>(self).unique_ids, self); })
-      .def_prop_ro("block_offsets", [](nb::handle self) { return view(nb::cast<Plan&>(self).block_offsets, self); })
-      .def_prop_ro("inverse", [](nb::handle self) { return view(nb::cast<Plan&>(self).inverse, self); })
-      .def_prop_ro("segment_offsets", [](nb::handle self) { return view(nb::cast<Plan&>(self).segment_offsets, self); })
-      .def_prop_ro("entries", [](nb::handle self) { return view(nb::cast<Plan&>(self).entries, self); });
+      .def_prop_ro("unique_ids", [](nb::handle self) { return view(nb::cast<Plan&>(self).unique_ids, self); }, kOwned)
+      .def_prop_ro("block_offsets", [](nb::handle self) { return view(nb::cast<Plan&>(self).block_offsets, self); }, kOwned)
+      .def_prop_ro("inverse", [](nb::handle self) { return view(nb::cast<Plan&>(self).inverse, self); }, kOwned)
+      .def_prop_ro("segment_offsets", [](nb::handle self) { return view(nb::cast<Plan&>(self).segment_offsets, self); }, kOwned)
+      .def_prop_ro("entries", [](nb::handle self) { return view(nb::cast<Plan&>(self).entries, self); }, kOwned);
 
   m.def("make_plan",
         [](const HeldLookups& lookups, In table_rows, int64_t num_ranks) {
@@ -295,18 +298,17 @@ std::span<const uint32_t> slots_in(const In& slots) {
 
 void bind_dram(nb::module_& m) {
   nb::class_<Acquired>(m, "Acquired")
-      .def_prop_ro("missing", [](const Acquired& self) { return tensor(self.missing); })
-      .def_prop_ro("evicted_offsets", [](const Acquired& self) { return tensor(self.evicted_offsets); })
-      .def_prop_ro("evicted_ids", [](const Acquired& self) { return tensor(self.evicted_ids); })
+      .def_prop_ro("missing", [](const Acquired& self) { return tensor(self.missing); }, kOwned)
+      .def_prop_ro("evicted_offsets", [](const Acquired& self) { return tensor(self.evicted_offsets); }, kOwned)
+      .def_prop_ro("evicted_ids", [](const Acquired& self) { return tensor(self.evicted_ids); }, kOwned)
       .def_prop_ro("evicted_records",
                    [](nb::handle handle) {
                      auto& self = nb::cast<Acquired&>(handle);
                      nb::list records;
                      for (size_t t = 0; t < self.evicted_records.size(); ++t) {
-                       auto& buffer = self.evicted_records[t];
                        const auto rows = static_cast<size_t>(self.evicted_offsets[t + 1] - self.evicted_offsets[t]);
-                       const size_t width = rows ? buffer.size() / rows : 0;
-                       records.append(Made<uint8_t>(buffer.data(), {rows, width}, handle));
+                       records.append(Made<uint8_t>(self.evicted_records[t].data(),
+                                                    {rows, static_cast<size_t>(self.record_bytes[t])}, handle));
                      }
                      return records;
                    })

@@ -109,6 +109,7 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
     acquired.evicted_offsets.reserve(tables_.size() + 1);
     acquired.evicted_ids.reserve(static_cast<std::size_t>(num_evictions));
     acquired.evicted_records.reserve(tables_.size());
+    for (const auto& rows : tables_) acquired.record_bytes.push_back(rows.layout().record_bytes());
   } catch (...) {
     for (const auto& [t, begin, end] : runs) tables_[t].unpin(slots.subspan(begin, end - begin));
     throw;

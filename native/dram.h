@@ -16,7 +16,8 @@ struct Acquired {
   std::vector<std::int32_t> missing;           // positions in ids, ascending: slot assigned
   std::vector<std::int64_t> evicted_offsets;   // (T + 1,) into the next two
   std::vector<std::int64_t> evicted_ids;       // dirty rows that lost their slot, table-major
-  std::vector<Buffer<std::byte>> evicted_records;  // by table
+  std::vector<Buffer<std::byte>> evicted_records;  // by table, (V_t, record_bytes)
+  std::vector<std::int64_t> record_bytes;          // by table
   std::int64_t num_evicted = 0;                // clean ones included
 
   Acquired() = default;

@@ -42,7 +42,7 @@ def run_ranks(
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(
-                [str(HERE), str(HERE / "laws"), str(Path(module_file).parent)]
+                [str(HERE), str(HERE / "laws"), str(HERE / "faults"), str(Path(module_file).parent)]
             ),
         }
         children = [

@@ -30,7 +30,7 @@ PHASES = ("wait", "forward", "backward", "rows", "dense")
 
 @dataclass(frozen=True)
 class Case:
-    """What to train. Folder `data`: dense.npy (N, B, n) float32, ids.npy (N, F, B) int64, label.npy (N, B, 1) float32."""
+    """What to train. `data` holds dense.npy (N, B, n) float32, ids.npy (N, F, B) int64, label.npy (N, B, 1) float32."""
 
     data: str
     rows: list[int]  # by field

@@ -16,7 +16,7 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.consistency import consistency
 from colonnade.data.lookahead import Lookahead
-from colonnade.errors import BudgetExceeded, ConfigError
+from colonnade.errors import BudgetExceeded, ConfigError, IdRangeError
 from colonnade.exchange import EXCHANGES
 from colonnade.exchange.contract import RowSource, Ticket
 from colonnade.exchange.layout import declare
@@ -203,12 +203,25 @@ class EmbeddingCollection(nn.Module):
             ticket.slots = None
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
-        """Weights (N, dim) of this rank's rows as they are now; rows never trained read as their first value."""
+        """Collective, every rank with the same ids (N,): their weights (N, dim) as they are now.
+
+        Rows never trained read as their first value; nothing is remembered of the call.
+        """
         self._ensure_open()
         t = [each.name for each in self.tables].index(table)
+        rows = self.tables[t].rows
         unique, inverse = torch.unique(ids, return_inverse=True)
-        offsets = torch.tensor([0] * (t + 1) + [len(unique)] * (len(self.tables) - t))
-        return self.store.read(unique, offsets)[t][inverse]
+        if rows is not None and len(unique) and not (unique[0] >= 0 and unique[-1] < rows):
+            raise IdRangeError(
+                f"table {table!r}: got ids {int(unique[0])} .. {int(unique[-1])}, wanted 0 .. {rows - 1}"
+            )
+        owner = torch.as_tensor(_native.owner_of(unique, rows or 0, self.mesh.num_ranks))
+        owned = owner == self.mesh.rank
+        num_owned = int(owned.sum())
+        offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(self.tables) - t))
+        found = torch.zeros(len(unique), self.tables[t].dim, dtype=self.handles[t].dtype)
+        found[owned] = self.store.read(unique[owned].contiguous(), offsets)[t]
+        return self.mesh.all_reduce("evaluate", found)[inverse]  # one rank's values and zeros: exact
 
     def _read_only(self, batch: Batch) -> dict[str, Tensor]:
         """Evaluation: sees every update, leaves no trace; any number of training batches may be in flight."""

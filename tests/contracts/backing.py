@@ -261,9 +261,13 @@ class BackingContract:
     def test_steps_ascend(self, tmp_path):
         twin = Twin(self, tmp_path, 16)
         twin.commit()
-        for step in (1, 0):
-            with pytest.raises(CheckpointError, match="wanted one after step 1"):
-                twin.store.commit(step)
+        assert twin.store.commit(1).step == 1  # again, with nothing new: the same commit
+        with pytest.raises(CheckpointError, match="wanted one after step 1"):
+            twin.store.commit(0)
+        twin.write([1], salt=1)
+        with pytest.raises(CheckpointError, match="wanted one after step 1"):
+            twin.store.commit(1)
+        twin.commit()
 
     def test_going_back_forgets_what_came_after(self, tmp_path):
         twin = Twin(self, tmp_path, 16)

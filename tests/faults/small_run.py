@@ -14,9 +14,9 @@ from pathlib import Path
 
 from colonnade import close_mesh, open_mesh
 from colonnade.config import build_config, override
+from colonnade.data import open_source
 from colonnade.store.disk import Change, Disk
 from colonnade.train.commits import committed_steps, load_state, open_stores, read_header
-from colonnade.data import open_source
 from colonnade.train.run import build_model, load_run_config, open_run
 
 CONFIG = {

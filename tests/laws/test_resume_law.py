@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 from ranks import free_port
+from small_run import digest
 
 SCRIPT = Path(__file__).resolve().parents[1] / "faults" / "small_run.py"
-sys.path.insert(0, str(SCRIPT.parent))
-from small_run import digest  # noqa: E402
 
 VARIANTS = {
     "plain": {},
@@ -38,7 +37,13 @@ def start(folder: Path, settings: dict, kill_at: int = 0, num_ranks: int = 1):
     }
     return [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder), json.dumps(settings), str(kill_at * (rank == 0))],
+            [
+                sys.executable,
+                str(SCRIPT),
+                str(folder),
+                json.dumps(settings),
+                str(kill_at * (rank == 0)),
+            ],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

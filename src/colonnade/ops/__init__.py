@@ -1,0 +1,1 @@
+"""What the native core computes, written slowly: `reference` is its definition."""

@@ -71,11 +71,11 @@ class Disk:
         return DiskFile(path, self._do(Change("create", path), lambda: os.open(path, flags, 0o644)))
 
     def append(self, file: DiskFile, offset: int, data: memoryview | bytes) -> None:
-        """Write all of `data` at `offset`, the end of what is known to be good.
+        """Write all of `data`, plain bytes, at `offset`, the end of what is known to be good.
 
         On failure the bytes from `offset` on are undefined; what was before is untouched.
         """
-        view = memoryview(data).cast("B")
+        view = memoryview(data)
 
         def write() -> None:
             done = 0

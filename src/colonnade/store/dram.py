@@ -168,12 +168,12 @@ class DramStore:
         return out
 
     def _explain(self, error: MemoryError) -> BudgetExceeded:
-        words = str(error).replace(",", "").split()
-        numbers = {words[i]: words[i + 1] for i in range(len(words) - 1)}
-        table = self.tables[int(numbers["table"])]
+        words = str(error).replace(",", "").split()  # table <t> needs <n> slots of <capacity> <p> pinned
+        table, needed, capacity, pinned = words[1], words[3], words[6], words[7]
         return BudgetExceeded(
-            f"table {table.name!r}: one window needs {numbers['needs']} more rows in memory, and "
-            f"{error}. Raise memory.dram, lower the batch size, or lower the lookahead"
+            f"table {self.tables[int(table)].name!r}: a batch needs {needed} rows in memory that are not "
+            f"there, the budget holds {capacity} and {pinned} of these are in use by batches in flight. "
+            "Raise plan.dram, or lower the batch size, the lookahead or the staleness"
         )
 
 

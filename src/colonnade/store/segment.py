@@ -98,7 +98,7 @@ class Segment:
                 as_bytes(frames),
             )
             offset = HEADER.size + (start + first) * self.dtype.itemsize
-            disk.append(self.file, offset, memoryview(as_bytes(frames)).cast("B"))
+            disk.append(self.file, offset, as_bytes(frames).reshape(-1).data)
             checksum = add_checksum(checksum, frames)
         self.is_torn = False
         self.is_synced = False
@@ -128,7 +128,7 @@ class Segment:
             yield np.arange(place, place + len(frames), dtype=np.int64), frames
 
     def _read_whole(self, out: np.ndarray, offset: int, first: int) -> None:
-        view = memoryview(out).cast("B")
+        view = out.reshape(-1).data
         done = 0
         while done < len(view):
             try:

@@ -1,0 +1,5 @@
+"""`python -m colonnade` is the `colonnade` command."""
+
+from colonnade.cli import main
+
+main()

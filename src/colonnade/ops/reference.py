@@ -1,0 +1,236 @@
+"""The native operations in plain PyTorch, one function each: their definition, and what tests compare them with.
+
+Results equal the native ones bit for bit: sums are made in the order written here, every operation rounds
+once, nothing is fused. Words are int64 tensors whose bits are uint64.
+
+Legend: T tables, F features, B samples, E lookups, U unique rows, N ranks, D dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix64(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words, 0 -> 0."""
+    x = (x ^ _shift(x, 30)) * _word(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _word(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
+
+
+def owner_of(ids: Tensor, rows: int, num_ranks: int) -> Tensor:
+    """(N,) int32. `rows` 0, an open table: floor(mix64(id) * num_ranks / 2^64).
+
+    Vocabulary table, with q, m = divmod(id, num_ranks): (m + mix64(q)) mod num_ranks, so each run of
+    num_ranks ids is dealt once to each rank, and q numbers the rows of a rank without gaps.
+    """
+    if rows == 0:
+        owners = [word * num_ranks >> 64 for word in _unsigned(mix64(ids))]
+    else:
+        blocks = _unsigned(mix64(ids // num_ranks))
+        owners = [(m + h) % num_ranks for m, h in zip((ids % num_ranks).tolist(), blocks)]
+    return torch.tensor(owners, dtype=torch.int32)
+
+
+class Plan(NamedTuple):
+    """Unique ids by table, then by owner, then by local row (vocabulary) or hash (open)."""
+
+    unique_ids: Tensor  # (U,) int64
+    block_offsets: Tensor  # (T * N + 1,) int64
+    inverse: Tensor  # (E,) int32
+    segment_offsets: Tensor  # (U + 1,) int32
+    entries: Tensor  # (E,) int32, ascending inside a row
+
+
+def make_plan(
+    ids: Tensor,  # (E,) int64
+    feature_offsets: Sequence[int],  # (F + 1,)
+    feature_tables: Sequence[int],  # (F,)
+    table_rows: Sequence[int],  # (T,); 0 = open
+    num_ranks: int,
+) -> Plan:
+    """The lookups grouped by row. IndexError for an id outside its vocabulary table."""
+    unique: list[int] = []
+    counts = [0] * (len(table_rows) * num_ranks)
+    segments: list[list[int]] = []
+    for t, rows in enumerate(table_rows):
+        lookups: dict[int, list[int]] = {}
+        for f in range(len(feature_tables)):
+            if feature_tables[f] != t:
+                continue
+            for e in range(feature_offsets[f], feature_offsets[f + 1]):
+                row = int(ids[e])
+                if rows and not 0 <= row < rows:
+                    position = e - feature_offsets[f]
+                    raise IndexError(
+                        f"table {t} feature {f} position {position} id {row} rows {rows}"
+                    )
+                lookups.setdefault(row, []).append(e)
+        mine = torch.tensor(list(lookups), dtype=torch.int64)
+        owners = owner_of(mine, rows, num_ranks).tolist()
+        places = (mine // num_ranks).tolist() if rows else _unsigned(mix64(mine))
+        for owner, _, row in sorted(zip(owners, places, lookups)):
+            unique.append(row)
+            counts[t * num_ranks + owner] += 1
+            segments.append(lookups[row])
+    inverse = torch.empty(len(ids), dtype=torch.int32)
+    for u, segment in enumerate(segments):
+        inverse[segment] = u
+    return Plan(
+        torch.tensor(unique, dtype=torch.int64),
+        torch.tensor([0, *counts], dtype=torch.int64).cumsum(0),
+        inverse,
+        torch.tensor([0, *map(len, segments)]).cumsum(0).int(),
+        torch.tensor([e for segment in segments for e in segment], dtype=torch.int32),
+    )
+
+
+def take(values: Tensor, index: Tensor) -> Tensor:
+    """out[i] = values[index[i]]."""
+    return values[index.long()]
+
+
+def birth_values(ids: Tensor, dim: int, seed: int, scale: float, dtype: torch.dtype) -> Tensor:
+    """(N, D): the first weights of rows, uniform in [-scale, scale).
+
+    Value j is word j + 1 of the splitmix64 stream that starts at mix64(mix64(id) ^ seed): its top 24
+    bits (float32) or 53 bits (float64) as a number u in [-1, 1), exactly, times scale.
+    """
+    bits = 24 if dtype == torch.float32 else 53
+    start = mix64(mix64(ids) ^ _word(seed))
+    words = mix64(start[:, None] + torch.arange(1, dim + 1) * _word(GOLDEN))
+    u = _shift(words, 64 - bits).to(dtype) * 2.0 ** (1 - bits) - 1
+    return u * torch.tensor(scale, dtype=dtype)
+
+
+def ordered_sum(terms: Tensor, offsets: Tensor) -> Tensor:
+    """(S, D): terms[offsets[s]] + ... + terms[offsets[s + 1] - 1], one after the other; none: zeros."""
+    starts, lengths = offsets[:-1].long(), offsets.diff()
+    sums = terms.new_zeros(len(starts), terms.shape[1])
+    for k in range(int(lengths.max()) if len(lengths) else 0):
+        longer = lengths > k
+        next_terms = terms[starts[longer] + k]
+        sums[longer] = next_terms if k == 0 else sums[longer] + next_terms
+    return sums
+
+
+def pool(
+    rows: Tensor,  # (E, D): the row of each lookup of one feature
+    offsets: Tensor,  # (B + 1,): which lookups are whose; unused for a sequence
+    pooling: Literal["sum", "mean", "sequence"],
+    weights: Tensor | None = None,  # (E,)
+) -> Tensor:
+    """(B, D), or (E, D) for a sequence. A bag is summed in lookup order, then divided by its length for the mean."""
+    terms = rows if weights is None else rows * weights[:, None]
+    if pooling == "sequence":
+        return terms
+    sums = ordered_sum(terms, offsets)
+    if pooling == "sum":
+        return sums
+    return sums / offsets.diff().clamp(min=1).to(sums.dtype)[:, None]
+
+
+def lookup_gradients(
+    gradients: Tensor,  # (B, D) or (E, D): of what `pool` returned
+    offsets: Tensor,  # (B + 1,)
+    pooling: Literal["sum", "mean", "sequence"],
+    weights: Tensor | None = None,  # (E,)
+) -> Tensor:
+    """(E, D): coefficient * gradient of the lookup's output; coefficient = weight * (1 / length for the mean)."""
+    lengths = offsets.diff()
+    terms = gradients if pooling == "sequence" else gradients.repeat_interleave(lengths, 0)
+    coefficients = terms.new_ones(len(terms)) if weights is None else weights
+    if pooling == "mean":
+        inverse_lengths = 1 / lengths.to(terms.dtype)
+        coefficients = coefficients * inverse_lengths.repeat_interleave(lengths)
+    return terms * coefficients[:, None]
+
+
+def sum_rows(terms: Tensor, segment_offsets: Tensor, entries: Tensor) -> Tensor:
+    """(U, D): per unique row the sum of its entries' terms (E, D), in entry order."""
+    return ordered_sum(terms[entries.long()], segment_offsets)
+
+
+def sgd(weights: Tensor, gradients: Tensor, lr: float, weight_decay: float = 0.0) -> None:
+    """In place on (U, D): g += weight_decay * w (if not 0); w -= lr * g."""
+    if weight_decay:
+        gradients = gradients + weights * weight_decay
+    weights.sub_(gradients * lr)
+
+
+def rowwise_adagrad(
+    weights: Tensor,  # (U, D)
+    accumulators: Tensor,  # (U,)
+    gradients: Tensor,  # (U, D)
+    lr: float,
+    weight_decay: float = 0.0,
+    eps: float = 1e-8,
+) -> None:
+    """In place: g += weight_decay * w (if not 0); s += mean(g^2); w -= g * (lr / (sqrt(s) + eps)).
+
+    The squares are summed in lanes: 64 bytes of elements side by side, column j in lane j mod lanes,
+    then the lanes as a tree (lane i + lane i + half, and again).
+    """
+    if weight_decay:
+        gradients = gradients + weights * weight_decay
+    dim, lanes = gradients.shape[1], 64 // gradients.element_size()
+    columns = torch.nn.functional.pad(gradients * gradients, (0, -dim % lanes))
+    sums = columns[:, :lanes]
+    for start in range(lanes, columns.shape[1], lanes):
+        sums = sums + columns[:, start : start + lanes]
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    accumulators.add_(sums[:, 0] / torch.full_like(accumulators, dim))
+    steps = torch.full_like(accumulators, lr) / (accumulators.sqrt() + eps)
+    weights.sub_(gradients * steps[:, None])
+
+
+def pack(weights: Tensor, state: Tensor, clocks: Tensor) -> Tensor:
+    """(N, record_bytes) uint8: weights (N, D) | state (N, S) | clock (N,) as 64 bits, little-endian."""
+    parts = (weights, state, clocks.reshape(-1, 1))
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+
+
+def unpack(
+    records: Tensor, dim: int, state_elements: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `pack` was given: weights (N, D), state (N, S), clocks (N,) int64."""
+    itemsize = torch.empty(0, dtype=dtype).element_size()
+    parts = records.split([dim * itemsize, state_elements * itemsize, 8], dim=1)
+    weights, state, clocks = (part.contiguous() for part in parts)
+    return weights.view(dtype), state.view(dtype), clocks.view(torch.int64)[:, 0]
+
+
+def all_finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32C (Castagnoli, RFC 3720): reflected polynomial 0x82f63b78, all ones in and out."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def _word(value: int) -> int:
+    """The int64 with the bits of a uint64."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _unsigned(words: Tensor) -> list[int]:
+    return [word % 2**64 for word in words.tolist()]
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of 64-bit words."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,223 @@
+"""What a run does when its input, its disk or its user interferes: a clear end, and nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_run import CONFIG, digest
+
+from colonnade import Mesh
+from colonnade.config import build_config, override
+from colonnade.data import Splits, open_source
+from colonnade.errors import CheckpointError, NonFiniteError, StorageError, StoreLocked, WorldError
+from colonnade.store.disk import Change, Disk
+from colonnade.train.commits import committed_steps
+from colonnade.train.run import open_run
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def config(**settings):
+    return override(build_config(CONFIG), {k.replace("__", "."): v for k, v in settings.items()})
+
+
+class Poisoned:
+    """A source whose samples of one step hold NaN."""
+
+    def __init__(self, source, step):
+        self.source, self.step = source, step
+        self.schema, self.num_samples = source.schema, source.num_samples
+
+    def batches(self, batch_size, **where):
+        for t, batch in enumerate(self.source.batches(batch_size, **where)):
+            if t == self.step:
+                batch.dense = torch.full_like(batch.dense, float("nan"))
+            yield batch
+
+
+def poisoned(step):
+    data = open_source("synthetic", **CONFIG["data"]["options"])
+    return Splits(train=Poisoned(data.train, step), test=data.test)
+
+
+def test_nan_stops_with_nothing_applied():
+    run = open_run(config(train__epochs=1), Mesh(), None, data=poisoned(3))
+    with pytest.raises(NonFiniteError, match=r"step 3 .*nothing of this step was applied"):
+        run.train()
+    reference = open_run(config(train__epochs=1, train__max_steps=3), Mesh(), None)
+    reference.train()
+    assert_same_model(run, reference)
+
+
+def test_nan_is_skipped_where_asked():
+    run = open_run(
+        config(train__epochs=1, train__on_non_finite="skip"), Mesh(), None, data=poisoned(3)
+    )
+    outcome = run.train()
+    assert (outcome.steps, outcome.skipped) == (15, 1)
+    rows = run.trainer.collection.rows("C2", torch.arange(900))
+    assert torch.isfinite(rows).all()
+
+
+def poisoned_on_rank_one(mesh):
+    """NaN in rank 1's share only; every rank must stop, with nothing applied."""
+    data = open_source("synthetic", **CONFIG["data"]["options"])
+    if mesh.rank == 1:
+        data = poisoned(2)
+    run = open_run(config(train__epochs=1), mesh, None, data=data)
+    try:
+        run.train()
+    except NonFiniteError as error:
+        return str(error), run.trainer.collection.step
+    return None
+
+
+def test_nan_on_one_rank_stops_all():
+    for message, step in run_ranks(2, poisoned_on_rank_one):
+        assert "applied on any rank" in message and step == 2
+
+
+def assert_same_model(one, other):
+    for name, value in one.trainer.model.state_dict().items():
+        assert torch.equal(value, other.trainer.model.state_dict()[name]), name
+    for table in one.trainer.collection.tables:
+        ids = torch.arange(table.rows)
+        mine, theirs = (run.trainer.collection.rows(table.name, ids) for run in (one, other))
+        assert torch.equal(mine, theirs), table.name
+
+
+class FullDisk(Disk):
+    """Has room for `changes` changes, then none."""
+
+    def __init__(self, changes):
+        self.left = changes
+
+    def perform(self, change: Change, action):
+        self.left -= change.verb in ("append", "create")
+        if self.left < 0 and change.verb in ("append", "create"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return action()
+
+
+@pytest.mark.parametrize("changes", [3, 17, 24, 40])
+def test_full_disk_during_a_commit(changes, tmp_path):
+    wanted = tmp_path / "undisturbed"
+    open_run(config(), Mesh(), wanted).train()
+    folder = tmp_path / "run"
+    run = open_run(config(), Mesh(), folder, disk=FullDisk(changes))
+    with pytest.raises(StorageError, match=r"No space left|[Ff]ree space"):
+        run.train()
+    run.close()
+    steps = committed_steps(folder)
+    again = open_run(config(), Mesh(), folder)
+    assert again.resumed_at == (steps[-1] if steps else None)
+    again.train()
+    again.close()
+    assert digest(folder) == digest(wanted)
+
+
+def test_two_runs_on_one_folder(tmp_path):
+    run = open_run(config(), Mesh(), tmp_path)
+    with pytest.raises(StoreLocked, match="another run"):
+        open_run(config(), Mesh(), tmp_path)
+    run.close()
+
+
+@pytest.fixture
+def finished(tmp_path):
+    run = open_run(config(train__epochs=1), Mesh(), tmp_path)
+    run.train()
+    run.close()
+    return tmp_path
+
+
+def test_a_folder_of_another_model(finished):
+    with pytest.raises(CheckpointError, match=r"model\.dim"):
+        open_run(config(model__dim=8), Mesh(), finished)
+    digest(finished)  # and what was there is still there
+
+
+def test_more_epochs_go_on(finished, tmp_path_factory):
+    more = open_run(config(), Mesh(), finished)
+    assert more.resumed_at == 15
+    more.train()
+    more.close()
+    straight = tmp_path_factory.mktemp("straight")
+    open_run(config(), Mesh(), straight).train()
+    assert digest(finished) == digest(straight)
+
+
+@pytest.mark.parametrize("victim", ["rows", "dense", "rank-0", "json", "manifest"])
+def test_a_flipped_byte_is_found_and_named(finished, victim):
+    patterns = {
+        "rows": "rows/0-of-1/003/segment-*.rows",
+        "manifest": "rows/0-of-1/003/manifest-*.json",
+        "dense": "commits/*15/dense",
+        "rank-0": "commits/*15/rank-0",
+        "json": "commits/*15.json",
+    }
+    path = sorted(finished.glob(patterns[victim]))[-1]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(bytes(data))
+    with pytest.raises((StorageError, CheckpointError), match=path.name):
+        open_run(config(), Mesh(), finished)
+
+
+def differ(mesh):
+    try:
+        open_run(config(train__batch_size=100 + mesh.rank), mesh, None)
+    except WorldError as error:
+        return str(error)
+
+
+def test_ranks_with_different_configs_are_refused():
+    for message in run_ranks(2, differ):
+        assert "train.batch_size=101" in message and "100" in message
+
+
+def go_on_with_two(mesh, folder):
+    run = open_run(config(), mesh, folder)
+    resumed = run.resumed_at
+    run.train()
+    run.close()
+    return resumed
+
+
+def test_a_commit_of_one_rank_goes_on_with_two(finished):
+    assert run_ranks(2, go_on_with_two, finished) == [15, 15]
+    assert committed_steps(finished)[-1] == 30
+    back = open_run(config(), Mesh(), finished)
+    assert back.resumed_at == 30
+    back.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_commits_and_ends(ranks, tmp_path):
+    command = [
+        sys.executable, "-m", "colonnade", "train", "--run", str(tmp_path / "run"), "--ranks", str(ranks),
+        "--set", "data.options.num_train=4000000", "--set", "train.epochs=9", "--set", "train.batch_size=512",
+    ]  # fmt: skip
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY
+    )
+    deadline = time.monotonic() + 60
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while time.monotonic() < deadline and not (
+        metrics.exists() and metrics.read_text().count("\n") > 2
+    ):
+        time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    output = child.communicate(timeout=60)[0]
+    assert child.returncode == 0, output
+    assert "stopped as asked" in output and "Traceback" not in output, output
+    assert committed_steps(tmp_path / "run")
