@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from colonnade.cli import bench, demo, doctor, evaluate, train
+from colonnade.cli import bench, demo, doctor, evaluate, ranks, train
 from colonnade.errors import ColonnadeError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
 app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)
+app.command("rank", hidden=True)(ranks.rank)
 
 
 def main() -> None:

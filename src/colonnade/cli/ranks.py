@@ -1,18 +1,21 @@
-"""Running a training on one process or, under torchrun, on several. Also what torchrun runs on each rank."""
+"""Running a training on one process or, under torchrun, on several; and what torchrun runs on each rank."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import torch.distributed.run as torchrun
 from rich.console import Console
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from colonnade.cli.table import show_plan
 from colonnade.config import RunConfig, dump_config, load_config
@@ -30,7 +33,7 @@ def train(config: RunConfig, folder: Path, ranks: int, console: Console) -> dict
     with tempfile.TemporaryDirectory() as place:
         wanted = Path(place) / "config.yaml"
         wanted.write_text(dump_config(config), encoding="utf-8")
-        _run_torchrun(["-m", "colonnade.cli.ranks", str(wanted), str(folder)], ranks, folder)
+        _run_torchrun(["-m", "colonnade", "rank", str(wanted), str(folder)], ranks, folder)
     return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
 
 
@@ -67,41 +70,30 @@ def _stop_on_signals(run: Run) -> None:
 
 
 def _run_torchrun(command: list[str], ranks: int, folder: Path) -> None:
-    torchrun = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", str(ranks), "--max-restarts", "0",
-    ]  # fmt: skip
-    # A session of its own: Ctrl-C reaches torchrun once, from here, and it tells its ranks.
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "")}
-    if not environment["OMP_NUM_THREADS"]:
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
-    process = subprocess.Popen([*torchrun, *command], start_new_session=True, env=environment)
-    interrupted = False
-    while True:
-        try:
-            status = process.wait()
-            break
-        except KeyboardInterrupt:
-            interrupted = True
-            process.send_signal(signal.SIGINT)
-    if status and not interrupted:
+    """Start the ranks and wait for them. Ctrl-C goes on to them: they commit and end."""
+    arguments = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0", *command]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        torchrun.main(arguments)
+    except SignalException:
+        return  # the ranks were told; what they committed is what counts
+    except ChildFailedError as error:
+        ended = ", ".join(f"rank {r} with status {f.exitcode}" for r, f in error.failures.items())
         raise WorldError(
-            f"a rank failed (torchrun ended with status {status}); its error is above. "
-            f"The run goes on from its newest commit: train with --run {folder}"
-        )
+            f"a rank failed ({ended}); its own words are above. The run goes on from its newest commit: "
+            f"train again with --run {folder}"
+        ) from None
 
 
-def _main(config_path: str, folder: str) -> None:
+def rank(config: Path, folder: Path) -> None:
+    """What torchrun runs on every rank."""
     mesh = open_mesh()
     try:
         console = Console(highlight=False) if mesh.rank == 0 else None
-        _train_here(load_config(config_path), Path(folder), mesh, console)
+        _train_here(load_config(config), folder, mesh, console)
     except ColonnadeError as error:
         print(f"error: rank {mesh.rank}: {error}", file=sys.stderr, flush=True)
         # Peers may wait for this rank in a collective; leaving at once is what tells them.
         os._exit(2)
     close_mesh(mesh)
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

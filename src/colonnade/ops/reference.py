@@ -34,7 +34,7 @@ def owner_of(ids: Tensor, rows: int, num_ranks: int) -> Tensor:
         owners = [word * num_ranks >> 64 for word in _unsigned(mix64(ids))]
     else:
         blocks = _unsigned(mix64(ids // num_ranks))
-        owners = [(m + h) % num_ranks for m, h in zip((ids % num_ranks).tolist(), blocks)]
+        owners = [(m + h) % num_ranks for m, h in zip((ids % num_ranks).tolist(), blocks, strict=True)]
     return torch.tensor(owners, dtype=torch.int32)
 
 
@@ -75,7 +75,7 @@ def make_plan(
         mine = torch.tensor(list(lookups), dtype=torch.int64)
         owners = owner_of(mine, rows, num_ranks).tolist()
         places = (mine // num_ranks).tolist() if rows else _unsigned(mix64(mine))
-        for owner, _, row in sorted(zip(owners, places, lookups)):
+        for owner, _, row in sorted(zip(owners, places, lookups, strict=True)):
             unique.append(row)
             counts[t * num_ranks + owner] += 1
             segments.append(lookups[row])

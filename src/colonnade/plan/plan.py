@@ -109,7 +109,6 @@ def explain(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
                 "rows in memory": "as trained" if unbounded else f"{planned.capacity_rows:,}",
                 "memory": "as trained" if unbounded else f"{memory / 2**20:,.1f} MiB",
                 "rest": "-" if planned.fits else "file",
-                "sharding": planned.sharding,
                 "optimizer": table.optimizer.name,
             }
         )

@@ -84,6 +84,10 @@ class Backing(Protocol):
 
     record_bytes: int
 
+    def __len__(self) -> int:
+        """Live rows."""
+        ...
+
     def read(self, ids: Tensor, out: Tensor) -> Pending:
         """ids (N,) unique, out (N, record_bytes) uint8 caller-owned; rows not found are left untouched."""
         ...

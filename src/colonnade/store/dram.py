@@ -88,7 +88,9 @@ class DramStore:
                 mine = ids[offsets[t] : offsets[t + 1]]
                 out = torch.empty(len(mine), table.dim, dtype=getattr(torch, table.dtype))
                 absent = torch.as_tensor(self.native.read(t, mine, out)).long()
-                if len(absent):
+                if len(absent) == len(mine):
+                    out = self._read_below(t, mine)
+                elif len(absent):
                     out[absent] = self._read_below(t, mine[absent])
                 found.append(out)
         return found
@@ -160,11 +162,11 @@ class DramStore:
         table = self.tables[t]
         out = torch.empty(len(ids), table.dim, dtype=getattr(torch, table.dtype))
         self.native.birth_values(t, ids, out)
-        if self.backings:
+        if self.backings and len(self.backings[t]):
             records = torch.empty(len(ids), table.record_bytes, dtype=torch.uint8)
-            found = self.backings[t].read(ids, records).wait()
-            weights = records[found][:, : table.dim * table.itemsize].contiguous()
-            out[found] = weights.view(getattr(torch, table.dtype))
+            found = self.backings[t].read(ids, records).wait().numpy()
+            weights = records.numpy()[:, : table.dim * table.itemsize][found]
+            out.numpy()[found] = weights.view(table.dtype)
         return out
 
     def _explain(self, error: MemoryError) -> BudgetExceeded:
