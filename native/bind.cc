@@ -516,6 +516,7 @@ void bind_segments(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // objects that live until the interpreter ends are no mistake of the user's
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("available_isas", &available_isas);
   m.def("set_isa", &set_isa, "name"_a);

@@ -197,6 +197,23 @@ class BackingContract:
             twin.reopen(twin.step)
             twin.check()
 
+    def test_a_deletion_outlives_the_file_it_was_written_to(self, tmp_path):
+        twin = Twin(self, tmp_path, 16)
+        twin.write(range(10), salt=1)
+        twin.commit()  # a file that stays, with row 5 in it
+        twin.write(range(100, 120), salt=1)
+        twin.delete([5])
+        twin.commit()  # a file that is rewritten as soon as rows 100.. are
+        twin.write(range(100, 120), salt=2)
+        twin.commit()
+        twin.prune([3])
+        twin.reopen(3)
+        twin.check()
+        twin.write([5], salt=3)
+        twin.commit()
+        twin.reopen(4)
+        twin.check()
+
     def test_an_id_asked_for_twice_in_a_read(self, tmp_path):
         twin = Twin(self, tmp_path, 16)
         twin.write([1, 2], salt=1)

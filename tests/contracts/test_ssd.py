@@ -188,6 +188,33 @@ def test_an_unchanged_store_commits_without_writing_rows(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in segments_of(tmp_path)} == before
 
 
+def test_an_unchanged_store_leaves_a_backlog_alone(tmp_path):
+    """Ten segments fall below half at once, more than one small commit may rewrite."""
+    twin = Twin(TestSsd(), tmp_path, 16)
+    rows = SEGMENT_BYTES // 32
+    starts = range(0, 10 * rows, rows)
+    for start in starts:
+        twin.write(range(start, start + rows), salt=1)
+        twin.commit()
+    twin.write([start + i for start in starts for i in range(rows // 2 - 1)], salt=2)
+    twin.commit()
+    twin.write([start + i for start in starts for i in range(rows - 2, rows)], salt=3)
+    twin.commit()
+    twin.prune([twin.step])
+    before = segments_of(tmp_path)
+    twin.commit()
+    twin.prune([twin.step])
+    assert segments_of(tmp_path) == before
+    assert len(set(before) & {tmp_path / f"segment-{n:08d}.rows" for n in range(1, 11)}) > 5
+    for salt in range(10):
+        twin.write([0], salt=salt)
+        twin.commit()
+        twin.prune([twin.step])
+    assert bytes_of(tmp_path) < 2 * 32 * len(twin.rows)
+    assert not set(before[:10]) & set(segments_of(tmp_path))
+    twin.check()
+
+
 def test_overwriting_takes_bounded_space(tmp_path):
     twin = Twin(TestSsd(), tmp_path, 16)
     live = 1000 * 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 import pytest
-from disks import STORY, FailingDisk, Telling, check_commits, commit, content, open_store
+from disks import STORY, FailingDisk, Telling, check_commits, commit, content, open_store, write
 
 from colonnade.errors import StorageError
 from colonnade.store.disk import Disk
@@ -66,6 +66,24 @@ def test_no_space_at_every_change_of_the_disk(tmp_path, once):
             assert content(store) == telling.rows
         number += 1
     assert number > 60
+
+
+def test_what_a_failed_write_left_behind_is_cut_off(tmp_path):
+    """Half of a large batch reaches the file; less than that is written after it, or nothing at all."""
+    for later in ([], [1], [1, 2, 3]):
+        directory = tmp_path / str(len(later))
+        disk = FailingDisk(3, once=True, verbs={"append"})  # header, first rows, then this
+        with open_store(directory, None, disk=disk) as store:
+            write([7], 1).call(store)
+            with pytest.raises(StorageError, match="append"):
+                write(list(range(20)), 2).call(store)
+            if later:
+                write(later, 3).call(store)
+            rows = content(store)
+            assert sorted(rows) == sorted([7, *later])
+            store.commit(1)
+        with open_store(directory, 1) as store:
+            assert content(store) == rows
 
 
 def test_a_segment_whose_sync_failed_is_never_committed(tmp_path):

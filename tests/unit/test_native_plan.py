@@ -26,7 +26,7 @@ def one_hot(ids, *, tables=(0,)):
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(batches(), st.sampled_from([1, 2, 5]))
 def test_equals_twin(batch, num_ranks):
     wanted = reference.make_plan(

@@ -24,6 +24,9 @@ class Position:
     step: int = 0
 
 
+START = Position()
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A categorical column. `cardinality` None: any 64-bit id (an open table); else ids are 0 .. cardinality-1."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import Column, Position, Schema, Splits, spans
+from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
 from colonnade.data.counter import mix64
 from colonnade.data.lines import LineFile, excerpt, field_error, open_lines
 from colonnade.data.location import locate
@@ -91,11 +91,12 @@ def open_criteo(
             fix="The file looks cut off: fetch it again, or end it with a newline if it is whole",
         )
     split = file.num_lines - round(file.num_lines * test_fraction)
-    train: CriteoSource | TensorSource = CriteoSource(file, 0, split, hash_rows=hash_rows)
+    train = CriteoSource(file, 0, split, hash_rows=hash_rows)
     test = CriteoSource(file, split, file.num_lines, hash_rows=hash_rows)
-    if shuffle:
-        train = _load(train, shuffle_key=seed)
-    return Splits(train=train, test=test if test.num_samples else None)
+    return Splits(
+        train=_load(train, shuffle_key=seed) if shuffle else train,
+        test=test if test.num_samples else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +123,7 @@ class CriteoSource:
         *,
         rank: int = 0,
         num_ranks: int = 1,
-        start: Position = Position(),  # noqa: B008  frozen
+        start: Position = START,
     ) -> Iterator[Batch]:
         blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
         return (self.read(begin, end) for begin, end in blocks)

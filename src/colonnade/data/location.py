@@ -13,12 +13,12 @@ VARIABLE = "COLONNADE_DATA"
 def locate(path: str | Path | None, *, folder: str, file: str) -> Path:
     """The file `file` of the data set kept in `folder`.
 
-    `path` is the file itself or the folder that holds it. Without it, the file is looked for at
-    `$COLONNADE_DATA/folder/file`. Raises DataError saying where it looked.
+    `path` is the file itself, the folder that holds it, or a folder of data sets. Without it,
+    `$COLONNADE_DATA` is the folder of data sets. Raises DataError saying where it looked.
     """
     if path is not None:
         given = Path(path).expanduser()
-        candidates = [given / file] if given.is_dir() else [given]
+        candidates = [given / file, given / folder / file] if given.is_dir() else [given]
     else:
         root = os.environ.get(VARIABLE)
         candidates = [Path(root).expanduser() / folder / file] if root else []
@@ -28,5 +28,5 @@ def locate(path: str | Path | None, *, folder: str, file: str) -> Path:
     looked = ", ".join(str(c) for c in candidates) or f"nowhere (no path given, {VARIABLE} not set)"
     raise DataError(
         f"no file {file} of {folder}: looked at {looked}. "
-        f"Give its folder with --path, or set {VARIABLE} to the folder that holds {folder}/"
+        f"Give its folder with --path, or set {VARIABLE} to the folder that holds {folder}"
     )

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import Column, Position, Schema, Splits, spans
+from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
 from colonnade.data.counter import GAMMA, MASK, mix64, permutation, stream_key, words
 from colonnade.errors import ConfigError
 
@@ -37,10 +37,10 @@ NUM_DENSE = 13
 NUM_FACTORS = 2
 INTERACTING = range(8, 129)
 """Fields of this many rows interact: few enough that a model sees each pair of ids often."""
-HALF_EFFECT_RANK = 500
+HALF_EFFECT_RANK = 200
 """Rare ids matter less: the id of this popularity rank has half the effect of its normal number, later ones
 less still, so that what can be known is also what can be learned from a few samples."""
-SHARES = {"dense": 0.25, "effects": 0.65, "interaction": 0.10}
+SHARES = {"dense": 0.35, "effects": 0.57, "interaction": 0.08}
 """Parts of the logit's variance."""
 TEST_START = 1 << 40
 CALIBRATION_START = 1 << 41
@@ -64,7 +64,7 @@ def open_synthetic(
     cardinalities: Sequence[int] = CRITEO_CARDINALITIES,
     max_cardinality: int | None = 20_000,
     exponent: float = 1.1,
-    signal: float = 1.42,
+    signal: float = 1.36,
     positive_rate: float = 0.25,
     seed: int = 0,
 ) -> Splits:
@@ -72,7 +72,7 @@ def open_synthetic(
 
     cardinalities    rows of each field; `max_cardinality` caps them, None does not
     exponent         of the power law that popularity follows: the k-th most popular id has weight ~ k**-exponent
-    signal           standard deviation of the logit: 0 is noise, 1.42 gives a ceiling AUC near 0.80
+    signal           standard deviation of the logit: 0 is noise, 1.36 gives a ceiling AUC near 0.80
     positive_rate    share of clicks
     seed             names the whole world: ids, effects and labels
 
@@ -154,7 +154,7 @@ class SyntheticSource:
         *,
         rank: int = 0,
         num_ranks: int = 1,
-        start: Position = Position(),  # noqa: B008  frozen
+        start: Position = START,
     ) -> Iterator[Batch]:
         blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
         return (self.read(begin, end) for begin, end in blocks)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import Column, Position, Schema, spans
+from colonnade.data.contract import START, Column, Position, Schema, spans
 from colonnade.data.counter import permutation, stream_key
 from colonnade.errors import DataError, IdRangeError
 
@@ -88,7 +88,7 @@ class TensorSource:
         *,
         rank: int = 0,
         num_ranks: int = 1,
-        start: Position = Position(),  # noqa: B008  frozen
+        start: Position = START,
     ) -> Iterator[Batch]:
         blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
         order = self.order(start.epoch)

@@ -44,21 +44,12 @@ class ReferenceRows:
         return self.weights[key]
 
     def pooled(self, batch: Batch, feature: Feature) -> Tensor:
-        """(B, D), or (E, D) for a sequence: rows added one by one in lookup order."""
+        """(B, D), or (E, D) for a sequence: rows added one by one in lookup order (`ops.reference.pool`)."""
         table = self.declaration.tables[self.declaration.table_of(feature)]
         ids = batch.ids[feature.name]
-        rows = [
-            self.row(table, row_id) * coefficient
-            for row_id, coefficient in zip(
-                ids.values.tolist(), coefficients(batch, feature, row_dtype(table)), strict=True
-            )
-        ]
-        zero = torch.zeros(table.dim, dtype=row_dtype(table))
-        if feature.pooling == "sequence":
-            return torch.stack(rows) if rows else zero.new_zeros(0, table.dim)
-        starts = bag_starts(ids, batch.size)
-        sums = [sum(rows[a + 1 : b], rows[a]) if b > a else zero for a, b in starts]
-        return torch.stack(sums) if sums else zero.new_zeros(0, table.dim)
+        found = [self.row(table, row_id) for row_id in ids.values.tolist()]
+        rows = torch.stack(found) if found else torch.zeros(0, table.dim, dtype=row_dtype(table))
+        return ops.pool(rows, bags(ids, batch.size), feature.pooling, weights_of(ids, rows.dtype))
 
     def outputs(self, batch: Batch) -> list[Tensor]:
         """The tensors of `layout.outputs`, before any consumer: fields side by side."""
@@ -92,13 +83,10 @@ class ReferenceRows:
                     continue
                 ids = batch.ids[feature.name]
                 mine = gradient[:, column : column + table.dim]
-                rows = mine
-                if feature.pooling != "sequence":
-                    sizes = [b - a for a, b in bag_starts(ids, batch.size)]
-                    rows = mine.repeat_interleave(torch.tensor(sizes, dtype=torch.int64), 0)
-                weights = coefficients(batch, feature, row_dtype(table))
-                for row_id, part, weight in zip(ids.values.tolist(), rows, weights, strict=True):
-                    share = part * weight
+                shares = ops.lookup_gradients(
+                    mine, bags(ids, batch.size), feature.pooling, weights_of(ids, mine.dtype)
+                )
+                for row_id, share in zip(ids.values.tolist(), shares, strict=True):
                     sums[row_id] = sums[row_id] + share if row_id in sums else share
         return sums
 
@@ -110,7 +98,7 @@ class ReferenceRows:
             ops.sgd(weights, gradient[None], optimizer.lr, optimizer.weight_decay)
         else:
             ops.rowwise_adagrad(
-                weights, state, gradient[None], optimizer.lr, optimizer.weight_decay, optimizer.eps
+                weights, state[:, 0], gradient[None], optimizer.lr, optimizer.weight_decay, optimizer.eps
             )
         self.clocks[key] += 1
 
@@ -119,18 +107,10 @@ def row_dtype(table: Table) -> torch.dtype:
     return getattr(torch, table.dtype)
 
 
-def bag_starts(ids: Ids, size: int) -> list[tuple[int, int]]:
-    """Where each sample's lookups begin and end."""
-    offsets = list(range(size + 1)) if ids.offsets is None else ids.offsets.tolist()
-    return list(zip(offsets[:-1], offsets[1:], strict=True))
+def bags(ids: Ids, size: int) -> Tensor:
+    """(B + 1,): where each sample's lookups begin and end."""
+    return torch.arange(size + 1) if ids.offsets is None else ids.offsets
 
 
-def coefficients(batch: Batch, feature: Feature, dtype: torch.dtype) -> list[Tensor]:
-    """What multiplies each lookup's row: its weight, divided by its bag's size under mean pooling."""
-    ids = batch.ids[feature.name]
-    weights = torch.ones(len(ids.values)) if ids.weights is None else ids.weights
-    weights = weights.to(dtype)
-    if feature.pooling == "mean":
-        for a, b in bag_starts(ids, batch.size):
-            weights[a:b] = weights[a:b] * (torch.ones((), dtype=dtype) / max(1, b - a))
-    return list(weights)
+def weights_of(ids: Ids, dtype: torch.dtype) -> Tensor | None:
+    return None if ids.weights is None else ids.weights.to(dtype)

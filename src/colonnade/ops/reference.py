@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +35,9 @@ def owner_of(ids: Tensor, rows: int, num_ranks: int) -> Tensor:
         owners = [word * num_ranks >> 64 for word in _unsigned(mix64(ids))]
     else:
         blocks = _unsigned(mix64(ids // num_ranks))
-        owners = [(m + h) % num_ranks for m, h in zip((ids % num_ranks).tolist(), blocks, strict=True)]
+        owners = [
+            (m + h) % num_ranks for m, h in zip((ids % num_ranks).tolist(), blocks, strict=True)
+        ]
     return torch.tensor(owners, dtype=torch.int32)
 
 
@@ -188,14 +191,15 @@ def rowwise_adagrad(
         half = sums.shape[1] // 2
         sums = sums[:, :half] + sums[:, half:]
     accumulators.add_(sums[:, 0] / torch.full_like(accumulators, dim))
-    steps = torch.full_like(accumulators, lr) / (accumulators.sqrt() + eps)
+    roots = torch.from_numpy(np.sqrt(accumulators.numpy()))  # torch's may be off by one bit
+    steps = torch.full_like(accumulators, lr) / (roots + eps)
     weights.sub_(gradients * steps[:, None])
 
 
 def pack(weights: Tensor, state: Tensor, clocks: Tensor) -> Tensor:
     """(N, record_bytes) uint8: weights (N, D) | state (N, S) | clock (N,) as 64 bits, little-endian."""
     parts = (weights, state, clocks.reshape(-1, 1))
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+    return torch.cat([_as(part, torch.uint8) for part in parts], dim=1)
 
 
 def unpack(
@@ -204,8 +208,8 @@ def unpack(
     """What `pack` was given: weights (N, D), state (N, S), clocks (N,) int64."""
     itemsize = torch.empty(0, dtype=dtype).element_size()
     parts = records.split([dim * itemsize, state_elements * itemsize, 8], dim=1)
-    weights, state, clocks = (part.contiguous() for part in parts)
-    return weights.view(dtype), state.view(dtype), clocks.view(torch.int64)[:, 0]
+    weights, state, clocks = map(_as, parts, (dtype, dtype, torch.int64))
+    return weights, state, clocks[:, 0]
 
 
 def all_finite(values: Tensor) -> bool:
@@ -220,6 +224,15 @@ def crc32c(data: bytes) -> int:
         for _ in range(8):
             crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
     return crc ^ 0xFFFFFFFF
+
+
+def _as(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes of each row (N, n) as elements of another type."""
+    return (
+        rows.flatten()
+        .view(dtype)
+        .view(len(rows), rows.shape[1] * rows.element_size() // dtype.itemsize)
+    )
 
 
 def _word(value: int) -> int:

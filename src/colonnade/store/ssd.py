@@ -36,7 +36,9 @@ from colonnade.store.segment import TOMBSTONE, Segment
 
 LOCK_NAME = "LOCK"
 DEFAULT_SEGMENT_BYTES = 256 << 20
-DEFAULT_READ_THREADS = 4  # of a store that shares none; an SSD is busy with about six reads in flight
+DEFAULT_READ_THREADS = (
+    4  # of a store that shares none; an SSD is busy with about six reads in flight
+)
 
 
 class SsdBacking:
@@ -164,7 +166,9 @@ class SsdBacking:
             self._check_writable()
             newest = max(self._manifests, default=-1)
             if step == newest and self._num_appended == 0:
-                return self._manifests[step]  # a rank tries again because another table's store failed
+                return self._manifests[
+                    step
+                ]  # a rank tries again because another table's store failed
             if step <= newest:
                 raise CheckpointError(
                     f"{self.directory}: got a commit of step {step}, wanted one after step {newest}. "

@@ -1,0 +1,24 @@
+"""Fixtures for every test."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# No deadline: on a busy machine a slow example says nothing. No database: a run depends on the code only.
+settings.register_profile("colonnade", deadline=None, derandomize=True, database=None)
+settings.load_profile("colonnade")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with ml-1m/, criteo10k/ ...: `$COLONNADE_DATA`, else ../shared/data beside the repository."""
+    root = Path(os.environ.get("COLONNADE_DATA") or ROOT.parent / "shared" / "data")
+    if not root.is_dir():
+        pytest.skip(f"real data absent: {root} is no folder (set COLONNADE_DATA)")
+    return root

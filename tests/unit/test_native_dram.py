@@ -1,0 +1,445 @@
+"""Dram: births, pins, eviction and records, against the twins and a dict that does the same slowly."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from native_batches import LIMITS, everywhere, running_on, same_bits
+
+from colonnade import _native
+from colonnade.ops import reference
+
+
+def open_dram(
+    *, dims=(4,), state=1, rows=0, capacity=8, seed=5, scale=0.5, dtype="float32", num_ranks=1
+):
+    n = len(dims)
+    return _native.Dram(
+        list(dims),
+        [state] * n,
+        [rows] * n,
+        [capacity] * n,
+        [seed] * n,
+        [scale] * n,
+        [0.25] * n,
+        dtype,
+        num_ranks,
+    )
+
+
+def acquire(dram, ids, *, birth=True):
+    """One table's rows: (slots, what was left to do)."""
+    ids = torch.as_tensor(ids, dtype=torch.int64)
+    slots = torch.full((len(ids),), 77, dtype=torch.int32)
+    return slots, dram.acquire(ids, torch.tensor([0, len(ids)]), slots, birth)
+
+
+def release(dram, slots, *, dirty=False):
+    dram.release(slots, torch.tensor([0, len(slots)]), dirty)
+
+
+def records_of(dram, slots, width):
+    records = torch.empty(len(slots), width, dtype=torch.uint8)
+    dram.pack(0, slots, records)
+    return records
+
+
+# Births
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dim", [1, 3, 16, 100])
+def test_births_equal_twin(dim, dtype):
+    name = str(dtype).removeprefix("torch.")
+    rng = np.random.default_rng(dim)
+    ids = torch.from_numpy(np.concatenate([rng.integers(-(2**63), 2**63 - 1, size=900), LIMITS]))
+    ids = ids.unique()
+    for seed in (0, 1, 2**64 - 1):
+        wanted = reference.birth_values(ids, dim, seed, 0.3, dtype)
+        assert -0.3 <= wanted.min() and wanted.max() < 0.3
+        for isa, num_threads in everywhere():
+            with running_on(isa, num_threads):
+                dram = open_dram(dims=[dim], capacity=len(ids), seed=seed, scale=0.3, dtype=name)
+                values = torch.empty(len(ids), dim, dtype=dtype)
+                dram.birth_values(0, ids, values)
+                assert same_bits(values, wanted)
+                assert dram.num_rows(0) == 0
+                slots, left = acquire(dram, ids)
+                assert left.missing.tolist() == list(range(len(ids)))
+        width = (dim + 1) * values.itemsize + 8
+        state = torch.full((len(ids), 1), 0.25, dtype=dtype)
+        born = reference.pack(wanted, state, torch.zeros(len(ids), dtype=torch.int64))
+        assert same_bits(records_of(dram, slots, width), born)
+
+
+def test_births_are_uniform():
+    """Known answer: mean 0, variance scale^2 / 3, no correlation between ids, positions or seeds."""
+    values = reference.birth_values(torch.arange(20_000), 8, 1, 1.0, torch.float64)
+    assert abs(values.mean()) < 0.01 and abs(values.var() - 1 / 3) < 0.01
+    other = reference.birth_values(torch.arange(20_000), 8, 2, 1.0, torch.float64)
+    for a, b in ((values[1:], values[:-1]), (values[:, 1:], values[:, :-1]), (values, other)):
+        assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.01
+
+
+# Records
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([1, 3, 16, 33]),
+    st.integers(0, 3),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.integers(0, 2**32 - 1),
+)
+def test_records_round_trip(dim, state_elements, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    dram = open_dram(
+        dims=[dim], state=state_elements, capacity=50, dtype=str(dtype).removeprefix("torch.")
+    )
+    slots, _ = acquire(dram, range(40), birth=False)
+    weights = torch.randn(40, dim, dtype=dtype, generator=generator)
+    state = torch.randn(40, state_elements, dtype=dtype, generator=generator)
+    clocks = torch.randint(-(2**63), 2**63 - 1, (40,), generator=generator)
+    records = reference.pack(weights, state, clocks)
+    dram.unpack(0, slots, records)
+    assert same_bits(records_of(dram, slots, records.shape[1]), records)
+    assert torch.equal(dram.clocks(0, slots), clocks)
+    for mine, wanted in zip(
+        reference.unpack(records, dim, state_elements, dtype), (weights, state, clocks), strict=True
+    ):
+        assert same_bits(mine, wanted)
+    read = torch.empty(41, dim, dtype=dtype)
+    ids = torch.tensor([99, *range(40)])
+    assert dram.read(0, ids, read).tolist() == [0]
+    assert same_bits(read[1:], weights)
+
+
+# Index, pins, eviction: against a dict
+
+
+class DramAgainstDict(RuleBasedStateMachine):
+    """Every row's weights say its id; every update adds one to the clock. A dict plays the backing."""
+
+    @initialize(
+        capacity=st.sampled_from([1, 5, 64, 300]),
+        kind=st.sampled_from(["open", "vocabulary", "direct", "direct of three"]),
+        num_threads=st.sampled_from([1, 3]),
+    )
+    def start(self, capacity, kind, num_threads):
+        self.rng = np.random.default_rng(capacity)
+        self.capacity, self.kind = capacity, kind
+        _native.set_num_threads(num_threads)
+        rows, num_ranks = 0, 1
+        self.universe = np.unique(
+            np.concatenate([self.rng.integers(-(2**63), 2**63 - 1, size=capacity * 3), LIMITS])
+        )
+        if kind == "vocabulary":
+            rows = capacity * 3 + 1
+            self.universe = np.arange(rows)
+        if kind == "direct":
+            rows = capacity
+            self.universe = np.arange(rows)
+        if kind == "direct of three":
+            rows, num_ranks = capacity * 3, 3
+            owners = _native.owner_of(torch.arange(rows), rows, 3).numpy()
+            self.universe = np.arange(rows)[owners == 1]
+        self.dram = open_dram(capacity=capacity, rows=rows, num_ranks=num_ranks)
+        self.below: dict[int, int] = {}  # id -> clock: what a store under the dram holds
+        self.clocks: dict[int, int] = {}  # id -> clock of every row ever updated
+        self.resident: set[int] = set()
+        self.held: list[tuple[np.ndarray, torch.Tensor]] = []
+
+    def teardown(self):
+        _native.set_num_threads(0)
+
+    def pinned(self):
+        return {int(i) for ids, _ in self.held for i in ids}
+
+    def records(self, ids, clocks):
+        weights = torch.tensor([[float(int(i) % 1000)] * 4 for i in ids]).reshape(-1, 4)
+        return reference.pack(weights, torch.zeros(len(ids), 1), torch.tensor(clocks).long())
+
+    @rule(size=st.integers(0, 40))
+    def acquire(self, size):
+        ids = self.rng.choice(self.universe, size=min(size, len(self.universe)), replace=False)
+        wanted = {int(i) for i in ids}
+        if len(wanted | self.pinned()) > self.capacity:
+            before = [part.tolist() for part in self.dram.resident(0)]
+            others = len(self.pinned() - wanted)
+            message = f"^table 0 needs {len(ids)} slots of {self.capacity}, {others} pinned$"
+            with pytest.raises(MemoryError, match=message):
+                acquire(self.dram, ids)
+            assert [part.tolist() for part in self.dram.resident(0)] == before
+            return
+        slots, left = acquire(self.dram, ids, birth=False)
+        assert left.missing.tolist() == [
+            i for i, row in enumerate(ids) if int(row) not in self.resident
+        ]
+        assert left.evicted_offsets.tolist() == [0, len(left.evicted_ids)]
+        gone = self.resident | wanted
+        self.resident = set(self.dram.resident(0)[0].tolist())
+        gone -= self.resident
+        assert len(gone) == left.num_evicted and not gone & (wanted | self.pinned())
+        # Exactly the evicted rows that were newer than below come back, with what they held.
+        newer = {row for row in gone if self.clocks.get(row, 0) != self.below.get(row, 0)}
+        assert set(left.evicted_ids.tolist()) == newer and len(left.evicted_ids) == len(newer)
+        evicted = left.evicted_ids.tolist()
+        assert torch.equal(
+            left.evicted_records[0], self.records(evicted, [self.clocks[i] for i in evicted])
+        )
+        self.below |= {row: self.clocks[row] for row in evicted}
+        missing = left.missing.long().numpy()
+        self.dram.unpack(
+            0,
+            slots[missing].contiguous(),
+            self.records(ids[missing], [self.below.get(int(i), 0) for i in ids[missing]]),
+        )
+        self.held.append((ids, slots))
+
+    @precondition(lambda self: self.held)
+    @rule(at=st.integers(0, 100), dirty=st.booleans())
+    def release(self, at, dirty):
+        ids, slots = self.held.pop(at % len(self.held))
+        if dirty:
+            for row in ids.tolist():
+                self.clocks[row] = self.clocks.get(row, 0) + 1
+            self.dram.unpack(0, slots, self.records(ids, [self.clocks[i] for i in ids.tolist()]))
+        release(self.dram, slots, dirty=dirty)
+
+    @rule()
+    def flush(self):
+        ids, slots = self.dram.dirty(0)
+        expected = {
+            row for row in self.resident if self.clocks.get(row, 0) != self.below.get(row, 0)
+        }
+        assert ids.tolist() == sorted(expected)
+        assert torch.equal(
+            records_of(self.dram, slots, 28),
+            self.records(ids, [self.clocks[i] for i in ids.tolist()]),
+        )
+        self.dram.clean(0, slots)
+        self.below |= {row: self.clocks[row] for row in ids.tolist()}
+
+    @rule(size=st.integers(0, 5))
+    def erase(self, size):
+        ids = self.rng.choice(self.universe, size=min(size, len(self.universe)), replace=False)
+        rows = torch.from_numpy(ids)
+        if {int(i) for i in ids} & self.pinned():
+            with pytest.raises(ValueError, match="is pinned"):
+                self.dram.erase(0, rows)
+            return
+        self.dram.erase(0, rows)
+        for row in ids.tolist():
+            self.resident.discard(row)
+            self.clocks.pop(row, None)
+            self.below.pop(row, None)
+
+    @invariant()
+    def agrees(self):
+        if not hasattr(self, "dram"):
+            return
+        ids, slots = self.dram.resident(0)
+        assert ids.tolist() == sorted(self.resident)
+        assert self.dram.num_rows(0) == len(self.resident) <= self.capacity
+        assert len(slots.unique()) == len(slots)
+        assert self.dram.clocks(0, slots).tolist() == [self.clocks.get(i, 0) for i in ids.tolist()]
+        read = torch.empty(len(self.universe), 4)
+        absent = self.dram.read(0, torch.from_numpy(self.universe), read).tolist()
+        assert {int(i) for i in self.universe[absent]} == set(
+            self.universe.tolist()
+        ) - self.resident
+        present = np.setdiff1d(np.arange(len(self.universe)), absent)
+        assert read[present, 3].tolist() == [
+            float(i % 1000) for i in self.universe[present].tolist()
+        ]
+        for held_ids, held_slots in self.held:  # pinned rows do not move
+            where = np.searchsorted(ids.numpy(), held_ids)
+            assert torch.equal(slots[where], held_slots)
+
+
+TestDramAgainstDict = DramAgainstDict.TestCase
+TestDramAgainstDict.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_used_rows_get_a_second_chance():
+    dram = open_dram(capacity=4)
+    slots, _ = acquire(dram, [1, 2, 3, 4])
+    release(dram, slots)
+    slots, left = acquire(dram, [5])  # all were used: all are forgiven once, then row 1 goes
+    assert left.num_evicted == 1 and 1 not in dram.resident(0)[0].tolist()
+    release(dram, slots)
+    release(dram, acquire(dram, [2])[0])
+    acquire(dram, [6])
+    assert sorted(dram.resident(0)[0].tolist()) == [2, 4, 5, 6]  # 2 was used since, 3 was not
+
+
+def test_memory_error_of_one_table_leaves_no_trace_on_others():
+    dram = open_dram(dims=[2, 2, 2], capacity=3)
+    held = torch.empty(4, dtype=torch.int32)
+    dram.acquire(torch.tensor([1, 2, 1, 1]), torch.tensor([0, 2, 3, 4]), held, True)
+    before = [[part.tolist() for part in dram.resident(t)] for t in range(3)]
+    slots = torch.empty(6, dtype=torch.int32)
+    ids = torch.tensor([1, 5, 2, 3, 4, 9])
+    with pytest.raises(MemoryError, match=r"^table 1 needs 3 slots of 3, 1 pinned$"):
+        dram.acquire(ids, torch.tensor([0, 2, 5, 6]), slots, True)
+    assert [[part.tolist() for part in dram.resident(t)] for t in range(3)] == before
+    assert slots.tolist() == [-1] * 6
+    dram.release(held, torch.tensor([0, 2, 3, 4]), False)  # pinned once, as before
+    with pytest.raises(ValueError, match="not pinned"):
+        dram.release(held, torch.tensor([0, 2, 3, 4]), False)
+    dram.acquire(ids, torch.tensor([0, 2, 5, 6]), slots, True)
+
+
+def test_rows_never_updated_are_clean():
+    dram = open_dram(capacity=2)
+    release(dram, acquire(dram, [1, 2])[0], dirty=True)  # clock 0
+    assert dram.dirty(0)[0].tolist() == []
+    _, left = acquire(dram, [3, 4])
+    assert left.num_evicted == 2 and left.evicted_ids.tolist() == []
+    assert left.evicted_records[0].shape == (0, 28)
+
+
+def test_pins_count():
+    dram = open_dram(capacity=2)
+    first, _ = acquire(dram, [1])
+    second, left = acquire(dram, [1])
+    assert torch.equal(first, second) and left.missing.tolist() == []
+    release(dram, first)
+    with pytest.raises(MemoryError, match="1 pinned"):
+        acquire(dram, [2, 3])
+    release(dram, second)
+    acquire(dram, [2, 3])
+
+
+def test_an_id_named_twice_is_one_row():
+    for dram in (open_dram(), open_dram(rows=8)):
+        slots, _ = acquire(dram, [3, 3])
+        assert slots[0] == slots[1] and dram.num_rows(0) == 1
+        release(dram, slots)
+        with pytest.raises(ValueError, match="not pinned"):
+            release(dram, slots[:1])
+
+
+def test_direct_rows_lie_at_their_number():
+    dram = open_dram(rows=100, capacity=1000)
+    assert acquire(dram, [99, 0, 42])[0].tolist() == [99, 0, 42]
+    dram = open_dram(rows=100, capacity=34, num_ranks=3)
+    ids = [int(i) for i in range(100) if _native.owner_of(torch.arange(100), 100, 3)[i] == 2]
+    assert acquire(dram, ids)[0].tolist() == [i // 3 for i in ids]
+    assert dram.resident(0)[0].tolist() == ids
+
+
+@pytest.mark.parametrize("capacity", [100, 5])
+@pytest.mark.parametrize("bad", [-1, 100, -(2**63), 2**63 - 1])
+def test_id_outside_the_vocabulary(capacity, bad):
+    dram = open_dram(rows=100, capacity=capacity)
+    with pytest.raises(IndexError, match=f"table 0 position 1 id {bad} rows 100"):
+        acquire(dram, [3, bad])
+    assert dram.num_rows(0) == 0
+    out = torch.empty(1, 4)
+    assert dram.read(0, torch.tensor([bad]), out).tolist() == [0]
+
+
+def test_memory_is_reserved_not_used():
+    dram = open_dram(dims=[64], capacity=2**31)  # 512 GiB of address space
+    before = dram.resident_bytes()
+    address = dram.weights_address(0)
+    acquire(dram, range(100_000))
+    assert dram.weights_address(0) == address and dram.stride_bytes(0) == 256
+    grown = dram.resident_bytes() - before
+    row = 64 * 4 + 16 + 8 + 2  # weights, state and clock, id, pins
+    assert 100_000 * row < grown < 100_000 * (row + 45)
+
+
+def test_threads_share_a_dram():
+    """Four threads pin, check and unpin random rows of a table half as large as what they use."""
+    dram = open_dram(capacity=400)
+    failures = []
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(200):
+            ids = torch.from_numpy(rng.choice(800, size=80, replace=False))
+            slots, _ = acquire(dram, ids)
+            read = torch.empty(80, 4)
+            if dram.read(0, ids, read).tolist():
+                failures.append("a pinned row was absent")
+            wanted = reference.birth_values(ids, 4, 5, 0.5, torch.float32)
+            if not torch.equal(read, wanted):
+                failures.append("a pinned row changed")
+            release(dram, slots)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert dram.num_rows(0) == 400
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda d: d.pack(0, int32(8), byte_rows(1, 28)), "got 8 at position 0, table 0 has 8"),
+        (lambda d: d.pack(0, int32(0, -1), byte_rows(2, 28)), "got -1 at position 1"),
+        (lambda d: d.pack(0, int32(0), byte_rows(1, 27)), r"records: got uint8 \(1, 27\)"),
+        (lambda d: d.unpack(0, int32(8), byte_rows(1, 28)), "got 8"),
+        (lambda d: d.clean(0, int32(8)), "got 8"),
+        (lambda d: d.clocks(0, int32(8)), "got 8"),
+        (lambda d: d.birth(torch.tensor([1]), int32(8), 0), "got 8"),
+        (lambda d: d.birth(torch.tensor([1]), int32(), 0), "slots: got int32"),
+        (lambda d: d.clocks(1, int32()), "table 1 of 1"),
+        (lambda d: d.num_rows(-1), "table -1 of 1"),
+        (lambda d: d.release(int32(3), torch.tensor([0, 1]), True), "not pinned"),
+        (lambda d: d.release(int32(100), torch.tensor([0, 1]), True), "not pinned"),
+        (lambda d: d.release(int32(0), torch.tensor([0, 2]), True), "span 0 .. 2, wanted 0 .. 1"),
+        (lambda d: d.acquire(longs(1), longs(0, 1), int32(0, 0), True), r"slots: got int32 \(2\)"),
+        (lambda d: d.acquire(longs(1), longs(0, 1, 1), int32(0), True), "got 3 elements, wanted 2"),
+        (lambda d: d.read(0, longs(1), torch.empty(1, 4).double()), "out: got float64"),
+        (lambda d: d.read(0, longs(1), torch.empty(4, 2).t()[:1]), "out: got float32"),
+    ],
+)
+def test_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(open_dram())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dims": [0]}, "dim 0"),
+        ({"state": -1}, "state_elements -1"),
+        ({"rows": -1}, "rows -1"),
+        ({"capacity": -1}, "capacity_rows -1"),
+        ({"capacity": 2**32}, "capacity_rows 4294967296"),
+        ({"dtype": "float16"}, "got 'float16'"),
+        ({"num_ranks": 0}, "num_ranks 0"),
+    ],
+)
+def test_dram_that_cannot_be(change, message):
+    with pytest.raises(ValueError, match=message):
+        open_dram(**change)
+
+
+def test_more_than_the_address_space():
+    with pytest.raises(MemoryError, match="lower the table's capacity"):
+        open_dram(dims=[2**40], capacity=2**32 - 2)
+    with pytest.raises(MemoryError, match="lower the table's capacity"):
+        open_dram(dims=[2**16], capacity=2**32 - 2)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def longs(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def byte_rows(*shape):
+    return torch.zeros(shape, dtype=torch.uint8)
