@@ -92,6 +92,11 @@ def open_worker(name: str, python: str, module: str) -> Worker:
     return Worker(name, process, log)
 
 
+def close_workers(workers: Iterable[Worker]) -> None:
+    for worker in workers:
+        worker.close()
+
+
 @dataclass
 class Blocks:
     """What one worker did: one entry per block."""

@@ -28,6 +28,7 @@ from harness import (
     Blocks,
     Measured,
     Worker,
+    close_workers,
     describe_machine,
     geometric_mean,
     interleave,
@@ -35,6 +36,7 @@ from harness import (
     open_worker,
     report,
 )
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from workers.loop import PHASES, Case
@@ -52,6 +54,7 @@ ROUNDS, STEPS = 12, 10
 QUICK_ROUNDS, QUICK_STEPS = 3, 5
 MAX_LOSS_GAP = 0.02
 """Systems whose log losses differ by more than this have not trained the same model."""
+LEFT_OUT = "torchrec is left out, only the torch ratios follow"
 
 TORCHREC_INSTALLS = (
     ("torch==2.13.0", "fbgemm-gpu-cpu==1.8.0"),
@@ -65,6 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write cases, raw values and ratios here")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: to try, not to quote")
     options = parser.parse_args(arguments)
+    if options.json and not options.json.parent.is_dir():
+        parser.error(
+            f"--json {options.json}: there is no folder {options.json.parent}; make it first"
+        )
     console = Console(highlight=False)
     rounds, steps = (QUICK_ROUNDS, QUICK_STEPS) if options.quick else (ROUNDS, STEPS)
 
@@ -72,12 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         systems["torchrec"] = open_environment(ROOT / "build" / "bench-env", TORCHREC_INSTALLS)
     except BenchError as error:
-        console.print(
-            f"torchrec is left out, only the torch ratios follow: {error}", style="yellow"
-        )
+        console.print(f"{LEFT_OUT}: {error}", style="yellow", markup=False)
 
     measured: list[Measured] = []
     versions: dict[str, str] = {}
+    machine = describe_machine(threads=os.cpu_count(), versions=versions)
     with tempfile.TemporaryDirectory(prefix="colonnade-bench-") as folder:
         rows = write_data(Path(folder), num_batches=WARM_UP_STEPS + rounds * steps)
         for dim in DIMS:
@@ -91,8 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     workers, rounds=rounds, steps=steps, warm_up_steps=WARM_UP_STEPS
                 )
             finally:
-                for worker in workers:
-                    worker.close()
+                close_workers(workers)
             check_same_model(blocks, dim)
             for system, done in blocks.items():
                 measured += cases_of(f"D={dim}", system, done)
@@ -100,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = report(
         "train",
         version=colonnade.__version__,
-        machine=describe_machine(threads=os.cpu_count(), versions=versions),
+        machine=machine,
         measured=measured,
         ratios=ratios_of(measured),
     )
@@ -112,9 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def write_data(folder: Path, *, num_batches: int) -> list[int]:
     """Files that `Case.load` reads; returns the rows of each field."""
     num_samples = num_batches * BATCH_SIZE
-    source = open_synthetic(
-        num_train=num_samples, num_test=0, max_cardinality=MAX_CARDINALITY
-    ).train  # fmt: skip
+    splits = open_synthetic(num_train=num_samples, num_test=0, max_cardinality=MAX_CARDINALITY)
+    source = splits.train
     batches = list(source.batches(BATCH_SIZE))
     np.save(folder / "dense.npy", np.stack([batch.dense.numpy() for batch in batches]))
     np.save(folder / "label.npy", np.stack([batch.label.numpy() for batch in batches]))
@@ -141,10 +145,9 @@ def open_workers(
                     raise
                 del systems[worker.name]
                 worker.close()
-                console.print(f"torchrec is left out, only the torch ratios follow: {error}")
+                console.print(f"{LEFT_OUT}: {error}", style="yellow", markup=False)
     except BaseException:
-        for worker in started:
-            worker.close()
+        close_workers(started)
         raise
     return ready
 
@@ -189,11 +192,11 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
 
 
 def print_result(console: Console, measured: Sequence[Measured], result: dict) -> None:
-    """Tables a person can read."""
+    """The table a person reads: medians over blocks; phases in ms per step, as `PHASES` explains them."""
     found = {(m.case, m.system): m for m in measured}
-    table = Table(title=f"DLRM, fp32, batch {BATCH_SIZE}, one process (medians over blocks)")
-    for heading in ("dim", "system", "samples/s", "spread", "ms/step", *PHASES, "log loss"):
-        table.add_column(heading, justify="left" if heading == "system" else "right")
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title=f"DLRM, fp32, batch {BATCH_SIZE}")
+    for heading in ("D", "system", "samples/s", "spread", "ms", *PHASES, "loss"):
+        table.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
     for m in measured:
         if m.unit != "samples/s":
             continue
@@ -202,18 +205,24 @@ def print_result(console: Console, measured: Sequence[Measured], result: dict) -
         table.add_row(
             m.case.removeprefix("D="), m.system, f"{m.median:,.0f}", f"{spread:.0%}",
             f"{1e3 * BATCH_SIZE / m.median:.1f}", *(f"{ms:.1f}" for ms in phases),
-            f"{found[f'{m.case} loss', m.system].median:.4f}",
+            f"{found[f'{m.case} loss', m.system].median:.3f}",
         )  # fmt: skip
     console.print(table)
-    for name, ratio in result["ratios"].items():
-        console.print(f"{name:28} {ratio:.2f}")
+    ratios = result["ratios"]
     for peer in ("torch", "torchrec"):
-        by_dim = [
-            r for name, r in result["ratios"].items() if name.startswith(f"samples_vs_{peer}_d")
-        ]
+        by_dim = {n: r for n, r in ratios.items() if n.startswith(f"samples_vs_{peer}_d")}
         if by_dim:
-            console.print(f"geometric mean vs {peer}: {geometric_mean(by_dim):.2f}")
-    console.print(f"machine: {result['machine']}  commit: {result['commit']}")
+            worst = ratios[f"samples_vs_{peer}"]
+            console.print(f"samples_vs_{peer}: {worst:.2f} (the worst of these)")
+            for name, ratio in by_dim.items():
+                console.print(f"  {name}: {ratio:.2f}")
+            console.print(f"  geometric mean: {geometric_mean(list(by_dim.values())):.2f}")
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    console.print(
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, load average before "
+        f"{machine['load_average']}; commit {result['commit']}; {versions}", soft_wrap=True
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ static_assert(frame_stride(9) == 32 && frame_stride(16) == 32 && frame_stride(17
 void frame_records(const std::int64_t* ids, const std::uint8_t* records, std::size_t n,
                    std::size_t record_bytes, std::uint64_t first_place, std::uint8_t* frames) noexcept;
 
-// The first of n frames whose checksum, flags or padding is wrong; -1 if all are right.
+// The first of n frames whose checksum or flags are wrong; -1 if none.
 std::int64_t check_records(const std::uint8_t* frames, std::size_t n, std::size_t record_bytes,
                            std::uint64_t first_place) noexcept;
 

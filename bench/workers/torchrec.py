@@ -88,7 +88,7 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
     return step, {
         "torchrec": version("torchrec"),
         "fbgemm-gpu-cpu": version("fbgemm-gpu-cpu"),
-        "plan": ", ".join(sorted(shardings)),
+        "torchrec plan": ", ".join(sorted(shardings)),
     }
 
 

@@ -5,55 +5,81 @@ namespace colonnade::COLONNADE_ISA {
 
 namespace {
 
-// Rows on the way while one is read; more for rows of several cache lines, few enough to stay in the cache.
+// Rows on the way while one is read.
 constexpr std::int64_t kAhead = 32;
 constexpr std::int64_t kBlock = 4;  // vectors of a column block: registers left for AVX2
 
-template <class T>
+// A task's fields as values: stores to the output may alias anything that is reached through a reference.
+template <class T, int kVectors>
 struct Bags {
-  const PoolTask& task;
-  const T* weights = static_cast<const T*>(task.weights);
-  std::int64_t row_bytes = task.dim * static_cast<std::int64_t>(sizeof(T));
+  const std::byte* rows;
+  std::int64_t row_stride, dim, last;
+  const std::uint32_t* index;
+  const T* weights;
+  bool is_mean, is_streamed;
 
-  const T* row(std::int64_t lookup) const {
-    return reinterpret_cast<const T*>(task.rows + static_cast<std::int64_t>(task.index[lookup]) * task.row_stride);
+  explicit Bags(const PoolTask& task)
+      : rows(task.rows),
+        row_stride(task.row_stride),
+        dim(task.dim),
+        last(task.last),
+        index(task.index),
+        weights(static_cast<const T*>(task.weights)),
+        is_mean(task.is_mean),
+        is_streamed(task.is_streamed) {}
+
+  COLONNADE_INLINE_MEMBER const T* row(std::int64_t lookup) const {
+    return reinterpret_cast<const T*>(rows + static_cast<std::int64_t>(index[lookup]) * row_stride);
   }
-  void fetch_ahead(std::int64_t lookup) const {
-    if (lookup + kAhead < task.last) fetch_row(row(lookup + kAhead), row_bytes);
+  COLONNADE_INLINE_MEMBER void fetch(std::int64_t lookup) const {
+    const T* at = row(lookup);
+    if constexpr (kVectors) {
+      for (int v = 0; v < kVectors; ++v) COLONNADE_ISA::fetch(at + v * kLanes<T>);
+    } else {
+      fetch_row(at, dim * static_cast<std::int64_t>(sizeof(T)));
+    }
+  }
+  COLONNADE_INLINE_MEMBER void fetch_ahead(std::int64_t lookup) const {
+    if (lookup + kAhead < last) fetch(lookup + kAhead);
+  }
+  template <int kStored>
+  COLONNADE_INLINE_MEMBER void write(T* out, const Vector<T> (&values)[kStored]) const {
+    for (int v = 0; v < kStored; ++v) {
+      if (is_streamed) {
+        stream(out + v * kLanes<T>, values[v]);
+      } else {
+        store(out + v * kLanes<T>, values[v]);
+      }
+    }
   }
 };
 
-// Columns [column, column + kVectors * kLanes) of one output row. The first row is copied and the others
-// added in lookup order; no lookups: zeros.
-template <class T, int kVectors, bool kIsWeighted>
-COLONNADE_INLINE void pool_vectors(const Bags<T>& bags, std::int64_t lo, std::int64_t hi, std::int64_t column,
-                                   bool is_first, T* out) {
-  Vector<T> sums[kVectors] = {};
+// kSummed vectors from `column` of one output row. The first row is copied and the others added in lookup
+// order; no lookups: zeros.
+template <int kSummed, bool kIsWeighted, class T, int kVectors>
+COLONNADE_INLINE void pool_vectors(const Bags<T, kVectors>& bags, std::int64_t lo, std::int64_t hi,
+                                   std::int64_t column, T* out) {
+  Vector<T> sums[kSummed] = {};
   for (std::int64_t i = lo; i < hi; ++i) {
-    if (is_first) bags.fetch_ahead(i);
+    if (column == 0) bags.fetch_ahead(i);
     const T* row = bags.row(i) + column;
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kSummed; ++v) {
       Vector<T> term = load(row + v * kLanes<T>);
       if constexpr (kIsWeighted) term = term * bags.weights[i];
       sums[v] = i == lo ? term : sums[v] + term;
     }
   }
-  if (bags.task.is_mean && hi - lo > 1) {
+  if (bags.is_mean && hi - lo > 1) {
     for (auto& sum : sums) sum = sum / static_cast<T>(hi - lo);
   }
-  for (int v = 0; v < kVectors; ++v) {
-    if (bags.task.is_streamed) {
-      stream(out + column + v * kLanes<T>, sums[v]);
-    } else {
-      store(out + column + v * kLanes<T>, sums[v]);
-    }
-  }
+  bags.write(out + column, sums);
 }
 
 // The columns that do not fill a vector.
-template <class T, bool kIsWeighted>
-COLONNADE_INLINE void pool_rest(const Bags<T>& bags, std::int64_t lo, std::int64_t hi, std::int64_t column, T* out) {
-  const std::int64_t width = bags.task.dim - column;
+template <bool kIsWeighted, class T, int kVectors>
+COLONNADE_INLINE void pool_rest(const Bags<T, kVectors>& bags, std::int64_t lo, std::int64_t hi,
+                                std::int64_t column, T* out) {
+  const std::int64_t width = bags.dim - column;
   T sums[kLanes<T>] = {};
   for (std::int64_t i = lo; i < hi; ++i) {
     if (column == 0) bags.fetch_ahead(i);
@@ -64,36 +90,47 @@ COLONNADE_INLINE void pool_rest(const Bags<T>& bags, std::int64_t lo, std::int64
       sums[j] = i == lo ? term : sums[j] + term;
     }
   }
-  const bool is_divided = bags.task.is_mean && hi - lo > 1;
+  const bool is_divided = bags.is_mean && hi - lo > 1;
   for (std::int64_t j = 0; j < width; ++j) {
     out[column + j] = is_divided ? sums[j] / static_cast<T>(hi - lo) : sums[j];
   }
 }
 
 // kVectors: of a whole row; 0: any dim.
+template <bool kIsWeighted, class T, int kVectors>
+COLONNADE_INLINE void pool_row(const Bags<T, kVectors>& bags, std::int64_t lo, std::int64_t hi, T* out) {
+  if constexpr (kVectors) {
+    pool_vectors<kVectors, kIsWeighted>(bags, lo, hi, 0, out);
+  } else {
+    std::int64_t column = 0;
+    for (; column + kBlock * kLanes<T> <= bags.dim; column += kBlock * kLanes<T>) {
+      pool_vectors<kBlock, kIsWeighted>(bags, lo, hi, column, out);
+    }
+    for (; column + kLanes<T> <= bags.dim; column += kLanes<T>) {
+      pool_vectors<1, kIsWeighted>(bags, lo, hi, column, out);
+    }
+    if (column < bags.dim) pool_rest<kIsWeighted>(bags, lo, hi, column, out);
+  }
+}
+
 template <class T, int kVectors, bool kIsWeighted>
 void pool_rows(const PoolTask& task) {
-  const Bags<T> bags{task};
-  const auto bound = [&](std::int64_t b) { return task.bags ? task.bags[b] : task.first + b; };
-  const std::int64_t start = bound(task.begin), warm_end = start + kAhead < task.last ? start + kAhead : task.last;
-  for (std::int64_t i = start; i < warm_end; ++i) fetch_row(bags.row(i), bags.row_bytes);
-  for (std::int64_t b = task.begin; b < task.end; ++b) {
-    const std::int64_t lo = bound(b), hi = bound(b + 1);
-    T* out = reinterpret_cast<T*>(task.out + b * task.out_stride);
-    if constexpr (kVectors) {
-      pool_vectors<T, kVectors, kIsWeighted>(bags, lo, hi, 0, true, out);
-    } else {
-      std::int64_t column = 0;
-      for (; column + kBlock * kLanes<T> <= task.dim; column += kBlock * kLanes<T>) {
-        pool_vectors<T, kBlock, kIsWeighted>(bags, lo, hi, column, column == 0, out);
-      }
-      for (; column + kLanes<T> <= task.dim; column += kLanes<T>) {
-        pool_vectors<T, 1, kIsWeighted>(bags, lo, hi, column, column == 0, out);
-      }
-      if (column < task.dim) pool_rest<T, kIsWeighted>(bags, lo, hi, column, out);
+  const Bags<T, kVectors> bags(task);
+  const std::int64_t* const bounds = task.bags;
+  const std::int64_t first = task.first, out_stride = task.out_stride, begin = task.begin, end = task.end;
+  std::byte* const out = task.out;
+  const std::int64_t start = bounds ? bounds[begin] : first + begin;
+  for (std::int64_t i = start; i < start + kAhead && i < bags.last; ++i) bags.fetch(i);
+  if (bounds) {
+    for (std::int64_t b = begin; b < end; ++b) {
+      pool_row<kIsWeighted>(bags, bounds[b], bounds[b + 1], reinterpret_cast<T*>(out + b * out_stride));
+    }
+  } else {
+    for (std::int64_t b = begin; b < end; ++b) {
+      pool_row<kIsWeighted>(bags, first + b, first + b + 1, reinterpret_cast<T*>(out + b * out_stride));
     }
   }
-  if (task.is_streamed) stream_end();
+  if (bags.is_streamed) stream_end();
 }
 
 template <class T, bool kIsWeighted>

@@ -98,10 +98,11 @@ class Dram:
         dtype: str,  # "float32" | "float64"
         num_ranks: int,  # vocabulary tables index by id // num_ranks
     ) -> None: ...
-    def acquire(self, ids: Array, offsets: Array, slots: Array, birth: bool) -> "Acquired":
+    def acquire(self, ids: Array, offsets: Array, slots: Array, birth: bool) -> Acquired:
         """Pin every row, giving slots (U,) int32 (out). Rows not resident get a slot, evicting unpinned rows where
         the table is full. With `birth`, missing rows are born here; without, the caller must `unpack` or
-        `birth` them before anyone reads. MemoryError("table <t> needs <n> slots of <capacity>, <p> pinned") changes nothing."""
+        `birth` them before anyone reads.
+        MemoryError("table <t> needs <n> slots of <capacity>, <p> pinned") changes nothing."""
     def release(self, slots: Array, offsets: Array, dirty: bool) -> None: ...
     def birth(self, ids: Array, slots: Array, table: int) -> None: ...
     def pack(self, table: int, slots: Array, records: Array) -> None:
@@ -185,7 +186,8 @@ def update(
     optimizers: Array,  # (T,) int32: 0 SGD, 1 row-wise Adagrad
     settings: Array,  # (T, 8) float64: lr, weight_decay, eps, 0...
 ) -> None:
-    """Per unique row: sum its entries' gradients in entry order, apply the optimizer, advance the clock by 1. One pass."""
+    """Per unique row, in one pass: sum its entries' gradients in entry order, apply the optimizer,
+    advance the clock by 1."""
 
 def all_finite(base: int, num_elements: int, dtype: str) -> bool: ...
 def crc32c(data: Array) -> int: ...

@@ -159,7 +159,7 @@ class EmbeddingCollection(nn.Module):
 
     def fetch(self, ticket: Ticket) -> None:
         """Collective, training thread: read the rows as they are now."""
-        source = RowSource(self.store.views(), ticket.slots, not self.consistency.reads_ahead)
+        source = RowSource(self.store.views(), ticket.pinned, not self.consistency.reads_ahead)
         self.exchange.fetch(ticket, source)
 
     def finite(self) -> bool:
@@ -171,7 +171,7 @@ class EmbeddingCollection(nn.Module):
             for part in gradients
         )
 
-    def apply(self, optimizers: Tensor, settings: Tensor) -> None:
+    def push(self, optimizers: Tensor, settings: Tensor) -> None:
         """Collective: push what backward recorded, apply it once, release the rows.
 
         optimizers (T,) int32, settings (T, 8) float64: see `_native.update`.
@@ -186,7 +186,7 @@ class EmbeddingCollection(nn.Module):
             )  # fmt: skip
         self.live = []
         for ticket in tickets:
-            self.store.release(ticket.slots, ticket.owned_offsets, dirty=True)
+            self.store.release(ticket.pinned, ticket.owned_offsets, dirty=True)
         self.step += 1
 
     def forget(self) -> None:
@@ -221,7 +221,9 @@ class EmbeddingCollection(nn.Module):
         offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(self.tables) - t))
         found = torch.zeros(len(unique), self.tables[t].dim, dtype=self.handles[t].dtype)
         found[owned] = self.store.read(unique[owned].contiguous(), offsets)[t]
-        return self.mesh.all_reduce("evaluate", found)[inverse]  # one rank's values and zeros: exact
+        return self.mesh.all_reduce("evaluate", found)[
+            inverse
+        ]  # one rank's values and zeros: exact
 
     def _read_only(self, batch: Batch) -> dict[str, Tensor]:
         """Evaluation: sees every update, leaves no trace; any number of training batches may be in flight."""

@@ -52,7 +52,7 @@ class RowOptimizer(Optimizer):
         for t, group in enumerate(self.param_groups):
             settings[t, 0], settings[t, 1] = group["lr"], group["weight_decay"]
             settings[t, 2] = group.get("eps", 0.0)
-        self.collection.apply(self._kinds, settings)
+        self.collection.push(self._kinds, settings)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -205,13 +205,14 @@ def test_an_unchanged_store_leaves_a_backlog_alone(tmp_path):
     twin.commit()
     twin.prune([twin.step])
     assert segments_of(tmp_path) == before
-    assert len(set(before) & {tmp_path / f"segment-{n:08d}.rows" for n in range(1, 11)}) > 5
+    first = {tmp_path / f"segment-{n:08d}.rows" for n in range(1, 11)}
+    assert len(first & set(before)) > 5
     for salt in range(10):
         twin.write([0], salt=salt)
         twin.commit()
         twin.prune([twin.step])
     assert bytes_of(tmp_path) < 2 * 32 * len(twin.rows)
-    assert not set(before[:10]) & set(segments_of(tmp_path))
+    assert not first & set(segments_of(tmp_path))
     twin.check()
 
 

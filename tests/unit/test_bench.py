@@ -68,8 +68,7 @@ def test_systems_fed_the_same_files_learn_the_same(tmp_path: Path) -> None:
     try:
         blocks = harness.interleave(workers, rounds=2, steps=20, warm_up_steps=80)
     finally:
-        for worker in workers:
-            worker.close()
+        harness.close_workers(workers)
     assert versions["torch"] == torch.__version__ and "colonnade" in versions
     entropy = -(probability * np.log(probability) + (1 - probability) * np.log(1 - probability))
     for done in blocks.values():

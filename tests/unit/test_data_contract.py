@@ -189,7 +189,7 @@ def test_absent_data_says_where_it_looked(name, tmp_path, monkeypatch):
     monkeypatch.setenv("COLONNADE_DATA", str(tmp_path))
     with pytest.raises(DataError, match=f"looked at {tmp_path}/"):
         open_source(name)
-    with pytest.raises(DataError, match="looked at .*/nowhere"):
+    with pytest.raises(DataError, match=r"looked at .*/nowhere"):
         open_source(name, tmp_path / "nowhere")
 
 

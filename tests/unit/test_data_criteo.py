@@ -59,7 +59,8 @@ def test_hashed_ids_are_mix64_modulo_rows(tmp_path):
     (hashed,) = hashed_source.batches(50)
     assert {column.cardinality for column in hashed_source.schema.categorical} == {97}
     for name in CATEGORIES:
-        for a, b in zip(plain.ids[name].values.tolist(), hashed.ids[name].values.tolist()):
+        pairs = torch.stack([plain.ids[name].values, hashed.ids[name].values], dim=1)
+        for a, b in pairs.tolist():
             x = a  # the finaliser of splitmix64, written out
             x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
             x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64

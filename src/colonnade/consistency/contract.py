@@ -8,9 +8,13 @@ from typing import Protocol
 class Consistency(Protocol):
     """A pure value. Only row values may be stale: dense weights are always those of the step."""
 
-    name: str
-    reads_ahead: int
-    """Steps between a batch's read and its use; also the number of fetched batches held in between."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reads_ahead(self) -> int:
+        """Steps between a batch's read and its use; also the number of fetched batches held in between."""
+        ...
 
     def newest_visible(self, step: int) -> int:
         """The newest update (by step) that the read for `step` sees; below 0: none. It sees every older one."""

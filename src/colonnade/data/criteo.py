@@ -2,8 +2,9 @@
 
 A file of any size: it is indexed once, then read by runs of lines, in time order.
 
-Dense values become log(1 + max(x, 0)); a missing one becomes 0. A category becomes the number its hex
-digits spell (32 bits); a missing one becomes `MISSING_ID`, which no hex digits spell.
+Dense values become log(1 + max(x, 0)); a missing one becomes 0; blanks around a number do not matter.
+A category becomes the number its hex digits spell (32 bits); a missing one becomes `MISSING_ID`, which
+no 8 digits spell.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def _byte_of_hex_pair() -> NDArray[np.uint16]:
     """(65536,): two ASCII digits read as a little-endian uint16 -> the byte they spell; 256 = not hex."""
     table = np.full(1 << 16, 256, dtype=np.uint16)
     for value in range(256):
-        for pair in {f"{value:02x}", f"{value:02X}"}:
+        high, low = tuple(f"{value:02x}")
+        for pair in {a + b for a in (high, high.upper()) for b in (low, low.upper())}:
             table[int.from_bytes(pair.encode(), "little")] = value
     return table
 
@@ -240,9 +242,9 @@ def check_line(line: bytes, path: Path, number: int) -> None:
         )
     for name, field in zip(NAMES, fields, strict=True):
         if name == "label":
-            pattern, wanted = rb"[01]", "0 or 1"
+            pattern, wanted = rb" *(-?0+|0*1) *", "0 or 1"
         elif name in DENSE:
-            pattern, wanted = rb"(-?[0-9]{1,18})?", "an integer or nothing"
+            pattern, wanted = rb"| *-?[0-9]{1,18} *", "an integer or nothing"
         else:
             pattern, wanted = rb"([0-9a-fA-F]{8})?", "8 hexadecimal digits or nothing"
         if not re.fullmatch(pattern, field):

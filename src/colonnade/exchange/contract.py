@@ -78,6 +78,12 @@ class Ticket:
     reads: Any = None  # fetched values, exchange's own form
     gradients: list[list[Tensor]] = field(default_factory=list)  # one list per backward
 
+    @property
+    def pinned(self) -> Tensor:
+        """`slots`, of a ticket whose rows are acquired."""
+        assert self.slots is not None
+        return self.slots
+
 
 @dataclass(frozen=True, slots=True)
 class RowGradients:

@@ -98,7 +98,12 @@ class ReferenceRows:
             ops.sgd(weights, gradient[None], optimizer.lr, optimizer.weight_decay)
         else:
             ops.rowwise_adagrad(
-                weights, state[:, 0], gradient[None], optimizer.lr, optimizer.weight_decay, optimizer.eps
+                weights,
+                state[:, 0],
+                gradient[None],
+                optimizer.lr,
+                optimizer.weight_decay,
+                optimizer.eps,
             )
         self.clocks[key] += 1
 

@@ -293,7 +293,7 @@ class RowsExchange:
         plan = ticket.plan
         if self.mesh.num_ranks == 1:
             return RowGradients(
-                ticket.slots,
+                ticket.pinned,
                 ticket.owned_offsets,
                 plan.segment_offsets,
                 plan.entries,
@@ -310,7 +310,7 @@ class RowsExchange:
             "push", send, wire.asked.rank_elements, wire.serving.rank_elements
         )
         return RowGradients(
-            ticket.slots, ticket.owned_offsets,
+            ticket.pinned, ticket.owned_offsets,
             ticket.owner_plan.segment_offsets, ticket.owner_plan.entries,
             _native.RowGradients(received.data_ptr(), wire.serving_index), received,
         )  # fmt: skip

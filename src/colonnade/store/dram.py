@@ -170,7 +170,9 @@ class DramStore:
         return out
 
     def _explain(self, error: MemoryError) -> BudgetExceeded:
-        words = str(error).replace(",", "").split()  # table <t> needs <n> slots of <capacity> <p> pinned
+        words = (
+            str(error).replace(",", "").split()
+        )  # table <t> needs <n> slots of <capacity> <p> pinned
         table, needed, capacity, pinned = words[1], words[3], words[6], words[7]
         return BudgetExceeded(
             f"table {self.tables[int(table)].name!r}: a batch needs {needed} rows in memory that are not "

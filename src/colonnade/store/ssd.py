@@ -14,7 +14,6 @@ Legend: N ids of a call.
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Collection, Iterator
@@ -29,9 +28,10 @@ from colonnade.errors import CheckpointError, CorruptionError, StorageError
 from colonnade.store import manifest as manifests
 from colonnade.store import segment as segments
 from colonnade.store.compaction import SegmentUse, choose_victims
-from colonnade.store.contract import Manifest, Pending, RowBatch
+from colonnade.store.contract import Manifest, RowBatch
 from colonnade.store.disk import Disk, DiskFile
 from colonnade.store.durable import TEMPORARY_SUFFIX
+from colonnade.store.row_reads import OpenFiles, PendingRead, Written, is_row
 from colonnade.store.segment import TOMBSTONE, Segment
 
 LOCK_NAME = "LOCK"
@@ -68,7 +68,7 @@ class SsdBacking:
         self._index = _native.RowIndex()  # id -> place; of deleted rows, the tombstone's place
         self._segments: dict[int, Segment] = {}  # the current content, ascending number
         self._active: Segment | None = None  # takes appends; no manifest knows it
-        self._open_files = _OpenFiles(())
+        self._open_files = OpenFiles(())
         self._next_number = 1
         self._manifests: dict[int, Manifest] = {}  # by step: the commits kept
         self._num_appended = 0  # records since the last commit
@@ -125,7 +125,7 @@ class SsdBacking:
             self._check_writable()
             unique = np.unique(ids.numpy())
             places = self._places(unique)
-            self._append(unique[_is_row(places)], None)
+            self._append(unique[is_row(places)], None)
 
     def scan(self) -> Iterator[RowBatch]:
         """`Backing.scan`, in the order of the disk. StorageError if the store changes under way."""
@@ -159,8 +159,8 @@ class SsdBacking:
     def commit(self, step: int) -> Manifest:
         """`Backing.commit`. Steps ascend; the newest again, if nothing has changed, is that commit.
 
-        Files of older commits stay until `prune`. Raises StorageError: the rows and the older commits are as before; commit again when the cause
-        is gone.
+        Files of older commits stay until `prune`. Raises StorageError: the rows and the older commits are
+        as before; commit again when the cause is gone.
         """
         with self._lock:
             self._check_writable()
@@ -256,12 +256,12 @@ class SsdBacking:
             digest=segments.identity_digest(self.table_name, self.identity),
         )
         self._segments[part.number] = self._active = part
-        self._open_files = _OpenFiles(self._segments.values())
+        self._open_files = OpenFiles(self._segments.values())
 
     def _forget_segment(self, number: int) -> None:
         """The file stays until `prune`; reads under way keep it open."""
         del self._segments[number]
-        self._open_files = _OpenFiles(self._segments.values())
+        self._open_files = OpenFiles(self._segments.values())
 
     def _compact(self) -> None:
         """Rewrite sparse segments into the active one. Only what was appended pays for it."""
@@ -350,7 +350,7 @@ class SsdBacking:
                 f"{self.directory / manifests.file_name(step)}: got {len(self)} live rows in its segments, "
                 f"wanted {manifest.num_rows}. Go back to an older commit"
             )
-        self._open_files = _OpenFiles(self._segments.values())
+        self._open_files = OpenFiles(self._segments.values())
         self._manifests[step] = manifest
 
     def _discard_newer(self, step: int | None) -> None:
@@ -401,63 +401,8 @@ class SsdBacking:
             )
 
 
-class _OpenFiles:
-    """The segments a read may touch, as the native reader wants them; keeps them open."""
-
-    def __init__(self, parts: Collection[Segment]) -> None:
-        self.files = {part.number: part.file for part in parts}
-        self.numbers = np.array(sorted(self.files), np.int64)
-        self.fds = np.array([self.files[n].fd for n in self.numbers.tolist()], np.int32)
-
-    def path(self, place: int) -> Path:
-        return self.files[place >> 32].path
-
-
-class PendingRead(Pending):
-    """A read under way. Dropping it waits for it."""
-
-    def __init__(self, job: _native.SegmentRead, places: Tensor, files: _OpenFiles) -> None:
-        self._job = job
-        self._places = places
-        self._files = files
-
-    def wait(self) -> Tensor:
-        fault = self._job.wait()
-        if fault is not None:
-            kind, place, error = fault
-            path, record = self._files.path(place), place & 0xFFFFFFFF
-            if kind == "system":
-                raise StorageError(
-                    error,
-                    f"{path}: record {record}: could not read: {os.strerror(error)}. Check this disk (`dmesg`)",
-                )
-            raise segments.bad_record(path, record, _FAULTS[kind])
-        return torch.from_numpy(_is_row(self._places.numpy()))
-
-
-class Written(Pending):
-    """A write that is done."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-
-    def wait(self) -> Tensor:
-        return torch.ones(self._num_rows, dtype=torch.bool)
-
-
-_FAULTS = {
-    "truncated": "the file ends inside it",
-    "checksum": "its checksum does not match",
-    "other_id": "it belongs to another id",
-}
-
-
 def _is_plain(array: Tensor) -> bool:
     return array.is_contiguous() and array.device.type == "cpu"
-
-
-def _is_row(places: np.ndarray) -> np.ndarray:
-    return (places >= 0) & (places < TOMBSTONE)
 
 
 def open_ssd(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from colonnade import __version__
+from colonnade import __version__, _native
 from colonnade.data.contract import Position
 from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, StorageError
 from colonnade.exchange.layout import Declaration
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from colonnade.train.trainer import Trainer
 
 FORMAT = 1
+READ_THREADS = 8  # an SSD answers most random reads per second from about six in flight
 
 
 class Commits:
@@ -94,6 +95,8 @@ class Commits:
         if self.mesh.rank == 0:
             for step in dropped:
                 self.disk.unlink(_header_path(self.folder, step))
+            # A commit's word must be gone for good before its bytes go.
+            self.disk.sync_dir(self.folder / "commits")
         self.mesh.barrier()
         for backing in self.backings:
             backing.prune([step for step in kept if step in backing.commits()])
@@ -201,7 +204,8 @@ def open_stores(
     step: int | None,
     read_only: bool = False,
 ) -> list[SsdBacking]:
-    """One rank's stores, by table, as committed at `step`; None: empty."""
+    """One rank's stores, by table, as committed at `step`; None: empty. They share reading threads."""
+    reader = _native.SegmentReader(READ_THREADS)
     return [
         open_ssd(
             folder / "rows" / f"{rank}-of-{num_ranks}" / f"{t:03d}",
@@ -209,6 +213,7 @@ def open_stores(
             record_bytes=table.record_bytes,
             identity=f"{table.name}/{table.dim}/{table.optimizer.name}/{table.dtype}",
             disk=disk,
+            reader=reader,
             step=step,
             read_only=read_only,
         )
@@ -218,8 +223,6 @@ def open_stores(
 
 def _adopt(folder, tables, rank, num_ranks, disk, step, backings, mesh) -> None:
     """Copy the rows this rank owns now out of one old rank's stores."""
-    from colonnade import _native
-
     old = open_stores(folder, tables, rank, num_ranks, disk, step, True)
     for table, source, target in zip(tables, old, backings, strict=True):
         for rows in source.scan():

@@ -24,7 +24,7 @@ class DenseGradients:
         self.mesh = mesh
         self.parameters = tuple(parameters)
         self.buffers: list[Tensor] = []  # one per dtype; the first carries the signals
-        self._signals: Tensor | None = None
+        self._signals = torch.zeros(SIGNALS)
 
     def attach(self) -> None:
         """Lay the buffers out and point every parameter's gradient into them."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from colonnade.data.contract import Source
+from colonnade.errors import DataError
 from colonnade.topology.mesh import Mesh
 from colonnade.train.metrics import Evaluation
 
@@ -22,6 +23,8 @@ def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> d
     scores, labels, weights = [], [], []
     try:
         for batch in source.batches(batch_size, rank=mesh.rank, num_ranks=mesh.num_ranks):
+            if batch.label is None:
+                raise DataError("the batch has no label; evaluation compares scores with labels")
             scores.append(torch.sigmoid(model(batch)[:, 0].double()))
             labels.append(batch.label[:, 0].double())
             weight = batch.sample_weight
