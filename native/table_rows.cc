@@ -211,14 +211,6 @@ std::uint32_t TableRows::find(std::int64_t id) const noexcept {
   return slot ? *slot : kNoSlot;
 }
 
-void TableRows::prefetch(std::int64_t id) const noexcept {
-  if (!is_direct()) {
-    index_.prefetch(id);
-  } else if (!is_outside(id)) {
-    __builtin_prefetch(words_ + direct_slot(id), 1, 2);
-  }
-}
-
 void TableRows::birth_values(std::int64_t id, std::byte* weights) const noexcept {
   const BirthTask task{settings_.seed, settings_.init_scale, settings_.dim};
   if (layout_.dtype == Dtype::float32) {

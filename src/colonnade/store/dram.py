@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,11 +88,14 @@ class DramStore:
             for t, table in enumerate(self.tables):
                 mine = ids[offsets[t] : offsets[t + 1]]
                 out = torch.empty(len(mine), table.dim, dtype=getattr(torch, table.dtype))
-                absent = torch.as_tensor(self.native.read(t, mine, out)).long()
+                absent = np.asarray(self.native.read(t, mine, out))
                 if len(absent) == len(mine):
                     out = self._read_below(t, mine)
                 elif len(absent):
-                    out[absent] = self._read_below(t, mine[absent])
+                    # numpy: its scatter starts no threads, which costs more than these few rows
+                    out.numpy()[absent] = self._read_below(
+                        t, torch.from_numpy(mine.numpy()[absent])
+                    ).numpy()
                 found.append(out)
         return found
 
@@ -159,14 +163,21 @@ class DramStore:
                 self.native.birth(ids[new], slots[new], t)
 
     def _read_below(self, t: int, ids: Tensor) -> Tensor:
+        """Weights (N, D) of rows that are not resident: from the backing, else their first value."""
         table = self.tables[t]
         out = torch.empty(len(ids), table.dim, dtype=getattr(torch, table.dtype))
-        self.native.birth_values(t, ids, out)
-        if self.backings and len(self.backings[t]):
-            records = torch.empty(len(ids), table.record_bytes, dtype=torch.uint8)
-            found = self.backings[t].read(ids, records).wait().numpy()
-            weights = records.numpy()[:, : table.dim * table.itemsize][found]
-            out.numpy()[found] = weights.view(table.dtype)
+        if not self.backings or not len(self.backings[t]):
+            self.native.birth_values(t, ids, out)
+            return out
+        records = torch.empty(len(ids), table.record_bytes, dtype=torch.uint8)
+        found = self.backings[t].read(ids, records).wait().numpy()
+        rows = np.ascontiguousarray(records.numpy()[:, : table.dim * table.itemsize])
+        out.numpy()[:] = rows.view(table.dtype)  # what was not found is overwritten below
+        absent = np.flatnonzero(~found)
+        if len(absent):
+            born = torch.empty(len(absent), table.dim, dtype=out.dtype)
+            self.native.birth_values(t, torch.from_numpy(ids.numpy()[absent]), born)
+            out.numpy()[absent] = born.numpy()
         return out
 
     def _explain(self, error: MemoryError) -> BudgetExceeded:
