@@ -37,7 +37,9 @@ Slab take_block(std::size_t bytes) {
       return block;
     }
   }
-  return Slab(bytes);
+  Slab block(bytes);
+  block.ask_for_huge_pages();
+  return block;
 }
 
 void give_block(Slab block) noexcept {

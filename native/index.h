@@ -113,6 +113,7 @@ class HashIndex {
 
   void rebuild(std::uint64_t num_buckets) {
     Slab slab(checked_bytes(sizeof(Bucket), num_buckets));
+    slab.ask_for_huge_pages();
     HashIndex old(slab, num_buckets);
     std::swap(*this, old);
     // Homes are monotonic in the hash for any number of buckets: both sides are walked in address order.

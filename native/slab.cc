@@ -8,10 +8,6 @@
 
 namespace colonnade {
 
-namespace {
-constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
-}
-
 Slab::Slab(std::size_t bytes) {
   if (bytes == 0) return;
   const bool is_huge = bytes >= kHugePageBytes;
@@ -29,13 +25,14 @@ Slab::Slab(std::size_t bytes) {
   mapped_bytes_ = wanted;
   bytes_ = bytes;
   auto address = reinterpret_cast<std::uintptr_t>(mapping);
-  if (is_huge) {
-    address = (address + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
-#ifdef MADV_HUGEPAGE
-    madvise(reinterpret_cast<void*>(address), bytes, MADV_HUGEPAGE);  // advice: failure costs speed only
-#endif
-  }
+  if (is_huge) address = (address + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
   data_ = reinterpret_cast<std::byte*>(address);
+}
+
+void Slab::ask_for_huge_pages() const noexcept {
+#ifdef MADV_HUGEPAGE
+  if (bytes_ >= kHugePageBytes) madvise(data_, bytes_, MADV_HUGEPAGE);  // advice: failure costs speed only
+#endif
 }
 
 Slab::~Slab() {

@@ -46,6 +46,12 @@ TableRows::TableRows(const TableSettings& settings, Dtype dtype, std::int64_t nu
              static_cast<std::int64_t>(weights_stride),
              states_slab_.data(),
              static_cast<std::int64_t>(state_stride)};
+  if (is_direct_) ask_for_huge_pages();  // rows are touched anywhere
+}
+
+void TableRows::ask_for_huge_pages() noexcept {
+  for (const Slab* slab : {&weights_slab_, &states_slab_, &words_slab_, &ids_slab_}) slab->ask_for_huge_pages();
+  has_huge_pages_ = true;
 }
 
 std::int64_t TableRows::resident_bytes() const {
@@ -138,6 +144,10 @@ void TableRows::admit(std::span<const std::int64_t> ids, std::span<std::uint32_t
     if (ids_) ids_[slot] = ids[i];
     words_[slot] = kResident | 1;
     slots[i] = slot;
+  }
+  // Slots fill up from the start: a table of few rows keeps to small pages.
+  if (!has_huge_pages_ && static_cast<std::size_t>(num_touched_ * layout_.weights_stride) >= 2 * kHugePageBytes) {
+    ask_for_huge_pages();
   }
 }
 

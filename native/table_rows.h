@@ -137,6 +137,7 @@ class TableRows {
     return (words_[slot] & kDirty) && layout_.clock_of(slot) != 0;
   }
   std::int64_t num_free() const;
+  void ask_for_huge_pages() noexcept;
   void evict(std::int64_t rows, Evicted& evicted) noexcept;
 
   TableSettings settings_;
@@ -149,6 +150,7 @@ class TableRows {
   HashIndex<std::uint32_t> index_;  // unless direct
   std::vector<std::uint32_t> freed_;
   std::int64_t num_touched_ = 0;    // slots [0, num_touched_) have been used
+  bool has_huge_pages_ = false;
   std::int64_t num_rows_ = 0;
   std::int64_t num_pinned_ = 0;
   std::int64_t hand_ = 0;           // where the search for a row to evict goes on

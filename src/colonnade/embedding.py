@@ -189,11 +189,17 @@ class EmbeddingCollection(nn.Module):
             self.store.release(ticket.pinned, ticket.owned_offsets, dirty=True)
         self.step += 1
 
+    def keep(self, tickets: Sequence[Ticket]) -> None:
+        """Drop the other batches since the last step: no rank had a gradient for them."""
+        kept = {id(ticket) for ticket in tickets}
+        for ticket in self.live:
+            if id(ticket) not in kept:
+                self.drop(ticket)
+        self.live = list(tickets)
+
     def forget(self) -> None:
         """Drop every batch since the last step without applying it."""
-        for ticket in self.live:
-            self.drop(ticket)
-        self.live = []
+        self.keep([])
 
     def drop(self, ticket: Ticket) -> None:
         """Give a prepared batch up: nothing of it is applied, its rows are unpinned."""

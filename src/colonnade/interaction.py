@@ -95,7 +95,7 @@ class Concat(Interaction):
         """Every sample must bring the same number of vectors, in field order."""
         if weights is not None:
             values = values * weights[:, None]
-        return values.reshape(num_samples, -1)
+        return values.reshape(num_samples, values.numel() // max(1, num_samples))
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats

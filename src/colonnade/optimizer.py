@@ -41,8 +41,11 @@ class RowOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not agreed:
-            bad = torch.tensor(0.0 if self.collection.finite() else 1.0)
-            if self.collection.mesh.all_reduce("push", bad).item():
+            live = self.collection.live
+            said = [float(not self.collection.finite()), *(float(bool(t.gradients)) for t in live)]
+            heard = self.collection.mesh.all_reduce("push", torch.tensor(said)).tolist()
+            self.collection.keep([t for t, used in zip(live, heard[1:], strict=True) if used])
+            if heard[0]:
                 self.collection.forget()
                 raise NonFiniteError(
                     f"step {self.collection.step}: got NaN or inf in an embedding gradient, wanted finite "

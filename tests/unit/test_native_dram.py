@@ -1,5 +1,7 @@
 """Dram: births, pins, eviction and records, against the twins and a dict that does the same slowly."""
 
+import resource
+import sys
 import threading
 
 import numpy as np
@@ -353,6 +355,19 @@ def test_memory_is_reserved_not_used():
     grown = dram.resident_bytes() - before
     row = 64 * 4 + 16 + 8 + 2  # weights, state and clock, id, pins
     assert 100_000 * row < grown < 100_000 * (row + 45)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_table_of_few_rows_takes_few_pages():
+    def resident_pages():
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1])
+
+    drams = [open_dram(dims=[64], capacity=2**24) for _ in range(64)]
+    before = resident_pages()
+    for dram in drams:
+        acquire(dram, [1, 2, 3])
+    assert (resident_pages() - before) * resource.getpagesize() < 64 * (1 << 20)
 
 
 def test_threads_share_a_dram():

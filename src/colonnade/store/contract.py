@@ -67,7 +67,7 @@ class Resident(Protocol):
         ...
 
     def release(self, slots: Tensor, offsets: Tensor, *, dirty: bool) -> None:
-        """Undo one `acquire`. `dirty`: the rows were trained since."""
+        """Undo one `acquire`. `dirty`: the rows may have been trained since, which their clocks tell."""
         ...
 
     def read(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
