@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,8 +154,23 @@ def _run(command: Sequence[str]) -> None:
         raise BenchError(f"`{' '.join(command[1:])}` failed: {reason}")
 
 
+def measure_busy(seconds: float = 2.0) -> float:
+    """Share of all cores' time that others use, 0 to 1, while this process sleeps; 0 where /proc is missing."""
+    if not (stat := Path("/proc/stat")).exists():
+        return 0.0
+
+    def read() -> tuple[int, int]:
+        ticks = [int(word) for word in stat.read_text().splitlines()[0].split()[1:9]]
+        return ticks[3] + ticks[4], sum(ticks)  # idle and waiting for disks; all
+
+    idle, total = read()
+    time.sleep(seconds)
+    idle_then, total_then = read()
+    return 1 - (idle_then - idle) / max(1, total_then - total)
+
+
 def describe_machine(**facts: Any) -> dict[str, Any]:
-    """The machine, how busy it was, and `facts` (versions, threads) that explain the numbers."""
+    """The machine, how busy it is with other things, and `facts` (versions, threads) that explain the numbers."""
     model = "unknown"
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -167,7 +183,7 @@ def describe_machine(**facts: Any) -> dict[str, Any]:
         "memory_gib": round(memory_bytes / 2**30, 1),
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
-        "load_average": round(os.getloadavg()[0], 2),
+        "busy_before": round(measure_busy(), 2),
         **facts,
     }
 

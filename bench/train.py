@@ -52,6 +52,7 @@ ROWS_LR, DENSE_LR = 0.02, 1e-3
 WARM_UP_STEPS = 32
 ROUNDS, STEPS = 12, 10
 QUICK_ROUNDS, QUICK_STEPS = 3, 5
+MAX_BUSY = 0.1
 MAX_LOSS_GAP = 0.02
 """Systems whose log losses differ by more than this have not trained the same model."""
 LEFT_OUT = "torchrec is left out, only the torch ratios follow"
@@ -84,6 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured: list[Measured] = []
     versions: dict[str, str] = {}
     machine = describe_machine(threads=os.cpu_count(), versions=versions)
+    if machine["busy_before"] > MAX_BUSY:
+        console.print(
+            f"this machine is {machine['busy_before']:.0%} busy with other things: do not quote what follows. "
+            "OpenMP's spinning threads then slow the systems down unequally", style="yellow",
+        )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="colonnade-bench-") as folder:
         rows = write_data(Path(folder), num_batches=WARM_UP_STEPS + rounds * steps)
         for dim in DIMS:
@@ -220,8 +226,8 @@ def print_result(console: Console, measured: Sequence[Measured], result: dict) -
     machine = result["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     console.print(
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, load average before "
-        f"{machine['load_average']}; commit {result['commit']}; {versions}", soft_wrap=True
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, "
+        f"{machine['busy_before']:.0%} busy before; commit {result['commit']}; {versions}", soft_wrap=True
     )  # fmt: skip
 
 

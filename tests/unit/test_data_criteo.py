@@ -201,6 +201,12 @@ def test_a_wrong_number_of_columns_is_named(tmp_path, number, change, count):
         broken(tmp_path, number, change(GOOD[number - 1]))
 
 
+def test_two_rows_in_one_line_are_refused(tmp_path):
+    """A lone carriage return ends a row for the fast reader but not a line of the file."""
+    with pytest.raises(DataError, match="line 70: got 79 columns"):
+        broken(tmp_path, 70, GOOD[69] + "\r" + GOOD[70])
+
+
 def test_binary_garbage_is_named_and_cut_short(tmp_path):
     garbage = random.Random(0).randbytes(5000).replace(b"\n", b"")
     with pytest.raises(DataError, match=r"line 300: got \d+ columns in .* bytes\)") as error:

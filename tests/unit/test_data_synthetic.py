@@ -20,6 +20,7 @@ from colonnade.data.synthetic import (
     TEST_START,
     Law,
     SyntheticSource,
+    _build_field,
     open_synthetic,
 )
 from colonnade.errors import ConfigError
@@ -52,7 +53,7 @@ def sample_slowly(law: Law, sample: int) -> tuple[list[float], list[int], float,
     for f, field in enumerate(law.fields):
         bits = word(law, sample, 5 + f // 2) >> (32 if f % 2 == 0 else 0) & 0xFFFFFFFF
         knot, rest = divmod(bits, 1 << (32 - KNOT_BITS))
-        rank = min(int(field.knots[knot] + field.slopes[knot] * rest), field.rows - 1)
+        rank = int(field.knots[knot] + field.slopes[knot] * rest)
         ids.append((rank * field.spread + field.shift) % field.rows)
         entry = ids[-1] * field.hash_factor % 2**64 >> 48
         effect = float(law.normals[entry]) / (1 + rank / HALF_EFFECT_RANK)
@@ -130,6 +131,14 @@ def test_popularity_follows_the_power_law(exponent):
         expected = mass_below(k + 1) / mass_below(rows + 1)
         error = math.sqrt(expected * (1 - expected) / size)
         assert np.mean(ranks < k) == pytest.approx(expected, abs=4.5 * error + 1e-4)
+
+
+@given(st.integers(1, 1 << 26), st.floats(0, 8))
+def test_no_word_picks_a_rank_outside_the_field(rows, exponent):
+    field = _build_field("C1", rows, exponent, key=0)
+    last = field.knots[-1] + field.slopes[-1] * (2 ** (32 - KNOT_BITS) - 1)
+    assert 0 <= int(field.knots[0]) <= int(last) <= rows - 1
+    assert (np.diff(field.knots) >= 0).all()
 
 
 @pytest.mark.parametrize("seed", range(4))

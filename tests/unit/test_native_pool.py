@@ -20,6 +20,8 @@ class Places:
             torch.from_numpy(rng.standard_normal((num_rows, dim))).to(batch.dtype)
             for dim in batch.dims
         ]
+        for table in self.tables:
+            table[::5] = -0.0  # copied, not added to 0
         self.index = torch.from_numpy(rng.integers(0, num_rows, size=len(batch.ids))).int()
         self.outputs = [
             torch.full((batch.outputs(f), dim + gap), torch.nan, dtype=batch.dtype)

@@ -26,7 +26,7 @@ def demo(
         typer.Option(
             min=1000, help="Training samples; the default takes about a minute on two cores."
         ),
-    ] = 1_500_000,
+    ] = 3_000_000,
 ) -> None:
     """Train a DLRM on a Criteo-shaped stream made on the spot: no download, no GPU."""
     console = Console(highlight=False)

@@ -217,7 +217,6 @@ def _draw_ids(law: Law, base: NDArray[np.uint64], *, out: NDArray[np.int64]) -> 
         x *= field.slopes.take(knot)
         x += field.knots.take(knot)
         number = x.astype(np.int64)
-        np.minimum(number, field.rows - 1, out=number)  # rounding may carry x up to `rows`
         ranks[f] = number
         number *= field.spread
         number += field.shift
@@ -273,6 +272,8 @@ def _build_field(name: str, rows: int, exponent: float, key: int) -> Field:
         x = (1 + u * ((rows + 1.0) ** (1 - exponent) - 1)) ** (1 / (1 - exponent))
     # Powers differ by a last bit between machines; ids must not.
     x = np.round(x * 2**16) / 2**16 - 1
+    # The curve is convex, so its last piece rises by rows / 2**10 or more: its last value, one part in
+    # 2**22 of that below `rows`, is never rounded up to it.
     # Steps of the golden section keep popular ids apart whatever the number of rows.
     spread = max(1, round(rows * 0.6180339887))
     while gcd(spread, rows) != 1:

@@ -9,8 +9,8 @@ PRESETS: dict[str, RunConfig] = {
         {
             "data": {"name": "synthetic"},
             "model": {"name": "dlrm", "dim": 16},
-            "rows": {"lr": 0.05},
-            "dense": {"lr": 1e-3},
+            "rows": {"lr": 0.1, "initial_accumulator": 1e-6, "init_scale": 0.01},
+            "dense": {"lr": 2e-3},
             "train": {"batch_size": 4096, "epochs": 1},
         }
     ),
