@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from native_batches import LIMITS, everywhere, running_on, same_bits
 
 from colonnade import _native
@@ -165,9 +165,14 @@ class DramAgainstDict(RuleBasedStateMachine):
         weights = torch.tensor([[float(int(i) % 1000)] * 4 for i in ids]).reshape(-1, 4)
         return reference.pack(weights, torch.zeros(len(ids), 1), torch.tensor(clocks).long())
 
-    @rule(size=st.integers(0, 40))
-    def acquire(self, size):
-        ids = self.rng.choice(self.universe, size=min(size, len(self.universe)), replace=False)
+    @rule(
+        share=st.sampled_from([0.0, 0.2, 0.5, 0.5, 0.9, 1.0, 1.1]),
+        keep=st.booleans(),
+        dirty=st.booleans(),
+    )
+    def acquire(self, share, keep, dirty):
+        size = min(int(np.ceil(share * self.capacity)), len(self.universe))
+        ids = self.rng.choice(self.universe, size=size, replace=False)
         wanted = {int(i) for i in ids}
         if len(wanted | self.pinned()) > self.capacity:
             before = [part.tolist() for part in self.dram.resident(0)]
@@ -201,9 +206,14 @@ class DramAgainstDict(RuleBasedStateMachine):
             self.records(ids[missing], [self.below.get(int(i), 0) for i in ids[missing]]),
         )
         self.held.append((ids, slots))
+        if not keep or len(self.pinned()) > self.capacity / 2:
+            self.release(len(self.held) - 1, dirty)
 
-    @precondition(lambda self: self.held)
     @rule(at=st.integers(0, 100), dirty=st.booleans())
+    def release_one(self, at, dirty):
+        if self.held:
+            self.release(at, dirty)
+
     def release(self, at, dirty):
         ids, slots = self.held.pop(at % len(self.held))
         if dirty:
@@ -214,6 +224,7 @@ class DramAgainstDict(RuleBasedStateMachine):
 
     @rule()
     def flush(self):
+        """What a commit does."""
         ids, slots = self.dram.dirty(0)
         expected = {
             row for row in self.resident if self.clocks.get(row, 0) != self.below.get(row, 0)
@@ -264,7 +275,7 @@ class DramAgainstDict(RuleBasedStateMachine):
 
 
 TestDramAgainstDict = DramAgainstDict.TestCase
-TestDramAgainstDict.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestDramAgainstDict.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_used_rows_get_a_second_chance():

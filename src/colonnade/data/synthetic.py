@@ -87,10 +87,10 @@ def open_synthetic(
         raise ConfigError(
             f"got cardinalities={tuple(rows)}, wanted 1 .. {MAX_FIELDS} fields of 1 .. {1 << 26} rows"
         )
-    if not exponent >= 0 or not signal >= 0 or not 0 < positive_rate < 1:
+    if not 0 <= exponent <= 8 or not signal >= 0 or not 0 < positive_rate < 1:
         raise ConfigError(
             f"got exponent={exponent}, signal={signal}, positive_rate={positive_rate}, wanted "
-            "exponent >= 0, signal >= 0, 0 < positive_rate < 1"
+            "0 <= exponent <= 8, signal >= 0, 0 < positive_rate < 1"
         )
     law = _build_law(rows, exponent=exponent, signal=signal, positive_rate=positive_rate, seed=seed)
     return Splits(
@@ -265,11 +265,11 @@ def _logit(law: Law, parts: dict[str, Floats]) -> Floats:
 
 def _build_field(name: str, rows: int, exponent: float, key: int) -> Field:
     """Popularity x >= 1 has density ~ x**-exponent on [1, rows + 1); rank = floor(x) - 1."""
-    u = np.arange((1 << KNOT_BITS) + 1) / (1 << KNOT_BITS)
-    if abs(exponent - 1) < 1e-9:
-        x = (rows + 1.0) ** u
-    else:
-        x = (1 + u * ((rows + 1.0) ** (1 - exponent) - 1)) ** (1 / (1 - exponent))
+    u = np.arange(1 << KNOT_BITS) / (1 << KNOT_BITS)
+    log_end, power = np.log(rows + 1.0), 1 - exponent
+    # ((1 - u) + u * end**power) ** (1 / power), in a form that stays exact where power is near 0.
+    log_x = np.log1p(u * np.expm1(power * log_end)) / power if power else u * log_end
+    x = np.append(np.exp(log_x), rows + 1.0)
     # Powers differ by a last bit between machines; ids must not.
     x = np.round(x * 2**16) / 2**16 - 1
     # The curve is convex, so its last piece rises by rows / 2**10 or more: its last value, one part in
