@@ -36,7 +36,6 @@ from harness import (
     open_worker,
     report,
 )
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from workers.loop import PHASES, Case
@@ -200,7 +199,12 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
 def print_result(console: Console, measured: Sequence[Measured], result: dict) -> None:
     """The table a person reads: medians over blocks; phases in ms per step, as `PHASES` explains them."""
     found = {(m.case, m.system): m for m in measured}
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title=f"DLRM, fp32, batch {BATCH_SIZE}")
+    table = Table(
+        box=None,
+        title_justify="left",
+        padding=(0, 1, 0, 0),
+        title=f"DLRM, fp32, batch {BATCH_SIZE}",
+    )
     for heading in ("D", "system", "samples/s", "spread", "ms", *PHASES, "loss"):
         table.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
     for m in measured:

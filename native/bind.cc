@@ -39,7 +39,8 @@ using Made = nb::ndarray<nb::pytorch, T>;
 
 std::string describe(nb::dlpack::dtype dtype, size_t ndim, const int64_t* shape) {
   static constexpr const char* kCodes[] = {"int", "uint", "float"};
-  std::string text = dtype.code < 3 ? kCodes[dtype.code] : "dtype code " + std::to_string(dtype.code) + " of ";
+  std::string text =
+      dtype.code < 3 ? kCodes[dtype.code] : "dtype code " + std::to_string(dtype.code) + " of ";
   text += std::to_string(dtype.bits) + " (";
   for (size_t i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
   return text + ")";
@@ -48,8 +49,8 @@ std::string describe(nb::dlpack::dtype dtype, size_t ndim, const int64_t* shape)
 // The elements of a contiguous CPU array of T. wanted: its shape; -1 stands for any extent.
 template <class T, class Array>
 std::span<T> elements(const Array& array, const char* name, std::initializer_list<int64_t> wanted) {
-  bool fits = array.device_type() == nb::device::cpu::value && array.dtype() == nb::dtype<std::remove_const_t<T>>() &&
-              array.ndim() == wanted.size();
+  bool fits = array.device_type() == nb::device::cpu::value &&
+              array.dtype() == nb::dtype<std::remove_const_t<T>>() && array.ndim() == wanted.size();
   int64_t step = 1;
   for (size_t i = wanted.size(); fits && i-- > 0;) {
     const auto extent = static_cast<int64_t>(array.shape(i)), want = wanted.begin()[i];
@@ -57,10 +58,12 @@ std::span<T> elements(const Array& array, const char* name, std::initializer_lis
     step *= extent;
   }
   if (!fits) {
-    throw std::invalid_argument(
-        std::string(name) + ": got " + describe(array.dtype(), array.ndim(), array.shape_ptr()) +
-        (array.device_type() == nb::device::cpu::value ? "" : " on another device") + ", wanted contiguous CPU " +
-        describe(nb::dtype<std::remove_const_t<T>>(), wanted.size(), wanted.begin()) + ", where -1 is any number");
+    throw std::invalid_argument(std::string(name) + ": got " +
+                                describe(array.dtype(), array.ndim(), array.shape_ptr()) +
+                                (array.device_type() == nb::device::cpu::value ? "" : " on another device") +
+                                ", wanted contiguous CPU " +
+                                describe(nb::dtype<std::remove_const_t<T>>(), wanted.size(), wanted.begin()) +
+                                ", where -1 is any number");
   }
   return {static_cast<T*>(array.data()), array.size()};
 }
@@ -93,11 +96,14 @@ Dtype dtype_named(const std::string& name) {
 }
 
 std::byte* row_bytes(const Out& rows, const char* name, Dtype dtype, int64_t num_rows, int64_t dim) {
-  return dtype == Dtype::float32 ? reinterpret_cast<std::byte*>(elements<float>(rows, name, {num_rows, dim}).data())
-                                 : reinterpret_cast<std::byte*>(elements<double>(rows, name, {num_rows, dim}).data());
+  return dtype == Dtype::float32
+             ? reinterpret_cast<std::byte*>(elements<float>(rows, name, {num_rows, dim}).data())
+             : reinterpret_cast<std::byte*>(elements<double>(rows, name, {num_rows, dim}).data());
 }
 
-int64_t length(auto span) { return static_cast<int64_t>(span.size()); }
+int64_t length(auto span) {
+  return static_cast<int64_t>(span.size());
+}
 
 // Lookups, and the arrays they look into.
 struct HeldLookups {
@@ -137,67 +143,80 @@ struct HeldLookups {
 
 void bind_plan(nb::module_& m) {
   nb::class_<HeldLookups>(m, "Lookups")
-      .def(nb::init<In, In, In, In, int64_t, std::optional<In>, std::optional<In>>(), "ids"_a, "feature_offsets"_a,
-           "feature_tables"_a, "poolings"_a, "batch_size"_a, "bag_offsets"_a.none(), "weights"_a.none())
+      .def(nb::init<In, In, In, In, int64_t, std::optional<In>, std::optional<In>>(), "ids"_a,
+           "feature_offsets"_a, "feature_tables"_a, "poolings"_a, "batch_size"_a, "bag_offsets"_a.none(),
+           "weights"_a.none())
       .def_prop_ro("num_lookups", [](const HeldLookups& self) { return self.lookups->num_lookups(); });
 
   nb::class_<Plan>(m, "Plan")
       .def_prop_ro("num_unique", &Plan::num_unique)
-      .def_prop_ro("unique_ids", [](nb::handle self) { return view(nb::cast<Plan&>(self).unique_ids, self); }, kOwned)
-      .def_prop_ro("block_offsets", [](nb::handle self) { return view(nb::cast<Plan&>(self).block_offsets, self); }, kOwned)
-      .def_prop_ro("inverse", [](nb::handle self) { return view(nb::cast<Plan&>(self).inverse, self); }, kOwned)
-      .def_prop_ro("segment_offsets", [](nb::handle self) { return view(nb::cast<Plan&>(self).segment_offsets, self); }, kOwned)
-      .def_prop_ro("entries", [](nb::handle self) { return view(nb::cast<Plan&>(self).entries, self); }, kOwned);
+      .def_prop_ro(
+          "unique_ids", [](nb::handle self) { return view(nb::cast<Plan&>(self).unique_ids, self); }, kOwned)
+      .def_prop_ro(
+          "block_offsets", [](nb::handle self) { return view(nb::cast<Plan&>(self).block_offsets, self); },
+          kOwned)
+      .def_prop_ro(
+          "inverse", [](nb::handle self) { return view(nb::cast<Plan&>(self).inverse, self); }, kOwned)
+      .def_prop_ro(
+          "segment_offsets",
+          [](nb::handle self) { return view(nb::cast<Plan&>(self).segment_offsets, self); }, kOwned)
+      .def_prop_ro(
+          "entries", [](nb::handle self) { return view(nb::cast<Plan&>(self).entries, self); }, kOwned);
 
-  m.def("make_plan",
-        [](const HeldLookups& lookups, In table_rows, int64_t num_ranks) {
-          const auto rows = elements<const int64_t>(table_rows, "table_rows", {-1});
+  m.def(
+      "make_plan",
+      [](const HeldLookups& lookups, In table_rows, int64_t num_ranks) {
+        const auto rows = elements<const int64_t>(table_rows, "table_rows", {-1});
+        nb::gil_scoped_release release;
+        return make_plan(*lookups.lookups, rows, num_ranks);
+      },
+      "lookups"_a, "table_rows"_a, "num_ranks"_a);
+  m.def(
+      "owner_of",
+      [](In ids, int64_t rows, int64_t num_ranks) {
+        const auto i = elements<const int64_t>(ids, "ids", {-1});
+        std::vector<int32_t> owners(i.size());
+        {
           nb::gil_scoped_release release;
-          return make_plan(*lookups.lookups, rows, num_ranks);
-        },
-        "lookups"_a, "table_rows"_a, "num_ranks"_a);
-  m.def("owner_of",
-        [](In ids, int64_t rows, int64_t num_ranks) {
-          const auto i = elements<const int64_t>(ids, "ids", {-1});
-          std::vector<int32_t> owners(i.size());
-          {
-            nb::gil_scoped_release release;
-            owner_of(i, rows, num_ranks, owners);
-          }
-          return tensor(std::move(owners));
-        },
-        "ids"_a, "rows"_a, "num_ranks"_a);
-  m.def("take",
-        [](In values, In index, Out out) {
-          const auto v = elements<const int32_t>(values, "values", {-1});
-          const auto i = elements<const int32_t>(index, "index", {-1});
-          const auto o = elements<int32_t>(out, "out", {length(i)});
-          nb::gil_scoped_release release;
-          take(v, i, o);
-        },
-        "values"_a, "index"_a, "out"_a);
+          owner_of(i, rows, num_ranks, owners);
+        }
+        return tensor(std::move(owners));
+      },
+      "ids"_a, "rows"_a, "num_ranks"_a);
+  m.def(
+      "take",
+      [](In values, In index, Out out) {
+        const auto v = elements<const int32_t>(values, "values", {-1});
+        const auto i = elements<const int32_t>(index, "index", {-1});
+        const auto o = elements<int32_t>(out, "out", {length(i)});
+        nb::gil_scoped_release release;
+        take(v, i, o);
+      },
+      "values"_a, "index"_a, "out"_a);
 }
 
 void bind_pool(nb::module_& m) {
-  m.def("pool",
-        [](const HeldLookups& lookups, In index, In bases, In strides, In dims, In out_bases, In out_strides,
-           const std::string& dtype) {
-          const auto rows = unsigned_bits(elements<const int32_t>(index, "index", {-1}));
-          const PoolPlaces places{elements<const int64_t>(bases, "bases", {-1}),
-                                  elements<const int64_t>(strides, "strides", {-1}),
-                                  elements<const int32_t>(dims, "dims", {-1}),
-                                  elements<const int64_t>(out_bases, "out_bases", {-1}),
-                                  elements<const int64_t>(out_strides, "out_strides", {-1})};
-          nb::gil_scoped_release release;
-          pool(*lookups.lookups, rows, places, dtype_named(dtype));
-        },
-        "lookups"_a, "index"_a, "bases"_a, "strides"_a, "dims"_a, "out_bases"_a, "out_strides"_a, "dtype"_a);
-  m.def("all_finite",
-        [](intptr_t base, int64_t num_elements, const std::string& dtype) {
-          nb::gil_scoped_release release;
-          return all_finite(reinterpret_cast<const void*>(base), num_elements, dtype_named(dtype));
-        },
-        "base"_a, "num_elements"_a, "dtype"_a);
+  m.def(
+      "pool",
+      [](const HeldLookups& lookups, In index, In bases, In strides, In dims, In out_bases, In out_strides,
+         const std::string& dtype) {
+        const auto rows = unsigned_bits(elements<const int32_t>(index, "index", {-1}));
+        const PoolPlaces places{elements<const int64_t>(bases, "bases", {-1}),
+                                elements<const int64_t>(strides, "strides", {-1}),
+                                elements<const int32_t>(dims, "dims", {-1}),
+                                elements<const int64_t>(out_bases, "out_bases", {-1}),
+                                elements<const int64_t>(out_strides, "out_strides", {-1})};
+        nb::gil_scoped_release release;
+        pool(*lookups.lookups, rows, places, dtype_named(dtype));
+      },
+      "lookups"_a, "index"_a, "bases"_a, "strides"_a, "dims"_a, "out_bases"_a, "out_strides"_a, "dtype"_a);
+  m.def(
+      "all_finite",
+      [](intptr_t base, int64_t num_elements, const std::string& dtype) {
+        nb::gil_scoped_release release;
+        return all_finite(reinterpret_cast<const void*>(base), num_elements, dtype_named(dtype));
+      },
+      "base"_a, "num_elements"_a, "dtype"_a);
 }
 
 // RowGradients, and the array they look into.
@@ -205,7 +224,8 @@ struct HeldRowGradients {
   In index;
   RowGradients gradients;
   HeldRowGradients(int64_t base, In index_)
-      : index(std::move(index_)), gradients(base, unsigned_bits(elements<const int32_t>(index, "index", {-1}))) {}
+      : index(std::move(index_)),
+        gradients(base, unsigned_bits(elements<const int32_t>(index, "index", {-1}))) {}
 };
 
 const GradientSource& source_of(nb::handle source) {
@@ -218,43 +238,48 @@ const GradientSource& source_of(nb::handle source) {
 
 void bind_update(nb::module_& m) {
   nb::class_<OutputGradients>(m, "OutputGradients")
-      .def("__init__",
-           [](OutputGradients* self, const HeldLookups& lookups, In bases, In strides) {
-             const auto b = elements<const int64_t>(bases, "bases", {-1});
-             const auto s = elements<const int64_t>(strides, "strides", {-1});
-             nb::gil_scoped_release release;
-             new (self) OutputGradients(*lookups.lookups, b, s);
-           },
-           nb::keep_alive<1, 2>(), "lookups"_a, "bases"_a, "strides"_a);
+      .def(
+          "__init__",
+          [](OutputGradients* self, const HeldLookups& lookups, In bases, In strides) {
+            const auto b = elements<const int64_t>(bases, "bases", {-1});
+            const auto s = elements<const int64_t>(strides, "strides", {-1});
+            nb::gil_scoped_release release;
+            new (self) OutputGradients(*lookups.lookups, b, s);
+          },
+          nb::keep_alive<1, 2>(), "lookups"_a, "bases"_a, "strides"_a);
   nb::class_<HeldRowGradients>(m, "RowGradients").def(nb::init<int64_t, In>(), "base"_a, "index"_a);
 
-  m.def("sum_rows",
-        [](In segment_offsets, In entries, nb::handle source, In offsets, In dims, int64_t out_base, In out_index,
-           const std::string& dtype) {
-          const auto& gradients = source_of(source);
-          const Segments segments{elements<const int64_t>(offsets, "offsets", {-1}),
-                                  elements<const int32_t>(segment_offsets, "segment_offsets", {-1}),
-                                  elements<const int32_t>(entries, "entries", {-1})};
-          const auto widths = elements<const int32_t>(dims, "dims", {-1});
-          const auto places = unsigned_bits(elements<const int32_t>(out_index, "out_index", {-1}));
-          nb::gil_scoped_release release;
-          sum_rows(segments, gradients, widths, out_base, places, dtype_named(dtype));
-        },
-        "segment_offsets"_a, "entries"_a, "source"_a, "offsets"_a, "dims"_a, "out_base"_a, "out_index"_a, "dtype"_a);
-  m.def("update",
-        [](Dram& dram, In slots, In offsets, In segment_offsets, In entries, nb::handle source, In optimizers,
-           In settings) {
-          const auto& gradients = source_of(source);
-          const Segments segments{elements<const int64_t>(offsets, "offsets", {-1}),
-                                  elements<const int32_t>(segment_offsets, "segment_offsets", {-1}),
-                                  elements<const int32_t>(entries, "entries", {-1})};
-          const auto rows = unsigned_bits(elements<const int32_t>(slots, "slots", {-1}));
-          const auto kinds = elements<const int32_t>(optimizers, "optimizers", {-1});
-          const auto numbers = elements<const double>(settings, "settings", {-1, kSettings});
-          nb::gil_scoped_release release;
-          update(dram, rows, segments, gradients, kinds, numbers);
-        },
-        "dram"_a, "slots"_a, "offsets"_a, "segment_offsets"_a, "entries"_a, "source"_a, "optimizers"_a, "settings"_a);
+  m.def(
+      "sum_rows",
+      [](In segment_offsets, In entries, nb::handle source, In offsets, In dims, int64_t out_base,
+         In out_index, const std::string& dtype) {
+        const auto& gradients = source_of(source);
+        const Segments segments{elements<const int64_t>(offsets, "offsets", {-1}),
+                                elements<const int32_t>(segment_offsets, "segment_offsets", {-1}),
+                                elements<const int32_t>(entries, "entries", {-1})};
+        const auto widths = elements<const int32_t>(dims, "dims", {-1});
+        const auto places = unsigned_bits(elements<const int32_t>(out_index, "out_index", {-1}));
+        nb::gil_scoped_release release;
+        sum_rows(segments, gradients, widths, out_base, places, dtype_named(dtype));
+      },
+      "segment_offsets"_a, "entries"_a, "source"_a, "offsets"_a, "dims"_a, "out_base"_a, "out_index"_a,
+      "dtype"_a);
+  m.def(
+      "update",
+      [](Dram& dram, In slots, In offsets, In segment_offsets, In entries, nb::handle source, In optimizers,
+         In settings) {
+        const auto& gradients = source_of(source);
+        const Segments segments{elements<const int64_t>(offsets, "offsets", {-1}),
+                                elements<const int32_t>(segment_offsets, "segment_offsets", {-1}),
+                                elements<const int32_t>(entries, "entries", {-1})};
+        const auto rows = unsigned_bits(elements<const int32_t>(slots, "slots", {-1}));
+        const auto kinds = elements<const int32_t>(optimizers, "optimizers", {-1});
+        const auto numbers = elements<const double>(settings, "settings", {-1, kSettings});
+        nb::gil_scoped_release release;
+        update(dram, rows, segments, gradients, kinds, numbers);
+      },
+      "dram"_a, "slots"_a, "offsets"_a, "segment_offsets"_a, "entries"_a, "source"_a, "optimizers"_a,
+      "settings"_a);
 }
 
 void make_dram(Dram* self, const std::vector<int64_t>& dims, const std::vector<int64_t>& state_elements,
@@ -264,11 +289,13 @@ void make_dram(Dram* self, const std::vector<int64_t>& dims, const std::vector<i
   const auto n = dims.size();
   if (state_elements.size() != n || rows.size() != n || capacity_rows.size() != n || seeds.size() != n ||
       init_scales.size() != n || initial_states.size() != n) {
-    throw std::invalid_argument("Dram: every list needs one element for each of " + std::to_string(n) + " tables");
+    throw std::invalid_argument("Dram: every list needs one element for each of " + std::to_string(n) +
+                                " tables");
   }
   std::vector<TableSettings> tables;
   for (size_t t = 0; t < n; ++t) {
-    tables.push_back({dims[t], state_elements[t], rows[t], capacity_rows[t], seeds[t], init_scales[t], initial_states[t]});
+    tables.push_back(
+        {dims[t], state_elements[t], rows[t], capacity_rows[t], seeds[t], init_scales[t], initial_states[t]});
   }
   new (self) Dram(tables, dtype_named(dtype), num_ranks);
 }
@@ -298,109 +325,135 @@ std::span<const uint32_t> slots_in(const In& slots) {
 
 void bind_dram(nb::module_& m) {
   nb::class_<Acquired>(m, "Acquired")
-      .def_prop_ro("missing", [](const Acquired& self) { return tensor(self.missing); }, kOwned)
-      .def_prop_ro("evicted_offsets", [](const Acquired& self) { return tensor(self.evicted_offsets); }, kOwned)
-      .def_prop_ro("evicted_ids", [](const Acquired& self) { return tensor(self.evicted_ids); }, kOwned)
-      .def_prop_ro("evicted_records",
-                   [](nb::handle handle) {
-                     auto& self = nb::cast<Acquired&>(handle);
-                     nb::list records;
-                     for (size_t t = 0; t < self.evicted_records.size(); ++t) {
-                       const auto rows = static_cast<size_t>(self.evicted_offsets[t + 1] - self.evicted_offsets[t]);
-                       records.append(Made<uint8_t>(self.evicted_records[t].data(),
-                                                    {rows, static_cast<size_t>(self.record_bytes[t])}, handle));
-                     }
-                     return records;
-                   })
+      .def_prop_ro(
+          "missing", [](const Acquired& self) { return tensor(self.missing); }, kOwned)
+      .def_prop_ro(
+          "evicted_offsets", [](const Acquired& self) { return tensor(self.evicted_offsets); }, kOwned)
+      .def_prop_ro(
+          "evicted_ids", [](const Acquired& self) { return tensor(self.evicted_ids); }, kOwned)
+      .def_prop_ro(
+          "evicted_records",
+          [](nb::handle handle) {
+            auto& self = nb::cast<Acquired&>(handle);
+            nb::list records;
+            for (size_t t = 0; t < self.evicted_records.size(); ++t) {
+              const auto rows = static_cast<size_t>(self.evicted_offsets[t + 1] - self.evicted_offsets[t]);
+              records.append(Made<uint8_t>(self.evicted_records[t].data(),
+                                           {rows, static_cast<size_t>(self.record_bytes[t])}, handle));
+            }
+            return records;
+          })
       .def_ro("num_evicted", &Acquired::num_evicted);
 
   nb::class_<Dram>(m, "Dram")
       .def("__init__", &make_dram, "dims"_a, "state_elements"_a, "rows"_a, "capacity_rows"_a, "seeds"_a,
            "init_scales"_a, "initial_states"_a, "dtype"_a, "num_ranks"_a)
-      .def("acquire",
-           [](Dram& self, In ids, In offsets, Out slots, bool birth) {
-             const auto i = elements<const int64_t>(ids, "ids", {-1});
-             const auto o = elements<const int64_t>(offsets, "offsets", {-1});
-             const auto s = elements<int32_t>(slots, "slots", {length(i)});
-             nb::gil_scoped_release release;
-             return self.acquire(i, o, {reinterpret_cast<uint32_t*>(s.data()), s.size()}, birth);
-           },
-           "ids"_a, "offsets"_a, "slots"_a, "birth"_a)
-      .def("release",
-           [](Dram& self, In slots, In offsets, bool dirty) {
-             const auto s = slots_in(slots);
-             const auto o = elements<const int64_t>(offsets, "offsets", {-1});
-             nb::gil_scoped_release release;
-             self.release(s, o, dirty);
-           },
-           "slots"_a, "offsets"_a, "dirty"_a)
-      .def("birth",
-           [](Dram& self, In ids, In slots, int64_t table) {
-             const auto i = elements<const int64_t>(ids, "ids", {-1});
-             const auto s = unsigned_bits(elements<const int32_t>(slots, "slots", {length(i)}));
-             nb::gil_scoped_release release;
-             self.birth(table, i, s);
-           },
-           "ids"_a, "slots"_a, "table"_a)
-      .def("pack",
-           [](const Dram& self, int64_t table, In slots, Out records) {
-             const auto s = slots_in(slots);
-             const auto r = elements<uint8_t>(records, "records", {length(s), self.layout(table).record_bytes()});
-             nb::gil_scoped_release release;
-             self.pack(table, s, reinterpret_cast<std::byte*>(r.data()));
-           },
-           "table"_a, "slots"_a, "records"_a)
-      .def("unpack",
-           [](Dram& self, int64_t table, In slots, In records) {
-             const auto s = slots_in(slots);
-             const auto r = elements<const uint8_t>(records, "records", {length(s), self.layout(table).record_bytes()});
-             nb::gil_scoped_release release;
-             self.unpack(table, s, reinterpret_cast<const std::byte*>(r.data()));
-           },
-           "table"_a, "slots"_a, "records"_a)
-      .def("read",
-           [](const Dram& self, int64_t table, In ids, Out out) {
-             const auto i = elements<const int64_t>(ids, "ids", {-1});
-             auto* o = row_bytes(out, "out", self.dtype(), length(i), self.layout(table).dim);
-             std::vector<int32_t> absent;
-             {
-               nb::gil_scoped_release release;
-               absent = self.read(table, i, o);
-             }
-             return tensor(std::move(absent));
-           },
-           "table"_a, "ids"_a, "out"_a)
-      .def("birth_values",
-           [](const Dram& self, int64_t table, In ids, Out out) {
-             const auto i = elements<const int64_t>(ids, "ids", {-1});
-             auto* o = row_bytes(out, "out", self.dtype(), length(i), self.layout(table).dim);
-             nb::gil_scoped_release release;
-             self.birth_values(table, i, o);
-           },
-           "table"_a, "ids"_a, "out"_a)
-      .def("dirty", [](const Dram& self, int64_t table) { return dram_rows(self, table, true); }, "table"_a)
-      .def("resident", [](const Dram& self, int64_t table) { return dram_rows(self, table, false); }, "table"_a)
-      .def("clean",
-           [](Dram& self, int64_t table, In slots) {
-             const auto s = slots_in(slots);
-             nb::gil_scoped_release release;
-             self.clean(table, s);
-           },
-           "table"_a, "slots"_a)
-      .def("clocks",
-           [](const Dram& self, int64_t table, In slots) { return tensor(self.clocks(table, slots_in(slots))); },
-           "table"_a, "slots"_a)
-      .def("erase",
-           [](Dram& self, int64_t table, In ids) {
-             const auto i = elements<const int64_t>(ids, "ids", {-1});
-             nb::gil_scoped_release release;
-             self.erase(table, i);
-           },
-           "table"_a, "ids"_a)
-      .def("weights_address",
-           [](const Dram& self, int64_t table) { return reinterpret_cast<intptr_t>(self.layout(table).weights); },
-           "table"_a)
-      .def("stride_bytes", [](const Dram& self, int64_t table) { return self.layout(table).weights_stride; }, "table"_a)
+      .def(
+          "acquire",
+          [](Dram& self, In ids, In offsets, Out slots, bool birth) {
+            const auto i = elements<const int64_t>(ids, "ids", {-1});
+            const auto o = elements<const int64_t>(offsets, "offsets", {-1});
+            const auto s = elements<int32_t>(slots, "slots", {length(i)});
+            nb::gil_scoped_release release;
+            return self.acquire(i, o, {reinterpret_cast<uint32_t*>(s.data()), s.size()}, birth);
+          },
+          "ids"_a, "offsets"_a, "slots"_a, "birth"_a)
+      .def(
+          "release",
+          [](Dram& self, In slots, In offsets, bool dirty) {
+            const auto s = slots_in(slots);
+            const auto o = elements<const int64_t>(offsets, "offsets", {-1});
+            nb::gil_scoped_release release;
+            self.release(s, o, dirty);
+          },
+          "slots"_a, "offsets"_a, "dirty"_a)
+      .def(
+          "birth",
+          [](Dram& self, In ids, In slots, int64_t table) {
+            const auto i = elements<const int64_t>(ids, "ids", {-1});
+            const auto s = unsigned_bits(elements<const int32_t>(slots, "slots", {length(i)}));
+            nb::gil_scoped_release release;
+            self.birth(table, i, s);
+          },
+          "ids"_a, "slots"_a, "table"_a)
+      .def(
+          "pack",
+          [](const Dram& self, int64_t table, In slots, Out records) {
+            const auto s = slots_in(slots);
+            const auto r =
+                elements<uint8_t>(records, "records", {length(s), self.layout(table).record_bytes()});
+            nb::gil_scoped_release release;
+            self.pack(table, s, reinterpret_cast<std::byte*>(r.data()));
+          },
+          "table"_a, "slots"_a, "records"_a)
+      .def(
+          "unpack",
+          [](Dram& self, int64_t table, In slots, In records) {
+            const auto s = slots_in(slots);
+            const auto r =
+                elements<const uint8_t>(records, "records", {length(s), self.layout(table).record_bytes()});
+            nb::gil_scoped_release release;
+            self.unpack(table, s, reinterpret_cast<const std::byte*>(r.data()));
+          },
+          "table"_a, "slots"_a, "records"_a)
+      .def(
+          "read",
+          [](const Dram& self, int64_t table, In ids, Out out) {
+            const auto i = elements<const int64_t>(ids, "ids", {-1});
+            auto* o = row_bytes(out, "out", self.dtype(), length(i), self.layout(table).dim);
+            std::vector<int32_t> absent;
+            {
+              nb::gil_scoped_release release;
+              absent = self.read(table, i, o);
+            }
+            return tensor(std::move(absent));
+          },
+          "table"_a, "ids"_a, "out"_a)
+      .def(
+          "birth_values",
+          [](const Dram& self, int64_t table, In ids, Out out) {
+            const auto i = elements<const int64_t>(ids, "ids", {-1});
+            auto* o = row_bytes(out, "out", self.dtype(), length(i), self.layout(table).dim);
+            nb::gil_scoped_release release;
+            self.birth_values(table, i, o);
+          },
+          "table"_a, "ids"_a, "out"_a)
+      .def(
+          "dirty", [](const Dram& self, int64_t table) { return dram_rows(self, table, true); }, "table"_a)
+      .def(
+          "resident", [](const Dram& self, int64_t table) { return dram_rows(self, table, false); },
+          "table"_a)
+      .def(
+          "clean",
+          [](Dram& self, int64_t table, In slots) {
+            const auto s = slots_in(slots);
+            nb::gil_scoped_release release;
+            self.clean(table, s);
+          },
+          "table"_a, "slots"_a)
+      .def(
+          "clocks",
+          [](const Dram& self, int64_t table, In slots) {
+            return tensor(self.clocks(table, slots_in(slots)));
+          },
+          "table"_a, "slots"_a)
+      .def(
+          "erase",
+          [](Dram& self, int64_t table, In ids) {
+            const auto i = elements<const int64_t>(ids, "ids", {-1});
+            nb::gil_scoped_release release;
+            self.erase(table, i);
+          },
+          "table"_a, "ids"_a)
+      .def(
+          "weights_address",
+          [](const Dram& self, int64_t table) {
+            return reinterpret_cast<intptr_t>(self.layout(table).weights);
+          },
+          "table"_a)
+      .def(
+          "stride_bytes", [](const Dram& self, int64_t table) { return self.layout(table).weights_stride; },
+          "table"_a)
       .def("num_rows", &Dram::num_rows, nb::call_guard<nb::gil_scoped_release>(), "table"_a)
       .def("resident_bytes", &Dram::resident_bytes, nb::call_guard<nb::gil_scoped_release>());
 }
@@ -408,29 +461,32 @@ void bind_dram(nb::module_& m) {
 void bind_row_index(nb::module_& m) {
   nb::class_<RowIndex>(m, "RowIndex")
       .def(nb::init<>())
-      .def("put",
-           [](RowIndex& self, In ids, In values) {
-             const auto i = elements<const int64_t>(ids, "ids", {-1});
-             const auto v = elements<const int64_t>(values, "values", {static_cast<int64_t>(i.size())});
-             nb::gil_scoped_release release;
-             self.put(i, v);
-           },
-           "ids"_a, "values"_a)
-      .def("get",
-           [](const RowIndex& self, In ids, Out out) {
-             const auto i = elements<const int64_t>(ids, "ids", {-1});
-             const auto o = elements<int64_t>(out, "out", {static_cast<int64_t>(i.size())});
-             nb::gil_scoped_release release;
-             self.get(i, o);
-           },
-           "ids"_a, "out"_a)
-      .def("erase",
-           [](RowIndex& self, In ids) {
-             const auto i = elements<const int64_t>(ids, "ids", {-1});
-             nb::gil_scoped_release release;
-             self.erase(i);
-           },
-           "ids"_a)
+      .def(
+          "put",
+          [](RowIndex& self, In ids, In values) {
+            const auto i = elements<const int64_t>(ids, "ids", {-1});
+            const auto v = elements<const int64_t>(values, "values", {static_cast<int64_t>(i.size())});
+            nb::gil_scoped_release release;
+            self.put(i, v);
+          },
+          "ids"_a, "values"_a)
+      .def(
+          "get",
+          [](const RowIndex& self, In ids, Out out) {
+            const auto i = elements<const int64_t>(ids, "ids", {-1});
+            const auto o = elements<int64_t>(out, "out", {static_cast<int64_t>(i.size())});
+            nb::gil_scoped_release release;
+            self.get(i, o);
+          },
+          "ids"_a, "out"_a)
+      .def(
+          "erase",
+          [](RowIndex& self, In ids) {
+            const auto i = elements<const int64_t>(ids, "ids", {-1});
+            nb::gil_scoped_release release;
+            self.erase(i);
+          },
+          "ids"_a)
       .def("items",
            [](const RowIndex& self) {
              std::vector<int64_t> ids, values;
@@ -485,7 +541,8 @@ void bind_segments(nb::module_& m) {
         const auto n = static_cast<int64_t>(i.size());
         const auto stride = static_cast<int64_t>(frame_stride(record_bytes));
         const uint8_t* r = nullptr;
-        if (records) r = elements<const uint8_t>(*records, "records", {n, static_cast<int64_t>(record_bytes)}).data();
+        if (records)
+          r = elements<const uint8_t>(*records, "records", {n, static_cast<int64_t>(record_bytes)}).data();
         const auto f = elements<uint8_t>(frames, "frames", {n, stride});
         nb::gil_scoped_release release;
         frame_records(i.data(), r, i.size(), record_bytes, first_place, f.data());

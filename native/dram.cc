@@ -12,11 +12,14 @@ namespace {
 
 constexpr std::int64_t kRun = 4096;  // rows a thread takes at a time
 
-[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("dram: " + message); }
+[[noreturn]] void refuse(const std::string& message) {
+  throw std::invalid_argument("dram: " + message);
+}
 
 }  // namespace
 
-void check_parts(std::span<const std::int64_t> offsets, std::int64_t num_tables, std::int64_t size, const char* name) {
+void check_parts(std::span<const std::int64_t> offsets, std::int64_t num_tables, std::int64_t size,
+                 const char* name) {
   if (static_cast<std::int64_t>(offsets.size()) != num_tables + 1) {
     throw std::invalid_argument("offsets: got " + std::to_string(offsets.size()) + " elements, wanted " +
                                 std::to_string(num_tables + 1) + " (tables + 1)");
@@ -29,7 +32,8 @@ void check_parts(std::span<const std::int64_t> offsets, std::int64_t num_tables,
   }
   if (offsets.front() != 0 || offsets.back() != size) {
     throw std::invalid_argument("offsets span " + std::to_string(offsets.front()) + " .. " +
-                                std::to_string(offsets.back()) + ", wanted 0 .. " + std::to_string(size) + " (" + name + ")");
+                                std::to_string(offsets.back()) + ", wanted 0 .. " + std::to_string(size) +
+                                " (" + name + ")");
   }
 }
 
@@ -46,11 +50,13 @@ const TableRows& Dram::at(std::int64_t table) const {
   return tables_[table];
 }
 
-std::vector<Dram::Run> Dram::runs(std::span<const std::int64_t> offsets, std::size_t size, const char* name) const {
+std::vector<Dram::Run> Dram::runs(std::span<const std::int64_t> offsets, std::size_t size,
+                                  const char* name) const {
   check_parts(offsets, num_tables(), static_cast<std::int64_t>(size), name);
   std::vector<Run> all;
   for (std::int64_t t = 0; t < num_tables(); ++t) {
-    for (std::int64_t i = offsets[t]; i < offsets[t + 1]; i += kRun) all.push_back({t, i, std::min(i + kRun, offsets[t + 1])});
+    for (std::int64_t i = offsets[t]; i < offsets[t + 1]; i += kRun)
+      all.push_back({t, i, std::min(i + kRun, offsets[t + 1])});
   }
   return all;
 }
@@ -59,8 +65,9 @@ void Dram::check_slots(std::int64_t table, std::span<const std::uint32_t> slots)
   const auto capacity = static_cast<std::uint64_t>(at(table).settings().capacity_rows);
   for (std::size_t i = 0; i < slots.size(); ++i) {
     if (slots[i] >= capacity) {
-      refuse("slots: got " + std::to_string(static_cast<std::int32_t>(slots[i])) + " at position " + std::to_string(i) +
-             ", table " + std::to_string(table) + " has " + std::to_string(capacity) + " slots");
+      refuse("slots: got " + std::to_string(static_cast<std::int32_t>(slots[i])) + " at position " +
+             std::to_string(i) + ", table " + std::to_string(table) + " has " + std::to_string(capacity) +
+             " slots");
     }
   }
 }
@@ -68,7 +75,9 @@ void Dram::check_slots(std::int64_t table, std::span<const std::uint32_t> slots)
 Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
                        std::span<std::uint32_t> slots, bool is_birth) {
   const auto runs = this->runs(offsets, ids.size(), "ids");
-  const auto part = [&](auto span, std::int64_t t) { return span.subspan(offsets[t], offsets[t + 1] - offsets[t]); };
+  const auto part = [&](auto span, std::int64_t t) {
+    return span.subspan(offsets[t], offsets[t + 1] - offsets[t]);
+  };
   const auto num_runs = static_cast<std::int64_t>(runs.size());
 
   const std::scoped_lock lock(mutex_);
@@ -79,7 +88,8 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
 
   for_each_unit(num_runs, [&](std::int64_t r) {
     const auto [t, begin, end] = runs[r];
-    found_in_run[r] = tables_[t].pin_resident(ids.subspan(begin, end - begin), slots.subspan(begin, end - begin));
+    found_in_run[r] =
+        tables_[t].pin_resident(ids.subspan(begin, end - begin), slots.subspan(begin, end - begin));
   });
   try {
     std::int64_t num_evictions = 0;
@@ -89,15 +99,20 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
       const std::int64_t wanted = offsets[t + 1] - offsets[t];
       if (found[t].outside) {
         const auto table_ids = part(ids, t);
-        const auto at = std::ranges::find_if(table_ids, [&](auto id) { return id < 0 || id >= rows.settings().rows; });
-        throw std::out_of_range("table " + std::to_string(t) + " position " + std::to_string(at - table_ids.begin()) +
-                                " id " + std::to_string(*at) + " rows " + std::to_string(rows.settings().rows));
+        const auto at =
+            std::ranges::find_if(table_ids, [&](auto id) { return id < 0 || id >= rows.settings().rows; });
+        throw std::out_of_range("table " + std::to_string(t) + " position " +
+                                std::to_string(at - table_ids.begin()) + " id " + std::to_string(*at) +
+                                " rows " + std::to_string(rows.settings().rows));
       }
-      if (found[t].overpinned) refuse("table " + std::to_string(t) + ": a row is pinned 8191 times; release some batches first");
+      if (found[t].overpinned)
+        refuse("table " + std::to_string(t) + ": a row is pinned 8191 times; release some batches first");
       if (!rows.has_room(found[t])) {
-        const std::int64_t pinned_by_others = rows.num_pinned() - (wanted - found[t].missing - found[t].newly_pinned);
+        const std::int64_t pinned_by_others =
+            rows.num_pinned() - (wanted - found[t].missing - found[t].newly_pinned);
         throw NoRoom("table " + std::to_string(t) + " needs " + std::to_string(wanted) + " slots of " +
-                     std::to_string(rows.settings().capacity_rows) + ", " + std::to_string(pinned_by_others) + " pinned");
+                     std::to_string(rows.settings().capacity_rows) + ", " + std::to_string(pinned_by_others) +
+                     " pinned");
       }
       num_missing += found[t].missing;
     }
@@ -118,16 +133,19 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
   for (std::size_t i = 0; num_missing && i < slots.size(); ++i) {
     if (slots[i] == kNoSlot) acquired.missing.push_back(static_cast<std::int32_t>(i));
   }
-  for_each_unit(num_tables(), [&](std::int64_t t) { tables_[t].admit(part(ids, t), part(slots, t), found[t], evicted[t]); });
+  for_each_unit(num_tables(), [&](std::int64_t t) {
+    tables_[t].admit(part(ids, t), part(slots, t), found[t], evicted[t]);
+  });
   if (is_birth) {
-    for_each_run(static_cast<std::int64_t>(acquired.missing.size()), kRun / 16, [&](std::int64_t begin, std::int64_t end) {
-      auto t = std::ranges::upper_bound(offsets, acquired.missing[begin]) - offsets.begin() - 1;
-      for (std::int64_t i = begin; i < end; ++i) {
-        const std::int32_t position = acquired.missing[i];
-        while (position >= offsets[t + 1]) ++t;
-        tables_[t].birth(ids[position], slots[position]);
-      }
-    });
+    for_each_run(static_cast<std::int64_t>(acquired.missing.size()), kRun / 16,
+                 [&](std::int64_t begin, std::int64_t end) {
+                   auto t = std::ranges::upper_bound(offsets, acquired.missing[begin]) - offsets.begin() - 1;
+                   for (std::int64_t i = begin; i < end; ++i) {
+                     const std::int32_t position = acquired.missing[i];
+                     while (position >= offsets[t + 1]) ++t;
+                     tables_[t].birth(ids[position], slots[position]);
+                   }
+                 });
   }
   acquired.evicted_offsets.push_back(0);
   for (auto& lost : evicted) {
@@ -139,21 +157,27 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
   return acquired;
 }
 
-void Dram::release(std::span<const std::uint32_t> slots, std::span<const std::int64_t> offsets, bool is_dirty) {
+void Dram::release(std::span<const std::uint32_t> slots, std::span<const std::int64_t> offsets,
+                   bool is_dirty) {
   const auto runs = this->runs(offsets, slots.size(), "slots");
   const auto num_runs = static_cast<std::int64_t>(runs.size());
   std::vector<std::int64_t> unpinned(runs.size());
   const std::scoped_lock lock(mutex_);
-  const auto slots_of = [&](std::int64_t r) { return slots.subspan(runs[r].begin, runs[r].end - runs[r].begin); };
-  for_each_unit(num_runs, [&](std::int64_t r) { unpinned[r] = tables_[runs[r].table].can_release(slots_of(r)); });
+  const auto slots_of = [&](std::int64_t r) {
+    return slots.subspan(runs[r].begin, runs[r].end - runs[r].begin);
+  };
+  for_each_unit(num_runs,
+                [&](std::int64_t r) { unpinned[r] = tables_[runs[r].table].can_release(slots_of(r)); });
   for (std::int64_t r = 0; r < num_runs; ++r) {
     if (!unpinned[r]) refuse("release: a slot of table " + std::to_string(runs[r].table) + " is not pinned");
   }
-  for_each_unit(num_runs, [&](std::int64_t r) { unpinned[r] = tables_[runs[r].table].release(slots_of(r), is_dirty); });
+  for_each_unit(num_runs,
+                [&](std::int64_t r) { unpinned[r] = tables_[runs[r].table].release(slots_of(r), is_dirty); });
   for (std::int64_t r = 0; r < num_runs; ++r) tables_[runs[r].table].unpinned(unpinned[r]);
 }
 
-void Dram::birth(std::int64_t table, std::span<const std::int64_t> ids, std::span<const std::uint32_t> slots) {
+void Dram::birth(std::int64_t table, std::span<const std::int64_t> ids,
+                 std::span<const std::uint32_t> slots) {
   check_slots(table, slots);
   const auto& rows = at(table);
   for_each_run(static_cast<std::int64_t>(ids.size()), kRun / 16, [&](std::int64_t begin, std::int64_t end) {
@@ -186,7 +210,8 @@ std::vector<std::int64_t> Dram::clocks(std::int64_t table, std::span<const std::
   return clocks;
 }
 
-std::vector<std::int32_t> Dram::read(std::int64_t table, std::span<const std::int64_t> ids, std::byte* out) const {
+std::vector<std::int32_t> Dram::read(std::int64_t table, std::span<const std::int64_t> ids,
+                                     std::byte* out) const {
   const auto& rows = at(table);
   const auto& layout = rows.layout();
   std::vector<std::int32_t> absent;
@@ -200,7 +225,8 @@ std::vector<std::int32_t> Dram::read(std::int64_t table, std::span<const std::in
       if (slots[i] != kNoSlot) __builtin_prefetch(layout.weights_of(slots[i]), 0, 2);
     }
     for (std::int64_t i = begin; i < end; ++i) {
-      if (slots[i] != kNoSlot) std::memcpy(out + i * layout.weights_bytes(), layout.weights_of(slots[i]), layout.weights_bytes());
+      if (slots[i] != kNoSlot)
+        std::memcpy(out + i * layout.weights_bytes(), layout.weights_of(slots[i]), layout.weights_bytes());
     }
   });
   for (std::size_t i = 0; i < ids.size(); ++i) {
@@ -212,11 +238,13 @@ std::vector<std::int32_t> Dram::read(std::int64_t table, std::span<const std::in
 void Dram::birth_values(std::int64_t table, std::span<const std::int64_t> ids, std::byte* out) const {
   const auto& rows = at(table);
   for_each_run(static_cast<std::int64_t>(ids.size()), kRun / 16, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) rows.birth_values(ids[i], out + i * rows.layout().weights_bytes());
+    for (std::int64_t i = begin; i < end; ++i)
+      rows.birth_values(ids[i], out + i * rows.layout().weights_bytes());
   });
 }
 
-std::vector<std::pair<std::int64_t, std::uint32_t>> Dram::resident(std::int64_t table, bool only_dirty) const {
+std::vector<std::pair<std::int64_t, std::uint32_t>> Dram::resident(std::int64_t table,
+                                                                   bool only_dirty) const {
   const auto& rows = at(table);
   const std::scoped_lock lock(mutex_);
   return rows.resident(only_dirty);
@@ -232,7 +260,8 @@ void Dram::erase(std::int64_t table, std::span<const std::int64_t> ids) {
   auto& rows = at(table);
   const std::scoped_lock lock(mutex_);
   for (const auto id : ids) {
-    if (rows.is_pinned(id)) refuse("erase: id " + std::to_string(id) + " of table " + std::to_string(table) + " is pinned");
+    if (rows.is_pinned(id))
+      refuse("erase: id " + std::to_string(id) + " of table " + std::to_string(table) + " is pinned");
   }
   rows.reserve_erase(ids.size());
   for (const auto id : ids) rows.erase(id);

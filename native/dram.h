@@ -13,20 +13,20 @@ namespace colonnade {
 
 // What an acquire did beyond pinning.
 struct Acquired {
-  std::vector<std::int32_t> missing;           // positions in ids, ascending: slot assigned
-  std::vector<std::int64_t> evicted_offsets;   // (T + 1,) into the next two
-  std::vector<std::int64_t> evicted_ids;       // dirty rows that lost their slot, table-major
+  std::vector<std::int32_t> missing;               // positions in ids, ascending: slot assigned
+  std::vector<std::int64_t> evicted_offsets;       // (T + 1,) into the next two
+  std::vector<std::int64_t> evicted_ids;           // dirty rows that lost their slot, table-major
   std::vector<Buffer<std::byte>> evicted_records;  // by table, (V_t, record_bytes)
   std::vector<std::int64_t> record_bytes;          // by table
-  std::int64_t num_evicted = 0;                // clean ones included
+  std::int64_t num_evicted = 0;                    // clean ones included
 
   Acquired() = default;
   Acquired(Acquired&&) = default;
   Acquired& operator=(Acquired&&) = default;
 };
 
-// Thread-safe: one lock around index, pins and flags. Row contents are not locked: a pinned row does not move,
-// and who reads or writes it is the caller's order of things.
+// Thread-safe: one lock around index, pins and flags. Row contents are not locked: a pinned row does not
+// move, and who reads or writes it is the caller's order of things.
 class Dram {
  public:
   Dram(std::span<const TableSettings> tables, Dtype dtype, std::int64_t num_ranks);
@@ -50,7 +50,8 @@ class Dram {
 
   std::vector<std::pair<std::int64_t, std::uint32_t>> resident(std::int64_t table, bool only_dirty) const;
   void clean(std::int64_t table, std::span<const std::uint32_t> slots);
-  void erase(std::int64_t table, std::span<const std::int64_t> ids);  // invalid_argument, nothing changed, if pinned
+  void erase(std::int64_t table,
+             std::span<const std::int64_t> ids);  // invalid_argument, nothing changed, if pinned
 
   std::int64_t num_tables() const { return static_cast<std::int64_t>(tables_.size()); }
   Dtype dtype() const { return dtype_; }
@@ -74,6 +75,7 @@ class Dram {
 };
 
 // offsets (T + 1,) must ascend from 0 to size; invalid_argument, naming `name`, if not.
-void check_parts(std::span<const std::int64_t> offsets, std::int64_t num_tables, std::int64_t size, const char* name);
+void check_parts(std::span<const std::int64_t> offsets, std::int64_t num_tables, std::int64_t size,
+                 const char* name);
 
 }  // namespace colonnade

@@ -1,4 +1,5 @@
-// Where the gradients of a batch lie, by entry: outputs' gradients by lookup, or sums that others made by row.
+// Where the gradients of a batch lie, by entry: outputs' gradients by lookup, or sums that others made by
+// row.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,8 @@ class GradientSource {
 // Laid out as `pool` lays its outputs out: bases and strides (F,), in bytes. Entry: a lookup.
 class OutputGradients final : public GradientSource {
  public:
-  OutputGradients(const Lookups& lookups, std::span<const std::int64_t> bases, std::span<const std::int64_t> strides);
+  OutputGradients(const Lookups& lookups, std::span<const std::int64_t> bases,
+                  std::span<const std::int64_t> strides);
 };
 
 // Entry e is the row of elements at base + index[e] elements.

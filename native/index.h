@@ -28,8 +28,11 @@ class HashIndex {
     if (wanted > num_buckets_) rebuild(std::max(wanted, num_buckets_ * 2));
   }
 
-  // Always inlined: compilers take a function that only prefetches for one that does nothing, and drop the call.
-  COLONNADE_INLINE_MEMBER void prefetch(std::int64_t id) const { __builtin_prefetch(&buckets_[home(id)], 0, 2); }
+  // Always inlined: compilers take a function that only prefetches for one that does nothing, and drop the
+  // call.
+  COLONNADE_INLINE_MEMBER void prefetch(std::int64_t id) const {
+    __builtin_prefetch(&buckets_[home(id)], 0, 2);
+  }
 
   // The value's place, or null.
   const Value* find(std::int64_t id) const {

@@ -27,7 +27,9 @@ std::atomic<const Kernels*>& chosen() noexcept {
 
 }  // namespace
 
-const Kernels& kernels() noexcept { return *chosen().load(std::memory_order_relaxed); }
+const Kernels& kernels() noexcept {
+  return *chosen().load(std::memory_order_relaxed);
+}
 
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;

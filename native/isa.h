@@ -9,7 +9,7 @@
 
 namespace colonnade {
 
-const Kernels& kernels() noexcept;  // the best this processor has, unless set_isa chose another
+const Kernels& kernels() noexcept;          // the best this processor has, unless set_isa chose another
 std::vector<std::string> available_isas();  // best first
 void set_isa(const std::string& name);      // invalid_argument if this processor lacks it
 

@@ -9,9 +9,13 @@ namespace colonnade {
 
 namespace {
 
-[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("lookups: " + message); }
+[[noreturn]] void refuse(const std::string& message) {
+  throw std::invalid_argument("lookups: " + message);
+}
 
-std::string number(std::int64_t n) { return std::to_string(n); }
+std::string number(std::int64_t n) {
+  return std::to_string(n);
+}
 
 void want_length(const char* name, std::size_t got, std::int64_t wanted, const char* why) {
   if (static_cast<std::int64_t>(got) != wanted) {
@@ -39,27 +43,33 @@ Lookups::Lookups(std::span<const std::int64_t> ids, std::span<const std::int64_t
   want_length("feature_offsets", feature_offsets.size(), num_features + 1, "features + 1");
   want_length("poolings", poolings.size(), num_features, "features");
   if (weights) want_length("weights", static_cast<std::size_t>(weights->size), num_lookups, "ids");
-  if (feature_offsets[0] != 0) refuse("feature_offsets starts at " + number(feature_offsets[0]) + ", wanted 0");
+  if (feature_offsets[0] != 0)
+    refuse("feature_offsets starts at " + number(feature_offsets[0]) + ", wanted 0");
   for (std::int64_t f = 0; f < num_features; ++f) {
     if (first(f) > last(f)) {
-      refuse("feature_offsets decrease at feature " + number(f) + ": " + number(first(f)) + " -> " + number(last(f)));
+      refuse("feature_offsets decrease at feature " + number(f) + ": " + number(first(f)) + " -> " +
+             number(last(f)));
     }
     if (tables_[f] < 0) refuse("feature " + number(f) + " names table " + number(tables_[f]));
     if (poolings_[f] > 2) {
-      refuse("feature " + number(f) + " has pooling " + number(poolings_[f]) + ", wanted 0 sum, 1 mean or 2 sequence");
+      refuse("feature " + number(f) + " has pooling " + number(poolings_[f]) +
+             ", wanted 0 sum, 1 mean or 2 sequence");
     }
   }
   if (feature_offsets.back() != num_lookups) {
-    refuse("feature_offsets end at " + number(feature_offsets.back()) + " but there are " + number(num_lookups) + " ids");
+    refuse("feature_offsets end at " + number(feature_offsets.back()) + " but there are " +
+           number(num_lookups) + " ids");
   }
-  if (std::ranges::all_of(poolings, [](std::uint8_t p) { return static_cast<Pooling>(p) == Pooling::sequence; })) {
+  if (std::ranges::all_of(poolings,
+                          [](std::uint8_t p) { return static_cast<Pooling>(p) == Pooling::sequence; })) {
     return;
   }
   if (batch_size < 0) refuse("batch_size " + number(batch_size));
   if (!bag_offsets) {
     for (std::int64_t f = 0; f < num_features; ++f) {
       if (pooling(f) != Pooling::sequence && last(f) - first(f) != batch_size) {
-        refuse("feature " + number(f) + " has " + number(last(f) - first(f)) + " lookups for " + number(batch_size) +
+        refuse("feature " + number(f) + " has " + number(last(f) - first(f)) + " lookups for " +
+               number(batch_size) +
                " samples and no bag_offsets; one-hot features have one lookup per sample");
       }
     }
@@ -80,8 +90,8 @@ Lookups::Lookups(std::span<const std::int64_t> ids, std::span<const std::int64_t
     for (std::int64_t b = 0; b < batch_size; ++b) decreases |= bag[b] > bag[b + 1];
     for (std::int64_t b = 0; decreases; ++b) {
       if (bag[b] > bag[b + 1]) {
-        refuse("bag_offsets decrease at feature " + number(f) + " sample " + number(b) + ": " + number(bag[b]) +
-               " -> " + number(bag[b + 1]));
+        refuse("bag_offsets decrease at feature " + number(f) + " sample " + number(b) + ": " +
+               number(bag[b]) + " -> " + number(bag[b + 1]));
       }
     }
   }

@@ -37,7 +37,8 @@ class Lookups {
   std::int32_t table(std::int64_t f) const { return tables_[f]; }
   Pooling pooling(std::int64_t f) const { return static_cast<Pooling>(poolings_[f]); }
 
-  // (B + 1,) bounds of a pooled feature's bags; null: lookup first(f) + b is bag b. Always null for a sequence.
+  // (B + 1,) bounds of a pooled feature's bags; null: lookup first(f) + b is bag b. Always null for a
+  // sequence.
   const std::int64_t* bags(std::int64_t f) const {
     return bag_offsets_ && pooling(f) != Pooling::sequence ? bag_offsets_ + f * batch_size_ : nullptr;
   }
@@ -45,7 +46,8 @@ class Lookups {
 
   const std::optional<Weights>& weights() const { return weights_; }
 
-  // The output row of each lookup, (E,), for features with bags; null if there are none. Made at the first call.
+  // The output row of each lookup, (E,), for features with bags; null if there are none. Made at the first
+  // call.
   const std::int32_t* output_rows() const;
 
   // Features of each table, ascending: features[first[t] .. first[t + 1]).

@@ -43,8 +43,8 @@ struct VocabularyOrder {
 struct TableOrder {
   std::span<const std::int32_t> features;
   std::int64_t rows;
-  std::int64_t begin = 0, end = 0;     // the table's entries in the plan
-  std::uint64_t* sorted = nullptr;     // lookup of each entry, | kStartsRow
+  std::int64_t begin = 0, end = 0;  // the table's entries in the plan
+  std::uint64_t* sorted = nullptr;  // lookup of each entry, | kStartsRow
   std::int64_t num_unique = 0;
   std::int64_t first_unique = 0;
   bool out_of_range = false;
@@ -57,7 +57,8 @@ class Planner {
         ids_(lookups.ids().data()),
         num_ranks_(num_ranks),
         by_table_(lookups.by_table(static_cast<std::int64_t>(table_rows.size()))),
-        lookup_bits_(std::bit_width(static_cast<std::uint64_t>(std::max<std::int64_t>(lookups.num_lookups(), 1)))),
+        lookup_bits_(
+            std::bit_width(static_cast<std::uint64_t>(std::max<std::int64_t>(lookups.num_lookups(), 1)))),
         lookup_mask_((std::uint64_t{1} << lookup_bits_) - 1),
         words_(lookups.ids().size()),
         spare_(lookups.ids().size()) {
@@ -65,7 +66,8 @@ class Planner {
     std::int64_t next = 0;
     for (std::size_t t = 0; t < tables_.size(); ++t) {
       auto& table = tables_[t];
-      table.features = std::span(by_table_.features).subspan(by_table_.first[t], by_table_.first[t + 1] - by_table_.first[t]);
+      table.features = std::span(by_table_.features)
+                           .subspan(by_table_.first[t], by_table_.first[t + 1] - by_table_.first[t]);
       table.rows = table_rows[t];
       table.begin = next;
       for (const auto f : table.features) next += lookups.last(f) - lookups.first(f);
@@ -90,11 +92,13 @@ class Planner {
     }
     const auto num_lookups = lookups_.ids().size();
     Plan plan{Buffer<std::int64_t>(num_unique), Buffer<std::int64_t>(num_tables * num_ranks_ + 1),
-              Buffer<std::int32_t>(num_lookups), Buffer<std::int32_t>(num_unique + 1), Buffer<std::int32_t>(num_lookups)};
+              Buffer<std::int32_t>(num_lookups), Buffer<std::int32_t>(num_unique + 1),
+              Buffer<std::int32_t>(num_lookups)};
     std::fill_n(plan.block_offsets.data(), plan.block_offsets.size(), 0);
     plan.segment_offsets[num_unique] = static_cast<std::int32_t>(num_lookups);
     for_each_unit(num_tables, [&](std::int64_t i) { write(plan, largest_first_[i]); });
-    for (std::size_t b = 1; b < plan.block_offsets.size(); ++b) plan.block_offsets[b] += plan.block_offsets[b - 1];
+    for (std::size_t b = 1; b < plan.block_offsets.size(); ++b)
+      plan.block_offsets[b] += plan.block_offsets[b - 1];
     return plan;
   }
 
@@ -156,10 +160,12 @@ class Planner {
   void sort_open(TableOrder& table) noexcept {
     const std::int64_t n = table.end - table.begin;
     // Eight bits more than the lookups need: about 1 in 256 then meets another id with the same prefix.
-    const int prefix_bits = std::min(64 - lookup_bits_, static_cast<int>(std::bit_width(static_cast<std::uint64_t>(n))) + 8);
+    const int prefix_bits =
+        std::min(64 - lookup_bits_, static_cast<int>(std::bit_width(static_cast<std::uint64_t>(n))) + 8);
     const std::uint64_t prefix = ~(~std::uint64_t{0} >> prefix_bits);
     fill(table, [&](std::int64_t e) { return (hash(e) & ~lookup_mask_) | static_cast<std::uint64_t>(e); });
-    table.sorted = radix_sort(words_.data() + table.begin, spare_.data() + table.begin, n, 64 - prefix_bits, 64);
+    table.sorted =
+        radix_sort(words_.data() + table.begin, spare_.data() + table.begin, n, 64 - prefix_bits, 64);
     std::uint64_t* const sorted = table.sorted;
     for (std::int64_t i = 0, end; i < n; i = end) {
       for (end = i + 1; end < n && ((sorted[end] ^ sorted[i]) & prefix) == 0;) ++end;
@@ -231,9 +237,9 @@ class Planner {
     for (const auto f : table.features) {
       for (std::int64_t e = lookups_.first(f); e < lookups_.last(f); ++e) {
         if (static_cast<std::uint64_t>(ids_[e]) >= static_cast<std::uint64_t>(table.rows)) {
-          throw std::out_of_range("table " + std::to_string(t) + " feature " + std::to_string(f) + " position " +
-                                  std::to_string(e - lookups_.first(f)) + " id " + std::to_string(ids_[e]) +
-                                  " rows " + std::to_string(table.rows));
+          throw std::out_of_range("table " + std::to_string(t) + " feature " + std::to_string(f) +
+                                  " position " + std::to_string(e - lookups_.first(f)) + " id " +
+                                  std::to_string(ids_[e]) + " rows " + std::to_string(table.rows));
         }
       }
     }
@@ -281,12 +287,14 @@ void owner_of(std::span<const std::int64_t> ids, std::int64_t rows, std::int64_t
   }
 }
 
-void take(std::span<const std::int32_t> values, std::span<const std::int32_t> index, std::span<std::int32_t> out) {
+void take(std::span<const std::int32_t> values, std::span<const std::int32_t> index,
+          std::span<std::int32_t> out) {
   constexpr std::int64_t kRun = 1 << 15;
   std::atomic<bool> is_outside{false};
   for_each_run(static_cast<std::int64_t>(index.size()), kRun, [&](std::int64_t begin, std::int64_t end) {
     bool outside = false;
-    for (std::int64_t i = begin; i < end; ++i) outside |= static_cast<std::uint32_t>(index[i]) >= values.size();
+    for (std::int64_t i = begin; i < end; ++i)
+      outside |= static_cast<std::uint32_t>(index[i]) >= values.size();
     if (outside) {
       is_outside = true;
       return;

@@ -9,11 +9,12 @@
 
 namespace colonnade {
 
-// U unique rows of T tables over N ranks; table-major, then by owner, then in an order that depends only on the ids.
+// U unique rows of T tables over N ranks; table-major, then by owner, then in an order that depends only on
+// the ids.
 struct Plan {
-  Buffer<std::int64_t> unique_ids;       // (U,)
-  Buffer<std::int64_t> block_offsets;    // (T * N + 1,) unique rows of table t owned by rank r: block t * N + r
-  Buffer<std::int32_t> inverse;          // (E,) unique row of each lookup
+  Buffer<std::int64_t> unique_ids;     // (U,)
+  Buffer<std::int64_t> block_offsets;  // (T * N + 1,) unique rows of table t owned by rank r: block t * N + r
+  Buffer<std::int32_t> inverse;        // (E,) unique row of each lookup
   Buffer<std::int32_t> segment_offsets;  // (U + 1,) into entries
   Buffer<std::int32_t> entries;          // (E,) lookups, ascending inside a row
 
@@ -28,6 +29,7 @@ void owner_of(std::span<const std::int64_t> ids, std::int64_t rows, std::int64_t
               std::span<std::int32_t> out);
 
 // out[i] = values[index[i]]; out_of_range if an index is not a position in values.
-void take(std::span<const std::int32_t> values, std::span<const std::int32_t> index, std::span<std::int32_t> out);
+void take(std::span<const std::int32_t> values, std::span<const std::int32_t> index,
+          std::span<std::int32_t> out);
 
 }  // namespace colonnade

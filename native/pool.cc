@@ -13,20 +13,25 @@ namespace colonnade {
 
 namespace {
 
-constexpr std::int64_t kRunLookups = 4096;               // long, so that few rows are not fetched ahead
-constexpr std::int64_t kStreamedBytes = std::int64_t{1} << 20;  // smaller outputs are worth keeping in the cache
+constexpr std::int64_t kRunLookups = 4096;  // long, so that few rows are not fetched ahead
+constexpr std::int64_t kStreamedBytes = std::int64_t{1}
+                                        << 20;  // smaller outputs are worth keeping in the cache
 
-[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("pool: " + message); }
+[[noreturn]] void refuse(const std::string& message) {
+  throw std::invalid_argument("pool: " + message);
+}
 
 void want_length(const char* name, std::size_t got, std::int64_t wanted, const char* unit) {
   if (static_cast<std::int64_t>(got) != wanted) {
-    refuse(std::string(name) + " has " + std::to_string(got) + " elements, wanted " + std::to_string(wanted) + " (" + unit + ")");
+    refuse(std::string(name) + " has " + std::to_string(got) + " elements, wanted " + std::to_string(wanted) +
+           " (" + unit + ")");
   }
 }
 
 }  // namespace
 
-void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const PoolPlaces& places, Dtype dtype) {
+void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const PoolPlaces& places,
+          Dtype dtype) {
   const auto num_tables = static_cast<std::int64_t>(places.bases.size());
   want_length("index", index.size(), lookups.num_lookups(), "lookups");
   want_length("strides", places.strides.size(), num_tables, "tables");
@@ -34,19 +39,24 @@ void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Po
   want_length("out_bases", places.out_bases.size(), lookups.num_features(), "features");
   want_length("out_strides", places.out_strides.size(), lookups.num_features(), "features");
   if (lookups.weights() && lookups.weights()->dtype != dtype) {
-    refuse("weights are " + std::string(name_of(lookups.weights()->dtype)) + ", the tables " + std::string(name_of(dtype)));
+    refuse("weights are " + std::string(name_of(lookups.weights()->dtype)) + ", the tables " +
+           std::string(name_of(dtype)));
   }
   std::uint32_t largest = 0;
   for (const auto row : index) largest = std::max(largest, row);
   if (largest == 0xffffffff) {
-    refuse("lookup " + std::to_string(std::ranges::find(index, largest) - index.begin()) + " has no row (index -1); acquire it first");
+    refuse("lookup " + std::to_string(std::ranges::find(index, largest) - index.begin()) +
+           " has no row (index -1); acquire it first");
   }
 
   std::int64_t out_bytes = 0;
   for (std::int64_t f = 0; f < lookups.num_features(); ++f) {
     const std::int32_t t = lookups.table(f);
-    if (t >= num_tables) refuse("feature " + std::to_string(f) + " names table " + std::to_string(t) + " of " + std::to_string(num_tables));
-    if (places.dims[t] < 1) refuse("table " + std::to_string(t) + " has dim " + std::to_string(places.dims[t]));
+    if (t >= num_tables)
+      refuse("feature " + std::to_string(f) + " names table " + std::to_string(t) + " of " +
+             std::to_string(num_tables));
+    if (places.dims[t] < 1)
+      refuse("table " + std::to_string(t) + " has dim " + std::to_string(places.dims[t]));
     out_bytes += lookups.num_outputs(f) * places.dims[t] * item_bytes(dtype);
   }
   std::vector<PoolTask> tasks;

@@ -14,7 +14,8 @@ inline constexpr int kMaxPasses = 6;      // 64 bits
 // Sorts words[0, n), n < 2^32, by bits [low, high); those above are zero. The lower bits must ascend in
 // words, and still ascend inside each run of equal high bits afterwards (few words: runs of equal words above
 // low, all of which are sorted). Returns where the sorted words are: `words` or `spare`.
-inline std::uint64_t* radix_sort(std::uint64_t* words, std::uint64_t* spare, std::int64_t n, int low, int high) {
+inline std::uint64_t* radix_sort(std::uint64_t* words, std::uint64_t* spare, std::int64_t n, int low,
+                                 int high) {
   constexpr std::int64_t kFew = 256;
   if (n < 2 || low >= high) return words;
   if (n <= kFew) {

@@ -51,9 +51,8 @@ void RowIndex::erase(std::span<const std::int64_t> ids) noexcept {
 std::vector<std::pair<std::int64_t, std::int64_t>> RowIndex::items() const {
   std::vector<std::pair<std::int64_t, std::int64_t>> all;
   all.reserve(static_cast<std::size_t>(size()));
-  index_.for_each([&](std::int64_t id, std::uint64_t value) {
-    all.emplace_back(id, static_cast<std::int64_t>(value));
-  });
+  index_.for_each(
+      [&](std::int64_t id, std::uint64_t value) { all.emplace_back(id, static_cast<std::int64_t>(value)); });
   std::ranges::sort(all);
   return all;
 }

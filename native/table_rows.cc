@@ -9,10 +9,13 @@ namespace colonnade {
 
 namespace {
 
-// Requests are walked in blocks: first every index bucket is fetched, then every slot's word, then they are read.
+// Requests are walked in blocks: first every index bucket is fetched, then every slot's word, then they are
+// read.
 constexpr std::int64_t kBlock = 64;
 
-[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("dram: " + message); }
+[[noreturn]] void refuse(const std::string& message) {
+  throw std::invalid_argument("dram: " + message);
+}
 
 }  // namespace
 
@@ -32,7 +35,8 @@ TableRows::TableRows(const TableSettings& settings, Dtype dtype, std::int64_t nu
   const auto capacity = static_cast<std::size_t>(settings_.capacity_rows);
   const auto item = static_cast<std::size_t>(item_bytes(dtype));
   const auto weights_stride = checked_bytes(item, static_cast<std::size_t>(settings.dim));
-  const auto state_stride = checked_bytes(item, static_cast<std::size_t>(settings.state_elements) + 8 / item - 1) / 8 * 8 + 8;
+  const auto state_stride =
+      checked_bytes(item, static_cast<std::size_t>(settings.state_elements) + 8 / item - 1) / 8 * 8 + 8;
   weights_slab_ = Slab(checked_bytes(weights_stride, capacity));
   states_slab_ = Slab(checked_bytes(state_stride, capacity));
   words_slab_ = Slab(checked_bytes(sizeof(std::uint16_t), capacity));
@@ -50,7 +54,8 @@ TableRows::TableRows(const TableSettings& settings, Dtype dtype, std::int64_t nu
 }
 
 void TableRows::ask_for_huge_pages() noexcept {
-  for (const Slab* slab : {&weights_slab_, &states_slab_, &words_slab_, &ids_slab_}) slab->ask_for_huge_pages();
+  for (const Slab* slab : {&weights_slab_, &states_slab_, &words_slab_, &ids_slab_})
+    slab->ask_for_huge_pages();
   has_huge_pages_ = true;
 }
 
@@ -146,7 +151,8 @@ void TableRows::admit(std::span<const std::int64_t> ids, std::span<std::uint32_t
     slots[i] = slot;
   }
   // Slots fill up from the start: a table of few rows keeps to small pages.
-  if (!has_huge_pages_ && static_cast<std::size_t>(num_touched_ * layout_.weights_stride) >= 2 * kHugePageBytes) {
+  if (!has_huge_pages_ &&
+      static_cast<std::size_t>(num_touched_ * layout_.weights_stride) >= 2 * kHugePageBytes) {
     ask_for_huge_pages();
   }
 }
@@ -194,7 +200,8 @@ bool TableRows::can_release(std::span<const std::uint32_t> slots) const noexcept
   bool can = true;
   const auto n = static_cast<std::int64_t>(slots.size());
   for (std::int64_t i = 0; i < n; ++i) {
-    if (i + kBlock < n && slots[i + kBlock] < settings_.capacity_rows) __builtin_prefetch(words_ + slots[i + kBlock], 1, 2);
+    if (i + kBlock < n && slots[i + kBlock] < settings_.capacity_rows)
+      __builtin_prefetch(words_ + slots[i + kBlock], 1, 2);
     can = can && slots[i] < settings_.capacity_rows && (words_[slots[i]] & kPins);
   }
   return can;
@@ -234,7 +241,8 @@ void TableRows::birth(std::int64_t id, std::uint32_t slot) const noexcept {
   birth_values(id, layout_.weights_of(slot));
   std::byte* state = layout_.state_of(slot);
   if (layout_.dtype == Dtype::float32) {
-    std::fill_n(reinterpret_cast<float*>(state), settings_.state_elements, static_cast<float>(settings_.initial_state));
+    std::fill_n(reinterpret_cast<float*>(state), settings_.state_elements,
+                static_cast<float>(settings_.initial_state));
   } else {
     std::fill_n(reinterpret_cast<double*>(state), settings_.state_elements, settings_.initial_state);
   }

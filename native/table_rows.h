@@ -18,7 +18,7 @@ namespace colonnade {
 struct TableSettings {
   std::int64_t dim;
   std::int64_t state_elements;
-  std::int64_t rows;           // 0: open table
+  std::int64_t rows;  // 0: open table
   std::int64_t capacity_rows;
   std::uint64_t seed;
   double init_scale;
@@ -29,14 +29,16 @@ struct TableSettings {
 struct RowLayout {
   Dtype dtype;
   std::int64_t dim, state_elements;
-  std::byte* weights;          // plane of dim elements a slot
+  std::byte* weights;  // plane of dim elements a slot
   std::int64_t weights_stride;
-  std::byte* states;           // plane of state elements, padding to 8 bytes, clock: a uint64 in the last 8
+  std::byte* states;  // plane of state elements, padding to 8 bytes, clock: a uint64 in the last 8
   std::int64_t state_stride;
 
   std::int64_t weights_bytes() const { return dim * item_bytes(dtype); }
   std::int64_t state_bytes() const { return state_elements * item_bytes(dtype); }
-  std::int64_t record_bytes() const { return weights_bytes() + state_bytes() + 8; }  // weights | state | clock
+  std::int64_t record_bytes() const {
+    return weights_bytes() + state_bytes() + 8;
+  }  // weights | state | clock
   std::byte* weights_of(std::uint32_t slot) const { return weights + slot * weights_stride; }
   std::byte* state_of(std::uint32_t slot) const { return states + slot * state_stride; }
   std::uint64_t& clock_of(std::uint32_t slot) const {
@@ -87,23 +89,27 @@ class TableRows {
   std::int64_t num_pinned() const { return num_pinned_; }
   std::int64_t resident_bytes() const;
 
-  // The four steps of an acquire, of unique ids. Runs of step 1 and of undoing it may be on different threads.
-  Found pin_resident(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots) noexcept;  // 1: kNoSlot where absent
-  void unpin(std::span<std::uint32_t> slots) noexcept;     // undoes step 1; slots become kNoSlot
-  bool has_room(const Found& found) const {                // 2
+  // The four steps of an acquire, of unique ids. Runs of step 1 and of undoing it may be on different
+  // threads.
+  Found pin_resident(std::span<const std::int64_t> ids,
+                     std::span<std::uint32_t> slots) noexcept;  // 1: kNoSlot where absent
+  void unpin(std::span<std::uint32_t> slots) noexcept;          // undoes step 1; slots become kNoSlot
+  bool has_room(const Found& found) const {                     // 2
     return num_pinned_ + found.newly_pinned + found.missing <= settings_.capacity_rows;
   }
-  void reserve(const Found& found, Evicted& evicted);      // 3: memory for step 4. NoRoom: nothing changed
+  void reserve(const Found& found, Evicted& evicted);  // 3: memory for step 4. NoRoom: nothing changed
   void admit(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots, const Found& found,
-             Evicted& evicted) noexcept;                   // 4: a pinned slot for every missing row
+             Evicted& evicted) noexcept;  // 4: a pinned slot for every missing row
 
   // False, nothing changed, if a slot is not that of a pinned row.
   bool can_release(std::span<const std::uint32_t> slots) const noexcept;
-  std::int64_t release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept;  // rows no longer pinned
+  std::int64_t release(std::span<const std::uint32_t> slots,
+                       bool is_dirty) noexcept;  // rows no longer pinned
   void unpinned(std::int64_t rows) noexcept { num_pinned_ -= rows; }
 
   std::uint32_t find(std::int64_t id) const noexcept;  // kNoSlot if absent
-  // Always inlined: compilers take a function that only prefetches for one that does nothing, and drop the call.
+  // Always inlined: compilers take a function that only prefetches for one that does nothing, and drop the
+  // call.
   COLONNADE_INLINE_MEMBER void prefetch(std::int64_t id) const noexcept {
     if (!is_direct()) {
       index_.prefetch(id);
@@ -130,7 +136,8 @@ class TableRows {
                                                       : static_cast<std::uint64_t>(id) / num_ranks_);
   }
   bool is_outside(std::int64_t id) const {
-    return settings_.rows != 0 && static_cast<std::uint64_t>(id) >= static_cast<std::uint64_t>(settings_.rows);
+    return settings_.rows != 0 &&
+           static_cast<std::uint64_t>(id) >= static_cast<std::uint64_t>(settings_.rows);
   }
   std::int64_t id_of(std::uint32_t slot) const { return ids_ ? ids_[slot] : slot; }
   bool is_newer(std::uint32_t slot) const {  // than what lies below: a row never updated has nothing to keep
@@ -149,11 +156,11 @@ class TableRows {
   std::int64_t* ids_;               // by slot; null: a slot's number is its id
   HashIndex<std::uint32_t> index_;  // unless direct
   std::vector<std::uint32_t> freed_;
-  std::int64_t num_touched_ = 0;    // slots [0, num_touched_) have been used
+  std::int64_t num_touched_ = 0;  // slots [0, num_touched_) have been used
   bool has_huge_pages_ = false;
   std::int64_t num_rows_ = 0;
   std::int64_t num_pinned_ = 0;
-  std::int64_t hand_ = 0;           // where the search for a row to evict goes on
+  std::int64_t hand_ = 0;  // where the search for a row to evict goes on
 };
 
 }  // namespace colonnade

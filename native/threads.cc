@@ -8,7 +8,9 @@ namespace {
 std::atomic<int> wanted{0};
 }
 
-void set_num_threads(int n) noexcept { wanted.store(n < 0 ? 0 : n, std::memory_order_relaxed); }
+void set_num_threads(int n) noexcept {
+  wanted.store(n < 0 ? 0 : n, std::memory_order_relaxed);
+}
 
 int num_threads() noexcept {
   const int n = wanted.load(std::memory_order_relaxed);

@@ -15,8 +15,12 @@ namespace {
 constexpr std::int64_t kRunEntries = 2048;
 constexpr std::int64_t kStackScratch = 4096;  // bytes; rows that need more share one buffer, a part per run
 
-std::string number(std::int64_t n) { return std::to_string(n); }
-[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("gradients: " + message); }
+std::string number(std::int64_t n) {
+  return std::to_string(n);
+}
+[[noreturn]] void refuse(const std::string& message) {
+  throw std::invalid_argument("gradients: " + message);
+}
 
 }  // namespace
 
@@ -24,14 +28,17 @@ OutputGradients::OutputGradients(const Lookups& lookups, std::span<const std::in
                                  std::span<const std::int64_t> strides)
     : GradientSource(lookups) {
   const std::int64_t num_features = lookups.num_features();
-  if (static_cast<std::int64_t>(bases.size()) != num_features || static_cast<std::int64_t>(strides.size()) != num_features) {
-    refuse(number(static_cast<std::int64_t>(bases.size())) + " bases and " + number(static_cast<std::int64_t>(strides.size())) +
-           " strides for " + number(num_features) + " features");
+  if (static_cast<std::int64_t>(bases.size()) != num_features ||
+      static_cast<std::int64_t>(strides.size()) != num_features) {
+    refuse(number(static_cast<std::int64_t>(bases.size())) + " bases and " +
+           number(static_cast<std::int64_t>(strides.size())) + " strides for " + number(num_features) +
+           " features");
   }
   for (std::int64_t f = 0; f < num_features; ++f) {
     const std::int64_t* bags = lookups.bags(f);
     add({lookups.first(f), lookups.last(f), reinterpret_cast<const std::byte*>(bases[f]), strides[f],
-         bags ? lookups.output_rows() : nullptr, bags && lookups.pooling(f) == Pooling::mean ? bags : nullptr});
+         bags ? lookups.output_rows() : nullptr,
+         bags && lookups.pooling(f) == Pooling::mean ? bags : nullptr});
   }
 }
 
@@ -46,11 +53,13 @@ class Summation {
     bool ascends = true;
     for (std::size_t u = 0; u + 1 < offsets.size(); ++u) ascends &= offsets[u] <= offsets[u + 1];
     if (!ascends || offsets.front() < 0 || offsets.back() > num_entries) {
-      refuse("segment_offsets must ascend inside 0 .. " + number(num_entries) + ", got " + number(offsets.front()) +
-             " .. " + number(offsets.back()) + (ascends ? "" : ", decreasing in between"));
+      refuse("segment_offsets must ascend inside 0 .. " + number(num_entries) + ", got " +
+             number(offsets.front()) + " .. " + number(offsets.back()) +
+             (ascends ? "" : ", decreasing in between"));
     }
     num_tables_ = static_cast<std::int64_t>(segments.table_offsets.size()) - 1;
-    check_parts(segments.table_offsets, num_tables_, static_cast<std::int64_t>(offsets.size()) - 1, "unique rows");
+    check_parts(segments.table_offsets, num_tables_, static_cast<std::int64_t>(offsets.size()) - 1,
+                "unique rows");
     if (source.lookups_) {
       if (source.lookups_->weights() && source.lookups_->weights()->dtype != dtype) {
         refuse("weights are " + std::string(name_of(source.lookups_->weights()->dtype)) + ", the tables " +
@@ -107,7 +116,8 @@ class Summation {
       const std::int64_t table_end = segments_.table_offsets[t + 1];
       for (std::int64_t begin = segments_.table_offsets[t], end; begin < table_end; begin = end) {
         end = std::upper_bound(offsets + begin + 1, offsets + table_end, offsets[begin] + kRunEntries,
-                               [](std::int64_t limit, std::int32_t offset) { return limit < offset; }) - offsets;
+                               [](std::int64_t limit, std::int32_t offset) { return limit < offset; }) -
+              offsets;
         runs_.push_back({t, begin, end});
       }
     }
@@ -161,8 +171,10 @@ void sum_rows(const Segments& segments, const GradientSource& source, std::span<
               std::int64_t out, std::span<const std::uint32_t> out_index, Dtype dtype) {
   Summation summation(segments, source, dtype);
   if (static_cast<std::int64_t>(dims.size()) != summation.num_tables() ||
-      out_index.size() + 1 != segments.segment_offsets.size() || std::ranges::any_of(dims, [](auto d) { return d < 1; })) {
-    refuse("dims must have one positive number for each of " + number(summation.num_tables()) + " tables, out_index one for each of " +
+      out_index.size() + 1 != segments.segment_offsets.size() ||
+      std::ranges::any_of(dims, [](auto d) { return d < 1; })) {
+    refuse("dims must have one positive number for each of " + number(summation.num_tables()) +
+           " tables, out_index one for each of " +
            number(static_cast<std::int64_t>(segments.segment_offsets.size()) - 1) + " rows");
   }
   const auto kernel = dtype == Dtype::float32 ? kernels().float32.sum : kernels().float64.sum;
@@ -183,15 +195,17 @@ void (*update_kernel(Optimizer optimizer))(const SumTask&) {
 
 }  // namespace
 
-void update(Dram& dram, std::span<const std::uint32_t> slots, const Segments& segments, const GradientSource& source,
-            std::span<const std::int32_t> optimizers, std::span<const double> settings) {
+void update(Dram& dram, std::span<const std::uint32_t> slots, const Segments& segments,
+            const GradientSource& source, std::span<const std::int32_t> optimizers,
+            std::span<const double> settings) {
   Summation summation(segments, source, dram.dtype());
   const std::int64_t num_tables = summation.num_tables();
   if (num_tables != dram.num_tables() || static_cast<std::int64_t>(optimizers.size()) != num_tables ||
       static_cast<std::int64_t>(settings.size()) != num_tables * kSettings) {
     refuse("offsets, optimizers and settings speak of " + number(num_tables) + ", " +
            number(static_cast<std::int64_t>(optimizers.size())) + " and " +
-           number(static_cast<std::int64_t>(settings.size()) / kSettings) + " tables; dram has " + number(dram.num_tables()));
+           number(static_cast<std::int64_t>(settings.size()) / kSettings) + " tables; dram has " +
+           number(dram.num_tables()));
   }
   if (slots.size() + 1 != segments.segment_offsets.size()) {
     refuse(number(static_cast<std::int64_t>(slots.size())) + " slots for " +
@@ -200,30 +214,35 @@ void update(Dram& dram, std::span<const std::uint32_t> slots, const Segments& se
   for (std::int64_t t = 0; t < num_tables; ++t) {
     const auto optimizer = static_cast<Optimizer>(optimizers[t]);
     if (optimizer != Optimizer::sgd && optimizer != Optimizer::rowwise_adagrad) {
-      refuse("table " + number(t) + " has optimizer " + number(optimizers[t]) + ", wanted 0 SGD or 1 row-wise Adagrad");
+      refuse("table " + number(t) + " has optimizer " + number(optimizers[t]) +
+             ", wanted 0 SGD or 1 row-wise Adagrad");
     }
     if (optimizer == Optimizer::rowwise_adagrad && dram.layout(t).state_elements < 1) {
       refuse("table " + number(t) + " has no state elements; row-wise Adagrad needs one");
     }
     const auto capacity = static_cast<std::uint64_t>(dram.capacity_rows(t));
     bool is_slot = true;
-    for (std::int64_t u = segments.table_offsets[t]; u < segments.table_offsets[t + 1]; ++u) is_slot &= slots[u] < capacity;
-    if (!is_slot) refuse("a slot of table " + number(t) + " is not in 0 .. " + number(static_cast<std::int64_t>(capacity) - 1));
+    for (std::int64_t u = segments.table_offsets[t]; u < segments.table_offsets[t + 1]; ++u)
+      is_slot &= slots[u] < capacity;
+    if (!is_slot)
+      refuse("a slot of table " + number(t) + " is not in 0 .. " +
+             number(static_cast<std::int64_t>(capacity) - 1));
   }
-  summation.for_each_task([&](std::int64_t t) { return dram.layout(t).dim; },
-                          [&](SumTask& task, std::int64_t t) {
-                            const RowLayout& layout = dram.layout(t);
-                            const auto optimizer = static_cast<Optimizer>(optimizers[t]);
-                            task.slots = slots.data();
-                            task.rows = layout.weights;
-                            task.row_stride = layout.weights_stride;
-                            task.states = layout.states;
-                            task.state_stride = layout.state_stride;
-                            task.learning_rate = settings[t * kSettings];
-                            task.weight_decay = settings[t * kSettings + 1];
-                            task.eps = settings[t * kSettings + 2];
-                            (layout.dtype == Dtype::float32 ? update_kernel<float> : update_kernel<double>)(optimizer)(task);
-                          });
+  summation.for_each_task(
+      [&](std::int64_t t) { return dram.layout(t).dim; },
+      [&](SumTask& task, std::int64_t t) {
+        const RowLayout& layout = dram.layout(t);
+        const auto optimizer = static_cast<Optimizer>(optimizers[t]);
+        task.slots = slots.data();
+        task.rows = layout.weights;
+        task.row_stride = layout.weights_stride;
+        task.states = layout.states;
+        task.state_stride = layout.state_stride;
+        task.learning_rate = settings[t * kSettings];
+        task.weight_decay = settings[t * kSettings + 1];
+        task.eps = settings[t * kSettings + 2];
+        (layout.dtype == Dtype::float32 ? update_kernel<float> : update_kernel<double>)(optimizer)(task);
+      });
 }
 
 }  // namespace colonnade

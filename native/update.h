@@ -23,8 +23,10 @@ inline constexpr std::int64_t kSettings = 8;  // learning rate, weight decay, ep
 void sum_rows(const Segments& segments, const GradientSource& source, std::span<const std::int32_t> dims,
               std::int64_t out, std::span<const std::uint32_t> out_index, Dtype dtype);
 
-// Row u is slots[u] of its table. optimizers (T,), settings (T, kSettings). invalid_argument: nothing changed.
-void update(Dram& dram, std::span<const std::uint32_t> slots, const Segments& segments, const GradientSource& source,
-            std::span<const std::int32_t> optimizers, std::span<const double> settings);
+// Row u is slots[u] of its table. optimizers (T,), settings (T, kSettings). invalid_argument: nothing
+// changed.
+void update(Dram& dram, std::span<const std::uint32_t> slots, const Segments& segments,
+            const GradientSource& source, std::span<const std::int32_t> optimizers,
+            std::span<const double> settings);
 
 }  // namespace colonnade

@@ -1,4 +1,5 @@
-// Loops over rows, compiled once per instruction set. Plain values in, no allocation, no exception, one thread each.
+// Loops over rows, compiled once per instruction set. Plain values in, no allocation, no exception, one
+// thread each.
 //
 // This header and everything in this folder is compiled with different flags for each path, so it may not
 // use anything of the standard library that the linker could share between them.
@@ -11,27 +12,27 @@ namespace colonnade {
 
 // Output rows [begin, end) of one feature.
 struct PoolTask {
-  const std::byte* rows;       // row 0 of the table
-  std::int64_t row_stride;     // bytes
+  const std::byte* rows;    // row 0 of the table
+  std::int64_t row_stride;  // bytes
   std::int64_t dim;
   const std::uint32_t* index;  // row of each lookup
   const void* weights;         // element of each lookup, or null
   const std::int64_t* bags;    // output b sums lookups [bags[b], bags[b + 1]); null: it is lookup first + b
   std::int64_t first, last;    // the feature's lookups
   bool is_mean;
-  bool is_streamed;            // write around the cache; rows are whole, aligned cache lines
-  std::byte* out;              // output row 0
-  std::int64_t out_stride;     // bytes
+  bool is_streamed;         // write around the cache; rows are whole, aligned cache lines
+  std::byte* out;           // output row 0
+  std::int64_t out_stride;  // bytes
   std::int64_t begin, end;
 };
 
 // Gradients of one feature's outputs.
 struct FeatureGradients {
-  std::int64_t first, last;          // its lookups
-  const std::byte* base;             // output row 0
-  std::int64_t stride;               // bytes
-  const std::int32_t* output_rows;   // by lookup; null: lookup e has row e - first
-  const std::int64_t* mean_bags;     // bounds of the bags if pooled by mean, else null
+  std::int64_t first, last;         // its lookups
+  const std::byte* base;            // output row 0
+  std::int64_t stride;              // bytes
+  const std::int32_t* output_rows;  // by lookup; null: lookup e has row e - first
+  const std::int64_t* mean_bags;    // bounds of the bags if pooled by mean, else null
 };
 
 // Unique rows [begin, end) of one table: the sum of each row's gradients, and what becomes of it.
@@ -48,13 +49,13 @@ struct SumTask {
 
   void* scratch;  // dim elements rounded up to 64 bytes, aligned to 64 bytes
 
-  void* sums;                       // sums: row u goes to sums + sum_index[u] elements
+  void* sums;  // sums: row u goes to sums + sum_index[u] elements
   const std::uint32_t* sum_index;
-  const std::uint32_t* slots;       // updates: row u is slot slots[u]
+  const std::uint32_t* slots;  // updates: row u is slot slots[u]
   std::byte* rows;
-  std::int64_t row_stride;          // bytes
-  std::byte* states;                // state elements, then padding, then a uint64 clock in the last 8 bytes
-  std::int64_t state_stride;        // bytes
+  std::int64_t row_stride;    // bytes
+  std::byte* states;          // state elements, then padding, then a uint64 clock in the last 8 bytes
+  std::int64_t state_stride;  // bytes
   double learning_rate, weight_decay, eps;
 };
 

@@ -136,11 +136,16 @@ void pool_rows(const PoolTask& task) {
 template <class T, bool kIsWeighted>
 void pool_by_dim(const PoolTask& task) {
   switch (task.dim % kLanes<T> ? 0 : task.dim / kLanes<T>) {
-    case 1: return pool_rows<T, 1, kIsWeighted>(task);
-    case 2: return pool_rows<T, 2, kIsWeighted>(task);
-    case 4: return pool_rows<T, 4, kIsWeighted>(task);
-    case 8: return pool_rows<T, 8, kIsWeighted>(task);
-    default: return pool_rows<T, 0, kIsWeighted>(task);
+    case 1:
+      return pool_rows<T, 1, kIsWeighted>(task);
+    case 2:
+      return pool_rows<T, 2, kIsWeighted>(task);
+    case 4:
+      return pool_rows<T, 4, kIsWeighted>(task);
+    case 8:
+      return pool_rows<T, 8, kIsWeighted>(task);
+    default:
+      return pool_rows<T, 0, kIsWeighted>(task);
   }
 }
 

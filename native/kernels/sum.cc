@@ -20,8 +20,8 @@ COLONNADE_INLINE void fetch_vectors(const T* row, std::int64_t bytes) {
   }
 }
 
-// The gradients of a task's entries, one after the other, each found and fetched some entries before its turn.
-// A task's fields as values: stores to rows may alias anything that is reached through a reference.
+// The gradients of a task's entries, one after the other, each found and fetched some entries before its
+// turn. A task's fields as values: stores to rows may alias anything that is reached through a reference.
 template <class T, int kVectors>
 class Gradients {
  public:
@@ -119,8 +119,8 @@ COLONNADE_INLINE void store_columns(T* row, std::int64_t v, std::int64_t dim, Ve
 
 // First term copied, the others added in entry order; no entries: zeros.
 template <class T, int kVectors>
-COLONNADE_INLINE void add_up(Gradients<T, kVectors>& gradients, std::int64_t lo, std::int64_t hi, std::int64_t dim,
-                             RowSum<T, kVectors>& sum) {
+COLONNADE_INLINE void add_up(Gradients<T, kVectors>& gradients, std::int64_t lo, std::int64_t hi,
+                             std::int64_t dim, RowSum<T, kVectors>& sum) {
   if constexpr (kVectors) {
     Vector<T> sums[kVectors] = {};
     for (std::int64_t i = lo; i < hi; ++i) {
@@ -150,7 +150,8 @@ struct Sums {
   const std::uint32_t* index;
   std::int64_t dim;
 
-  explicit Sums(const SumTask& task) : sums(static_cast<T*>(task.sums)), index(task.sum_index), dim(task.dim) {}
+  explicit Sums(const SumTask& task)
+      : sums(static_cast<T*>(task.sums)), index(task.sum_index), dim(task.dim) {}
 
   void fetch(std::int64_t) const {}
   COLONNADE_INLINE_MEMBER void finish(std::int64_t u, RowSum<T, kVectors>& sum) const {
@@ -177,7 +178,9 @@ struct Rows {
         weight_decay(static_cast<T>(task.weight_decay)),
         eps(static_cast<T>(task.eps)) {}
 
-  COLONNADE_INLINE_MEMBER T* row(std::int64_t u) const { return reinterpret_cast<T*>(rows + slots[u] * row_stride); }
+  COLONNADE_INLINE_MEMBER T* row(std::int64_t u) const {
+    return reinterpret_cast<T*>(rows + slots[u] * row_stride);
+  }
   COLONNADE_INLINE_MEMBER std::byte* state(std::int64_t u) const { return states + slots[u] * state_stride; }
   COLONNADE_INLINE_MEMBER void fetch(std::int64_t u) const {
     fetch_vectors<T, kVectors>(row(u), dim * static_cast<std::int64_t>(sizeof(T)));
@@ -249,11 +252,16 @@ void run(const SumTask& task) {
 template <class T, template <class, int> class Finish>
 void run_by_dim(const SumTask& task) {
   switch (task.dim % kLanes<T> ? 0 : task.dim / kLanes<T>) {
-    case 1: return run<T, 1, Finish<T, 1>>(task);
-    case 2: return run<T, 2, Finish<T, 2>>(task);
-    case 4: return run<T, 4, Finish<T, 4>>(task);
-    case 8: return run<T, 8, Finish<T, 8>>(task);
-    default: return run<T, 0, Finish<T, 0>>(task);
+    case 1:
+      return run<T, 1, Finish<T, 1>>(task);
+    case 2:
+      return run<T, 2, Finish<T, 2>>(task);
+    case 4:
+      return run<T, 4, Finish<T, 4>>(task);
+    case 8:
+      return run<T, 8, Finish<T, 8>>(task);
+    default:
+      return run<T, 0, Finish<T, 0>>(task);
   }
 }
 

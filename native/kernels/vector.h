@@ -84,7 +84,9 @@ COLONNADE_INLINE T tree_sum(Vector<T> value) {
   return lanes[0];
 }
 
-COLONNADE_INLINE void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }  // prefetcht1
+COLONNADE_INLINE void fetch(const void* at) {
+  __builtin_prefetch(at, 0, 2);
+}  // prefetcht1
 
 // The cache lines of a row of `bytes` bytes. A row that is not whole lines may straddle one more.
 COLONNADE_INLINE void fetch_row(const void* at, std::int64_t bytes) {

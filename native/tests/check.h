@@ -12,26 +12,26 @@
 #include "../isa.h"
 #include "../threads.h"
 
-#define CHECK(condition)                                                            \
-  do {                                                                              \
-    if (!(condition)) {                                                             \
+#define CHECK(condition)                                                             \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
       std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                 \
-    }                                                                               \
+      std::exit(1);                                                                  \
+    }                                                                                \
   } while (false)
 
-#define CHECK_THROWS(expression, Exception, message)                                     \
-  do {                                                                                   \
-    std::string what = "nothing";                                                        \
-    try {                                                                                \
-      expression;                                                                        \
-    } catch (const Exception& exception) {                                               \
-      what = exception.what();                                                           \
-    }                                                                                    \
-    if (what.find(message) == std::string::npos) {                                       \
+#define CHECK_THROWS(expression, Exception, message)                                                \
+  do {                                                                                              \
+    std::string what = "nothing";                                                                   \
+    try {                                                                                           \
+      expression;                                                                                   \
+    } catch (const Exception& exception) {                                                          \
+      what = exception.what();                                                                      \
+    }                                                                                               \
+    if (what.find(message) == std::string::npos) {                                                  \
       std::fprintf(stderr, "%s:%d: %s threw: %s\n", __FILE__, __LINE__, #expression, what.c_str()); \
-      std::exit(1);                                                                      \
-    }                                                                                    \
+      std::exit(1);                                                                                 \
+    }                                                                                               \
   } while (false)
 
 namespace colonnade {

@@ -15,7 +15,13 @@ namespace {
 constexpr std::int64_t kRecordBytes = 4 * 4 + 4 + 8;  // dim 4, one state element, clock
 
 TableSettings table(std::int64_t rows, std::int64_t capacity) {
-  return {.dim = 4, .state_elements = 1, .rows = rows, .capacity_rows = capacity, .seed = 3, .init_scale = 0.5, .initial_state = 0.25};
+  return {.dim = 4,
+          .state_elements = 1,
+          .rows = rows,
+          .capacity_rows = capacity,
+          .seed = 3,
+          .init_scale = 0.5,
+          .initial_state = 0.25};
 }
 
 std::uint64_t clock_in(const std::byte* record) {
@@ -76,7 +82,8 @@ void refused_acquires_leave_no_trace() {
   std::uint32_t slots[6];
   CHECK_THROWS(dram.acquire(ids, offsets, slots, true), NoRoom, "table 1 needs 4 slots of 4, 1 pinned");
   const std::int64_t outside[] = {1, 3, 8, 100, 10, 11};
-  CHECK_THROWS(dram.acquire(outside, offsets, slots, true), std::out_of_range, "table 1 position 1 id 100 rows 100");
+  CHECK_THROWS(dram.acquire(outside, offsets, slots, true), std::out_of_range,
+               "table 1 position 1 id 100 rows 100");
   CHECK(std::all_of(slots, slots + 6, [](auto slot) { return slot == kNoSlot; }));
   CHECK(dram.num_rows(0) == 2 && dram.num_rows(1) == 1);
   dram.release(first_slots, first_offsets, false);

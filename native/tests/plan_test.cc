@@ -15,7 +15,9 @@ struct Batch {
   std::vector<std::int32_t> tables;
   std::vector<std::uint8_t> poolings;
 
-  Lookups lookups() const { return Lookups(ids, feature_offsets, tables, poolings, 0, std::nullopt, std::nullopt); }
+  Lookups lookups() const {
+    return Lookups(ids, feature_offsets, tables, poolings, 0, std::nullopt, std::nullopt);
+  }
 };
 
 // Sequences of random length over open and vocabulary tables.
@@ -55,14 +57,17 @@ void check_plan(const Batch& batch, const Plan& plan, std::int64_t num_ranks) {
       CHECK(owner == rank);
       if (u > plan.block_offsets[block]) {
         const std::int64_t before = plan.unique_ids[u - 1];
-        CHECK(batch.rows[t] ? before < id : mix64(static_cast<std::uint64_t>(before)) < mix64(static_cast<std::uint64_t>(id)));
+        CHECK(batch.rows[t]
+                  ? before < id
+                  : mix64(static_cast<std::uint64_t>(before)) < mix64(static_cast<std::uint64_t>(id)));
       }
       CHECK(plan.segment_offsets[u] < plan.segment_offsets[u + 1]);
       for (std::int32_t i = plan.segment_offsets[u]; i < plan.segment_offsets[u + 1]; ++i) {
         const std::int32_t e = plan.entries[i];
         CHECK(i == plan.segment_offsets[u] || plan.entries[i - 1] < e);
         CHECK(batch.ids[e] == id && plan.inverse[e] == u && !seen[e]++);
-        const auto f = std::upper_bound(batch.feature_offsets.begin(), batch.feature_offsets.end(), e) - batch.feature_offsets.begin() - 1;
+        const auto f = std::upper_bound(batch.feature_offsets.begin(), batch.feature_offsets.end(), e) -
+                       batch.feature_offsets.begin() - 1;
         CHECK(batch.tables[f] == t);
       }
     }
@@ -77,7 +82,8 @@ void ids_outside() {
   batch.poolings = {2, 2};
   batch.ids = {-5, 3, 9, 10, -1};
   batch.feature_offsets = {0, 1, 5};
-  CHECK_THROWS(make_plan(batch.lookups(), batch.rows, 2), std::out_of_range, "table 1 feature 1 position 2 id 10 rows 10");
+  CHECK_THROWS(make_plan(batch.lookups(), batch.rows, 2), std::out_of_range,
+               "table 1 feature 1 position 2 id 10 rows 10");
   batch.ids[3] = 0;
   batch.rows[1] = 1;
   CHECK_THROWS(make_plan(batch.lookups(), batch.rows, 1), std::out_of_range, "position 0 id 3 rows 1");

@@ -92,8 +92,13 @@ void check_batch(std::int64_t batch_size, std::int64_t dim, bool is_mean, bool i
 
   std::vector<T> wanted_out, wanted_rows;
   everywhere([&] {
-    const TableSettings settings{.dim = dim, .state_elements = 1, .rows = 0, .capacity_rows = 64,
-                                 .seed = 9, .init_scale = 1.0, .initial_state = 0.5};
+    const TableSettings settings{.dim = dim,
+                                 .state_elements = 1,
+                                 .rows = 0,
+                                 .capacity_rows = 64,
+                                 .seed = 9,
+                                 .init_scale = 1.0,
+                                 .initial_state = 0.5};
     Dram dram({&settings, 1}, kDtype<T>, 1);
     std::vector<std::uint32_t> slots(plan.num_unique());
     dram.acquire({plan.unique_ids.data(), plan.unique_ids.size()}, offsets, slots, true);
@@ -108,7 +113,8 @@ void check_batch(std::int64_t batch_size, std::int64_t dim, bool is_mean, bool i
     const std::int64_t out_bases[] = {address(out, 0), address(out, dim)};
     const auto out_stride = width * static_cast<std::int64_t>(sizeof(T));
     const std::int64_t out_strides[] = {out_stride, out_stride};
-    pool(lookups, index, {{&base, 1}, {&layout.weights_stride, 1}, {&width32, 1}, out_bases, out_strides}, kDtype<T>);
+    pool(lookups, index, {{&base, 1}, {&layout.weights_stride, 1}, {&width32, 1}, out_bases, out_strides},
+         kDtype<T>);
     if (wanted_out.empty()) {
       wanted_out.assign(out.size(), T{77});
       for (std::int64_t bag = 0; bag < 2 * batch_size; ++bag) {
@@ -121,14 +127,16 @@ void check_batch(std::int64_t batch_size, std::int64_t dim, bool is_mean, bool i
           }
         }
         const std::int64_t length = batch.bags[bag + 1] - batch.bags[bag];
-        for (std::int64_t j = 0; is_mean && bag < batch_size && length && j < dim; ++j) mine[j] /= static_cast<T>(length);
+        for (std::int64_t j = 0; is_mean && bag < batch_size && length && j < dim; ++j)
+          mine[j] /= static_cast<T>(length);
       }
     }
     CHECK(same_bits(out, wanted_out));
 
     const std::int64_t bases[] = {address(gradients, 0), address(gradients, dim)};
     const OutputGradients source(lookups, bases, out_strides);
-    const Segments segments{offsets, {plan.segment_offsets.data(), plan.segment_offsets.size()},
+    const Segments segments{offsets,
+                            {plan.segment_offsets.data(), plan.segment_offsets.size()},
                             {plan.entries.data(), plan.entries.size()}};
     std::vector<T> sums(wanted_sums.size());
     std::vector<std::uint32_t> places(plan.num_unique());

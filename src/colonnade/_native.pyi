@@ -1,7 +1,11 @@
 """The native core, as Python sees it. Internal: the rooms above wrap it, users never call it.
 
 Every array is a contiguous CPU tensor (torch or numpy), borrowed for the call unless a class says it
-keeps it. Every call releases the GIL. Results have the same bits for any number of threads.
+keeps it; results are torch tensors. Every call releases the GIL. Results have the same bits for any number
+of threads and any instruction set. Import torch first: its OpenMP runtime is the one used here.
+
+Each operation's definition is its twin in `ops/reference.py`. A wrong type, shape or offset raises
+ValueError before anything is changed; addresses (`int`) cannot be checked.
 
 Legend: T tables, F features, B samples, E lookups, U unique rows, N ranks, D a table's dim.
     tables     offsets (T + 1,) int64: which part of ids / slots belongs to which table
@@ -74,7 +78,7 @@ def owner_of(ids: Array, rows: int, num_ranks: int) -> Array:
     mix64 is the splitmix64 finaliser."""
 
 def take(values: Array, index: Array, out: Array) -> None:
-    """out[i] = values[index[i]], all int32: slots by unique row -> slots by lookup."""
+    """out[i] = values[index[i]], all int32: slots by unique row -> slots by lookup. IndexError outside values."""
 
 class Dram:
     """Rows of T tables in this process's memory: index, slab on huge pages, pins, dirty bits, second-chance eviction.
@@ -99,11 +103,14 @@ class Dram:
         num_ranks: int,  # vocabulary tables index by id // num_ranks
     ) -> None: ...
     def acquire(self, ids: Array, offsets: Array, slots: Array, birth: bool) -> Acquired:
-        """Pin every row, giving slots (U,) int32 (out). Rows not resident get a slot, evicting unpinned rows where
-        the table is full. With `birth`, missing rows are born here; without, the caller must `unpack` or
-        `birth` them before anyone reads.
-        MemoryError("table <t> needs <n> slots of <capacity>, <p> pinned") changes nothing."""
-    def release(self, slots: Array, offsets: Array, dirty: bool) -> None: ...
+        """Pin every row, giving slots (U,) int32 (out); ids are unique inside a table's part. Rows not resident get
+        a slot, evicting unpinned rows where the table is full. With `birth`, missing rows are born here; without,
+        the caller must `unpack` or `birth` them before anyone reads.
+
+        MemoryError("table <t> needs <n> slots of <capacity>, <p> pinned") changes nothing; p: rows pinned that are
+        not among the n. IndexError for an id outside a vocabulary table changes nothing either."""
+    def release(self, slots: Array, offsets: Array, dirty: bool) -> None:
+        """ValueError, nothing changed, if a slot is not pinned."""
     def birth(self, ids: Array, slots: Array, table: int) -> None: ...
     def pack(self, table: int, slots: Array, records: Array) -> None:
         """records (N, record_bytes) uint8 = weights | state | clock (uint64)."""
@@ -129,7 +136,7 @@ class Dram:
         """Bytes of rows, state and index in use."""
 
 class Acquired:
-    """What an acquire without birth left to do. Empty arrays when nothing."""
+    """What an acquire did beyond pinning. Empty arrays when nothing."""
 
     missing: Array  # (M,) int32 positions in ids, ascending: slot assigned, content undefined unless born
     evicted_offsets: Array  # (T + 1,) int64 into the next two
@@ -150,7 +157,10 @@ def pool(
     dtype: str,
 ) -> None:
     """Output row b of a pooled feature = sum or mean of (weight *) its rows in lookup order; empty bag = zeros.
-    Output row i of a sequence feature = (weight *) row of its lookup i."""
+    Output row i of a sequence feature = (weight *) row of its lookup i.
+
+    Outputs of 1 MiB and more are written around the cache where every row is whole cache lines
+    (address, stride and width multiples of 64 bytes): lay them out so."""
 
 class OutputGradients:
     """Gradients as `pool` laid its outputs out; one entry per lookup. Keeps `lookups`; borrows the gradient memory."""
@@ -190,14 +200,15 @@ def update(
     advance the clock by 1."""
 
 def all_finite(base: int, num_elements: int, dtype: str) -> bool: ...
-def crc32c(data: Array) -> int: ...
+def crc32c(data: Array) -> int:
+    """CRC-32C of a contiguous array's bytes (any type, also `bytes`)."""
 
 class RowIndex:
     """Open-addressing hash map from any int64 to a uint64; batch at a time; not thread-safe."""
 
     def __init__(self) -> None: ...
     def put(self, ids: Array, values: Array) -> None:
-        """values (N,) int64 (uint64 bits)."""
+        """values (N,) int64, anything but -1; a later value of an id replaces the earlier one."""
     def get(self, ids: Array, out: Array) -> None:
         """out (N,) int64; -1 where absent."""
     def erase(self, ids: Array) -> None: ...
