@@ -10,11 +10,12 @@ import json
 import math
 import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -47,29 +48,32 @@ class Worker:
     """One system in its own process. `open_worker` starts it; `close` ends it and waits."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Any) -> None:
+        assert process.stdin and process.stdout, "open_worker makes both pipes"
         self.name, self.process, self.log = name, process, log
+        self.stdin, self.stdout = process.stdin, process.stdout
 
     def send(self, message: Mapping[str, Any]) -> None:
         try:
-            print(json.dumps(message), file=self.process.stdin, flush=True)
+            print(json.dumps(message), file=self.stdin, flush=True)
         except BrokenPipeError:
             raise self._died() from None
 
     def answer(self) -> dict[str, Any]:
         """Waits for it. Raises BenchError with the end of the worker's own words if it died."""
-        line = self.process.stdout.readline()
+        line = self.stdout.readline()
         if not line:
             raise self._died()
         return json.loads(line)
 
     def close(self) -> None:
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):  # it died before it read what is still in the pipe
+            self.stdin.close()
         try:
             self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self.process.stdout.close()
+        self.stdout.close()
         self.log.close()
 
     def _died(self) -> BenchError:
@@ -154,23 +158,29 @@ def _run(command: Sequence[str]) -> None:
         raise BenchError(f"`{' '.join(command[1:])}` failed: {reason}")
 
 
-def measure_busy(seconds: float = 2.0) -> float:
-    """Share of all cores' time that others use, 0 to 1, while this process sleeps; 0 where /proc is missing."""
+def read_cpu_seconds() -> tuple[float, float]:
+    """(seconds that others than this process and its ended children used, seconds of all cores) since boot.
+
+    (0, 0) where /proc is missing.
+    """
     if not (stat := Path("/proc/stat")).exists():
-        return 0.0
+        return 0.0, 0.0
+    ticks = [int(word) for word in stat.read_text().splitlines()[0].split()[1:9]]
+    total, idle = sum(ticks), ticks[3] + ticks[4]  # idle, or waiting for disks
+    per_second = os.sysconf("SC_CLK_TCK")
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return (total - idle) / per_second - own, total / per_second
 
-    def read() -> tuple[int, int]:
-        ticks = [int(word) for word in stat.read_text().splitlines()[0].split()[1:9]]
-        return ticks[3] + ticks[4], sum(ticks)  # idle and waiting for disks; all
 
-    idle, total = read()
-    time.sleep(seconds)
-    idle_then, total_then = read()
-    return 1 - (idle_then - idle) / max(1, total_then - total)
+def others_share(since: tuple[float, float]) -> float:
+    """Share of all cores' time that others used since `read_cpu_seconds`, 0 to 1. Close the workers first."""
+    others, total = read_cpu_seconds()
+    return max(0.0, (others - since[0]) / max(1e-9, total - since[1]))
 
 
 def describe_machine(**facts: Any) -> dict[str, Any]:
-    """The machine, how busy it is with other things, and `facts` (versions, threads) that explain the numbers."""
+    """The machine, and `facts` (versions, threads, other load) that explain the numbers."""
     model = "unknown"
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -183,7 +193,6 @@ def describe_machine(**facts: Any) -> dict[str, Any]:
         "memory_gib": round(memory_bytes / 2**30, 1),
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
-        "busy_before": round(measure_busy(), 2),
         **facts,
     }
 

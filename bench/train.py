@@ -34,6 +34,8 @@ from harness import (
     interleave,
     open_environment,
     open_worker,
+    others_share,
+    read_cpu_seconds,
     report,
 )
 from rich.console import Console
@@ -51,7 +53,7 @@ ROWS_LR, DENSE_LR = 0.02, 1e-3
 WARM_UP_STEPS = 32
 ROUNDS, STEPS = 12, 10
 QUICK_ROUNDS, QUICK_STEPS = 3, 5
-MAX_BUSY = 0.1
+MAX_OTHERS_SHARE = 0.05
 MAX_LOSS_GAP = 0.02
 """Systems whose log losses differ by more than this have not trained the same model."""
 LEFT_OUT = "torchrec is left out, only the torch ratios follow"
@@ -83,12 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     measured: list[Measured] = []
     versions: dict[str, str] = {}
-    machine = describe_machine(threads=os.cpu_count(), versions=versions)
-    if machine["busy_before"] > MAX_BUSY:
-        console.print(
-            f"this machine is {machine['busy_before']:.0%} busy with other things: do not quote what follows. "
-            "OpenMP's spinning threads then slow the systems down unequally", style="yellow",
-        )  # fmt: skip
+    before = read_cpu_seconds()
     with tempfile.TemporaryDirectory(prefix="colonnade-bench-") as folder:
         rows = write_data(Path(folder), num_batches=WARM_UP_STEPS + rounds * steps)
         for dim in DIMS:
@@ -110,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = report(
         "train",
         version=colonnade.__version__,
-        machine=machine,
+        machine=describe_machine(
+            threads=os.cpu_count(), others_share=round(others_share(before), 2), versions=versions
+        ),
         measured=measured,
         ratios=ratios_of(measured),
     )
@@ -126,11 +125,12 @@ def write_data(folder: Path, *, num_batches: int) -> list[int]:
     source = splits.train
     batches = list(source.batches(BATCH_SIZE))
     np.save(folder / "dense.npy", np.stack([batch.dense.numpy() for batch in batches]))
-    np.save(folder / "label.npy", np.stack([batch.label.numpy() for batch in batches]))
+    labels = [batch.label.numpy() for batch in batches if batch.label is not None]
+    np.save(folder / "label.npy", np.stack(labels))
     names = [column.name for column in source.schema.categorical]
     ids = [[batch.ids[name].values.numpy() for name in names] for batch in batches]
     np.save(folder / "ids.npy", np.asarray(ids))
-    return [column.cardinality for column in source.schema.categorical]
+    return [column.cardinality or 0 for column in source.schema.categorical]  # none is open
 
 
 def open_workers(
@@ -230,9 +230,14 @@ def print_result(console: Console, measured: Sequence[Measured], result: dict) -
     machine = result["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     console.print(
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, "
-        f"{machine['busy_before']:.0%} busy before; commit {result['commit']}; {versions}", soft_wrap=True
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, others used "
+        f"{machine['others_share']:.0%} of it; commit {result['commit']}; {versions}", soft_wrap=True
     )  # fmt: skip
+    if machine["others_share"] > MAX_OTHERS_SHARE:
+        console.print(
+            "The machine was busy with other things: do not quote these ratios. OpenMP's spinning threads "
+            "then slow the systems down unequally.", style="yellow", soft_wrap=True,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def _block(step: Step, num_steps: int) -> dict:
     for _ in range(num_steps):
         laps = Laps()
         losses.append(step(laps).detach())
-        for name, seconds in laps.seconds.items():
-            phases[name].append(seconds)
+        for name, spent in laps.seconds.items():
+            phases[name].append(spent)
     seconds = [sum(parts) for parts in zip(*phases.values(), strict=True)]
     return {"seconds": seconds, "phases": phases, "loss": float(torch.stack(losses).mean())}

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 class DenseNetwork(nn.Module):
     """Bottom MLP, dots of all pairs of vectors, top MLP. Parameters are named as in colonnade.models.dlrm.DLRM."""
 
+    pairs: Tensor
+
     def __init__(
         self,
         num_fields: int,

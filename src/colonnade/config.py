@@ -36,11 +36,14 @@ def parse_bytes(value: Any) -> Any:
         ) from None
 
 
+Width = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class DataConfig(Section):
@@ -57,9 +60,9 @@ class ModelConfig(Section):
     """The network."""
     dim: int = Field(16, ge=1)
     """Width of every embedding row, in elements."""
-    bottom: list[int] = [64, 32]
+    bottom: list[Width] = [64, 32]
     """Hidden widths of the dense columns' MLP (dlrm)."""
-    top: list[int] = [128, 64]
+    top: list[Width] = [128, 64]
     """Hidden widths of the last MLP."""
     keep_fields: bool = False
     """Whether the last MLP also sees the field vectors beside their dots (dlrm)."""
@@ -111,12 +114,10 @@ class TrainConfig(Section):
     """Steps between commits; 0: at the end of each epoch only."""
     keep_commits: int = Field(2, ge=1)
     """Newest commits kept."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     """Of rows, dense weights and the readers' order."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """What NaN or inf in a loss or gradient does: end the run, or skip that step on every rank."""
-    keep_best: bool = True
-    """Report the test metrics of the epoch with the best validation AUC (where there is a validation part)."""
     threads: int = Field(0, ge=0)
     """Threads per rank, torch's and Colonnade's; 0: the machine's processors shared among its ranks."""
 
@@ -188,7 +189,12 @@ def _explain(problem: Any) -> str:
         for part in where[:-1]:
             section = section.model_fields[part].annotation
         return _unknown(name, section.model_fields, name)
-    return f"{name}: got {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
+    said = problem["msg"].removeprefix("Value error, ")
+    return (
+        f"{name}: {said}"
+        if said.startswith("got ")
+        else f"{name}: got {problem['input']!r}: {said}"
+    )
 
 
 def _unknown(name: str, known: Mapping[str, Any], path: str) -> str:

@@ -90,7 +90,7 @@ class EmbeddingCollection(nn.Module):
         if self.plan.needs_backing and not backings:
             raise ConfigError(
                 "the memory budget does not hold every row, and there is nowhere to put the rest; "
-                "train with a run folder, or raise memory.dram"
+                "open the collection with backings (a run folder has them), or raise the plan's dram_bytes"
             )
         self.consistency = consistency(self.plan.staleness_steps)
         self.exchange = EXCHANGES[self.plan.exchange](self.declaration, self.mesh)
@@ -105,17 +105,20 @@ class EmbeddingCollection(nn.Module):
         return self
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        self._ensure_open()
-        if not (self.training and torch.is_grad_enabled()):
-            return self._read_only(batch)
+        self.ensure_open()
         ticket, batch.ticket = batch.ticket, None
+        if not (self.training and torch.is_grad_enabled()):
+            if ticket is not None:
+                self.drop(ticket)
+            return self._read_only(batch)
         if ticket is None:
             if self.consistency.reads_ahead:
                 raise ConfigError(
                     f"{self.consistency.name} staleness reads {self.consistency.reads_ahead} steps "
                     "ahead: iterate over collection.lookahead(batches)"
                 )
-            ticket = self.prepare(batch)
+            # Not on the group of the lookahead's thread, whose order of calls must stay its own.
+            ticket = self.prepare(batch, purpose="control")
             self.fetch(ticket)
         self.live.append(ticket)
         return self.exchange.values(ticket, self.handles)
@@ -126,7 +129,7 @@ class EmbeddingCollection(nn.Module):
         A thread runs `plan.lookahead` batches ahead; a batch's values are read exactly as many updates
         before its use as the plan's staleness says. Close the iterator to stop early.
         """
-        self._ensure_open()
+        self.ensure_open()
         return Lookahead(
             batches,
             prepare=self.prepare,
@@ -137,10 +140,10 @@ class EmbeddingCollection(nn.Module):
             reads_ahead=self.consistency.reads_ahead,
         )
 
-    def prepare(self, batch: Batch) -> Ticket:
+    def prepare(self, batch: Batch, *, purpose: str = "route") -> Ticket:
         """Collective, any one thread: ids travel, owners make the rows resident and pin them."""
-        self._ensure_open()
-        ticket = self.exchange.route(batch, self.step)
+        self.ensure_open()
+        ticket = self.exchange.route(batch, self.step, purpose=purpose)
         batch.world_weight = ticket.weight
         while True:
             seen = self.store.releases
@@ -187,6 +190,7 @@ class EmbeddingCollection(nn.Module):
         self.live = []
         for ticket in tickets:
             self.store.release(ticket.pinned, ticket.owned_offsets, dirty=True)
+            ticket.slots = None
         self.step += 1
 
     def keep(self, tickets: Sequence[Ticket]) -> None:
@@ -213,8 +217,11 @@ class EmbeddingCollection(nn.Module):
 
         Rows never trained read as their first value; nothing is remembered of the call.
         """
-        self._ensure_open()
-        t = [each.name for each in self.tables].index(table)
+        self.ensure_open()
+        names = [each.name for each in self.tables]
+        if table not in names:
+            raise ConfigError(f"unknown table {table!r}; choose from {', '.join(names)}")
+        t = names.index(table)
         rows = self.tables[t].rows
         unique, inverse = torch.unique(ids, return_inverse=True)
         if rows is not None and len(unique) and not (unique[0] >= 0 and unique[-1] < rows):
@@ -244,6 +251,7 @@ class EmbeddingCollection(nn.Module):
         self.exchange.fetch(ticket, RowSource(views, torch.cat(numbers), True, found))
         return self.exchange.values(ticket, self.handles)
 
-    def _ensure_open(self) -> None:
+    def ensure_open(self) -> None:
+        """Open with everything on this process, in memory, unless `open` was called."""
         if not self._opened:
             self.open()

@@ -10,7 +10,8 @@ ColonnadeError
 |   +-- StoreLocked      another run has this store open
 +-- CheckpointError      a commit that does not belong to this model, version or world
 +-- NonFiniteError       NaN or inf in input, loss or gradient
-+-- WorldError           ranks disagree, or a peer was lost
++-- WorldError           ranks disagree
+    +-- PeerLost         another rank ended or hangs
 """
 
 from __future__ import annotations
@@ -57,4 +58,8 @@ class NonFiniteError(ColonnadeError, ArithmeticError):
 
 
 class WorldError(ColonnadeError, RuntimeError):
-    """Ranks disagree about what they run, or a peer was lost."""
+    """Ranks disagree about what they run."""
+
+
+class PeerLost(WorldError):
+    """Another rank ended or hangs."""

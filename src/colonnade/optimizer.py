@@ -40,6 +40,7 @@ class RowOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.collection.ensure_open()
         if not agreed:
             live = self.collection.live
             said = [float(not self.collection.finite()), *(float(bool(t.gradients)) for t in live)]

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from colonnade.errors import ConfigError
+
+
+def _check_settings(optimizer: object, *names: str) -> None:
+    for name in names:
+        value = getattr(optimizer, name)
+        if not 0 <= value < math.inf:
+            raise ConfigError(
+                f"{type(optimizer).__name__}: got {name}={value}, wanted a finite number, 0 or more"
+            )
+
 
 Pooling = Literal["sum", "mean", "sequence"]
 
@@ -19,6 +30,9 @@ class SGD:
 
     name = "sgd"
     initial_state = 0.0
+
+    def __post_init__(self) -> None:
+        _check_settings(self, "lr", "weight_decay")
 
     def state_floats(self, dim: int) -> int:
         """Scalars of optimizer state that lie with each row."""
@@ -38,6 +52,9 @@ class RowWiseAdagrad:
     weight_decay: float = 0.0
 
     name = "rowwise_adagrad"
+
+    def __post_init__(self) -> None:
+        _check_settings(self, "lr", "eps", "initial_accumulator", "weight_decay")
 
     @property
     def initial_state(self) -> float:
@@ -78,11 +95,20 @@ class Table:
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("a table needs a name; got ''. Write Table('item', dim=16)")
-        if self.dim < 1:
-            raise ConfigError(f"table {self.name!r}: got dim={self.dim}, wanted at least 1")
-        if self.rows is not None and self.rows < 0:
+        if self.dtype not in ("float32", "float64"):
             raise ConfigError(
-                f"table {self.name!r}: got rows={self.rows}, wanted 0 or more; "
+                f"table {self.name!r}: got dtype={self.dtype!r}; choose from float32, float64"
+            )
+        if not isinstance(self.optimizer, SGD | RowWiseAdagrad):
+            raise ConfigError(
+                f"table {self.name!r}: got optimizer={self.optimizer!r}, wanted SGD(lr=...) or "
+                "RowWiseAdagrad(lr=...)"
+            )
+        if not isinstance(self.dim, int) or self.dim < 1:
+            raise ConfigError(f"table {self.name!r}: got dim={self.dim}, wanted at least 1")
+        if self.rows is not None and (not isinstance(self.rows, int) or self.rows < 1):
+            raise ConfigError(
+                f"table {self.name!r}: got rows={self.rows}, wanted 1 or more; "
                 "leave rows out for an open table that takes any 64-bit id"
             )
 

@@ -108,12 +108,12 @@ class FullDisk(Disk):
         return action()
 
 
-@pytest.mark.parametrize("changes", [3, 17, 24, 40])
+@pytest.mark.parametrize("changes", [7, 17, 24, 40])
 def test_full_disk_during_a_commit(changes, tmp_path):
     wanted = tmp_path / "undisturbed"
     open_run(config(), Mesh(), wanted).train()
     folder = tmp_path / "run"
-    run = open_run(config(), Mesh(), folder, disk=FullDisk(changes))
+    run = open_run(config(), Mesh(), folder, disk=FullDisk(changes + 2))
     with pytest.raises(StorageError, match=r"No space left|[Ff]ree space"):
         run.train()
     run.close()

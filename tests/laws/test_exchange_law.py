@@ -49,32 +49,45 @@ def run_exchange(mesh, name, dtype, staleness):
     return seen, all_rows(collection)
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+CASES = [(dtype, staleness) for dtype in ("float32", "float64") for staleness in (0, 1, 2)]
+
+
+def run_cases(mesh, name):
+    return [run_exchange(mesh, name, dtype, staleness) for dtype, staleness in CASES]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", sorted(EXCHANGES))
-def test_equals_reference(name, num_ranks, staleness):
-    for dtype in ("float32", "float64"):
-        if num_ranks == 1:
-            results = [run_exchange(Mesh(), name, dtype, staleness)]
-        else:
-            results = run_ranks(num_ranks, run_exchange, name, dtype, staleness)
-        assert EXCHANGES[name].exactness.kind == "bitwise"
-        twin, pending = ReferenceRows(declaration(dtype), seed=3), []
-        for step, size in enumerate(SIZES):
-            shares = [share_of(global_batch(step, size), r, num_ranks) for r in range(num_ranks)]
-            # bounded(k): the read for step t sees the updates of steps <= t - 1 - k.
-            while len(pending) > staleness:
-                twin.apply(*pending.pop(0))
-            gradients = []
-            for rank, share in enumerate(shares):
-                outputs = twin.outputs(share)
-                for mine, theirs in zip(outputs, results[rank][0][step], strict=True):
-                    assert torch.equal(mine, theirs), f"step {step}, rank {rank}"
-                gradients.append([gradient_like(o, step, rank, i) for i, o in enumerate(outputs)])
-            pending.append((shares, gradients))
-        for late in pending:
-            twin.apply(*late)
-        for table in twin.declaration.tables:
-            wanted = torch.stack([twin.row(table, i) for i in probe_ids()[table.name].tolist()])
-            for _, rows in results:
-                assert torch.equal(wanted, rows[table.name]), f"rows of {table.name}"
+def test_equals_reference(name, num_ranks):
+    assert EXCHANGES[name].exactness.kind == "bitwise"
+    everyone = (
+        [run_cases(Mesh(), name)] if num_ranks == 1 else run_ranks(num_ranks, run_cases, name)
+    )
+    for case, (dtype, staleness) in enumerate(CASES):
+        check(dtype, staleness, [results[case] for results in everyone])
+
+
+def check(dtype, staleness, results):
+    """results by rank: (outputs of every step, all rows at the end), against the twin's, to the bit."""
+    num_ranks = len(results)
+    twin, pending = ReferenceRows(declaration(dtype), seed=3), []
+    for step, size in enumerate(SIZES):
+        shares = [share_of(global_batch(step, size), r, num_ranks) for r in range(num_ranks)]
+        # bounded(k): the read for step t sees the updates of steps <= t - 1 - k.
+        while len(pending) > staleness:
+            twin.apply(*pending.pop(0))
+        gradients = []
+        for rank, share in enumerate(shares):
+            outputs = twin.outputs(share)
+            for mine, theirs in zip(outputs, results[rank][0][step], strict=True):
+                assert torch.equal(mine, theirs), (
+                    f"{dtype}, k={staleness}, step {step}, rank {rank}"
+                )
+            gradients.append([gradient_like(o, step, rank, i) for i, o in enumerate(outputs)])
+        pending.append((shares, gradients))
+    for late in pending:
+        twin.apply(*late)
+    for table in twin.declaration.tables:
+        wanted = torch.stack([twin.row(table, i) for i in probe_ids()[table.name].tolist()])
+        for _, rows in results:
+            assert torch.equal(wanted, rows[table.name]), f"rows of {table.name}"

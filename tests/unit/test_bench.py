@@ -1,5 +1,6 @@
 """The bench must compare like with like: one dense network, one stream, and ratios that mean what they say."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -62,13 +63,14 @@ def test_systems_fed_the_same_files_learn_the_same(tmp_path: Path) -> None:
     for name, values in (("dense", dense), ("ids", ids), ("label", label)):
         np.save(tmp_path / f"{name}.npy", values)
     case = Case(str(tmp_path), ROWS, 4, BOTTOM, TOP, 0.1, 1e-2, num_threads=1, seed=0)
-    systems = {"colonnade": sys.executable, "torch": sys.executable}
+    systems = {"colonnade": sys.executable, "torch": sys.executable, "torchrec": "false"}
     versions: dict[str, str] = {}
     workers = train.open_workers(systems, case, versions, train.Console())
     try:
         blocks = harness.interleave(workers, rounds=2, steps=20, warm_up_steps=80)
     finally:
         harness.close_workers(workers)
+    assert list(systems) == list(blocks) == ["colonnade", "torch"], "torchrec cannot start"
     assert versions["torch"] == torch.__version__ and "colonnade" in versions
     entropy = -(probability * np.log(probability) + (1 - probability) * np.log(1 - probability))
     for done in blocks.values():
@@ -108,7 +110,11 @@ def test_a_worker_that_dies_says_why() -> None:
     worker.close()
 
 
-def test_pips_reason_is_given(tmp_path: Path) -> None:
+def test_an_environment_is_made_once_and_pips_reason_is_given(tmp_path: Path) -> None:
+    python = harness.open_environment(tmp_path / "env", [["--no-index", "pip"]])  # has it already
+    made = Path(python).lstat().st_mtime_ns
+    assert harness.open_environment(tmp_path / "env", [["--no-index", "pip"]]) == python
+    assert Path(python).lstat().st_mtime_ns == made
     with pytest.raises(BenchError, match="No matching distribution found for no-such"):
         harness.open_environment(tmp_path / "env", [["--no-index", "no-such-distribution"]])
 
@@ -153,3 +159,16 @@ def test_systems_that_learn_differently_are_not_compared() -> None:
     with pytest.raises(BenchError, match="D=16"):
         train.check_same_model({"colonnade": ours, "torch": theirs}, 16)
     train.check_same_model({"colonnade": ours, "torch": harness.Blocks(losses=[0.51])}, 16)
+
+
+def test_a_workers_time_is_ours_once_it_has_ended() -> None:
+    if harness.read_cpu_seconds() == (0.0, 0.0):
+        pytest.skip("no /proc/stat here")
+    burn = "import time\nwhile time.process_time() < 0.5: pass\nprint()"
+    child = subprocess.Popen([sys.executable, "-c", burn], stdout=subprocess.PIPE)
+    child.stdout.read()  # it has used its half second, and counts as another until it is waited for
+    others_running, _ = harness.read_cpu_seconds()
+    child.wait()
+    others_ended, _ = harness.read_cpu_seconds()
+    child.stdout.close()
+    assert others_running - others_ended > 0.3

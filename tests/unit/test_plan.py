@@ -14,7 +14,7 @@ from colonnade.store.budget import capacity_rows, slot_bytes
 TABLES = st.lists(
     st.builds(
         lambda name, dim, rows: Table(str(name), dim, rows=rows),
-        st.uuids(), st.integers(1, 70), st.one_of(st.none(), st.integers(0, 10**9)),
+        st.uuids(), st.integers(1, 70), st.one_of(st.none(), st.integers(1, 10**9)),
     ),
     min_size=1,
     max_size=12,

@@ -28,6 +28,9 @@ app.command("rank", hidden=True)(ranks.rank)
 def main() -> None:
     try:
         app()
+    except KeyboardInterrupt:
+        print("stopped before the first step; the newest commit is as it was", file=sys.stderr)
+        sys.exit(130)
     except ColonnadeError as error:
         console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         console.print(f"error: {error}", style="red")

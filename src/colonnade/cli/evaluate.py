@@ -15,13 +15,14 @@ from colonnade.train.run import load_run_config, open_run
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Run folder with at least one commit.")],
+    at: Annotated[int | None, typer.Option(help="A committed step; default: the newest.")] = None,
     part: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
 ) -> None:
-    """AUC and log loss of the newest commit; changes nothing in the folder."""
+    """AUC and log loss of a run's commit, made by any number of ranks; changes nothing in the folder."""
     parts = ("train", "validation", "test")
     if part not in parts:
         raise ConfigError(f"unknown part {part!r}; choose from {', '.join(parts)}")
-    opened = open_run(load_run_config(run), Mesh(), run, read_only=True)
+    opened = open_run(load_run_config(run), Mesh(), run, read_only=True, at=at)
     try:
         if opened.resumed_at is None:
             raise CheckpointError(f"{run} holds no commit yet; train it first")
@@ -34,4 +35,5 @@ def evaluate(
     console = Console(highlight=False)
     console.print(f"{run}, step {opened.resumed_at}, {part}:")
     for name, value in metrics.items():
-        console.print(f"  {name.replace('_', ' ')}: {value:,.4f}")
+        shown = f"{value:,.0f}" if name.startswith("num") else f"{value:.4f}"
+        console.print(f"  {name.replace('_', ' ')}: {shown}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -19,28 +20,36 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from colonnade.cli.table import show_plan
 from colonnade.config import RunConfig, dump_config, load_config
-from colonnade.errors import ColonnadeError, WorldError
+from colonnade.errors import ColonnadeError, PeerLost, WorldError
 from colonnade.topology.mesh import Mesh, close_mesh, open_mesh
 from colonnade.train.run import Run, open_run
 
 REPEAT_SECONDS = 2.0  # a terminal and torchrun may both deliver the same Ctrl-C
 
 
-def train(config: RunConfig, folder: Path, ranks: int, console: Console) -> dict[str, Any]:
-    """Train in this process, or in `ranks` of them; returns the summary of rank 0."""
+def train(
+    config: RunConfig, folder: Path, ranks: int, console: Console, at: int | None = None
+) -> dict[str, Any]:
+    """Train in this process, or in `ranks` of them; returns the summary of rank 0.
+
+    Raises KeyboardInterrupt if it was stopped before the first step.
+    """
     if ranks == 1:
-        return _train_here(config, folder, Mesh(), console)
+        return _train_here(config, folder, Mesh(), console, at)
     with tempfile.TemporaryDirectory() as place:
-        wanted = Path(place) / "config.yaml"
+        wanted, summary = Path(place) / "config.yaml", Path(place) / "summary.json"
         wanted.write_text(dump_config(config), encoding="utf-8")
-        _run_torchrun(["-m", "colonnade", "rank", str(wanted), str(folder)], ranks, folder)
-    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        arguments = [str(wanted), str(folder), str(summary), str(-1 if at is None else at)]
+        _run_torchrun(["-m", "colonnade", "rank", "--", *arguments], ranks, folder)
+        if not summary.exists():
+            raise KeyboardInterrupt
+        return json.loads(summary.read_text(encoding="utf-8"))
 
 
 def _train_here(
-    config: RunConfig, folder: Path, mesh: Mesh, console: Console | None
+    config: RunConfig, folder: Path, mesh: Mesh, console: Console | None, at: int | None
 ) -> dict[str, Any]:
-    run = open_run(config, mesh, folder, console=console)
+    run = open_run(config, mesh, folder, console=console, at=at)
     try:
         if console is not None:
             collection = run.trainer.collection
@@ -86,14 +95,27 @@ def _run_torchrun(command: list[str], ranks: int, folder: Path) -> None:
         ) from None
 
 
-def rank(config: Path, folder: Path) -> None:
-    """What torchrun runs on every rank."""
+def rank(config: Path, folder: Path, summary: Path, at: int) -> None:
+    """What torchrun runs on every rank; `at` -1: the newest commit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts there is nothing to save
+    _die_with_parent()
     mesh = open_mesh()
     try:
         console = Console(highlight=False) if mesh.rank == 0 else None
-        _train_here(load_config(config), folder, mesh, console)
+        found = _train_here(load_config(config), folder, mesh, console, None if at < 0 else at)
+        if mesh.rank == 0:
+            summary.write_text(json.dumps(found), encoding="utf-8")
+    except PeerLost:
+        os._exit(3)  # the rank that failed says why; this one only lost it
     except ColonnadeError as error:
         print(f"error: rank {mesh.rank}: {error}", file=sys.stderr, flush=True)
         # Peers may wait for this rank in a collective; leaving at once is what tells them.
         os._exit(2)
     close_mesh(mesh)
+
+
+def _die_with_parent() -> None:
+    """A rank whose launcher was killed ends too (SIGTERM: it commits first), instead of training on unseen."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

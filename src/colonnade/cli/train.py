@@ -38,6 +38,9 @@ def train(
     ranks: Annotated[
         int, typer.Option(min=1, help="Processes on this machine (torchrun underneath).")
     ] = 1,
+    at: Annotated[
+        int | None, typer.Option(help="Go back to this committed step of the run folder first.")
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -56,13 +59,15 @@ def train(
         settings["data.path"] = path
     chosen = override(chosen, settings)
     folder = run or Path("runs") / f"{chosen.data.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    train_run(chosen, folder, ranks)
+    if chosen.data.path is not None:  # the folder is read from other places later
+        chosen = override(chosen, {"data.path": str(Path(chosen.data.path).expanduser().resolve())})
+    train_run(chosen, folder, ranks, at)
 
 
-def train_run(config: RunConfig, folder: Path, ranks: int) -> dict[str, Any]:
+def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None) -> dict[str, Any]:
     """Train to the end and show what came of it; returns the run's summary."""
     console = Console(highlight=False)
-    summary = launch.train(config, folder, ranks, console)
+    summary = launch.train(config, folder, ranks, console, at)
     show_outcome(console, summary, folder)
     return summary
 
@@ -78,7 +83,7 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
-        if not equals:
+        if not equals or not name:
             raise ConfigError(f"--set got {pair!r}, wanted name=value, e.g. --set train.epochs=3")
         try:
             settings[name] = ast.literal_eval(text)

@@ -13,7 +13,7 @@ from colonnade.data.criteo import open_criteo
 from colonnade.data.movielens import open_movielens
 from colonnade.data.synthetic import open_synthetic
 from colonnade.data.tensors import TensorSource, open_tensors
-from colonnade.errors import ConfigError
+from colonnade.errors import ColonnadeError, ConfigError
 
 __all__ = [
     "SOURCES",
@@ -52,4 +52,10 @@ def open_source(name: str, path: str | Path | None = None, **options: Any) -> Sp
         raise ConfigError(
             f"source {name!r} has no option {option!r}; {hint}It takes {', '.join(sorted(known))}"
         )
-    return opener(**options)
+    try:
+        return opener(**options)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ColonnadeError):
+            raise
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ConfigError(f"source {name!r} cannot use its options ({given}): {error}") from None

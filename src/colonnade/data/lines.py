@@ -95,7 +95,7 @@ def open_lines(path: str | Path) -> LineFile:
                 if num_bytes == 0 and block.startswith(GZIP_MAGIC):
                     raise DataError(
                         f"{path}: got a gzip file (it starts with 1f 8b), wanted plain text. "
-                        f"Unpack it first: gunzip -c {path.name} > {path.stem}.txt"
+                        f"Unpack it first: gunzip -c {path.name} > {path.stem}.unpacked.txt"
                     )
                 ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE)
                 # The k-th newline of the file (from 1) ends line k - 1; line k starts after it.

@@ -9,8 +9,10 @@ leaves, `reads_ahead` updates later.
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -48,6 +50,7 @@ class Lookahead(Iterator[Batch]):
         # it sees the stop, so no rank waits in `prepare` for one that has already left.
         self._permits: queue.Queue[bool] = queue.Queue()
         self._line: deque[Batch] = deque()  # fetched, oldest first
+        self._handed: Batch | None = None
         self._ended = False
         self._thread: threading.Thread | None = None
 
@@ -57,6 +60,9 @@ class Lookahead(Iterator[Batch]):
         return tuple(self._line)
 
     def __next__(self) -> Batch:
+        if self._handed is not None and self._handed.ticket is not None:
+            self._give_back(self._handed)  # nobody used it
+        self._handed = None
         while not self._ended and len(self._line) <= self._reads_ahead:
             batch = self._take()
             if batch is None:
@@ -67,12 +73,21 @@ class Lookahead(Iterator[Batch]):
                 self._line.append(batch)
         if not self._line:
             raise StopIteration
-        return self._line.popleft()
+        self._handed = self._line.popleft()
+        return self._handed
+
+    def __enter__(self) -> Lookahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Stop the thread and give back what was prepared and not used. Safe to call twice."""
         self._ended = True
         self._permits.put(False)
+        if self._handed is not None and self._handed.ticket is not None:
+            self._give_back(self._handed)
         for batch in self._line:
             self._give_back(batch)
         self._line.clear()
@@ -83,14 +98,21 @@ class Lookahead(Iterator[Batch]):
 
     def _take(self) -> Batch | None:
         if self._depth == 0:
-            batch = next(self._batches, None)
+            batch = _next(self._batches)
             if batch is not None:
                 batch.ticket = self._prepare(batch)
             return batch
         if self._thread is None:
             for _ in range(self._depth):
                 self._permits.put(True)
-            self._thread = threading.Thread(target=self._run, name="lookahead", daemon=True)
+            self._thread = threading.Thread(
+                target=_run,
+                args=(self._batches, self._prepare, self._permits, self._ready),
+                name="lookahead",
+                daemon=True,
+            )
+            # The thread does not hold this object: left behind without `close`, it stops the thread.
+            weakref.finalize(self, self._permits.put, False)
             self._thread.start()
         try:
             item = self._ready.get_nowait()
@@ -104,18 +126,6 @@ class Lookahead(Iterator[Batch]):
             raise item
         return item
 
-    def _run(self) -> None:
-        try:
-            while self._permits.get():
-                batch = next(self._batches, None)
-                if batch is not None:
-                    batch.ticket = self._prepare(batch)
-                self._ready.put(batch)
-                if batch is None:
-                    return
-        except BaseException as error:
-            self._ready.put(error)
-
     def _drain(self) -> None:
         while not self._ready.empty():
             item = self._ready.get()
@@ -125,3 +135,28 @@ class Lookahead(Iterator[Batch]):
     def _give_back(self, batch: Batch) -> None:
         self._drop(batch.ticket)
         batch.ticket = None
+
+
+def _run(
+    batches: Iterator[Batch],
+    prepare: Callable[[Batch], Any],
+    permits: queue.Queue[bool],
+    ready: queue.Queue,
+) -> None:
+    """The thread: one batch per permit; None after the last one, or the error."""
+    try:
+        while permits.get():
+            batch = _next(batches)
+            if batch is not None:
+                batch.ticket = prepare(batch)
+            ready.put(batch)
+            if batch is None:
+                return
+    except BaseException as error:
+        ready.put(error)
+
+
+def _next(batches: Iterator[Batch]) -> Batch | None:
+    """A batch of its own: the caller may hand the same one twice."""
+    batch = next(batches, None)
+    return None if batch is None else copy.copy(batch)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch, Ids
-from colonnade.errors import ConfigError, DataError, IdRangeError
+from colonnade.errors import ConfigError, DataError, IdRangeError, NonFiniteError
 from colonnade.exchange.contract import Consumer
 from colonnade.table import Feature, Table
 
@@ -199,6 +199,10 @@ def collect(batch: Batch, declaration: Declaration, consumed: Sequence[int]) -> 
 
 
 def _check_ids(feature: Feature, ids: Ids, size: int) -> None:
+    if not isinstance(ids, Ids):
+        raise DataError(
+            f"feature {feature.name!r}: got a {type(ids).__name__}, wanted Ids(values, offsets, weights)"
+        )
     if ids.values.dtype != torch.int64 or ids.values.dim() != 1:
         raise DataError(
             f"feature {feature.name!r}: got ids of {ids.values.dtype} and shape "
@@ -210,14 +214,30 @@ def _check_ids(feature: Feature, ids: Ids, size: int) -> None:
                 f"feature {feature.name!r}: got {len(ids.values)} ids for {size} samples and no offsets; "
                 "a feature with any number of ids per sample needs offsets (samples + 1,)"
             )
-    elif len(ids.offsets) != size + 1:
+    else:
+        _check_offsets(feature, ids.offsets, len(ids.values), size)
+    if ids.weights is not None:
+        if len(ids.weights) != len(ids.values):
+            raise DataError(
+                f"feature {feature.name!r}: got {len(ids.weights)} weights for {len(ids.values)} ids"
+            )
+        if not bool(torch.isfinite(ids.weights).all()):
+            raise NonFiniteError(
+                f"feature {feature.name!r}: got NaN or inf among its weights, wanted finite numbers"
+            )
+
+
+def _check_offsets(feature: Feature, offsets: Tensor, num_ids: int, size: int) -> None:
+    wanted = f"wanted {size + 1} int64 offsets from 0 to {num_ids} that never decrease"
+    if offsets.dtype != torch.int64 or offsets.shape != (size + 1,):
         raise DataError(
-            f"feature {feature.name!r}: got {len(ids.offsets)} offsets for {size} samples, "
-            f"wanted {size + 1}"
+            f"feature {feature.name!r}: got offsets of {offsets.dtype} and shape {tuple(offsets.shape)} "
+            f"for {size} samples, {wanted}"
         )
-    if ids.weights is not None and len(ids.weights) != len(ids.values):
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0 or last != num_ids or bool((offsets.diff() < 0).any()):
         raise DataError(
-            f"feature {feature.name!r}: got {len(ids.weights)} weights for {len(ids.values)} ids"
+            f"feature {feature.name!r}: got offsets from {first} to {last} for {num_ids} ids, {wanted}"
         )
 
 

@@ -67,6 +67,11 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
+        if ctx.ticket.slots is None:
+            raise RuntimeError(
+                "backward reached a batch that RowOptimizer.step() has applied or dropped already; "
+                "call backward before step"
+            )
         ctx.ticket.gradients.append([gradient.contiguous() for gradient in gradients])
         return (None,) * ctx.num_inputs
 

@@ -17,9 +17,10 @@ from colonnade.store.disk import Disk, storage_error
 TEMPORARY_SUFFIX = ".tmp"
 
 
-def write_durably(disk: Disk, path: Path, content: bytes) -> None:
+def write_durably(disk: Disk, path: Path, content: bytes, *, checked: bool = True) -> None:
     """Create or replace `path`. When this returns it survives a crash; until then the old file does.
 
+    Without `checked` there is no checksum line: for files that people edit.
     One writer at a time. After a StorageError either the old file or the new one is there, whole.
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
@@ -27,7 +28,7 @@ def write_durably(disk: Disk, path: Path, content: bytes) -> None:
     try:
         file = disk.create(temporary)
         try:
-            disk.append(file, 0, content + _trailer(content))
+            disk.append(file, 0, content + (_trailer(content) if checked else b""))
             disk.sync(file)
         finally:
             file.close()

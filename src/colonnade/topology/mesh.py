@@ -7,6 +7,7 @@ may run at its own pace has a group of its own: ids of later batches (`route`) t
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.errors import WorldError
+from colonnade.errors import PeerLost
 from colonnade.topology.world import World
 
 PURPOSES = ("route", "fetch", "push", "dense", "evaluate", "control")
@@ -95,9 +96,9 @@ class Mesh:
         try:
             return call(self.groups[purpose])
         except RuntimeError as error:
-            raise WorldError(
-                f"rank {self.rank} of {self.num_ranks} lost a peer during {purpose!r}: {error}. "
-                "torchrun restarts the ranks; the run goes on from its newest commit"
+            raise PeerLost(
+                f"rank {self.rank} of {self.num_ranks} lost a peer during {purpose!r}; that rank's own words "
+                f"say why. The run goes on from its newest commit. ({str(error).splitlines()[0]})"
             ) from error
 
 
@@ -114,6 +115,7 @@ def open_mesh(
     local = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timeout)
+        atexit.register(_leave)  # gloo's threads abort a process that ends without it
     groups = {purpose: dist.new_group(timeout=timeout) for purpose in PURPOSES}
     world = World(num_hosts=num_ranks // local, ranks_per_host=local)
     return Mesh(world, dist.get_rank(), groups)
@@ -122,4 +124,9 @@ def open_mesh(
 def close_mesh(mesh: Mesh) -> None:
     """Collective: leave the world."""
     if mesh.num_ranks > 1:
+        _leave()
+
+
+def _leave() -> None:
+    if dist.is_initialized():
         dist.destroy_process_group()

@@ -23,6 +23,7 @@ from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, S
 from colonnade.exchange.layout import Declaration
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
+from colonnade.store.shards import Shards
 from colonnade.store.ssd import SsdBacking, open_ssd
 from colonnade.table import Table
 from colonnade.topology.mesh import Mesh
@@ -38,7 +39,13 @@ class Commits:
     """One rank's end of a run folder's commits. `newest` and `write` are collective."""
 
     def __init__(
-        self, folder: Path, mesh: Mesh, backings: Sequence[SsdBacking], *, keep: int, disk: Disk
+        self,
+        folder: Path,
+        mesh: Mesh,
+        backings: Sequence[SsdBacking | Shards],
+        *,
+        keep: int,
+        disk: Disk,
     ) -> None:
         self.folder, self.mesh, self.backings = folder, mesh, tuple(backings)
         self.keep, self.disk = keep, disk
@@ -99,14 +106,16 @@ class Commits:
             self.disk.sync_dir(self.folder / "commits")
         self.mesh.barrier()
         for backing in self.backings:
+            assert isinstance(backing, SsdBacking)  # shards of another world are never committed
             backing.prune([step for step in kept if step in backing.commits()])
         if self.mesh.rank == 0:
             worlds = {read_header(self.folder, step)["num_ranks"] for step in kept}
-            for place in (self.folder / "rows").iterdir():
-                if int(place.name.split("-of-")[1]) not in worlds:
+            for place in (self.folder / "rows").glob("*-of-*"):
+                ranks = place.name.split("-of-")[1]
+                if ranks.isdigit() and int(ranks) not in worlds:
                     shutil.rmtree(place, ignore_errors=True)
             for old in (self.folder / "commits").iterdir():
-                if old.is_dir() and int(old.name) not in kept:
+                if old.is_dir() and old.name.isdigit() and int(old.name) not in kept:
                     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -124,24 +133,41 @@ def open_commits(
     keep: int = 2,
     disk: Disk | None = None,
     read_only: bool = False,
+    at: int | None = None,
 ) -> tuple[Commits, int | None]:
     """Collective. Opens this rank's stores at the newest step all ranks committed; None: a new run.
 
+    With `at`, at that step instead; opened for writing, newer commits are then given up.
     A commit of another number of ranks is carried over: every rank reads all old stores and keeps the
     rows it owns now.
     """
     disk = disk or Disk()
     steps = committed_steps(folder)
+    if at is not None and at not in steps:
+        raise CheckpointError(f"{folder} has no commit of step {at}; it has {steps or 'none'}")
+    if at is not None:
+        newer = [other for other in steps if other > at]
+        steps = [other for other in steps if other <= at]
+        if newer and mesh.rank == 0 and not read_only:
+            for other in newer:
+                disk.unlink(_header_path(folder, other))
+            disk.sync_dir(folder / "commits")
+        mesh.barrier()
     newest = torch.tensor(steps[-1] if steps else -1)
     mesh.broadcast("control", newest)
     step = None if newest < 0 else int(newest)
     ranks_then = mesh.num_ranks if step is None else read_header(folder, step)["num_ranks"]
     same = ranks_then == mesh.num_ranks
     if read_only and not same:
-        raise CheckpointError(
-            f"{folder} was committed by {ranks_then} ranks, this world has {mesh.num_ranks}; "
-            "evaluate it with as many ranks, or resume it once"
-        )
+        shards = [
+            open_stores(folder, tables, rank, ranks_then, disk, step, read_only=True)
+            for rank in range(ranks_then)
+        ]
+        readers = [
+            Shards(stores, table.rows)
+            for table, stores in zip(tables, zip(*shards, strict=True), strict=True)
+        ]
+        return Commits(folder, mesh, readers, keep=keep, disk=disk), step
     backings = open_stores(
         folder, tables, mesh.rank, mesh.num_ranks, disk, step if same else None, read_only
     )
@@ -165,9 +191,14 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     place = folder / "commits" / f"{step:012d}"
     dense = load_state(place / "dense")
     trainer.model.load_state_dict(dense["model"])
+    # What was learned comes from the commit; learning rates and the like are this run's configuration.
+    chosen = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in trainer.dense_optimizer.param_groups
+    ]
     trainer.dense_optimizer.load_state_dict(dense["dense_optimizer"])
-    for group, saved in zip(trainer.rows.param_groups, dense["rows"], strict=True):
-        group.update(saved)
+    for group, settings in zip(trainer.dense_optimizer.param_groups, chosen, strict=True):
+        group.update(settings)
     trainer.position = Position(*dense["position"])
     trainer.best = dense["best"]
     trainer.collection.step = step
@@ -236,10 +267,6 @@ def _dense_state(trainer: Trainer) -> dict[str, Any]:
     return {
         "model": trainer.model.state_dict(),
         "dense_optimizer": trainer.dense_optimizer.state_dict(),
-        "rows": [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in trainer.rows.param_groups
-        ],
         "position": (trainer.position.epoch, trainer.position.step),
         "best": trainer.best,
     }

@@ -54,6 +54,7 @@ class Progress:
     def open(self, done_steps: int) -> None:
         """Start the bar at `done_steps` and append to the folder's files."""
         if self._folder is not None:
+            _forget_after(self._folder / "metrics.jsonl", done_steps)
             self._lines = (self._folder / "metrics.jsonl").open("a", encoding="utf-8")
             self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=done_steps)
         self._bars.start()
@@ -101,3 +102,13 @@ class Progress:
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"{kind}/{name}", value, step)
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop lines of steps that were not committed: they are about to happen again."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    if len(kept) < len(lines):
+        path.write_text("".join(kept), encoding="utf-8")

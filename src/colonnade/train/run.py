@@ -21,6 +21,7 @@ from colonnade.models.dlrm import DLRM
 from colonnade.optimizer import RowOptimizer
 from colonnade.plan.plan import build_plan
 from colonnade.store.disk import Disk
+from colonnade.store.durable import write_durably
 from colonnade.table import SGD, Feature, RowWiseAdagrad, SparseOptimizer, Table, Uniform
 from colonnade.topology.mesh import Mesh
 from colonnade.train.commits import Commits, open_commits, restore
@@ -54,8 +55,8 @@ class Run:
         finally:
             self.trainer.progress.close()
         if self.folder is not None and self.mesh.rank == 0:
-            path = self.folder / "summary.json"
-            path.write_text(json.dumps(self.summary(outcome), indent=2), encoding="utf-8")
+            text = json.dumps(self.summary(outcome), indent=2)
+            write_durably(Disk(), self.folder / "summary.json", text.encode(), checked=False)
         return outcome
 
     def summary(self, outcome: Outcome) -> dict[str, Any]:
@@ -131,9 +132,11 @@ def open_run(
     console: Console | None = None,
     disk: Disk | None = None,
     read_only: bool = False,
+    at: int | None = None,
     data: Splits | None = None,
 ) -> Run:
-    """Collective. A folder with commits is resumed. Raises before anything is written where ranks disagree.
+    """Collective. A folder with commits is resumed at the newest, or at step `at`. Raises before anything is
+    written where ranks disagree or the folder is another run's.
 
     Without a folder nothing is written, and every row must fit in memory.
     """
@@ -152,9 +155,8 @@ def open_run(
     )
     commits, step = None, None
     if folder is not None:
-        if mesh.rank == 0 and not read_only:
-            _claim(folder, config)
-        mesh.barrier()
+        if not read_only:
+            _check_same_run(folder, config)
         commits, step = open_commits(
             folder,
             collection.tables,
@@ -162,6 +164,7 @@ def open_run(
             keep=config.train.keep_commits,
             disk=disk,
             read_only=read_only,
+            at=at,
         )
     collection.open(plan, mesh, backings=commits.backings if commits else ())
     dense = DenseGradients(list(model.parameters()), mesh)
@@ -185,6 +188,10 @@ def open_run(
         restore(trainer, folder, step)
     dense.synchronise()
     dense.attach()
+    if folder is not None and mesh.rank == 0 and not read_only:
+        files = disk or Disk()
+        write_durably(files, folder / "config.yaml", dump_config(config).encode(), checked=False)
+        write_durably(files, folder / "plan.json", plan.to_json().encode(), checked=False)
     return Run(config, mesh, trainer, folder, commits, step)
 
 
@@ -219,20 +226,28 @@ def load_run_config(folder: Path) -> RunConfig:
     return load_config(folder / "config.yaml")
 
 
-def _claim(folder: Path, config: RunConfig) -> None:
-    """Write config.yaml, or check that a run that is already here is the same one."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _check_same_run(folder: Path, config: RunConfig) -> None:
+    """Refuse a folder of a run that cannot go on with these settings. Learning rates and the plan may change."""
     path = folder / "config.yaml"
-    if path.exists():
-        before, now = _flatten(load_config(path).model_dump()), _flatten(config.model_dump())
-        fixed = ("model.", "rows.optimizer", "data.name", "train.seed", "train.batch_size")
-        for name, value in now.items():
-            if name.startswith(fixed) and before.get(name) != value:
-                raise CheckpointError(
-                    f"{folder} holds a run with {name}={before.get(name)!r}, this one has {value!r}; "
-                    "give it another folder (--run), or the same settings to go on with it"
-                )
-    path.write_text(dump_config(config), encoding="utf-8")
+    if not path.exists():
+        return
+    if not path.read_text(encoding="utf-8").strip():
+        raise CheckpointError(f"{path} is empty, wanted the run's settings; restore it from a copy")
+    fixed = (
+        "model.",
+        "rows.optimizer",
+        "dense.optimizer",
+        "data.name",
+        "data.options",
+        "train.seed",
+    )
+    before, now = _flatten(load_config(path).model_dump()), _flatten(config.model_dump())
+    for name in [*now, *before]:
+        if name.startswith((*fixed, "train.batch_size")) and before.get(name) != now.get(name):
+            raise CheckpointError(
+                f"{folder} holds a run with {name}={before.get(name)!r}, this one has {now.get(name)!r}; "
+                "give it another folder (--run), or the same settings to go on with it"
+            )
 
 
 def _schedule(config: RunConfig) -> Schedule:

@@ -74,7 +74,7 @@ class Trainer:
 
     def train(self) -> Outcome:
         """Collective. Goes on from `position`; returns at the end of the epochs, or when a rank asked to stop."""
-        outcome, started = Outcome(), time.perf_counter()
+        outcome, started = Outcome(metrics=dict(self.best)), time.perf_counter()
         batches = self.collection.lookahead(self._stream())
         committed = -1
         try:
@@ -96,9 +96,11 @@ class Trainer:
                     break
         finally:
             batches.close()
-            outcome.seconds = time.perf_counter() - started
-        if self.commits and committed != self.collection.step:
+        if self.position.step and not outcome.stopped:  # max_steps ended inside an epoch
+            self._end_epoch(outcome)
+        if self.commits and outcome.steps and committed != self.collection.step:
             self.commit(())
+        outcome.seconds = time.perf_counter() - started
         return outcome
 
     def train_step(self, batch: Batch, outcome: Outcome) -> bool:

@@ -1,0 +1,73 @@
+"""Another world's shards of one table, read as if they were one store: to evaluate or adopt its commits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from colonnade import _native
+from colonnade.errors import StorageError
+from colonnade.store.contract import Manifest, Pending, RowBatch
+from colonnade.store.ssd import SsdBacking
+
+
+class Shards:
+    """A `Backing` that only reads: every id is asked of the rank that owned it."""
+
+    def __init__(self, stores: Sequence[SsdBacking], rows: int | None) -> None:
+        """stores by rank; `rows` of the table, None for an open one."""
+        self.stores = tuple(stores)
+        self.rows = rows or 0
+        self.record_bytes = stores[0].record_bytes
+
+    def __len__(self) -> int:
+        return sum(len(store) for store in self.stores)
+
+    def read(self, ids: Tensor, out: Tensor) -> Pending:
+        owner = torch.as_tensor(_native.owner_of(ids, self.rows, len(self.stores)))
+        parts = []
+        for rank, store in enumerate(self.stores):
+            where = (owner == rank).nonzero()[:, 0]
+            records = torch.empty(len(where), self.record_bytes, dtype=torch.uint8)
+            parts.append((where, records, store.read(ids[where], records)))
+        return ShardsRead(parts, len(ids), out)
+
+    def scan(self) -> Iterator[RowBatch]:
+        for store in self.stores:
+            yield from store.scan()
+
+    def write(self, ids: Tensor, records: Tensor) -> Pending:
+        raise StorageError(
+            "shards of another world are open read-only; adopt them to go on training"
+        )
+
+    def delete(self, ids: Tensor) -> None:
+        self.write(ids, ids)
+
+    def commit(self, step: int) -> Manifest:
+        raise StorageError(
+            "shards of another world are open read-only; adopt them to go on training"
+        )
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
+class ShardsRead(Pending):
+    """The reads of all shards under way."""
+
+    def __init__(
+        self, parts: Sequence[tuple[Tensor, Tensor, Pending]], num_ids: int, out: Tensor
+    ) -> None:
+        self._parts, self._num_ids, self._out = parts, num_ids, out
+
+    def wait(self) -> Tensor:
+        found = torch.zeros(self._num_ids, dtype=torch.bool)
+        for where, records, pending in self._parts:
+            there = pending.wait()
+            found[where] = there
+            self._out[where[there]] = records[there]
+        return found
