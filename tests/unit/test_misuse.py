@@ -1,0 +1,181 @@
+"""What a person gets wrong in a loop of their own: a clear error or the defined result, and nothing half-applied."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from colonnade import (
+    SGD,
+    Batch,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    Mesh,
+    RowOptimizer,
+    RowWiseAdagrad,
+    Table,
+    Uniform,
+    build_plan,
+)
+from colonnade.errors import ConfigError, DataError, IdRangeError, NonFiniteError
+
+
+def collection(**open_as):
+    sgd = {"optimizer": SGD(lr=1.0), "initializer": Uniform(scale=0.0)}
+    tables = [Table("known", 2, rows=9, **sgd), Table("any", 2, **sgd)]
+    features = [Feature("k", "known"), Feature("a", "any", pooling="mean")]
+    return EmbeddingCollection(tables, features).open(**open_as)
+
+
+def batch(k=(1, 2), a=(5, 6, 7), offsets=(0, 1, 3), changes=None):
+    ids = {"k": Ids(torch.tensor(k)), "a": Ids(torch.tensor(a), torch.tensor(offsets))}
+    return Batch(2, torch.zeros(2, 0), ids | (changes or {}))
+
+
+def step(rows, rows_collection, given):
+    found = rows_collection(given)
+    (-found["k"].sum()).backward()
+    rows.step()
+
+
+@pytest.mark.parametrize(
+    "offsets", [(0, 1, 2), (0, 2, 300), (1, 2, 3), (0, 3, 2), (0, 3), (0, 1, 2, 3)]
+)
+def test_offsets_that_do_not_fit(offsets):
+    with pytest.raises(DataError, match=r"feature 'a'.*offsets"):
+        collection()(batch(offsets=offsets))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"k": Ids(torch.tensor([1, 2], dtype=torch.int32))}, "int32"),
+        ({"k": Ids(torch.tensor([1, 2, 3]))}, "3 ids for 2 samples"),
+        ({"k": torch.tensor([1, 2])}, "wanted Ids"),
+        ({"a": Ids(torch.tensor([1, 2]), None, torch.tensor([1.0]))}, "1 weights for 2 ids"),
+    ],
+)
+def test_ids_that_do_not_fit(changes, words):
+    with pytest.raises(DataError, match=words):
+        collection()(batch(changes=changes))
+
+
+@pytest.mark.parametrize("bad", [9, -1, 2**63 - 1, -(2**63)])
+def test_ids_outside_a_vocabulary(bad):
+    with pytest.raises(IdRangeError, match=rf"'k'.*id {bad}, wanted 0 \.\. 8"):
+        collection()(batch(k=(1, bad)))
+
+
+def test_nan_weights_are_refused():
+    weights = torch.tensor([float("nan"), 1.0])
+    with pytest.raises(NonFiniteError, match="'k'"):
+        collection()(batch(changes={"k": Ids(torch.tensor([1, 2]), None, weights)}))
+
+
+def test_nan_gradients_change_nothing():
+    embeddings = collection()
+    rows = RowOptimizer(embeddings)
+    (embeddings(batch())["k"] * float("nan")).sum().backward()
+    with pytest.raises(NonFiniteError, match="no row was changed"):
+        rows.step()
+    step(rows, embeddings, batch())
+    assert embeddings.rows("known", torch.arange(9)).sum() == 4
+
+
+def test_one_batch_many_times():
+    embeddings = collection()
+    rows = RowOptimizer(embeddings)
+    one = batch()
+    for given in embeddings.lookahead([one] * 10):
+        step(rows, embeddings, given)
+    assert embeddings.rows("known", torch.tensor([1])).tolist() == [[10.0, 10.0]]
+
+
+def test_batches_that_nobody_uses_are_unpinned(tmp_path):
+    from scenario import open_backings
+
+    backings = open_backings(tmp_path, Mesh(), collection().tables)
+    embeddings = EmbeddingCollection(collection().tables, collection().declaration.features)
+    plan = build_plan(embeddings.tables, dram_bytes=700)
+    embeddings.open(plan, Mesh(), backings=backings)
+    embeddings.eval()
+    seen = 0
+    for number, given in enumerate(
+        embeddings.lookahead(batch(a=(3 * n, 3 * n + 1, 3 * n + 2)) for n in range(60))
+    ):
+        seen += 1
+        if number % 2:
+            embeddings(given)
+    assert seen == 60
+
+
+def test_leaving_the_loop_early_ends_the_thread():
+    embeddings = collection()
+    before = threading.active_count()
+    for _ in range(5):
+        for given in embeddings.lookahead(batch() for _ in range(50)):
+            embeddings(given)
+            break
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_backward_after_step_is_refused():
+    embeddings = collection()
+    rows = RowOptimizer(embeddings)
+    loss = embeddings(batch())["k"].sum()
+    rows.step()
+    with pytest.raises(RuntimeError, match="backward before step"):
+        loss.backward()
+
+
+def test_step_before_anything():
+    RowOptimizer(collection()).step()
+
+
+def test_schedulers_work():
+    embeddings = collection()
+    rows = RowOptimizer(embeddings)
+    schedule = torch.optim.lr_scheduler.StepLR(rows, step_size=1, gamma=0.5)
+    for _ in range(3):  # 1 + 0.5 + 0.25
+        step(rows, embeddings, batch())
+        schedule.step()
+    assert embeddings.rows("known", torch.tensor([2])).tolist() == [[1.75, 1.75]]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Table("t", 0),
+        lambda: Table("t", 4.5),
+        lambda: Table("t", 4, rows=0),
+        lambda: Table("t", 4, rows=-3),
+        lambda: Table("", 4),
+        lambda: Table("t", 4, dtype="float16"),
+        lambda: Table("t", 4, optimizer="sgd"),
+        lambda: SGD(lr=float("nan")),
+        lambda: RowWiseAdagrad(lr=-1.0),
+        lambda: Feature("f", "t", pooling="max"),
+        lambda: EmbeddingCollection([], []),
+        lambda: EmbeddingCollection([Table("t", 2), Table("t", 3)], []),
+        lambda: EmbeddingCollection([Table("t", 2)], [Feature("f", "u")]),
+        lambda: collection().rows("zz", torch.arange(2)),
+    ],
+)
+def test_declarations_that_cannot_work(make):
+    with pytest.raises(ConfigError):
+        make()
+
+
+def test_modules_can_still_be_applied_and_moved():
+    embeddings = collection()
+    embeddings.apply(lambda module: None).to("cpu")
+    assert list(embeddings.parameters()) == []
