@@ -190,7 +190,7 @@ class EmbeddingCollection(nn.Module):
         self.live = []
         for ticket in tickets:
             self.store.release(ticket.pinned, ticket.owned_offsets, dirty=True)
-            ticket.slots = None
+            ticket.slots, ticket.is_done = None, True
         self.step += 1
 
     def keep(self, tickets: Sequence[Ticket]) -> None:
@@ -208,6 +208,7 @@ class EmbeddingCollection(nn.Module):
     def drop(self, ticket: Ticket) -> None:
         """Give a prepared batch up: nothing of it is applied, its rows are unpinned."""
         self.exchange.drop(ticket)
+        ticket.is_done = True
         if ticket.slots is not None:
             self.store.release(ticket.slots, ticket.owned_offsets, dirty=False)
             ticket.slots = None

@@ -42,8 +42,8 @@ def test_the_peers_network_is_the_models(dim: int) -> None:
     dense = {k: v for k, v in model.state_dict().items() if not k.startswith("embeddings.")}
     network.load_state_dict(dense, strict=True)
     batch = random_batch(33, 5)
-    expected = model.eval()(batch)
-    fields = model.embeddings(batch)["fields"]
+    fields = model.eval().embeddings(batch)["fields"].detach()
+    expected = model.train()(batch)
     torch.testing.assert_close(network(batch.dense, fields), expected)
 
     expected.square().sum().backward()

@@ -76,6 +76,7 @@ class Ticket:
     wire: Any = None  # the exchange's own layout of its buffers
     slots: Tensor | None = None  # (O,) int32 once acquired by the owner's store
     reads: Any = None  # fetched values, exchange's own form
+    is_done: bool = False  # applied or dropped: its rows are not pinned any more
     gradients: list[list[Tensor]] = field(default_factory=list)  # one list per backward
 
     @property

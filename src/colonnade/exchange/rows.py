@@ -67,7 +67,7 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
-        if ctx.ticket.slots is None:
+        if ctx.ticket.is_done:
             raise RuntimeError(
                 "backward reached a batch that RowOptimizer.step() has applied or dropped already; "
                 "call backward before step"
