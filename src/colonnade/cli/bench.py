@@ -24,7 +24,7 @@ def bench(
     ] = False,
 ) -> None:
     """Measure Colonnade beside its peers, interleaved in one run, and print a table."""
-    known = sorted(path.stem for path in SCRIPTS.glob("*.py") if not path.stem.startswith("_"))
+    known = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "harness")
     if name not in known:
         where = (
             ""

@@ -17,19 +17,43 @@ from colonnade.models.mlp import mlp
 from colonnade.table import Feature, Table
 
 
+class _Dots(torch.autograd.Function):
+    """Backward in one product: with G the symmetric matrix of the dots' gradients, dX = G X.
+
+    torch's own would scatter into a full matrix, multiply twice and add.
+    """
+
+    @staticmethod
+    def forward(ctx, vectors: Tensor, pairs: Tensor, mirror: Tensor) -> Tensor:
+        ctx.save_for_backward(vectors, mirror)
+        return torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, pairs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: Tensor):
+        vectors, mirror = ctx.saved_tensors
+        num_vectors = vectors.shape[1]
+        padded = torch.cat([gradient, gradient.new_zeros(len(gradient), 1)], 1)  # the diagonal's
+        matrix = padded.index_select(1, mirror).view(-1, num_vectors, num_vectors)
+        return torch.bmm(matrix, vectors), None, None
+
+
 class PairwiseDot(nn.Module):
     """(B, V, D) -> (B, V (V - 1) / 2): the dot product of every pair of vectors."""
 
-    pairs: Tensor
+    pairs: Tensor  # of each dot: its place in the flattened (V, V) matrix
+    mirror: Tensor  # of each place in that matrix: its dot, or one past the last on the diagonal
 
     def __init__(self, num_vectors: int) -> None:
         super().__init__()
         rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        mirror = torch.full((num_vectors, num_vectors), len(rows))
+        mirror[rows, columns] = mirror[columns, rows] = torch.arange(len(rows))
         self.register_buffer("pairs", rows * num_vectors + columns, persistent=False)
+        self.register_buffer("mirror", mirror.flatten(), persistent=False)
 
     def forward(self, vectors: Tensor) -> Tensor:
-        dots = torch.bmm(vectors, vectors.transpose(1, 2))
-        return dots.flatten(1).index_select(1, self.pairs)
+        return _Dots.apply(vectors, self.pairs, self.mirror)
 
 
 class DLRM(nn.Module):

@@ -1,0 +1,74 @@
+"""The models against plain PyTorch twins with the same weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade import Batch, Feature, Ids, RowOptimizer, Table
+from colonnade.models.deepfm import DeepFM
+from colonnade.models.dlrm import DLRM, PairwiseDot
+
+NAMES = ["a", "b", "c"]
+TABLES = [Table(name, 4, rows=20) for name in NAMES]
+FEATURES = [Feature(name, name) for name in NAMES]
+
+
+@pytest.mark.parametrize("num_vectors", [1, 2, 3, 27])
+def test_pairwise_dot(num_vectors):
+    vectors = torch.randn(3, num_vectors, 5, dtype=torch.float64, requires_grad=True)
+    dot = PairwiseDot(num_vectors)
+    pairs = [(i, j) for i in range(num_vectors) for j in range(i)]
+    wanted = [(vectors[:, i] * vectors[:, j]).sum(1) for i, j in pairs]
+    expected = torch.stack(wanted, 1) if pairs else torch.zeros(3, 0, dtype=torch.float64)
+    torch.testing.assert_close(dot(vectors), expected)
+    assert torch.autograd.gradcheck(dot, vectors)
+
+
+def batch(size=6, num_dense=3):
+    random = torch.Generator().manual_seed(size)
+    ids = {name: Ids(torch.randint(0, 20, (size,), generator=random)) for name in NAMES}
+    dense = torch.rand(size, num_dense, generator=random)
+    return Batch(size, dense, ids, label=torch.ones(size, 1))
+
+
+def vectors_of(model, given):
+    return [model.embeddings.rows(name, given.ids[name].values) for name in NAMES]
+
+
+@pytest.mark.parametrize("keep_fields", [False, True])
+@pytest.mark.parametrize("num_dense", [0, 3])
+def test_dlrm(num_dense, keep_fields):
+    model = DLRM(TABLES, FEATURES, num_dense=num_dense, keep_fields=keep_fields, top=[5])
+    given = batch(num_dense=num_dense)
+    fields = vectors_of(model, given)
+    vectors = ([model.bottom(given.dense)] if num_dense else []) + fields
+    dots = [(vectors[i] * vectors[j]).sum(1, True) for i in range(len(vectors)) for j in range(i)]
+    kept = (fields if keep_fields else []) + ([vectors[0]] if num_dense else [])
+    torch.testing.assert_close(model(given), model.top(torch.cat([*kept, *dots], 1)))
+
+
+def test_deepfm():
+    model = DeepFM(TABLES, FEATURES, num_dense=3, top=[5])
+    given = batch()
+    fields = vectors_of(model, given)
+    pairs = sum((fields[i] * fields[j]).sum(1, True) for i in range(3) for j in range(i))
+    deep = model.deep(torch.cat([given.dense, *fields], 1))
+    torch.testing.assert_close(model(given), pairs + deep + model.linear(given.dense))
+
+
+@pytest.mark.parametrize("build", [DLRM, DeepFM])
+def test_one_batch_can_be_learned(build):
+    torch.manual_seed(0)
+    model = build(TABLES, FEATURES, num_dense=3)
+    rows, dense = RowOptimizer(model.embeddings), torch.optim.Adam(model.parameters(), lr=1e-2)
+    given = batch()
+    given.label = (torch.arange(6) % 2).float()[:, None]
+    for _ in range(150):
+        dense.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits(model(given), given.label)
+        loss.backward()
+        rows.step()
+        dense.step()
+    assert loss.item() < 0.05
