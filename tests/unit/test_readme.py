@@ -14,3 +14,7 @@ def test_python_blocks_run(capsys):
     for block in blocks:
         exec(compile(block, str(README), "exec"), {"__name__": "readme"})
     assert "loss" in capsys.readouterr().out
+
+
+def test_nothing_is_left_to_fill_in():
+    assert not re.search(r"@[A-Z]+@", README.read_text(encoding="utf-8"))
