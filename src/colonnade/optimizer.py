@@ -52,10 +52,13 @@ class RowOptimizer(Optimizer):
                     f"step {self.collection.step}: got NaN or inf in an embedding gradient, wanted finite "
                     "numbers; no row was changed on any rank. Lower the learning rate or clip the loss"
                 )
-        settings = torch.zeros(len(self.param_groups), 8, dtype=torch.float64)
-        for t, group in enumerate(self.param_groups):
-            settings[t, 0], settings[t, 1] = group["lr"], group["weight_decay"]
-            settings[t, 2] = group.get("eps", 0.0)
+        settings = torch.tensor(
+            [
+                [group["lr"], group["weight_decay"], group.get("eps", 0.0), 0, 0, 0, 0, 0]
+                for group in self.param_groups
+            ],
+            dtype=torch.float64,
+        )
         self.collection.push(self._kinds, settings)
         return loss
 

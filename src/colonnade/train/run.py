@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,6 +144,7 @@ def open_run(
     """
     agree_on(config, mesh)
     set_threads(config.train.threads, mesh)
+    keep_freed_memory()
     data = data or open_source(config.data.name, config.data.path, **config.data.options)
     model = build_model(data.train.schema, config)
     collection = model.embeddings
@@ -202,6 +205,18 @@ def set_threads(wanted: int, mesh: Mesh) -> None:
     elif mesh.world.ranks_per_host > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // mesh.world.ranks_per_host))
     _native.set_num_threads(0)
+
+
+def keep_freed_memory() -> None:
+    """Let malloc keep what a step frees for the next one: fresh outputs cost up to 27 ms of page faults a step.
+
+    For this process only, and only where the C library is glibc.
+    """
+    trim_threshold, mmap_threshold, limit_bytes = -1, -3, 2**30
+    if platform.libc_ver()[0] == "glibc":
+        library = ctypes.CDLL(None)
+        library.mallopt(trim_threshold, limit_bytes)
+        library.mallopt(mmap_threshold, limit_bytes)
 
 
 def agree_on(config: RunConfig, mesh: Mesh) -> None:
