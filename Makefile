@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all lint format native-test bench clean
+.PHONY: setup demo test test-all lint format native-test native-sanitize clean
 
 setup: $(STAMP)
 
@@ -20,8 +20,8 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find native -nam
 demo: setup
 	$(BIN)/colonnade demo
 
-# Everything that is not marked slow, and the native tests without Python.
-test: setup native-test
+# Everything that is not marked slow, and the native tests without Python, plain and under sanitizers.
+test: setup native-test native-sanitize
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: setup native-test native-sanitize
@@ -32,7 +32,6 @@ native-test: setup
 	$(BIN)/cmake --build build/native
 	$(BIN)/ctest --test-dir build/native --output-on-failure
 
-.PHONY: native-sanitize
 native-sanitize: setup
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCOLONNADE_PYTHON=OFF -DCOLONNADE_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja > /dev/null
 	$(BIN)/cmake --build build/sanitize
