@@ -1,5 +1,7 @@
 #include "../segment_reader.h"
 
+#include <filesystem>
+#include <string>
 #include <unistd.h>
 
 #include "check.h"
@@ -25,9 +27,9 @@ struct Written {
     for (auto& byte : records) byte = static_cast<std::uint8_t>(random.next());
     frames.resize(kNumRecords * frame_stride(width));
     frame_records(ids.data(), records.data(), kNumRecords, width, kFirstPlace, frames.data());
-    char name[] = "/tmp/segment_test_XXXXXX";
-    fd = ::mkstemp(name);
-    CHECK(fd >= 0 && ::unlink(name) == 0);
+    std::string name = (std::filesystem::temp_directory_path() / "segment_test_XXXXXX").string();
+    fd = ::mkstemp(name.data());
+    CHECK(fd >= 0 && ::unlink(name.c_str()) == 0);
     CHECK(::pwrite(fd, frames.data(), frames.size(), kSegmentHeaderBytes) == static_cast<ssize_t>(frames.size()));
   }
   ~Written() { ::close(fd); }
