@@ -41,11 +41,11 @@ class Lookups:
         ids: Array,  # (E,) int64
         feature_offsets: Array,  # (F + 1,) int64: lookups of feature f
         feature_tables: Array,  # (F,) int32
-        poolings: Array,  # (F,) uint8: 0 sum, 1 mean, 2 sequence
+        poolings: Array,  # (F,) uint8: 0 sum, 1 mean, 2 sequence, 3 sqrtn
         batch_size: int,  # B; ignored where every feature is a sequence
         bag_offsets: Array
         | None,  # (F * B + 1,) int64 into ids, feature-major; None: every feature is one-hot
-        weights: Array | None,  # (E,) float32 or float64 (the tables' dtype)
+        weights: Array | None,  # (E,) float32, or float64 with float64 tables
     ) -> None: ...
     @property
     def num_lookups(self) -> int: ...
@@ -80,27 +80,51 @@ def owner_of(ids: Array, rows: int, num_ranks: int) -> Array:
 def take(values: Array, index: Array, out: Array) -> None:
     """out[i] = values[index[i]], all int32: slots by unique row -> slots by lookup. IndexError outside values."""
 
+class Parts:
+    """What the rows of T tables consist of: P parts, each some columns with an optimizer of their own.
+
+    ValueError unless tables ascend and a table's parts lie side by side from column 0.
+    """
+
+    def __init__(
+        self,
+        tables: Array,  # (P,) int32
+        columns: Array,  # (P,) int32: first element in the row
+        dims: Array,  # (P,) int32
+        states: Array,  # (P,) int32: first state element in the row's state
+    ) -> None: ...
+
 class Dram:
     """Rows of T tables in this process's memory: index, slab on huge pages, pins, dirty bits, second-chance eviction.
 
-    A slot has two planes: weights (D elements) and state (optimizer state elements, then a uint64 clock).
-    Vocabulary tables whose capacity covers their share index directly; all others hash.
+    A slot has two planes: weights (the row's D elements of `dtype`) and state (optimizer state elements of the
+    compute dtype, then, with `split`, D uint16 low halves, then a uint32 clock that stops at its largest value).
+    The compute dtype is float64 for float64 rows and float32 for all others.
+    `split` (bfloat16 only): a row's float32 master is (high << 16) + low, low signed: high is the master
+    rounded to nearest, so nothing is lost.
+    Vocabulary tables whose capacity covers their share index directly, are never evicted and pay 2 bits per row;
+    all others hash, and pay at most 16 bytes per row beyond weights, state and clock.
     Thread-safe: a lock inside; `pool` and `update` take no lock, pinned slots do not move.
     """
 
     def __init__(
         self,
-        dims: list[int],
-        state_elements: list[int],
+        parts: Parts,
+        state_elements: list[int],  # by table: all of its parts' state
         rows: list[int],  # 0 = open
         capacity_rows: list[
             int
         ],  # slots; slab address space is reserved, memory is used as rows appear
         seeds: list[int],  # uint64 per table, mixed from (run seed, table name)
-        init_scales: list[float],  # births are uniform in [-scale, scale)
-        initial_states: list[float],  # first value of every state element
-        dtype: str,  # "float32" | "float64"
+        init_scales: list[float],  # by part: births are uniform in [-scale, scale)
+        initial_states: list[
+            float
+        ],  # by part: first value of its first `initial_counts` state elements;
+        initial_counts: list[int],  # the others start at 0
+        dtype: str,  # "float32" | "float64" | "bfloat16" | "float16"
+        split: bool,
         num_ranks: int,  # vocabulary tables index by id // num_ranks
+        rank: int,
     ) -> None: ...
     def acquire(self, ids: Array, offsets: Array, slots: Array, birth: bool) -> Acquired:
         """Pin every row, giving slots (U,) int32 (out); ids are unique inside a table's part. Rows not resident get
@@ -113,7 +137,7 @@ class Dram:
         """ValueError, nothing changed, if a slot is not pinned."""
     def birth(self, ids: Array, slots: Array, table: int) -> None: ...
     def pack(self, table: int, slots: Array, records: Array) -> None:
-        """records (N, record_bytes) uint8 = weights | state | clock (uint64)."""
+        """records (N, record_bytes) uint8 = weights | state | low halves if split | clock (uint64)."""
     def unpack(self, table: int, slots: Array, records: Array) -> None: ...
     def read(self, table: int, ids: Array, out: Array) -> Array:
         """Copy weights of resident rows to out (N, D); returns the positions (M,) int32 of the others. No trace."""
@@ -128,7 +152,8 @@ class Dram:
     def clocks(self, table: int, slots: Array) -> Array:
         """(N,) int64."""
     def erase(self, table: int, ids: Array) -> None:
-        """Forget rows; ValueError if one is pinned."""
+        """Forget rows: their next read is their first value. A row in use by a batch is born again in place, with
+        clock 0; the others give their slot back. Ids that are absent are passed over."""
     def weights_address(self, table: int) -> int: ...
     def stride_bytes(self, table: int) -> int: ...
     def num_rows(self, table: int) -> int: ...
@@ -146,18 +171,30 @@ class Acquired:
     ]  # by table, (V_t, record_bytes) uint8, packed before the slot was reused
     num_evicted: int  # clean ones included
 
+class Reads:
+    """What is read of the rows a feature looks up: R reads, each some columns of its rows, each an output."""
+
+    def __init__(
+        self,
+        features: Array,  # (R,) int32
+        columns: Array,  # (R,) int32: first element in the row
+        dims: Array,  # (R,) int32
+    ) -> None: ...
+
 def pool(
     lookups: Lookups,
     index: Array,  # (E,) int32 (uint32 bits): row of each lookup
     bases: Array,  # (T,) int64 addresses: where row 0 of each table lies
     strides: Array,  # (T,) int64 bytes between rows
-    dims: Array,  # (T,) int32
-    out_bases: Array,  # (F,) int64 addresses: output row 0 of each feature
-    out_strides: Array,  # (F,) int64 bytes between output rows
-    dtype: str,
+    reads: Reads,
+    out_bases: Array,  # (R,) int64 addresses: output row 0 of each read
+    out_strides: Array,  # (R,) int64 bytes between output rows
+    dtype: str,  # of rows
+    out_dtype: str,  # of outputs: float64 with float64 rows, else float32, bfloat16 or float16
 ) -> None:
-    """Output row b of a pooled feature = sum or mean of (weight *) its rows in lookup order; empty bag = zeros.
-    Output row i of a sequence feature = (weight *) row of its lookup i.
+    """Output row b of a pooled feature = sum, mean (sum / n) or sqrtn (sum / sqrt(n)) of (weight *) its rows in lookup
+    order, n its number of lookups; empty bag = zeros. Output row i of a sequence feature = (weight *) row of its
+    lookup i. Computed in the compute dtype, rounded once, to nearest.
 
     Outputs of 1 MiB and more are written around the cache where every row is whole cache lines
     (address, stride and width multiples of 64 bytes): lay them out so."""
@@ -166,25 +203,36 @@ class OutputGradients:
     """Gradients as `pool` laid its outputs out; one entry per lookup. Keeps `lookups`; borrows the gradient memory."""
 
     def __init__(
-        self, lookups: Lookups, bases: Array, strides: Array
-    ) -> None: ...  # (F,) int64 each
+        self,
+        lookups: Lookups,
+        reads: Reads,  # at most one of each (feature, column)
+        bases: Array,  # (R,) int64
+        strides: Array,  # (R,) int64
+        dtype: str,
+    ) -> None: ...
 
 class RowGradients:
-    """Gradients already summed per row by each source: entry e is the row at base + index[e] elements."""
+    """Gradients already summed per row by each source: entry e is the row at base + index[e] elements, all parts."""
 
-    def __init__(self, base: int, index: Array) -> None: ...  # index (E,) int32 (uint32 bits)
+    def __init__(
+        self, base: int, index: Array, dtype: str
+    ) -> None: ...  # index (E,) int32 (uint32 bits); compute dtype
 
 def sum_rows(
     segment_offsets: Array,  # (U + 1,) int32
     entries: Array,  # (E,) int32
     source: OutputGradients | RowGradients,
     offsets: Array,  # (T + 1,) int64: which unique rows belong to which table
-    dims: Array,  # (T,) int32
+    parts: Parts,
     out_base: int,
-    out_index: Array,  # (U,) int32: element offset of each row's sum
-    dtype: str,
+    out_index: Array,  # (U,) int32 (uint32 bits): element offset of each row's sum
+    dtype: str,  # float32 | float64
 ) -> None:
-    """Per unique row, the sum of its entries' gradients in entry order."""
+    """Per unique row and part, the sum of its entries' gradients in entry order; entries whose feature does not read
+    the part add nothing. Terms are widened to `dtype` first."""
+
+def squared_norm(base: int, num_elements: int, dtype: str) -> float:
+    """Sum of squares in float64, in an order that depends only on num_elements. float32 or float64."""
 
 def update(
     dram: Dram,
@@ -193,11 +241,18 @@ def update(
     segment_offsets: Array,
     entries: Array,
     source: OutputGradients | RowGradients,
-    optimizers: Array,  # (T,) int32: 0 SGD, 1 row-wise Adagrad
-    settings: Array,  # (T, 8) float64: lr, weight_decay, eps, 0...
+    parts: Parts,
+    optimizers: Array,  # (P,) int32, see ops/reference.py: 0 SGD, 1 row-wise Adagrad, 2 momentum SGD,
+    #                     3 Adagrad, 4 Adam, 5 row-wise Adam, 6 AdamW, 7 FTRL, 8 LAMB
+    settings: Array,  # (P, 16) float64: 0 lr, 1 weight_decay, 2 eps, 3 beta1 (2: momentum), 4 beta2,
+    #                   5 nesterov (0 or 1), 6 l1, 7 l2, 8 beta (FTRL), 9 max_norm, 10 clip_value,
+    #                   11 gradient_scale; max_norm and clip_value are inf where unused
 ) -> None:
-    """Per unique row, in one pass: sum its entries' gradients in entry order, apply the optimizer,
-    advance the clock by 1."""
+    """Per unique row, in one pass: per part sum its entries' gradients in entry order, times gradient_scale, clamped
+    to +-clip_value; apply the part's optimizer; shrink it to max_norm; then advance the row's clock by 1.
+
+    16-bit rows without `split` are rounded at random, up with the probability that keeps the mean: the bits depend
+    only on (seed, table, id, clock, column)."""
 
 def all_finite(base: int, num_elements: int, dtype: str) -> bool: ...
 def crc32c(data: Array) -> int:

@@ -1,0 +1,145 @@
+// What the binding files share: arrays in, arrays out, and how a wrong one is refused.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "buffer.h"
+#include "lookups.h"
+#include "scalar.h"
+
+namespace colonnade {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+using In = nb::ndarray<nb::ro>;
+using Out = nb::ndarray<>;
+template <class T>
+using Made = nb::ndarray<nb::pytorch, T>;
+
+inline std::string describe(nb::dlpack::dtype dtype, size_t ndim, const int64_t* shape) {
+  static constexpr const char* kCodes[] = {"int", "uint", "float"};
+  std::string text =
+      dtype.code < 3 ? kCodes[dtype.code] : "dtype code " + std::to_string(dtype.code) + " of ";
+  text += std::to_string(dtype.bits) + " (";
+  for (size_t i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + ")";
+}
+
+// The elements of a contiguous CPU array of T. wanted: its shape; -1 stands for any extent.
+template <class T, class Array>
+std::span<T> elements(const Array& array, const char* name, std::initializer_list<int64_t> wanted) {
+  bool fits = array.device_type() == nb::device::cpu::value &&
+              array.dtype() == nb::dtype<std::remove_const_t<T>>() && array.ndim() == wanted.size();
+  int64_t step = 1;
+  for (size_t i = wanted.size(); fits && i-- > 0;) {
+    const auto extent = static_cast<int64_t>(array.shape(i)), want = wanted.begin()[i];
+    fits = (want < 0 || want == extent) && (extent <= 1 || array.stride(i) == step || array.size() == 0);
+    step *= extent;
+  }
+  if (!fits) {
+    throw std::invalid_argument(std::string(name) + ": got " +
+                                describe(array.dtype(), array.ndim(), array.shape_ptr()) +
+                                (array.device_type() == nb::device::cpu::value ? "" : " on another device") +
+                                ", wanted contiguous CPU " +
+                                describe(nb::dtype<std::remove_const_t<T>>(), wanted.size(), wanted.begin()) +
+                                ", where -1 is any number");
+  }
+  return {static_cast<T*>(array.data()), array.size()};
+}
+
+// For properties whose array already says what keeps it alive.
+inline constexpr auto kOwned = nb::rv_policy::automatic;
+
+// A tensor that owns `values`.
+template <class T>
+Made<T> tensor(std::vector<T> values) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return Made<T>(kept->data(), {kept->size()}, owner);
+}
+
+// A tensor that looks into `owner` and keeps it alive.
+template <class T>
+Made<T> view(const Buffer<T>& values, nb::handle owner) {
+  return Made<T>(const_cast<T*>(values.data()), {values.size()}, owner);
+}
+
+inline std::span<const uint32_t> unsigned_bits(std::span<const int32_t> values) {
+  return {reinterpret_cast<const uint32_t*>(values.data()), values.size()};
+}
+
+inline Dtype dtype_named(const std::string& name) {
+  if (name == "float32") return Dtype::float32;
+  if (name == "float64") return Dtype::float64;
+  throw std::invalid_argument("dtype: got '" + name + "', choose from float32, float64");
+}
+
+inline std::byte* row_bytes(const Out& rows, const char* name, Dtype dtype, int64_t num_rows, int64_t dim) {
+  return dtype == Dtype::float32
+             ? reinterpret_cast<std::byte*>(elements<float>(rows, name, {num_rows, dim}).data())
+             : reinterpret_cast<std::byte*>(elements<double>(rows, name, {num_rows, dim}).data());
+}
+
+inline int64_t length(auto span) {
+  return static_cast<int64_t>(span.size());
+}
+
+// Lookups, and the arrays they look into.
+struct HeldLookups {
+  In ids, feature_offsets, feature_tables, poolings, bag_offsets, weights;
+  std::unique_ptr<Lookups> lookups;
+
+  HeldLookups(In ids_, In feature_offsets_, In feature_tables_, In poolings_, int64_t batch_size,
+              std::optional<In> bag_offsets_, std::optional<In> weights_)
+      : ids(std::move(ids_)),
+        feature_offsets(std::move(feature_offsets_)),
+        feature_tables(std::move(feature_tables_)),
+        poolings(std::move(poolings_)) {
+    std::optional<std::span<const int64_t>> bags;
+    std::optional<Weights> factors;
+    if (bag_offsets_) {
+      bag_offsets = *std::move(bag_offsets_);
+      bags = elements<const int64_t>(bag_offsets, "bag_offsets", {-1});
+    }
+    if (weights_) {
+      weights = *std::move(weights_);
+      if (weights.dtype() == nb::dtype<double>()) {
+        const auto span = elements<const double>(weights, "weights", {-1});
+        factors = Weights{span.data(), length(span), Dtype::float64};
+      } else {
+        const auto span = elements<const float>(weights, "weights", {-1});
+        factors = Weights{span.data(), length(span), Dtype::float32};
+      }
+    }
+    const auto i = elements<const int64_t>(ids, "ids", {-1});
+    const auto o = elements<const int64_t>(feature_offsets, "feature_offsets", {-1});
+    const auto t = elements<const int32_t>(feature_tables, "feature_tables", {-1});
+    const auto p = elements<const uint8_t>(poolings, "poolings", {-1});
+    nb::gil_scoped_release release;
+    lookups = std::make_unique<Lookups>(i, o, t, p, batch_size, bags, factors);
+  }
+};
+
+void bind_plan(nb::module_& m);
+void bind_dram(nb::module_& m);
+void bind_pool(nb::module_& m);
+void bind_update(nb::module_& m);
+void bind_files(nb::module_& m);
+
+}  // namespace colonnade

@@ -1,0 +1,187 @@
+// Rows in memory.
+#include "bind/arrays.h"
+#include "dram.h"
+
+namespace colonnade {
+
+namespace {
+
+void make_dram(Dram* self, const std::vector<int64_t>& dims, const std::vector<int64_t>& state_elements,
+               const std::vector<int64_t>& rows, const std::vector<int64_t>& capacity_rows,
+               const std::vector<uint64_t>& seeds, const std::vector<double>& init_scales,
+               const std::vector<double>& initial_states, const std::string& dtype, int64_t num_ranks) {
+  const auto n = dims.size();
+  if (state_elements.size() != n || rows.size() != n || capacity_rows.size() != n || seeds.size() != n ||
+      init_scales.size() != n || initial_states.size() != n) {
+    throw std::invalid_argument("Dram: every list needs one element for each of " + std::to_string(n) +
+                                " tables");
+  }
+  std::vector<TableSettings> tables;
+  for (size_t t = 0; t < n; ++t) {
+    tables.push_back(
+        {dims[t], state_elements[t], rows[t], capacity_rows[t], seeds[t], init_scales[t], initial_states[t]});
+  }
+  new (self) Dram(tables, dtype_named(dtype), num_ranks);
+}
+
+auto split(const std::vector<std::pair<int64_t, uint32_t>>& rows) {
+  std::vector<int64_t> ids;
+  std::vector<int32_t> slots;
+  for (const auto& [id, slot] : rows) {
+    ids.push_back(id);
+    slots.push_back(static_cast<int32_t>(slot));
+  }
+  return std::pair(tensor(std::move(ids)), tensor(std::move(slots)));
+}
+
+auto dram_rows(const Dram& dram, int64_t table, bool only_dirty) {
+  std::vector<std::pair<int64_t, uint32_t>> rows;
+  {
+    nb::gil_scoped_release release;
+    rows = dram.resident(table, only_dirty);
+  }
+  return split(rows);
+}
+
+std::span<const uint32_t> slots_in(const In& slots) {
+  return unsigned_bits(elements<const int32_t>(slots, "slots", {-1}));
+}
+
+}  // namespace
+
+void bind_dram(nb::module_& m) {
+  nb::class_<Acquired>(m, "Acquired")
+      .def_prop_ro(
+          "missing", [](const Acquired& self) { return tensor(self.missing); }, kOwned)
+      .def_prop_ro(
+          "evicted_offsets", [](const Acquired& self) { return tensor(self.evicted_offsets); }, kOwned)
+      .def_prop_ro(
+          "evicted_ids", [](const Acquired& self) { return tensor(self.evicted_ids); }, kOwned)
+      .def_prop_ro(
+          "evicted_records",
+          [](nb::handle handle) {
+            auto& self = nb::cast<Acquired&>(handle);
+            nb::list records;
+            for (size_t t = 0; t < self.evicted_records.size(); ++t) {
+              const auto rows = static_cast<size_t>(self.evicted_offsets[t + 1] - self.evicted_offsets[t]);
+              records.append(Made<uint8_t>(self.evicted_records[t].data(),
+                                           {rows, static_cast<size_t>(self.record_bytes[t])}, handle));
+            }
+            return records;
+          })
+      .def_ro("num_evicted", &Acquired::num_evicted);
+
+  nb::class_<Dram>(m, "Dram")
+      .def("__init__", &make_dram, "dims"_a, "state_elements"_a, "rows"_a, "capacity_rows"_a, "seeds"_a,
+           "init_scales"_a, "initial_states"_a, "dtype"_a, "num_ranks"_a)
+      .def(
+          "acquire",
+          [](Dram& self, In ids, In offsets, Out slots, bool birth) {
+            const auto i = elements<const int64_t>(ids, "ids", {-1});
+            const auto o = elements<const int64_t>(offsets, "offsets", {-1});
+            const auto s = elements<int32_t>(slots, "slots", {length(i)});
+            nb::gil_scoped_release release;
+            return self.acquire(i, o, {reinterpret_cast<uint32_t*>(s.data()), s.size()}, birth);
+          },
+          "ids"_a, "offsets"_a, "slots"_a, "birth"_a)
+      .def(
+          "release",
+          [](Dram& self, In slots, In offsets, bool dirty) {
+            const auto s = slots_in(slots);
+            const auto o = elements<const int64_t>(offsets, "offsets", {-1});
+            nb::gil_scoped_release release;
+            self.release(s, o, dirty);
+          },
+          "slots"_a, "offsets"_a, "dirty"_a)
+      .def(
+          "birth",
+          [](Dram& self, In ids, In slots, int64_t table) {
+            const auto i = elements<const int64_t>(ids, "ids", {-1});
+            const auto s = unsigned_bits(elements<const int32_t>(slots, "slots", {length(i)}));
+            nb::gil_scoped_release release;
+            self.birth(table, i, s);
+          },
+          "ids"_a, "slots"_a, "table"_a)
+      .def(
+          "pack",
+          [](const Dram& self, int64_t table, In slots, Out records) {
+            const auto s = slots_in(slots);
+            const auto r =
+                elements<uint8_t>(records, "records", {length(s), self.layout(table).record_bytes()});
+            nb::gil_scoped_release release;
+            self.pack(table, s, reinterpret_cast<std::byte*>(r.data()));
+          },
+          "table"_a, "slots"_a, "records"_a)
+      .def(
+          "unpack",
+          [](Dram& self, int64_t table, In slots, In records) {
+            const auto s = slots_in(slots);
+            const auto r =
+                elements<const uint8_t>(records, "records", {length(s), self.layout(table).record_bytes()});
+            nb::gil_scoped_release release;
+            self.unpack(table, s, reinterpret_cast<const std::byte*>(r.data()));
+          },
+          "table"_a, "slots"_a, "records"_a)
+      .def(
+          "read",
+          [](const Dram& self, int64_t table, In ids, Out out) {
+            const auto i = elements<const int64_t>(ids, "ids", {-1});
+            auto* o = row_bytes(out, "out", self.dtype(), length(i), self.layout(table).dim);
+            std::vector<int32_t> absent;
+            {
+              nb::gil_scoped_release release;
+              absent = self.read(table, i, o);
+            }
+            return tensor(std::move(absent));
+          },
+          "table"_a, "ids"_a, "out"_a)
+      .def(
+          "birth_values",
+          [](const Dram& self, int64_t table, In ids, Out out) {
+            const auto i = elements<const int64_t>(ids, "ids", {-1});
+            auto* o = row_bytes(out, "out", self.dtype(), length(i), self.layout(table).dim);
+            nb::gil_scoped_release release;
+            self.birth_values(table, i, o);
+          },
+          "table"_a, "ids"_a, "out"_a)
+      .def(
+          "dirty", [](const Dram& self, int64_t table) { return dram_rows(self, table, true); }, "table"_a)
+      .def(
+          "resident", [](const Dram& self, int64_t table) { return dram_rows(self, table, false); },
+          "table"_a)
+      .def(
+          "clean",
+          [](Dram& self, int64_t table, In slots) {
+            const auto s = slots_in(slots);
+            nb::gil_scoped_release release;
+            self.clean(table, s);
+          },
+          "table"_a, "slots"_a)
+      .def(
+          "clocks",
+          [](const Dram& self, int64_t table, In slots) {
+            return tensor(self.clocks(table, slots_in(slots)));
+          },
+          "table"_a, "slots"_a)
+      .def(
+          "erase",
+          [](Dram& self, int64_t table, In ids) {
+            const auto i = elements<const int64_t>(ids, "ids", {-1});
+            nb::gil_scoped_release release;
+            self.erase(table, i);
+          },
+          "table"_a, "ids"_a)
+      .def(
+          "weights_address",
+          [](const Dram& self, int64_t table) {
+            return reinterpret_cast<intptr_t>(self.layout(table).weights);
+          },
+          "table"_a)
+      .def(
+          "stride_bytes", [](const Dram& self, int64_t table) { return self.layout(table).weights_stride; },
+          "table"_a)
+      .def("num_rows", &Dram::num_rows, nb::call_guard<nb::gil_scoped_release>(), "table"_a)
+      .def("resident_bytes", &Dram::resident_bytes, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace colonnade

@@ -1,0 +1,61 @@
+// Lookups and plans.
+#include "bind/arrays.h"
+#include "plan.h"
+
+namespace colonnade {
+
+void bind_plan(nb::module_& m) {
+  nb::class_<HeldLookups>(m, "Lookups")
+      .def(nb::init<In, In, In, In, int64_t, std::optional<In>, std::optional<In>>(), "ids"_a,
+           "feature_offsets"_a, "feature_tables"_a, "poolings"_a, "batch_size"_a, "bag_offsets"_a.none(),
+           "weights"_a.none())
+      .def_prop_ro("num_lookups", [](const HeldLookups& self) { return self.lookups->num_lookups(); });
+
+  nb::class_<Plan>(m, "Plan")
+      .def_prop_ro("num_unique", &Plan::num_unique)
+      .def_prop_ro(
+          "unique_ids", [](nb::handle self) { return view(nb::cast<Plan&>(self).unique_ids, self); }, kOwned)
+      .def_prop_ro(
+          "block_offsets", [](nb::handle self) { return view(nb::cast<Plan&>(self).block_offsets, self); },
+          kOwned)
+      .def_prop_ro(
+          "inverse", [](nb::handle self) { return view(nb::cast<Plan&>(self).inverse, self); }, kOwned)
+      .def_prop_ro(
+          "segment_offsets",
+          [](nb::handle self) { return view(nb::cast<Plan&>(self).segment_offsets, self); }, kOwned)
+      .def_prop_ro(
+          "entries", [](nb::handle self) { return view(nb::cast<Plan&>(self).entries, self); }, kOwned);
+
+  m.def(
+      "make_plan",
+      [](const HeldLookups& lookups, In table_rows, int64_t num_ranks) {
+        const auto rows = elements<const int64_t>(table_rows, "table_rows", {-1});
+        nb::gil_scoped_release release;
+        return make_plan(*lookups.lookups, rows, num_ranks);
+      },
+      "lookups"_a, "table_rows"_a, "num_ranks"_a);
+  m.def(
+      "owner_of",
+      [](In ids, int64_t rows, int64_t num_ranks) {
+        const auto i = elements<const int64_t>(ids, "ids", {-1});
+        std::vector<int32_t> owners(i.size());
+        {
+          nb::gil_scoped_release release;
+          owner_of(i, rows, num_ranks, owners);
+        }
+        return tensor(std::move(owners));
+      },
+      "ids"_a, "rows"_a, "num_ranks"_a);
+  m.def(
+      "take",
+      [](In values, In index, Out out) {
+        const auto v = elements<const int32_t>(values, "values", {-1});
+        const auto i = elements<const int32_t>(index, "index", {-1});
+        const auto o = elements<int32_t>(out, "out", {length(i)});
+        nb::gil_scoped_release release;
+        take(v, i, o);
+      },
+      "values"_a, "index"_a, "out"_a);
+}
+
+}  // namespace colonnade

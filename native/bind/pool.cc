@@ -1,0 +1,31 @@
+// Rows -> outputs.
+#include "bind/arrays.h"
+#include "pool.h"
+
+namespace colonnade {
+
+void bind_pool(nb::module_& m) {
+  m.def(
+      "pool",
+      [](const HeldLookups& lookups, In index, In bases, In strides, In dims, In out_bases, In out_strides,
+         const std::string& dtype) {
+        const auto rows = unsigned_bits(elements<const int32_t>(index, "index", {-1}));
+        const PoolPlaces places{elements<const int64_t>(bases, "bases", {-1}),
+                                elements<const int64_t>(strides, "strides", {-1}),
+                                elements<const int32_t>(dims, "dims", {-1}),
+                                elements<const int64_t>(out_bases, "out_bases", {-1}),
+                                elements<const int64_t>(out_strides, "out_strides", {-1})};
+        nb::gil_scoped_release release;
+        pool(*lookups.lookups, rows, places, dtype_named(dtype));
+      },
+      "lookups"_a, "index"_a, "bases"_a, "strides"_a, "dims"_a, "out_bases"_a, "out_strides"_a, "dtype"_a);
+  m.def(
+      "all_finite",
+      [](intptr_t base, int64_t num_elements, const std::string& dtype) {
+        nb::gil_scoped_release release;
+        return all_finite(reinterpret_cast<const void*>(base), num_elements, dtype_named(dtype));
+      },
+      "base"_a, "num_elements"_a, "dtype"_a);
+}
+
+}  // namespace colonnade

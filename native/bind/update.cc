@@ -1,0 +1,75 @@
+// Gradients -> rows.
+#include "bind/arrays.h"
+#include "gradients.h"
+#include "update.h"
+
+namespace colonnade {
+
+namespace {
+
+// RowGradients, and the array they look into.
+struct HeldRowGradients {
+  In index;
+  RowGradients gradients;
+  HeldRowGradients(int64_t base, In index_)
+      : index(std::move(index_)),
+        gradients(base, unsigned_bits(elements<const int32_t>(index, "index", {-1}))) {}
+};
+
+const GradientSource& source_of(nb::handle source) {
+  const OutputGradients* outputs = nullptr;
+  if (nb::try_cast(source, outputs) && outputs) return *outputs;
+  const HeldRowGradients* rows = nullptr;
+  if (nb::try_cast(source, rows) && rows) return rows->gradients;
+  throw nb::type_error("source: wanted OutputGradients or RowGradients");
+}
+
+}  // namespace
+
+void bind_update(nb::module_& m) {
+  nb::class_<OutputGradients>(m, "OutputGradients")
+      .def(
+          "__init__",
+          [](OutputGradients* self, const HeldLookups& lookups, In bases, In strides) {
+            const auto b = elements<const int64_t>(bases, "bases", {-1});
+            const auto s = elements<const int64_t>(strides, "strides", {-1});
+            nb::gil_scoped_release release;
+            new (self) OutputGradients(*lookups.lookups, b, s);
+          },
+          nb::keep_alive<1, 2>(), "lookups"_a, "bases"_a, "strides"_a);
+  nb::class_<HeldRowGradients>(m, "RowGradients").def(nb::init<int64_t, In>(), "base"_a, "index"_a);
+
+  m.def(
+      "sum_rows",
+      [](In segment_offsets, In entries, nb::handle source, In offsets, In dims, int64_t out_base,
+         In out_index, const std::string& dtype) {
+        const auto& gradients = source_of(source);
+        const Segments segments{elements<const int64_t>(offsets, "offsets", {-1}),
+                                elements<const int32_t>(segment_offsets, "segment_offsets", {-1}),
+                                elements<const int32_t>(entries, "entries", {-1})};
+        const auto widths = elements<const int32_t>(dims, "dims", {-1});
+        const auto places = unsigned_bits(elements<const int32_t>(out_index, "out_index", {-1}));
+        nb::gil_scoped_release release;
+        sum_rows(segments, gradients, widths, out_base, places, dtype_named(dtype));
+      },
+      "segment_offsets"_a, "entries"_a, "source"_a, "offsets"_a, "dims"_a, "out_base"_a, "out_index"_a,
+      "dtype"_a);
+  m.def(
+      "update",
+      [](Dram& dram, In slots, In offsets, In segment_offsets, In entries, nb::handle source, In optimizers,
+         In settings) {
+        const auto& gradients = source_of(source);
+        const Segments segments{elements<const int64_t>(offsets, "offsets", {-1}),
+                                elements<const int32_t>(segment_offsets, "segment_offsets", {-1}),
+                                elements<const int32_t>(entries, "entries", {-1})};
+        const auto rows = unsigned_bits(elements<const int32_t>(slots, "slots", {-1}));
+        const auto kinds = elements<const int32_t>(optimizers, "optimizers", {-1});
+        const auto numbers = elements<const double>(settings, "settings", {-1, kSettings});
+        nb::gil_scoped_release release;
+        update(dram, rows, segments, gradients, kinds, numbers);
+      },
+      "dram"_a, "slots"_a, "offsets"_a, "segment_offsets"_a, "entries"_a, "source"_a, "optimizers"_a,
+      "settings"_a);
+}
+
+}  // namespace colonnade
