@@ -1,4 +1,4 @@
-// The element types of tables.
+// The element types of rows and outputs.
 #pragma once
 
 #include <cstdint>
@@ -6,13 +6,26 @@
 
 namespace colonnade {
 
-enum class Dtype : std::uint8_t { float32, float64 };
+enum class Dtype : std::uint8_t { float32, float64, bfloat16, float16 };
 
 constexpr std::int64_t item_bytes(Dtype dtype) {
-  return dtype == Dtype::float32 ? 4 : 8;
+  return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2;
 }
 constexpr std::string_view name_of(Dtype dtype) {
-  return dtype == Dtype::float32 ? "float32" : "float64";
+  switch (dtype) {
+    case Dtype::float64:
+      return "float64";
+    case Dtype::bfloat16:
+      return "bfloat16";
+    case Dtype::float16:
+      return "float16";
+    default:
+      return "float32";
+  }
+}
+// What sums, weights of lookups and optimizer state are made of.
+constexpr Dtype compute_dtype(Dtype dtype) {
+  return dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32;
 }
 
 }  // namespace colonnade

@@ -44,12 +44,20 @@ TableRows::TableRows(const TableSettings& settings, Dtype dtype, std::int64_t nu
   words_ = reinterpret_cast<std::uint16_t*>(words_slab_.data());
   ids_ = reinterpret_cast<std::int64_t*>(ids_slab_.data());
   layout_ = {dtype,
+             false,
              settings.dim,
              settings.state_elements,
              weights_slab_.data(),
              static_cast<std::int64_t>(weights_stride),
              states_slab_.data(),
-             static_cast<std::int64_t>(state_stride)};
+             static_cast<std::int64_t>(state_stride),
+             static_cast<std::int64_t>(item) * settings.state_elements,
+             static_cast<std::int64_t>(state_stride) - 8,
+             settings.seed,
+             reinterpret_cast<const std::byte*>(ids_),
+             8,
+             num_ranks_,
+             0};
   if (is_direct_) ask_for_huge_pages();  // rows are touched anywhere
 }
 

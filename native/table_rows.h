@@ -28,21 +28,29 @@ struct TableSettings {
 // Where rows lie. Addresses never change.
 struct RowLayout {
   Dtype dtype;
+  bool is_split;  // bfloat16 rows are the high halves of float32 masters
   std::int64_t dim, state_elements;
   std::byte* weights;  // plane of dim elements a slot
   std::int64_t weights_stride;
-  std::byte* states;  // plane of state elements, padding to 8 bytes, clock: a uint64 in the last 8
+  std::byte* states;  // plane of state elements of the compute dtype, low halves if split, clock
   std::int64_t state_stride;
+  std::int64_t lows_offset, clock_offset;  // bytes, inside a slot's state; the clock is a uint64
+  std::uint64_t seed;
+  const std::byte* ids;  // an int64 every ids_stride bytes, by slot; null: a slot's number is its row's place
+  std::int64_t ids_stride;
+  std::uint64_t num_ranks, rank;  // among the vocabulary rows of this rank
 
   std::int64_t weights_bytes() const { return dim * item_bytes(dtype); }
-  std::int64_t state_bytes() const { return state_elements * item_bytes(dtype); }
+  std::int64_t state_bytes() const {
+    return state_elements * item_bytes(compute_dtype(dtype)) + (is_split ? 2 * dim : 0);
+  }
   std::int64_t record_bytes() const {
     return weights_bytes() + state_bytes() + 8;
-  }  // weights | state | clock
+  }  // weights | state | low halves | clock
   std::byte* weights_of(std::uint32_t slot) const { return weights + slot * weights_stride; }
   std::byte* state_of(std::uint32_t slot) const { return states + slot * state_stride; }
   std::uint64_t& clock_of(std::uint32_t slot) const {
-    return *reinterpret_cast<std::uint64_t*>(state_of(slot) + state_stride - 8);
+    return *reinterpret_cast<std::uint64_t*>(state_of(slot) + clock_offset);
   }
   void pack(std::uint32_t slot, std::byte* record) const {
     std::memcpy(record, weights_of(slot), weights_bytes());

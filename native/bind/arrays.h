@@ -87,7 +87,9 @@ inline std::span<const uint32_t> unsigned_bits(std::span<const int32_t> values) 
 inline Dtype dtype_named(const std::string& name) {
   if (name == "float32") return Dtype::float32;
   if (name == "float64") return Dtype::float64;
-  throw std::invalid_argument("dtype: got '" + name + "', choose from float32, float64");
+  if (name == "bfloat16") return Dtype::bfloat16;
+  if (name == "float16") return Dtype::float16;
+  throw std::invalid_argument("dtype: got '" + name + "', choose from bfloat16, float16, float32, float64");
 }
 
 inline std::byte* row_bytes(const Out& rows, const char* name, Dtype dtype, int64_t num_rows, int64_t dim) {

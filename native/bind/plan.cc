@@ -1,5 +1,6 @@
 // Lookups and plans.
 #include "bind/arrays.h"
+#include "parts.h"
 #include "plan.h"
 
 namespace colonnade {
@@ -10,6 +11,25 @@ void bind_plan(nb::module_& m) {
            "feature_offsets"_a, "feature_tables"_a, "poolings"_a, "batch_size"_a, "bag_offsets"_a.none(),
            "weights"_a.none())
       .def_prop_ro("num_lookups", [](const HeldLookups& self) { return self.lookups->num_lookups(); });
+
+  const auto numbers = [](const In& array, const char* name) {
+    return elements<const int32_t>(array, name, {-1});
+  };
+  nb::class_<Parts>(m, "Parts")
+      .def(
+          "__init__",
+          [numbers](Parts* self, In tables, In columns, In dims, In states) {
+            new (self) Parts(numbers(tables, "tables"), numbers(columns, "columns"), numbers(dims, "dims"),
+                             numbers(states, "states"));
+          },
+          "tables"_a, "columns"_a, "dims"_a, "states"_a);
+  nb::class_<Reads>(m, "Reads")
+      .def(
+          "__init__",
+          [numbers](Reads* self, In features, In columns, In dims) {
+            new (self) Reads(numbers(features, "features"), numbers(columns, "columns"), numbers(dims, "dims"));
+          },
+          "features"_a, "columns"_a, "dims"_a);
 
   nb::class_<Plan>(m, "Plan")
       .def_prop_ro("num_unique", &Plan::num_unique)
