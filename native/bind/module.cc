@@ -1,6 +1,7 @@
 // The module. The files of this folder are the only ones that know Python: they check what they are given, let go
 // of the GIL and call the core.
 #include "bind/arrays.h"
+#include "buffer.h"
 #include "isa.h"
 #include "threads.h"
 
@@ -13,6 +14,14 @@ NB_MODULE(_native, m) {
   m.def("set_isa", &set_isa, "name"_a);
   m.def("set_num_threads", &set_num_threads, "n"_a);
   m.def("num_threads", &num_threads);
+  m.def(
+      "empty_bytes",
+      [](size_t n) {
+        auto* kept = new Buffer<uint8_t>(n);
+        nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<Buffer<uint8_t>*>(p); });
+        return Made<uint8_t>(kept->data(), {n}, owner);
+      },
+      "n"_a);
   bind_plan(m);
   bind_dram(m);
   bind_pool(m);

@@ -12,15 +12,31 @@ from colonnade.batch import Batch, Ids
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ColonnadeError
 from colonnade.interaction import FM, Concat, Interaction
-from colonnade.optimizer import RowOptimizer
+from colonnade.optimizers import (
+    FTRL,
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    RowWiseAdagrad,
+    RowWiseAdam,
+    SparseOptimizer,
+)
 from colonnade.plan.plan import Plan, build_plan
-from colonnade.table import SGD, Feature, RowWiseAdagrad, Table, Uniform
+from colonnade.row_optimizer import RowOptimizer
+from colonnade.table import Feature, Table, Uniform
 from colonnade.topology.mesh import Mesh, close_mesh, open_mesh
 from colonnade.topology.world import World
 
 __all__ = [
     "FM",
+    "FTRL",
+    "LAMB",
     "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
     "Batch",
     "ColonnadeError",
     "Concat",
@@ -32,6 +48,8 @@ __all__ = [
     "Plan",
     "RowOptimizer",
     "RowWiseAdagrad",
+    "RowWiseAdam",
+    "SparseOptimizer",
     "Table",
     "Uniform",
     "World",

@@ -29,6 +29,9 @@ def set_num_threads(n: int) -> None:
     """Threads Colonnade uses (torch's OpenMP pool); 0 = as many as torch."""
 
 def num_threads() -> int: ...
+def empty_bytes(n: int) -> Array:
+    """(n,) uint8, content undefined, in a kept block (64-byte aligned, huge pages where large) that serves again once
+    nobody holds the tensor or a view of it."""
 
 class Lookups:
     """One batch's lookups of all features, feature-major. Keeps the arrays alive.

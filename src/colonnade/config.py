@@ -69,18 +69,34 @@ class ModelConfig(Section):
 
 
 class RowsConfig(Section):
-    optimizer: Literal["sgd", "rowwise_adagrad"] = "rowwise_adagrad"
+    optimizer: Literal[
+        "sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "adamw", "ftrl", "lamb"
+    ] = "rowwise_adagrad"
     """The rows' optimizer."""
     lr: float = Field(0.02, ge=0)
     """Learning rate of rows."""
-    eps: float = Field(1e-8, gt=0)
-    """Added to the root of the accumulator (rowwise_adagrad)."""
-    initial_accumulator: float = Field(0.0, ge=0)
-    """First value of the accumulator (rowwise_adagrad)."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Added to the gradient of touched rows, times the weight."""
+    eps: float | None = Field(None, gt=0)
+    """Added to the root of the accumulator. This and the next six: default is the optimizer's own."""
+    initial_accumulator: float | None = Field(None, ge=0)
+    """First value of the accumulator (adagrad, rowwise_adagrad, ftrl)."""
+    weight_decay: float | None = Field(None, ge=0)
+    """Added to the gradient of touched rows, times the weight (adamw, lamb: apart from the gradient)."""
+    momentum: float | None = Field(None, ge=0, lt=1)
+    """Of sgd."""
+    betas: tuple[float, float] | None = None
+    """Decay of the moments (adam, rowwise_adam, adamw, lamb)."""
+    l1: float | None = Field(None, ge=0)
+    """Of ftrl."""
+    l2: float | None = Field(None, ge=0)
+    """Of ftrl."""
     init_scale: float | None = Field(None, ge=0)
     """New rows are uniform in +-init_scale; default 1/sqrt(dim)."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the rows' weights; 16-bit ones are rounded at random when they are updated."""
+    master: bool = False
+    """bfloat16: keep each weight's lower half beside the state, and train exactly as float32."""
+    max_norm: float | None = Field(None, gt=0)
+    """Updated rows longer than this are shrunk to it."""
 
 
 class DenseConfig(Section):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,10 @@ from colonnade.consistency import consistency
 from colonnade.data.lookahead import Lookahead
 from colonnade.errors import BudgetExceeded, ConfigError, IdRangeError
 from colonnade.exchange import EXCHANGES
-from colonnade.exchange.contract import RowSource, Ticket
+from colonnade.exchange.contract import RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import declare
 from colonnade.interaction import Interaction
+from colonnade.ops.memory import keep_freed_memory
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.store.contract import Backing, RowView
 from colonnade.store.dram import open_dram
@@ -36,7 +38,8 @@ class EmbeddingCollection(nn.Module):
     `parameters()` are the dense ones, and rows change in `RowOptimizer(collection).step()`.
 
     Works in anyone's loop. `collection.lookahead(batches)` prepares coming batches in the background.
-    Until `open` is called, everything is on this process, in memory.
+    Until `open` is called, everything is on this process, in memory. Opening tells malloc to keep freed memory
+    for the next step (`ops.memory`).
     """
 
     def __init__(
@@ -45,20 +48,23 @@ class EmbeddingCollection(nn.Module):
         features: Sequence[Feature],
         *,
         consumers: Mapping[str, tuple[Interaction, Sequence[str]]] | None = None,
+        output_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
+        """`output_dtype`: of what it returns; default float32, or float64 for float64 tables."""
         super().__init__()
         consumers = consumers or {}
-        self.declaration = declare(tables, features, consumers)
+        self.declaration = declare(tables, features, consumers, output_dtype)
         self.interactions = nn.ModuleDict({name: pair[0] for name, pair in consumers.items()})
         self.seed = seed
         # Placeholders that make torch call our backward; not parameters, so that an optimizer over
         # model.parameters() is an optimizer over the dense network.
         self.handles = [
-            torch.empty(0, table.dim, dtype=getattr(torch, table.dtype), requires_grad=True)
+            torch.empty(0, table.width, dtype=self.declaration.output_dtype, requires_grad=True)
             for table in self.declaration.tables
         ]
         self.live: list[Ticket] = []  # forward done, not yet stepped
+        self.pushed: Pushed | None = None  # gradients of `live` that have reached their owners
         self.step = 0  # updates applied
         self._opened = False
         self._starved = threading.Event()
@@ -92,6 +98,7 @@ class EmbeddingCollection(nn.Module):
                 "the memory budget does not hold every row, and there is nowhere to put the rest; "
                 "open the collection with backings (a run folder has them), or raise the plan's dram_bytes"
             )
+        keep_freed_memory()
         self.consistency = consistency(self.plan.staleness_steps)
         self.exchange = EXCHANGES[self.plan.exchange](self.declaration, self.mesh)
         self.store = open_dram(
@@ -99,6 +106,7 @@ class EmbeddingCollection(nn.Module):
             [table.capacity_rows for table in self.plan.tables],
             seed=self.seed,
             num_ranks=self.mesh.num_ranks,
+            rank=self.mesh.rank,
             backings=backings,
         )
         self._opened = True
@@ -168,26 +176,52 @@ class EmbeddingCollection(nn.Module):
     def finite(self) -> bool:
         """Whether every gradient recorded on this rank is finite."""
         return all(
-            _native.all_finite(part.data_ptr(), part.numel(), self.tables[0].dtype)
+            _all_finite(part)
             for ticket in self.live
             for gradients in ticket.gradients
             for part in gradients
         )
 
+    def collect(self) -> RowGradients | None:
+        """Collective: push what backward recorded since the last step to the rows' owners. None: there is nothing.
+
+        Once per step: `push` then applies what is here. RuntimeError if a backward came in between.
+        """
+        recorded = sum(len(ticket.gradients) for ticket in self.live)
+        if self.pushed is None:
+            self.pushed = Pushed(self.exchange.push(self.live), recorded)
+        elif self.pushed.recorded != recorded:
+            raise RuntimeError(
+                "backward was called after the gradients were clipped; clip between the last backward "
+                "and step()"
+            )
+        return self.pushed.gradients
+
+    def squared_gradient_norm(self) -> float:
+        """Collective: the sum of squares of all rows' summed gradients, over all ranks."""
+        gradients, square = self.collect(), 0.0
+        if gradients is not None:
+            summed, values = self.exchange.summed(gradients)
+            self.pushed = Pushed(summed, self.pushed.recorded if self.pushed else 0)
+            square = _native.squared_norm(
+                values.data_ptr(), values.numel(), self.tables[0].compute_dtype
+            )
+        total = self.mesh.all_reduce("push", torch.tensor([square], dtype=torch.float64))
+        return float(total)
+
     def push(self, optimizers: Tensor, settings: Tensor) -> None:
         """Collective: push what backward recorded, apply it once, release the rows.
 
-        optimizers (T,) int32, settings (T, 8) float64: see `_native.update`.
+        optimizers (P,) int32, settings (P, 16) float64 by part: see `_native.update`.
         """
-        tickets = self.live
-        gradients = self.exchange.push(tickets)
+        gradients, tickets = self.collect(), self.live
         if gradients is not None:
             _native.update(
                 self.store.native, gradients.slots, gradients.offsets,
                 gradients.segment_offsets, gradients.entries, gradients.source,
-                optimizers, settings,
+                self.declaration.native_parts, optimizers, settings,
             )  # fmt: skip
-        self.live = []
+        self.live, self.pushed = [], None
         for ticket in tickets:
             self.store.release(ticket.pinned, ticket.owned_offsets, dirty=True)
             ticket.slots, ticket.is_done = None, True
@@ -199,7 +233,7 @@ class EmbeddingCollection(nn.Module):
         for ticket in self.live:
             if id(ticket) not in kept:
                 self.drop(ticket)
-        self.live = list(tickets)
+        self.live, self.pushed = list(tickets), None
 
     def forget(self) -> None:
         """Drop every batch since the last step without applying it."""
@@ -233,11 +267,11 @@ class EmbeddingCollection(nn.Module):
         owned = owner == self.mesh.rank
         num_owned = int(owned.sum())
         offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(self.tables) - t))
-        found = torch.zeros(len(unique), self.tables[t].dim, dtype=self.handles[t].dtype)
-        found[owned] = self.store.read(unique[owned].contiguous(), offsets)[t]
-        return self.mesh.all_reduce("evaluate", found)[
-            inverse
-        ]  # one rank's values and zeros: exact
+        compute, dtype = self.declaration.compute_dtype, self.declaration.dtype
+        found = torch.zeros(len(unique), self.tables[t].width, dtype=compute)
+        found[owned] = self.store.read(unique[owned].contiguous(), offsets)[t].to(compute)
+        # One rank's values and zeros: exact.
+        return self.mesh.all_reduce("evaluate", found).to(dtype)[inverse]
 
     def _read_only(self, batch: Batch) -> dict[str, Tensor]:
         """Evaluation: sees every update, leaves no trace; any number of training batches may be in flight."""
@@ -245,7 +279,7 @@ class EmbeddingCollection(nn.Module):
         batch.world_weight = ticket.weight
         found = self.store.read(ticket.owned_ids, ticket.owned_offsets)
         views = [
-            RowView(rows.data_ptr(), table.dim * table.itemsize, table.dim, table.dtype)
+            RowView(rows.data_ptr(), table.width * table.itemsize, table.width, table.dtype)
             for rows, table in zip(found, self.tables, strict=True)
         ]
         numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in found]
@@ -256,3 +290,18 @@ class EmbeddingCollection(nn.Module):
         """Open with everything on this process, in memory, unless `open` was called."""
         if not self._opened:
             self.open()
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """Gradients at their owners, and how many backwards they are of."""
+
+    gradients: RowGradients | None
+    recorded: int
+
+
+def _all_finite(values: Tensor) -> bool:
+    dtype = str(values.dtype).removeprefix("torch.")
+    if dtype not in ("float32", "float64"):
+        return bool(torch.isfinite(values).all())
+    return _native.all_finite(values.data_ptr(), values.numel(), dtype)

@@ -1,71 +1,20 @@
-"""Tables, features, and the settings of the sparse optimizers: plain frozen values, no memory behind them."""
+"""Tables and features: plain frozen values, no memory behind them."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from colonnade.errors import ConfigError
+from colonnade.optimizers import RowWiseAdagrad, SparseOptimizer
 
+Pooling = Literal["sum", "mean", "sqrtn", "sequence"]
+POOLINGS = ("sum", "mean", "sequence", "sqrtn")  # a pooling's place is its number in the core
+ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+CLOCK_BYTES = 8
 
-def _check_settings(optimizer: object, *names: str) -> None:
-    for name in names:
-        value = getattr(optimizer, name)
-        if not 0 <= value < math.inf:
-            raise ConfigError(
-                f"{type(optimizer).__name__}: got {name}={value}, wanted a finite number, 0 or more"
-            )
-
-
-Pooling = Literal["sum", "mean", "sequence"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SGD:
-    """`w -= lr * (g + weight_decay * w)` on touched rows (torch.optim.SGD without momentum, lazy form)."""
-
-    lr: float
-    weight_decay: float = 0.0
-
-    name = "sgd"
-    initial_state = 0.0
-
-    def __post_init__(self) -> None:
-        _check_settings(self, "lr", "weight_decay")
-
-    def state_floats(self, dim: int) -> int:
-        """Scalars of optimizer state that lie with each row."""
-        return 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowWiseAdagrad:
-    """`g += weight_decay * w; s += mean(g**2); w -= lr * g / (sqrt(s) + eps)` on touched rows; one `s` per row.
-
-    The row-wise form of Duchi et al. (2011) that FBGEMM calls EXACT_ROWWISE_ADAGRAD.
-    """
-
-    lr: float
-    eps: float = 1e-8
-    initial_accumulator: float = 0.0
-    weight_decay: float = 0.0
-
-    name = "rowwise_adagrad"
-
-    def __post_init__(self) -> None:
-        _check_settings(self, "lr", "eps", "initial_accumulator", "weight_decay")
-
-    @property
-    def initial_state(self) -> float:
-        return self.initial_accumulator
-
-    def state_floats(self, dim: int) -> int:
-        """Scalars of optimizer state that lie with each row."""
-        return 1
-
-
-SparseOptimizer = SGD | RowWiseAdagrad
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,36 +25,90 @@ class Uniform:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Some columns of a table's rows, with an optimizer of their own."""
+
+    name: str  # "" where the table has only one
+    column: int  # first element in the row
+    dim: int
+    state: int  # first scalar in the row's optimizer state
+    optimizer: SparseOptimizer
+    init_scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """A named set of rows of one width.
 
     With `rows` a *vocabulary table*: ids 0 .. rows-1, anything else is an error. Without, an *open
     table*: any 64-bit id, rows appear when first trained. A row's first value depends only on
     (seed, table name, id), so a row never trained costs no storage.
+
+    A table may have parts, `Table("item", {"deep": 64, "wide": 1})`, so that a model routes an id once and
+    gets both; `optimizer` and `initializer` then are one for all or one by part.
+
+    `dtype` is that of the weights; sums and optimizer state are float64 for float64 and float32 otherwise.
+    16-bit weights are rounded at random when they are updated, which keeps small updates alive on average;
+    `master` (bfloat16) keeps the lost half of every weight with the state instead, and trains exactly
+    as float32 does, reading half the bytes.
     """
 
     name: str
-    dim: int
+    dim: int | Mapping[str, int]
     rows: int | None = field(default=None, kw_only=True)
-    optimizer: SparseOptimizer = field(default=RowWiseAdagrad(lr=0.02), kw_only=True)
-    initializer: Uniform | None = field(default=None, kw_only=True)
+    optimizer: SparseOptimizer | Mapping[str, SparseOptimizer] = field(
+        default=RowWiseAdagrad(lr=0.02), kw_only=True
+    )
+    initializer: Uniform | Mapping[str, Uniform] | None = field(default=None, kw_only=True)
     """None: uniform in +-1/sqrt(dim)."""
-    dtype: Literal["float32", "float64"] = field(default="float32", kw_only=True)
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = field(
+        default="float32", kw_only=True
+    )
+    master: bool = field(default=False, kw_only=True)
+    max_norm: float | None = field(default=None, kw_only=True)
+    """An updated row (of each part) that is longer than this is shrunk to it, as in nn.Embedding."""
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("a table needs a name; got ''. Write Table('item', dim=16)")
-        if self.dtype not in ("float32", "float64"):
+        if self.dtype not in ITEM_BYTES:
             raise ConfigError(
-                f"table {self.name!r}: got dtype={self.dtype!r}; choose from float32, float64"
+                f"table {self.name!r}: got dtype={self.dtype!r}; choose from {', '.join(sorted(ITEM_BYTES))}"
             )
-        if not isinstance(self.optimizer, SGD | RowWiseAdagrad):
+        if self.master and self.dtype != "bfloat16":
             raise ConfigError(
-                f"table {self.name!r}: got optimizer={self.optimizer!r}, wanted SGD(lr=...) or "
-                "RowWiseAdagrad(lr=...)"
+                f"table {self.name!r}: got master=True with dtype={self.dtype!r}; only a bfloat16 weight is the "
+                "upper half of a float32"
             )
-        if not isinstance(self.dim, int) or self.dim < 1:
-            raise ConfigError(f"table {self.name!r}: got dim={self.dim}, wanted at least 1")
+        dims = self.dim if isinstance(self.dim, Mapping) else {"": self.dim}
+        if not dims:
+            raise ConfigError(f"table {self.name!r}: got dim={{}}, wanted at least one part")
+        for part, dim in dims.items():
+            if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
+                raise ConfigError(
+                    f"table {self.name!r}: got dim={self.dim}, wanted at least 1"
+                    + (f" for part {part!r}" if part else "")
+                )
+        if isinstance(self.dim, Mapping) and not all(map(_is_word, dims)):
+            raise ConfigError(
+                f"table {self.name!r}: got parts {sorted(map(str, dims))}, wanted names without a dot"
+            )
+        for what, kind in (("optimizer", SparseOptimizer), ("initializer", Uniform | None)):
+            value = getattr(self, what)
+            given = value if isinstance(value, Mapping) else dict.fromkeys(dims, value)
+            if set(given) != set(dims):
+                raise ConfigError(
+                    f"table {self.name!r}: got {what}s for {sorted(given)}, wanted one for each of the parts "
+                    f"{sorted(dims)}, or one for all"
+                )
+            for each in given.values():
+                if not isinstance(each, kind):
+                    raise ConfigError(
+                        f"table {self.name!r}: got {what}={each!r}, wanted "
+                        + ("SGD(lr=...), Adagrad(lr=...), ..." if what == "optimizer" else "Uniform(scale=...)")
+                    )  # fmt: skip
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ConfigError(f"table {self.name!r}: got max_norm={self.max_norm}, wanted more than 0")  # fmt: skip
         if self.rows is not None and (not isinstance(self.rows, int) or self.rows < 1):
             raise ConfigError(
                 f"table {self.name!r}: got rows={self.rows}, wanted 1 or more; "
@@ -113,29 +116,54 @@ class Table:
             )
 
     @property
-    def init_scale(self) -> float:
-        return self.initializer.scale if self.initializer else self.dim**-0.5
+    def parts(self) -> tuple[Part, ...]:
+        """In declared order; their columns and their state lie side by side in a row."""
+        dims = self.dim if isinstance(self.dim, Mapping) else {"": self.dim}
+        found: list[Part] = []
+        column = state = 0
+        for name, dim in dims.items():
+            optimizer = _of(self.optimizer, name)
+            initializer = _of(self.initializer, name)
+            scale = initializer.scale if initializer else dim**-0.5
+            found.append(Part(name, column, dim, state, optimizer, scale))
+            column += dim
+            state += optimizer.state_floats(dim)
+        return tuple(found)
+
+    @property
+    def width(self) -> int:
+        """Elements of a row: the dims of its parts."""
+        return sum(part.dim for part in self.parts)
 
     @property
     def itemsize(self) -> int:
-        return 8 if self.dtype == "float64" else 4
+        """Bytes of one weight."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "float64"]:
+        """Of sums, lookup weights and optimizer state."""
+        return "float64" if self.dtype == "float64" else "float32"
 
     @property
     def state_floats(self) -> int:
-        return self.optimizer.state_floats(self.dim)
+        """Scalars of optimizer state that lie with a row."""
+        return sum(part.optimizer.state_floats(part.dim) for part in self.parts)
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one row at rest: weights, optimizer state, and a 64-bit clock."""
-        return (self.dim + self.state_floats) * self.itemsize + 8
+        """Bytes of one row at rest: weights, optimizer state, low halves if `master`, and a 64-bit clock."""
+        state = self.state_floats * ITEM_BYTES[self.compute_dtype]
+        return self.width * self.itemsize + state + 2 * self.width * self.master + CLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
     """A column of the input that looks ids up in a table; several features may share a table.
 
-    `pooling`: "sum" and "mean" give one vector per sample (an empty bag gives zeros);
-    "sequence" gives one vector per lookup.
+    `pooling`: "sum", "mean" (sum / n) and "sqrtn" (sum / sqrt(n)) give one vector per sample, n being its number
+    of ids (an empty bag gives zeros); "sequence" gives one vector per lookup. Of a table with parts a feature
+    gives one tensor per part, named "feature.part".
     """
 
     name: str
@@ -143,7 +171,17 @@ class Feature:
     pooling: Pooling = field(default="sum", kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.pooling not in ("sum", "mean", "sequence"):
+        if self.pooling not in POOLINGS:
             raise ConfigError(
-                f"feature {self.name!r}: got pooling={self.pooling!r}; choose from mean, sequence, sum"
+                f"feature {self.name!r}: got pooling={self.pooling!r}; choose from "
+                f"{', '.join(sorted(POOLINGS))}"
             )
+
+
+def _of(value: T | Mapping[str, T], part: str) -> T:
+    chosen: Any = value[part] if isinstance(value, Mapping) else value
+    return chosen
+
+
+def _is_word(name: object) -> bool:
+    return isinstance(name, str) and bool(name) and "." not in name

@@ -14,13 +14,14 @@ SOURCE = ROOT / "src" / "colonnade"
 # A room may import from its own rank's left. Same-rank rooms may not import each other.
 LAYERS = [
     {"errors", "_native"},
-    {"table", "batch", "interaction", "config"},
+    {"optimizers", "batch", "interaction", "config"},
+    {"table"},
     {"topology", "ops"},
     {"store", "consistency", "data"},
     {"exchange"},
     {"plan"},
     {"embedding"},
-    {"optimizer"},
+    {"row_optimizer"},
     {"models"},
     {"train"},
     {"cli"},

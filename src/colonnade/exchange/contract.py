@@ -135,6 +135,10 @@ class Exchange(Protocol):
         """Gradients recorded on the tickets -> sums at the owners, as one application. None: nothing to do."""
         ...
 
+    def summed(self, pushed: RowGradients) -> tuple[RowGradients, Tensor]:
+        """The same gradients with each row's entries added up, and the buffer that holds exactly those sums."""
+        ...
+
     def drop(self, ticket: Ticket) -> None: ...
 
     def cost(self, load: Load, world: World) -> Cost:

@@ -6,7 +6,9 @@ Legend: B samples, F features, T tables, E lookups, D dim.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,26 +18,67 @@ from colonnade import _native
 from colonnade.batch import Batch, Ids
 from colonnade.errors import ConfigError, DataError, IdRangeError, NonFiniteError
 from colonnade.exchange.contract import Consumer
-from colonnade.table import Feature, Table
-
-POOLINGS = {"sum": 0, "mean": 1, "sequence": 2}
+from colonnade.table import POOLINGS, Feature, Part, Table
 
 
 @dataclass(frozen=True, slots=True)
+class Field:
+    """What one feature reads of one part of its table: the unit that consumers take."""
+
+    name: str  # the feature's; with the part's after a dot where the table has parts
+    feature: int  # index into Declaration.features
+    part: int  # index into Declaration.parts
+    dim: int
+
+
+@dataclass(frozen=True)
 class Declaration:
     """What a model declared, in its order; every output order follows from it (order law)."""
 
     tables: tuple[Table, ...]
     features: tuple[Feature, ...]
     consumers: Mapping[str, Consumer]
+    output: Literal["float32", "float64", "bfloat16", "float16"]
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of rows."""
         return getattr(torch, self.tables[0].dtype)
 
     @property
-    def dims(self) -> np.ndarray:
-        return np.array([table.dim for table in self.tables], dtype=np.int64)
+    def compute_dtype(self) -> torch.dtype:
+        """Of lookup weights, sums of gradients and optimizer state."""
+        return getattr(torch, self.tables[0].compute_dtype)
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Of what the collection returns."""
+        return getattr(torch, self.output)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[int, Part], ...]:
+        """(table, part) of all parts, table by table."""
+        return tuple((t, part) for t, table in enumerate(self.tables) for part in table.parts)
+
+    @cached_property
+    def native_parts(self) -> _native.Parts:
+        numbers = [(t, part.column, part.dim, part.state) for t, part in self.parts]
+        return _native.Parts(*torch.tensor(numbers, dtype=torch.int32).T.contiguous())
+
+    @cached_property
+    def widths(self) -> np.ndarray:
+        """(T,) int64: elements of a row."""
+        return np.array([table.width for table in self.tables], dtype=np.int64)
+
+    @cached_property
+    def fields(self) -> tuple[Field, ...]:
+        found = []
+        for f, feature in enumerate(self.features):
+            for p, (t, part) in enumerate(self.parts):
+                if self.tables[t].name == feature.table:
+                    name = f"{feature.name}.{part.name}" if part.name else feature.name
+                    found.append(Field(name, f, p, part.dim))
+        return tuple(found)
 
     def table_of(self, feature: Feature) -> int:
         return next(t for t, table in enumerate(self.tables) if table.name == feature.table)
@@ -43,19 +86,32 @@ class Declaration:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One tensor that lookups write: pooled fields side by side, or one lone feature."""
+    """One tensor that lookups write: pooled fields side by side, or one lone field."""
 
-    names: tuple[str, ...]  # the consumers that take it (same fields, pooled once), or the feature
-    features: tuple[int, ...]  # indices into Declaration.features
-    columns: tuple[int, ...]  # first column of each feature
+    names: tuple[str, ...]  # the consumers that take it (same fields, pooled once), or the field
+    fields: tuple[int, ...]  # indices into Declaration.fields
+    columns: tuple[int, ...]  # first column of each field
     width: int
     is_sequence: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Consumption:
+    """Which features are looked up, in which order, and which of their parts are read.
+
+    A feature is looked up once for all its parts, and once more for each further output that reads
+    the same part of it.
+    """
+
+    features: tuple[int, ...]  # (C,) by column of lookups: index into Declaration.features
+    reads: tuple[tuple[int, int], ...]  # (R,) in the order of the outputs' fields: (column, part)
 
 
 def declare(
     tables: Sequence[Table],
     features: Sequence[Feature],
     consumers: Mapping[str, tuple],
+    output_dtype: torch.dtype | None = None,
 ) -> Declaration:
     """Check a model's declaration. Raises ConfigError naming what does not fit."""
     if not tables:
@@ -69,9 +125,11 @@ def declare(
             raise ConfigError(
                 f"{kind} {twice[0]!r} is declared twice; give each {kind} its own name"
             )
-    if len({table.dtype for table in tables}) > 1:
+    kinds = {(table.dtype, table.master) for table in tables}
+    if len(kinds) > 1:
+        words = sorted(dtype + " with master" * master for dtype, master in kinds)
         raise ConfigError(
-            f"got tables of dtypes {sorted({t.dtype for t in tables})}, wanted one dtype for a collection; "
+            f"got tables of dtypes {words}, wanted one dtype for a collection; "
             "use one EmbeddingCollection per dtype"
         )
     known = {table.name: table for table in tables}
@@ -81,55 +139,83 @@ def declare(
                 f"feature {feature.name!r} looks up table {feature.table!r}; declared tables: "
                 f"{', '.join(sorted(known))}"
             )
-    by_name = {feature.name: feature for feature in features}
+    compute = tables[0].compute_dtype
+    output = compute if output_dtype is None else str(output_dtype).removeprefix("torch.")
+    allowed = ("float64",) if compute == "float64" else ("float32", "bfloat16", "float16")
+    if output not in allowed:
+        raise ConfigError(
+            f"got output_dtype={output} for tables of {tables[0].dtype}; choose from {', '.join(allowed)}"
+        )
+    declaration = Declaration(tuple(tables), tuple(features), {}, output)  # type: ignore[arg-type]
+    by_name = {field.name: field for field in declaration.fields}
+    twice = sorted({f.name for f in declaration.fields if f is not by_name[f.name]})
+    if twice:
+        raise ConfigError(f"two fields are named {twice[0]!r}; rename the feature or the part")
     checked: dict[str, Consumer] = {}
     for name, (interaction, wanted) in consumers.items():
         if name in by_name:
             raise ConfigError(f"consumer {name!r} has the name of a feature; rename one of them")
-        for feature in wanted:
-            if feature not in by_name:
+        for field in wanted:
+            if field not in by_name:
                 raise ConfigError(
-                    f"consumer {name!r} takes feature {feature!r}; declared features: "
+                    f"consumer {name!r} takes feature {field!r}; declared features: "
                     f"{', '.join(by_name)}"
                 )
-            if by_name[feature].pooling == "sequence":
+            if features[by_name[field].feature].pooling == "sequence":
                 raise ConfigError(
-                    f"consumer {name!r} takes feature {feature!r}, which is a sequence; "
+                    f"consumer {name!r} takes feature {field!r}, which is a sequence; "
                     "pool it (sum, mean) or leave it without a consumer"
                 )
-        dims = {known[by_name[feature].table].dim for feature in wanted}
+        dims = {by_name[field].dim for field in wanted}
         if len(dims) > 1 and interaction.width(max(dims)) is not None:
             raise ConfigError(
                 f"consumer {name!r} needs fields of one width; got dims {sorted(dims)}"
             )
         checked[name] = Consumer(interaction, tuple(wanted))
-    return Declaration(tuple(tables), tuple(features), checked)
+    return replace(declaration, consumers=checked)
 
 
 def outputs(declaration: Declaration) -> tuple[Output, ...]:
-    """Consumers in declared order, then features nobody consumes in declared order."""
+    """Consumers in declared order, then fields nobody consumes in declared order."""
     readers: dict[tuple[str, ...], list[str]] = {}
     for name, consumer in declaration.consumers.items():
         readers.setdefault(consumer.features, []).append(name)
-    dims = {table.name: table.dim for table in declaration.tables}
-    index = {feature.name: f for f, feature in enumerate(declaration.features)}
+    index = {field.name: i for i, field in enumerate(declaration.fields)}
     taken = {name for consumer in declaration.consumers.values() for name in consumer.features}
     found = []
     groups = list(readers.items())
-    groups += [((f.name,), [f.name]) for f in declaration.features if f.name not in taken]
+    groups += [((f.name,), [f.name]) for f in declaration.fields if f.name not in taken]
     for members, names in groups:
-        widths = [dims[declaration.features[index[member]].table] for member in members]
-        starts = np.concatenate([[0], np.cumsum(widths)])
+        fields = [declaration.fields[index[member]] for member in members]
+        starts = np.concatenate([[0], np.cumsum([field.dim for field in fields])])
         found.append(
             Output(
                 tuple(names),
                 tuple(index[member] for member in members),
                 tuple(int(start) for start in starts[:-1]),
                 int(starts[-1]),
-                len(members) == 1 and declaration.features[index[members[0]]].pooling == "sequence",
+                len(fields) == 1
+                and declaration.features[fields[0].feature].pooling == "sequence",
             )
-        )
+        )  # fmt: skip
     return tuple(found)
+
+
+def consumption(declaration: Declaration) -> Consumption:
+    """Columns of lookups and reads of them, as the outputs' fields come."""
+    features: list[int] = []
+    taken: set[tuple[int, int]] = set()
+    reads = []
+    for output in outputs(declaration):
+        for i in output.fields:
+            field = declaration.fields[i]
+            columns = [c for c, f in enumerate(features) if f == field.feature]
+            column = next((c for c in columns if (c, field.part) not in taken), len(features))
+            if column == len(features):
+                features.append(field.feature)
+            taken.add((column, field.part))
+            reads.append((column, field.part))
+    return Consumption(tuple(features), tuple(reads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +229,7 @@ class Lookups:
 
 
 def collect(batch: Batch, declaration: Declaration, consumed: Sequence[int]) -> Lookups:
-    """`consumed`: for each position, the feature read there; a feature in two outputs is read twice."""
+    """`consumed`: the feature of each column of lookups (`Consumption.features`)."""
     values, bags, weights = [], [], []
     sizes = [0]
     one_hot, weighted = True, False
@@ -176,9 +262,9 @@ def collect(batch: Batch, declaration: Declaration, consumed: Sequence[int]) -> 
     if weighted:
         all_weights = torch.cat(
             [
-                torch.ones(len(v), dtype=declaration.dtype)
+                torch.ones(len(v), dtype=declaration.compute_dtype)
                 if w is None
-                else w.to(declaration.dtype)
+                else w.to(declaration.compute_dtype)
                 for v, w in zip(values, weights, strict=True)
             ]
         )
@@ -189,7 +275,7 @@ def collect(batch: Batch, declaration: Declaration, consumed: Sequence[int]) -> 
             [declaration.table_of(declaration.features[f]) for f in consumed], dtype=torch.int32
         ),
         torch.tensor(
-            [POOLINGS[declaration.features[f].pooling] for f in consumed], dtype=torch.uint8
+            [POOLINGS.index(declaration.features[f].pooling) for f in consumed], dtype=torch.uint8
         ),
         batch.size,
         bag_offsets,

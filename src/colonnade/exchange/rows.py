@@ -9,7 +9,7 @@ P rows other ranks (and this one) asked it for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,15 @@ from colonnade.exchange.contract import (
     RowSource,
     Ticket,
 )
-from colonnade.exchange.layout import Declaration, collect, explain_range, outputs
+from colonnade.exchange.layout import (
+    Declaration,
+    collect,
+    consumption,
+    explain_range,
+    outputs,
+)
 from colonnade.exchange.wire import RowLayout, Traffic, row_layout
+from colonnade.ops.memory import empty
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.world import World
 
@@ -47,7 +54,7 @@ class Wire:
 
 
 @dataclass(slots=True)
-class Reads:
+class Fetched:
     """Where `values` finds the row of each lookup: base[t] + index[e] * stride[t] bytes."""
 
     bases: Tensor  # (T,) int64
@@ -86,22 +93,29 @@ class RowsExchange:
         self.mesh = mesh
         self.traffic = Traffic()
         self.outputs = outputs(declaration)
-        # Consumers of the same fields share one pooled tensor; other overlaps are looked up apart.
-        self.consumed = [f for output in self.outputs for f in output.features]
-        self.dims = declaration.dims
-        self.native_dims = torch.from_numpy(self.dims.astype(np.int32))
+        self.consumption = consumption(declaration)
+        self.widths = declaration.widths
         self.table_rows = torch.tensor([t.rows or 0 for t in declaration.tables])
+        parts = [(c, *declaration.parts[p]) for c, p in self.consumption.reads]
+        self.reads = _native.Reads(
+            *_int32s((column, part.column, part.dim) for column, _, part in parts)
+        )
+        sources = max(1, mesh.num_ranks)
+        self.whole_rows = _native.Reads(
+            *_int32s((i, 0, width) for i, width in enumerate(self.widths.tolist() * sources))
+        )
         self.dtype = declaration.tables[0].dtype
         self.itemsize = declaration.tables[0].itemsize
+        self.compute = declaration.tables[0].compute_dtype
 
     def route(self, batch: Batch, step: int, *, purpose: str = "route") -> Ticket:
         """Collective on `purpose`'s group. Raises IdRangeError, DataError before anything travels."""
-        num_ranks, num_tables = self.mesh.num_ranks, len(self.dims)
-        lookups = collect(batch, self.declaration, self.consumed)
+        num_ranks, num_tables = self.mesh.num_ranks, len(self.widths)
+        lookups = collect(batch, self.declaration, self.consumption.features)
         try:
             plan = _native.make_plan(lookups.native, self.table_rows, num_ranks)
         except IndexError as error:
-            raise explain_range(error, self.declaration, self.consumed) from None
+            raise explain_range(error, self.declaration, self.consumption.features) from None
         weight = float(batch.size if batch.sample_weight is None else batch.sample_weight.sum())
         unique = torch.as_tensor(plan.unique_ids)
         blocks = np.asarray(plan.block_offsets)
@@ -145,11 +159,11 @@ class RowsExchange:
         bases, strides = _addresses(source.views)
         if self.mesh.num_ranks == 1 and source.in_place:
             index = _take(source.rows, ticket.plan.inverse)
-            ticket.reads = Reads(bases, strides, index, None, source)
+            ticket.reads = Fetched(bases, strides, index, None, source)
             return
         wire = ticket.wire or self._local_wire(ticket)
         ticket.wire = wire
-        send = torch.empty(wire.serving.num_elements, dtype=self.declaration.dtype)
+        send = empty(wire.serving.num_elements, dtype=self.declaration.dtype)
         starts = torch.from_numpy(wire.serving.block_elements.ravel() * self.itemsize)
         rows = (
             source.rows
@@ -157,16 +171,16 @@ class RowsExchange:
             else _take(source.rows, ticket.owner_plan.inverse)
         )
         _native.pool(
-            wire.requests, rows, bases, strides, self.native_dims,
+            wire.requests, rows, bases, strides, self.whole_rows,
             send.data_ptr() + starts,
-            torch.from_numpy(self.dims * self.itemsize).repeat(max(1, self.mesh.num_ranks)),
-            self.dtype,
+            torch.from_numpy(self.widths * self.itemsize).repeat(max(1, self.mesh.num_ranks)),
+            self.dtype, self.dtype,
         )  # fmt: skip
         values, work = self._exchange(
             "fetch", send, wire.serving.rank_elements, wire.asked.rank_elements, wait=False
         )
-        num_tables = len(self.dims)
-        ticket.reads = Reads(
+        num_tables = len(self.widths)
+        ticket.reads = Fetched(
             torch.full((num_tables,), values.data_ptr()),
             torch.full((num_tables,), self.itemsize),
             _take(wire.asked_index, ticket.plan.inverse),
@@ -186,15 +200,15 @@ class RowsExchange:
 
     def pooled(self, ticket: Ticket) -> list[Tensor]:
         """One tensor per output, filled from the fetched rows."""
-        reads: Reads = ticket.reads
+        reads: Fetched = ticket.reads
         if reads.work is not None:
             reads.work.wait()
             reads.work = None
-        tensors = [self._empty_output(output, ticket, f) for output, f in self._numbered()]
+        tensors = [self._empty_output(i, ticket) for i in range(len(self.outputs))]
         bases, strides = self._output_addresses(tensors)
         _native.pool(
-            ticket.lookups, reads.index, reads.bases, reads.strides, self.native_dims,
-            bases, strides, self.dtype,
+            ticket.lookups, reads.index, reads.bases, reads.strides, self.reads,
+            bases, strides, self.dtype, self.declaration.output,
         )  # fmt: skip
         return tensors
 
@@ -213,12 +227,12 @@ class RowsExchange:
 
     def hold(self, ticket: Ticket) -> dict[str, Tensor]:
         """What a fetched ticket has read: ids (U,), table_offsets (T + 1,), values listed table by table."""
-        reads: Reads = ticket.reads
+        reads: Fetched = ticket.reads
         if reads.work is not None:
             reads.work.wait()
             reads.work = None
         offsets = self._table_offsets(ticket)
-        width = torch.from_numpy(self.dims).repeat_interleave(offsets.diff())
+        width = torch.from_numpy(self.widths).repeat_interleave(offsets.diff())
         starts = ticket.wire.asked_index.long() & 0xFFFFFFFF
         ramp = torch.arange(int(width.sum())) - (width.cumsum(0) - width).repeat_interleave(width)
         values = reads.keep[0][starts.repeat_interleave(width) + ramp]
@@ -232,12 +246,12 @@ class RowsExchange:
         """Instead of `fetch`: the values that all ranks of some world held for this step's global batch."""
         unique, offsets = torch.as_tensor(ticket.plan.unique_ids), self._table_offsets(ticket)
         blocks, indices, start = [], [], 0
-        for t, dim in enumerate(self.dims.tolist()):
+        for t, dim in enumerate(self.widths.tolist()):
             ids, rows = [], []
             for part in held:
                 first, last = part["table_offsets"][t : t + 2].tolist()
                 before = int(
-                    (part["table_offsets"].diff()[:t] * torch.from_numpy(self.dims)[:t]).sum()
+                    (part["table_offsets"].diff()[:t] * torch.from_numpy(self.widths)[:t]).sum()
                 )
                 ids.append(part["ids"][first:last])
                 rows.append(part["values"][before : before + (last - first) * dim].view(-1, dim))
@@ -248,8 +262,8 @@ class RowsExchange:
             indices.append(torch.arange(len(mine)) * dim + start)
             start += blocks[-1].numel()
         values = torch.cat(blocks)
-        num_tables = len(self.dims)
-        ticket.reads = Reads(
+        num_tables = len(self.widths)
+        ticket.reads = Fetched(
             torch.full((num_tables,), values.data_ptr()),
             torch.full((num_tables,), self.itemsize),
             _take(torch.cat(indices).to(torch.int32), ticket.plan.inverse),
@@ -260,7 +274,7 @@ class RowsExchange:
         # A second commit may hold these values again: give them the layout `hold` reads.
         ordered = torch.empty_like(values)
         starts = ticket.wire.asked_index.long() & 0xFFFFFFFF
-        width = torch.from_numpy(self.dims).repeat_interleave(offsets.diff())
+        width = torch.from_numpy(self.widths).repeat_interleave(offsets.diff())
         ramp = torch.arange(int(width.sum())) - (width.cumsum(0) - width).repeat_interleave(width)
         ordered[starts.repeat_interleave(width) + ramp] = values
         ticket.reads.keep = (ordered, values)
@@ -273,9 +287,10 @@ class RowsExchange:
         """Payload a rank sends per step; each unique remote row costs its id, its values and its gradient."""
         remote = sum(load.unique_rows_remote.values())
         values = sum(rows * load.row_bytes[t] for t, rows in load.unique_rows_remote.items())
+        gradients = values * self.declaration.compute_dtype.itemsize / self.itemsize
         others = world.num_ranks - 1
         header = others * (len(load.unique_rows) + 1) * 8
-        payload = {"route": 8.0 * remote + header, "fetch": values, "push": values}
+        payload = {"route": 8.0 * remote + header, "fetch": values, "push": gradients}
         messages = 4 * others
         share = 1 - (world.ranks_per_host - 1) / others if others else 0.0  # leaves the host
         total = sum(payload.values())
@@ -287,14 +302,19 @@ class RowsExchange:
         return Cost(payload, messages, seconds)
 
     def _push_one(self, ticket: Ticket) -> RowGradients:
-        if ticket.gradients:
-            summed = [sum(parts[1:], parts[0]) for parts in zip(*ticket.gradients, strict=True)]
-        else:
-            summed = [
-                self._empty_output(output, ticket, f).zero_() for output, f in self._numbered()
+        dtype = self.declaration.output
+        if len(ticket.gradients) == 1:
+            summed = ticket.gradients[0]
+        elif ticket.gradients:
+            dtype = self.compute
+            wide = [
+                [part.to(self.declaration.compute_dtype) for part in g] for g in ticket.gradients
             ]
+            summed = [sum(parts[1:], parts[0]) for parts in zip(*wide, strict=True)]
+        else:
+            summed = [self._empty_output(i, ticket).zero_() for i in range(len(self.outputs))]
         bases, strides = self._output_addresses(summed)
-        source = _native.OutputGradients(ticket.lookups, bases, strides)
+        source = _native.OutputGradients(ticket.lookups, self.reads, bases, strides, dtype)
         plan = ticket.plan
         if self.mesh.num_ranks == 1:
             return RowGradients(
@@ -306,10 +326,10 @@ class RowsExchange:
                 summed,
             )
         wire: Wire = ticket.wire
-        send = torch.empty(wire.asked.num_elements, dtype=self.declaration.dtype)
+        send = empty(wire.asked.num_elements, dtype=self.declaration.compute_dtype)
         _native.sum_rows(
-            plan.segment_offsets, plan.entries, source, self._table_offsets(ticket), self.native_dims,
-            send.data_ptr(), wire.asked_index, self.dtype,
+            plan.segment_offsets, plan.entries, source, self._table_offsets(ticket),
+            self.declaration.native_parts, send.data_ptr(), wire.asked_index, self.compute,
         )  # fmt: skip
         received, _ = self._exchange(
             "push", send, wire.asked.rank_elements, wire.serving.rank_elements
@@ -317,20 +337,37 @@ class RowsExchange:
         return RowGradients(
             ticket.pinned, ticket.owned_offsets,
             ticket.owner_plan.segment_offsets, ticket.owner_plan.entries,
-            _native.RowGradients(received.data_ptr(), wire.serving_index), received,
+            _native.RowGradients(received.data_ptr(), wire.serving_index, self.compute), received,
         )  # fmt: skip
+
+    def summed(self, pushed: RowGradients) -> tuple[RowGradients, Tensor]:
+        """The same gradients with each row's entries added up, and the buffer that holds them, row by row."""
+        counts = np.diff(pushed.offsets.numpy())[None, :]
+        layout = row_layout(counts, self.widths)
+        sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
+        index = layout.rank_major(self.widths)
+        _native.sum_rows(
+            pushed.segment_offsets, pushed.entries, pushed.source, pushed.offsets,
+            self.declaration.native_parts, sums.data_ptr(), index, self.compute,
+        )  # fmt: skip
+        ramp = torch.arange(len(index) + 1, dtype=torch.int32)
+        source = _native.RowGradients(sums.data_ptr(), index, self.compute)
+        return RowGradients(
+            pushed.slots, pushed.offsets, ramp, ramp[:-1].contiguous(), source, (sums, index)
+        ), sums
 
     def _merge(self, tickets: Sequence[Ticket], pushed: Sequence[RowGradients]) -> RowGradients:
         """Several batches as one application: each is summed per row, then they are, in order."""
         counts = np.stack([np.diff(ticket.owned_offsets.numpy()) for ticket in tickets])
-        layout = row_layout(counts, self.dims)
-        sums = torch.empty(layout.num_elements, dtype=self.declaration.dtype)
-        index = layout.rank_major(self.dims)
+        layout = row_layout(counts, self.widths)
+        sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
+        index = layout.rank_major(self.widths)
         starts = np.concatenate([[0], np.cumsum(counts.sum(1))])
         for i, part in enumerate(pushed):
             _native.sum_rows(
-                part.segment_offsets, part.entries, part.source, part.offsets, self.native_dims,
-                sums.data_ptr(), index[starts[i] : starts[i + 1]].contiguous(), self.dtype,
+                part.segment_offsets, part.entries, part.source, part.offsets,
+                self.declaration.native_parts, sums.data_ptr(),
+                index[starts[i] : starts[i + 1]].contiguous(), self.compute,
             )  # fmt: skip
         requests = self._requests(torch.cat([ticket.owned_ids for ticket in tickets]), counts)
         plan = _native.make_plan(requests, self.table_rows, 1)
@@ -340,7 +377,7 @@ class RowsExchange:
         return RowGradients(
             slots[firsts].contiguous(), torch.as_tensor(plan.block_offsets),
             plan.segment_offsets, plan.entries,
-            _native.RowGradients(sums.data_ptr(), index), (sums, index, plan),
+            _native.RowGradients(sums.data_ptr(), index, self.compute), (sums, index, plan),
         )  # fmt: skip
 
     def _exchange(self, purpose, send, send_rows, receive_rows, *, wait=True):
@@ -362,36 +399,31 @@ class RowsExchange:
         )
 
     def _wire(self, counts: np.ndarray, asked: np.ndarray, requests: _native.Lookups) -> Wire:
-        mine, theirs = row_layout(counts, self.dims), row_layout(asked, self.dims)
+        mine, theirs = row_layout(counts, self.widths), row_layout(asked, self.widths)
         return Wire(
-            mine, theirs, mine.table_major(self.dims), theirs.rank_major(self.dims), requests
+            mine, theirs, mine.table_major(self.widths), theirs.rank_major(self.widths), requests
         )
 
     def _local_wire(self, ticket: Ticket) -> Wire:
         counts = np.diff(ticket.owned_offsets.numpy())[None, :]
         return self._wire(counts, counts, self._requests(ticket.owned_ids, counts))
 
-    def _numbered(self):
-        """(output, position of its first feature in `consumed`)."""
-        position = 0
-        for output in self.outputs:
-            yield output, position
-            position += len(output.features)
-
-    def _empty_output(self, output, ticket: Ticket, position: int) -> Tensor:
+    def _empty_output(self, number: int, ticket: Ticket) -> Tensor:
+        output = self.outputs[number]
         if output.is_sequence:
-            offsets = ticket.feature_offsets
-            rows = int(offsets[position + 1] - offsets[position])
+            first = sum(len(before.fields) for before in self.outputs[:number])
+            column = self.consumption.reads[first][0]
+            rows = int(ticket.feature_offsets[column + 1] - ticket.feature_offsets[column])
         else:
             rows = ticket.batch_size
-        return torch.empty(rows, output.width, dtype=self.declaration.dtype)
+        return empty(rows, output.width, dtype=self.declaration.output_dtype)
 
     def _output_addresses(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         bases, strides = [], []
         for output, tensor in zip(self.outputs, tensors, strict=True):
             for column in output.columns:
-                bases.append(tensor.data_ptr() + column * self.itemsize)
-                strides.append(output.width * self.itemsize)
+                bases.append(tensor.data_ptr() + column * tensor.element_size())
+                strides.append(output.width * tensor.element_size())
         return torch.tensor(bases, dtype=torch.int64), torch.tensor(strides, dtype=torch.int64)
 
 
@@ -405,6 +437,11 @@ def _evaluate(consumer: Consumer, pooled: Tensor) -> Tensor:
     samples = torch.arange(num_samples).repeat_interleave(num_fields)
     fields = pooled.reshape(num_samples * num_fields, dim)
     return interaction.combine(interaction.partial(fields, samples, num_samples))
+
+
+def _int32s(rows) -> Iterable[Tensor]:
+    """Rows of numbers -> one int32 tensor per column."""
+    return torch.tensor(list(rows), dtype=torch.int32).reshape(-1, 3).T.contiguous()
 
 
 def _addresses(views) -> tuple[Tensor, Tensor]:

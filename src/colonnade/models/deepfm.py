@@ -34,7 +34,7 @@ class DeepFM(nn.Module):
         self.embeddings = EmbeddingCollection(
             tables, features, consumers={"fm": (FM(), names), "deep": (Concat(), names)}, seed=seed
         )
-        dims = {table.name: table.dim for table in tables}
+        dims = {table.name: table.width for table in tables}
         self.deep = mlp([num_dense + sum(dims[f.table] for f in features), *top, tasks])
         self.linear = nn.Linear(num_dense, tasks) if num_dense else None
 

@@ -73,7 +73,7 @@ class DLRM(nn.Module):
     ) -> None:
         """`keep_fields`: the top MLP sees the field vectors themselves beside their dots."""
         super().__init__()
-        dim = tables[0].dim
+        dim = tables[0].width
         self.num_fields = len(features)
         self.keep_fields = keep_fields
         self.embeddings = EmbeddingCollection(

@@ -104,12 +104,12 @@ def explain(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
         lines.append(
             {
                 "table": table.name,
-                "dim": str(table.dim),
+                "dim": " + ".join(str(part.dim) for part in table.parts),
                 "rows per rank": owned,
                 "rows in memory": "as trained" if unbounded else f"{planned.capacity_rows:,}",
                 "memory": "as trained" if unbounded else f"{memory / 2**20:,.1f} MiB",
                 "rest": "-" if planned.fits else "file",
-                "optimizer": table.optimizer.name,
+                "optimizer": ", ".join(dict.fromkeys(part.optimizer.name for part in table.parts)),
             }
         )
     return lines

@@ -87,22 +87,24 @@ class DramStore:
         with self._lock:
             for t, table in enumerate(self.tables):
                 mine = ids[offsets[t] : offsets[t + 1]]
-                out = torch.empty(len(mine), table.dim, dtype=getattr(torch, table.dtype))
+                out = torch.empty(len(mine), table.width, dtype=getattr(torch, table.dtype))
                 absent = np.asarray(self.native.read(t, mine, out))
                 if len(absent) == len(mine):
                     out = self._read_below(t, mine)
                 elif len(absent):
                     # numpy: its scatter starts no threads, which costs more than these few rows
-                    out.numpy()[absent] = self._read_below(
-                        t, torch.from_numpy(mine.numpy()[absent])
-                    ).numpy()
+                    below = self._read_below(t, torch.from_numpy(mine.numpy()[absent]))
+                    _bytes(out)[absent] = _bytes(below)
                 found.append(out)
         return found
 
     def views(self) -> list[RowView]:
         return [
             RowView(
-                self.native.weights_address(t), self.native.stride_bytes(t), table.dim, table.dtype
+                self.native.weights_address(t),
+                self.native.stride_bytes(t),
+                table.width,
+                table.dtype,
             )
             for t, table in enumerate(self.tables)
         ]
@@ -165,19 +167,19 @@ class DramStore:
     def _read_below(self, t: int, ids: Tensor) -> Tensor:
         """Weights (N, D) of rows that are not resident: from the backing, else their first value."""
         table = self.tables[t]
-        out = torch.empty(len(ids), table.dim, dtype=getattr(torch, table.dtype))
+        out = torch.empty(len(ids), table.width, dtype=getattr(torch, table.dtype))
         if not self.backings or not len(self.backings[t]):
             self.native.birth_values(t, ids, out)
             return out
         records = torch.empty(len(ids), table.record_bytes, dtype=torch.uint8)
         found = self.backings[t].read(ids, records).wait().numpy()
-        rows = np.ascontiguousarray(records.numpy()[:, : table.dim * table.itemsize])
-        out.numpy()[:] = rows.view(table.dtype)  # what was not found is overwritten below
+        # What was not found is overwritten below.
+        _bytes(out)[:] = records.numpy()[:, : table.width * table.itemsize]
         absent = np.flatnonzero(~found)
         if len(absent):
-            born = torch.empty(len(absent), table.dim, dtype=out.dtype)
+            born = torch.empty(len(absent), table.width, dtype=out.dtype)
             self.native.birth_values(t, torch.from_numpy(ids.numpy()[absent]), born)
-            out.numpy()[absent] = born.numpy()
+            _bytes(out)[absent] = _bytes(born)
         return out
 
     def _explain(self, error: MemoryError) -> BudgetExceeded:
@@ -198,21 +200,33 @@ def open_dram(
     *,
     seed: int,
     num_ranks: int,
+    rank: int = 0,
     backings: Sequence[Backing] = (),
 ) -> DramStore:
     """Reserve address space for `capacity_rows` of each table; memory is used as rows appear."""
+    parts = [(t, part) for t, table in enumerate(tables) for part in table.parts]
+    numbers = [(t, part.column, part.dim, part.state) for t, part in parts]
+    starts = [part.optimizer.initial_state(part.dim) for _, part in parts]
     native = _native.Dram(
-        [table.dim for table in tables],
+        _native.Parts(*torch.tensor(numbers, dtype=torch.int32).T.contiguous()),
         [table.state_floats for table in tables],
         [table.rows or 0 for table in tables],
         [min(rows, MAX_SLOTS) for rows in capacity_rows],
         [table_seed(seed, table.name) for table in tables],
-        [table.init_scale for table in tables],
-        [table.optimizer.initial_state for table in tables],
+        [part.init_scale for _, part in parts],
+        [value for value, _ in starts],
+        [count for _, count in starts],
         tables[0].dtype,
+        tables[0].master,
         num_ranks,
+        rank,
     )
     return DramStore(tables, native, backings)
+
+
+def _bytes(rows: Tensor) -> np.ndarray:
+    """(N, bytes of a row): numpy has no bfloat16."""
+    return rows.view(torch.uint8).numpy()
 
 
 def table_seed(seed: int, name: str) -> int:

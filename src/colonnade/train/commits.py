@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -214,16 +214,29 @@ def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, A
     return {
         "tables": {
             table.name: {
-                "dim": table.dim,
+                "dim": dict(table.dim) if isinstance(table.dim, Mapping) else table.dim,
                 "rows": table.rows,
-                "optimizer": table.optimizer.name,
-                "dtype": table.dtype,
+                "optimizer": "+".join(part.optimizer.name for part in table.parts),
+                "dtype": dtype_words(table),
             }
             for table in declaration.tables
         },
         "features": {f.name: [f.table, f.pooling] for f in declaration.features},
         "dense": {name: list(value.shape) for name, value in model.state_dict().items()},
     }
+
+
+def identity_of(table: Table) -> str:
+    """What the bytes of a table's records mean."""
+    dims = "+".join(
+        f"{part.name}:{part.dim}" if part.name else f"{part.dim}" for part in table.parts
+    )
+    optimizers = "+".join(part.optimizer.name for part in table.parts)
+    return f"{table.name}/{dims}/{optimizers}/{dtype_words(table)}"
+
+
+def dtype_words(table: Table) -> str:
+    return f"{table.dtype} with master" if table.master else table.dtype
 
 
 def open_stores(
@@ -242,7 +255,7 @@ def open_stores(
             folder / "rows" / f"{rank}-of-{num_ranks}" / f"{t:03d}",
             table_name=table.name,
             record_bytes=table.record_bytes,
-            identity=f"{table.name}/{table.dim}/{table.optimizer.name}/{table.dtype}",
+            identity=identity_of(table),
             disk=disk,
             reader=reader,
             step=step,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,15 @@ from torch import nn
 from colonnade import _native
 from colonnade.config import RunConfig, dump_config, load_config
 from colonnade.data import Schema, Splits, num_steps, open_source
-from colonnade.errors import CheckpointError, WorldError
+from colonnade.errors import CheckpointError, ConfigError, WorldError
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.dlrm import DLRM
-from colonnade.optimizer import RowOptimizer
+from colonnade.optimizers import SPARSE_OPTIMIZERS, SparseOptimizer
 from colonnade.plan.plan import build_plan
+from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
-from colonnade.table import SGD, Feature, RowWiseAdagrad, SparseOptimizer, Table, Uniform
+from colonnade.table import Feature, Table, Uniform
 from colonnade.topology.mesh import Mesh
 from colonnade.train.commits import Commits, open_commits, restore
 from colonnade.train.dense import DenseGradients
@@ -78,18 +77,24 @@ class Run:
             self.commits.close()
 
 
+def build_row_optimizer(config: RunConfig) -> SparseOptimizer:
+    """Raises ConfigError for a setting that the chosen optimizer does not have."""
+    chosen = SPARSE_OPTIMIZERS[config.rows.optimizer]
+    names = ("eps", "initial_accumulator", "weight_decay", "momentum", "betas", "l1", "l2")
+    given = {name: getattr(config.rows, name) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    known = {setting.name for setting in fields(chosen)}
+    if unknown := sorted(set(given) - known):
+        raise ConfigError(
+            f"rows.{unknown[0]}: {chosen.name} has no such setting; it takes "
+            f"{', '.join(sorted(known & {'lr', *names}))}"
+        )
+    return chosen(lr=config.rows.lr, **given)
+
+
 def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[Feature]]:
     """One table and one feature per categorical column; multi-hot columns are mean-pooled."""
-    optimizer: SparseOptimizer
-    if config.rows.optimizer == "sgd":
-        optimizer = SGD(lr=config.rows.lr, weight_decay=config.rows.weight_decay)
-    else:
-        optimizer = RowWiseAdagrad(
-            lr=config.rows.lr,
-            eps=config.rows.eps,
-            initial_accumulator=config.rows.initial_accumulator,
-            weight_decay=config.rows.weight_decay,
-        )
+    optimizer = build_row_optimizer(config)
     scale = config.rows.init_scale
     tables = [
         Table(
@@ -98,6 +103,9 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
             rows=column.cardinality,
             optimizer=optimizer,
             initializer=None if scale is None else Uniform(scale=scale),
+            dtype=config.rows.dtype,
+            master=config.rows.master,
+            max_norm=config.rows.max_norm,
         )
         for column in schema.categorical
     ]
@@ -144,7 +152,6 @@ def open_run(
     """
     agree_on(config, mesh)
     set_threads(config.train.threads, mesh)
-    keep_freed_memory()
     data = data or open_source(config.data.name, config.data.path, **config.data.options)
     model = build_model(data.train.schema, config)
     collection = model.embeddings
@@ -205,18 +212,6 @@ def set_threads(wanted: int, mesh: Mesh) -> None:
     elif mesh.world.ranks_per_host > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // mesh.world.ranks_per_host))
     _native.set_num_threads(0)
-
-
-def keep_freed_memory() -> None:
-    """Let malloc keep what a step frees for the next one: fresh outputs cost up to 27 ms of page faults a step.
-
-    For this process only, and only where the C library is glibc.
-    """
-    trim_threshold, mmap_threshold, limit_bytes = -1, -3, 2**30
-    if platform.libc_ver()[0] == "glibc":
-        library = ctypes.CDLL(None)
-        library.mallopt(trim_threshold, limit_bytes)
-        library.mallopt(mmap_threshold, limit_bytes)
 
 
 def agree_on(config: RunConfig, mesh: Mesh) -> None:

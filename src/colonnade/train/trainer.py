@@ -15,7 +15,7 @@ from colonnade.batch import Batch
 from colonnade.data.contract import Position, Source, Splits, num_steps
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, DataError, NonFiniteError
-from colonnade.optimizer import RowOptimizer
+from colonnade.row_optimizer import RowOptimizer
 from colonnade.train.commits import Commits
 from colonnade.train.dense import DenseGradients
 from colonnade.train.evaluate import evaluate

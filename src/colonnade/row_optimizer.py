@@ -1,0 +1,137 @@
+"""The sparse side's optimizer: an ordinary torch.optim.Optimizer with one param group per table, or per part of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from colonnade.embedding import EmbeddingCollection
+from colonnade.errors import ConfigError, NonFiniteError
+
+# Columns of `_native.update`'s settings, and the param group entry (and its place, where it is a pair) in each.
+SETTINGS = (
+    ("lr", None), ("weight_decay", None), ("eps", None), ("betas", 0), ("betas", 1), ("nesterov", None),
+    ("l1", None), ("l2", None), ("beta", None), ("max_norm", None), ("clip_value", None),
+)  # fmt: skip
+GRADIENT_SCALE = 11
+NUM_SETTINGS = 16
+
+
+class RowOptimizer(Optimizer):
+    """Applies what backward recorded on `collection`: per row, the sum of its gradients, once per `step()`.
+
+    One param group per table, or per part of a table, in declared order. Each carries `name` ("item",
+    "item.deep") and the settings of its optimizer (`colonnade.optimizers`), so schedulers work as on any
+    optimizer. Several backwards before a step accumulate, and so do several batches. Only touched rows
+    change (lazy); where a row's parts have several optimizers, all of them run for a touched row.
+    """
+
+    def __init__(self, collection: EmbeddingCollection, *, clip_value: float | None = None) -> None:
+        """`clip_value`: every element of a row's summed gradient is first clamped to +-this (per group)."""
+        if clip_value is not None and not clip_value > 0:
+            raise ConfigError(f"RowOptimizer: got clip_value={clip_value}, wanted more than 0")
+        self.collection = collection
+        declaration = collection.declaration
+        groups = []
+        for t, part in declaration.parts:
+            table = declaration.tables[t]
+            groups.append(
+                {
+                    # A view: each group needs a tensor of its own.
+                    "params": [collection.handles[t].detach().requires_grad_()],
+                    "name": f"{table.name}.{part.name}" if part.name else table.name,
+                    **part.optimizer.settings(),
+                    "max_norm": table.max_norm,
+                    "clip_value": clip_value,
+                }
+            )
+        super().__init__(groups, {})
+        self._kinds = torch.tensor(
+            [part.optimizer.kind for _, part in declaration.parts], dtype=torch.int32
+        )
+        self._gradient_scale = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None, *, agreed: bool = False):
+        """Collective. Raises NonFiniteError, on every rank and with nothing applied, for a gradient that
+        is NaN or inf on any of them. `agreed`: the ranks have already agreed that all is finite."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.collection.ensure_open()
+        settings = self._settings()
+        if not agreed and self.collection.pushed is None:
+            self._agree()
+        self.collection.push(self._kinds, settings)
+        self._gradient_scale = 1.0
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, *, agreed: bool = False) -> Tensor:
+        """Collective, between the last backward and `step()`: scale the rows' gradients so that the 2-norm of all
+        of them, over all tables and ranks, is at most `max_norm`. Returns the norm they had.
+
+        torch.nn.utils.clip_grad_norm_ for rows: a row's gradients are summed first. Raises as `step` does.
+        """
+        if not max_norm > 0:
+            raise ConfigError(f"clip_grad_norm_: got max_norm={max_norm}, wanted more than 0")
+        self.collection.ensure_open()
+        if not agreed and self.collection.pushed is None:
+            self._agree()
+        norm = math.sqrt(self.collection.squared_gradient_norm())
+        self._gradient_scale = min(1.0, max_norm / (norm + 1e-6))  # as torch's
+        return torch.tensor(norm)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients recorded since the last step."""
+        self.collection.pushed, self._gradient_scale = None, 1.0
+        for ticket in self.collection.live:
+            ticket.gradients.clear()
+
+    def _agree(self) -> None:
+        """Collective: all gradients of all ranks are finite, and which batches have any; else NonFiniteError."""
+        live = self.collection.live
+        said = [float(not self.collection.finite()), *(float(bool(t.gradients)) for t in live)]
+        heard = self.collection.mesh.all_reduce("push", torch.tensor(said)).tolist()
+        self.collection.keep([t for t, used in zip(live, heard[1:], strict=True) if used])
+        if heard[0]:
+            self.collection.forget()
+            raise NonFiniteError(
+                f"step {self.collection.step}: got NaN or inf in an embedding gradient, wanted finite "
+                "numbers; no row was changed on any rank. Lower the learning rate or clip the loss"
+            )
+
+    def _settings(self) -> Tensor:
+        """(P, 16) float64. Raises ConfigError for a number that no rule can use."""
+        settings = torch.zeros(len(self.param_groups), NUM_SETTINGS, dtype=torch.float64)
+        for row, group in zip(settings, self.param_groups, strict=True):
+            for column, (name, place) in enumerate(SETTINGS):
+                value = group.get(name, 0.0)
+                if name in ("max_norm", "clip_value"):
+                    value = math.inf if value is None else value
+                elif place is not None and isinstance(value, tuple | list):
+                    value = value[place]
+                elif name == "betas" and place == 0:
+                    value = group.get("momentum", 0.0)
+                elif name == "betas":
+                    value = 0.0
+                row[column] = float(value)
+            row[GRADIENT_SCALE] = self._gradient_scale
+            if bool(row.isnan().any()) or bool((row < 0).any()):
+                raise ConfigError(
+                    f"param group {group['name']!r}: got a setting below 0 or NaN in {_shown(group)}; no row changed"
+                )
+            if "l1" in group and not group["lr"] > 0:
+                raise ConfigError(
+                    f"param group {group['name']!r}: got lr={group['lr']}, wanted more than 0: FTRL divides by it"
+                )
+        return settings
+
+
+def _shown(group: dict) -> dict:
+    return {name: value for name, value in group.items() if name != "params"}
