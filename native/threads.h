@@ -7,6 +7,9 @@
 namespace colonnade {
 
 void set_num_threads(int n) noexcept;  // 0: as many as torch
+// At most n for calls from the calling thread; 0: no limit. A thread that works beside training should not
+// bring a second team of spinning workers.
+void limit_threads_here(int n) noexcept;
 int num_threads() noexcept;
 
 // visit(i) for i in [0, n), each by one thread, handed out in order. `visit` must not throw.

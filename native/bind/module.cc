@@ -13,6 +13,7 @@ NB_MODULE(_native, m) {
   m.def("available_isas", &available_isas);
   m.def("set_isa", &set_isa, "name"_a);
   m.def("set_num_threads", &set_num_threads, "n"_a);
+  m.def("limit_threads_here", &limit_threads_here, "n"_a);
   m.def("num_threads", &num_threads);
   m.def(
       "empty_bytes",

@@ -28,6 +28,9 @@ def set_isa(name: str) -> None:
 def set_num_threads(n: int) -> None:
     """Threads Colonnade uses (torch's OpenMP pool); 0 = as many as torch."""
 
+def limit_threads_here(n: int) -> None:
+    """At most n threads for calls from the calling thread; 0: no limit."""
+
 def num_threads() -> int: ...
 def empty_bytes(n: int) -> Array:
     """(n,) uint8, content undefined, in a kept block (64-byte aligned, huge pages where large) that serves again once

@@ -4,6 +4,7 @@ import torch
 from resident import TABLES, ResidentContract
 
 from colonnade import _native
+from colonnade.exchange.layout import declare
 from colonnade.store.dram import open_dram
 from colonnade.store.ssd import open_ssd
 
@@ -12,7 +13,8 @@ def add_one(store, slots, offsets):
     """SGD with lr 1 on a gradient of -1."""
     num_rows, dims = len(slots), [table.dim for table in TABLES]
     gradients = torch.full((num_rows * max(dims),), -1.0)
-    source = _native.RowGradients(gradients.data_ptr(), torch.zeros(num_rows, dtype=torch.int32))
+    index = torch.zeros(num_rows, dtype=torch.int32)
+    source = _native.RowGradients(gradients.data_ptr(), index, "float32")
     _native.update(
         store.native,
         slots,
@@ -20,8 +22,12 @@ def add_one(store, slots, offsets):
         torch.arange(num_rows + 1, dtype=torch.int32),
         torch.arange(num_rows, dtype=torch.int32),
         source,
+        declare(TABLES, [], {}).native_parts,
         torch.zeros(len(TABLES), dtype=torch.int32),
-        torch.tensor([[1.0] + [0.0] * 7] * len(TABLES), dtype=torch.float64),
+        torch.tensor(
+            [[1.0] + [0.0] * 8 + [torch.inf] * 2 + [1.0] + [0.0] * 4] * len(TABLES),
+            dtype=torch.float64,
+        ),
     )
 
 

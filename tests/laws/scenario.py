@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from colonnade import (
     FM,
+    FTRL,
     SGD,
+    Adam,
     Batch,
     Concat,
     EmbeddingCollection,
@@ -35,13 +37,20 @@ DIM = 5
 
 def tables(dtype: str = "float64") -> list[Table]:
     adagrad = RowWiseAdagrad(lr=0.1, eps=1e-6, weight_decay=1e-3)
+    adam = Adam(
+        lr=0.01, eps=1e-3
+    )  # a large eps: otherwise it amplifies the rounding of tiny gradients
     scale = Uniform(scale=0.5)
+    user = {"deep": adagrad, "wide": FTRL(lr=0.1, l1=1e-4)}
+    momentum = SGD(lr=0.1, momentum=0.9)
     return [
-        Table("user", DIM, rows=53, optimizer=adagrad, initializer=scale, dtype=dtype),
-        Table("item", DIM, optimizer=SGD(lr=0.1), initializer=scale, dtype=dtype),
-        Table("tag", DIM, rows=11, optimizer=SGD(lr=0.05), initializer=scale, dtype=dtype),
+        Table(
+            "user", {"deep": DIM, "wide": 1}, rows=53, optimizer=user, initializer=scale, dtype=dtype
+        ),
+        Table("item", DIM, optimizer=momentum, initializer=scale, dtype=dtype),
+        Table("tag", DIM, rows=11, optimizer=adam, initializer=scale, dtype=dtype, max_norm=1.0),
         Table("wide", 3, optimizer=adagrad, initializer=scale, dtype=dtype),
-    ]
+    ]  # fmt: skip
 
 
 def features() -> list[Feature]:
@@ -49,7 +58,7 @@ def features() -> list[Feature]:
         Feature("user", "user"),
         Feature("item", "item"),
         Feature("seen", "item", pooling="mean"),  # shares a table, multi-hot
-        Feature("tags", "tag"),  # multi-hot, weighted, some bags empty
+        Feature("tags", "tag", pooling="sqrtn"),  # multi-hot, weighted, some bags empty
         Feature("history", "wide", pooling="sequence"),
     ]
 
@@ -59,7 +68,7 @@ class Net(nn.Module):
 
     def __init__(self, dtype: str = "float64", seed: int = 3) -> None:
         super().__init__()
-        fields = ["user", "item", "seen", "tags"]
+        fields = ["user.deep", "item", "seen", "tags"]
         self.embeddings = EmbeddingCollection(
             tables(dtype),
             features(),
@@ -77,7 +86,7 @@ class Net(nn.Module):
         samples = torch.arange(batch.size).repeat_interleave(sizes)
         history = found["history"].new_zeros(batch.size, 3).index_add(0, samples, found["history"])
         deep = torch.tanh(self.first(found["deep"]))
-        return self.last(torch.cat([deep, history], 1)) + found["fm"]
+        return self.last(torch.cat([deep, history], 1)) + found["fm"] + found["user.wide"]
 
 
 def global_batch(step: int, size: int, *, num_items: int = 400) -> Batch:

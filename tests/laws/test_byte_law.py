@@ -56,7 +56,7 @@ def predicted_bytes():
                 others.append(int((owner != rank).sum()))
         unique[table.name] = sum(counts) / len(counts)
         remote[table.name] = sum(others) / len(others)
-    load = Load(unique, remote, {table.name: table.dim * table.itemsize for table in TABLES})
+    load = Load(unique, remote, {table.name: table.width * table.itemsize for table in TABLES})
     exchange = EmbeddingCollection(TABLES, FEATURES).open().exchange
     return exchange.cost(load, World(ranks_per_host=NUM_RANKS)).payload_bytes
 

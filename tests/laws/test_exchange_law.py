@@ -17,7 +17,7 @@ SIZES = [9, 4, 0, 1, 13]
 
 
 def declaration(dtype):
-    fields = ["user", "item", "seen", "tags"]
+    fields = ["user.deep", "item", "seen", "tags"]
     consumers = {"fm": (FM(), fields), "deep": (Concat(), fields[::-1])}
     return declare(tables(dtype), features(), consumers)
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from colonnade import _native
 from colonnade.batch import Batch
 
 
@@ -144,6 +145,8 @@ def _run(
     ready: queue.Queue,
 ) -> None:
     """The thread: one batch per permit; None after the last one, or the error."""
+    # Its work is hidden behind training's. Two teams of OpenMP workers would spin against each other.
+    _native.limit_threads_here(max(1, _native.num_threads() // 4))
     try:
         while permits.get():
             batch = _next(batches)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.exchange.layout import Declaration, outputs
+from colonnade.exchange.layout import Declaration, consumption, outputs
 from colonnade.ops import reference as ops
 from colonnade.store.dram import table_seed
-from colonnade.table import SGD, Feature, Table
+from colonnade.table import Table
 
 
 class ReferenceRows:
@@ -25,6 +25,7 @@ class ReferenceRows:
 
     def __init__(self, declaration: Declaration, seed: int = 0) -> None:
         self.declaration = declaration
+        self.consumption = consumption(declaration)
         self.seed = seed
         self.weights: dict[tuple[str, int], Tensor] = {}
         self.states: dict[tuple[str, int], Tensor] = {}
@@ -36,75 +37,85 @@ class ReferenceRows:
         if key not in self.weights:
             seed, ids = table_seed(self.seed, table.name), torch.tensor([row_id])
             dtype = getattr(torch, table.dtype)
-            self.weights[key] = ops.birth_values(ids, table.dim, seed, table.init_scale, dtype)[0]
-            self.states[key] = torch.full(
-                (table.state_floats,), table.optimizer.initial_state, dtype=dtype
-            )
+            scales = torch.cat([torch.full((part.dim,), part.init_scale) for part in table.parts])
+            self.weights[key] = ops.birth_values(ids, table.width, seed, scales, dtype)[0]
+            self.states[key] = torch.zeros(table.state_floats, dtype=dtype)
+            for part in table.parts:
+                value, count = part.optimizer.initial_state(part.dim)
+                self.states[key][part.state : part.state + count] = value
             self.clocks[key] = 0
         return self.weights[key]
 
-    def pooled(self, batch: Batch, feature: Feature) -> Tensor:
-        """(B, D), or (E, D) for a sequence: rows added one by one in lookup order (`ops.reference.pool`)."""
-        table = self.declaration.tables[self.declaration.table_of(feature)]
-        ids = batch.ids[feature.name]
+    def read(self, batch: Batch, column: int, p: int) -> Tensor:
+        """(B, D), or (E, D) for a sequence: rows added one by one in lookup order (`ops.reference.pool`).
+
+        `column` of lookups, part `p` of its table.
+        """
+        feature = self.declaration.features[self.consumption.features[column]]
+        t, part = self.declaration.parts[p]
+        ids, table = batch.ids[feature.name], self.declaration.tables[t]
         found = [self.row(table, row_id) for row_id in ids.values.tolist()]
-        rows = torch.stack(found) if found else torch.zeros(0, table.dim, dtype=row_dtype(table))
+        rows = torch.stack(found) if found else torch.zeros(0, table.width, dtype=row_dtype(table))
+        rows = rows[:, part.column : part.column + part.dim]
         return ops.pool(rows, bags(ids, batch.size), feature.pooling, weights_of(ids, rows.dtype))
 
     def outputs(self, batch: Batch) -> list[Tensor]:
         """The tensors of `layout.outputs`, before any consumer: fields side by side."""
+        reads = iter(self.consumption.reads)
         return [
-            torch.cat(
-                [self.pooled(batch, self.declaration.features[f]) for f in output.features], 1
-            )
+            torch.cat([self.read(batch, *next(reads)) for _ in output.fields], 1)
             for output in outputs(self.declaration)
         ]
 
     def apply(self, batches: Sequence[Batch], gradients: Sequence[Sequence[Tensor]]) -> None:
         """One application of what all ranks pushed. gradients: by rank, by output, shaped like `outputs`."""
-        for table in self.declaration.tables:
+        for t, table in enumerate(self.declaration.tables):
             by_rank = [
-                self._row_sums(table, batch, parts)
+                self._row_sums(t, batch, parts)
                 for batch, parts in zip(batches, gradients, strict=True)
             ]
             for row_id in sorted({row_id for sums in by_rank for row_id in sums}):
                 shares = [sums[row_id] for sums in by_rank if row_id in sums]
                 self._update(table, row_id, sum(shares[1:], shares[0]))
 
-    def _row_sums(
-        self, table: Table, batch: Batch, gradients: Sequence[Tensor]
-    ) -> dict[int, Tensor]:
-        """One rank's gradients summed per row, in lookup order: feature by feature as the outputs list them."""
-        sums: dict[int, Tensor] = {}
-        for output, gradient in zip(outputs(self.declaration), gradients, strict=True):
-            for f, column in zip(output.features, output.columns, strict=True):
-                feature = self.declaration.features[f]
-                if feature.table != table.name:
-                    continue
-                ids = batch.ids[feature.name]
-                mine = gradient[:, column : column + table.dim]
-                shares = ops.lookup_gradients(
+    def _row_sums(self, t: int, batch: Batch, gradients: Sequence[Tensor]) -> dict[int, Tensor]:
+        """One rank's gradients summed per row: column of lookups by column, in lookup order; whole rows (width,)."""
+        table, sums = self.declaration.tables[t], dict[int, Tensor]()
+        for column, f in enumerate(self.consumption.features):
+            feature = self.declaration.features[f]
+            if feature.table != table.name:
+                continue
+            ids = batch.ids[feature.name]
+            whole = torch.zeros(len(ids.values), table.width, dtype=row_dtype(table))
+            for part, mine in self._read_gradients(column, gradients):
+                whole[:, part.column : part.column + part.dim] = ops.lookup_gradients(
                     mine, bags(ids, batch.size), feature.pooling, weights_of(ids, mine.dtype)
                 )
-                for row_id, share in zip(ids.values.tolist(), shares, strict=True):
-                    sums[row_id] = sums[row_id] + share if row_id in sums else share
+            for row_id, share in zip(ids.values.tolist(), whole, strict=True):
+                sums[row_id] = sums[row_id] + share if row_id in sums else share
         return sums
+
+    def _read_gradients(self, column: int, gradients: Sequence[Tensor]):
+        """(part, gradient) of everything that is read of a column of lookups."""
+        reads = iter(self.consumption.reads)
+        for output, gradient in zip(outputs(self.declaration), gradients, strict=True):
+            for start in output.columns:
+                read_column, p = next(reads)
+                part = self.declaration.parts[p][1]
+                if read_column == column:
+                    yield part, gradient[:, start : start + part.dim]
 
     def _update(self, table: Table, row_id: int, gradient: Tensor) -> None:
         self.row(table, row_id)
-        key, optimizer = (table.name, row_id), table.optimizer
+        key = (table.name, row_id)
         weights, state = self.weights[key][None], self.states[key][None]
-        if isinstance(optimizer, SGD):
-            ops.sgd(weights, gradient[None], optimizer.lr, optimizer.weight_decay)
-        else:
-            ops.rowwise_adagrad(
-                weights,
-                state[:, 0],
-                gradient[None],
-                optimizer.lr,
-                optimizer.weight_decay,
-                optimizer.eps,
-            )
+        for part in table.parts:
+            columns = slice(part.column, part.column + part.dim)
+            states = slice(part.state, part.state + part.optimizer.state_floats(part.dim))
+            ops_update(
+                part, table.max_norm, weights[:, columns], state[:, states], self.clocks[key],
+                gradient[None, columns],
+            )  # fmt: skip
         self.clocks[key] += 1
 
 

@@ -1,0 +1,371 @@
+"""RowOptimizer as its user meets it: groups, schedules, clipping, accumulation, parts; and equal to torch's optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from colonnade import (
+    FTRL,
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Batch,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    RowOptimizer,
+    RowWiseAdagrad,
+    RowWiseAdam,
+    Table,
+    Uniform,
+)
+from colonnade.errors import ConfigError, NonFiniteError
+
+ROWS, DIM = 7, 3
+ALL = [
+    SGD(lr=0.1),
+    SGD(lr=0.1, momentum=0.9, weight_decay=0.01),
+    SGD(lr=0.1, momentum=0.9, nesterov=True),
+    Adagrad(lr=0.1, initial_accumulator=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1, weight_decay=0.01),
+    RowWiseAdam(lr=0.1),
+    AdamW(lr=0.1, weight_decay=0.1),
+    FTRL(lr=0.1, l1=0.01, l2=0.1),
+    LAMB(lr=0.1, weight_decay=0.01),
+]
+OF_TORCH = [
+    (SGD(lr=0.1, weight_decay=0.02), torch.optim.SGD),
+    (SGD(lr=0.1, momentum=0.9, nesterov=True), torch.optim.SGD),
+    (Adagrad(lr=0.1, weight_decay=0.02), torch.optim.Adagrad),
+    (Adam(lr=0.1, betas=(0.8, 0.99)), torch.optim.Adam),
+    (AdamW(lr=0.1, weight_decay=0.3), torch.optim.AdamW),
+]
+
+
+def named(optimizer) -> str:
+    return f"{optimizer.name}{getattr(optimizer, 'momentum', '')}"
+
+
+def collection(*tables: Table) -> EmbeddingCollection:
+    tables = tables or (table(SGD(lr=1.0)),)
+    return EmbeddingCollection(tables, [Feature(t.name, t.name) for t in tables], seed=5).open()
+
+
+def table(optimizer, name="item", **changes) -> Table:
+    settings = {"rows": ROWS, "initializer": Uniform(scale=0.5), "dtype": "float64"} | changes
+    dim = settings.pop("dim", DIM)
+    return Table(name, dim, optimizer=optimizer, **settings)
+
+
+def batch(ids: list[int], *names: str) -> Batch:
+    found = {name: Ids(torch.tensor(ids)) for name in names or ("item",)}
+    return Batch(len(ids), torch.zeros(len(ids), 0), found)
+
+
+def backward(embeddings, ids, gradient, *names):
+    found = embeddings(batch(ids, *names))
+    torch.autograd.backward(list(found.values()), [gradient.to(v.dtype) for v in found.values()])
+
+
+def rows_of(embeddings, name="item") -> torch.Tensor:
+    return embeddings.rows(name, torch.arange(ROWS))
+
+
+def gradients(steps: int, seed: int = 0):
+    """Per step: ids with duplicates, not all rows, and a gradient per lookup."""
+    random = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        ids = torch.randint(0, ROWS, (6,), generator=random)
+        yield ids, torch.randn(6, DIM, dtype=torch.float64, generator=random)
+
+
+@pytest.mark.parametrize(("settings", "kind"), OF_TORCH, ids=lambda x: getattr(x, "name", ""))
+def test_a_row_trains_as_a_parameter_of_its_own_under_torch(settings, kind):
+    """One torch parameter per row, stepped only when touched."""
+    embeddings = collection(table(settings))
+    rows = RowOptimizer(embeddings)
+    twins = [row.clone().requires_grad_() for row in rows_of(embeddings)]
+    known = settings.settings()
+    optimizers = [kind([twin], **known) for twin in twins]
+    for ids, gradient in gradients(9):
+        backward(embeddings, ids.tolist(), gradient)
+        rows.step()
+        for row in ids.unique().tolist():
+            twins[row].grad = gradient[ids == row].sum(0)
+            optimizers[row].step()
+    torch.testing.assert_close(rows_of(embeddings), torch.stack(twins).detach(), rtol=1e-12, atol=1e-14)  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ALL, ids=named)
+def test_every_optimizer_trains_and_counts(optimizer):
+    """Towards a target, from a common start; float32."""
+    embeddings = collection(table(optimizer, dtype="float32"))
+    rows = RowOptimizer(embeddings)
+    target = torch.linspace(-0.3, 0.3, DIM)
+
+    def loss():
+        return (embeddings(batch(list(range(ROWS))))["item"] - target).square().sum()
+
+    first = loss()
+    for _ in range(30):
+        last = loss()
+        last.backward()
+        rows.step()
+    assert last < 0.35 * first, (float(first), float(last))
+
+
+def test_groups_carry_name_and_settings_and_schedules_work():
+    embeddings = collection(table(Adam(lr=0.5), "a"), table(SGD(lr=2.0), "b"))
+    rows = RowOptimizer(embeddings, clip_value=7.0)
+    assert [group["name"] for group in rows.param_groups] == ["a", "b"]
+    assert rows.param_groups[0]["betas"] == (0.9, 0.999)
+    assert rows.param_groups[1]["clip_value"] == 7.0
+    schedule = torch.optim.lr_scheduler.LambdaLR(rows, [lambda t: 1.0, lambda t: 0.0 if t else 1.0])
+    before = rows_of(embeddings, "b")
+    backward(embeddings, [0, 1], torch.ones(2, DIM), "a", "b")
+    rows.step()
+    schedule.step()
+    middle = rows_of(embeddings, "b")
+    assert torch.equal(middle[:2], before[:2] - 2.0)
+    backward(embeddings, [0, 1], torch.ones(2, DIM), "a", "b")
+    rows.step()
+    assert torch.equal(rows_of(embeddings, "b"), middle)
+
+
+def test_clipping_by_value_clips_the_sum_of_a_row():
+    embeddings = collection(table(SGD(lr=1.0), initializer=Uniform(scale=0.0)))
+    rows = RowOptimizer(embeddings, clip_value=1.0)
+    gradient = torch.tensor([[0.7, -3.0, 0.1], [0.7, 1.0, 0.1], [-5.0, 0.2, 9.0]])
+    backward(embeddings, [4, 4, 2], gradient)
+    rows.step()
+    found = -rows_of(embeddings)
+    assert torch.allclose(found[4], torch.tensor([1.0, -1.0, 0.2]).double())
+    assert torch.allclose(found[2], torch.tensor([-1.0, 0.2, 1.0]).double())
+
+
+def test_clipping_by_norm_is_torchs_over_all_tables():
+    tables = [table(SGD(lr=1.0), name, initializer=Uniform(scale=0.0)) for name in ("a", "b")]
+    embeddings = collection(*tables)
+    rows = RowOptimizer(embeddings)
+    ids, gradient = next(gradients(1))
+    twins = [torch.zeros(ROWS, DIM, dtype=torch.float64, requires_grad=True) for _ in tables]
+    for twin in twins:
+        twin.grad = torch.zeros_like(twin).index_add(0, ids, gradient)
+    for max_norm in (0.5, 1e6):
+        backward(embeddings, ids.tolist(), gradient, "a", "b")
+        before = rows_of(embeddings, "a")
+        norm = rows.clip_grad_norm_(max_norm)
+        rows.step()
+        copies = [twin.detach().clone().requires_grad_() for twin in twins]
+        for copy, twin in zip(copies, twins, strict=True):
+            copy.grad = twin.grad.clone()
+        wanted = torch.nn.utils.clip_grad_norm_(copies, max_norm)
+        assert torch.allclose(norm.double(), wanted)
+        change = before - rows_of(embeddings, "a")
+        assert torch.allclose(change, copies[0].grad, rtol=1e-12)
+
+
+def clip_on(mesh):
+    embeddings = EmbeddingCollection([table(Adam(lr=0.1))], [Feature("item", "item")], seed=5)
+    embeddings.open(mesh=mesh)
+    rows = RowOptimizer(embeddings)
+    norms = []
+    for ids, gradient in gradients(4):
+        mine = slice(mesh.rank * 6 // mesh.num_ranks, (mesh.rank + 1) * 6 // mesh.num_ranks)
+        backward(embeddings, ids[mine].tolist(), gradient[mine])
+        norms.append(float(rows.clip_grad_norm_(0.7)))
+        rows.step()
+    return norms, rows_of(embeddings)
+
+
+def test_clipping_by_norm_is_the_same_on_any_number_of_ranks():
+    from colonnade import Mesh
+
+    alone = clip_on(Mesh())
+    for norms, rows in run_ranks(2, clip_on):
+        assert norms == pytest.approx(alone[0], rel=1e-12)
+        torch.testing.assert_close(rows, alone[1], rtol=1e-10, atol=1e-12)
+
+
+def test_clipping_then_backward_is_refused_and_zero_grad_starts_over():
+    embeddings = collection()
+    rows = RowOptimizer(embeddings)
+    output = embeddings(batch([1, 2]))["item"].sum()
+    output.backward(retain_graph=True)
+    rows.clip_grad_norm_(1.0)
+    output.backward()
+    before = rows_of(embeddings)
+    with pytest.raises(RuntimeError, match="clip between"):
+        rows.step()
+    assert torch.equal(rows_of(embeddings), before)
+    rows.zero_grad()
+    rows.step()
+    assert torch.equal(rows_of(embeddings), before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_clipping_refuses_what_is_not_finite(bad):
+    embeddings = collection()
+    rows = RowOptimizer(embeddings)
+    before = rows_of(embeddings)
+    backward(embeddings, [1, 2], torch.full((2, DIM), bad))
+    with pytest.raises(NonFiniteError):
+        rows.clip_grad_norm_(1.0)
+    rows.step()
+    assert torch.equal(rows_of(embeddings), before)
+
+
+@pytest.mark.parametrize("optimizer", ALL, ids=named)
+def test_accumulation_is_one_step_on_the_sum(optimizer):
+    """Two batches, two backwards of one of them; against the same lookups in one batch."""
+    accumulated, at_once = collection(table(optimizer)), collection(table(optimizer))
+    rows = [RowOptimizer(accumulated), RowOptimizer(at_once)]
+    for ids, gradient in gradients(5):
+        ids = ids.tolist()
+        first = accumulated(batch(ids[:3]))["item"]
+        torch.autograd.backward(first, gradient[:3], retain_graph=True)
+        torch.autograd.backward(first, gradient[:3])
+        backward(accumulated, ids[3:], gradient[3:])
+        backward(at_once, ids, torch.cat([2 * gradient[:3], gradient[3:]]))
+        for each in rows:
+            each.step()
+    torch.testing.assert_close(rows_of(accumulated), rows_of(at_once), rtol=1e-10, atol=1e-12)
+
+
+def test_parts_are_tables_that_share_their_ids():
+    """One table with parts trains what a table per part would; births apart, so all start at zero."""
+    zero = Uniform(scale=0.0)
+    parts = {"deep": Adam(lr=0.1), "wide": FTRL(lr=0.1, l1=0.05)}
+    together = collection(table(parts, dim={"deep": DIM, "wide": 1}, initializer=zero))
+    apart = collection(
+        table(parts["deep"], "deep", initializer=zero),
+        table(parts["wide"], "wide", initializer=zero, dim=1),
+    )
+    one, two = RowOptimizer(together), RowOptimizer(apart)
+    assert [group["name"] for group in one.param_groups] == ["item.deep", "item.wide"]
+    for ids, gradient in gradients(6):
+        found = together(batch(ids.tolist()))
+        assert {name: v.shape[1] for name, v in found.items()} == {"item.deep": DIM, "item.wide": 1}
+        wanted = apart(batch(ids.tolist(), "deep", "wide"))
+        assert torch.equal(found["item.deep"], wanted["deep"])
+        assert torch.equal(found["item.wide"], wanted["wide"])
+        torch.autograd.backward(list(found.values()), [gradient, gradient[:, :1]])
+        torch.autograd.backward(list(wanted.values()), [gradient, gradient[:, :1]])
+        one.step(), two.step()
+    rows = rows_of(together)
+    assert rows.abs().sum() > 0
+    assert torch.equal(rows[:, :DIM], rows_of(apart, "deep"))
+    assert torch.equal(rows[:, DIM:], rows_of(apart, "wide"))
+
+
+def test_a_part_that_nobody_reads_keeps_its_values():
+    tables = [table(SGD(lr=1.0), dim={"deep": DIM, "wide": 1})]
+    from colonnade import Concat
+
+    embeddings = EmbeddingCollection(
+        tables,
+        [Feature("item", "item")],
+        consumers={"deep": (Concat(), ["item.deep"]), "again": (Concat(), ["item.deep", "item.wide"])},
+    ).open()  # fmt: skip
+    rows = RowOptimizer(embeddings)
+    before = rows_of(embeddings)
+    found = embeddings(batch([1, 1]))
+    found["deep"].sum().backward()
+    rows.step()
+    after = rows_of(embeddings)
+    assert torch.equal(after[1, :DIM], before[1, :DIM] - 2)
+    assert torch.equal(after[:, DIM], before[:, DIM])
+
+
+def test_max_norm_is_that_of_nn_embedding():
+    embeddings = collection(table(SGD(lr=1.0), max_norm=0.25))
+    rows = RowOptimizer(embeddings)
+    before = rows_of(embeddings)
+    gradient = torch.randn(2, DIM, dtype=torch.float64)
+    backward(embeddings, [1, 2], gradient)
+    rows.step()
+    wanted = (before[1:3] - gradient).clone()
+    torch.embedding_renorm_(wanted, torch.tensor([0, 1]), 0.25, 2.0)
+    torch.testing.assert_close(rows_of(embeddings)[1:3], wanted, rtol=1e-12, atol=0)
+
+
+def test_a_master_makes_bfloat16_train_as_float32():
+    """Gradients that do not depend on the weights: the float32 weights must be the masters, to the bit."""
+    exact = collection(table(Adagrad(lr=0.1), dtype="float32"))
+    split = collection(table(Adagrad(lr=0.1), dtype="bfloat16", master=True))
+    both = [RowOptimizer(exact), RowOptimizer(split)]
+    for ids, gradient in gradients(20):
+        for embeddings, rows in zip((exact, split), both, strict=True):
+            backward(embeddings, ids.tolist(), gradient.float())
+            rows.step()
+    bits = rows_of(exact).view(torch.int32)
+    nearest = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    assert torch.equal(rows_of(split), nearest)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_small_updates_survive_in_16_bits_on_average(dtype):
+    """An update far below half a unit in the last place would be lost by rounding to nearest."""
+    many = 4000
+    embeddings = collection(
+        table(SGD(lr=1.0), rows=many, dtype=dtype, initializer=Uniform(scale=0.0))
+    )
+    rows = RowOptimizer(embeddings)
+    ids = list(range(many))
+    backward(embeddings, ids, torch.full((many, DIM), -1.0))
+    rows.step()
+    for _ in range(20):
+        backward(embeddings, ids, torch.full((many, DIM), -1e-4))
+        rows.step()
+    mean = float(embeddings.rows("item", torch.arange(many)).double().mean())
+    assert mean == pytest.approx(1.002, abs=2e-4)
+
+
+@pytest.mark.parametrize("output", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rows_and_outputs_of_16_bits(dtype, output):
+    kept = table(SGD(lr=1.0), dtype=dtype)
+    embeddings = EmbeddingCollection([kept], [Feature("item", "item")], output_dtype=output).open()
+    rows = RowOptimizer(embeddings)
+    found = embeddings(batch([1, 2]))["item"]
+    assert found.dtype == output
+    weights = rows_of(embeddings)
+    assert weights.dtype == getattr(torch, dtype)
+    assert torch.equal(found, weights[1:3].to(output))
+    found.backward(torch.ones_like(found))
+    rows.step()
+    torch.testing.assert_close(
+        rows_of(embeddings)[1:3].float(), weights[1:3].float() - 1, rtol=0, atol=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda rows: rows.param_groups[0].update(lr=-1.0), "below 0"),
+        (lambda rows: rows.param_groups[0].update(lr=float("nan")), "NaN"),
+    ],
+)
+def test_settings_that_no_rule_can_use(change, words):
+    embeddings = collection()
+    rows = RowOptimizer(embeddings)
+    before = rows_of(embeddings)
+    backward(embeddings, [1], torch.ones(1, DIM))
+    change(rows)
+    with pytest.raises(ConfigError, match=words):
+        rows.step()
+    assert torch.equal(rows_of(embeddings), before)
+
+
+def test_ftrl_refuses_a_rate_of_zero():
+    embeddings = collection(table(FTRL(lr=0.1)))
+    rows = RowOptimizer(embeddings)
+    backward(embeddings, [1], torch.ones(1, DIM))
+    rows.param_groups[0]["lr"] = 0.0
+    with pytest.raises(ConfigError, match="FTRL"):
+        rows.step()
