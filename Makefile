@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all lint format native-test native-sanitize clean
+.PHONY: setup demo test test-all lint format native-test native-sanitize native-aarch64 clean
 
 setup: $(STAMP)
 
@@ -21,10 +21,10 @@ demo: setup
 	$(BIN)/colonnade demo
 
 # Everything that is not marked slow, and the native tests without Python, plain and under sanitizers.
-test: setup native-test native-sanitize
+test: setup native-test native-sanitize native-aarch64
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: setup native-test native-sanitize
+test-all: setup native-test native-sanitize native-aarch64
 	$(BIN)/python -m pytest
 
 native-test: setup
@@ -36,6 +36,18 @@ native-sanitize: setup
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCOLONNADE_PYTHON=OFF -DCOLONNADE_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja > /dev/null
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+
+# The core for another processor: compiled, and its tests run where an emulator is there.
+CROSS := aarch64-linux-gnu
+native-aarch64: setup
+	@if command -v $(CROSS)-g++ > /dev/null; then \
+	  $(BIN)/cmake -S . -B build/aarch64 -G Ninja -DCOLONNADE_PYTHON=OFF -DCMAKE_BUILD_TYPE=Release -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	    -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_C_COMPILER=$(CROSS)-gcc -DCMAKE_CXX_COMPILER=$(CROSS)-g++ \
+	    "-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64-static;-L;/usr/$(CROSS)" > /dev/null && \
+	  $(BIN)/cmake --build build/aarch64 && \
+	  if command -v qemu-aarch64-static > /dev/null; then $(BIN)/ctest --test-dir build/aarch64 --output-on-failure; \
+	  else echo "aarch64: built, not run: there is no qemu-aarch64-static"; fi; \
+	else echo "aarch64: skipped, there is no $(CROSS)-g++ (Debian: g++-aarch64-linux-gnu and qemu-user-static)"; fi
 
 lint: setup
 	$(BIN)/ruff format --check .

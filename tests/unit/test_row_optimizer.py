@@ -1,4 +1,4 @@
-"""RowOptimizer as its user meets it: groups, schedules, clipping, accumulation, parts; and equal to torch's optimizers."""
+"""RowOptimizer as its user meets it: groups, schedules, clipping, accumulation, parts; equal to torch's optimizers."""
 
 from __future__ import annotations
 

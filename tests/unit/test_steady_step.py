@@ -1,0 +1,55 @@
+"""A steady step allocates nothing large: what it makes anew lies in memory that the step before has given back."""
+
+from __future__ import annotations
+
+import itertools
+import resource
+
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
+
+from colonnade import Adagrad, Batch, Feature, Ids, RowOptimizer, Table
+from colonnade.models.dlrm import DLRM
+
+SAMPLES, FIELDS, ROWS, NUM_DENSE = 2048, 26, 1000, 13
+WARM_UP, STEPS = 12, 16
+PAGE_BYTES = resource.getpagesize()
+
+
+def batches(bags: bool):
+    random = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        ids = {}
+        for f in range(FIELDS):
+            count = SAMPLES * (3 if bags else 1)
+            values = torch.randint(0, ROWS, (count,), generator=random)
+            ids[f"f{f}"] = Ids(values, torch.arange(0, count + 1, 3) if bags else None)
+        dense = torch.randn(SAMPLES, NUM_DENSE, generator=random)
+        label = (torch.rand(SAMPLES, 1, generator=random) < 0.3).float()
+        yield Batch(SAMPLES, dense, ids, label)
+
+
+@pytest.mark.parametrize("rows", [ROWS, None], ids=["vocabulary", "open"])
+@pytest.mark.parametrize("bags", [False, True], ids=["one-hot", "bags"])
+@pytest.mark.parametrize("dim", [16, 64])
+def test_no_fresh_pages(dim, bags, rows):
+    """Fresh pages are what a large allocation costs."""
+    tables = [Table(f"f{f}", dim, rows=rows, optimizer=Adagrad(lr=0.1)) for f in range(FIELDS)]
+    model = DLRM(tables, [Feature(t.name, t.name) for t in tables], num_dense=NUM_DENSE)
+    sparse, dense = RowOptimizer(model.embeddings), torch.optim.Adam(model.parameters(), fused=True)
+    ready = model.embeddings.lookahead(itertools.cycle(list(batches(bags))))
+    faults = []
+    for step in range(WARM_UP + STEPS):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        batch = next(ready)
+        dense.zero_grad()
+        bce(model(batch), batch.label).backward()
+        sparse.step()
+        dense.step()
+        if step >= WARM_UP:
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    ready.close()
+    outputs = SAMPLES * FIELDS * dim * 4 // PAGE_BYTES
+    steady = sorted(faults)[len(faults) // 2]
+    assert steady * 20 < outputs, f"{steady} fresh pages a step, the outputs are {outputs}"
