@@ -8,7 +8,13 @@ namespace colonnade::COLONNADE_ISA {
 namespace {
 template <class T>
 constexpr RowKernels<T> row_kernels() {
-  return {pool<T>, sum<T>, update_sgd<T>, update_rowwise_adagrad<T>, birth<T>, all_finite<T>};
+  return {pool<T>,
+          sum<T>,
+          {update_sgd<T>, update_rowwise_adagrad<T>, update_momentum<T>, update_adagrad<T>, update_adam<T>,
+           update_rowwise_adam<T>, update_adamw<T>, update_ftrl<T>, update_lamb<T>},
+          birth<T>,
+          all_finite<T>,
+          squared_norm<T>};
 }
 }  // namespace
 
