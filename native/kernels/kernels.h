@@ -12,16 +12,21 @@
 
 namespace colonnade {
 
-// Output rows [begin, end) of one feature.
+// What the sum of a bag of n rows is divided by, and what the quotient is rounded to.
+enum class Divisor : std::uint8_t { one, n, sqrt_n };
+enum class Rounding : std::uint8_t { none, bfloat16, float16 };
+
+// Output rows [begin, end) of one read.
 struct PoolTask {
-  const std::byte* rows;    // row 0 of the table
+  const std::byte* rows;    // the read's first column of row 0
   std::int64_t row_stride;  // bytes
   std::int64_t dim;
   const std::uint32_t* index;  // row of each lookup
-  const void* weights;         // element of each lookup, or null
+  const void* weights;         // element of each lookup in the type computed in, or null
   const std::int64_t* bags;    // output b sums lookups [bags[b], bags[b + 1]); null: it is lookup first + b
-  std::int64_t first, last;    // the feature's lookups
-  bool is_mean;
+  std::int64_t first;          // the feature's first lookup
+  Divisor divisor;
+  Rounding rounding;
   bool is_streamed;         // write around the cache; rows are whole, aligned cache lines
   std::byte* out;           // output row 0
   std::int64_t out_stride;  // bytes
@@ -97,7 +102,6 @@ struct BirthTask {
 
 template <class T>
 struct RowKernels {
-  void (*pool)(const PoolTask&);
   void (*sum)(const SumTask&);
   void (*updates[kNumOptimizers])(const UpdateTask&);  // by kind
   void (*birth)(const BirthTask&, std::int64_t id, T* out);
@@ -107,6 +111,7 @@ struct RowKernels {
 
 struct Kernels {
   const char* name;
+  void (*pool[4])(const PoolTask&);  // by Dtype of the rows
   RowKernels<float> float32;
   RowKernels<double> float64;
 };

@@ -1,11 +1,12 @@
 // What this folder's files offer each other, per instruction set. Each is instantiated where it is defined.
 #pragma once
 
+#include "convert.h"
 #include "kernels.h"
 
 namespace colonnade::COLONNADE_ISA {
 
-template <class T>
+template <class Row>
 void pool(const PoolTask& task);
 template <class T>
 void sum(const SumTask& task);

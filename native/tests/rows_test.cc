@@ -114,8 +114,9 @@ void check_batch(std::int64_t batch_size, std::int64_t dim, bool is_mean, bool i
     const std::int64_t out_bases[] = {address(out, 0), address(out, dim)};
     const auto out_stride = width * static_cast<std::int64_t>(sizeof(T));
     const std::int64_t out_strides[] = {out_stride, out_stride};
-    pool(lookups, index, {{&base, 1}, {&layout.weights_stride, 1}, {&width32, 1}, out_bases, out_strides},
-         kDtype<T>);
+    const std::int32_t features[] = {0, 1}, columns[] = {0, 0}, read_dims[] = {width32, width32};
+    pool(lookups, index, Reads(features, columns, read_dims),
+         {{&base, 1}, {&layout.weights_stride, 1}, out_bases, out_strides}, kDtype<T>, kDtype<T>);
     if (wanted_out.empty()) {
       wanted_out.assign(out.size(), T{77});
       for (std::int64_t bag = 0; bag < 2 * batch_size; ++bag) {

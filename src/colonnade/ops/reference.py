@@ -17,6 +17,8 @@ from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
 
+Pooling = Literal["sum", "mean", "sequence", "sqrtn"]
+
 
 def mix64(x: Tensor) -> Tensor:
     """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words, 0 -> 0."""
@@ -123,35 +125,49 @@ def ordered_sum(terms: Tensor, offsets: Tensor) -> Tensor:
     return sums
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What rows of `dtype` are computed in: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def pool(
-    rows: Tensor,  # (E, D): the row of each lookup of one feature
+    rows: Tensor,  # (E, D): what is read of the row of each lookup of one feature
     offsets: Tensor,  # (B + 1,): which lookups are whose; unused for a sequence
-    pooling: Literal["sum", "mean", "sequence"],
-    weights: Tensor | None = None,  # (E,)
+    pooling: Pooling,
+    weights: Tensor | None = None,  # (E,) of the compute dtype
+    dtype: torch.dtype | None = None,  # of the result; None: the compute dtype
 ) -> Tensor:
-    """(B, D), or (E, D) for a sequence. A bag is summed in lookup order, then divided by its length for the mean."""
-    terms = rows if weights is None else rows * weights[:, None]
-    if pooling == "sequence":
-        return terms
-    sums = ordered_sum(terms, offsets)
-    if pooling == "sum":
-        return sums
-    return sums / offsets.diff().clamp(min=1).to(sums.dtype)[:, None]
+    """(B, D), or (E, D) for a sequence. A bag is summed in lookup order, then divided by its length n (mean) or by
+    sqrt(n) (sqrtn). Made in the compute dtype, then rounded once, to nearest."""
+    rows = rows.to(compute_dtype(rows.dtype))
+    values = rows if weights is None else rows * weights[:, None]
+    if pooling != "sequence":
+        values = ordered_sum(values, offsets)
+    if pooling in ("mean", "sqrtn"):
+        lengths = offsets.diff().clamp(min=1).to(values.dtype)
+        values = values / (lengths if pooling == "mean" else _sqrt(lengths))[:, None]
+    return values if dtype is None else values.to(dtype)
 
 
 def lookup_gradients(
     gradients: Tensor,  # (B, D) or (E, D): of what `pool` returned
     offsets: Tensor,  # (B + 1,)
-    pooling: Literal["sum", "mean", "sequence"],
-    weights: Tensor | None = None,  # (E,)
+    pooling: Pooling,
+    weights: Tensor | None = None,  # (E,) of the compute dtype
 ) -> Tensor:
-    """(E, D): coefficient * gradient of the lookup's output; coefficient = weight * (1 / length for the mean)."""
+    """(E, D) of the compute dtype: coefficient * gradient of the lookup's output.
+
+    The coefficient is the lookup's weight (1 without weights) times 1 / n (mean) or 1 / sqrt(n) (sqrtn), n the
+    length of its bag: root, reciprocal and product each rounded to the compute dtype."""
     lengths = offsets.diff()
-    terms = gradients if pooling == "sequence" else gradients.repeat_interleave(lengths, 0)
+    terms = gradients.to(compute_dtype(gradients.dtype))
+    if pooling != "sequence":
+        terms = terms.repeat_interleave(lengths, 0)
     coefficients = terms.new_ones(len(terms)) if weights is None else weights
-    if pooling == "mean":
-        inverse_lengths = 1 / lengths.to(terms.dtype)
-        coefficients = coefficients * inverse_lengths.repeat_interleave(lengths)
+    if pooling in ("mean", "sqrtn"):
+        divisors = lengths.to(terms.dtype)
+        shares = 1 / (divisors if pooling == "mean" else _sqrt(divisors))
+        coefficients = coefficients * shares.repeat_interleave(lengths)
     return terms * coefficients[:, None]
 
 
@@ -191,8 +207,7 @@ def rowwise_adagrad(
         half = sums.shape[1] // 2
         sums = sums[:, :half] + sums[:, half:]
     accumulators.add_(sums[:, 0] / torch.full_like(accumulators, dim))
-    roots = torch.from_numpy(np.sqrt(accumulators.numpy()))  # torch's may be off by one bit
-    steps = torch.full_like(accumulators, lr) / (roots + eps)
+    steps = torch.full_like(accumulators, lr) / (_sqrt(accumulators) + eps)
     weights.sub_(gradients * steps[:, None])
 
 
@@ -224,6 +239,11 @@ def crc32c(data: bytes) -> int:
         for _ in range(8):
             crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
     return crc ^ 0xFFFFFFFF
+
+
+def _sqrt(values: Tensor) -> Tensor:
+    """Correctly rounded; torch's may be off by one bit."""
+    return torch.from_numpy(np.sqrt(values.numpy()))
 
 
 def _as(rows: Tensor, dtype: torch.dtype) -> Tensor:
