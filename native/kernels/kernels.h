@@ -54,15 +54,16 @@ struct SumTask {
   const std::uint32_t* slots;  // updates: row u is slot slots[u]
   std::byte* rows;
   std::int64_t row_stride;    // bytes
-  std::byte* states;          // state elements, then padding, then a uint64 clock in the last 8 bytes
+  std::byte* states;          // state elements, then padding, then a uint32 clock in the last 4 bytes
   std::int64_t state_stride;  // bytes
   double learning_rate, weight_decay, eps;
 };
 
+// First values of some columns of a row.
 struct BirthTask {
   std::uint64_t seed;
   double scale;
-  std::int64_t dim;
+  std::int64_t column, dim;
 };
 
 template <class T>
@@ -79,6 +80,11 @@ struct Kernels {
   const char* name;
   RowKernels<float> float32;
   RowKernels<double> float64;
+  // 16-bit rows are born as float32 and rounded. Split ones are what their masters' high halves are; lows may be
+  // null.
+  void (*birth_bfloat16)(const BirthTask&, std::int64_t id, std::uint16_t* out);
+  void (*birth_float16)(const BirthTask&, std::int64_t id, std::uint16_t* out);
+  void (*birth_split)(const BirthTask&, std::int64_t id, std::uint16_t* highs, std::uint16_t* lows);
 };
 
 namespace portable {

@@ -187,7 +187,8 @@ struct Rows {
     COLONNADE_ISA::fetch(state(u));
   }
   COLONNADE_INLINE_MEMBER void advance_clock(std::int64_t u) const {
-    ++*reinterpret_cast<std::uint64_t*>(state(u) + state_stride - 8);
+    auto& clock = *reinterpret_cast<std::uint32_t*>(state(u) + state_stride - 4);
+    clock += clock != ~0u;
   }
   // g += weight_decay * w. Zero adds nothing, not even a NaN.
   COLONNADE_INLINE_MEMBER void decay(const T* row, RowSum<T, kVectors>& sum) const {

@@ -12,6 +12,7 @@ constexpr RowKernels<T> row_kernels() {
 }
 }  // namespace
 
-constinit const Kernels kernels{COLONNADE_NAME(COLONNADE_ISA), row_kernels<float>(), row_kernels<double>()};
+constinit const Kernels kernels{COLONNADE_NAME(COLONNADE_ISA), row_kernels<float>(), row_kernels<double>(),
+                                birth_bfloat16, birth_float16, birth_split};
 
 }  // namespace colonnade::COLONNADE_ISA
