@@ -90,14 +90,15 @@ struct UpdateTask {
   std::uint64_t num_ranks, rank;
 };
 
-typedef std::uint64_t Clock;  // stops at its largest value
+typedef std::uint32_t Clock;  // stops at its largest value
 
 inline constexpr int kNumOptimizers = 9;
 
+// First values of some columns of a row.
 struct BirthTask {
   std::uint64_t seed;
   double scale;
-  std::int64_t dim;
+  std::int64_t column, dim;
 };
 
 template <class T>
@@ -114,6 +115,11 @@ struct Kernels {
   void (*pool[4])(const PoolTask&);  // by Dtype of the rows
   RowKernels<float> float32;
   RowKernels<double> float64;
+  // 16-bit rows are born as float32 and rounded. Split ones are what their masters' high halves are; lows may be
+  // null.
+  void (*birth_bfloat16)(const BirthTask&, std::int64_t id, std::uint16_t* out);
+  void (*birth_float16)(const BirthTask&, std::int64_t id, std::uint16_t* out);
+  void (*birth_split)(const BirthTask&, std::int64_t id, std::uint16_t* highs, std::uint16_t* lows);
 };
 
 namespace portable {

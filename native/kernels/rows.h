@@ -30,6 +30,9 @@ template <class T>
 void update_lamb(const UpdateTask& task);
 template <class T>
 void birth(const BirthTask& task, std::int64_t id, T* out);
+void birth_bfloat16(const BirthTask& task, std::int64_t id, std::uint16_t* out);
+void birth_float16(const BirthTask& task, std::int64_t id, std::uint16_t* out);
+void birth_split(const BirthTask& task, std::int64_t id, std::uint16_t* highs, std::uint16_t* lows);
 template <class T>
 bool all_finite(const T* values, std::int64_t n);
 template <class T>

@@ -20,6 +20,9 @@ constexpr RowKernels<T> row_kernels() {
 constinit const Kernels kernels{COLONNADE_NAME(COLONNADE_ISA),
                                 {pool<float>, pool<double>, pool<Bfloat16>, pool<Float16>},
                                 row_kernels<float>(),
-                                row_kernels<double>()};
+                                row_kernels<double>(),
+                                birth_bfloat16,
+                                birth_float16,
+                                birth_split};
 
 }  // namespace colonnade::COLONNADE_ISA

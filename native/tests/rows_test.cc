@@ -93,14 +93,13 @@ void check_batch(std::int64_t batch_size, std::int64_t dim, bool is_mean, bool i
 
   std::vector<T> wanted_out, wanted_rows;
   everywhere([&] {
-    const TableSettings settings{.dim = dim,
-                                 .state_elements = 1,
-                                 .rows = 0,
-                                 .capacity_rows = 64,
-                                 .seed = 9,
-                                 .init_scale = 1.0,
-                                 .initial_state = 0.5};
-    Dram dram({&settings, 1}, kDtype<T>, 1);
+    const TableSettings settings{
+        .parts = {{.dim = dim, .init_scale = 1.0, .initial_state = 0.5, .initial_count = 1}},
+        .state_elements = 1,
+        .rows = 0,
+        .capacity_rows = 64,
+        .seed = 9};
+    Dram dram({&settings, 1}, {kDtype<T>});
     std::vector<std::uint32_t> slots(plan.num_unique());
     dram.acquire({plan.unique_ids.data(), plan.unique_ids.size()}, offsets, slots, true);
     const RowLayout& layout = dram.layout(0);

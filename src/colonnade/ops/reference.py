@@ -101,17 +101,35 @@ def take(values: Tensor, index: Tensor) -> Tensor:
     return values[index.long()]
 
 
-def birth_values(ids: Tensor, dim: int, seed: int, scale: float, dtype: torch.dtype) -> Tensor:
-    """(N, D): the first weights of rows, uniform in [-scale, scale).
+def birth_values(
+    ids: Tensor, dim: int, seed: int, scale: float, dtype: torch.dtype, *, column: int = 0
+) -> Tensor:
+    """(N, D): the first weights of D columns of rows from `column` on, uniform in [-scale, scale).
 
-    Value j is word j + 1 of the splitmix64 stream that starts at mix64(mix64(id) ^ seed): its top 24
-    bits (float32) or 53 bits (float64) as a number u in [-1, 1), exactly, times scale.
+    Column j of the row is word j + 1 of the splitmix64 stream that starts at mix64(mix64(id) ^ seed): its top
+    24 bits (float64: 53) as a number u in [-1, 1), exactly, times scale. 16-bit rows are float32 ones, rounded
+    to nearest.
     """
-    bits = 24 if dtype == torch.float32 else 53
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
+    bits = 53 if dtype == torch.float64 else 24
     start = mix64(mix64(ids) ^ _word(seed))
-    words = mix64(start[:, None] + torch.arange(1, dim + 1) * _word(GOLDEN))
-    u = _shift(words, 64 - bits).to(dtype) * 2.0 ** (1 - bits) - 1
-    return u * torch.tensor(scale, dtype=dtype)
+    words = mix64(start[:, None] + torch.arange(column + 1, column + dim + 1) * _word(GOLDEN))
+    u = _shift(words, 64 - bits).to(computed) * 2.0 ** (1 - bits) - 1
+    return (u * torch.tensor(scale, dtype=computed)).to(dtype)
+
+
+def split(masters: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 -> (high bfloat16, low int16): the bits are (high << 16) + low.
+
+    So high is the master rounded to nearest, halfway away from zero, because low is at most 2^15 - 1.
+    """
+    bits = masters.view(torch.int32)
+    return (bits + 0x8000 >> 16).short().view(torch.bfloat16), bits.short()
+
+
+def join(highs: Tensor, lows: Tensor) -> Tensor:
+    """What `split` was given."""
+    return ((highs.view(torch.int16).int() << 16) + lows).view(torch.float32)
 
 
 def ordered_sum(terms: Tensor, offsets: Tensor) -> Tensor:
@@ -211,20 +229,22 @@ def rowwise_adagrad(
     weights.sub_(gradients * steps[:, None])
 
 
-def pack(weights: Tensor, state: Tensor, clocks: Tensor) -> Tensor:
-    """(N, record_bytes) uint8: weights (N, D) | state (N, S) | clock (N,) as 64 bits, little-endian."""
-    parts = (weights, state, clocks.reshape(-1, 1))
+def pack(weights: Tensor, state: Tensor, clocks: Tensor, lows: Tensor | None = None) -> Tensor:
+    """(N, record_bytes) uint8: weights (N, D) | state (N, S) of the compute dtype | low halves (N, D) if split |
+    clock (N,) as 64 bits; little-endian."""
+    parts = (weights, state, *([] if lows is None else [lows]), clocks.reshape(-1, 1))
     return torch.cat([_as(part, torch.uint8) for part in parts], dim=1)
 
 
 def unpack(
-    records: Tensor, dim: int, state_elements: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `pack` was given: weights (N, D), state (N, S), clocks (N,) int64."""
-    itemsize = torch.empty(0, dtype=dtype).element_size()
-    parts = records.split([dim * itemsize, state_elements * itemsize, 8], dim=1)
-    weights, state, clocks = map(_as, parts, (dtype, dtype, torch.int64))
-    return weights, state, clocks[:, 0]
+    records: Tensor, dim: int, state_elements: int, dtype: torch.dtype, *, is_split: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What `pack` was given: weights (N, D), state (N, S), clocks (N,) int64, low halves (N, D) int16 if split."""
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
+    widths = [dim * dtype.itemsize, state_elements * computed.itemsize, 2 * dim * is_split, 8]
+    parts = records.split(widths, dim=1)
+    weights, state, lows, clocks = map(_as, parts, (dtype, computed, torch.int16, torch.int64))
+    return weights, state, clocks[:, 0], lows if is_split else None
 
 
 def all_finite(values: Tensor) -> bool:
@@ -250,6 +270,7 @@ def _as(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The same bytes of each row (N, n) as elements of another type."""
     return (
         rows.flatten()
+        .clone()  # a view of nothing may start at an odd byte
         .view(dtype)
         .view(len(rows), rows.shape[1] * rows.element_size() // dtype.itemsize)
     )
