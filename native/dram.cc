@@ -37,10 +37,13 @@ void check_parts(std::span<const std::int64_t> offsets, std::int64_t num_tables,
   }
 }
 
-Dram::Dram(std::span<const TableSettings> tables, Dtype dtype, std::int64_t num_ranks) : dtype_(dtype) {
-  if (num_ranks < 1) refuse("num_ranks " + std::to_string(num_ranks) + ", wanted 1 or more");
+Dram::Dram(std::span<const TableSettings> tables, const RowFormat& format) : format_(format) {
+  if (format.num_ranks < 1) refuse("num_ranks " + std::to_string(format.num_ranks) + ", wanted 1 or more");
+  if (format.rank < 0 || format.rank >= format.num_ranks) {
+    refuse("rank " + std::to_string(format.rank) + ", wanted 0 .. " + std::to_string(format.num_ranks - 1));
+  }
   tables_.reserve(tables.size());
-  for (const auto& settings : tables) tables_.emplace_back(settings, dtype, num_ranks);
+  for (const auto& settings : tables) tables_.emplace_back(settings, format);
 }
 
 const TableRows& Dram::at(std::int64_t table) const {

@@ -29,7 +29,7 @@ struct Acquired {
 // move, and who reads or writes it is the caller's order of things.
 class Dram {
  public:
-  Dram(std::span<const TableSettings> tables, Dtype dtype, std::int64_t num_ranks);
+  Dram(std::span<const TableSettings> tables, const RowFormat& format);
 
   // ids (U,) unique inside each table's part; slots (U,) out. A full table evicts unpinned rows. NoRoom,
   // out_of_range and invalid_argument leave everything as it was (slots are all kNoSlot then).
@@ -54,7 +54,8 @@ class Dram {
              std::span<const std::int64_t> ids);  // invalid_argument, nothing changed, if pinned
 
   std::int64_t num_tables() const { return static_cast<std::int64_t>(tables_.size()); }
-  Dtype dtype() const { return dtype_; }
+  Dtype dtype() const { return format_.dtype; }
+  bool is_split() const { return format_.is_split; }
   const RowLayout& layout(std::int64_t table) const { return at(table).layout(); }
   std::int64_t capacity_rows(std::int64_t table) const { return at(table).settings().capacity_rows; }
   std::int64_t num_rows(std::int64_t table) const;
@@ -69,7 +70,7 @@ class Dram {
   std::vector<Run> runs(std::span<const std::int64_t> offsets, std::size_t size, const char* name) const;
   void check_slots(std::int64_t table, std::span<const std::uint32_t> slots) const;
 
-  Dtype dtype_;
+  RowFormat format_;
   std::vector<TableRows> tables_;
   mutable std::mutex mutex_;
 };

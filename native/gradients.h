@@ -6,45 +6,52 @@
 #include <span>
 #include <vector>
 
-#include "kernels/kernels.h"
 #include "lookups.h"
+#include "parts.h"
 #include "scalar.h"
 
 namespace colonnade {
 
-// Borrows everything. Use one of the two below.
+// Borrows lookups and gradients. Use one of the two below.
 class GradientSource {
  public:
   std::int64_t num_entries() const {
     return lookups_ ? lookups_->num_lookups() : static_cast<std::int64_t>(index_.size());
   }
+  Dtype dtype() const { return dtype_; }
 
  protected:
-  explicit GradientSource(const Lookups& lookups) : lookups_(&lookups) {}
-  GradientSource(std::int64_t base, std::span<const std::uint32_t> index) : base_(base), index_(index) {}
+  // One output: what was read, and where its gradients lie.
+  struct Output {
+    Read read;
+    std::int64_t base, stride;  // bytes
+  };
+  GradientSource(const Lookups& lookups, Dtype dtype) : lookups_(&lookups), dtype_(dtype) {}
+  GradientSource(std::int64_t base, std::span<const std::uint32_t> index, Dtype dtype)
+      : base_(base), index_(index), dtype_(dtype) {}
+  void add(const Output& output) { outputs_.push_back(output); }
 
  private:
   friend class Summation;
   const Lookups* lookups_ = nullptr;
-  std::vector<FeatureGradients> features_;  // by feature
+  std::vector<Output> outputs_;
   std::int64_t base_ = 0;
   std::span<const std::uint32_t> index_;
-
- protected:
-  void add(const FeatureGradients& feature) { features_.push_back(feature); }
+  Dtype dtype_;
 };
 
-// Laid out as `pool` lays its outputs out: bases and strides (F,), in bytes. Entry: a lookup.
+// Laid out as `pool` lays its outputs out: bases and strides (R,), in bytes. Entry: a lookup.
 class OutputGradients final : public GradientSource {
  public:
-  OutputGradients(const Lookups& lookups, std::span<const std::int64_t> bases,
-                  std::span<const std::int64_t> strides);
+  // invalid_argument if lengths differ, a read is of no feature, or two are of the same feature and column.
+  OutputGradients(const Lookups& lookups, const Reads& reads, std::span<const std::int64_t> bases,
+                  std::span<const std::int64_t> strides, Dtype dtype);
 };
 
-// Entry e is the row of elements at base + index[e] elements.
+// Entry e is the row of elements, all parts, at base + index[e] elements.
 class RowGradients final : public GradientSource {
  public:
-  RowGradients(std::int64_t base, std::span<const std::uint32_t> index) : GradientSource(base, index) {}
+  RowGradients(std::int64_t base, std::span<const std::uint32_t> index, Dtype dtype);  // invalid_argument
 };
 
 }  // namespace colonnade

@@ -51,9 +51,9 @@ Lookups::Lookups(std::span<const std::int64_t> ids, std::span<const std::int64_t
              number(last(f)));
     }
     if (tables_[f] < 0) refuse("feature " + number(f) + " names table " + number(tables_[f]));
-    if (poolings_[f] > 2) {
+    if (poolings_[f] > 3) {
       refuse("feature " + number(f) + " has pooling " + number(poolings_[f]) +
-             ", wanted 0 sum, 1 mean or 2 sequence");
+             ", wanted 0 sum, 1 mean, 2 sequence or 3 sqrtn");
     }
   }
   if (feature_offsets.back() != num_lookups) {

@@ -12,7 +12,7 @@
 
 namespace colonnade {
 
-enum class Pooling : std::uint8_t { sum = 0, mean = 1, sequence = 2 };
+enum class Pooling : std::uint8_t { sum = 0, mean = 1, sequence = 2, sqrtn = 3 };
 
 struct Weights {
   const void* data;

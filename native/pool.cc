@@ -28,56 +28,105 @@ void want_length(const char* name, std::size_t got, std::int64_t wanted, const c
   }
 }
 
-}  // namespace
+std::string number(std::int64_t n) {
+  return std::to_string(n);
+}
 
-void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const PoolPlaces& places,
-          Dtype dtype) {
-  const auto num_tables = static_cast<std::int64_t>(places.bases.size());
-  want_length("index", index.size(), lookups.num_lookups(), "lookups");
-  want_length("strides", places.strides.size(), num_tables, "tables");
-  want_length("dims", places.dims.size(), num_tables, "tables");
-  want_length("out_bases", places.out_bases.size(), lookups.num_features(), "features");
-  want_length("out_strides", places.out_strides.size(), lookups.num_features(), "features");
-  if (lookups.weights() && lookups.weights()->dtype != dtype) {
-    refuse("weights are " + std::string(name_of(lookups.weights()->dtype)) + ", the tables " +
-           std::string(name_of(dtype)));
-  }
-  std::uint32_t largest = 0;
-  for (const auto row : index) largest = std::max(largest, row);
-  if (largest == 0xffffffff) {
-    refuse("lookup " + std::to_string(std::ranges::find(index, largest) - index.begin()) +
+void check_index(std::span<const std::uint32_t> index) {
+  constexpr std::uint32_t kAbsent = 0xffffffff;
+  std::atomic<bool> is_absent{false};
+  for_each_run(static_cast<std::int64_t>(index.size()), 1 << 15, [&](std::int64_t begin, std::int64_t end) {
+    std::uint32_t found = 0;
+    for (std::int64_t e = begin; e < end; ++e) found |= index[e] == kAbsent ? kAbsent : 0;
+    if (found) is_absent.store(true, std::memory_order_relaxed);
+  });
+  if (is_absent) {
+    refuse("lookup " + number(std::ranges::find(index, kAbsent) - index.begin()) +
            " has no row (index -1); acquire it first");
   }
+}
 
+void check_read(const Lookups& lookups, const Read& read, std::int64_t r, const PoolPlaces& places,
+                Dtype dtype, Dtype out_dtype) {
+  const auto name = [&] { return "read " + number(r); };
+  const auto num_tables = static_cast<std::int64_t>(places.bases.size());
+  if (read.feature >= lookups.num_features())
+    refuse(name() + " is of feature " + number(read.feature) + " of " + number(lookups.num_features()));
+  const std::int32_t f = read.feature, t = lookups.table(f);
+  if (t >= num_tables)
+    refuse("feature " + number(f) + " names table " + number(t) + " of " + number(num_tables));
+  const std::int64_t end_bytes = (std::int64_t{read.column} + read.dim) * item_bytes(dtype);
+  if (lookups.first(f) != lookups.last(f) && end_bytes > places.strides[t]) {
+    refuse(name() + " ends at byte " + number(end_bytes) + " of rows that are " + number(places.strides[t]) +
+           " bytes apart (table " + number(t) + ")");
+  }
+  const std::int64_t out_bytes = read.dim * item_bytes(out_dtype);
+  if (lookups.num_outputs(f) > 1 && out_bytes > places.out_strides[r]) {
+    refuse(name() + " writes " + number(out_bytes) + " bytes into output rows that are " +
+           number(places.out_strides[r]) + " bytes apart");
+  }
+}
+
+void check(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads,
+           const PoolPlaces& places, Dtype dtype, Dtype out_dtype) {
+  want_length("index", index.size(), lookups.num_lookups(), "lookups");
+  want_length("strides", places.strides.size(), static_cast<std::int64_t>(places.bases.size()), "tables");
+  want_length("out_bases", places.out_bases.size(), reads.size(), "reads");
+  want_length("out_strides", places.out_strides.size(), reads.size(), "reads");
+  if (compute_dtype(out_dtype) != compute_dtype(dtype)) {
+    refuse(std::string(name_of(dtype)) + " rows give " +
+           (dtype == Dtype::float64 ? "float64" : "float32, bfloat16 or float16") + " outputs, not " +
+           std::string(name_of(out_dtype)));
+  }
+  if (lookups.weights() && lookups.weights()->dtype != compute_dtype(dtype)) {
+    refuse("weights are " + std::string(name_of(lookups.weights()->dtype)) + ", wanted " +
+           std::string(name_of(compute_dtype(dtype))) + " for " + std::string(name_of(dtype)) + " rows");
+  }
+  for (std::int64_t r = 0; r < reads.size(); ++r) {
+    check_read(lookups, reads.all()[r], r, places, dtype, out_dtype);
+  }
+  check_index(index);
+}
+
+Divisor divisor_of(Pooling pooling) {
+  return pooling == Pooling::mean ? Divisor::n : pooling == Pooling::sqrtn ? Divisor::sqrt_n : Divisor::one;
+}
+
+Rounding rounding_to(Dtype dtype) {
+  return dtype == Dtype::bfloat16  ? Rounding::bfloat16
+         : dtype == Dtype::float16 ? Rounding::float16
+                                   : Rounding::none;
+}
+
+}  // namespace
+
+void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads,
+          const PoolPlaces& places, Dtype dtype, Dtype out_dtype) {
+  check(lookups, index, reads, places, dtype, out_dtype);
   std::int64_t out_bytes = 0;
-  for (std::int64_t f = 0; f < lookups.num_features(); ++f) {
-    const std::int32_t t = lookups.table(f);
-    if (t >= num_tables)
-      refuse("feature " + std::to_string(f) + " names table " + std::to_string(t) + " of " +
-             std::to_string(num_tables));
-    if (places.dims[t] < 1)
-      refuse("table " + std::to_string(t) + " has dim " + std::to_string(places.dims[t]));
-    out_bytes += lookups.num_outputs(f) * places.dims[t] * item_bytes(dtype);
+  for (const Read& read : reads.all()) {
+    out_bytes += lookups.num_outputs(read.feature) * read.dim * item_bytes(out_dtype);
   }
   std::vector<PoolTask> tasks;
-  for (std::int64_t f = 0; f < lookups.num_features(); ++f) {
-    const std::int32_t t = lookups.table(f);
+  for (std::int64_t r = 0; r < reads.size(); ++r) {
+    const Read& read = reads.all()[r];
+    const std::int32_t f = read.feature, t = lookups.table(f);
     const std::int64_t num_outputs = lookups.num_outputs(f), num_lookups = lookups.last(f) - lookups.first(f);
     const auto is_whole_lines = [](std::int64_t n) { return n % 64 == 0; };
     PoolTask task{
-        .rows = reinterpret_cast<const std::byte*>(places.bases[t]),
+        .rows = reinterpret_cast<const std::byte*>(places.bases[t]) + read.column * item_bytes(dtype),
         .row_stride = places.strides[t],
-        .dim = places.dims[t],
+        .dim = read.dim,
         .index = index.data(),
         .weights = lookups.weights() ? lookups.weights()->data : nullptr,
         .bags = lookups.bags(f),
         .first = lookups.first(f),
-        .last = lookups.last(f),
-        .is_mean = lookups.pooling(f) == Pooling::mean,
-        .is_streamed = out_bytes >= kStreamedBytes && is_whole_lines(places.dims[t] * item_bytes(dtype)) &&
-                       is_whole_lines(places.out_bases[f]) && is_whole_lines(places.out_strides[f]),
-        .out = reinterpret_cast<std::byte*>(places.out_bases[f]),
-        .out_stride = places.out_strides[f],
+        .divisor = divisor_of(lookups.pooling(f)),
+        .rounding = rounding_to(out_dtype),
+        .is_streamed = out_bytes >= kStreamedBytes && is_whole_lines(read.dim * item_bytes(out_dtype)) &&
+                       is_whole_lines(places.out_bases[r]) && is_whole_lines(places.out_strides[r]),
+        .out = reinterpret_cast<std::byte*>(places.out_bases[r]),
+        .out_stride = places.out_strides[r],
         .begin = 0,
         .end = 0,
     };
@@ -88,20 +137,39 @@ void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Po
       tasks.push_back(task);
     }
   }
-  const auto kernel = dtype == Dtype::float32 ? kernels().float32.pool : kernels().float64.pool;
+  const auto kernel = kernels().pool[static_cast<int>(dtype)];
   for_each_unit(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t i) { kernel(tasks[i]); });
 }
+
+namespace {
+
+// By the bits: a 16-bit number is infinite or no number if its exponent is all ones.
+bool all_finite(const std::uint16_t* values, std::int64_t n, Dtype dtype) {
+  const std::uint16_t exponent = dtype == Dtype::bfloat16 ? 0x7f80 : 0x7c00;
+  bool is_special = false;
+  for (std::int64_t i = 0; i < n; ++i) is_special |= (values[i] & exponent) == exponent;
+  return !is_special;
+}
+
+bool is_run_finite(const void* values, std::int64_t begin, std::int64_t end, Dtype dtype) {
+  switch (dtype) {
+    case Dtype::float32:
+      return kernels().float32.all_finite(static_cast<const float*>(values) + begin, end - begin);
+    case Dtype::float64:
+      return kernels().float64.all_finite(static_cast<const double*>(values) + begin, end - begin);
+    default:
+      return all_finite(static_cast<const std::uint16_t*>(values) + begin, end - begin, dtype);
+  }
+}
+
+}  // namespace
 
 bool all_finite(const void* values, std::int64_t n, Dtype dtype) {
   constexpr std::int64_t kRun = 1 << 16;
   std::atomic<bool> is_finite{true};
   for_each_run(n, kRun, [&](std::int64_t begin, std::int64_t end) {
     if (!is_finite.load(std::memory_order_relaxed)) return;
-    const bool is_run_finite =
-        dtype == Dtype::float32
-            ? kernels().float32.all_finite(static_cast<const float*>(values) + begin, end - begin)
-            : kernels().float64.all_finite(static_cast<const double*>(values) + begin, end - begin);
-    if (!is_run_finite) is_finite.store(false, std::memory_order_relaxed);
+    if (!is_run_finite(values, begin, end, dtype)) is_finite.store(false, std::memory_order_relaxed);
   });
   return is_finite;
 }

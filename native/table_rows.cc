@@ -19,45 +19,59 @@ constexpr std::int64_t kBlock = 64;
 
 }  // namespace
 
-TableRows::TableRows(const TableSettings& settings, Dtype dtype, std::int64_t num_ranks)
-    : settings_(settings), num_ranks_(static_cast<std::uint64_t>(num_ranks)) {
-  if (settings.dim < 1) refuse("dim " + std::to_string(settings.dim) + ", wanted 1 or more");
+TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
+    : settings_(settings), num_ranks_(static_cast<std::uint64_t>(format.num_ranks)) {
   if (settings.state_elements < 0) refuse("state_elements " + std::to_string(settings.state_elements));
+  std::int64_t dim = 0;
+  for (const auto& part : settings.parts) {
+    if (part.dim < 1) refuse("dim " + std::to_string(part.dim) + ", wanted 1 or more");
+    if (part.state < 0 || part.initial_count < 0 ||
+        part.initial_count > settings.state_elements - std::min(part.state, settings.state_elements)) {
+      refuse("initial_count " + std::to_string(part.initial_count) + " from state element " +
+             std::to_string(part.state) + " of " + std::to_string(settings.state_elements));
+    }
+    dim += part.dim;
+  }
+  if (dim < 1) refuse("a table without columns");
+  if (format.is_split && format.dtype != Dtype::bfloat16)
+    refuse("split rows of " + std::string(name_of(format.dtype)) + ", wanted bfloat16");
   if (settings.rows < 0) refuse("rows " + std::to_string(settings.rows) + ", wanted 0 (open) or more");
   if (settings.capacity_rows < 0 || settings.capacity_rows >= kNoSlot) {
     refuse("capacity_rows " + std::to_string(settings.capacity_rows) + ", wanted 0 .. 2^32 - 2");
   }
   // Most rows of a vocabulary table that one rank owns: ids come in runs of num_ranks, one for each.
-  const std::int64_t share = settings.rows ? (settings.rows - 1) / num_ranks + 1 : 0;
+  const std::int64_t share = settings.rows ? (settings.rows - 1) / format.num_ranks + 1 : 0;
   is_direct_ = settings.rows != 0 && share <= settings.capacity_rows;
   if (is_direct_) settings_.capacity_rows = share;
 
   const auto capacity = static_cast<std::size_t>(settings_.capacity_rows);
-  const auto item = static_cast<std::size_t>(item_bytes(dtype));
-  const auto weights_stride = checked_bytes(item, static_cast<std::size_t>(settings.dim));
-  const auto state_stride =
-      checked_bytes(item, static_cast<std::size_t>(settings.state_elements) + 8 / item - 1) / 8 * 8 + 8;
+  const auto weights_stride =
+      checked_bytes(static_cast<std::size_t>(item_bytes(format.dtype)), static_cast<std::size_t>(dim));
+  const auto state_item = static_cast<std::size_t>(item_bytes(compute_dtype(format.dtype)));
+  const auto lows_offset = checked_bytes(state_item, static_cast<std::size_t>(settings.state_elements));
+  const auto state_bytes = lows_offset + (format.is_split ? 2 * static_cast<std::size_t>(dim) : 0);
+  const auto state_stride = (state_bytes + 4 + state_item - 1) / state_item * state_item;
   weights_slab_ = Slab(checked_bytes(weights_stride, capacity));
   states_slab_ = Slab(checked_bytes(state_stride, capacity));
   words_slab_ = Slab(checked_bytes(sizeof(std::uint16_t), capacity));
-  if (!is_direct_ || num_ranks > 1) ids_slab_ = Slab(checked_bytes(sizeof(std::int64_t), capacity));
+  if (!is_direct_ || num_ranks_ > 1) ids_slab_ = Slab(checked_bytes(sizeof(std::int64_t), capacity));
   words_ = reinterpret_cast<std::uint16_t*>(words_slab_.data());
   ids_ = reinterpret_cast<std::int64_t*>(ids_slab_.data());
-  layout_ = {dtype,
-             false,
-             settings.dim,
-             settings.state_elements,
-             weights_slab_.data(),
-             static_cast<std::int64_t>(weights_stride),
-             states_slab_.data(),
-             static_cast<std::int64_t>(state_stride),
-             static_cast<std::int64_t>(item) * settings.state_elements,
-             static_cast<std::int64_t>(state_stride) - 8,
-             settings.seed,
-             reinterpret_cast<const std::byte*>(ids_),
-             8,
-             num_ranks_,
-             0};
+  layout_ = {.dtype = format.dtype,
+             .is_split = format.is_split,
+             .dim = dim,
+             .state_elements = settings.state_elements,
+             .weights = weights_slab_.data(),
+             .weights_stride = static_cast<std::int64_t>(weights_stride),
+             .states = states_slab_.data(),
+             .state_stride = static_cast<std::int64_t>(state_stride),
+             .lows_offset = static_cast<std::int64_t>(lows_offset),
+             .clock_offset = static_cast<std::int64_t>(state_stride) - 4,
+             .seed = settings.seed,
+             .ids = reinterpret_cast<const std::byte*>(ids_),
+             .ids_stride = 8,
+             .num_ranks = num_ranks_,
+             .rank = static_cast<std::uint64_t>(format.rank)};
   if (is_direct_) ask_for_huge_pages();  // rows are touched anywhere
 }
 
@@ -236,23 +250,45 @@ std::uint32_t TableRows::find(std::int64_t id) const noexcept {
   return slot ? *slot : kNoSlot;
 }
 
-void TableRows::birth_values(std::int64_t id, std::byte* weights) const noexcept {
-  const BirthTask task{settings_.seed, settings_.init_scale, settings_.dim};
-  if (layout_.dtype == Dtype::float32) {
-    row_kernels<float>().birth(task, id, reinterpret_cast<float*>(weights));
-  } else {
-    row_kernels<double>().birth(task, id, reinterpret_cast<double*>(weights));
+void TableRows::birth_values(std::int64_t id, std::byte* weights, std::uint16_t* lows) const noexcept {
+  std::int64_t column = 0;
+  for (const auto& part : settings_.parts) {
+    const BirthTask task{settings_.seed, part.init_scale, column, part.dim};
+    std::byte* const out = weights + column * item_bytes(layout_.dtype);
+    switch (layout_.dtype) {
+      case Dtype::float32:
+        kernels().float32.birth(task, id, reinterpret_cast<float*>(out));
+        break;
+      case Dtype::float64:
+        kernels().float64.birth(task, id, reinterpret_cast<double*>(out));
+        break;
+      case Dtype::bfloat16:
+        if (layout_.is_split) {
+          kernels().birth_split(task, id, reinterpret_cast<std::uint16_t*>(out), lows ? lows + column : lows);
+        } else {
+          kernels().birth_bfloat16(task, id, reinterpret_cast<std::uint16_t*>(out));
+        }
+        break;
+      case Dtype::float16:
+        kernels().birth_float16(task, id, reinterpret_cast<std::uint16_t*>(out));
+        break;
+    }
+    column += part.dim;
   }
 }
 
 void TableRows::birth(std::int64_t id, std::uint32_t slot) const noexcept {
-  birth_values(id, layout_.weights_of(slot));
-  std::byte* state = layout_.state_of(slot);
-  if (layout_.dtype == Dtype::float32) {
-    std::fill_n(reinterpret_cast<float*>(state), settings_.state_elements,
-                static_cast<float>(settings_.initial_state));
-  } else {
-    std::fill_n(reinterpret_cast<double*>(state), settings_.state_elements, settings_.initial_state);
+  std::byte* const state = layout_.state_of(slot);
+  auto* const lows = reinterpret_cast<std::uint16_t*>(state + layout_.lows_offset);
+  birth_values(id, layout_.weights_of(slot), lows);
+  std::memset(state, 0, static_cast<std::size_t>(layout_.lows_offset));
+  for (const auto& part : settings_.parts) {
+    if (compute_dtype(layout_.dtype) == Dtype::float32) {
+      std::fill_n(reinterpret_cast<float*>(state) + part.state, part.initial_count,
+                  static_cast<float>(part.initial_state));
+    } else {
+      std::fill_n(reinterpret_cast<double*>(state) + part.state, part.initial_count, part.initial_state);
+    }
   }
   layout_.clock_of(slot) = 0;
 }

@@ -1,6 +1,7 @@
 // One table's rows in this process's memory: index, slab, pins, dirty bits, eviction. No lock: see dram.h.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <span>
@@ -15,14 +16,28 @@
 
 namespace colonnade {
 
+// How rows begin: the values and state of some of their columns.
+struct PartBirth {
+  std::int64_t dim;           // columns, after those of the parts before
+  std::int64_t state = 0;     // first state element
+  double init_scale = 0.0;    // values are uniform in [-init_scale, init_scale)
+  double initial_state = 0.0; // of the first initial_count state elements; all others begin at 0
+  std::int64_t initial_count = 0;
+};
+
 struct TableSettings {
-  std::int64_t dim;
-  std::int64_t state_elements;
-  std::int64_t rows;  // 0: open table
+  std::vector<PartBirth> parts;  // side by side
+  std::int64_t state_elements;   // of all parts
+  std::int64_t rows;             // 0: open table
   std::int64_t capacity_rows;
   std::uint64_t seed;
-  double init_scale;
-  double initial_state;
+};
+
+// What all tables of a rank share.
+struct RowFormat {
+  Dtype dtype;
+  bool is_split = false;
+  std::int64_t num_ranks = 1, rank = 0;
 };
 
 // Where rows lie. Addresses never change.
@@ -34,7 +49,7 @@ struct RowLayout {
   std::int64_t weights_stride;
   std::byte* states;  // plane of state elements of the compute dtype, low halves if split, clock
   std::int64_t state_stride;
-  std::int64_t lows_offset, clock_offset;  // bytes, inside a slot's state; the clock is a uint64
+  std::int64_t lows_offset, clock_offset;  // bytes, inside a slot's state; the clock is a uint32
   std::uint64_t seed;
   const std::byte* ids;  // an int64 every ids_stride bytes, by slot; null: a slot's number is its row's place
   std::int64_t ids_stride;
@@ -49,18 +64,22 @@ struct RowLayout {
   }  // weights | state | low halves | clock
   std::byte* weights_of(std::uint32_t slot) const { return weights + slot * weights_stride; }
   std::byte* state_of(std::uint32_t slot) const { return states + slot * state_stride; }
-  std::uint64_t& clock_of(std::uint32_t slot) const {
-    return *reinterpret_cast<std::uint64_t*>(state_of(slot) + clock_offset);
+  std::uint32_t& clock_of(std::uint32_t slot) const {
+    return *reinterpret_cast<std::uint32_t*>(state_of(slot) + clock_offset);
   }
+  // A record's clock is a uint64; here it stops at its largest value.
   void pack(std::uint32_t slot, std::byte* record) const {
+    const std::uint64_t clock = clock_of(slot);
     std::memcpy(record, weights_of(slot), weights_bytes());
     std::memcpy(record + weights_bytes(), state_of(slot), state_bytes());
-    std::memcpy(record + weights_bytes() + state_bytes(), &clock_of(slot), 8);
+    std::memcpy(record + weights_bytes() + state_bytes(), &clock, 8);
   }
   void unpack(std::uint32_t slot, const std::byte* record) const {
+    std::uint64_t clock;
     std::memcpy(weights_of(slot), record, weights_bytes());
     std::memcpy(state_of(slot), record + weights_bytes(), state_bytes());
-    std::memcpy(&clock_of(slot), record + weights_bytes() + state_bytes(), 8);
+    std::memcpy(&clock, record + weights_bytes() + state_bytes(), 8);
+    clock_of(slot) = static_cast<std::uint32_t>(std::min<std::uint64_t>(clock, 0xffffffff));
   }
 };
 
@@ -89,7 +108,7 @@ class TableRows {
     Buffer<std::byte> records;
   };
 
-  TableRows(const TableSettings& settings, Dtype dtype, std::int64_t num_ranks);  // invalid_argument, NoRoom
+  TableRows(const TableSettings& settings, const RowFormat& format);  // invalid_argument, NoRoom
 
   const RowLayout& layout() const { return layout_; }
   const TableSettings& settings() const { return settings_; }
@@ -125,7 +144,7 @@ class TableRows {
       __builtin_prefetch(words_ + direct_slot(id), 1, 2);
     }
   }
-  void birth_values(std::int64_t id, std::byte* weights) const noexcept;
+  void birth_values(std::int64_t id, std::byte* weights) const noexcept { birth_values(id, weights, nullptr); }
   void birth(std::int64_t id, std::uint32_t slot) const noexcept;
 
   std::vector<std::pair<std::int64_t, std::uint32_t>> resident(bool only_dirty) const;  // ascending id
@@ -135,6 +154,9 @@ class TableRows {
   void erase(std::int64_t id) noexcept;  // room reserved; unpinned or absent
 
  private:
+  // lows: where a split row's go, or null.
+  void birth_values(std::int64_t id, std::byte* weights, std::uint16_t* lows) const noexcept;
+
   // A slot's word: how often it is pinned, and flags.
   static constexpr std::uint16_t kPins = 0x1fff, kUsed = 0x2000, kDirty = 0x4000, kResident = 0x8000;
 

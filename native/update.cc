@@ -1,19 +1,20 @@
 #include "update.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "isa.h"
+#include "summation.h"
 #include "threads.h"
 
 namespace colonnade {
 
 namespace {
-
-constexpr std::int64_t kRunEntries = 2048;
-constexpr std::int64_t kStackScratch = 4096;  // bytes; rows that need more share one buffer, a part per run
 
 std::string number(std::int64_t n) {
   return std::to_string(n);
@@ -21,204 +22,174 @@ std::string number(std::int64_t n) {
 [[noreturn]] void refuse(const std::string& message) {
   throw std::invalid_argument("gradients: " + message);
 }
+[[noreturn]] void refuse_dtype(Dtype dtype) {
+  refuse("dtype " + std::string(name_of(dtype)) + ", wanted float32 or float64");
+}
 
-}  // namespace
-
-OutputGradients::OutputGradients(const Lookups& lookups, std::span<const std::int64_t> bases,
-                                 std::span<const std::int64_t> strides)
-    : GradientSource(lookups) {
-  const std::int64_t num_features = lookups.num_features();
-  if (static_cast<std::int64_t>(bases.size()) != num_features ||
-      static_cast<std::int64_t>(strides.size()) != num_features) {
-    refuse(number(static_cast<std::int64_t>(bases.size())) + " bases and " +
-           number(static_cast<std::int64_t>(strides.size())) + " strides for " + number(num_features) +
-           " features");
-  }
-  for (std::int64_t f = 0; f < num_features; ++f) {
-    const std::int64_t* bags = lookups.bags(f);
-    add({lookups.first(f), lookups.last(f), reinterpret_cast<const std::byte*>(bases[f]), strides[f],
-         bags ? lookups.output_rows() : nullptr,
-         bags && lookups.pooling(f) == Pooling::mean ? bags : nullptr});
+std::int64_t state_elements(Optimizer optimizer, std::int64_t dim) {
+  switch (optimizer) {
+    case Optimizer::sgd:
+      return 0;
+    case Optimizer::rowwise_adagrad:
+      return 1;
+    case Optimizer::momentum:
+    case Optimizer::adagrad:
+      return dim;
+    case Optimizer::rowwise_adam:
+      return dim + 1;
+    default:
+      return 2 * dim;
   }
 }
 
-// One pass over all unique rows of a batch, cut into runs of one table each.
-class Summation {
- public:
-  Summation(const Segments& segments, const GradientSource& source, Dtype dtype)
-      : segments_(segments), source_(source), dtype_(dtype) {
-    const auto& offsets = segments.segment_offsets;
-    const auto num_entries = static_cast<std::int64_t>(segments.entries.size());
-    if (offsets.empty()) refuse("segment_offsets is empty, wanted unique rows + 1 elements");
-    bool ascends = true;
-    for (std::size_t u = 0; u + 1 < offsets.size(); ++u) ascends &= offsets[u] <= offsets[u + 1];
-    if (!ascends || offsets.front() < 0 || offsets.back() > num_entries) {
-      refuse("segment_offsets must ascend inside 0 .. " + number(num_entries) + ", got " +
-             number(offsets.front()) + " .. " + number(offsets.back()) +
-             (ascends ? "" : ", decreasing in between"));
-    }
-    num_tables_ = static_cast<std::int64_t>(segments.table_offsets.size()) - 1;
-    check_parts(segments.table_offsets, num_tables_, static_cast<std::int64_t>(offsets.size()) - 1,
-                "unique rows");
-    if (source.lookups_) {
-      if (source.lookups_->weights() && source.lookups_->weights()->dtype != dtype) {
-        refuse("weights are " + std::string(name_of(source.lookups_->weights()->dtype)) + ", the tables " +
-               std::string(name_of(dtype)));
-      }
-      const auto by_table = source.lookups_->by_table(num_tables_);
-      first_feature_ = by_table.first;
-      for (const auto f : by_table.features) features_.push_back(source.features_[f]);
-    }
-    cut();
-    check_entries();
-  }
+bool has_moments(Optimizer optimizer) {
+  return optimizer == Optimizer::adam || optimizer == Optimizer::rowwise_adam ||
+         optimizer == Optimizer::adamw || optimizer == Optimizer::lamb;
+}
 
-  std::int64_t num_tables() const { return num_tables_; }
-
-  // run(task, table) on some thread, with the task's rows, sources and scratch filled in.
-  template <class Dims, class Run>
-  void for_each_task(const Dims& dim_of, const Run& run) {
-    std::int64_t scratch_bytes = 0;
-    for (std::int64_t t = 0; t < num_tables_; ++t) {
-      scratch_bytes = std::max(scratch_bytes, (dim_of(t) * item_bytes(dtype_) + 63) / 64 * 64);
-    }
-    Buffer<std::byte> shared(scratch_bytes > kStackScratch ? scratch_bytes * runs_.size() : 0);
-    for_each_unit(static_cast<std::int64_t>(runs_.size()), [&](std::int64_t r) {
-      alignas(64) std::byte stack[kStackScratch];
-      const auto& [t, begin, end] = runs_[r];
-      SumTask task{};
-      task.segment_offsets = segments_.segment_offsets.data();
-      task.entries = segments_.entries.data();
-      task.begin = begin;
-      task.end = end;
-      task.dim = dim_of(t);
-      if (source_.lookups_) {
-        task.features = features_.data() + first_feature_[t];
-        task.weights = source_.lookups_->weights() ? source_.lookups_->weights()->data : nullptr;
-      } else {
-        task.index = source_.index_.data();
-        task.base = reinterpret_cast<const std::byte*>(source_.base_);
-      }
-      task.scratch = scratch_bytes > kStackScratch ? shared.data() + r * scratch_bytes : stack;
-      run(task, t);
-    });
-  }
-
- private:
-  struct Run {
-    std::int64_t table, begin, end;
+OptimizerSettings checked_settings(std::int64_t p, Optimizer optimizer, std::span<const double> s) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const auto want = [&](const char* name, double value, bool is_right, const char* wanted) {
+    if (!is_right)
+      refuse("part " + number(p) + " has " + name + " " + std::to_string(value) + ", wanted " + wanted);
   };
-
-  // A run ends where it has kRunEntries entries; a row that has more is a run of its own.
-  void cut() {
-    const auto* offsets = segments_.segment_offsets.data();
-    for (std::int64_t t = 0; t < num_tables_; ++t) {
-      const std::int64_t table_end = segments_.table_offsets[t + 1];
-      for (std::int64_t begin = segments_.table_offsets[t], end; begin < table_end; begin = end) {
-        end = std::upper_bound(offsets + begin + 1, offsets + table_end, offsets[begin] + kRunEntries,
-                               [](std::int64_t limit, std::int32_t offset) { return limit < offset; }) -
-              offsets;
-        runs_.push_back({t, begin, end});
-      }
-    }
+  const auto want_amount = [&](const char* name, double value) {
+    want(name, value, value >= 0 && value < kInfinity, "a finite number, 0 or more");
+  };
+  want_amount("lr", s[0]);
+  want_amount("weight_decay", s[1]);
+  want_amount("eps", s[2]);
+  const bool is_ftrl = optimizer == Optimizer::ftrl;
+  if (has_moments(optimizer) || optimizer == Optimizer::momentum) {
+    want(optimizer == Optimizer::momentum ? "momentum" : "beta1", s[3], s[3] >= 0 && s[3] < 1, "0 .. 1, not 1");
   }
-
-  // Every entry must be one of the source's, and of a feature of the row's table.
-  void check_entries() const {
-    std::vector<char> is_wrong(runs_.size(), 0);
-    for_each_unit(static_cast<std::int64_t>(runs_.size()), [&](std::int64_t r) {
-      const auto& [t, begin, end] = runs_[r];
-      const std::int32_t* const entries = segments_.entries.data();
-      const std::int64_t lo = segments_.segment_offsets[begin], hi = segments_.segment_offsets[end];
-      if (lo == hi) return;
-      const auto all_within = [&](std::int64_t first, std::int64_t last) {
-        bool within = true;
-        for (std::int64_t i = lo; i < hi; ++i) within &= entries[i] >= first && entries[i] < last;
-        return within;
-      };
-      bool is_right = false;
-      if (!source_.lookups_) {
-        is_right = all_within(0, source_.num_entries());
-      } else if (first_feature_[t + 1] - first_feature_[t] == 1) {
-        is_right = all_within(features_[first_feature_[t]].first, features_[first_feature_[t]].last);
-      } else {
-        is_right = std::all_of(entries + lo, entries + hi, [&](std::int32_t e) {
-          return std::any_of(features_.begin() + first_feature_[t], features_.begin() + first_feature_[t + 1],
-                             [e](const auto& feature) { return feature.first <= e && e < feature.last; });
-        });
-      }
-      is_wrong[r] = !is_right;
-    });
-    for (std::size_t r = 0; r < runs_.size(); ++r) {
-      if (is_wrong[r]) {
-        refuse("entries " + number(segments_.segment_offsets[runs_[r].begin]) + " .. " +
-               number(segments_.segment_offsets[runs_[r].end]) + " of table " + number(runs_[r].table) +
-               " name one that is not among the table's " + (source_.lookups_ ? "lookups" : "gradients"));
-      }
-    }
+  if (has_moments(optimizer)) want("beta2", s[4], s[4] >= 0 && s[4] < 1, "0 .. 1, not 1");
+  if (is_ftrl) {
+    want("lr", s[0], s[0] > 0, "more than 0 with FTRL");
+    want_amount("l1", s[6]);
+    want_amount("l2", s[7]);
+    want_amount("beta", s[8]);
   }
+  want("max_norm", s[9], s[9] > 0, "more than 0, inf for none");
+  want("clip_value", s[10], s[10] > 0, "more than 0, inf for none");
+  want("gradient_scale", s[11], std::isfinite(s[11]), "a finite number");
+  return {.lr = s[0],
+          .weight_decay = s[1],
+          .eps = s[2],
+          .beta1 = s[3],
+          .beta2 = s[4],
+          .l1 = s[6],
+          .l2 = s[7],
+          .beta = s[8],
+          .max_norm = s[9],
+          .clip_value = s[10],
+          .gradient_scale = s[11],
+          .is_nesterov = s[5] != 0,
+          .powers1 = nullptr,
+          .powers2 = nullptr};
+}
 
-  const Segments& segments_;
-  const GradientSource& source_;
-  Dtype dtype_;
-  std::int64_t num_tables_ = 0;
-  std::vector<std::int64_t> first_feature_;  // by table, into features_
-  std::vector<FeatureGradients> features_;
-  std::vector<Run> runs_;
-};
+// 4 x 256: entry 256 * k + i is base^(i * 256^k), each the one before times base^(256^k).
+std::vector<double> powers_of(double base) {
+  std::vector<double> powers;
+  for (int level = 0; level < 4; ++level) {
+    double power = 1;
+    for (int i = 0; i < 256; ++i, power *= base) powers.push_back(power);
+    base = power;
+  }
+  return powers;
+}
 
-void sum_rows(const Segments& segments, const GradientSource& source, std::span<const std::int32_t> dims,
-              std::int64_t out, std::span<const std::uint32_t> out_index, Dtype dtype) {
-  Summation summation(segments, source, dtype);
-  if (static_cast<std::int64_t>(dims.size()) != summation.num_tables() ||
-      out_index.size() + 1 != segments.segment_offsets.size() ||
-      std::ranges::any_of(dims, [](auto d) { return d < 1; })) {
-    refuse("dims must have one positive number for each of " + number(summation.num_tables()) +
-           " tables, out_index one for each of " +
-           number(static_cast<std::int64_t>(segments.segment_offsets.size()) - 1) + " rows");
+}  // namespace
+
+void sum_rows(const Segments& segments, const GradientSource& source, const Parts& parts, std::int64_t out,
+              std::span<const std::uint32_t> out_index, Dtype dtype) {
+  if (compute_dtype(dtype) != dtype) refuse_dtype(dtype);
+  const Summation summation(segments, source, parts, dtype);
+  if (static_cast<std::int64_t>(out_index.size()) != summation.num_rows()) {
+    refuse("out_index has " + number(static_cast<std::int64_t>(out_index.size())) + " elements for " +
+           number(summation.num_rows()) + " unique rows");
   }
   const auto kernel = dtype == Dtype::float32 ? kernels().float32.sum : kernels().float64.sum;
-  summation.for_each_task([&](std::int64_t t) { return std::int64_t{dims[t]}; },
-                          [&](SumTask& task, std::int64_t) {
-                            task.sums = reinterpret_cast<void*>(out);
-                            task.sum_index = out_index.data();
-                            kernel(task);
-                          });
+  summation.for_each_task([&](SumTask& task, std::int64_t p) {
+    task.sums = reinterpret_cast<std::byte*>(out) + parts.all()[p].column * item_bytes(dtype);
+    task.sum_index = out_index.data();
+    kernel(task);
+  });
 }
-
-namespace {
-
-template <class T>
-void (*update_kernel(Optimizer optimizer))(const SumTask&) {
-  return optimizer == Optimizer::sgd ? row_kernels<T>().update_sgd : row_kernels<T>().update_rowwise_adagrad;
-}
-
-}  // namespace
 
 void update(Dram& dram, std::span<const std::uint32_t> slots, const Segments& segments,
-            const GradientSource& source, std::span<const std::int32_t> optimizers,
+            const GradientSource& source, const Parts& parts, std::span<const std::int32_t> optimizers,
             std::span<const double> settings) {
-  Summation summation(segments, source, dram.dtype());
-  const std::int64_t num_tables = summation.num_tables();
-  if (num_tables != dram.num_tables() || static_cast<std::int64_t>(optimizers.size()) != num_tables ||
-      static_cast<std::int64_t>(settings.size()) != num_tables * kSettings) {
-    refuse("offsets, optimizers and settings speak of " + number(num_tables) + ", " +
-           number(static_cast<std::int64_t>(optimizers.size())) + " and " +
-           number(static_cast<std::int64_t>(settings.size()) / kSettings) + " tables; dram has " +
-           number(dram.num_tables()));
+  static_assert(std::is_same_v<Clock&, decltype(dram.layout(0).clock_of(0))>);
+  const Dtype dtype = compute_dtype(dram.dtype());
+  const auto num_parts = static_cast<std::int64_t>(parts.all().size());
+  if (parts.num_tables() != dram.num_tables()) {
+    refuse("parts are of " + number(parts.num_tables()) + " tables, dram has " + number(dram.num_tables()));
   }
-  if (slots.size() + 1 != segments.segment_offsets.size()) {
-    refuse(number(static_cast<std::int64_t>(slots.size())) + " slots for " +
-           number(static_cast<std::int64_t>(segments.segment_offsets.size()) - 1) + " unique rows");
+  const Summation summation(segments, source, parts, dtype);
+  if (static_cast<std::int64_t>(optimizers.size()) != num_parts ||
+      static_cast<std::int64_t>(settings.size()) != num_parts * kSettings) {
+    refuse("optimizers and settings speak of " + number(static_cast<std::int64_t>(optimizers.size())) +
+           " and " + number(static_cast<std::int64_t>(settings.size()) / kSettings) + " parts, parts of " +
+           number(num_parts));
   }
-  for (std::int64_t t = 0; t < num_tables; ++t) {
-    const auto optimizer = static_cast<Optimizer>(optimizers[t]);
-    if (optimizer != Optimizer::sgd && optimizer != Optimizer::rowwise_adagrad) {
-      refuse("table " + number(t) + " has optimizer " + number(optimizers[t]) +
-             ", wanted 0 SGD or 1 row-wise Adagrad");
+  if (static_cast<std::int64_t>(slots.size()) != summation.num_rows()) {
+    refuse(number(static_cast<std::int64_t>(slots.size())) + " slots for " + number(summation.num_rows()) +
+           " unique rows");
+  }
+  std::map<double, std::vector<double>> powers;
+  std::vector<UpdateTask> tasks;  // by part, what all its runs share
+  for (std::int64_t t = 0; t < parts.num_tables(); ++t) {
+    const RowLayout& layout = dram.layout(t);
+    if (parts.width(t) != layout.dim) {
+      refuse("the parts of table " + number(t) + " have " + number(parts.width(t)) + " columns, its rows " +
+             number(layout.dim));
     }
-    if (optimizer == Optimizer::rowwise_adagrad && dram.layout(t).state_elements < 1) {
-      refuse("table " + number(t) + " has no state elements; row-wise Adagrad needs one");
+    std::int64_t state_end = 0;
+    for (std::int64_t p = parts.first(t); p < parts.first(t + 1); ++p) {
+      const Part& part = parts.all()[p];
+      if (optimizers[p] < 0 || optimizers[p] >= kNumOptimizers) {
+        refuse("part " + number(p) + " has optimizer " + number(optimizers[p]) + ", wanted 0 .. " +
+               number(kNumOptimizers - 1));
+      }
+      const auto optimizer = static_cast<Optimizer>(optimizers[p]);
+      UpdateTask task{};
+      task.settings = checked_settings(p, optimizer, settings.subspan(p * kSettings, kSettings));
+      if (has_moments(optimizer)) {
+        const auto table = [&](double beta) {
+          auto& values = powers[beta];
+          if (values.empty()) values = powers_of(beta);
+          return values.data();
+        };
+        task.settings.powers1 = table(task.settings.beta1);
+        task.settings.powers2 = table(task.settings.beta2);
+      }
+      if (const auto wanted = state_elements(optimizer, part.dim)) {
+        if (part.state < state_end || part.state + wanted > layout.state_elements) {
+          refuse("part " + number(p) + " keeps " + number(wanted) + " state elements from " +
+                 number(part.state) + " on, but they must follow those of the parts before, which end at " +
+                 number(state_end) + ", and table " + number(t) + " has " + number(layout.state_elements));
+        }
+        state_end = part.state + wanted;
+      }
+      task.slots = slots.data();
+      task.dtype = layout.dtype;
+      task.is_split = layout.is_split;
+      task.rows = layout.weights + part.column * item_bytes(layout.dtype);
+      task.row_stride = layout.weights_stride;
+      task.states = layout.states + part.state * item_bytes(dtype);
+      task.state_stride = layout.state_stride;
+      task.lows = layout.states + layout.lows_offset + 2 * part.column;
+      task.clocks = layout.states + layout.clock_offset;
+      task.is_last = p + 1 == parts.first(t + 1);
+      task.column = part.column;
+      task.seed = layout.seed;
+      task.ids = layout.ids;
+      task.ids_stride = layout.ids_stride;
+      task.num_ranks = layout.num_ranks;
+      task.rank = layout.rank;
+      tasks.push_back(task);
     }
     const auto capacity = static_cast<std::uint64_t>(dram.capacity_rows(t));
     bool is_slot = true;
@@ -228,21 +199,28 @@ void update(Dram& dram, std::span<const std::uint32_t> slots, const Segments& se
       refuse("a slot of table " + number(t) + " is not in 0 .. " +
              number(static_cast<std::int64_t>(capacity) - 1));
   }
-  summation.for_each_task(
-      [&](std::int64_t t) { return dram.layout(t).dim; },
-      [&](SumTask& task, std::int64_t t) {
-        const RowLayout& layout = dram.layout(t);
-        const auto optimizer = static_cast<Optimizer>(optimizers[t]);
-        task.slots = slots.data();
-        task.rows = layout.weights;
-        task.row_stride = layout.weights_stride;
-        task.states = layout.states;
-        task.state_stride = layout.state_stride;
-        task.learning_rate = settings[t * kSettings];
-        task.weight_decay = settings[t * kSettings + 1];
-        task.eps = settings[t * kSettings + 2];
-        (layout.dtype == Dtype::float32 ? update_kernel<float> : update_kernel<double>)(optimizer)(task);
-      });
+  const auto& updates = dtype == Dtype::float32 ? kernels().float32.updates : kernels().float64.updates;
+  summation.for_each_task([&](const SumTask& sum, std::int64_t p) {
+    UpdateTask task = tasks[p];
+    task.sum = sum;
+    updates[optimizers[p]](task);
+  });
+}
+
+double squared_norm(const void* values, std::int64_t n, Dtype dtype) {
+  constexpr std::int64_t kBlock = 1 << 16;
+  if (n < 0) refuse("squared_norm of " + number(n) + " elements");
+  if (compute_dtype(dtype) != dtype) refuse_dtype(dtype);
+  std::vector<double> blocks(static_cast<std::size_t>((n + kBlock - 1) / kBlock));
+  for_each_run(n, kBlock, [&](std::int64_t begin, std::int64_t end) {
+    blocks[begin / kBlock] =
+        dtype == Dtype::float32
+            ? kernels().float32.squared_norm(static_cast<const float*>(values) + begin, end - begin)
+            : kernels().float64.squared_norm(static_cast<const double*>(values) + begin, end - begin);
+  });
+  double sum = 0;
+  for (const double block : blocks) sum += block;
+  return sum;
 }
 
 }  // namespace colonnade

@@ -1,4 +1,4 @@
-// Gradients -> rows: sum what each unique row received, in entry order, and apply the optimizer.
+// Gradients -> rows: sum what each unique row received, in entry order, and apply its parts' optimizers.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,7 @@
 
 #include "dram.h"
 #include "gradients.h"
+#include "parts.h"
 
 namespace colonnade {
 
@@ -16,17 +17,30 @@ struct Segments {
   std::span<const std::int32_t> entries;          // (E,)
 };
 
-enum class Optimizer : std::int32_t { sgd = 0, rowwise_adagrad = 1 };
-inline constexpr std::int64_t kSettings = 8;  // learning rate, weight decay, eps, 0 ...
+enum class Optimizer : std::int32_t {
+  sgd = 0,
+  rowwise_adagrad = 1,
+  momentum = 2,
+  adagrad = 3,
+  adam = 4,
+  rowwise_adam = 5,
+  adamw = 6,
+  ftrl = 7,
+  lamb = 8,
+};
+inline constexpr std::int64_t kSettings = 16;  // numbers of a part's optimizer; what each is: _native.pyi
 
 // Sum of row u to base out + out_index[u] elements. invalid_argument: nothing written.
-void sum_rows(const Segments& segments, const GradientSource& source, std::span<const std::int32_t> dims,
-              std::int64_t out, std::span<const std::uint32_t> out_index, Dtype dtype);
+void sum_rows(const Segments& segments, const GradientSource& source, const Parts& parts, std::int64_t out,
+              std::span<const std::uint32_t> out_index, Dtype dtype);
 
-// Row u is slots[u] of its table. optimizers (T,), settings (T, kSettings). invalid_argument: nothing
+// Row u is slots[u] of its table. optimizers (P,), settings (P, kSettings). invalid_argument: nothing
 // changed.
 void update(Dram& dram, std::span<const std::uint32_t> slots, const Segments& segments,
-            const GradientSource& source, std::span<const std::int32_t> optimizers,
+            const GradientSource& source, const Parts& parts, std::span<const std::int32_t> optimizers,
             std::span<const double> settings);
+
+// Sum of squares in float64, in an order that depends only on n. float32 or float64, else invalid_argument.
+double squared_norm(const void* values, std::int64_t n, Dtype dtype);
 
 }  // namespace colonnade

@@ -34,18 +34,20 @@ using Made = nb::ndarray<nb::pytorch, T>;
 
 inline std::string describe(nb::dlpack::dtype dtype, size_t ndim, const int64_t* shape) {
   static constexpr const char* kCodes[] = {"int", "uint", "float"};
-  std::string text =
-      dtype.code < 3 ? kCodes[dtype.code] : "dtype code " + std::to_string(dtype.code) + " of ";
+  std::string text = dtype.code < 3    ? kCodes[dtype.code]
+                     : dtype.code == 4 ? "bfloat"
+                                       : "dtype code " + std::to_string(dtype.code) + " of ";
   text += std::to_string(dtype.bits) + " (";
   for (size_t i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
   return text + ")";
 }
 
-// The elements of a contiguous CPU array of T. wanted: its shape; -1 stands for any extent.
-template <class T, class Array>
-std::span<T> elements(const Array& array, const char* name, std::initializer_list<int64_t> wanted) {
-  bool fits = array.device_type() == nb::device::cpu::value &&
-              array.dtype() == nb::dtype<std::remove_const_t<T>>() && array.ndim() == wanted.size();
+// ValueError unless it is a contiguous CPU array of such elements. wanted: its shape; -1 stands for any extent.
+template <class Array>
+void check_elements(const Array& array, const char* name, nb::dlpack::dtype dtype,
+                    std::initializer_list<int64_t> wanted) {
+  bool fits = array.device_type() == nb::device::cpu::value && array.dtype() == dtype &&
+              array.ndim() == wanted.size();
   int64_t step = 1;
   for (size_t i = wanted.size(); fits && i-- > 0;) {
     const auto extent = static_cast<int64_t>(array.shape(i)), want = wanted.begin()[i];
@@ -57,9 +59,15 @@ std::span<T> elements(const Array& array, const char* name, std::initializer_lis
                                 describe(array.dtype(), array.ndim(), array.shape_ptr()) +
                                 (array.device_type() == nb::device::cpu::value ? "" : " on another device") +
                                 ", wanted contiguous CPU " +
-                                describe(nb::dtype<std::remove_const_t<T>>(), wanted.size(), wanted.begin()) +
+                                describe(dtype, wanted.size(), wanted.begin()) +
                                 ", where -1 is any number");
   }
+}
+
+// The elements of such an array.
+template <class T, class Array>
+std::span<T> elements(const Array& array, const char* name, std::initializer_list<int64_t> wanted) {
+  check_elements(array, name, nb::dtype<std::remove_const_t<T>>(), wanted);
   return {static_cast<T*>(array.data()), array.size()};
 }
 
@@ -93,9 +101,10 @@ inline Dtype dtype_named(const std::string& name) {
 }
 
 inline std::byte* row_bytes(const Out& rows, const char* name, Dtype dtype, int64_t num_rows, int64_t dim) {
-  return dtype == Dtype::float32
-             ? reinterpret_cast<std::byte*>(elements<float>(rows, name, {num_rows, dim}).data())
-             : reinterpret_cast<std::byte*>(elements<double>(rows, name, {num_rows, dim}).data());
+  const auto code = dtype == Dtype::bfloat16 ? nb::dlpack::dtype_code::Bfloat : nb::dlpack::dtype_code::Float;
+  const auto bits = static_cast<uint8_t>(8 * item_bytes(dtype));
+  check_elements(rows, name, {static_cast<uint8_t>(code), bits, 1}, {num_rows, dim});
+  return static_cast<std::byte*>(rows.data());
 }
 
 inline int64_t length(auto span) {

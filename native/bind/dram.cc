@@ -1,27 +1,39 @@
 // Rows in memory.
 #include "bind/arrays.h"
 #include "dram.h"
+#include "parts.h"
 
 namespace colonnade {
 
 namespace {
 
-void make_dram(Dram* self, const std::vector<int64_t>& dims, const std::vector<int64_t>& state_elements,
+void make_dram(Dram* self, const Parts& parts, const std::vector<int64_t>& state_elements,
                const std::vector<int64_t>& rows, const std::vector<int64_t>& capacity_rows,
                const std::vector<uint64_t>& seeds, const std::vector<double>& init_scales,
-               const std::vector<double>& initial_states, const std::string& dtype, int64_t num_ranks) {
-  const auto n = dims.size();
-  if (state_elements.size() != n || rows.size() != n || capacity_rows.size() != n || seeds.size() != n ||
-      init_scales.size() != n || initial_states.size() != n) {
-    throw std::invalid_argument("Dram: every list needs one element for each of " + std::to_string(n) +
-                                " tables");
+               const std::vector<double>& initial_states, const std::vector<int64_t>& initial_counts,
+               const std::string& dtype, bool split, int64_t num_ranks, int64_t rank) {
+  const auto n = static_cast<size_t>(parts.num_tables());
+  const auto num_parts = parts.all().size();
+  if (state_elements.size() != n || rows.size() != n || capacity_rows.size() != n || seeds.size() != n) {
+    throw std::invalid_argument("Dram: state_elements, rows, capacity_rows and seeds need one element for each of " +
+                                std::to_string(n) + " tables");
+  }
+  if (init_scales.size() != num_parts || initial_states.size() != num_parts ||
+      initial_counts.size() != num_parts) {
+    throw std::invalid_argument("Dram: init_scales, initial_states and initial_counts need one element for each of " +
+                                std::to_string(num_parts) + " parts");
   }
   std::vector<TableSettings> tables;
   for (size_t t = 0; t < n; ++t) {
-    tables.push_back(
-        {dims[t], state_elements[t], rows[t], capacity_rows[t], seeds[t], init_scales[t], initial_states[t]});
+    tables.push_back({{}, state_elements[t], rows[t], capacity_rows[t], seeds[t]});
+    auto p = static_cast<size_t>(parts.first(static_cast<int64_t>(t)));
+    for (const auto& part : parts.of(static_cast<int64_t>(t))) {
+      tables.back().parts.push_back(
+          {part.dim, part.state, init_scales[p], initial_states[p], initial_counts[p]});
+      ++p;
+    }
   }
-  new (self) Dram(tables, dtype_named(dtype), num_ranks);
+  new (self) Dram(tables, {dtype_named(dtype), split, num_ranks, rank});
 }
 
 auto split(const std::vector<std::pair<int64_t, uint32_t>>& rows) {
@@ -72,8 +84,8 @@ void bind_dram(nb::module_& m) {
       .def_ro("num_evicted", &Acquired::num_evicted);
 
   nb::class_<Dram>(m, "Dram")
-      .def("__init__", &make_dram, "dims"_a, "state_elements"_a, "rows"_a, "capacity_rows"_a, "seeds"_a,
-           "init_scales"_a, "initial_states"_a, "dtype"_a, "num_ranks"_a)
+      .def("__init__", &make_dram, "parts"_a, "state_elements"_a, "rows"_a, "capacity_rows"_a, "seeds"_a,
+           "init_scales"_a, "initial_states"_a, "initial_counts"_a, "dtype"_a, "split"_a, "num_ranks"_a, "rank"_a)
       .def(
           "acquire",
           [](Dram& self, In ids, In offsets, Out slots, bool birth) {

@@ -11,9 +11,9 @@ namespace {
 struct HeldRowGradients {
   In index;
   RowGradients gradients;
-  HeldRowGradients(int64_t base, In index_)
+  HeldRowGradients(int64_t base, In index_, const std::string& dtype)
       : index(std::move(index_)),
-        gradients(base, unsigned_bits(elements<const int32_t>(index, "index", {-1}))) {}
+        gradients(base, unsigned_bits(elements<const int32_t>(index, "index", {-1})), dtype_named(dtype)) {}
 };
 
 const GradientSource& source_of(nb::handle source) {
@@ -30,34 +30,45 @@ void bind_update(nb::module_& m) {
   nb::class_<OutputGradients>(m, "OutputGradients")
       .def(
           "__init__",
-          [](OutputGradients* self, const HeldLookups& lookups, In bases, In strides) {
+          [](OutputGradients* self, const HeldLookups& lookups, const Reads& reads, In bases, In strides,
+             const std::string& dtype) {
             const auto b = elements<const int64_t>(bases, "bases", {-1});
             const auto s = elements<const int64_t>(strides, "strides", {-1});
+            const auto elements = dtype_named(dtype);
             nb::gil_scoped_release release;
-            new (self) OutputGradients(*lookups.lookups, b, s);
+            new (self) OutputGradients(*lookups.lookups, reads, b, s, elements);
           },
-          nb::keep_alive<1, 2>(), "lookups"_a, "bases"_a, "strides"_a);
-  nb::class_<HeldRowGradients>(m, "RowGradients").def(nb::init<int64_t, In>(), "base"_a, "index"_a);
+          nb::keep_alive<1, 2>(), "lookups"_a, "reads"_a, "bases"_a, "strides"_a, "dtype"_a);
+  nb::class_<HeldRowGradients>(m, "RowGradients")
+      .def(nb::init<int64_t, In, const std::string&>(), "base"_a, "index"_a, "dtype"_a);
 
   m.def(
       "sum_rows",
-      [](In segment_offsets, In entries, nb::handle source, In offsets, In dims, int64_t out_base,
-         In out_index, const std::string& dtype) {
+      [](In segment_offsets, In entries, nb::handle source, In offsets, const Parts& parts,
+         int64_t out_base, In out_index, const std::string& dtype) {
         const auto& gradients = source_of(source);
         const Segments segments{elements<const int64_t>(offsets, "offsets", {-1}),
                                 elements<const int32_t>(segment_offsets, "segment_offsets", {-1}),
                                 elements<const int32_t>(entries, "entries", {-1})};
-        const auto widths = elements<const int32_t>(dims, "dims", {-1});
         const auto places = unsigned_bits(elements<const int32_t>(out_index, "out_index", {-1}));
+        const auto sums = dtype_named(dtype);
         nb::gil_scoped_release release;
-        sum_rows(segments, gradients, widths, out_base, places, dtype_named(dtype));
+        sum_rows(segments, gradients, parts, out_base, places, sums);
       },
-      "segment_offsets"_a, "entries"_a, "source"_a, "offsets"_a, "dims"_a, "out_base"_a, "out_index"_a,
+      "segment_offsets"_a, "entries"_a, "source"_a, "offsets"_a, "parts"_a, "out_base"_a, "out_index"_a,
       "dtype"_a);
   m.def(
+      "squared_norm",
+      [](int64_t base, int64_t num_elements, const std::string& dtype) {
+        const auto elements = dtype_named(dtype);
+        nb::gil_scoped_release release;
+        return squared_norm(reinterpret_cast<const void*>(base), num_elements, elements);
+      },
+      "base"_a, "num_elements"_a, "dtype"_a);
+  m.def(
       "update",
-      [](Dram& dram, In slots, In offsets, In segment_offsets, In entries, nb::handle source, In optimizers,
-         In settings) {
+      [](Dram& dram, In slots, In offsets, In segment_offsets, In entries, nb::handle source,
+         const Parts& parts, In optimizers, In settings) {
         const auto& gradients = source_of(source);
         const Segments segments{elements<const int64_t>(offsets, "offsets", {-1}),
                                 elements<const int32_t>(segment_offsets, "segment_offsets", {-1}),
@@ -66,10 +77,10 @@ void bind_update(nb::module_& m) {
         const auto kinds = elements<const int32_t>(optimizers, "optimizers", {-1});
         const auto numbers = elements<const double>(settings, "settings", {-1, kSettings});
         nb::gil_scoped_release release;
-        update(dram, rows, segments, gradients, kinds, numbers);
+        update(dram, rows, segments, gradients, parts, kinds, numbers);
       },
-      "dram"_a, "slots"_a, "offsets"_a, "segment_offsets"_a, "entries"_a, "source"_a, "optimizers"_a,
-      "settings"_a);
+      "dram"_a, "slots"_a, "offsets"_a, "segment_offsets"_a, "entries"_a, "source"_a, "parts"_a,
+      "optimizers"_a, "settings"_a);
 }
 
 }  // namespace colonnade

@@ -1,3 +1,4 @@
+#include "convert.h"
 #include "rows.h"
 #include "vector.h"
 
@@ -24,21 +25,46 @@ COLONNADE_INLINE bool is_special(double value) {
   return (bits & 0x7ff0000000000000u) == 0x7ff0000000000000u;
 }
 
-}  // namespace
-
-// Value j is word j + 1 of the splitmix64 stream that starts at a hash of (seed, id).
-template <class T>
-void birth(const BirthTask& task, std::int64_t id, T* out) {
+// put(j, value) for each of the task's columns. The value of column j of a row is word j + 1 of the splitmix64
+// stream that starts at a hash of (seed, id).
+template <class T, class Put>
+COLONNADE_INLINE void for_each_value(const BirthTask& task, std::int64_t id, const Put& put) {
   constexpr std::uint64_t kGolden = 0x9e3779b97f4a7c15u;
   const std::uint64_t start = mix64(mix64(static_cast<std::uint64_t>(id)) ^ task.seed);
   const T scale = static_cast<T>(task.scale);
   for (std::int64_t j = 0; j < task.dim; ++j) {
-    const std::uint64_t word = mix64(start + static_cast<std::uint64_t>(j + 1) * kGolden);
-    out[j] = centred(word, T{}) * scale;
+    const std::uint64_t word = mix64(start + static_cast<std::uint64_t>(task.column + j + 1) * kGolden);
+    put(j, centred(word, T{}) * scale);
   }
+}
+
+}  // namespace
+
+template <class T>
+void birth(const BirthTask& task, std::int64_t id, T* out) {
+  for_each_value<T>(task, id, [=](std::int64_t j, T value) { out[j] = value; });
 }
 template void birth<float>(const BirthTask&, std::int64_t, float*);
 template void birth<double>(const BirthTask&, std::int64_t, double*);
+
+void birth_bfloat16(const BirthTask& task, std::int64_t id, std::uint16_t* out) {
+  for_each_value<float>(task, id,
+                        [=](std::int64_t j, float value) { out[j] = narrow<Bfloat16>(value).bits; });
+}
+
+void birth_float16(const BirthTask& task, std::int64_t id, std::uint16_t* out) {
+  for_each_value<float>(task, id,
+                        [=](std::int64_t j, float value) { out[j] = narrow<Float16>(value).bits; });
+}
+
+// Halfway goes up, unlike above: the low half, a signed number, then always holds the rest.
+void birth_split(const BirthTask& task, std::int64_t id, std::uint16_t* highs, std::uint16_t* lows) {
+  for_each_value<float>(task, id, [=](std::int64_t j, float value) {
+    const std::uint32_t bits = bits_of(value);
+    highs[j] = static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
+    if (lows) lows[j] = static_cast<std::uint16_t>(bits);
+  });
+}
 
 template <class T>
 bool all_finite(const T* values, std::int64_t n) {

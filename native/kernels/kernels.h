@@ -8,77 +8,118 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../scalar.h"
+
 namespace colonnade {
 
-// Output rows [begin, end) of one feature.
+// What the sum of a bag of n rows is divided by, and what the quotient is rounded to.
+enum class Divisor : std::uint8_t { one, n, sqrt_n };
+enum class Rounding : std::uint8_t { none, bfloat16, float16 };
+
+// Output rows [begin, end) of one read.
 struct PoolTask {
-  const std::byte* rows;    // row 0 of the table
+  const std::byte* rows;    // the read's first column of row 0
   std::int64_t row_stride;  // bytes
   std::int64_t dim;
   const std::uint32_t* index;  // row of each lookup
-  const void* weights;         // element of each lookup, or null
+  const void* weights;         // element of each lookup in the type computed in, or null
   const std::int64_t* bags;    // output b sums lookups [bags[b], bags[b + 1]); null: it is lookup first + b
-  std::int64_t first, last;    // the feature's lookups
-  bool is_mean;
+  std::int64_t first;          // the feature's first lookup
+  Divisor divisor;
+  Rounding rounding;
   bool is_streamed;         // write around the cache; rows are whole, aligned cache lines
   std::byte* out;           // output row 0
   std::int64_t out_stride;  // bytes
   std::int64_t begin, end;
 };
 
-// Gradients of one feature's outputs.
+// Gradients of the outputs that one feature read of a part.
 struct FeatureGradients {
   std::int64_t first, last;         // its lookups
-  const std::byte* base;            // output row 0
+  const std::byte* base;            // the part's first column in output row 0; null: the feature did not read it
   std::int64_t stride;              // bytes
   const std::int32_t* output_rows;  // by lookup; null: lookup e has row e - first
-  const std::int64_t* mean_bags;    // bounds of the bags if pooled by mean, else null
+  const std::int64_t* bags;         // bounds of the bags if pooled by mean or sqrtn, else null
+  bool is_sqrtn;
 };
 
-// Unique rows [begin, end) of one table: the sum of each row's gradients, and what becomes of it.
+// One part of unique rows [begin, end) of one table, and the gradients that each of them received.
 struct SumTask {
   const std::int32_t* segment_offsets;
   const std::int32_t* entries;
   std::int64_t begin, end;
-  std::int64_t dim;
+  std::int64_t dim;  // of the part
 
+  Dtype gradient_dtype;
   const FeatureGradients* features;  // of this table, ascending; every entry lies in one of them
   const void* weights;               // element of each lookup, or null
   const std::uint32_t* index;        // or: entry e is the row at base + index[e] elements
   const std::byte* base;
+  bool is_straddling;  // a gradient may touch one cache line more than its bytes need
 
-  void* scratch;  // dim elements rounded up to 64 bytes, aligned to 64 bytes
+  void* scratch;  // two rows of dim elements, each rounded up to 64 bytes; aligned to 64 bytes
 
-  void* sums;  // sums: row u goes to sums + sum_index[u] elements
+  void* sums;  // `sum` only: row u goes to sums + sum_index[u] elements
   const std::uint32_t* sum_index;
-  const std::uint32_t* slots;  // updates: row u is slot slots[u]
-  std::byte* rows;
-  std::int64_t row_stride;    // bytes
-  std::byte* states;          // state elements, then padding, then a uint64 clock in the last 8 bytes
-  std::int64_t state_stride;  // bytes
-  double learning_rate, weight_decay, eps;
 };
 
+// The numbers of one part's optimizer; optimizers.h says what each means.
+struct OptimizerSettings {
+  double lr, weight_decay, eps, beta1, beta2, l1, l2, beta, max_norm, clip_value, gradient_scale;
+  bool is_nesterov;
+  const double *powers1, *powers2;  // of beta1 and beta2: 4 x 256, see `power`
+};
+
+// Where the rows to update lie: what RowLayout says, from the part's first column and state element on.
+struct UpdateTask {
+  SumTask sum;
+  OptimizerSettings settings;
+  const std::uint32_t* slots;  // row u is slot slots[u]
+  Dtype dtype;
+  bool is_split;
+  std::byte* rows;
+  std::int64_t row_stride;  // bytes
+  std::byte* states;
+  std::int64_t state_stride;  // bytes
+  std::byte *lows, *clocks;   // at the stride of states
+  bool is_last;               // of the table's parts: advances the clock
+  std::int64_t column;        // the part's first
+  std::uint64_t seed;
+  const std::byte* ids;
+  std::int64_t ids_stride;
+  std::uint64_t num_ranks, rank;
+};
+
+typedef std::uint32_t Clock;  // stops at its largest value
+
+inline constexpr int kNumOptimizers = 9;
+
+// First values of some columns of a row.
 struct BirthTask {
   std::uint64_t seed;
   double scale;
-  std::int64_t dim;
+  std::int64_t column, dim;
 };
 
 template <class T>
 struct RowKernels {
-  void (*pool)(const PoolTask&);
   void (*sum)(const SumTask&);
-  void (*update_sgd)(const SumTask&);
-  void (*update_rowwise_adagrad)(const SumTask&);
+  void (*updates[kNumOptimizers])(const UpdateTask&);  // by kind
   void (*birth)(const BirthTask&, std::int64_t id, T* out);
   bool (*all_finite)(const T* values, std::int64_t n);
+  double (*squared_norm)(const T* values, std::int64_t n);
 };
 
 struct Kernels {
   const char* name;
+  void (*pool[4])(const PoolTask&);  // by Dtype of the rows
   RowKernels<float> float32;
   RowKernels<double> float64;
+  // 16-bit rows are born as float32 and rounded. Split ones are what their masters' high halves are; lows may be
+  // null.
+  void (*birth_bfloat16)(const BirthTask&, std::int64_t id, std::uint16_t* out);
+  void (*birth_float16)(const BirthTask&, std::int64_t id, std::uint16_t* out);
+  void (*birth_split)(const BirthTask&, std::int64_t id, std::uint16_t* highs, std::uint16_t* lows);
 };
 
 namespace portable {

@@ -1,21 +1,41 @@
 // What this folder's files offer each other, per instruction set. Each is instantiated where it is defined.
 #pragma once
 
+#include "convert.h"
 #include "kernels.h"
 
 namespace colonnade::COLONNADE_ISA {
 
-template <class T>
+template <class Row>
 void pool(const PoolTask& task);
 template <class T>
 void sum(const SumTask& task);
 template <class T>
-void update_sgd(const SumTask& task);
+void update_sgd(const UpdateTask& task);
 template <class T>
-void update_rowwise_adagrad(const SumTask& task);
+void update_rowwise_adagrad(const UpdateTask& task);
+template <class T>
+void update_momentum(const UpdateTask& task);
+template <class T>
+void update_adagrad(const UpdateTask& task);
+template <class T>
+void update_adam(const UpdateTask& task);
+template <class T>
+void update_rowwise_adam(const UpdateTask& task);
+template <class T>
+void update_adamw(const UpdateTask& task);
+template <class T>
+void update_ftrl(const UpdateTask& task);
+template <class T>
+void update_lamb(const UpdateTask& task);
 template <class T>
 void birth(const BirthTask& task, std::int64_t id, T* out);
+void birth_bfloat16(const BirthTask& task, std::int64_t id, std::uint16_t* out);
+void birth_float16(const BirthTask& task, std::int64_t id, std::uint16_t* out);
+void birth_split(const BirthTask& task, std::int64_t id, std::uint16_t* highs, std::uint16_t* lows);
 template <class T>
 bool all_finite(const T* values, std::int64_t n);
+template <class T>
+double squared_norm(const T* values, std::int64_t n);
 
 }  // namespace colonnade::COLONNADE_ISA

@@ -8,10 +8,21 @@ namespace colonnade::COLONNADE_ISA {
 namespace {
 template <class T>
 constexpr RowKernels<T> row_kernels() {
-  return {pool<T>, sum<T>, update_sgd<T>, update_rowwise_adagrad<T>, birth<T>, all_finite<T>};
+  return {sum<T>,
+          {update_sgd<T>, update_rowwise_adagrad<T>, update_momentum<T>, update_adagrad<T>, update_adam<T>,
+           update_rowwise_adam<T>, update_adamw<T>, update_ftrl<T>, update_lamb<T>},
+          birth<T>,
+          all_finite<T>,
+          squared_norm<T>};
 }
 }  // namespace
 
-constinit const Kernels kernels{COLONNADE_NAME(COLONNADE_ISA), row_kernels<float>(), row_kernels<double>()};
+constinit const Kernels kernels{COLONNADE_NAME(COLONNADE_ISA),
+                                {pool<float>, pool<double>, pool<Bfloat16>, pool<Float16>},
+                                row_kernels<float>(),
+                                row_kernels<double>(),
+                                birth_bfloat16,
+                                birth_float16,
+                                birth_split};
 
 }  // namespace colonnade::COLONNADE_ISA

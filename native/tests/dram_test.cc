@@ -15,13 +15,11 @@ namespace {
 constexpr std::int64_t kRecordBytes = 4 * 4 + 4 + 8;  // dim 4, one state element, clock
 
 TableSettings table(std::int64_t rows, std::int64_t capacity) {
-  return {.dim = 4,
+  return {.parts = {{.dim = 4, .init_scale = 0.5, .initial_state = 0.25, .initial_count = 1}},
           .state_elements = 1,
           .rows = rows,
           .capacity_rows = capacity,
-          .seed = 3,
-          .init_scale = 0.5,
-          .initial_state = 0.25};
+          .seed = 3};
 }
 
 std::uint64_t clock_in(const std::byte* record) {
@@ -33,7 +31,7 @@ std::uint64_t clock_in(const std::byte* record) {
 // Random acquires and releases against a map of clocks: nothing updated is ever lost.
 void nothing_is_lost(std::int64_t rows, std::int64_t capacity, std::int64_t universe) {
   const TableSettings settings = table(rows, capacity);
-  Dram dram({&settings, 1}, Dtype::float32, 1);
+  Dram dram({&settings, 1}, {Dtype::float32});
   Random random(static_cast<std::uint64_t>(capacity));
   std::map<std::int64_t, std::uint64_t> clocks, below;
   std::int64_t num_evicted = 0;
@@ -64,7 +62,7 @@ void nothing_is_lost(std::int64_t rows, std::int64_t capacity, std::int64_t univ
     const auto found = dram.clocks(0, slots);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       CHECK(static_cast<std::uint64_t>(found[i]) == clocks[ids[i]]);
-      if (is_dirty) dram.layout(0).clock_of(slots[i]) = ++clocks[ids[i]];
+      if (is_dirty) dram.layout(0).clock_of(slots[i]) = static_cast<std::uint32_t>(++clocks[ids[i]]);
     }
     CHECK(dram.num_rows(0) <= capacity);
     dram.release(slots, offsets, is_dirty);
@@ -74,7 +72,7 @@ void nothing_is_lost(std::int64_t rows, std::int64_t capacity, std::int64_t univ
 
 void refused_acquires_leave_no_trace() {
   const TableSettings settings[] = {table(0, 4), table(100, 4)};
-  Dram dram(settings, Dtype::float32, 1);
+  Dram dram(settings, {Dtype::float32});
   const std::int64_t first_ids[] = {1, 2, 7}, first_offsets[] = {0, 2, 3};
   std::uint32_t first_slots[3];
   dram.acquire(first_ids, first_offsets, first_slots, true);
@@ -98,7 +96,7 @@ void births_depend_on_seed_and_id_alone() {
   for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(mix64(i));
   std::vector<float> wanted;
   everywhere([&] {
-    Dram dram({&settings, 1}, Dtype::float32, 1);
+    Dram dram({&settings, 1}, {Dtype::float32});
     std::vector<float> born(4'000), read(4'000);
     dram.birth_values(0, ids, reinterpret_cast<std::byte*>(born.data()));
     std::vector<std::uint32_t> slots(ids.size());
@@ -113,7 +111,7 @@ void births_depend_on_seed_and_id_alone() {
 
 void threads_share_it() {
   const TableSettings settings = table(0, 300);
-  Dram dram({&settings, 1}, Dtype::float32, 1);
+  Dram dram({&settings, 1}, {Dtype::float32});
   std::vector<std::thread> threads;
   for (std::uint64_t seed = 0; seed < 4; ++seed) {
     threads.emplace_back([&dram, seed] {

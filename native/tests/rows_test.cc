@@ -1,6 +1,7 @@
 // pool, sum_rows and update against loops that a reader can check, on every path, bit for bit.
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "../dram.h"
 #include "../plan.h"
@@ -92,14 +93,13 @@ void check_batch(std::int64_t batch_size, std::int64_t dim, bool is_mean, bool i
 
   std::vector<T> wanted_out, wanted_rows;
   everywhere([&] {
-    const TableSettings settings{.dim = dim,
-                                 .state_elements = 1,
-                                 .rows = 0,
-                                 .capacity_rows = 64,
-                                 .seed = 9,
-                                 .init_scale = 1.0,
-                                 .initial_state = 0.5};
-    Dram dram({&settings, 1}, kDtype<T>, 1);
+    const TableSettings settings{
+        .parts = {{.dim = dim, .init_scale = 1.0, .initial_state = 0.5, .initial_count = 1}},
+        .state_elements = 1,
+        .rows = 0,
+        .capacity_rows = 64,
+        .seed = 9};
+    Dram dram({&settings, 1}, {kDtype<T>});
     std::vector<std::uint32_t> slots(plan.num_unique());
     dram.acquire({plan.unique_ids.data(), plan.unique_ids.size()}, offsets, slots, true);
     const RowLayout& layout = dram.layout(0);
@@ -113,8 +113,9 @@ void check_batch(std::int64_t batch_size, std::int64_t dim, bool is_mean, bool i
     const std::int64_t out_bases[] = {address(out, 0), address(out, dim)};
     const auto out_stride = width * static_cast<std::int64_t>(sizeof(T));
     const std::int64_t out_strides[] = {out_stride, out_stride};
-    pool(lookups, index, {{&base, 1}, {&layout.weights_stride, 1}, {&width32, 1}, out_bases, out_strides},
-         kDtype<T>);
+    const std::int32_t features[] = {0, 1}, columns[] = {0, 0}, read_dims[] = {width32, width32};
+    pool(lookups, index, Reads(features, columns, read_dims),
+         {{&base, 1}, {&layout.weights_stride, 1}, out_bases, out_strides}, kDtype<T>, kDtype<T>);
     if (wanted_out.empty()) {
       wanted_out.assign(out.size(), T{77});
       for (std::int64_t bag = 0; bag < 2 * batch_size; ++bag) {
@@ -134,18 +135,21 @@ void check_batch(std::int64_t batch_size, std::int64_t dim, bool is_mean, bool i
     CHECK(same_bits(out, wanted_out));
 
     const std::int64_t bases[] = {address(gradients, 0), address(gradients, dim)};
-    const OutputGradients source(lookups, bases, out_strides);
+    const std::int32_t both[] = {0, 1}, zeros[] = {0, 0}, widths[] = {width32, width32};
+    const OutputGradients source(lookups, Reads(both, zeros, widths), bases, out_strides, kDtype<T>);
+    const Parts parts({zeros, 1}, {zeros, 1}, {widths, 1}, {zeros, 1});
     const Segments segments{offsets,
                             {plan.segment_offsets.data(), plan.segment_offsets.size()},
                             {plan.entries.data(), plan.entries.size()}};
     std::vector<T> sums(wanted_sums.size());
     std::vector<std::uint32_t> places(plan.num_unique());
     for (std::int64_t u = 0; u < plan.num_unique(); ++u) places[u] = static_cast<std::uint32_t>(u * dim);
-    sum_rows(segments, source, {&width32, 1}, address(sums, 0), places, kDtype<T>);
+    sum_rows(segments, source, parts, address(sums, 0), places, kDtype<T>);
     CHECK(same_bits(sums, wanted_sums));
 
     const std::int32_t optimizer = 1;
-    const double numbers[kSettings] = {0.1, 0.01, 1e-6};
+    constexpr double kNone = std::numeric_limits<double>::infinity();
+    const double numbers[kSettings] = {0.1, 0.01, 1e-6, 0, 0, 0, 0, 0, 0, kNone, kNone, 1};
     std::vector<T> wanted;
     for (std::int64_t u = 0; u < plan.num_unique(); ++u) {
       constexpr std::int64_t kLanes = 64 / sizeof(T);
@@ -162,7 +166,7 @@ void check_batch(std::int64_t batch_size, std::int64_t dim, bool is_mean, bool i
       const T step = static_cast<T>(numbers[0]) / (std::sqrt(accumulator) + static_cast<T>(numbers[2]));
       for (std::int64_t j = 0; j < dim; ++j) wanted.push_back(row(u)[j] - g[j] * step);
     }
-    update(dram, slots, segments, source, {&optimizer, 1}, numbers);
+    update(dram, slots, segments, source, parts, {&optimizer, 1}, numbers);
     std::vector<T> trained;
     for (std::int64_t u = 0; u < plan.num_unique(); ++u) {
       trained.insert(trained.end(), row(u), row(u) + dim);

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colonnade import _native
 
-POOLINGS = ("sum", "mean", "sequence")
+POOLINGS = ("sum", "mean", "sequence", "sqrtn")
 LIMITS = [-(2**63), -(2**63) + 1, -1, 0, 1, 2**63 - 2, 2**63 - 1]
 
 

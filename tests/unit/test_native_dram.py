@@ -17,19 +17,34 @@ from colonnade.ops import reference
 
 
 def open_dram(
-    *, dims=(4,), state=1, rows=0, capacity=8, seed=5, scale=0.5, dtype="float32", num_ranks=1
+    *,
+    dims=(4,),
+    state=1,
+    rows=0,
+    capacity=8,
+    seed=5,
+    scale=0.5,
+    dtype="float32",
+    split=False,
+    num_ranks=1,
+    rank=0,
 ):
+    """Tables of one part each; every state element begins at 0.25."""
     n = len(dims)
+    zeros = torch.zeros(n, dtype=torch.int32)
     return _native.Dram(
-        list(dims),
+        _native.Parts(torch.arange(n).int(), zeros, torch.tensor(dims).int(), zeros),
         [state] * n,
         [rows] * n,
         [capacity] * n,
         [seed] * n,
         [scale] * n,
         [0.25] * n,
+        [state] * n,
         dtype,
+        split,
         num_ranks,
+        rank,
     )
 
 
@@ -38,6 +53,13 @@ def acquire(dram, ids, *, birth=True):
     ids = torch.as_tensor(ids, dtype=torch.int64)
     slots = torch.full((len(ids),), 77, dtype=torch.int32)
     return slots, dram.acquire(ids, torch.tensor([0, len(ids)]), slots, birth)
+
+
+def acquire_of(dram, table, ids, *, num_tables):
+    """The same of one of several tables."""
+    slots = torch.empty(len(ids), dtype=torch.int32)
+    offsets = torch.tensor([0] * (table + 1) + [len(ids)] * (num_tables - table))
+    return slots, dram.acquire(ids, offsets, slots, True)
 
 
 def release(dram, slots, *, dirty=False):
@@ -53,29 +75,44 @@ def records_of(dram, slots, width):
 # Births
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+FORMATS = [
+    (torch.float32, False),
+    (torch.float64, False),
+    (torch.bfloat16, False),
+    (torch.bfloat16, True),
+    (torch.float16, False),
+]
+
+
+@pytest.mark.parametrize(("dtype", "split"), FORMATS)
 @pytest.mark.parametrize("dim", [1, 3, 16, 100])
-def test_births_equal_twin(dim, dtype):
+def test_births_equal_twin(dim, dtype, split):
     name = str(dtype).removeprefix("torch.")
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
     rng = np.random.default_rng(dim)
     ids = torch.from_numpy(np.concatenate([rng.integers(-(2**63), 2**63 - 1, size=900), LIMITS]))
     ids = ids.unique()
     for seed in (0, 1, 2**64 - 1):
-        wanted = reference.birth_values(ids, dim, seed, 0.3, dtype)
-        assert -0.3 <= wanted.min() and wanted.max() < 0.3
+        master = reference.birth_values(ids, dim, seed, 0.3, computed)
+        assert -0.3 <= master.min() and master.max() < 0.3
+        wanted, lows = reference.birth_values(ids, dim, seed, 0.3, dtype), None
+        if split:
+            wanted, lows = reference.split(master)
+            assert same_bits(reference.join(wanted, lows), master)
         for isa, num_threads in everywhere():
             with running_on(isa, num_threads):
-                dram = open_dram(dims=[dim], capacity=len(ids), seed=seed, scale=0.3, dtype=name)
+                dram = open_dram(
+                    dims=[dim], capacity=len(ids), seed=seed, scale=0.3, dtype=name, split=split
+                )
                 values = torch.empty(len(ids), dim, dtype=dtype)
                 dram.birth_values(0, ids, values)
                 assert same_bits(values, wanted)
                 assert dram.num_rows(0) == 0
                 slots, left = acquire(dram, ids)
                 assert left.missing.tolist() == list(range(len(ids)))
-        width = (dim + 1) * values.itemsize + 8
-        state = torch.full((len(ids), 1), 0.25, dtype=dtype)
-        born = reference.pack(wanted, state, torch.zeros(len(ids), dtype=torch.int64))
-        assert same_bits(records_of(dram, slots, width), born)
+        state = torch.full((len(ids), 1), 0.25, dtype=computed)
+        born = reference.pack(wanted, state, torch.zeros(len(ids), dtype=torch.int64), lows)
+        assert same_bits(records_of(dram, slots, born.shape[1]), born)
 
 
 def test_births_are_uniform():
@@ -87,33 +124,96 @@ def test_births_are_uniform():
         assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.01
 
 
+def test_split_is_exact_and_nearest():
+    """Known answers: halfway goes up, and the low half of what went up is negative."""
+    bits = torch.tensor(
+        [0x3F800000, 0x3F807FFF, 0x3F808000, 0x3F818000, -0x407F8000]
+    )  # last: sign bit
+    highs, lows = reference.split(bits.int().view(torch.float32))
+    assert (highs.view(torch.int16).int() & 0xFFFF).tolist() == [
+        0x3F80,
+        0x3F80,
+        0x3F81,
+        0x3F82,
+        0xBF81,
+    ]
+    assert lows.tolist() == [0, 0x7FFF, -0x8000, -0x8000, -0x8000]
+    assert reference.join(highs, lows).view(torch.int32).tolist() == bits.tolist()
+
+
+@pytest.mark.parametrize(("dtype", "split"), FORMATS)
+def test_parts_are_born_each_in_its_own_way(dtype, split):
+    """Two tables, the first of three parts: scales and first state by part, columns numbered through the row."""
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
+    ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 0, 0, 1], [0, 3, 5, 0], [3, 2, 4, 2])]
+    states = torch.tensor([0, 2, 5, 0], dtype=torch.int32)
+    dram = _native.Dram(
+        _native.Parts(*ints, states),
+        [6, 0],
+        [0, 0],
+        [50, 50],
+        [7, 8],
+        [0.1, 0.0, 2.0, 1.0],
+        [0.5, 3.0, -1.0, 9.0],
+        [1, 3, 0, 0],
+        str(dtype).removeprefix("torch."),
+        split,
+        1,
+        0,
+    )
+    ids = torch.arange(-5, 20)
+    masters = torch.cat(
+        [
+            reference.birth_values(ids, dim, 7, scale, computed, column=column)
+            for column, dim, scale in ((0, 3, 0.1), (3, 2, 0.0), (5, 4, 2.0))
+        ],
+        dim=1,
+    )
+    assert not masters[:, 3:5].any()
+    assert same_bits(masters[:, 5:], reference.birth_values(ids, 9, 7, 2.0, computed)[:, 5:])
+    weights, lows = reference.split(masters) if split else (masters.to(dtype), None)
+    state = torch.tensor([[0.5, 0, 3, 3, 3, 0]], dtype=computed).expand(len(ids), 6)
+    records = reference.pack(weights, state, torch.zeros(len(ids), dtype=torch.int64), lows)
+    slots, _ = acquire_of(dram, 0, ids, num_tables=2)
+    assert same_bits(records_of(dram, slots, records.shape[1]), records)
+
+
 # Records
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.sampled_from([1, 3, 16, 33]),
     st.integers(0, 3),
-    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from(FORMATS),
     st.integers(0, 2**32 - 1),
 )
-def test_records_round_trip(dim, state_elements, dtype, seed):
+def test_records_round_trip(dim, state_elements, row_format, seed):
+    dtype, split = row_format
     generator = torch.Generator().manual_seed(seed)
     dram = open_dram(
-        dims=[dim], state=state_elements, capacity=50, dtype=str(dtype).removeprefix("torch.")
+        dims=[dim],
+        state=state_elements,
+        capacity=50,
+        dtype=str(dtype).removeprefix("torch."),
+        split=split,
     )
     slots, _ = acquire(dram, range(40), birth=False)
-    weights = torch.randn(40, dim, dtype=dtype, generator=generator)
-    state = torch.randn(40, state_elements, dtype=dtype, generator=generator)
-    clocks = torch.randint(-(2**63), 2**63 - 1, (40,), generator=generator)
-    records = reference.pack(weights, state, clocks)
-    dram.unpack(0, slots, records)
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
+    weights = torch.randn(40, dim, generator=generator).to(dtype)
+    state = torch.randn(40, state_elements, dtype=computed, generator=generator)
+    lows = torch.randint(-(2**15), 2**15, (40, dim), generator=generator).short() if split else None
+    clocks = torch.randint(0, 2**33, (40,), generator=generator)
+    clocks[:2] = torch.tensor([2**32 - 1, -1])  # -1: the largest uint64
+    saturated = torch.where((clocks < 0) | (clocks >= 2**32), 2**32 - 1, clocks)
+    dram.unpack(0, slots, reference.pack(weights, state, clocks, lows))
+    records = reference.pack(weights, state, saturated, lows)
     assert same_bits(records_of(dram, slots, records.shape[1]), records)
-    assert torch.equal(dram.clocks(0, slots), clocks)
-    for mine, wanted in zip(
-        reference.unpack(records, dim, state_elements, dtype), (weights, state, clocks), strict=True
-    ):
-        assert same_bits(mine, wanted)
+    assert torch.equal(dram.clocks(0, slots), saturated)
+    unpacked = reference.unpack(records, dim, state_elements, dtype, is_split=split)
+    assert same_bits(unpacked[2], saturated)
+    for mine, wanted in zip(unpacked, (weights, state, saturated, lows), strict=True):
+        assert (mine is wanted is None) or same_bits(mine, wanted)
     read = torch.empty(41, dim, dtype=dtype)
     ids = torch.tensor([99, *range(40)])
     assert dram.read(0, ids, read).tolist() == [0]
@@ -443,8 +543,10 @@ def test_refused(call, message):
         ({"rows": -1}, "rows -1"),
         ({"capacity": -1}, "capacity_rows -1"),
         ({"capacity": 2**32}, "capacity_rows 4294967296"),
-        ({"dtype": "float16"}, "got 'float16'"),
+        ({"dtype": "int8"}, "got 'int8'"),
+        ({"dtype": "float16", "split": True}, "split rows of float16, wanted bfloat16"),
         ({"num_ranks": 0}, "num_ranks 0"),
+        ({"num_ranks": 2, "rank": 2}, "rank 2, wanted 0 .. 1"),
     ],
 )
 def test_dram_that_cannot_be(change, message):
@@ -454,7 +556,7 @@ def test_dram_that_cannot_be(change, message):
 
 def test_more_than_the_address_space():
     with pytest.raises(MemoryError, match="lower the table's capacity"):
-        open_dram(dims=[2**40], capacity=2**32 - 2)
+        open_dram(dims=[2**31 - 1], capacity=2**32 - 2)
     with pytest.raises(MemoryError, match="lower the table's capacity"):
         open_dram(dims=[2**16], capacity=2**32 - 2)
 

@@ -4,162 +4,245 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from native_batches import batches, everywhere, running_on, same_bits
 
 from colonnade import _native
 from colonnade.ops import reference
 
+ROUNDED = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
 
 class Places:
-    """Random rows for a batch's tables, and outputs with gaps between rows that nobody may touch."""
+    """Random rows for a batch's tables, reads of some of their columns, and outputs with gaps between rows that
+    nobody may touch."""
 
-    def __init__(self, batch, num_rows=50, gap=3):
+    def __init__(self, batch, row_dtype, out_dtype, num_rows=50, gap=3):
         rng = np.random.default_rng(batch.seed)
-        self.batch = batch
-        self.tables = [
-            torch.from_numpy(rng.standard_normal((num_rows, dim))).to(batch.dtype)
-            for dim in batch.dims
-        ]
-        for table in self.tables:
+        self.batch, self.row_dtype, self.out_dtype = batch, row_dtype, out_dtype
+        self.tables = []
+        for dim in batch.dims:
+            width = dim + int(rng.choice([0, 1, 16, 40]))
+            table = torch.from_numpy(rng.standard_normal((num_rows, width))).to(row_dtype)
             table[::5] = -0.0  # copied, not added to 0
+            table[1::5] *= 2e4  # sums beyond float16
+            table[2::5] *= 1e-6  # and subnormal there
+            self.tables.append(table)
         self.index = torch.from_numpy(rng.integers(0, num_rows, size=len(batch.ids))).int()
+        self.reads = []  # (feature, column, dim), in any order, none or several of a feature
+        for f, _, dim in batch.features():
+            for _ in range(rng.choice([1, 1, 2, 0])):
+                width = self.tables[batch.feature_tables[f]].shape[1]
+                self.reads.append((f, int(rng.choice([0, width - dim])), dim))
+        rng.shuffle(self.reads)
         self.outputs = [
-            torch.full((batch.outputs(f), dim + gap), torch.nan, dtype=batch.dtype)
-            for f, _, dim in batch.features()
+            torch.full((batch.outputs(f), dim + gap), torch.nan, dtype=out_dtype)
+            for f, _, dim in self.reads
         ]
 
     def pool(self):
+        features, columns, dims = zip(*self.reads, strict=True) if self.reads else ([], [], [])
         _native.pool(
             self.batch.lookups(),
             self.index,
             torch.tensor([table.data_ptr() for table in self.tables]),
             torch.tensor([table.stride(0) * table.itemsize for table in self.tables]),
-            torch.tensor(self.batch.dims, dtype=torch.int32),
-            torch.tensor([out.data_ptr() for out in self.outputs]),
-            torch.tensor([out.shape[1] * out.itemsize for out in self.outputs]),
-            self.batch.dtype_name,
+            _native.Reads(int32(features), int32(columns), int32(dims)),
+            torch.tensor([out.data_ptr() for out in self.outputs], dtype=torch.int64),
+            torch.tensor([out.shape[1] * out.itemsize for out in self.outputs], dtype=torch.int64),
+            name_of(self.row_dtype),
+            name_of(self.out_dtype),
         )
 
+    def twin(self):
+        parts = [part for _, part, _ in self.batch.features()]
+        for f, column, dim in self.reads:
+            rows = self.tables[self.batch.feature_tables[f]][self.index[parts[f]].long()]
+            weights = None if self.batch.weights is None else self.batch.weights[parts[f]]
+            yield reference.pool(
+                rows[:, column : column + dim],
+                self.batch.bags(f),
+                self.batch.poolings[f],
+                weights,
+                self.out_dtype,
+            )
 
-@settings(max_examples=60, deadline=None)
-@given(batches(dims=(1, 3, 8, 16, 17, 32, 64, 128, 200)))
-def test_equals_twin(batch):
-    places = Places(batch)
-    wanted = []
-    for f, part, _ in batch.features():
-        rows = places.tables[batch.feature_tables[f]][places.index[part].long()]
-        weights = None if batch.weights is None else batch.weights[part]
-        wanted.append(reference.pool(rows, batch.bags(f), batch.poolings[f], weights))
+
+@settings(max_examples=100, deadline=None)
+@given(
+    batches(dims=(1, 3, 8, 16, 17, 32, 64, 100, 128, 200, 1024)),
+    st.sampled_from(ROUNDED),
+    st.sampled_from(ROUNDED),
+)
+def test_equals_twin(batch, row_dtype, out_dtype):
+    if batch.dtype == torch.float64:
+        row_dtype = out_dtype = torch.float64
+    places = Places(batch, row_dtype, out_dtype)
+    wanted = list(places.twin())
     for isa, num_threads in everywhere():
         with running_on(isa, num_threads):
             places.pool()
-        for f, _, dim in batch.features():
-            assert same_bits(places.outputs[f][:, :dim], wanted[f]), (isa, num_threads, f)
-            assert places.outputs[f][:, dim:].isnan().all()
-            places.outputs[f].fill_(torch.nan)
+        for (f, _, dim), out, values in zip(places.reads, places.outputs, wanted, strict=True):
+            assert same_bits(out[:, :dim], values), (isa, num_threads, f)
+            assert out[:, dim:].isnan().all()
+            out.fill_(torch.nan)
 
 
 @pytest.mark.parametrize("dim", [16, 48, 64, 80])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_outputs_that_are_streamed(dim, dtype):
+@pytest.mark.parametrize(
+    ("row_dtype", "out_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float16),
+    ],
+)
+def test_outputs_that_are_streamed(dim, row_dtype, out_dtype):
     """Two features side by side in one aligned output of more than a mebibyte, as the trainer lays them out."""
-    batch_size, num_rows = 4099, 1000
-    table = torch.randn(num_rows, dim, dtype=dtype)
+    batch_size, num_rows = 8209, 1000
+    table = torch.randn(num_rows, dim).to(row_dtype)
     index = torch.randint(0, num_rows, (2 * batch_size,), dtype=torch.int32)
     lookups = _native.Lookups(
         index.long(),
         torch.tensor([0, batch_size, 2 * batch_size]),
-        torch.zeros(2, dtype=torch.int32),
+        int32([0, 0]),
         torch.zeros(2, dtype=torch.uint8),
         batch_size,
         None,
         None,
     )
-    storage = torch.empty(batch_size * 2 * dim + 16, dtype=dtype)
-    skip = -storage.data_ptr() % 64 // table.itemsize
+    storage = torch.empty(batch_size * 2 * dim + 32, dtype=out_dtype)
+    skip = -storage.data_ptr() % 64 // out_dtype.itemsize
     out = storage[skip : skip + batch_size * 2 * dim].view(batch_size, 2 * dim)
+    rows = table[index.long()].to(out_dtype).view(2, batch_size, dim)
     for isa, num_threads in everywhere():
-        out.fill_(torch.nan)
+        storage.fill_(torch.nan)
         with running_on(isa, num_threads):
             _native.pool(
                 lookups,
                 index,
                 torch.tensor([table.data_ptr()]),
                 torch.tensor([dim * table.itemsize]),
-                torch.tensor([dim], dtype=torch.int32),
-                torch.tensor([out.data_ptr(), out.data_ptr() + dim * table.itemsize]),
-                torch.tensor([2 * dim * table.itemsize] * 2),
-                str(dtype).removeprefix("torch."),
+                _native.Reads(int32([0, 1]), int32([0, 0]), int32([dim, dim])),
+                torch.tensor([out.data_ptr(), out.data_ptr() + dim * out.itemsize]),
+                torch.tensor([2 * dim * out.itemsize] * 2),
+                name_of(row_dtype),
+                name_of(out_dtype),
             )
-        rows = table[index.long()].view(2, batch_size, dim)
         assert same_bits(out, torch.cat([rows[0], rows[1]], dim=1))
+        assert storage[:skip].isnan().all()
+        assert storage[skip + out.numel() :].isnan().all()
 
 
-def simple_call(**change):
-    table = torch.zeros(4, 2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [16, 5])
+def test_rounding_is_torchs(dim, dtype):
+    """Of float32 around every number of the 16-bit type, half-way ones included; and every one of them widened."""
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    around = numbers[~numbers.isnan()].float().view(torch.int32)
+    half = 1 << (15 if dtype == torch.bfloat16 else 12)
+    steps = torch.tensor([-half - 1, -half, -half + 1, -1, 0, 1, half - 1, half, half + 1])
+    values = (around[:, None] + steps).int().view(torch.float32)
+    limits = torch.tensor([torch.inf, -torch.inf, 65519.0, 65520.0, 2**-25, 2**-25 + 2**-40])
+    values = torch.cat([values[~values.isnan()], limits, torch.finfo(torch.float32).max * limits])
+    for given_values, out_dtype in ((values, dtype), (numbers, torch.float32)):
+        rows = given_values[: len(given_values) // dim * dim].view(-1, dim)
+        for isa in _native.available_isas():
+            out = torch.empty(rows.shape, dtype=out_dtype)
+            with running_on(isa, 1):
+                call(rows, out)
+            nan = rows.isnan()
+            assert same_bits(out[~nan], rows.to(out_dtype)[~nan]), isa
+            assert out.isnan().equal(nan)
+
+
+def call(table, out, **change):
+    """All rows of a table, one after the other."""
+    n, dim = out.shape
     arguments = {
-        "ids": torch.tensor([0, 1]),
-        "index": torch.tensor([0, 1], dtype=torch.int32),
+        "index": torch.arange(n, dtype=torch.int32),
         "bases": torch.tensor([table.data_ptr()]),
-        "strides": torch.tensor([8]),
-        "dims": torch.tensor([2], dtype=torch.int32),
+        "strides": torch.tensor([table.stride(0) * table.itemsize]),
+        "reads": [0, 0, dim],
+        "out_bases": torch.tensor([out.data_ptr()]),
+        "out_strides": torch.tensor([out.stride(0) * out.itemsize]),
+        "dtype": name_of(table.dtype),
+        "out_dtype": name_of(out.dtype),
         "weights": None,
-        "dtype": "float32",
         **change,
     }
-    out = torch.zeros(2, 2)
+    weights = arguments.pop("weights")
+    arguments["reads"] = _native.Reads(*(int32([value]) for value in arguments["reads"]))
     lookups = _native.Lookups(
-        arguments["ids"],
-        torch.tensor([0, 2]),
-        torch.tensor([0], dtype=torch.int32),
-        torch.tensor([0], dtype=torch.uint8),
-        2,
+        torch.arange(n),
+        torch.tensor([0, n]),
+        int32([0]),
+        torch.zeros(1, dtype=torch.uint8),
+        n,
         None,
-        arguments["weights"],
+        weights,
     )
-    _native.pool(
-        lookups,
-        arguments["index"],
-        arguments["bases"],
-        arguments["strides"],
-        arguments["dims"],
-        torch.tensor([out.data_ptr()]),
-        torch.tensor([8]),
-        arguments["dtype"],
-    )
+    _native.pool(lookups, **arguments)
+
+
+NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"index": torch.tensor([0, -1], dtype=torch.int32)}, "lookup 1 has no row"),
-        ({"index": torch.tensor([0], dtype=torch.int32)}, "index has 1 elements, wanted 2"),
+        ({"index": int32([0, -1])}, "lookup 1 has no row"),
+        ({"index": int32([0])}, "index has 1 elements, wanted 2"),
         ({"index": torch.tensor([0, 1])}, "index: got int64"),
         ({"strides": torch.tensor([8, 8])}, "strides has 2 elements, wanted 1"),
-        ({"dims": torch.tensor([0], dtype=torch.int32)}, "table 0 has dim 0"),
-        ({"dtype": "float16"}, "got 'float16', choose from float32, float64"),
-        ({"weights": torch.ones(2).double()}, "weights are float64, the tables float32"),
-        (
-            {
-                "bases": torch.empty(0, dtype=torch.int64),
-                "strides": torch.empty(0, dtype=torch.int64),
-                "dims": torch.empty(0, dtype=torch.int32),
-            },
-            "feature 0 names table 0 of 0",
-        ),
+        ({"out_bases": NOTHING}, "out_bases has 0 elements, wanted 1"),
+        ({"out_strides": NOTHING}, "out_strides has 0 elements, wanted 1"),
+        ({"reads": [0, 0, 0]}, "read 0 is of feature 0, column 0, dim 0"),
+        ({"reads": [1, 0, 2]}, "read 0 is of feature 1 of 1"),
+        ({"reads": [0, 1, 2]}, "read 0 ends at byte 12 of rows that are 8 bytes apart"),
+        ({"reads": [0, 2**31 - 1, 2**31 - 1]}, "ends at byte 17179869176 of rows"),
+        ({"out_strides": torch.tensor([4])}, "writes 8 bytes into output rows that are 4 bytes"),
+        ({"dtype": "int8"}, "got 'int8', choose from bfloat16, float16, float32, float64"),
+        ({"out_dtype": "float64"}, "float32 rows give float32, bfloat16 or float16 outputs"),
+        ({"dtype": "float64", "strides": torch.tensor([16])}, "give float64 outputs, not float32"),
+        ({"weights": torch.ones(2).double()}, "weights are float64, wanted float32"),
+        ({"bases": NOTHING, "strides": NOTHING}, "feature 0 names table 0 of 0"),
     ],
 )
 def test_refused(change, message):
-    simple_call()
+    table, out = torch.zeros(2, 2), torch.full((2, 2), torch.nan)
     with pytest.raises(ValueError, match=message):
-        simple_call(**change)
+        call(table, out, **change)
+    assert out.isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_absent_row_found_before_anything_is_written():
+    """However far behind it lies."""
+    table = torch.zeros(100_003, 2)
+    for at in (0, 65_537, 100_002):
+        out = torch.full((100_003, 2), torch.nan)
+        index = torch.arange(100_003, dtype=torch.int32)
+        index[at] = -1
+        with pytest.raises(ValueError, match=f"lookup {at} has no row"):
+            call(table, out, index=index)
+        assert out.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *ROUNDED])
 @pytest.mark.parametrize("n", [0, 1, 17, 140_003])
 def test_all_finite(n, dtype):
-    values = torch.randn(n, dtype=dtype)
-    name = str(dtype).removeprefix("torch.")
+    values = torch.randn(n).to(dtype)
+    name = name_of(dtype)
     values[: n // 2] = torch.finfo(dtype).max
     for isa, num_threads in everywhere():
         with running_on(isa, num_threads):

@@ -66,6 +66,18 @@ def test_pool_is_embedding_bag():
         torch.testing.assert_close(sums, dense[plan.unique_ids])
 
 
+def test_sqrtn_by_hand():
+    """Four rows over sqrt(4), and their gradients; in bfloat16 the sum is rounded once, at the end."""
+    rows, offsets = torch.tensor([[1.0], [2.0], [3.0], [8.0]]), torch.tensor([0, 0, 4])
+    assert reference.pool(rows, offsets, "sqrtn").tolist() == [[0.0], [7.0]]
+    gradients = torch.tensor([[5.0], [3.0]])
+    terms = reference.lookup_gradients(gradients, offsets, "sqrtn", torch.arange(4.0))
+    assert terms.tolist() == [[0.0], [1.5], [3.0], [4.5]]
+    rows = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()
+    pooled = reference.pool(rows, torch.tensor([0, 3]), "sum", dtype=torch.bfloat16)
+    assert pooled.item() == 258.0
+
+
 def test_sequence_is_a_weighted_gather():
     rows, weights = torch.randn(4, 3), torch.rand(4)
     assert reference.pool(rows, torch.tensor([0, 4]), "sequence") is rows

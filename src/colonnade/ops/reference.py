@@ -17,6 +17,8 @@ from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
 
+Pooling = Literal["sum", "mean", "sequence", "sqrtn"]
+
 
 def mix64(x: Tensor) -> Tensor:
     """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words, 0 -> 0."""
@@ -99,17 +101,35 @@ def take(values: Tensor, index: Tensor) -> Tensor:
     return values[index.long()]
 
 
-def birth_values(ids: Tensor, dim: int, seed: int, scale: float, dtype: torch.dtype) -> Tensor:
-    """(N, D): the first weights of rows, uniform in [-scale, scale).
+def birth_values(
+    ids: Tensor, dim: int, seed: int, scale: float, dtype: torch.dtype, *, column: int = 0
+) -> Tensor:
+    """(N, D): the first weights of D columns of rows from `column` on, uniform in [-scale, scale).
 
-    Value j is word j + 1 of the splitmix64 stream that starts at mix64(mix64(id) ^ seed): its top 24
-    bits (float32) or 53 bits (float64) as a number u in [-1, 1), exactly, times scale.
+    Column j of the row is word j + 1 of the splitmix64 stream that starts at mix64(mix64(id) ^ seed): its top
+    24 bits (float64: 53) as a number u in [-1, 1), exactly, times scale. 16-bit rows are float32 ones, rounded
+    to nearest.
     """
-    bits = 24 if dtype == torch.float32 else 53
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
+    bits = 53 if dtype == torch.float64 else 24
     start = mix64(mix64(ids) ^ _word(seed))
-    words = mix64(start[:, None] + torch.arange(1, dim + 1) * _word(GOLDEN))
-    u = _shift(words, 64 - bits).to(dtype) * 2.0 ** (1 - bits) - 1
-    return u * torch.tensor(scale, dtype=dtype)
+    words = mix64(start[:, None] + torch.arange(column + 1, column + dim + 1) * _word(GOLDEN))
+    u = _shift(words, 64 - bits).to(computed) * 2.0 ** (1 - bits) - 1
+    return (u * torch.tensor(scale, dtype=computed)).to(dtype)
+
+
+def split(masters: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 -> (high bfloat16, low int16): the bits are (high << 16) + low.
+
+    So high is the master rounded to nearest, halfway away from zero, because low is at most 2^15 - 1.
+    """
+    bits = masters.view(torch.int32)
+    return (bits + 0x8000 >> 16).short().view(torch.bfloat16), bits.short()
+
+
+def join(highs: Tensor, lows: Tensor) -> Tensor:
+    """What `split` was given."""
+    return ((highs.view(torch.int16).int() << 16) + lows).view(torch.float32)
 
 
 def ordered_sum(terms: Tensor, offsets: Tensor) -> Tensor:
@@ -123,35 +143,49 @@ def ordered_sum(terms: Tensor, offsets: Tensor) -> Tensor:
     return sums
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What rows of `dtype` are computed in: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def pool(
-    rows: Tensor,  # (E, D): the row of each lookup of one feature
+    rows: Tensor,  # (E, D): what is read of the row of each lookup of one feature
     offsets: Tensor,  # (B + 1,): which lookups are whose; unused for a sequence
-    pooling: Literal["sum", "mean", "sequence"],
-    weights: Tensor | None = None,  # (E,)
+    pooling: Pooling,
+    weights: Tensor | None = None,  # (E,) of the compute dtype
+    dtype: torch.dtype | None = None,  # of the result; None: the compute dtype
 ) -> Tensor:
-    """(B, D), or (E, D) for a sequence. A bag is summed in lookup order, then divided by its length for the mean."""
-    terms = rows if weights is None else rows * weights[:, None]
-    if pooling == "sequence":
-        return terms
-    sums = ordered_sum(terms, offsets)
-    if pooling == "sum":
-        return sums
-    return sums / offsets.diff().clamp(min=1).to(sums.dtype)[:, None]
+    """(B, D), or (E, D) for a sequence. A bag is summed in lookup order, then divided by its length n (mean) or by
+    sqrt(n) (sqrtn). Made in the compute dtype, then rounded once, to nearest."""
+    rows = rows.to(compute_dtype(rows.dtype))
+    values = rows if weights is None else rows * weights[:, None]
+    if pooling != "sequence":
+        values = ordered_sum(values, offsets)
+    if pooling in ("mean", "sqrtn"):
+        lengths = offsets.diff().clamp(min=1).to(values.dtype)
+        values = values / (lengths if pooling == "mean" else _sqrt(lengths))[:, None]
+    return values if dtype is None else values.to(dtype)
 
 
 def lookup_gradients(
     gradients: Tensor,  # (B, D) or (E, D): of what `pool` returned
     offsets: Tensor,  # (B + 1,)
-    pooling: Literal["sum", "mean", "sequence"],
-    weights: Tensor | None = None,  # (E,)
+    pooling: Pooling,
+    weights: Tensor | None = None,  # (E,) of the compute dtype
 ) -> Tensor:
-    """(E, D): coefficient * gradient of the lookup's output; coefficient = weight * (1 / length for the mean)."""
+    """(E, D) of the compute dtype: coefficient * gradient of the lookup's output.
+
+    The coefficient is the lookup's weight (1 without weights) times 1 / n (mean) or 1 / sqrt(n) (sqrtn), n the
+    length of its bag: root, reciprocal and product each rounded to the compute dtype."""
     lengths = offsets.diff()
-    terms = gradients if pooling == "sequence" else gradients.repeat_interleave(lengths, 0)
+    terms = gradients.to(compute_dtype(gradients.dtype))
+    if pooling != "sequence":
+        terms = terms.repeat_interleave(lengths, 0)
     coefficients = terms.new_ones(len(terms)) if weights is None else weights
-    if pooling == "mean":
-        inverse_lengths = 1 / lengths.to(terms.dtype)
-        coefficients = coefficients * inverse_lengths.repeat_interleave(lengths)
+    if pooling in ("mean", "sqrtn"):
+        divisors = lengths.to(terms.dtype)
+        shares = 1 / (divisors if pooling == "mean" else _sqrt(divisors))
+        coefficients = coefficients * shares.repeat_interleave(lengths)
     return terms * coefficients[:, None]
 
 
@@ -191,25 +225,26 @@ def rowwise_adagrad(
         half = sums.shape[1] // 2
         sums = sums[:, :half] + sums[:, half:]
     accumulators.add_(sums[:, 0] / torch.full_like(accumulators, dim))
-    roots = torch.from_numpy(np.sqrt(accumulators.numpy()))  # torch's may be off by one bit
-    steps = torch.full_like(accumulators, lr) / (roots + eps)
+    steps = torch.full_like(accumulators, lr) / (_sqrt(accumulators) + eps)
     weights.sub_(gradients * steps[:, None])
 
 
-def pack(weights: Tensor, state: Tensor, clocks: Tensor) -> Tensor:
-    """(N, record_bytes) uint8: weights (N, D) | state (N, S) | clock (N,) as 64 bits, little-endian."""
-    parts = (weights, state, clocks.reshape(-1, 1))
+def pack(weights: Tensor, state: Tensor, clocks: Tensor, lows: Tensor | None = None) -> Tensor:
+    """(N, record_bytes) uint8: weights (N, D) | state (N, S) of the compute dtype | low halves (N, D) if split |
+    clock (N,) as 64 bits; little-endian."""
+    parts = (weights, state, *([] if lows is None else [lows]), clocks.reshape(-1, 1))
     return torch.cat([_as(part, torch.uint8) for part in parts], dim=1)
 
 
 def unpack(
-    records: Tensor, dim: int, state_elements: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `pack` was given: weights (N, D), state (N, S), clocks (N,) int64."""
-    itemsize = torch.empty(0, dtype=dtype).element_size()
-    parts = records.split([dim * itemsize, state_elements * itemsize, 8], dim=1)
-    weights, state, clocks = map(_as, parts, (dtype, dtype, torch.int64))
-    return weights, state, clocks[:, 0]
+    records: Tensor, dim: int, state_elements: int, dtype: torch.dtype, *, is_split: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What `pack` was given: weights (N, D), state (N, S), clocks (N,) int64, low halves (N, D) int16 if split."""
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
+    widths = [dim * dtype.itemsize, state_elements * computed.itemsize, 2 * dim * is_split, 8]
+    parts = records.split(widths, dim=1)
+    weights, state, lows, clocks = map(_as, parts, (dtype, computed, torch.int16, torch.int64))
+    return weights, state, clocks[:, 0], lows if is_split else None
 
 
 def all_finite(values: Tensor) -> bool:
@@ -226,10 +261,16 @@ def crc32c(data: bytes) -> int:
     return crc ^ 0xFFFFFFFF
 
 
+def _sqrt(values: Tensor) -> Tensor:
+    """Correctly rounded; torch's may be off by one bit."""
+    return torch.from_numpy(np.sqrt(values.numpy()))
+
+
 def _as(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The same bytes of each row (N, n) as elements of another type."""
     return (
         rows.flatten()
+        .clone()  # a view of nothing may start at an odd byte
         .view(dtype)
         .view(len(rows), rows.shape[1] * rows.element_size() // dtype.itemsize)
     )

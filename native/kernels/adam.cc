@@ -1,0 +1,59 @@
+// Adam and AdamW. State: first moment, then second moment, of each column.
+#include "moments.h"
+#include "rows.h"
+
+namespace colonnade::COLONNADE_ISA {
+
+namespace {
+
+template <class T>
+struct Adam {
+  static constexpr bool kIsDecayAdded = true;
+  static constexpr std::int64_t state_elements(std::int64_t dim) { return 2 * dim; }
+  Moments<T> moments;
+  explicit Adam(const OptimizerSettings& s) : moments(s) {}
+
+  template <int kVectors>
+  COLONNADE_INLINE_MEMBER void step(RowValues<T, kVectors>& w, const RowValues<T, kVectors>& g, T* state,
+                                    std::int64_t dim, std::uint64_t clock) const {
+    const auto corrections = moments.corrections(moments.lr, clock);
+    for (std::int64_t v = 0; v < w.num_vectors(); ++v) {
+      const Vector<T> m = moments.next_first(state, v, dim, g.get(v));
+      const Vector<T> s = moments.next_second(state, v, dim, g.get(v));
+      w.set(v, w.get(v) - m * corrections.step / (roots<T>(s) * corrections.inverse_root + moments.eps));
+    }
+  }
+};
+
+template <class T>
+struct AdamW {
+  static constexpr bool kIsDecayAdded = false;
+  static constexpr std::int64_t state_elements(std::int64_t dim) { return 2 * dim; }
+  Adam<T> adam;
+  T keep;
+  explicit AdamW(const OptimizerSettings& s) : adam(s), keep(static_cast<T>(1 - s.lr * s.weight_decay)) {}
+
+  template <int kVectors>
+  COLONNADE_INLINE_MEMBER void step(RowValues<T, kVectors>& w, const RowValues<T, kVectors>& g, T* state,
+                                    std::int64_t dim, std::uint64_t clock) const {
+    for (std::int64_t v = 0; v < w.num_vectors(); ++v) w.set(v, w.get(v) * keep);
+    adam.step(w, g, state, dim, clock);
+  }
+};
+
+}  // namespace
+
+template <class T>
+void update_adam(const UpdateTask& task) {
+  run_updates<T, Adam>(task);
+}
+template <class T>
+void update_adamw(const UpdateTask& task) {
+  run_updates<T, AdamW>(task);
+}
+template void update_adam<float>(const UpdateTask&);
+template void update_adam<double>(const UpdateTask&);
+template void update_adamw<float>(const UpdateTask&);
+template void update_adamw<double>(const UpdateTask&);
+
+}  // namespace colonnade::COLONNADE_ISA

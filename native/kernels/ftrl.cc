@@ -1,0 +1,45 @@
+// FTRL-proximal. State: n, the sum of squares, then z, of each column.
+#include "optimizers.h"
+#include "rows.h"
+
+namespace colonnade::COLONNADE_ISA {
+
+namespace {
+
+template <class T>
+struct Ftrl {
+  static constexpr bool kIsDecayAdded = false;
+  static constexpr std::int64_t state_elements(std::int64_t dim) { return 2 * dim; }
+  T inverse_lr, l1, l2, beta;
+  explicit Ftrl(const OptimizerSettings& s)
+      : inverse_lr(static_cast<T>(1 / s.lr)),
+        l1(static_cast<T>(s.l1)),
+        l2(static_cast<T>(s.l2)),
+        beta(static_cast<T>(s.beta)) {}
+
+  template <int kVectors>
+  COLONNADE_INLINE_MEMBER void step(RowValues<T, kVectors>& w, const RowValues<T, kVectors>& g, T* state,
+                                    std::int64_t dim, std::uint64_t) const {
+    for (std::int64_t v = 0; v < w.num_vectors(); ++v) {
+      const Vector<T> n = load_columns(state, v, dim), next = n + g.get(v) * g.get(v);
+      const Vector<T> next_root = roots<T>(next), sigma = (next_root - roots<T>(n)) * inverse_lr;
+      const Vector<T> z = load_columns(state + dim, v, dim) + (g.get(v) - sigma * w.get(v));
+      store_columns(state, v, dim, next);
+      store_columns(state + dim, v, dim, z);
+      const Vector<T> bound = z > 0 ? splat(l1) : splat(-l1);
+      const Vector<T> value = (bound - z) / ((next_root + beta) * inverse_lr + l2);
+      w.set(v, (z <= l1) & (z >= -l1) ? Vector<T>{} : value);  // a NaN stays
+    }
+  }
+};
+
+}  // namespace
+
+template <class T>
+void update_ftrl(const UpdateTask& task) {
+  run_updates<T, Ftrl>(task);
+}
+template void update_ftrl<float>(const UpdateTask&);
+template void update_ftrl<double>(const UpdateTask&);
+
+}  // namespace colonnade::COLONNADE_ISA

@@ -1,0 +1,219 @@
+// Sums of gradients per row: what `sum` and every optimizer start from.
+#pragma once
+
+#include "convert.h"
+#include "kernels.h"
+#include "vector.h"
+
+#define COLONNADE_INLINE_LAMBDA __attribute__((always_inline))
+
+namespace colonnade::COLONNADE_ISA {
+namespace {
+
+constexpr std::int64_t kGradientsAhead = 32;
+constexpr std::int64_t kWaiting = 64;  // power of two above kGradientsAhead
+
+// kVectors: vectors of a row that is a few whole ones; 0: any dim.
+template <class T, int kVectors>
+COLONNADE_INLINE constexpr std::int64_t columns(std::int64_t dim) {
+  return kVectors ? kVectors * kLanes<T> : dim;
+}
+
+// Vector v of a row of dim elements; past the end: zeros.
+template <class Row>
+COLONNADE_INLINE Vector<Compute<Row>> load_columns(const Row* row, std::int64_t v, std::int64_t dim) {
+  constexpr std::int64_t kWidth = kLanes<Compute<Row>>;
+  const std::int64_t column = v * kWidth;
+  if (column + kWidth <= dim) return load_as(row + column);
+  Row lanes[kWidth] = {};
+  for (std::int64_t j = column; j < dim; ++j) lanes[j - column] = row[j];
+  return load_as(lanes);
+}
+
+// Its first elements from the lanes of a row's vector v.
+template <class T>
+COLONNADE_INLINE void store_columns(T* row, std::int64_t v, std::int64_t dim, Vector<T> value) {
+  const std::int64_t column = v * kLanes<T>;
+  if (column + kLanes<T> <= dim) return store(row + column, value);
+  T lanes[kLanes<T>];
+  store(lanes, value);
+  for (std::int64_t j = column; j < dim; ++j) row[j] = lanes[j - column];
+}
+
+// The elements of one row in the type they are computed in: in registers where it is a few whole vectors, else
+// in `scratch`, whose last vector is filled up.
+template <class T, int kVectors>
+struct RowValues {
+  Vector<T> vectors[kVectors];
+  RowValues(void*, std::int64_t) {}
+  static constexpr std::int64_t num_vectors() { return kVectors; }
+  COLONNADE_INLINE_MEMBER Vector<T> get(std::int64_t v) const { return vectors[v]; }
+  COLONNADE_INLINE_MEMBER void set(std::int64_t v, Vector<T> value) { vectors[v] = value; }
+};
+template <class T>
+struct RowValues<T, 0> {
+  T* scratch;
+  std::int64_t dim;
+  RowValues(void* scratch, std::int64_t dim) : scratch(static_cast<T*>(scratch)), dim(dim) {}
+  COLONNADE_INLINE_MEMBER std::int64_t num_vectors() const { return (dim + kLanes<T> - 1) / kLanes<T>; }
+  COLONNADE_INLINE_MEMBER Vector<T> get(std::int64_t v) const { return load(scratch + v * kLanes<T>); }
+  COLONNADE_INLINE_MEMBER void set(std::int64_t v, Vector<T> value) { store(scratch + v * kLanes<T>, value); }
+};
+
+COLONNADE_INLINE float root(float value) {
+  return __builtin_sqrtf(value);
+}
+COLONNADE_INLINE double root(double value) {
+  return __builtin_sqrt(value);
+}
+
+// visit(typed pointer) for a row of elements of `dtype`, computed in T.
+template <class T, bool kIsNarrow, class Visit>
+COLONNADE_INLINE void visit_elements(const void* at, Dtype dtype, const Visit& visit) {
+  if constexpr (kIsNarrow) {
+    if (dtype == Dtype::bfloat16) return visit(static_cast<const Bfloat16*>(at));
+    if (dtype == Dtype::float16) return visit(static_cast<const Float16*>(at));
+  }
+  visit(static_cast<const T*>(at));
+}
+
+// The gradients of a task's entries, one after the other, each found and fetched some entries before its
+// turn. A task's fields as values: stores to rows may alias anything that is reached through a reference.
+template <class T, int kVectors, bool kIsNarrow>
+class Gradients {
+ public:
+  struct Term {
+    const std::byte* at;  // null: none
+    T coefficient;
+  };
+
+  explicit Gradients(const SumTask& task)
+      : entries_(task.entries),
+        features_(task.features),
+        feature_(task.features),
+        weights_(static_cast<const T*>(task.weights)),
+        index_(task.index),
+        base_(task.base),
+        dtype_(task.gradient_dtype),
+        row_bytes_(columns<T, kVectors>(task.dim) * item_bytes()),
+        is_straddling_(task.is_straddling),
+        next_(task.segment_offsets[task.begin]),
+        end_(task.segment_offsets[task.end]) {
+    for (std::int64_t i = 0; i < kGradientsAhead; ++i) find_next();
+  }
+
+  // First term copied, the others added in entry order; no terms: zeros. Entries [lo, hi) follow those before.
+  COLONNADE_INLINE_MEMBER void add_up(std::int64_t lo, std::int64_t hi, std::int64_t dim,
+                                      RowValues<T, kVectors>& sum) {
+    // -0 + x is x, whatever x.
+    bool is_empty = true;
+    if constexpr (kVectors) {
+      Vector<T> sums[kVectors];
+      for (auto& value : sums) value = -Vector<T>{};
+      for (std::int64_t i = lo; i < hi; ++i) {
+        const Term term = take(i);
+        if (!term.at) continue;
+        is_empty = false;
+        visit_elements<T, kIsNarrow>(term.at, dtype_, [&](const auto* at) COLONNADE_INLINE_LAMBDA {
+          for (int v = 0; v < kVectors; ++v) sums[v] = sums[v] + load_as(at + v * kLanes<T>) * term.coefficient;
+        });
+      }
+      for (int v = 0; v < kVectors; ++v) sum.vectors[v] = is_empty ? Vector<T>{} : sums[v];
+    } else {
+      for (std::int64_t v = 0; v < sum.num_vectors(); ++v) sum.set(v, -Vector<T>{});
+      for (std::int64_t i = lo; i < hi; ++i) {
+        const Term term = take(i);
+        if (!term.at) continue;
+        is_empty = false;
+        visit_elements<T, kIsNarrow>(term.at, dtype_, [&](const auto* at) COLONNADE_INLINE_LAMBDA {
+          for (std::int64_t v = 0; v < sum.num_vectors(); ++v) {
+            sum.set(v, sum.get(v) + load_columns(at, v, dim) * term.coefficient);
+          }
+        });
+      }
+      for (std::int64_t v = 0; is_empty && v < sum.num_vectors(); ++v) sum.set(v, Vector<T>{});
+    }
+  }
+
+ private:
+  COLONNADE_INLINE_MEMBER std::int64_t item_bytes() const {
+    return kIsNarrow && (dtype_ == Dtype::bfloat16 || dtype_ == Dtype::float16)
+               ? 2
+               : static_cast<std::int64_t>(sizeof(T));
+  }
+
+  // The term of entry i, for i ascending by one.
+  COLONNADE_INLINE_MEMBER Term take(std::int64_t i) {
+    find_next();
+    return waiting_[i % kWaiting];
+  }
+
+  COLONNADE_INLINE_MEMBER void find_next() {
+    if (next_ == end_) return;
+    const Term term = find(entries_[next_]);
+    waiting_[next_ % kWaiting] = term;
+    ++next_;
+    if (!term.at) return;
+    if constexpr (kVectors && !kIsNarrow) {
+      for (int v = 0; v < kVectors; ++v) fetch(term.at + 64 * v);
+    } else {
+      for (std::int64_t b = 0; b < row_bytes_; b += 64) fetch(term.at + b);
+    }
+    if (is_straddling_) fetch(term.at + row_bytes_ - 1);
+  }
+
+  COLONNADE_INLINE_MEMBER Term find(std::int32_t e) {
+    if (index_) return {base_ + static_cast<std::int64_t>(index_[e]) * item_bytes(), T{1}};
+    if (e < feature_->first) feature_ = features_;  // entries ascend inside a row
+    while (e >= feature_->last) ++feature_;
+    const FeatureGradients& feature = *feature_;
+    if (!feature.base) return {nullptr, T{1}};
+    const std::int64_t row = feature.output_rows ? feature.output_rows[e] : e - feature.first;
+    T coefficient = weights_ ? weights_[e] : T{1};
+    if (feature.bags) {
+      const T length = static_cast<T>(feature.bags[row + 1] - feature.bags[row]);
+      coefficient *= T{1} / (feature.is_sqrtn ? root(length) : length);
+    }
+    return {feature.base + row * feature.stride, coefficient};
+  }
+
+  const std::int32_t* entries_;
+  const FeatureGradients *features_, *feature_;
+  const T* weights_;
+  const std::uint32_t* index_;
+  const std::byte* base_;
+  Dtype dtype_;
+  std::int64_t row_bytes_;
+  bool is_straddling_;
+  std::int64_t next_, end_;
+  Term waiting_[kWaiting];
+};
+
+// Loop::run<T, kVectors, kIsNarrow>(task) for the loop that fits the task. Float64 is for tests and small
+// models: one loop for any dim.
+template <class T, class Loop, class Task>
+void run_by_dim(const Task& task, std::int64_t dim, bool is_narrow) {
+  if constexpr (sizeof(T) == 8) {
+    Loop::template run<T, 0, false>(task);
+  } else {
+    switch (dim % kLanes<T> ? 0 : dim / kLanes<T>) {
+      case 1:
+        return is_narrow ? Loop::template run<T, 1, true>(task) : Loop::template run<T, 1, false>(task);
+      case 2:
+        return is_narrow ? Loop::template run<T, 2, true>(task) : Loop::template run<T, 2, false>(task);
+      case 4:
+        return is_narrow ? Loop::template run<T, 4, true>(task) : Loop::template run<T, 4, false>(task);
+      case 8:
+        return is_narrow ? Loop::template run<T, 8, true>(task) : Loop::template run<T, 8, false>(task);
+      default:
+        return is_narrow ? Loop::template run<T, 0, true>(task) : Loop::template run<T, 0, false>(task);
+    }
+  }
+}
+
+COLONNADE_INLINE bool is_16_bit(Dtype dtype) {
+  return dtype == Dtype::bfloat16 || dtype == Dtype::float16;
+}
+
+}  // namespace
+}  // namespace colonnade::COLONNADE_ISA

@@ -1,0 +1,260 @@
+// What all optimizers share: rows and their clocks in memory, and what happens to a gradient before and to a row
+// after the step that each file of optimizers defines. Twins and papers: src/colonnade/ops/optimizers.py.
+#pragma once
+
+#include "gradients.h"
+#include "rounding.h"
+
+namespace colonnade::COLONNADE_ISA {
+namespace {
+
+constexpr std::int64_t kRowsAhead = 16;
+
+template <class T>
+COLONNADE_INLINE Vector<T> roots(Vector<T> value) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return reinterpret_cast<Vector<T>>(_mm512_maskz_sqrt_ps(0xffff, reinterpret_cast<__m512>(value)));
+  } else {
+    return reinterpret_cast<Vector<T>>(_mm512_maskz_sqrt_pd(0xff, reinterpret_cast<__m512d>(value)));
+  }
+#elif defined(__x86_64__)
+  T lanes[kLanes<T>];
+  __builtin_memcpy(lanes, &value, 64);
+  for (std::int64_t i = 0; i < kLanes<T>; i += 32 / static_cast<std::int64_t>(sizeof(T))) {
+#if defined(__AVX__)
+    if constexpr (sizeof(T) == 4) {
+      _mm256_storeu_ps(lanes + i, _mm256_sqrt_ps(_mm256_loadu_ps(lanes + i)));
+    } else {
+      _mm256_storeu_pd(lanes + i, _mm256_sqrt_pd(_mm256_loadu_pd(lanes + i)));
+    }
+#else
+    for (std::int64_t j = i; j < i + 32 / static_cast<std::int64_t>(sizeof(T));
+         j += 16 / static_cast<std::int64_t>(sizeof(T))) {
+      if constexpr (sizeof(T) == 4) {
+        _mm_storeu_ps(lanes + j, _mm_sqrt_ps(_mm_loadu_ps(lanes + j)));
+      } else {
+        _mm_storeu_pd(lanes + j, _mm_sqrt_pd(_mm_loadu_pd(lanes + j)));
+      }
+    }
+#endif
+  }
+  return load(lanes);
+#else
+  T lanes[kLanes<T>];
+  __builtin_memcpy(lanes, &value, 64);
+  for (auto& lane : lanes) lane = root(lane);
+  return load(lanes);
+#endif
+}
+
+// Sum of the squares of a row's columns: column j in lane j mod lanes, then the lanes as a tree.
+template <class T, int kVectors>
+COLONNADE_INLINE T sum_squares(const RowValues<T, kVectors>& row, std::int64_t dim) {
+  Vector<T> squares = {};
+  for (std::int64_t v = 0; v < row.num_vectors(); ++v) {
+    Vector<T> value = row.get(v);
+    if (const std::int64_t rest = dim - v * kLanes<T>; rest < kLanes<T>) {
+      T lanes[kLanes<T>] = {};
+      store_columns(lanes, 0, rest, value);
+      value = load(lanes);
+    }
+    squares = squares + value * value;
+  }
+  return tree_sum<T>(squares);
+}
+
+// base^t from the table of powers: entry 256 * k + i is base^(i * 256^k).
+COLONNADE_INLINE double power(const double* table, std::uint64_t t) {
+  if (t > 0xffffffffu) t = 0xffffffffu;
+  double product = table[t & 0xff];
+  while (t >>= 8) {
+    table += 256;
+    product *= table[t & 0xff];
+  }
+  return product;
+}
+
+// A task's fields as values: stores to rows may alias anything that is reached through a reference.
+template <class T, int kVectors, bool kIsNarrow>
+class Rows {
+ public:
+  Rows(const UpdateTask& task, std::int64_t state_bytes)
+      : slots_(task.slots),
+        rows_(task.rows),
+        states_(task.states),
+        lows_(task.is_split ? task.lows : nullptr),
+        clocks_(task.clocks),
+        ids_(task.ids),
+        row_stride_(task.row_stride),
+        state_stride_(task.state_stride),
+        ids_stride_(task.ids_stride),
+        dim_(columns<T, kVectors>(task.sum.dim)),
+        state_bytes_(state_bytes),
+        row_bytes_(dim_ * (kIsNarrow && is_16_bit(task.dtype) ? 2 : static_cast<std::int64_t>(sizeof(T)))),
+        column_(task.column),
+        dtype_(task.dtype),
+        is_rounded_(kIsNarrow && is_16_bit(task.dtype) && !task.is_split),
+        is_last_(task.is_last),
+        seed_(task.seed),
+        num_ranks_(task.num_ranks),
+        rank_(task.rank) {}
+
+  COLONNADE_INLINE_MEMBER T* state(std::int64_t u) const {
+    return reinterpret_cast<T*>(states_ + slots_[u] * state_stride_);
+  }
+  COLONNADE_INLINE_MEMBER Clock& clock(std::int64_t u) const {
+    return *reinterpret_cast<Clock*>(clocks_ + slots_[u] * state_stride_);
+  }
+  COLONNADE_INLINE_MEMBER void advance_clock(std::int64_t u) const {
+    if (is_last_) clock(u) += clock(u) != ~Clock{0};
+  }
+
+  COLONNADE_INLINE_MEMBER void fetch(std::int64_t u) const {
+    const std::byte* const row = rows_ + slots_[u] * row_stride_;
+    if constexpr (kVectors && !kIsNarrow) {
+      for (int v = 0; v < kVectors; ++v) COLONNADE_ISA::fetch(row + 64 * v);
+    } else {
+      for (std::int64_t b = 0; b < row_bytes_; b += 64) COLONNADE_ISA::fetch(row + b);
+    }
+    COLONNADE_ISA::fetch(row + row_bytes_ - 1);
+    const std::byte* const state = reinterpret_cast<const std::byte*>(this->state(u));
+    for (std::int64_t b = 0; b < state_bytes_; b += 64) COLONNADE_ISA::fetch(state + b);
+    COLONNADE_ISA::fetch(&clock(u));
+    if constexpr (kIsNarrow) {
+      if (lows_) fetch_row(lows_ + slots_[u] * state_stride_, row_bytes_);
+      if (is_rounded_ && ids_) COLONNADE_ISA::fetch(ids_ + slots_[u] * ids_stride_);
+    }
+  }
+
+  COLONNADE_INLINE_MEMBER void load(std::int64_t u, RowValues<T, kVectors>& values) const {
+    const std::byte* const row = rows_ + slots_[u] * row_stride_;
+    if constexpr (kIsNarrow) {
+      if (lows_) {
+        const std::byte* const low = lows_ + slots_[u] * state_stride_;
+        for (std::int64_t v = 0; v < values.num_vectors(); ++v) {
+          values.set(v, join(load_halves(row, v, dim_), load_halves(low, v, dim_)));
+        }
+        return;
+      }
+    }
+    visit_elements<T, kIsNarrow>(row, dtype_, [&](const auto* at) COLONNADE_INLINE_LAMBDA {
+      for (std::int64_t v = 0; v < values.num_vectors(); ++v) values.set(v, load_columns(at, v, dim_));
+    });
+  }
+
+  COLONNADE_INLINE_MEMBER void store(std::int64_t u, const RowValues<T, kVectors>& values) const {
+    std::byte* const row = rows_ + slots_[u] * row_stride_;
+    if constexpr (kIsNarrow) {
+      if (lows_) {
+        std::byte* const low = lows_ + slots_[u] * state_stride_;
+        for (std::int64_t v = 0; v < values.num_vectors(); ++v) {
+          Halves highs, lows;
+          split(values.get(v), highs, lows);
+          store_halves(row, v, dim_, highs);
+          store_halves(low, v, dim_, lows);
+        }
+        return;
+      }
+      if (is_rounded_) {
+        const std::uint64_t start = stream_start(seed_, id(slots_[u]), clock(u));
+        for (std::int64_t v = 0; v < values.num_vectors(); ++v) {
+          const Halves random = random_halves(start, column_ + 16 * v);
+          store_halves(row, v, dim_,
+                       dtype_ == Dtype::bfloat16 ? round_at_random<Bfloat16>(values.get(v), random)
+                                                 : round_at_random<Float16>(values.get(v), random));
+        }
+        return;
+      }
+    }
+    for (std::int64_t v = 0; v < values.num_vectors(); ++v) {
+      store_columns(reinterpret_cast<T*>(row), v, dim_, values.get(v));
+    }
+  }
+
+ private:
+  COLONNADE_INLINE_MEMBER std::int64_t id(std::uint32_t slot) const {
+    std::int64_t id;
+    if (ids_) {
+      __builtin_memcpy(&id, ids_ + slot * ids_stride_, 8);
+      return id;
+    }
+    if (num_ranks_ == 1) return slot;
+    const std::uint64_t place = (rank_ + num_ranks_ - mix64(slot) % num_ranks_) % num_ranks_;
+    return static_cast<std::int64_t>(slot * num_ranks_ + place);
+  }
+
+  const std::uint32_t* slots_;
+  std::byte *rows_, *states_, *lows_, *clocks_;
+  const std::byte* ids_;
+  std::int64_t row_stride_, state_stride_, ids_stride_, dim_, state_bytes_, row_bytes_, column_;
+  Dtype dtype_;
+  bool is_rounded_, is_last_;
+  std::uint64_t seed_, num_ranks_, rank_;
+};
+
+// An optimizer is made from a task's settings, and has
+//   kIsDecayAdded           weight decay is added to the gradient
+//   state_elements(dim)     how much of a row's state is its own
+//   step(w, g, state, dim, clock)    clock: how often the row was updated before; may overwrite g
+template <template <class> class Optimizer>
+struct Updates {
+  template <class T, int kVectors, bool kIsNarrow>
+  static void run(const UpdateTask& task) {
+    const std::int64_t begin = task.sum.begin, end = task.sum.end;
+    const std::int64_t dim = columns<T, kVectors>(task.sum.dim);
+    const std::int32_t* const offsets = task.sum.segment_offsets;
+    const T scale = static_cast<T>(task.settings.gradient_scale);
+    const T clip = static_cast<T>(task.settings.clip_value);
+    const T decay = Optimizer<T>::kIsDecayAdded ? static_cast<T>(task.settings.weight_decay) : T{0};
+    const T max_norm = static_cast<T>(task.settings.max_norm);
+    const Rows<T, kVectors, kIsNarrow> rows(
+        task, Optimizer<T>::state_elements(dim) * static_cast<std::int64_t>(sizeof(T)));
+    const Optimizer<T> optimizer(task.settings);
+    Gradients<T, kVectors, kIsNarrow> gradients(task.sum);
+    auto* const scratch = static_cast<std::byte*>(task.sum.scratch);
+    RowValues<T, kVectors> g(scratch, dim);
+    RowValues<T, kVectors> w(
+        scratch + (dim * static_cast<std::int64_t>(sizeof(T)) + 63) / 64 * 64, dim);
+
+    for (std::int64_t u = begin; u < begin + kRowsAhead && u < end; ++u) rows.fetch(u);
+    for (std::int64_t u = begin; u < end; ++u) {
+      if (u + kRowsAhead < end) rows.fetch(u + kRowsAhead);
+      gradients.add_up(offsets[u], offsets[u + 1], dim, g);
+      rows.load(u, w);
+      if (scale != 1) {
+        for (std::int64_t v = 0; v < g.num_vectors(); ++v) g.set(v, g.get(v) * scale);
+      }
+      if (clip < static_cast<T>(__builtin_inf())) {  // a NaN stays
+        for (std::int64_t v = 0; v < g.num_vectors(); ++v) {
+          Vector<T> value = g.get(v);
+          value = value > clip ? splat(clip) : value;
+          g.set(v, value < -clip ? splat(-clip) : value);
+        }
+      }
+      if (decay != 0) {  // zero adds nothing, not even a NaN
+        for (std::int64_t v = 0; v < g.num_vectors(); ++v) g.set(v, g.get(v) + w.get(v) * decay);
+      }
+      optimizer.step(w, g, rows.state(u), dim, std::uint64_t{rows.clock(u)});
+      if (max_norm < static_cast<T>(__builtin_inf())) {
+        const T norm = root(sum_squares(w, dim));
+        if (norm > max_norm) {
+          const T factor = max_norm / (norm + static_cast<T>(1e-7));
+          for (std::int64_t v = 0; v < w.num_vectors(); ++v) w.set(v, w.get(v) * factor);
+        }
+      }
+      rows.store(u, w);
+      rows.advance_clock(u);
+    }
+  }
+};
+
+template <class T, template <class> class Optimizer>
+COLONNADE_INLINE void run_updates(const UpdateTask& task) {
+  if (task.sum.begin == task.sum.end) return;
+  run_by_dim<T, Updates<Optimizer>>(task, task.sum.dim,
+                                    is_16_bit(task.dtype) || is_16_bit(task.sum.gradient_dtype));
+}
+
+}  // namespace
+}  // namespace colonnade::COLONNADE_ISA
