@@ -56,7 +56,8 @@ void check_read(const Lookups& lookups, const Read& read, std::int64_t r, const 
   if (t >= num_tables)
     refuse("feature " + number(f) + " names table " + number(t) + " of " + number(num_tables));
   const std::int64_t end_bytes = (std::int64_t{read.column} + read.dim) * item_bytes(dtype);
-  if (lookups.first(f) != lookups.last(f) && end_bytes > places.strides[t]) {
+  const bool counts_elements = places.strides[t] == item_bytes(dtype);  // rows of a message, of any widths
+  if (lookups.first(f) != lookups.last(f) && end_bytes > places.strides[t] && !counts_elements) {
     refuse(name() + " ends at byte " + number(end_bytes) + " of rows that are " + number(places.strides[t]) +
            " bytes apart (table " + number(t) + ")");
   }
