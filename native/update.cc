@@ -127,6 +127,12 @@ void update(Dram& dram, std::span<const std::uint32_t> slots, const Segments& se
   if (parts.num_tables() != dram.num_tables()) {
     refuse("parts are of " + number(parts.num_tables()) + " tables, dram has " + number(dram.num_tables()));
   }
+  for (std::int64_t t = 0; t < parts.num_tables(); ++t) {
+    if (parts.width(t) != dram.layout(t).dim) {
+      refuse("the parts of table " + number(t) + " have " + number(parts.width(t)) + " columns, its rows " +
+             number(dram.layout(t).dim));
+    }
+  }
   const Summation summation(segments, source, parts, dtype);
   if (static_cast<std::int64_t>(optimizers.size()) != num_parts ||
       static_cast<std::int64_t>(settings.size()) != num_parts * kSettings) {
@@ -142,10 +148,6 @@ void update(Dram& dram, std::span<const std::uint32_t> slots, const Segments& se
   std::vector<UpdateTask> tasks;  // by part, what all its runs share
   for (std::int64_t t = 0; t < parts.num_tables(); ++t) {
     const RowLayout& layout = dram.layout(t);
-    if (parts.width(t) != layout.dim) {
-      refuse("the parts of table " + number(t) + " have " + number(parts.width(t)) + " columns, its rows " +
-             number(layout.dim));
-    }
     std::int64_t state_end = 0;
     for (std::int64_t p = parts.first(t); p < parts.first(t + 1); ++p) {
       const Part& part = parts.all()[p];

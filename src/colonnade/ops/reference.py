@@ -1,4 +1,5 @@
 """The native operations in plain PyTorch, one function each: their definition, and what tests compare them with.
+The optimizers are in `optimizers`.
 
 Results equal the native ones bit for bit: sums are made in the order written here, every operation rounds
 once, nothing is fused. Words are int64 tensors whose bits are uint64.
@@ -14,6 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -189,44 +191,34 @@ def lookup_gradients(
     return terms * coefficients[:, None]
 
 
-def sum_rows(terms: Tensor, segment_offsets: Tensor, entries: Tensor) -> Tensor:
-    """(U, D): per unique row the sum of its entries' terms (E, D), in entry order."""
+def sum_rows(
+    terms: Tensor,  # (E, D)
+    segment_offsets: Tensor,  # (U + 1,)
+    entries: Tensor,  # (E,)
+    is_read: Tensor | None = None,  # (E,) bool, by lookup: False adds nothing
+) -> Tensor:
+    """(U, D): per unique row the sum of its entries' terms, in entry order."""
+    if is_read is not None:
+        kept = is_read[entries.long()]
+        before = functional.pad(kept.cumsum(0), (1, 0))
+        segment_offsets, entries = before[segment_offsets.long()], entries[kept]
     return ordered_sum(terms[entries.long()], segment_offsets)
 
 
-def sgd(weights: Tensor, gradients: Tensor, lr: float, weight_decay: float = 0.0) -> None:
-    """In place on (U, D): g += weight_decay * w (if not 0); w -= lr * g."""
-    if weight_decay:
-        gradients = gradients + weights * weight_decay
-    weights.sub_(gradients * lr)
-
-
-def rowwise_adagrad(
-    weights: Tensor,  # (U, D)
-    accumulators: Tensor,  # (U,)
-    gradients: Tensor,  # (U, D)
-    lr: float,
-    weight_decay: float = 0.0,
-    eps: float = 1e-8,
-) -> None:
-    """In place: g += weight_decay * w (if not 0); s += mean(g^2); w -= g * (lr / (sqrt(s) + eps)).
-
-    The squares are summed in lanes: 64 bytes of elements side by side, column j in lane j mod lanes,
-    then the lanes as a tree (lane i + lane i + half, and again).
-    """
-    if weight_decay:
-        gradients = gradients + weights * weight_decay
-    dim, lanes = gradients.shape[1], 64 // gradients.element_size()
-    columns = torch.nn.functional.pad(gradients * gradients, (0, -dim % lanes))
-    sums = columns[:, :lanes]
-    for start in range(lanes, columns.shape[1], lanes):
-        sums = sums + columns[:, start : start + lanes]
-    while sums.shape[1] > 1:
-        half = sums.shape[1] // 2
-        sums = sums[:, :half] + sums[:, half:]
-    accumulators.add_(sums[:, 0] / torch.full_like(accumulators, dim))
-    steps = torch.full_like(accumulators, lr) / (_sqrt(accumulators) + eps)
-    weights.sub_(gradients * steps[:, None])
+def squared_norm(values: Tensor) -> float:
+    """Sum of squares in float64: blocks of 2^16 elements, added in order. Inside a block element i goes to lane
+    i mod 32, then the lanes are added as a tree (lane i + lane i + half, and again)."""
+    total = 0.0
+    for block in values.flatten().double().split(2**16):
+        columns = functional.pad(block * block, (0, -len(block) % 32)).view(-1, 32)
+        sums = columns.new_zeros(32)
+        for row in columns:
+            sums = sums + row
+        while len(sums) > 1:
+            half = len(sums) // 2
+            sums = sums[:half] + sums[half:]
+        total += sums.item()
+    return total
 
 
 def pack(weights: Tensor, state: Tensor, clocks: Tensor, lows: Tensor | None = None) -> Tensor:

@@ -1,0 +1,268 @@
+"""The sparse optimizers in plain PyTorch: the definition of what `_native.update` does to rows.
+
+Native rows equal these bit for bit; these equal their references within 1e-6 (float32) and 1e-12 (float64),
+each row a parameter of its own that is stepped only when a batch touched it:
+
+| kind | twin            | reference                                 | state of a row, in order         | weight decay |
+|------|-----------------|-------------------------------------------|----------------------------------|--------------|
+| 0    | sgd             | torch.optim.SGD                           |                                  | added to g   |
+| 1    | rowwise_adagrad | torch.optim.Adagrad, one sum per row:     | s                                | added to g   |
+|      |                 | s += mean(g^2)                            |                                  |              |
+| 2    | momentum        | torch.optim.SGD(momentum, nesterov)       | momentum (D)                     | added to g   |
+| 3    | adagrad         | torch.optim.Adagrad                       | s (D)                            | added to g   |
+| 4    | adam            | torch.optim.Adam                          | m (D), v (D)                     | added to g   |
+| 5    | rowwise_adam    | torch.optim.Adam, one v per row:          | m (D), v                         | added to g   |
+|      |                 | v = beta2 v + (1 - beta2) mean(g^2)       |                                  |              |
+| 6    | adamw           | torch.optim.AdamW                         | m (D), v (D)                     | decoupled    |
+| 7    | ftrl            | McMahan et al 2013, algorithm 1           | n (D), z (D)                     | l1, l2       |
+| 8    | lamb            | You et al 2020, algorithm 2, phi(x) = x,  | m (D), v (D)                     | in the step  |
+|      |                 | each row a layer                          |                                  |              |
+
+The step count t of Adam and its kin is the row's own clock + 1. All state begins at 0 but for the sums of squares
+(s, n), which begin where their user says.
+
+Legend: U unique rows, D dim. Arithmetic is in the dtype of the weights (float32 or float64); every operation rounds
+once, in the order written; a number of the settings is rounded to that dtype where it meets a tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from colonnade.ops.reference import GOLDEN, _shift, _sqrt, _word, mix64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The numbers of one part's optimizer, in the order of the columns of `_native.update`'s settings."""
+
+    lr: float
+    weight_decay: float = 0.0
+    eps: float = 1e-8
+    beta1: float = 0.9
+    """Momentum SGD: the momentum."""
+    beta2: float = 0.999
+    nesterov: bool = False
+    l1: float = 0.0
+    l2: float = 0.0
+    beta: float = 1.0
+    """Of FTRL."""
+    max_norm: float = math.inf
+    """Largest L2 norm of a row's part after the update; inf: any."""
+    clip_value: float = math.inf
+    gradient_scale: float = 1.0
+
+
+def update(
+    kind: int,
+    weights: Tensor,  # (U, D)
+    state: Tensor,  # (U, state of the kind)
+    clocks: Tensor,  # (U,) int64: how often each row was updated before
+    gradients: Tensor,  # (U, D): sums of the rows' entries
+    settings: Settings,
+) -> None:
+    """One update of one part of rows, in place; clocks are not advanced.
+
+    g *= gradient_scale; g clamped to +-clip_value; g += weight_decay * w (kinds 0-5, if not 0); the kind's step;
+    then rows longer than max_norm are multiplied by max_norm / (norm + 1e-7), as torch.embedding_renorm_ does.
+    """
+    if settings.gradient_scale != 1:
+        gradients = gradients * settings.gradient_scale
+    if settings.clip_value < math.inf:
+        gradients = gradients.clamp(-settings.clip_value, settings.clip_value)
+    if settings.weight_decay and kind <= 5:
+        gradients = gradients + weights * settings.weight_decay
+    STEPS[kind](weights, state, clocks, gradients, settings)
+    if settings.max_norm < math.inf:
+        norms = _sqrt(sum_squares(weights))
+        most = torch.full_like(norms, settings.max_norm)
+        factors = (most / (norms + 1e-7))[:, None]
+        weights.copy_(torch.where((norms > most)[:, None], weights * factors, weights))
+
+
+def sgd(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+    """w -= g lr"""
+    weights.sub_(g * s.lr)
+
+
+def momentum(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+    """m = m beta1 + g; w -= lr m, or, with Nesterov, lr (g + m beta1)."""
+    state.copy_(state * s.beta1 + g)
+    weights.sub_((g + state * s.beta1 if s.nesterov else state) * s.lr)
+
+
+def adagrad(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+    """s += g^2; w -= g lr / (sqrt(s) + eps)"""
+    state.add_(g * g)
+    weights.sub_(g * s.lr / (_sqrt(state) + s.eps))
+
+
+def rowwise_adagrad(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+    """s += mean(g^2); w -= g (lr / (sqrt(s) + eps))"""
+    sums = state[:, 0]
+    sums.add_(_mean_squares(g))
+    steps = torch.full_like(sums, s.lr) / (_sqrt(sums) + s.eps)
+    weights.sub_(g * steps[:, None])
+
+
+def adam(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+    """m += (g - m) (1 - beta1); v = v beta2 + g^2 (1 - beta2);
+    w -= m (lr / (1 - beta1^t)) / (sqrt(v) (1 / sqrt(1 - beta2^t)) + eps)"""
+    m, v = state.chunk(2, dim=1)
+    steps, inverse_roots = _corrections(s.lr, clocks, s, g.dtype)
+    _first_moment(m, g, s)
+    _second_moment(v, g * g, s)
+    weights.sub_(m * steps[:, None] / (_sqrt(v) * inverse_roots[:, None] + s.eps))
+
+
+def rowwise_adam(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+    """As Adam, with one v = v beta2 + mean(g^2) (1 - beta2) for the whole row;
+    w -= m ((lr / (1 - beta1^t)) / (sqrt(v) (1 / sqrt(1 - beta2^t)) + eps))"""
+    m, v = state[:, :-1], state[:, -1]
+    steps, inverse_roots = _corrections(s.lr, clocks, s, g.dtype)
+    _first_moment(m, g, s)
+    _second_moment(v, _mean_squares(g), s)
+    weights.sub_(m * (steps / (_sqrt(v) * inverse_roots + s.eps))[:, None])
+
+
+def adamw(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+    """w *= 1 - lr weight_decay; then Adam."""
+    weights.mul_(1 - s.lr * s.weight_decay)
+    adam(weights, state, clocks, g, s)
+
+
+def ftrl(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+    """sigma = (sqrt(n + g^2) - sqrt(n)) / lr; n += g^2; z += g - sigma w;
+    w = 0 where |z| <= l1, else (sign(z) l1 - z) / ((sqrt(n) + beta) / lr + l2). Divides by lr as * (1 / lr)."""
+    n, z = state.chunk(2, dim=1)
+    next_n = n + g * g
+    roots = _sqrt(next_n)
+    sigma = (roots - _sqrt(n)) * (1 / s.lr)
+    n.copy_(next_n)
+    z.add_(g - sigma * weights)
+    l1 = torch.full_like(z, s.l1)
+    values = (torch.where(z > 0, l1, -l1) - z) / ((roots + s.beta) * (1 / s.lr) + s.l2)
+    weights.copy_(torch.where((z <= l1) & (z >= -l1), torch.zeros_like(z), values))
+
+
+def lamb(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+    """m and v as Adam's; r = (m / (1 - beta1^t)) / (sqrt(v) (1 / sqrt(1 - beta2^t)) + eps) + weight_decay w;
+    w -= r (lr (|w| / |r|)), the ratio 1 where a norm is 0."""
+    m, v = state.chunk(2, dim=1)
+    inverses, inverse_roots = _corrections(1.0, clocks, s, g.dtype)
+    _first_moment(m, g, s)
+    _second_moment(v, g * g, s)
+    r = m * inverses[:, None] / (_sqrt(v) * inverse_roots[:, None] + s.eps)
+    if s.weight_decay:
+        r = r + weights * s.weight_decay
+    row_norms, step_norms = _sqrt(sum_squares(weights)), _sqrt(sum_squares(r))
+    has_both = (row_norms > 0) & (step_norms > 0)
+    ratios = torch.where(has_both, row_norms / step_norms, torch.ones_like(row_norms))
+    weights.sub_(r * (ratios * s.lr)[:, None])
+
+
+STEPS = (sgd, rowwise_adagrad, momentum, adagrad, adam, rowwise_adam, adamw, ftrl, lamb)
+"""By kind."""
+
+
+def state_elements(kind: int, dim: int) -> int:
+    """How much of a row's state is the part's own."""
+    return (0, 1, dim, dim, 2 * dim, dim + 1, 2 * dim, 2 * dim, 2 * dim)[kind]
+
+
+def sum_squares(rows: Tensor) -> Tensor:
+    """(U,): squares are summed in lanes: 64 bytes of elements side by side, column j in lane j mod lanes, then the
+    lanes as a tree (lane i + lane i + half, and again)."""
+    lanes = 64 // rows.element_size()
+    columns = functional.pad(rows * rows, (0, -rows.shape[1] % lanes))
+    sums = columns[:, :lanes]
+    for start in range(lanes, columns.shape[1], lanes):
+        sums = sums + columns[:, start : start + lanes]
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
+
+
+def power(base: float, exponents: Tensor) -> Tensor:
+    """(U,) float64: base^t for t (U,) in 0 .. 2^32 - 1 (more counts as that), correct to about t roundings.
+
+    The product of base^(i * 256^k) over the four digits i of t to the base 256; each of the 256 numbers of a digit is
+    the one before it times base^(256^k)."""
+    exponents = exponents.clamp(max=2**32 - 1)
+    product = torch.ones(len(exponents), dtype=torch.float64)
+    for k in range(4):
+        powers = list(itertools.accumulate([base] * 256, lambda a, b: a * b, initial=1.0))
+        digits = _shift(exponents, 8 * k) & 0xFF
+        product = product * torch.tensor(powers[:256], dtype=torch.float64)[digits]
+        base = powers[256]
+    return product
+
+
+def round_at_random(
+    values: Tensor,  # (U, D) float32
+    ids: Tensor,  # (U,) int64
+    clocks: Tensor,  # (U,) int64, before they advance
+    seed: int,  # of the table
+    dtype: torch.dtype,  # bfloat16 or float16
+    *,
+    column: int = 0,  # of the first value, in its row
+) -> Tensor:
+    """(U, D): each value becomes one of its two neighbours, the nearer the likelier, so that the mean is the value.
+
+    16 random bits (float16: their upper 13) are added below the last bit that stays, and the rest is cut off. A value
+    that is exact stays. The upper neighbour of the largest number is infinity, and what is beyond that becomes
+    infinity; a NaN stays one. Below float16's smallest normal number the steps are 2^-24, counted in float32.
+
+    Column c of a row takes bits 16 (c mod 4) and up of word c // 4 + 1 of the splitmix64 stream that starts at
+    mix64(mix64(mix64(id) ^ seed) ^ (clock + 1)).
+    """
+    start = mix64(mix64(mix64(ids) ^ _word(seed)) ^ (clocks + 1))
+    columns = torch.arange(column, column + values.shape[1])
+    words = mix64(start[:, None] + (columns // 4 + 1) * _word(GOLDEN))
+    random = torch.empty_like(words)
+    for lane in range(4):
+        random[:, columns % 4 == lane] = _shift(words[:, columns % 4 == lane], 16 * lane) & 0xFFFF
+    bits = values.view(torch.int32).long() & 0xFFFFFFFF
+    if dtype == torch.bfloat16:
+        rounded = torch.where(values.isnan(), bits >> 16 | 0x40, (bits + random) >> 16)
+    else:
+        random >>= 3
+        magnitudes, signs = bits & 0x7FFFFFFF, bits >> 16 & 0x8000
+        rounded = ((magnitudes + random >> 13) - ((127 - 15) << 10)).clamp(max=0x7C00)
+        is_small = values.abs() < 2**-14
+        steps = torch.where(is_small, values.abs(), 0.0) * 2**24 + random.float() * 2**-13
+        rounded = torch.where(is_small, steps.long(), rounded)
+        rounded = torch.where(values.isnan(), 0x7E00 | magnitudes >> 13 & 0x3FF, rounded) | signs
+    return ((rounded ^ 0x8000) - 0x8000).short().view(dtype)
+
+
+def _mean_squares(g: Tensor) -> Tensor:
+    sums = sum_squares(g)
+    return sums / torch.full_like(sums, g.shape[1])
+
+
+def _corrections(
+    lr: float, clocks: Tensor, s: Settings, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(U,) each: lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t), t = clock + 1, made in float64, rounded once."""
+    first = 1 - power(s.beta1, clocks + 1)
+    second = 1 - power(s.beta2, clocks + 1)
+    return (
+        (torch.full_like(first, lr) / first).to(dtype),
+        (torch.ones_like(second) / _sqrt(second)).to(dtype),
+    )
+
+
+def _first_moment(m: Tensor, g: Tensor, s: Settings) -> None:
+    m.add_((g - m) * (1 - s.beta1))
+
+
+def _second_moment(v: Tensor, squares: Tensor, s: Settings) -> None:
+    v.copy_(v * s.beta2 + squares * (1 - s.beta2))
