@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all lint format native-test native-sanitize native-aarch64 clean
+.PHONY: setup demo test test-all lint format native-test native-sanitize native-tsan native-aarch64 clean
 
 setup: $(STAMP)
 
@@ -21,10 +21,10 @@ demo: setup
 	$(BIN)/colonnade demo
 
 # Everything that is not marked slow, and the native tests without Python, plain and under sanitizers.
-test: setup native-test native-sanitize native-aarch64
+test: setup native-test native-sanitize native-tsan native-aarch64
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: setup native-test native-sanitize native-aarch64
+test-all: setup native-test native-sanitize native-tsan native-aarch64
 	$(BIN)/python -m pytest
 
 native-test: setup
@@ -36,6 +36,12 @@ native-sanitize: setup
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCOLONNADE_PYTHON=OFF -DCOLONNADE_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja > /dev/null
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+
+# The test that brings its own threads: GCC's OpenMP is unknown to the thread sanitizer.
+native-tsan: setup
+	$(BIN)/cmake -S . -B build/tsan -G Ninja -DCOLONNADE_PYTHON=OFF -DCOLONNADE_SANITIZE=thread -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja > /dev/null
+	$(BIN)/cmake --build build/tsan --target threads_test
+	$(BIN)/ctest --test-dir build/tsan --output-on-failure -R '^threads$$'
 
 # The core for another processor: compiled, and its tests run where an emulator is there.
 CROSS := aarch64-linux-gnu

@@ -75,6 +75,20 @@ void Dram::check_slots(std::int64_t table, std::span<const std::uint32_t> slots)
   }
 }
 
+// The first of ids that is not a row of this rank's.
+void Dram::refuse_id(std::int64_t table, std::span<const std::int64_t> ids) const {
+  const auto& rows = at(table);
+  const auto& share = rows.share();
+  const auto where = std::ranges::find_if(ids, [&](auto id) { return share.is_outside(id) || !share.owns(id); });
+  const std::string id = "table " + std::to_string(table) + " position " + std::to_string(where - ids.begin()) +
+                         " id " + std::to_string(*where) + " rows " + std::to_string(rows.settings().rows);
+  if (share.is_outside(*where)) throw std::out_of_range(id);
+  refuse(id + ": rank " +
+         std::to_string(vocabulary_owner(static_cast<std::uint64_t>(*where),
+                                         static_cast<std::uint32_t>(format_.num_ranks))) +
+         " owns it, this is rank " + std::to_string(format_.rank));
+}
+
 Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
                        std::span<std::uint32_t> slots, bool is_birth) {
   const auto runs = this->runs(offsets, ids.size(), "ids");
@@ -100,16 +114,9 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
     for (std::int64_t t = 0; t < num_tables(); ++t) {
       const auto& rows = tables_[t];
       const std::int64_t wanted = offsets[t + 1] - offsets[t];
-      if (found[t].outside) {
-        const auto table_ids = part(ids, t);
-        const auto at =
-            std::ranges::find_if(table_ids, [&](auto id) { return id < 0 || id >= rows.settings().rows; });
-        throw std::out_of_range("table " + std::to_string(t) + " position " +
-                                std::to_string(at - table_ids.begin()) + " id " + std::to_string(*at) +
-                                " rows " + std::to_string(rows.settings().rows));
-      }
+      if (found[t].outside || found[t].foreign) refuse_id(t, part(ids, t));
       if (found[t].overpinned)
-        refuse("table " + std::to_string(t) + ": a row is pinned 8191 times; release some batches first");
+        refuse("table " + std::to_string(t) + ": no memory for one more pin of a row; release some batches first");
       if (!rows.has_room(found[t])) {
         const std::int64_t pinned_by_others =
             rows.num_pinned() - (wanted - found[t].missing - found[t].newly_pinned);
@@ -172,7 +179,9 @@ void Dram::release(std::span<const std::uint32_t> slots, std::span<const std::in
   for_each_unit(num_runs,
                 [&](std::int64_t r) { unpinned[r] = tables_[runs[r].table].can_release(slots_of(r)); });
   for (std::int64_t r = 0; r < num_runs; ++r) {
-    if (!unpinned[r]) refuse("release: a slot of table " + std::to_string(runs[r].table) + " is not pinned");
+    const std::int64_t t = runs[r].table;
+    if (!unpinned[r] || !tables_[t].holds(offsets[t + 1] - offsets[t]))
+      refuse("release: a slot of table " + std::to_string(t) + " is not pinned");
   }
   for_each_unit(num_runs,
                 [&](std::int64_t r) { unpinned[r] = tables_[runs[r].table].release(slots_of(r), is_dirty); });
@@ -221,12 +230,10 @@ std::vector<std::int32_t> Dram::read(std::int64_t table, std::span<const std::in
   Buffer<std::uint32_t> slots(ids.size());
   const std::scoped_lock lock(mutex_);
   for_each_run(static_cast<std::int64_t>(ids.size()), kRun, [&](std::int64_t begin, std::int64_t end) {
-    constexpr std::int64_t kAhead = 32;
-    for (std::int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end) rows.prefetch(ids[i + kAhead]);
-      slots[i] = rows.find(ids[i]);
-      if (slots[i] != kNoSlot) __builtin_prefetch(layout.weights_of(slots[i]), 0, 2);
-    }
+    rows.for_each_slot(ids.subspan(begin, end - begin), [&](std::int64_t i, std::uint32_t slot) {
+      slots[begin + i] = slot;
+      if (slot != kNoSlot) __builtin_prefetch(layout.weights_of(slot), 0, 2);
+    });
     for (std::int64_t i = begin; i < end; ++i) {
       if (slots[i] != kNoSlot)
         std::memcpy(out + i * layout.weights_bytes(), layout.weights_of(slots[i]), layout.weights_bytes());
@@ -262,11 +269,6 @@ void Dram::clean(std::int64_t table, std::span<const std::uint32_t> slots) {
 void Dram::erase(std::int64_t table, std::span<const std::int64_t> ids) {
   auto& rows = at(table);
   const std::scoped_lock lock(mutex_);
-  for (const auto id : ids) {
-    if (rows.is_pinned(id))
-      refuse("erase: id " + std::to_string(id) + " of table " + std::to_string(table) + " is pinned");
-  }
-  rows.reserve_erase(ids.size());
   for (const auto id : ids) rows.erase(id);
 }
 

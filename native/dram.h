@@ -50,8 +50,8 @@ class Dram {
 
   std::vector<std::pair<std::int64_t, std::uint32_t>> resident(std::int64_t table, bool only_dirty) const;
   void clean(std::int64_t table, std::span<const std::uint32_t> slots);
-  void erase(std::int64_t table,
-             std::span<const std::int64_t> ids);  // invalid_argument, nothing changed, if pinned
+  // A row in use is born again in place, the others give their slot back; absent ones are passed over.
+  void erase(std::int64_t table, std::span<const std::int64_t> ids);
 
   std::int64_t num_tables() const { return static_cast<std::int64_t>(tables_.size()); }
   Dtype dtype() const { return format_.dtype; }
@@ -69,6 +69,7 @@ class Dram {
   TableRows& at(std::int64_t table) { return const_cast<TableRows&>(std::as_const(*this).at(table)); }
   std::vector<Run> runs(std::span<const std::int64_t> offsets, std::size_t size, const char* name) const;
   void check_slots(std::int64_t table, std::span<const std::uint32_t> slots) const;
+  [[noreturn]] void refuse_id(std::int64_t table, std::span<const std::int64_t> ids) const;
 
   RowFormat format_;
   std::vector<TableRows> tables_;

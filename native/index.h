@@ -1,137 +1,263 @@
-// A hash map from any 64-bit id to a number, in buckets of one cache line.
+// Where the rows of a table are: any 64-bit id -> slot. A slot's id is kept where the row is, not here.
 #pragma once
 
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <span>
+#include <utility>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #include "hash.h"
 #include "slab.h"
 
 namespace colonnade {
 
-// A full bucket overflows into the next one and counts who passed, so that a search stops at the first
-// bucket nobody passed and erasing needs no tombstones. Not thread-safe; concurrent `find` is.
-template <class Value>
-class HashIndex {
+// Buckets of one cache line hold twelve (8 bits of the hash, slot). A full bucket overflows into the next one and
+// counts who passed, so that a search stops at the first bucket nobody passed and erasing needs no tombstones.
+//
+// Homes are monotonic in the hash, so it grows in hash order: rows below a frontier live in an array a fifth
+// larger, the others still in the smaller one, whose memory is given back behind the frontier. Each row inserted
+// moves the frontier on by the buckets it needs, so there are 6.8 bytes a row at any time and no pause, and a fifth
+// of growth costs each row one move: five moves for each row inserted.
+//
+// `ids` is how a slot's id is found: ids(slot) -> int64, ids.fetch(slot) to have it soon. Not thread-safe;
+// concurrent searches are.
+class SlotIndex {
+  struct Bucket;
+
  public:
-  static constexpr int kWays = (64 - 4) / (8 + sizeof(Value));
-  static constexpr double kMaxLoad = 0.76;
-  static constexpr std::int64_t kBlock = 32;  // ids whose buckets are fetched together
+  static constexpr std::uint32_t kAbsent = 0xffffffff;
+  static constexpr std::int64_t kBlock = 64;  // ids whose cache lines are fetched together
 
-  std::int64_t size() const { return size_; }
-  std::int64_t bytes() const { return static_cast<std::int64_t>(num_buckets_ * sizeof(Bucket)); }
+  SlotIndex() : now_(4) {}
 
-  // Room for `entries` in all; afterwards, inserting up to there cannot fail. Throws NoRoom: nothing changed.
+  // Memory for `entries` in all. NoRoom: nothing changed. Call `grow` before inserting.
   void reserve(std::int64_t entries) {
-    const auto wanted = buckets_for(entries);
-    if (wanted > num_buckets_) rebuild(std::max(wanted, num_buckets_ * 2));
+    target_ = buckets_for(entries);
+    if (target_ <= now_.size) return;
+    if (next_.size == 0) next_ = Array(std::max(grown(now_.size), target_));
+    if (target_ > next_.size && target_ > last_.size) last_ = Array(std::max(grown(next_.size), target_));
   }
 
-  // Always inlined: compilers take a function that only prefetches for one that does nothing, and drop the
-  // call.
-  COLONNADE_INLINE_MEMBER void prefetch(std::int64_t id) const {
-    __builtin_prefetch(&buckets_[home(id)], 0, 2);
-  }
-
-  // The value's place, or null.
-  const Value* find(std::int64_t id) const {
-    for (std::uint64_t b = home(id);; b = next(b)) {
-      const Bucket& bucket = buckets_[b];
-      if (const unsigned hit = bucket.matches(id)) return &bucket.values[std::countr_zero(hit)];
-      if (bucket.passed == 0) return nullptr;
+  // Moves the frontier to where `reserve` wants it.
+  template <class Ids>
+  void grow(const Ids& ids) noexcept {
+    while (target_ > now_.size) {
+      const std::uint64_t goal =
+          target_ >= next_.size ? now_.size
+                                : scale((target_ - now_.size), now_.size, next_.size - now_.size) + 1;
+      walk(std::min(goal, now_.size), ids);
+      if (frontier_ < now_.size) return;
+      now_ = std::exchange(next_, std::exchange(last_, Array()));
+      frontier_ = boundary_ = given_back_ = 0;
     }
   }
-  Value* find(std::int64_t id) { return const_cast<Value*>(std::as_const(*this).find(id)); }
 
-  // `id` must be absent and room reserved.
-  void insert(std::int64_t id, Value value) noexcept {
-    std::uint64_t b = home(id);
-    while (buckets_[b].used == kFull) {
-      if (buckets_[b].passed != kManyPassed) ++buckets_[b].passed;
-      b = next(b);
-    }
-    Bucket& bucket = buckets_[b];
-    const int way = std::countr_one(bucket.used);
-    bucket.ids[way] = id;
-    bucket.values[way] = value;
-    bucket.used |= static_cast<std::uint16_t>(1u << way);
-    ++size_;
+  // The slot of `id`, or kAbsent.
+  template <class Ids>
+  std::uint32_t find(std::int64_t id, const Ids& ids) const {
+    return find(probe(id), id, ids);
   }
 
-  bool erase(std::int64_t id) noexcept {
-    std::uint64_t b = home(id);
-    unsigned hit = 0;
-    while ((hit = buckets_[b].matches(id)) == 0) {
-      if (buckets_[b].passed == 0) return false;
-      b = next(b);
-    }
-    buckets_[b].used &= static_cast<std::uint16_t>(~(1u << std::countr_zero(hit)));
-    for (std::uint64_t p = home(id); p != b; p = next(p)) {
-      if (buckets_[p].passed != kManyPassed) --buckets_[p].passed;
-    }
-    --size_;
-    return true;
-  }
-
-  template <class Visit>  // visit(id, value), in no particular order
-  void for_each(Visit visit) const {
-    for (std::uint64_t b = 0; b < num_buckets_; ++b) {
-      for (unsigned left = buckets_[b].used; left; left &= left - 1) {
-        const int way = std::countr_zero(left);
-        visit(buckets_[b].ids[way], buckets_[b].values[way]);
+  // visit(i, slot or kAbsent) for all of wanted, in order. `visit` may insert and erase, not grow.
+  template <class Ids, class Visit>
+  void for_each(std::span<const std::int64_t> wanted, const Ids& ids, const Visit& visit) const {
+    Probe probes[2 * kBlock];
+    const auto n = static_cast<std::int64_t>(wanted.size());
+    const auto fetch = [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) {
+        probes[i % (2 * kBlock)] = probe(wanted[i]);
+        __builtin_prefetch(probes[i % (2 * kBlock)].bucket, 0, 2);
       }
+    };
+    fetch(0, std::min(n, kBlock));
+    for (std::int64_t begin = 0; begin < n; begin += kBlock) {
+      const std::int64_t end = std::min(n, begin + kBlock);
+      fetch(end, std::min(n, end + kBlock));
+      for (std::int64_t i = begin; i < end; ++i) {
+        const auto& [bucket, tag] = probes[i % (2 * kBlock)];
+        if (const unsigned hits = bucket->matches(tag)) ids.fetch(bucket->slots[std::countr_zero(hits)]);
+      }
+      for (std::int64_t i = begin; i < end; ++i)
+        visit(i, find(probes[i % (2 * kBlock)], wanted[i], ids));
     }
   }
 
-  HashIndex() { rebuild(buckets_for(0)); }
+  // `id` must be absent, and room reserved.
+  void insert(std::int64_t id, std::uint32_t slot) noexcept {
+    const Probe at = probe(id);
+    put(const_cast<Bucket*>(at.bucket), at.tag, slot);
+  }
+
+  // `id` must be at `slot`.
+  void erase(std::int64_t id, std::uint32_t slot) noexcept {
+    const Probe at = probe(id);
+    for (auto* bucket = const_cast<Bucket*>(at.bucket);; ++bucket) {
+      for (unsigned hits = bucket->matches(at.tag); hits; hits &= hits - 1) {
+        if (bucket->slots[std::countr_zero(hits)] == slot) {
+          bucket->tags[std::countr_zero(hits)] = 0;
+          return;
+        }
+      }
+      --bucket->passed;
+    }
+  }
+
+  COLONNADE_INLINE_MEMBER void prefetch(std::int64_t id) const { __builtin_prefetch(probe(id).bucket, 0, 2); }
+
+  // Bytes in use, whole pages apart.
+  std::int64_t bytes() const {
+    const std::uint64_t filled = frontier_ ? scale(frontier_, next_.size, now_.size) + 1 : 0;
+    return static_cast<std::int64_t>((now_.size + filled) * sizeof(Bucket) - given_back_);
+  }
+  std::uint64_t num_moved() const { return num_moved_; }  // buckets, ever
 
  private:
-  static constexpr std::uint16_t kFull = (1u << kWays) - 1;
-  static constexpr std::uint16_t kManyPassed = 0xffff;  // stays: a search then goes on for nothing, at worst
+  static constexpr int kWays = 12;
+  static constexpr unsigned kAll = (1u << kWays) - 1;
+  static constexpr std::uint64_t kFill = 942;              // entries in 100 buckets: 78.5 % full
+  static constexpr std::uint64_t kSmallestPart = 16384;    // buckets of an array given back 16 KiB at a time
+  static constexpr std::uint64_t kWalkAhead = 6;           // buckets whose ids are fetched early
 
   struct alignas(64) Bucket {
-    std::int64_t ids[kWays];
-    Value values[kWays];
-    std::uint16_t used;    // bit per way
-    std::uint16_t passed;  // entries that live further on because this bucket was full
+    std::uint8_t tags[kWays];  // 0: free
+    std::uint32_t passed;      // entries that live further on because this bucket was full
+    std::uint32_t slots[kWays];
 
-    unsigned matches(std::int64_t id) const {
+    unsigned matches(std::uint8_t tag) const {
+#if defined(__SSE2__)
+      const __m128i all = _mm_load_si128(reinterpret_cast<const __m128i*>(tags));
+      const __m128i same = _mm_cmpeq_epi8(all, _mm_set1_epi8(static_cast<char>(tag)));
+      return static_cast<unsigned>(_mm_movemask_epi8(same)) & kAll;
+#else
       unsigned hits = 0;
-      for (int way = 0; way < kWays; ++way) hits |= static_cast<unsigned>(ids[way] == id) << way;
-      return hits & used;
+      for (int way = 0; way < kWays; ++way) hits |= static_cast<unsigned>(tags[way] == tag) << way;
+      return hits;
+#endif
     }
   };
   static_assert(sizeof(Bucket) == 64);
 
+  // Where a search for an id begins.
+  struct Probe {
+    const Bucket* bucket;
+    std::uint8_t tag;
+  };
+
+  // Homes are [0, size); behind them is address space for what overflows from the last, were it everything.
+  struct Array {
+    Slab slab;
+    Bucket* buckets = nullptr;
+    std::uint64_t size = 0;
+
+    Array() = default;
+    explicit Array(std::uint64_t num)
+        : slab(checked_bytes(sizeof(Bucket), 2 * num + kWalkAhead + 1)),
+          buckets(reinterpret_cast<Bucket*>(slab.data())),
+          size(num) {
+      if (num * sizeof(Bucket) >= 2 * kHugePageBytes) slab.ask_for_huge_pages();
+    }
+  };
+
   static std::uint64_t buckets_for(std::int64_t entries) {
-    return static_cast<std::uint64_t>(static_cast<double>(entries) / (kMaxLoad * kWays)) + 4;
+    return static_cast<std::uint64_t>(entries) * 100 / kFill + 1;
+  }
+  static std::uint64_t grown(std::uint64_t size) { return size + size / 5 + 1; }
+  static std::uint64_t scale(std::uint64_t x, std::uint64_t by, std::uint64_t of) {
+    return static_cast<std::uint64_t>(static_cast<unsigned __int128>(x) * by / of);
   }
 
   // The hash's low half comes first: its high bits are the same for all rows of one rank of an open table.
-  std::uint64_t home(std::int64_t id) const {
-    return scale_down(std::rotl(mix64(static_cast<std::uint64_t>(id)), 32), num_buckets_);
+  static std::uint64_t hash(std::int64_t id) { return std::rotl(mix64(static_cast<std::uint64_t>(id)), 32); }
+  // From bits that choose homes only where there are more than 2^40 of them.
+  static std::uint8_t tag_of(std::uint64_t hash) {
+    return static_cast<std::uint8_t>(1 + ((hash >> 8 & 0xffff) * 255 >> 16));
   }
-  std::uint64_t next(std::uint64_t b) const { return b + 1 == num_buckets_ ? 0 : b + 1; }
-
-  void rebuild(std::uint64_t num_buckets) {
-    Slab slab(checked_bytes(sizeof(Bucket), num_buckets));
-    slab.ask_for_huge_pages();
-    HashIndex old(slab, num_buckets);
-    std::swap(*this, old);
-    // Homes are monotonic in the hash for any number of buckets: both sides are walked in address order.
-    old.for_each([this](std::int64_t id, Value value) { insert(id, value); });
+  COLONNADE_INLINE_MEMBER Probe probe(std::int64_t id) const {
+    const std::uint64_t h = hash(id);
+    const Array& array = h < boundary_ ? next_ : now_;
+    return {array.buckets + scale_down(h, array.size), tag_of(h)};
   }
 
-  HashIndex(Slab& slab, std::uint64_t num_buckets)
-      : slab_(std::move(slab)),
-        buckets_(reinterpret_cast<Bucket*>(slab_.data())),
-        num_buckets_(num_buckets) {}
+  template <class Ids>
+  static std::uint32_t find(const Probe& at, std::int64_t id, const Ids& ids) {
+    for (const Bucket* bucket = at.bucket;; ++bucket) {
+      for (unsigned hits = bucket->matches(at.tag); hits; hits &= hits - 1) {
+        const std::uint32_t slot = bucket->slots[std::countr_zero(hits)];
+        if (ids(slot) == id) return slot;
+      }
+      if (bucket->passed == 0) return kAbsent;
+    }
+  }
 
-  Slab slab_;
-  Bucket* buckets_ = nullptr;
-  std::uint64_t num_buckets_ = 0;
-  std::int64_t size_ = 0;
+  static void put(Bucket* bucket, std::uint8_t tag, std::uint32_t slot) noexcept {
+    unsigned free;
+    for (; (free = bucket->matches(0)) == 0; ++bucket) ++bucket->passed;
+    bucket->tags[std::countr_zero(free)] = tag;
+    bucket->slots[std::countr_zero(free)] = slot;
+  }
+
+  template <class Ids>
+  void walk(std::uint64_t goal, const Ids& ids) noexcept {
+    if (goal <= frontier_) return;
+    const auto fetch = [&](std::uint64_t b) {
+      const Bucket& bucket = now_.buckets[b];
+      for (int way = 0; way < kWays; ++way) {
+        if (bucket.tags[way]) ids.fetch(bucket.slots[way]);
+      }
+    };
+    for (std::uint64_t b = frontier_; b < frontier_ + kWalkAhead; ++b) fetch(b);
+    for (std::uint64_t b = frontier_; b < goal; ++b) {
+      fetch(b + kWalkAhead);
+      move_home(b, ids);
+    }
+    num_moved_ += goal - frontier_;
+    frontier_ = goal;
+    boundary_ = goal == now_.size ? 0
+                                  : static_cast<std::uint64_t>(
+                                        ((static_cast<unsigned __int128>(goal) << 64) + now_.size - 1) / now_.size);
+    // Parts of at most a 64th, which is 0.1 bytes a row: in large arrays whole huge pages.
+    const std::size_t part = std::max(std::bit_floor(now_.size), kSmallestPart) * sizeof(Bucket) / 64;
+    const std::size_t behind = goal * sizeof(Bucket) / part * part;
+    if (behind > given_back_) {
+      now_.slab.give_back(given_back_, behind);
+      given_back_ = behind;
+    }
+  }
+
+  // To the next array: all rows whose home is `home`, the first that is left. No other row is in its bucket.
+  template <class Ids>
+  void move_home(std::uint64_t home, const Ids& ids) noexcept {
+    const auto move = [&](std::uint64_t h, std::uint8_t tag, std::uint32_t slot) {
+      put(next_.buckets + scale_down(h, next_.size), tag, slot);
+    };
+    Bucket* const first = now_.buckets + home;
+    for (int way = 0; way < kWays; ++way) {
+      if (first->tags[way]) move(hash(ids(first->slots[way])), first->tags[way], first->slots[way]);
+    }
+    for (Bucket* bucket = first + 1; first->passed; ++bucket) {
+      for (int way = 0; way < kWays; ++way) {
+        if (bucket->tags[way] == 0) continue;
+        const std::uint64_t h = hash(ids(bucket->slots[way]));
+        if (scale_down(h, now_.size) != home) continue;
+        move(h, bucket->tags[way], bucket->slots[way]);
+        bucket->tags[way] = 0;
+        for (Bucket* passed = first; passed != bucket; ++passed) --passed->passed;
+      }
+    }
+  }
+
+  Array now_, next_;  // next_ is empty unless reserved
+  Array last_;        // reserved for when next_ is full
+  std::uint64_t target_ = 0;
+  std::uint64_t frontier_ = 0;  // homes of now_ below it are empty, their rows in next_
+  std::uint64_t boundary_ = 0;  // the first hash at the frontier or beyond
+  std::size_t given_back_ = 0;  // bytes
+  std::uint64_t num_moved_ = 0;
 };
 
 }  // namespace colonnade

@@ -1,6 +1,7 @@
 #include "slab.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstdint>
@@ -32,6 +33,15 @@ Slab::Slab(std::size_t bytes) {
 void Slab::ask_for_huge_pages() const noexcept {
 #ifdef MADV_HUGEPAGE
   if (bytes_ >= kHugePageBytes) madvise(data_, bytes_, MADV_HUGEPAGE);  // advice: failure costs speed only
+#endif
+}
+
+void Slab::give_back(std::size_t begin, std::size_t end) const noexcept {
+#ifdef MADV_DONTNEED
+  static const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  begin = (begin + page - 1) / page * page;
+  end = end / page * page;
+  if (begin < end) madvise(data_ + begin, end - begin, MADV_DONTNEED);
 #endif
 }
 

@@ -26,6 +26,8 @@ class Slab {
   // From here on, a first touch brings 2 MiB at once: twice as fast where accesses are random, and wasteful
   // where only a little will be touched.
   void ask_for_huge_pages() const noexcept;
+  // Whole pages in bytes [begin, end) are no longer memory; their content is lost.
+  void give_back(std::size_t begin, std::size_t end) const noexcept;
   ~Slab();
   Slab(Slab&& other) noexcept { swap(other); }
   Slab& operator=(Slab&& other) noexcept {

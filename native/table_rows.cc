@@ -9,9 +9,7 @@ namespace colonnade {
 
 namespace {
 
-// Requests are walked in blocks: first every index bucket is fetched, then every slot's word, then they are
-// read.
-constexpr std::int64_t kBlock = 64;
+constexpr std::int64_t kVictims = 64;  // rows evicted together, their cache lines fetched first
 
 [[noreturn]] void refuse(const std::string& message) {
   throw std::invalid_argument("dram: " + message);
@@ -20,7 +18,7 @@ constexpr std::int64_t kBlock = 64;
 }  // namespace
 
 TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
-    : settings_(settings), num_ranks_(static_cast<std::uint64_t>(format.num_ranks)) {
+    : settings_(settings), share_(settings.rows, format.num_ranks, format.rank) {
   if (settings.state_elements < 0) refuse("state_elements " + std::to_string(settings.state_elements));
   std::int64_t dim = 0;
   for (const auto& part : settings.parts) {
@@ -39,10 +37,8 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
   if (settings.capacity_rows < 0 || settings.capacity_rows >= kNoSlot) {
     refuse("capacity_rows " + std::to_string(settings.capacity_rows) + ", wanted 0 .. 2^32 - 2");
   }
-  // Most rows of a vocabulary table that one rank owns: ids come in runs of num_ranks, one for each.
-  const std::int64_t share = settings.rows ? (settings.rows - 1) / format.num_ranks + 1 : 0;
-  is_direct_ = settings.rows != 0 && share <= settings.capacity_rows;
-  if (is_direct_) settings_.capacity_rows = share;
+  is_direct_ = settings.rows != 0 && share_.num_places() <= settings.capacity_rows;
+  if (is_direct_) settings_.capacity_rows = share_.num_places();
 
   const auto capacity = static_cast<std::size_t>(settings_.capacity_rows);
   const auto weights_stride =
@@ -53,10 +49,11 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
   const auto state_stride = (state_bytes + 4 + state_item - 1) / state_item * state_item;
   weights_slab_ = Slab(checked_bytes(weights_stride, capacity));
   states_slab_ = Slab(checked_bytes(state_stride, capacity));
-  words_slab_ = Slab(checked_bytes(sizeof(std::uint16_t), capacity));
-  if (!is_direct_ || num_ranks_ > 1) ids_slab_ = Slab(checked_bytes(sizeof(std::int64_t), capacity));
-  words_ = reinterpret_cast<std::uint16_t*>(words_slab_.data());
-  ids_ = reinterpret_cast<std::int64_t*>(ids_slab_.data());
+  if (is_direct_) {
+    bits_ = RowBits(settings_.capacity_rows);
+  } else {
+    headers_ = SlotHeaders(settings_.capacity_rows);
+  }
   layout_ = {.dtype = format.dtype,
              .is_split = format.is_split,
              .dim = dim,
@@ -68,148 +65,173 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
              .lows_offset = static_cast<std::int64_t>(lows_offset),
              .clock_offset = static_cast<std::int64_t>(state_stride) - 4,
              .seed = settings.seed,
-             .ids = reinterpret_cast<const std::byte*>(ids_),
-             .ids_stride = 8,
-             .num_ranks = num_ranks_,
+             .ids = headers_.slab().data(),
+             .ids_stride = SlotHeaders::kStride,
+             .num_ranks = static_cast<std::uint64_t>(format.num_ranks),
              .rank = static_cast<std::uint64_t>(format.rank)};
-  if (is_direct_) ask_for_huge_pages();  // rows are touched anywhere
+  if (is_direct_) {  // rows are touched anywhere
+    weights_slab_.ask_for_huge_pages();
+    states_slab_.ask_for_huge_pages();
+    bits_.slab().ask_for_huge_pages();
+  }
 }
 
+// Slots fill up from the start: a table of few rows keeps to small pages.
 void TableRows::ask_for_huge_pages() noexcept {
-  for (const Slab* slab : {&weights_slab_, &states_slab_, &words_slab_, &ids_slab_})
-    slab->ask_for_huge_pages();
-  has_huge_pages_ = true;
+  const std::int64_t slots = headers_.num_touched();
+  if (!has_huge_rows_ && static_cast<std::size_t>(slots * layout_.weights_stride) >= 2 * kHugePageBytes) {
+    weights_slab_.ask_for_huge_pages();
+    states_slab_.ask_for_huge_pages();
+    has_huge_rows_ = true;
+  }
+  if (!has_huge_headers_ && static_cast<std::size_t>(slots * SlotHeaders::kStride) >= kHugePageBytes) {
+    headers_.slab().ask_for_huge_pages();
+    has_huge_headers_ = true;
+  }
 }
 
 std::int64_t TableRows::resident_bytes() const {
-  const std::int64_t slot = layout_.weights_stride + layout_.state_stride + 2 + (ids_ ? 8 : 0);
-  return num_rows_ * slot + (is_direct() ? 0 : index_.bytes());
-}
-
-std::int64_t TableRows::num_free() const {
-  return is_direct() ? settings_.capacity_rows : settings_.capacity_rows - num_rows_;
+  const std::int64_t row = layout_.weights_stride + layout_.state_stride;
+  return is_direct_ ? num_rows_ * row + settings_.capacity_rows / 4
+                    : headers_.num_touched() * (row + SlotHeaders::kStride) + index_.bytes();
 }
 
 TableRows::Found TableRows::pin_resident(std::span<const std::int64_t> ids,
                                          std::span<std::uint32_t> slots) noexcept {
+  return is_direct_ ? pin_direct(ids, slots) : pin_hashed(ids, slots);
+}
+
+TableRows::Found TableRows::pin_direct(std::span<const std::int64_t> ids,
+                                       std::span<std::uint32_t> slots) const noexcept {
   Found found;
-  const auto n = static_cast<std::int64_t>(ids.size());
-  for (std::int64_t i = 0; i < std::min(n, kBlock); ++i) prefetch(ids[i]);
-  for (std::int64_t begin = 0; begin < n; begin += kBlock) {
-    const std::int64_t end = std::min(n, begin + kBlock), next_end = std::min(n, end + kBlock);
-    for (std::int64_t i = end; i < next_end; ++i) prefetch(ids[i]);
-    if (!is_direct()) {
-      for (std::int64_t i = begin; i < end; ++i) {
-        const std::uint32_t* slot = index_.find(ids[i]);
-        slots[i] = slot ? *slot : kNoSlot;
-        if (slot) __builtin_prefetch(words_ + *slot, 1, 2);
-      }
-    }
-    for (std::int64_t i = begin; i < end; ++i) {
-      if (is_outside(ids[i])) {
-        ++found.outside;
-        slots[i] = kNoSlot;
-        continue;
-      }
-      if (is_direct()) slots[i] = direct_slot(ids[i]);
-      if (slots[i] == kNoSlot || !(words_[slots[i]] & kResident)) {
-        ++found.missing;
-        slots[i] = kNoSlot;
-      } else if ((words_[slots[i]] & kPins) == kPins) {
-        ++found.overpinned;
-        slots[i] = kNoSlot;
-      } else {
-        found.newly_pinned += (words_[slots[i]]++ & kPins) == 0;
-      }
+  const auto pin = [&](std::size_t i, std::uint64_t place, bool is_valid) {
+    const bool is_here = is_valid && bits_.is_born(place);
+    slots[i] = is_here ? static_cast<std::uint32_t>(place) : kNoSlot;
+    found.newly_pinned += is_here;
+  };
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const bool is_outside = share_.is_outside(ids[i]);
+    found.outside += is_outside;
+    if (share_.is_whole()) {
+      pin(i, is_outside ? 0 : static_cast<std::uint64_t>(ids[i]), !is_outside);
+    } else {
+      const bool is_foreign = !is_outside && !share_.owns(ids[i]);
+      found.foreign += is_foreign;
+      pin(i, is_outside ? 0 : share_.place_of(ids[i]), !is_outside && !is_foreign);
     }
   }
+  found.missing = static_cast<std::int64_t>(ids.size()) - found.newly_pinned;
+  return found;
+}
+
+TableRows::Found TableRows::pin_hashed(std::span<const std::int64_t> ids,
+                                       std::span<std::uint32_t> slots) noexcept {
+  Found found;
+  index_.for_each(ids, headers_, [&](std::int64_t i, std::uint32_t slot) {
+    slots[i] = slot;
+    if (slot == kNoSlot) {
+      ++found.missing;
+      if (settings_.rows == 0) return;
+      if (share_.is_outside(ids[i])) {
+        ++found.outside;
+      } else {
+        found.foreign += !share_.owns(ids[i]);
+      }
+      return;
+    }
+    switch (headers_.pin(slot)) {
+      case SlotHeaders::Pin::first:
+        ++found.newly_pinned;
+        break;
+      case SlotHeaders::Pin::again:
+        break;
+      case SlotHeaders::Pin::failed:
+        ++found.overpinned;
+        slots[i] = kNoSlot;
+        break;
+    }
+  });
   return found;
 }
 
 void TableRows::unpin(std::span<std::uint32_t> slots) noexcept {
   for (auto& slot : slots) {
-    if (slot != kNoSlot) --words_[slot];
+    if (slot != kNoSlot && !is_direct_) headers_.unpin(slot);
     slot = kNoSlot;
   }
 }
 
 void TableRows::reserve(const Found& found, Evicted& evicted) {
-  const std::int64_t num_evictions = std::max<std::int64_t>(0, found.missing - num_free());
-  evicted.dirty_ids.reserve(static_cast<std::size_t>(num_evictions));
-  evicted.records = Buffer<std::byte>(static_cast<std::size_t>(num_evictions * layout_.record_bytes()));
-  if (!is_direct()) index_.reserve(num_rows_ - num_evictions + found.missing);
-  freed_.reserve(freed_.size() + static_cast<std::size_t>(num_evictions));
+  if (is_direct_) return;
+  const std::int64_t num_lost = num_evictions(found);
+  evicted.dirty_ids.reserve(static_cast<std::size_t>(num_lost));
+  if (num_lost) evicted.records = Buffer<std::byte>(static_cast<std::size_t>(num_lost * layout_.record_bytes()));
+  index_.reserve(num_rows_ - num_lost + found.missing);
 }
 
 void TableRows::admit(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots, const Found& found,
                       Evicted& evicted) noexcept {
   num_pinned_ += found.newly_pinned;
   if (found.missing == 0) return;
-  evict(std::max<std::int64_t>(0, found.missing - num_free()), evicted);
+  if (!is_direct_) {
+    index_.grow(headers_);
+    evict(num_evictions(found), evicted);
+    admit_hashed(ids, slots);
+    ask_for_huge_pages();
+    return;
+  }
+  num_pinned_ += found.missing;
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (slots[i] != kNoSlot) continue;
-    std::uint32_t slot = find(ids[i]);
-    if (slot != kNoSlot) {  // the caller named it twice
-      slots[i] = slot;
-      ++words_[slot];
+    const std::uint64_t place = share_.place_of(ids[i]);
+    num_rows_ += !bits_.is_born(place);  // not if the caller named it twice
+    bits_.bear(place);
+    slots[i] = static_cast<std::uint32_t>(place);
+  }
+}
+
+void TableRows::admit_hashed(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots) noexcept {
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (slots[i] != kNoSlot) continue;
+    slots[i] = find(ids[i]);
+    if (slots[i] != kNoSlot) {  // the caller named it twice
+      headers_.pin(slots[i]);
       continue;
     }
+    slots[i] = headers_.take(ids[i]);
+    index_.insert(ids[i], slots[i]);
     ++num_rows_;
     ++num_pinned_;
-    if (is_direct()) {
-      slot = direct_slot(ids[i]);
-      num_touched_ = std::max<std::int64_t>(num_touched_, slot + std::int64_t{1});
-    } else {
-      if (freed_.empty()) {
-        slot = static_cast<std::uint32_t>(num_touched_++);
-      } else {
-        slot = freed_.back();
-        freed_.pop_back();
-      }
-      index_.insert(ids[i], slot);
-    }
-    if (ids_) ids_[slot] = ids[i];
-    words_[slot] = kResident | 1;
-    slots[i] = slot;
-  }
-  // Slots fill up from the start: a table of few rows keeps to small pages.
-  if (!has_huge_pages_ &&
-      static_cast<std::size_t>(num_touched_ * layout_.weights_stride) >= 2 * kHugePageBytes) {
-    ask_for_huge_pages();
   }
 }
 
 // Second chance: the hand passes over pinned rows, forgives a used row once, and takes the others.
 void TableRows::evict(std::int64_t rows, Evicted& evicted) noexcept {
+  if (rows == 0) return;
   std::byte* record = evicted.records.data();
-  std::int64_t victims[kBlock];
+  std::uint32_t victims[kVictims];
   while (rows > 0) {
     std::int64_t n = 0;
-    for (; n < std::min(rows, kBlock); hand_ = hand_ + 1 == num_touched_ ? 0 : hand_ + 1) {
-      std::uint16_t& word = words_[hand_];
-      if (!(word & kResident) || (word & kPins)) continue;
-      if (word & kUsed) {
-        word &= static_cast<std::uint16_t>(~kUsed);
-        continue;
+    for (; n < std::min(rows, kVictims); hand_ = hand_ + 1 == headers_.num_touched() ? 0 : hand_ + 1) {
+      const auto slot = static_cast<std::uint32_t>(hand_);
+      if (!headers_.give_up(slot)) continue;
+      victims[n++] = slot;
+      index_.prefetch(headers_(slot));
+      if (headers_.is_dirty(slot)) {
+        __builtin_prefetch(layout_.state_of(slot), 0, 2);
+        __builtin_prefetch(layout_.weights_of(slot), 0, 2);
       }
-      victims[n++] = hand_;
-      index_.prefetch(ids_[hand_]);
-      if (word & kDirty) {
-        __builtin_prefetch(layout_.state_of(static_cast<std::uint32_t>(hand_)), 0, 2);
-        __builtin_prefetch(layout_.weights_of(static_cast<std::uint32_t>(hand_)), 0, 2);
-      }
-      word &= static_cast<std::uint16_t>(~kResident);  // so that the hand does not take it twice
     }
     for (std::int64_t i = 0; i < n; ++i) {
-      const auto slot = static_cast<std::uint32_t>(victims[i]);
+      const std::uint32_t slot = victims[i];
+      const std::int64_t id = headers_(slot);
       if (is_newer(slot)) {
         layout_.pack(slot, record);
         record += layout_.record_bytes();
-        evicted.dirty_ids.push_back(ids_[slot]);
+        evicted.dirty_ids.push_back(id);
       }
-      words_[slot] = 0;
-      index_.erase(ids_[slot]);
-      freed_.push_back(slot);
+      index_.erase(id, slot);
+      headers_.give(slot);
     }
     rows -= n;
     num_rows_ -= n;
@@ -219,35 +241,44 @@ void TableRows::evict(std::int64_t rows, Evicted& evicted) noexcept {
 }
 
 bool TableRows::can_release(std::span<const std::uint32_t> slots) const noexcept {
-  bool can = true;
   const auto n = static_cast<std::int64_t>(slots.size());
+  const auto capacity = static_cast<std::uint64_t>(settings_.capacity_rows);
+  bool can = true;
+  if (is_direct_) {
+    for (const auto slot : slots) can &= slot < capacity && bits_.is_born(slot);
+    return can;
+  }
+  constexpr std::int64_t kAhead = 32;
+  const auto fetch = [&](std::int64_t i) {
+    if (i < n && slots[i] < capacity) headers_.fetch(slots[i]);
+  };
+  for (std::int64_t i = 0; i < kAhead; ++i) fetch(i);
   for (std::int64_t i = 0; i < n; ++i) {
-    if (i + kBlock < n && slots[i + kBlock] < settings_.capacity_rows)
-      __builtin_prefetch(words_ + slots[i + kBlock], 1, 2);
-    can = can && slots[i] < settings_.capacity_rows && (words_[slots[i]] & kPins);
+    fetch(i + kAhead);
+    can = can && slots[i] < capacity && headers_.is_pinned(slots[i]);
   }
   return can;
 }
 
 std::int64_t TableRows::release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept {
+  if (is_direct_) {
+    for (std::size_t i = 0; is_dirty && i < slots.size(); ++i) bits_.soil(slots[i]);
+    return static_cast<std::int64_t>(slots.size());
+  }
   std::int64_t unpinned = 0;
-  const std::uint16_t flags = kUsed | (is_dirty ? kDirty : 0);
   for (const auto slot : slots) {
-    if (!(words_[slot] & kPins)) continue;  // the same slot twice: pinned once, released once
-    unpinned += (--words_[slot] & kPins) == 0;
-    words_[slot] |= flags;
+    if (!headers_.is_pinned(slot)) continue;  // the same slot twice: pinned once, released once
+    unpinned += headers_.unpin(slot);
+    headers_.use(slot, is_dirty);
   }
   return unpinned;
 }
 
 std::uint32_t TableRows::find(std::int64_t id) const noexcept {
-  if (is_outside(id)) return kNoSlot;
-  if (is_direct()) {
-    const std::uint32_t slot = direct_slot(id);
-    return words_[slot] & kResident ? slot : kNoSlot;
-  }
-  const std::uint32_t* slot = index_.find(id);
-  return slot ? *slot : kNoSlot;
+  if (!is_direct_) return index_.find(id, headers_);
+  if (share_.is_outside(id) || !share_.owns(id)) return kNoSlot;
+  const std::uint64_t place = share_.place_of(id);
+  return bits_.is_born(place) ? static_cast<std::uint32_t>(place) : kNoSlot;
 }
 
 void TableRows::birth_values(std::int64_t id, std::byte* weights, std::uint16_t* lows) const noexcept {
@@ -295,31 +326,46 @@ void TableRows::birth(std::int64_t id, std::uint32_t slot) const noexcept {
 
 std::vector<std::pair<std::int64_t, std::uint32_t>> TableRows::resident(bool only_dirty) const {
   std::vector<std::pair<std::int64_t, std::uint32_t>> rows;
-  for (std::int64_t s = 0; s < num_touched_; ++s) {
-    const auto slot = static_cast<std::uint32_t>(s);
-    if ((words_[s] & kResident) && (!only_dirty || is_newer(slot))) rows.emplace_back(id_of(slot), slot);
+  if (!only_dirty) rows.reserve(static_cast<std::size_t>(num_rows_));
+  if (is_direct_) {
+    bits_.for_each_born(settings_.capacity_rows, [&](std::uint64_t place) {
+      const auto slot = static_cast<std::uint32_t>(place);
+      if (!only_dirty || is_newer(slot)) rows.emplace_back(share_.id_of(place), slot);
+    });
+    return rows;
   }
-  if (!is_direct()) std::ranges::sort(rows);
+  for (std::int64_t s = 0; s < headers_.num_touched(); ++s) {
+    const auto slot = static_cast<std::uint32_t>(s);
+    if (headers_.is_resident(slot) && (!only_dirty || is_newer(slot))) rows.emplace_back(headers_(slot), slot);
+  }
+  std::ranges::sort(rows);
   return rows;
 }
 
 void TableRows::clean(std::span<const std::uint32_t> slots) noexcept {
-  for (const auto slot : slots) words_[slot] &= static_cast<std::uint16_t>(~kDirty);
-}
-
-bool TableRows::is_pinned(std::int64_t id) const noexcept {
-  const std::uint32_t slot = find(id);
-  return slot != kNoSlot && (words_[slot] & kPins);
+  for (const auto slot : slots) {
+    if (is_direct_) {
+      bits_.clean(slot);
+    } else {
+      headers_.clean(slot);
+    }
+  }
 }
 
 void TableRows::erase(std::int64_t id) noexcept {
   const std::uint32_t slot = find(id);
   if (slot == kNoSlot) return;
-  words_[slot] = 0;
+  if (is_direct_ ? num_pinned_ > 0 : headers_.is_pinned(slot)) {
+    birth(id, slot);
+    return;
+  }
   --num_rows_;
-  if (is_direct()) return;
-  index_.erase(id);
-  freed_.push_back(slot);
+  if (is_direct_) {
+    bits_.forget(slot);
+  } else {
+    index_.erase(id, slot);
+    headers_.give(slot);
+  }
 }
 
 }  // namespace colonnade

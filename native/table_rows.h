@@ -11,8 +11,11 @@
 
 #include "buffer.h"
 #include "index.h"
+#include "row_bits.h"
 #include "scalar.h"
 #include "slab.h"
+#include "slot_headers.h"
+#include "vocabulary.h"
 
 namespace colonnade {
 
@@ -51,7 +54,7 @@ struct RowLayout {
   std::int64_t state_stride;
   std::int64_t lows_offset, clock_offset;  // bytes, inside a slot's state; the clock is a uint32
   std::uint64_t seed;
-  const std::byte* ids;  // an int64 every ids_stride bytes, by slot; null: a slot's number is its row's place
+  const std::byte* ids;  // an unaligned int64 every ids_stride bytes, by slot; null: a slot's number is its row's place
   std::int64_t ids_stride;
   std::uint64_t num_ranks, rank;  // among the vocabulary rows of this rank
 
@@ -83,8 +86,11 @@ struct RowLayout {
   }
 };
 
-inline constexpr std::uint32_t kNoSlot = 0xffffffff;
+inline constexpr std::uint32_t kNoSlot = SlotIndex::kAbsent;
 
+// A vocabulary table whose share of rows fits the capacity is direct: a row's place is its slot, two bits say whether
+// it was born and is dirty, and nothing is ever evicted. Its pins are one number for the whole table. All other
+// tables are hashed: an index finds a slot, whose header has id, pins and flags.
 class TableRows {
  public:
   // What pinning the rows of a request that are here has found; sums over the runs of a request.
@@ -92,11 +98,13 @@ class TableRows {
     std::int64_t missing = 0;
     std::int64_t newly_pinned = 0;
     std::int64_t outside = 0;     // ids outside the vocabulary
-    std::int64_t overpinned = 0;  // rows pinned too often
+    std::int64_t foreign = 0;     // ids of other ranks
+    std::int64_t overpinned = 0;  // no memory for one more pin
     Found& operator+=(const Found& other) {
       missing += other.missing;
       newly_pinned += other.newly_pinned;
       outside += other.outside;
+      foreign += other.foreign;
       overpinned += other.overpinned;
       return *this;
     }
@@ -112,8 +120,9 @@ class TableRows {
 
   const RowLayout& layout() const { return layout_; }
   const TableSettings& settings() const { return settings_; }
+  const VocabularyShare& share() const { return share_; }
   std::int64_t num_rows() const { return num_rows_; }
-  std::int64_t num_pinned() const { return num_pinned_; }
+  std::int64_t num_pinned() const { return num_pinned_; }  // rows; of a direct table, pins
   std::int64_t resident_bytes() const;
 
   // The four steps of an acquire, of unique ids. Runs of step 1 and of undoing it may be on different
@@ -122,75 +131,61 @@ class TableRows {
                      std::span<std::uint32_t> slots) noexcept;  // 1: kNoSlot where absent
   void unpin(std::span<std::uint32_t> slots) noexcept;          // undoes step 1; slots become kNoSlot
   bool has_room(const Found& found) const {                     // 2
-    return num_pinned_ + found.newly_pinned + found.missing <= settings_.capacity_rows;
+    return is_direct_ || num_pinned_ + found.newly_pinned + found.missing <= settings_.capacity_rows;
   }
   void reserve(const Found& found, Evicted& evicted);  // 3: memory for step 4. NoRoom: nothing changed
   void admit(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots, const Found& found,
              Evicted& evicted) noexcept;  // 4: a pinned slot for every missing row
 
-  // False, nothing changed, if a slot is not that of a pinned row.
+  // Whether these are slots of pinned rows; of a direct table, whether they were born: see holds.
   bool can_release(std::span<const std::uint32_t> slots) const noexcept;
-  std::int64_t release(std::span<const std::uint32_t> slots,
-                       bool is_dirty) noexcept;  // rows no longer pinned
-  void unpinned(std::int64_t rows) noexcept { num_pinned_ -= rows; }
+  bool holds(std::int64_t pins) const { return !is_direct_ || pins <= num_pinned_; }
+  std::int64_t release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept;  // by how much num_pinned falls
+  void unpinned(std::int64_t pins) noexcept { num_pinned_ -= pins; }
 
-  std::uint32_t find(std::int64_t id) const noexcept;  // kNoSlot if absent
-  // Always inlined: compilers take a function that only prefetches for one that does nothing, and drop the
-  // call.
-  COLONNADE_INLINE_MEMBER void prefetch(std::int64_t id) const noexcept {
-    if (!is_direct()) {
-      index_.prefetch(id);
-    } else if (!is_outside(id)) {
-      __builtin_prefetch(words_ + direct_slot(id), 1, 2);
-    }
+  // visit(i, slot) for all ids in order; kNoSlot if absent. The slots' index entries are fetched ahead.
+  template <class Visit>
+  void for_each_slot(std::span<const std::int64_t> ids, const Visit& visit) const {
+    if (!is_direct_) return index_.for_each(ids, headers_, visit);
+    for (std::int64_t i = 0; i < static_cast<std::int64_t>(ids.size()); ++i) visit(i, find(ids[i]));
   }
+  std::uint32_t find(std::int64_t id) const noexcept;  // kNoSlot if absent
   void birth_values(std::int64_t id, std::byte* weights) const noexcept { birth_values(id, weights, nullptr); }
   void birth(std::int64_t id, std::uint32_t slot) const noexcept;
 
   std::vector<std::pair<std::int64_t, std::uint32_t>> resident(bool only_dirty) const;  // ascending id
   void clean(std::span<const std::uint32_t> slots) noexcept;
-  bool is_pinned(std::int64_t id) const noexcept;
-  void reserve_erase(std::size_t rows) { freed_.reserve(freed_.size() + rows); }
-  void erase(std::int64_t id) noexcept;  // room reserved; unpinned or absent
+  // An unpinned row gives its slot back, a pinned one is born again; in a direct table, where any are pinned.
+  void erase(std::int64_t id) noexcept;
 
  private:
   // lows: where a split row's go, or null.
   void birth_values(std::int64_t id, std::byte* weights, std::uint16_t* lows) const noexcept;
 
-  // A slot's word: how often it is pinned, and flags.
-  static constexpr std::uint16_t kPins = 0x1fff, kUsed = 0x2000, kDirty = 0x4000, kResident = 0x8000;
-
-  bool is_direct() const { return is_direct_; }
-  std::uint32_t direct_slot(std::int64_t id) const {
-    return static_cast<std::uint32_t>(num_ranks_ == 1 ? static_cast<std::uint64_t>(id)
-                                                      : static_cast<std::uint64_t>(id) / num_ranks_);
-  }
-  bool is_outside(std::int64_t id) const {
-    return settings_.rows != 0 &&
-           static_cast<std::uint64_t>(id) >= static_cast<std::uint64_t>(settings_.rows);
-  }
-  std::int64_t id_of(std::uint32_t slot) const { return ids_ ? ids_[slot] : slot; }
   bool is_newer(std::uint32_t slot) const {  // than what lies below: a row never updated has nothing to keep
-    return (words_[slot] & kDirty) && layout_.clock_of(slot) != 0;
+    return (is_direct_ ? bits_.is_dirty(slot) : headers_.is_dirty(slot)) && layout_.clock_of(slot) != 0;
   }
-  std::int64_t num_free() const;
-  void ask_for_huge_pages() noexcept;
+  Found pin_direct(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots) const noexcept;
+  Found pin_hashed(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots) noexcept;
+  void admit_hashed(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots) noexcept;
+  std::int64_t num_evictions(const Found& found) const {
+    return is_direct_ ? 0 : std::max<std::int64_t>(0, num_rows_ + found.missing - settings_.capacity_rows);
+  }
   void evict(std::int64_t rows, Evicted& evicted) noexcept;
+  void ask_for_huge_pages() noexcept;
 
   TableSettings settings_;
-  std::uint64_t num_ranks_;
+  VocabularyShare share_;
   bool is_direct_;
   RowLayout layout_;
-  Slab weights_slab_, states_slab_, words_slab_, ids_slab_;
-  std::uint16_t* words_;
-  std::int64_t* ids_;               // by slot; null: a slot's number is its id
-  HashIndex<std::uint32_t> index_;  // unless direct
-  std::vector<std::uint32_t> freed_;
-  std::int64_t num_touched_ = 0;  // slots [0, num_touched_) have been used
-  bool has_huge_pages_ = false;
+  Slab weights_slab_, states_slab_;
+  RowBits bits_;         // direct
+  SlotHeaders headers_;  // hashed, as all that follows but the counts
+  SlotIndex index_;
+  std::int64_t hand_ = 0;  // where the search for a row to evict goes on
+  bool has_huge_rows_ = false, has_huge_headers_ = false;
   std::int64_t num_rows_ = 0;
   std::int64_t num_pinned_ = 0;
-  std::int64_t hand_ = 0;  // where the search for a row to evict goes on
 };
 
 }  // namespace colonnade

@@ -4,7 +4,6 @@
 #include <map>
 #include <set>
 #include <stdexcept>
-#include <thread>
 
 #include "check.h"
 
@@ -109,31 +108,6 @@ void births_depend_on_seed_and_id_alone() {
   });
 }
 
-void threads_share_it() {
-  const TableSettings settings = table(0, 300);
-  Dram dram({&settings, 1}, {Dtype::float32});
-  std::vector<std::thread> threads;
-  for (std::uint64_t seed = 0; seed < 4; ++seed) {
-    threads.emplace_back([&dram, seed] {
-      Random random(seed);
-      for (int step = 0; step < 200; ++step) {
-        std::set<std::int64_t> chosen;
-        for (int i = 0; i < 60; ++i) chosen.insert(static_cast<std::int64_t>(random.below(600)));
-        const std::vector<std::int64_t> ids(chosen.begin(), chosen.end());
-        const std::int64_t offsets[] = {0, static_cast<std::int64_t>(ids.size())};
-        std::vector<std::uint32_t> slots(ids.size());
-        dram.acquire(ids, offsets, slots, true);
-        std::vector<float> read(ids.size() * 4), born(ids.size() * 4);
-        CHECK(dram.read(0, ids, reinterpret_cast<std::byte*>(read.data())).empty());
-        dram.birth_values(0, ids, reinterpret_cast<std::byte*>(born.data()));
-        CHECK(read == born);
-        dram.release(slots, offsets, false);
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-}
-
 }  // namespace
 
 int main() {
@@ -144,5 +118,4 @@ int main() {
   nothing_is_lost(300, 300, 300);
   refused_acquires_leave_no_trace();
   births_depend_on_seed_and_id_alone();
-  threads_share_it();
 }

@@ -1,0 +1,134 @@
+// Nine bytes for each slot of a table whose rows lie anywhere: id, pins, flags.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <unordered_map>
+
+#include "hash.h"
+#include "slab.h"
+
+namespace colonnade {
+
+// Free slots are a list through their ids. Threads may pin and release different slots at once.
+class SlotHeaders {
+ public:
+  static constexpr std::int64_t kStride = 9;
+  static constexpr std::uint32_t kNone = 0xffffffff;
+  enum class Pin { first, again, failed };
+
+  SlotHeaders() = default;
+  explicit SlotHeaders(std::int64_t slots)
+      : slab_(checked_bytes(kStride, static_cast<std::size_t>(slots))),
+        bytes_(slab_.data()),
+        many_(std::make_unique<ManyPins>()) {}
+
+  const Slab& slab() const { return slab_; }
+  std::int64_t num_touched() const { return num_touched_; }  // slots behind have never been used
+
+  std::int64_t operator()(std::uint32_t slot) const {  // the id
+    std::int64_t id;
+    std::memcpy(&id, at(slot), 8);
+    return id;
+  }
+  // One header of eight lies in two cache lines.
+  COLONNADE_INLINE_MEMBER void fetch(std::uint32_t slot) const {
+    __builtin_prefetch(at(slot), 1, 2);
+    __builtin_prefetch(at(slot) + 8, 1, 2);
+  }
+
+  bool is_resident(std::uint32_t slot) const { return flags(slot) & kResident; }
+  bool is_pinned(std::uint32_t slot) const { return flags(slot) & kPins; }
+  bool is_dirty(std::uint32_t slot) const { return flags(slot) & kDirty; }
+
+  // A free slot becomes that of a row, pinned once.
+  std::uint32_t take(std::int64_t id) noexcept {
+    std::uint32_t slot = first_free_;
+    if (slot == kNone) {
+      slot = static_cast<std::uint32_t>(num_touched_++);
+    } else {
+      first_free_ = static_cast<std::uint32_t>((*this)(slot));
+    }
+    std::memcpy(at(slot), &id, 8);
+    flags(slot) = kResident | 1;
+    return slot;
+  }
+  void give(std::uint32_t slot) noexcept {  // nobody has it pinned
+    const std::int64_t next = first_free_;
+    std::memcpy(at(slot), &next, 8);
+    flags(slot) = 0;
+    first_free_ = slot;
+  }
+
+  Pin pin(std::uint32_t slot) noexcept {
+    const auto pins = flags(slot) & kPins;
+    if (pins >= kMany - 1) return pin_once_more(slot) ? Pin::again : Pin::failed;
+    ++flags(slot);
+    return pins == 0 ? Pin::first : Pin::again;
+  }
+  bool unpin(std::uint32_t slot) noexcept {  // true if that was the last pin
+    const auto pins = flags(slot) & kPins;
+    if (pins == kMany) {
+      unpin_of_many(slot);
+      return false;
+    }
+    --flags(slot);
+    return pins == 1;
+  }
+  void use(std::uint32_t slot, bool is_dirty) noexcept { flags(slot) |= is_dirty ? kUsed | kDirty : kUsed; }
+  void clean(std::uint32_t slot) noexcept { flags(slot) &= static_cast<std::uint8_t>(~kDirty); }
+
+  // Second chance: false for pinned rows, free slots, and once after a row was used. True: nobody asks it again.
+  bool give_up(std::uint32_t slot) noexcept {
+    std::uint8_t& word = flags(slot);
+    if (!(word & kResident) || (word & kPins)) return false;
+    const bool is_used = word & kUsed;
+    word &= static_cast<std::uint8_t>(is_used ? ~kUsed : ~kResident);
+    return !is_used;
+  }
+
+ private:
+  static constexpr std::uint8_t kPins = 0x1f, kMany = 31, kUsed = 0x20, kDirty = 0x40, kResident = 0x80;
+
+  // Slots whose pins are kMany, and how many these are.
+  struct ManyPins {
+    std::mutex mutex;
+    std::unordered_map<std::uint32_t, std::uint32_t> by_slot;
+  };
+
+  std::byte* at(std::uint32_t slot) const { return bytes_ + kStride * slot; }
+  std::uint8_t& flags(std::uint32_t slot) { return reinterpret_cast<std::uint8_t&>(at(slot)[8]); }
+  std::uint8_t flags(std::uint32_t slot) const { return static_cast<std::uint8_t>(at(slot)[8]); }
+
+  bool pin_once_more(std::uint32_t slot) noexcept {
+    const std::scoped_lock lock(many_->mutex);
+    try {
+      std::uint32_t& pins = many_->by_slot.try_emplace(slot, kMany - 1).first->second;
+      if (pins == 0xffffffff) return false;
+      ++pins;
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+    flags(slot) |= kMany;
+    return true;
+  }
+  void unpin_of_many(std::uint32_t slot) noexcept {
+    const std::scoped_lock lock(many_->mutex);
+    const auto found = many_->by_slot.find(slot);
+    if (--found->second == kMany - 1) {
+      many_->by_slot.erase(found);
+      --flags(slot);
+    }
+  }
+
+  Slab slab_;
+  std::byte* bytes_ = nullptr;
+  std::int64_t num_touched_ = 0;
+  std::uint32_t first_free_ = kNone;
+  std::unique_ptr<ManyPins> many_;
+};
+
+}  // namespace colonnade
