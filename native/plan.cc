@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 #include <limits>
-#include <numeric>
+#include <mutex>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -30,13 +31,14 @@ void check_ranks(std::int64_t num_ranks) {
   }
 }
 
-// vocabulary_owner and local row of ids below 2^63, without a division: those by num_ranks become products.
+// vocabulary_owner and local row of ids below 2^63 for two ranks or more, without a division.
 class VocabularyDeal {
  public:
   explicit VocabularyDeal(std::uint32_t num_ranks)
       : num_ranks_(num_ranks),
-        shift_(63 + std::bit_width(num_ranks - 1)),
-        inverse_(static_cast<std::uint64_t>(((static_cast<unsigned __int128>(1) << shift_) - 1) / num_ranks +
+        shift_(std::bit_width(num_ranks - 1) - 1),
+        inverse_(static_cast<std::uint64_t>(((static_cast<unsigned __int128>(1) << (64 + shift_)) - 1) /
+                                                num_ranks +
                                             1)) {}
 
   std::uint64_t num_ranks() const { return num_ranks_; }
@@ -51,13 +53,13 @@ class VocabularyDeal {
  private:
   // n / num_ranks for n < 2^63 (Granlund and Montgomery 1994, theorem 4.2).
   std::uint64_t quotient(std::uint64_t n) const {
-    return static_cast<std::uint64_t>(static_cast<unsigned __int128>(n) * inverse_ >> shift_);
+    return static_cast<std::uint64_t>(static_cast<unsigned __int128>(n) * inverse_ >> 64) >> shift_;
   }
   std::uint64_t within(std::uint64_t x) const { return x < num_ranks_ ? x : x - num_ranks_; }
 
   std::uint64_t num_ranks_;
   int shift_;
-  std::uint64_t inverse_;  // 2^shift / num_ranks, rounded up
+  std::uint64_t inverse_;  // 2^(64 + shift) / num_ranks, rounded up
 };
 
 // Rows in their order of a plan: by owner, then by local row (vocabulary) or by hash, as one number.
@@ -99,14 +101,17 @@ struct TableOrder {
   std::int64_t rows;
   std::int64_t begin = 0, end = 0;  // the table's entries in the plan
   bool out_of_range = false;
+  std::int64_t num_unique = -1;  // not counted yet
+  std::int64_t first_unique = 0;
 
   std::int64_t size() const { return end - begin; }
 };
 
-// A run of a plan's entries, written by one thread.
+// A run of a table's entries, written by one thread.
 struct Run {
   std::int64_t table, begin, end;
-  std::int64_t rows_begun = 0, first_unique = 0;
+  std::int64_t rows_begun = 0, rows_before = 0;  // rows that begin in the run, and in the table before it
+  bool is_written = false;
 };
 
 // What the sort of one table needs at a time.
@@ -152,83 +157,82 @@ class Planner {
       }
       table.end = next;
     }
-    // Longest first: the threads finish together.
+    // Longest first, so that the threads finish together; about equal ones in the order they are written.
     for (std::size_t t = 0; t < tables_.size(); ++t) {
-      if (tables_[t].size() > 0) longest_first_.push_back(t);
+      if (tables_[t].size() > 0) {
+        order_.push_back(t);
+      } else {
+        tables_[t].num_unique = 0;
+      }
     }
-    std::ranges::stable_sort(longest_first_,
-                             [this](auto a, auto b) { return tables_[a].size() > tables_[b].size(); });
+    std::ranges::stable_sort(order_, std::greater<>(), [this](auto t) {
+      return std::bit_width(static_cast<std::uint64_t>(tables_[t].size()));
+    });
   }
 
   Plan make() {
     const auto num_lookups = lookups_.num_lookups();
     const auto num_tables = static_cast<std::int64_t>(tables_.size());
-    Buffer<std::int32_t> entries(num_lookups);
-    entries_ = reinterpret_cast<std::uint32_t*>(entries.data());
-    sort();
+    Plan plan{Buffer<std::int64_t>(num_lookups), Buffer<std::int64_t>(num_tables * num_ranks_ + 1),
+              Buffer<std::int32_t>(num_lookups), Buffer<std::int32_t>(num_lookups + 1),
+              Buffer<std::int32_t>(num_lookups)};
+    entries_ = reinterpret_cast<std::uint32_t*>(plan.entries.data());
+    sort_and_write(plan);
     for (std::int64_t t = 0; t < num_tables; ++t) {
       if (tables_[t].out_of_range) refuse(t);
     }
-
-    Plan plan{{},
-              Buffer<std::int64_t>(num_tables * num_ranks_ + 1),
-              Buffer<std::int32_t>(num_lookups),
-              {},
-              std::move(entries)};
-    std::fill_n(plan.block_offsets.data(), plan.block_offsets.size(), 0);
-    std::vector<std::size_t> in_order(runs_.size());
-    std::iota(in_order.begin(), in_order.end(), 0);
-    std::ranges::sort(in_order, {}, [this](auto r) { return runs_[r].begin; });
-    std::int64_t num_unique = 0;
-    for (const auto r : in_order) {
-      auto& run = runs_[r];
-      run.first_unique = num_unique;
-      num_unique += run.rows_begun;
-      plan.block_offsets[run.table * num_ranks_ + 1] += run.rows_begun;
-    }
-    plan.unique_ids = Buffer<std::int64_t>(num_unique);
-    plan.segment_offsets = Buffer<std::int32_t>(num_unique + 1);
-    plan.segment_offsets[num_unique] = static_cast<std::int32_t>(num_lookups);
-    for_each_unit(static_cast<std::int64_t>(runs_.size()), [&](std::int64_t r) { write(plan, runs_[r]); });
-
-    if (num_ranks_ > 1) split_among_owners(plan);
-    for (std::size_t b = 1; b < plan.block_offsets.size(); ++b)
-      plan.block_offsets[b] += plan.block_offsets[b - 1];
+    for_each_unit(static_cast<std::int64_t>(runs_.size()), [&](std::int64_t r) {
+      if (!runs_[r].is_written) write(plan, runs_[r]);
+    });
+    plan.unique_ids.shrink(next_unique_);
+    plan.segment_offsets.shrink(next_unique_ + 1);
+    plan.segment_offsets[next_unique_] = static_cast<std::int32_t>(num_lookups);
+    count_blocks(plan);
     return plan;
   }
 
  private:
-  // entries[table.begin, table.end): its lookups in the plan's order, | kStartsRow.
-  void sort() {
+  // Threads share a table that would keep one of them busy alone; of the others each sorts whole ones.
+  void sort_and_write(Plan& plan) {
     const std::int64_t num_lookups = lookups_.num_lookups(), threads = num_threads();
-    std::size_t num_shared = 0;
+    std::vector<std::size_t> whole;
     std::int64_t longest = 0;
-    for (const auto t : longest_first_) {
+    for (const auto t : order_) {
       const std::int64_t n = tables_[t].size();
       if (threads > 1 && n >= kSharedTable && n * threads * 2 > num_lookups) {
-        ++num_shared;
+        sort_shared(t, threads);
       } else {
+        whole.push_back(t);
         longest = std::max(longest, n);
       }
     }
-    for (std::size_t i = 0; i < num_shared; ++i) sort_shared(longest_first_[i], threads);
 
-    const auto rest = std::span(longest_first_).subspan(num_shared);
     const std::size_t first_run = runs_.size();
-    for (const auto t : rest)
+    for (const auto t : whole)
       runs_.push_back({static_cast<std::int64_t>(t), tables_[t].begin, tables_[t].end});
-    // One desk per thread, so that its memory stays in that processor's cache.
-    const auto num_desks = std::min<std::int64_t>(threads, static_cast<std::int64_t>(rest.size()));
+    // One desk per thread, so that its memory stays in that processor's cache. For the same reason a table is
+    // written by who sorted it, as soon as the tables before it are counted.
+    const auto num_desks = std::min<std::int64_t>(threads, static_cast<std::int64_t>(whole.size()));
     Buffer<std::uint64_t> words(2 * longest * num_desks);
     Buffer<Counters> counters(num_desks);
+    std::vector<std::vector<Run*>> waiting(num_desks);
+    for (auto& runs : waiting) runs.reserve(whole.size());
     std::atomic<std::size_t> next{0};
     for_each_unit(num_desks, [&](std::int64_t d) {
-      const Desk desk{words.data() + 2 * d * longest, words.data() + (2 * d + 1) * longest,
-                      {counters.data() + d, 1}};
-      for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < rest.size();) {
+      const Desk desk{
+          words.data() + 2 * d * longest, words.data() + (2 * d + 1) * longest, {counters.data() + d, 1}};
+      for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < whole.size();) {
+        auto& table = tables_[whole[i]];
         auto& run = runs_[first_run + i];
-        sort(tables_[rest[i]], desk);
-        count_rows(run);
+        run.rows_begun = sort(table, desk);
+        if (table.out_of_range) continue;  // the tables behind it stay unwritten, the plan is refused
+        waiting[d].push_back(&run);
+        const std::int64_t num_counted = publish(table, run.rows_begun);
+        std::erase_if(waiting[d], [&](Run* of) {
+          if (of->table >= num_counted) return false;
+          write(plan, *of);
+          return true;
+        });
       }
     });
   }
@@ -238,12 +242,35 @@ class Planner {
     Buffer<std::uint64_t> words(2 * table.size());
     Buffer<Counters> counters(threads);
     sort(table, {words.data(), words.data() + table.size(), {counters.data(), counters.size()}});
+    if (table.out_of_range) return;
     const std::size_t first_run = runs_.size();
     for (std::int64_t c = 0; c < threads; ++c) {
       runs_.push_back({static_cast<std::int64_t>(t), table.begin + cut(table.size(), threads, c),
                        table.begin + cut(table.size(), threads, c + 1)});
     }
-    for_each_unit(threads, [&](std::int64_t c) { count_rows(runs_[first_run + c]); });
+    for_each_unit(threads, [&](std::int64_t c) {
+      auto& run = runs_[first_run + c];
+      run.rows_begun = count_rows(run.begin, run.end);
+    });
+    std::int64_t num_rows = 0;
+    for (std::int64_t c = 0; c < threads; ++c) {
+      auto& run = runs_[first_run + c];
+      run.rows_before = num_rows;
+      num_rows += run.rows_begun;
+    }
+    publish(table, num_rows);
+  }
+
+  // A table's rows are counted. Returns how many tables are, with all before them: their first unique rows
+  // are known.
+  std::int64_t publish(TableOrder& table, std::int64_t num_rows) noexcept {
+    const std::scoped_lock lock(mutex_);
+    table.num_unique = num_rows;
+    for (; num_counted_ < tables_.size() && tables_[num_counted_].num_unique >= 0; ++num_counted_) {
+      tables_[num_counted_].first_unique = next_unique_;
+      next_unique_ += tables_[num_counted_].num_unique;
+    }
+    return static_cast<std::int64_t>(num_counted_);
   }
 
   // Where chunk c of n things begins.
@@ -251,18 +278,16 @@ class Planner {
     return static_cast<std::int64_t>(static_cast<unsigned __int128>(n) * c / chunks);
   }
 
-  void sort(TableOrder& table, const Desk& desk) noexcept {
-    if (table.rows == 0) {
-      sort(table, desk, HashOrder{});
-    } else if (num_ranks_ == 1) {
-      sort(table, desk, DirectOrder{static_cast<std::uint64_t>(table.rows)});
-    } else {
-      sort(table, desk, DealtOrder(table.rows, num_ranks_));
-    }
+  // entries[table.begin, table.end): its lookups in the plan's order, | kStartsRow. Returns how many rows they
+  // are, if the desk has one chunk.
+  std::int64_t sort(TableOrder& table, const Desk& desk) noexcept {
+    if (table.rows == 0) return sort(table, desk, HashOrder{});
+    if (num_ranks_ == 1) return sort(table, desk, DirectOrder{static_cast<std::uint64_t>(table.rows)});
+    return sort(table, desk, DealtOrder(table.rows, num_ranks_));
   }
 
   template <class Order>
-  void sort(TableOrder& table, const Desk& desk, const Order& order) noexcept {
+  std::int64_t sort(TableOrder& table, const Desk& desk, const Order& order) noexcept {
     const std::int64_t n = table.size();
     const int position_bits = std::bit_width(
         static_cast<std::uint64_t>(table.lookups.back().end - table.lookups.front().begin - 1));
@@ -271,17 +296,14 @@ class Planner {
       bits = std::min(static_cast<int>(std::bit_width(static_cast<std::uint64_t>(n))) + kPrefixBits,
                       2 * kMaxDigitBits);
     bits = std::min({bits, kMaxKeyBits, 64 - position_bits});
-    if (bits + position_bits <= 32) {
-      sort_words<std::uint32_t>(table, desk, order, position_bits, bits);
-    } else {
-      sort_words<std::uint64_t>(table, desk, order, position_bits, bits);
-    }
+    return bits + position_bits <= 32 ? sort_words<std::uint32_t>(table, desk, order, position_bits, bits)
+                                      : sort_words<std::uint64_t>(table, desk, order, position_bits, bits);
   }
 
   // By the highest `bits` of the keys; rows that these do not tell apart are compared afterwards.
   template <class Word, class Order>
-  void sort_words(TableOrder& table, const Desk& desk, const Order& order, int position_bits,
-                  int bits) noexcept {
+  std::int64_t sort_words(TableOrder& table, const Desk& desk, const Order& order, int position_bits,
+                          int bits) noexcept {
     const std::int64_t n = table.size(), first = table.lookups.front().begin;
     const int dropped = order.key_bits() - bits;
     const Digits digits(n, bits);
@@ -312,55 +334,48 @@ class Planner {
       if (!all_inside) out_of_range = true;
     });
     table.out_of_range = out_of_range;
-    if (table.out_of_range) return;  // its words have overflown
+    if (table.out_of_range) return 0;  // its words have overflown
 
-    const std::uint64_t position_mask = (std::uint64_t{1} << position_bits) - 1;
-    std::uint32_t* const entries = entries_ + table.begin;
-    const auto entry = [=](Word word, bool starts) {
-      return static_cast<std::uint32_t>(first + static_cast<std::int64_t>(word & position_mask)) |
-             (starts ? kStartsRow : 0);
-    };
     if (n <= kFew) {
       std::sort(words, words + n);
-      for (std::int64_t i = 0; i < n; ++i)
-        entries[i] = entry(words[i], i == 0 || (words[i] ^ words[i - 1]) > position_mask);
     } else {
-      int shift = position_bits;
-      for (int p = 0; p < digits.passes - 1; ++p, shift += digits.width) {
+      for (int p = 0, shift = position_bits; p < digits.passes; ++p, shift += digits.width) {
+        if (p > 0) {
+          for_each_chunk(num_chunks, [&](std::int64_t c) {
+            const auto [begin, end] = chunk_of(c);
+            count_digits<Word>({words + begin, words + end}, shift, values, desk.chunks[c]);
+          });
+        }
         place_digits(desk.chunks, values);
         for_each_chunk(num_chunks, [&](std::int64_t c) {
           const auto [begin, end] = chunk_of(c);
           scatter<Word>({words + begin, words + end}, shift, values, desk.chunks[c], spare);
         });
         std::swap(words, spare);
-        for_each_chunk(num_chunks, [&](std::int64_t c) {
-          const auto [begin, end] = chunk_of(c);
-          count_digits<Word>({words + begin, words + end}, shift + digits.width, values, desk.chunks[c]);
-        });
       }
-      const auto in_last_pass = [&](const auto& visit) {
-        for_each_chunk(num_chunks, [&](std::int64_t c) {
-          const auto [begin, end] = chunk_of(c);
-          visit(std::span<const Word>(words + begin, words + end), desk.chunks[c]);
-        });
-      };
-      if (num_chunks > 1) {
-        in_last_pass([&](auto chunk, Counters& counters) {
-          note_last_words(chunk, position_bits, shift, values, counters);
-        });
-      }
-      place_last_digits(desk.chunks, values);
-      in_last_pass([&](auto chunk, Counters& counters) {
-        scatter_last(chunk, position_bits, shift, values, counters,
-                     [=](std::uint32_t i, Word word, bool starts) { entries[i] = entry(word, starts); });
-      });
     }
-    if (dropped > 0) tell_apart(table, order, num_chunks);
+    const Word position_mask = static_cast<Word>((std::uint64_t{1} << position_bits) - 1);
+    std::uint32_t* const entries = entries_ + table.begin;
+    std::int64_t num_rows = 0;
+    for_each_chunk(num_chunks, [&](std::int64_t c) {
+      const auto [begin, end] = chunk_of(c);
+      std::uint32_t rows_begun = 0;
+      Word before = begin > 0 ? words[begin - 1] : static_cast<Word>(~words[0]);
+      for (std::int64_t i = begin; i < end; ++i) {
+        const Word word = words[i];
+        const bool starts = (word ^ std::exchange(before, word)) > position_mask;
+        entries[i] = static_cast<std::uint32_t>((word & position_mask) + first) | (starts ? kStartsRow : 0);
+        rows_begun += starts;
+      }
+      if (num_chunks == 1) num_rows = rows_begun;
+    });
+    return dropped > 0 ? num_rows + tell_apart(table, order, num_chunks) : num_rows;
   }
 
-  // Runs of lookups that share a prefix of their keys: by key, if they are of different rows.
+  // Runs of lookups that share a prefix of their keys: by key, if they are of different rows. Returns how many
+  // rows more that makes.
   template <class Order>
-  void tell_apart(const TableOrder& table, const Order& order, std::size_t num_chunks) noexcept {
+  std::int64_t tell_apart(const TableOrder& table, const Order& order, std::size_t num_chunks) noexcept {
     std::uint32_t* const entries = entries_ + table.begin;
     const auto id_of = [this](std::uint32_t entry) { return ids_[entry & ~kStartsRow]; };
     const auto first_run = [&](std::int64_t i) {  // the first that begins at i or later
@@ -369,11 +384,14 @@ class Planner {
     };
     std::vector<std::int64_t> bounds(num_chunks + 1);
     for (std::size_t c = 0; c <= num_chunks; ++c) bounds[c] = first_run(cut(table.size(), num_chunks, c));
+    std::atomic<std::int64_t> more{0};
     for_each_chunk(num_chunks, [&](std::int64_t c) {
       std::int64_t before = 0;
       for (std::int64_t i = bounds[c]; i < bounds[c + 1]; ++i) {
-        const std::int64_t id = id_of(entries[i]);
-        if (id == std::exchange(before, id) || entries[i] & kStartsRow) continue;
+        const std::uint32_t entry = entries[i];
+        const std::int64_t id = id_of(entry);
+        const bool is_other = id != std::exchange(before, id);
+        if (!(is_other & !(entry & kStartsRow))) [[likely]] continue;
         std::int64_t begin = i;
         while (!(entries[begin] & kStartsRow)) --begin;
         i = first_run(i);
@@ -381,12 +399,16 @@ class Planner {
         std::sort(entries + begin, entries + i, [&](std::uint32_t a, std::uint32_t b) {
           return ids_[a] != ids_[b] ? order.key(ids_[a]) < order.key(ids_[b]) : a < b;
         });
-        for (std::int64_t j = i - 1; j > begin; --j)
-          entries[j] |= id_of(entries[j]) != id_of(entries[j - 1]) ? kStartsRow : 0;
+        for (std::int64_t j = i - 1; j > begin; --j) {
+          if (id_of(entries[j]) == id_of(entries[j - 1])) continue;
+          entries[j] |= kStartsRow;
+          more.fetch_add(1, std::memory_order_relaxed);
+        }
         entries[begin] |= kStartsRow;
         before = id_of(entries[--i]);
       }
     });
+    return more;
   }
 
   // visit(begin, end) the lookups of a table's positions [begin, end).
@@ -403,18 +425,21 @@ class Planner {
     }
   }
 
-  void count_rows(Run& run) const noexcept {
-    for (std::int64_t i = run.begin; i < run.end; ++i) run.rows_begun += entries_[i] / kStartsRow;
+  std::int64_t count_rows(std::int64_t begin, std::int64_t end) const noexcept {
+    std::uint32_t rows = 0;
+    for (std::int64_t i = begin; i < end; ++i) rows += entries_[i] / kStartsRow;
+    return rows;
   }
 
   // The run may begin inside a row of the run before.
-  void write(Plan& plan, const Run& run) noexcept {
+  void write(Plan& plan, Run& run) noexcept {
+    const std::int64_t first_unique = tables_[run.table].first_unique + run.rows_before;
     std::int64_t lead = run.begin;
     std::int32_t* const inverse = plan.inverse.data();
     for (; lead < run.end && !(entries_[lead] & kStartsRow); ++lead)
-      inverse[entries_[lead]] = static_cast<std::int32_t>(run.first_unique - 1);
+      inverse[entries_[lead]] = static_cast<std::int32_t>(first_unique - 1);
     // Backwards, so that a row's first entry has the last word.
-    std::int64_t u = run.first_unique + run.rows_begun - 1;
+    std::int64_t u = first_unique + run.rows_begun - 1;
     std::int32_t* const segment_offsets = plan.segment_offsets.data();
     for (std::int64_t i = run.end; i-- > lead;) {
       const std::uint32_t entry = entries_[i], e = entry & ~kStartsRow;
@@ -424,8 +449,9 @@ class Planner {
       u -= entry / kStartsRow;
     }
     std::int64_t* const unique_ids = plan.unique_ids.data();
-    for (u = run.first_unique; u < run.first_unique + run.rows_begun; ++u)
+    for (u = first_unique; u < first_unique + run.rows_begun; ++u)
       unique_ids[u] = ids_[entries_[segment_offsets[u]]];
+    run.is_written = true;
   }
 
   // counts[r] += how many of the ids, which are in order of their owners, rank r owns.
@@ -441,22 +467,27 @@ class Planner {
     count_owners(ids.subspan(ids.size() / 2), owner, counts);
   }
 
-  void split_among_owners(Plan& plan) noexcept {
+  void count_blocks(Plan& plan) noexcept {
+    std::int64_t* const offsets = plan.block_offsets.data();
+    std::fill_n(offsets, plan.block_offsets.size(), 0);
+    const auto num_tables = static_cast<std::int64_t>(tables_.size());
     const auto num_ranks = static_cast<std::uint32_t>(num_ranks_);
-    std::vector<std::int64_t> first(tables_.size() + 1);
-    for (std::size_t t = 0; t < tables_.size(); ++t)
-      first[t + 1] = first[t] + std::exchange(plan.block_offsets[t * num_ranks_ + 1], 0);
-    for_each_unit(static_cast<std::int64_t>(tables_.size()), [&](std::int64_t t) {
-      const std::span ids(plan.unique_ids.data() + first[t], plan.unique_ids.data() + first[t + 1]);
-      std::int64_t* const counts = plan.block_offsets.data() + t * num_ranks_ + 1;
-      if (tables_[t].rows == 0) {
+    for_each_unit(num_ranks_ > 1 ? num_tables : 0, [&](std::int64_t t) {
+      const auto& table = tables_[t];
+      const std::span<const std::int64_t> ids(plan.unique_ids.data() + table.first_unique, table.num_unique);
+      std::int64_t* const counts = offsets + t * num_ranks_ + 1;
+      if (table.rows == 0) {
         count_owners(ids, [=](std::int64_t id) { return open_owner(id, num_ranks); }, counts);
       } else {
         const VocabularyDeal deal(num_ranks);
-        count_owners(ids, [&](std::int64_t id) { return deal(static_cast<std::uint64_t>(id)).first; },
-                     counts);
+        count_owners(
+            ids, [&](std::int64_t id) { return deal(static_cast<std::uint64_t>(id)).first; }, counts);
       }
     });
+    if (num_ranks_ == 1) {
+      for (std::int64_t t = 0; t < num_tables; ++t) offsets[t + 1] = tables_[t].num_unique;
+    }
+    for (std::size_t b = 1; b < plan.block_offsets.size(); ++b) offsets[b] += offsets[b - 1];
   }
 
   [[noreturn]] void refuse(std::int64_t t) const {
@@ -478,9 +509,12 @@ class Planner {
   std::int64_t num_ranks_;
   Lookups::ByTable by_table_;
   std::vector<TableOrder> tables_;
-  std::vector<std::size_t> longest_first_;  // tables
+  std::vector<std::size_t> order_;  // of tables with lookups
   std::vector<Run> runs_;
   std::uint32_t* entries_ = nullptr;  // of the plan
+  std::mutex mutex_;
+  std::size_t num_counted_ = 0;
+  std::int64_t next_unique_ = 0;
 };
 
 }  // namespace

@@ -11,7 +11,7 @@ namespace colonnade {
 
 inline constexpr int kMaxDigitBits = 13;
 inline constexpr int kMaxPasses = 4;
-inline constexpr int kMaxKeyBits = 39;  // what lies below the last digit then fits 32 bits
+inline constexpr int kMaxKeyBits = kMaxPasses * kMaxDigitBits;
 
 struct Digits {
   int passes = 0, width = 0;
@@ -32,13 +32,10 @@ struct Digits {
   std::size_t values() const { return std::size_t{1} << width; }
 };
 
-// One chunk's, by digit.
+// One chunk's words by digit, then the place of each digit's next word.
 struct Counters {
-  alignas(64) std::uint32_t counts[1 << kMaxDigitBits];  // words, then the place of the next word
-  // In the last pass: the place of the next word | what the word before has below its digit << 32.
-  alignas(64) std::uint64_t last[1 << kMaxDigitBits];
+  alignas(64) std::uint32_t counts[1 << kMaxDigitBits];
 };
-inline constexpr std::uint64_t kNoWordBefore = ~std::uint64_t{0} << 32;
 
 template <class Word>
 void count_digits(std::span<const Word> words, int shift, std::size_t values, Counters& counters) {
@@ -57,47 +54,6 @@ inline void place_digits(std::span<Counters> chunks, std::size_t values) {
 template <class Word>
 void scatter(std::span<const Word> words, int shift, std::size_t values, Counters& counters, Word* out) {
   for (const Word word : words) out[counters.counts[word >> shift & (values - 1)]++] = word;
-}
-
-// What a word has below its last digit, above its position.
-template <class Word>
-std::uint64_t below(Word word, int position_bits, int shift) {
-  return std::uint64_t{word} >> position_bits & ((std::uint64_t{1} << (shift - position_bits)) - 1);
-}
-
-// Before place_last_digits, for all chunks but one that is alone.
-template <class Word>
-void note_last_words(std::span<const Word> words, int position_bits, int shift, std::size_t values,
-                     Counters& counters) {
-  for (const Word word : words)
-    counters.last[word >> shift & (values - 1)] = below(word, position_bits, shift) << 32;
-}
-
-inline void place_last_digits(std::span<Counters> chunks, std::size_t values) {
-  std::uint32_t sum = 0;
-  for (std::size_t d = 0; d < values; ++d) {
-    std::uint64_t before = kNoWordBefore;
-    for (auto& chunk : chunks) {
-      if (chunk.counts[d]) {
-        before = std::exchange(chunk.last[d], before | sum) & kNoWordBefore;
-      } else {
-        chunk.last[d] = before | sum;
-      }
-      sum += chunk.counts[d];
-    }
-  }
-}
-
-// The last pass. place(where, word, its key differs from that of the word before).
-template <class Word, class Place>
-void scatter_last(std::span<const Word> words, int position_bits, int shift, std::size_t values,
-                  Counters& counters, const Place& place) {
-  for (const Word word : words) {
-    std::uint64_t& last = counters.last[word >> shift & (values - 1)];
-    const std::uint64_t before = last, rest = below(word, position_bits, shift);
-    last = rest << 32 | static_cast<std::uint32_t>(before + 1);
-    place(static_cast<std::uint32_t>(before), word, before >> 32 != rest);
-  }
 }
 
 }  // namespace colonnade
