@@ -35,12 +35,21 @@ struct Digits {
 // One chunk's words by digit, then the place of each digit's next word.
 struct Counters {
   alignas(64) std::uint32_t counts[1 << kMaxDigitBits];
+  alignas(64) std::uint32_t odd[1 << kMaxDigitBits];
 };
 
 template <class Word>
 void count_digits(std::span<const Word> words, int shift, std::size_t values, Counters& counters) {
+  // By turns in two places: one counter alone would wait for itself where many words have one digit.
   std::fill_n(counters.counts, values, 0);
-  for (const Word word : words) ++counters.counts[word >> shift & (values - 1)];
+  std::fill_n(counters.odd, values, 0);
+  std::size_t i = 0;
+  for (; i + 1 < words.size(); i += 2) {
+    ++counters.counts[words[i] >> shift & (values - 1)];
+    ++counters.odd[words[i + 1] >> shift & (values - 1)];
+  }
+  if (i < words.size()) ++counters.counts[words[i] >> shift & (values - 1)];
+  for (std::size_t d = 0; d < values; ++d) counters.counts[d] += counters.odd[d];
 }
 
 // Counts become places: digit by digit, chunk by chunk.
