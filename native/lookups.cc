@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "threads.h"
+
 namespace colonnade {
 
 namespace {
@@ -101,12 +103,12 @@ const std::int32_t* Lookups::output_rows() const {
   if (!bag_offsets_) return nullptr;
   std::call_once(output_rows_made_, [this] {
     Buffer<std::int32_t> rows(ids_.size());
-    for (std::int64_t f = 0; f < num_features(); ++f) {
+    for_each_unit(num_features(), [&](std::int64_t f) {
       const std::int64_t* bag = bags(f);
       for (std::int64_t b = 0; bag && b < batch_size_; ++b) {
         std::fill(rows.data() + bag[b], rows.data() + bag[b + 1], static_cast<std::int32_t>(b));
       }
-    }
+    });
     output_rows_ = std::move(rows);
   });
   return output_rows_.data();

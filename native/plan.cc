@@ -2,10 +2,15 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 #include <limits>
-#include <numeric>
+#include <mutex>
+#include <span>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "hash.h"
 #include "radix.h"
@@ -15,7 +20,10 @@ namespace colonnade {
 
 namespace {
 
-constexpr std::uint64_t kStartsRow = std::uint64_t{1} << 63;
+constexpr std::uint32_t kStartsRow = std::uint32_t{1} << 31;  // beside a lookup, of which there are fewer
+constexpr std::int64_t kFew = 32;                             // sorted by comparison
+constexpr std::int64_t kSharedTable = 1 << 15;                // lookups from which threads share one table
+constexpr int kPrefixBits = 8;  // of hash, beyond those that count the lookups: 1 in 256 meets another id
 
 void check_ranks(std::int64_t num_ranks) {
   if (num_ranks < 1 || num_ranks > std::numeric_limits<std::int32_t>::max()) {
@@ -23,32 +31,104 @@ void check_ranks(std::int64_t num_ranks) {
   }
 }
 
-// A vocabulary table's rows in order: owner by owner, local row by local row.
-struct VocabularyOrder {
-  std::uint64_t rows, num_ranks, share;  // share: most rows of one rank
+// vocabulary_owner and local row of ids below 2^63 for two ranks or more, without a division.
+class VocabularyDeal {
+ public:
+  explicit VocabularyDeal(std::uint32_t num_ranks)
+      : num_ranks_(num_ranks),
+        shift_(std::bit_width(num_ranks - 1) - 1),
+        inverse_(static_cast<std::uint64_t>(((static_cast<unsigned __int128>(1) << (64 + shift_)) - 1) /
+                                                num_ranks +
+                                            1)) {}
 
-  VocabularyOrder(std::int64_t rows, std::int64_t num_ranks)
-      : rows(static_cast<std::uint64_t>(rows)),
-        num_ranks(static_cast<std::uint64_t>(num_ranks)),
-        share((this->rows - 1) / this->num_ranks + 1) {}
+  std::uint64_t num_ranks() const { return num_ranks_; }
 
-  int key_bits() const { return std::bit_width(num_ranks * share - 1); }
-  std::uint64_t key(std::int64_t id) const {
-    const auto row = static_cast<std::uint64_t>(id);
-    if (num_ranks == 1) return row;
-    return vocabulary_owner(row, static_cast<std::uint32_t>(num_ranks)) * share + row / num_ranks;
+  // (owner, local row)
+  std::pair<std::uint32_t, std::uint64_t> operator()(std::uint64_t id) const {
+    const std::uint64_t local = quotient(id), hash = mix64(local), half = hash >> 1;
+    const std::uint64_t rotation = within((half - quotient(half) * num_ranks_) * 2 + (hash & 1));
+    return {static_cast<std::uint32_t>(within(id - local * num_ranks_ + rotation)), local};
   }
+
+ private:
+  // n / num_ranks for n < 2^63 (Granlund and Montgomery 1994, theorem 4.2).
+  std::uint64_t quotient(std::uint64_t n) const {
+    return static_cast<std::uint64_t>(static_cast<unsigned __int128>(n) * inverse_ >> 64) >> shift_;
+  }
+  std::uint64_t within(std::uint64_t x) const { return x < num_ranks_ ? x : x - num_ranks_; }
+
+  std::uint64_t num_ranks_;
+  int shift_;
+  std::uint64_t inverse_;  // 2^(64 + shift) / num_ranks, rounded up
+};
+
+// Rows in their order of a plan: by owner, then by local row (vocabulary) or by hash, as one number.
+struct DirectOrder {  // a vocabulary of one rank
+  std::uint64_t rows;
+  std::uint64_t key(std::int64_t id) const { return static_cast<std::uint64_t>(id); }
+  int key_bits() const { return std::bit_width(rows - 1); }
+  bool has(std::int64_t id) const { return static_cast<std::uint64_t>(id) < rows; }
+};
+struct DealtOrder {  // a vocabulary of several ranks
+  std::uint64_t rows;
+  VocabularyDeal deal;
+  std::uint64_t share;  // most rows of one rank
+
+  DealtOrder(std::int64_t rows, std::int64_t num_ranks)
+      : rows(static_cast<std::uint64_t>(rows)),
+        deal(static_cast<std::uint32_t>(num_ranks)),
+        share((this->rows - 1) / static_cast<std::uint64_t>(num_ranks) + 1) {}
+  std::uint64_t key(std::int64_t id) const {
+    const auto [owner, local] = deal(static_cast<std::uint64_t>(id));
+    return owner * share + local;
+  }
+  int key_bits() const { return std::bit_width(deal.num_ranks() * share - 1); }
+  bool has(std::int64_t id) const { return static_cast<std::uint64_t>(id) < rows; }
+};
+struct HashOrder {
+  std::uint64_t key(std::int64_t id) const { return mix64(static_cast<std::uint64_t>(id)); }
+  int key_bits() const { return 64; }
+  bool has(std::int64_t) const { return true; }
+};
+
+struct Range {
+  std::int64_t begin, end;
 };
 
 struct TableOrder {
   std::span<const std::int32_t> features;
+  std::vector<Range> lookups;  // neighbours joined
   std::int64_t rows;
   std::int64_t begin = 0, end = 0;  // the table's entries in the plan
-  std::uint64_t* sorted = nullptr;  // lookup of each entry, | kStartsRow
-  std::int64_t num_unique = 0;
-  std::int64_t first_unique = 0;
   bool out_of_range = false;
+  std::int64_t num_unique = -1;  // not counted yet
+  std::int64_t first_unique = 0;
+
+  std::int64_t size() const { return end - begin; }
 };
+
+// A run of a table's entries, written by one thread.
+struct Run {
+  std::int64_t table, begin, end;
+  std::int64_t rows_begun = 0, rows_before = 0;  // rows that begin in the run, and in the table before it
+  bool is_written = false;
+};
+
+// What the sort of one table needs at a time.
+struct Desk {
+  std::uint64_t* words;
+  std::uint64_t* spare;
+  std::span<Counters> chunks;
+};
+
+template <class Visit>
+void for_each_chunk(std::size_t chunks, const Visit& visit) noexcept {
+  if (chunks == 1) {
+    visit(0);
+  } else {
+    for_each_unit(static_cast<std::int64_t>(chunks), visit);
+  }
+}
 
 class Planner {
  public:
@@ -57,12 +137,7 @@ class Planner {
         ids_(lookups.ids().data()),
         num_ranks_(num_ranks),
         by_table_(lookups.by_table(static_cast<std::int64_t>(table_rows.size()))),
-        lookup_bits_(
-            std::bit_width(static_cast<std::uint64_t>(std::max<std::int64_t>(lookups.num_lookups(), 1)))),
-        lookup_mask_((std::uint64_t{1} << lookup_bits_) - 1),
-        words_(lookups.ids().size()),
-        spare_(lookups.ids().size()) {
-    tables_.resize(table_rows.size());
+        tables_(table_rows.size()) {
     std::int64_t next = 0;
     for (std::size_t t = 0; t < tables_.size(); ++t) {
       auto& table = tables_[t];
@@ -70,167 +145,350 @@ class Planner {
                            .subspan(by_table_.first[t], by_table_.first[t + 1] - by_table_.first[t]);
       table.rows = table_rows[t];
       table.begin = next;
-      for (const auto f : table.features) next += lookups.last(f) - lookups.first(f);
+      for (const auto f : table.features) {
+        const Range range{lookups.first(f), lookups.last(f)};
+        if (range.begin == range.end) continue;
+        if (!table.lookups.empty() && table.lookups.back().end == range.begin) {
+          table.lookups.back().end = range.end;
+        } else {
+          table.lookups.push_back(range);
+        }
+        next += range.end - range.begin;
+      }
       table.end = next;
     }
-    // Longest first: the threads finish together.
-    largest_first_.resize(tables_.size());
-    std::iota(largest_first_.begin(), largest_first_.end(), 0);
-    std::ranges::stable_sort(largest_first_, [this](auto a, auto b) {
-      return tables_[a].end - tables_[a].begin > tables_[b].end - tables_[b].begin;
+    // Longest first, so that the threads finish together; about equal ones in the order they are written.
+    for (std::size_t t = 0; t < tables_.size(); ++t) {
+      if (tables_[t].size() > 0) {
+        order_.push_back(t);
+      } else {
+        tables_[t].num_unique = 0;
+      }
+    }
+    std::ranges::stable_sort(order_, std::greater<>(), [this](auto t) {
+      return std::bit_width(static_cast<std::uint64_t>(tables_[t].size()));
     });
   }
 
   Plan make() {
+    const auto num_lookups = lookups_.num_lookups();
     const auto num_tables = static_cast<std::int64_t>(tables_.size());
-    for_each_unit(num_tables, [this](std::int64_t i) { sort(tables_[largest_first_[i]]); });
-    std::int64_t num_unique = 0;
+    Plan plan{Buffer<std::int64_t>(num_lookups), Buffer<std::int64_t>(num_tables * num_ranks_ + 1),
+              Buffer<std::int32_t>(num_lookups), Buffer<std::int32_t>(num_lookups + 1),
+              Buffer<std::int32_t>(num_lookups)};
+    entries_ = reinterpret_cast<std::uint32_t*>(plan.entries.data());
+    sort_and_write(plan);
     for (std::int64_t t = 0; t < num_tables; ++t) {
       if (tables_[t].out_of_range) refuse(t);
-      tables_[t].first_unique = num_unique;
-      num_unique += tables_[t].num_unique;
     }
-    const auto num_lookups = lookups_.ids().size();
-    Plan plan{Buffer<std::int64_t>(num_unique), Buffer<std::int64_t>(num_tables * num_ranks_ + 1),
-              Buffer<std::int32_t>(num_lookups), Buffer<std::int32_t>(num_unique + 1),
-              Buffer<std::int32_t>(num_lookups)};
-    std::fill_n(plan.block_offsets.data(), plan.block_offsets.size(), 0);
-    plan.segment_offsets[num_unique] = static_cast<std::int32_t>(num_lookups);
-    for_each_unit(num_tables, [&](std::int64_t i) { write(plan, largest_first_[i]); });
-    for (std::size_t b = 1; b < plan.block_offsets.size(); ++b)
-      plan.block_offsets[b] += plan.block_offsets[b - 1];
+    for_each_unit(static_cast<std::int64_t>(runs_.size()), [&](std::int64_t r) {
+      if (!runs_[r].is_written) write(plan, runs_[r]);
+    });
+    plan.unique_ids.shrink(next_unique_);
+    plan.segment_offsets.shrink(next_unique_ + 1);
+    plan.segment_offsets[next_unique_] = static_cast<std::int32_t>(num_lookups);
+    count_blocks(plan);
     return plan;
   }
 
  private:
-  // fill(lookup): the word of each lookup of the table, in ascending order.
-  template <class Word>
-  void fill(const TableOrder& table, const Word& word) {
-    std::uint64_t* out = words_.data() + table.begin;
-    for (const auto f : table.features) {
-      for (std::int64_t e = lookups_.first(f); e < lookups_.last(f); ++e) *out++ = word(e);
-    }
-  }
-
-  void sort(TableOrder& table) noexcept {
-    if (table.begin == table.end) return;
-    if (table.rows == 0) {
-      sort_open(table);
-    } else {
-      sort_vocabulary(table, VocabularyOrder(table.rows, num_ranks_));
-    }
-  }
-
-  void sort_vocabulary(TableOrder& table, const VocabularyOrder& order) noexcept {
-    const std::int64_t n = table.end - table.begin;
-    bool out_of_range = false;
-    if (order.key_bits() + lookup_bits_ > 64) {  // a vocabulary of more than 2^33 rows: compare instead
-      fill(table, [&](std::int64_t e) {
-        out_of_range |= static_cast<std::uint64_t>(ids_[e]) >= order.rows;
-        return static_cast<std::uint64_t>(e);
-      });
-      table.sorted = words_.data() + table.begin;
-      std::sort(table.sorted, table.sorted + n, [&](std::uint64_t a, std::uint64_t b) {
-        const auto x = order.key(ids_[a]), y = order.key(ids_[b]);
-        return x != y ? x < y : a < b;
-      });
-      mark_changes_of_id(table, 0, n);
-    } else {
-      // An id out of range overflows its word; the words are dropped then.
-      fill(table, [&](std::int64_t e) {
-        out_of_range |= static_cast<std::uint64_t>(ids_[e]) >= order.rows;
-        return order.key(ids_[e]) << lookup_bits_ | static_cast<std::uint64_t>(e);
-      });
-      if (!out_of_range) {
-        table.sorted = radix_sort(words_.data() + table.begin, spare_.data() + table.begin, n, lookup_bits_,
-                                  lookup_bits_ + order.key_bits());
-        std::uint64_t before = ~table.sorted[0];
-        for (std::int64_t i = 0; i < n; ++i) {
-          const std::uint64_t word = table.sorted[i];
-          const bool starts = ((word ^ before) & ~lookup_mask_) != 0;
-          table.sorted[i] = (word & lookup_mask_) | (starts ? kStartsRow : 0);
-          table.num_unique += starts;
-          before = word;
-        }
-      }
-    }
-    table.out_of_range = out_of_range;
-  }
-
-  void sort_open(TableOrder& table) noexcept {
-    const std::int64_t n = table.end - table.begin;
-    // Eight bits more than the lookups need: about 1 in 256 then meets another id with the same prefix.
-    const int prefix_bits =
-        std::min(64 - lookup_bits_, static_cast<int>(std::bit_width(static_cast<std::uint64_t>(n))) + 8);
-    const std::uint64_t prefix = ~(~std::uint64_t{0} >> prefix_bits);
-    fill(table, [&](std::int64_t e) { return (hash(e) & ~lookup_mask_) | static_cast<std::uint64_t>(e); });
-    table.sorted =
-        radix_sort(words_.data() + table.begin, spare_.data() + table.begin, n, 64 - prefix_bits, 64);
-    std::uint64_t* const sorted = table.sorted;
-    for (std::int64_t i = 0, end; i < n; i = end) {
-      for (end = i + 1; end < n && ((sorted[end] ^ sorted[i]) & prefix) == 0;) ++end;
-      if (end - i == 1) {
-        sorted[i] = (sorted[i] & lookup_mask_) | kStartsRow;
-        ++table.num_unique;
-        continue;
-      }
-      bool is_one_id = true;
-      const std::int64_t id = ids_[sorted[i] & lookup_mask_];
-      for (std::int64_t j = i; j < end; ++j) {
-        sorted[j] &= lookup_mask_;
-        is_one_id &= ids_[sorted[j]] == id;
-      }
-      if (is_one_id) {
-        sorted[i] |= kStartsRow;
-        ++table.num_unique;
+  // Threads share a table that would keep one of them busy alone; of the others each sorts whole ones.
+  void sort_and_write(Plan& plan) {
+    const std::int64_t num_lookups = lookups_.num_lookups(), threads = num_threads();
+    std::vector<std::size_t> whole;
+    std::int64_t longest = 0;
+    for (const auto t : order_) {
+      const std::int64_t n = tables_[t].size();
+      if (threads > 1 && n >= kSharedTable && n * threads * 2 > num_lookups) {
+        sort_shared(t, threads);
       } else {
-        std::sort(sorted + i, sorted + end, [this](std::uint64_t a, std::uint64_t b) {
-          return ids_[a] != ids_[b] ? hash(a) < hash(b) : a < b;
+        whole.push_back(t);
+        longest = std::max(longest, n);
+      }
+    }
+
+    const std::size_t first_run = runs_.size();
+    for (const auto t : whole)
+      runs_.push_back({static_cast<std::int64_t>(t), tables_[t].begin, tables_[t].end});
+    // One desk per thread, so that its memory stays in that processor's cache. For the same reason a table is
+    // written by who sorted it, as soon as the tables before it are counted.
+    const auto num_desks = std::min<std::int64_t>(threads, static_cast<std::int64_t>(whole.size()));
+    Buffer<std::uint64_t> words(2 * longest * num_desks);
+    Buffer<Counters> counters(num_desks);
+    std::vector<std::vector<Run*>> waiting(num_desks);
+    for (auto& runs : waiting) runs.reserve(whole.size());
+    std::atomic<std::size_t> next{0};
+    for_each_unit(num_desks, [&](std::int64_t d) {
+      const Desk desk{
+          words.data() + 2 * d * longest, words.data() + (2 * d + 1) * longest, {counters.data() + d, 1}};
+      for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < whole.size();) {
+        auto& table = tables_[whole[i]];
+        auto& run = runs_[first_run + i];
+        run.rows_begun = sort(table, desk);
+        if (table.out_of_range) continue;  // the tables behind it stay unwritten, the plan is refused
+        waiting[d].push_back(&run);
+        const std::int64_t num_counted = publish(table, run.rows_begun);
+        std::erase_if(waiting[d], [&](Run* of) {
+          if (of->table >= num_counted) return false;
+          write(plan, *of);
+          return true;
         });
-        mark_changes_of_id(table, i, end);
       }
+    });
+  }
+
+  void sort_shared(std::size_t t, std::int64_t threads) {
+    auto& table = tables_[t];
+    Buffer<std::uint64_t> words(2 * table.size());
+    Buffer<Counters> counters(threads);
+    sort(table, {words.data(), words.data() + table.size(), {counters.data(), counters.size()}});
+    if (table.out_of_range) return;
+    const std::size_t first_run = runs_.size();
+    for (std::int64_t c = 0; c < threads; ++c) {
+      runs_.push_back({static_cast<std::int64_t>(t), table.begin + cut(table.size(), threads, c),
+                       table.begin + cut(table.size(), threads, c + 1)});
+    }
+    for_each_unit(threads, [&](std::int64_t c) {
+      auto& run = runs_[first_run + c];
+      run.rows_begun = count_rows(run.begin, run.end);
+    });
+    std::int64_t num_rows = 0;
+    for (std::int64_t c = 0; c < threads; ++c) {
+      auto& run = runs_[first_run + c];
+      run.rows_before = num_rows;
+      num_rows += run.rows_begun;
+    }
+    publish(table, num_rows);
+  }
+
+  // A table's rows are counted. Returns how many tables are, with all before them: their first unique rows
+  // are known.
+  std::int64_t publish(TableOrder& table, std::int64_t num_rows) noexcept {
+    const std::scoped_lock lock(mutex_);
+    table.num_unique = num_rows;
+    for (; num_counted_ < tables_.size() && tables_[num_counted_].num_unique >= 0; ++num_counted_) {
+      tables_[num_counted_].first_unique = next_unique_;
+      next_unique_ += tables_[num_counted_].num_unique;
+    }
+    return static_cast<std::int64_t>(num_counted_);
+  }
+
+  // Where chunk c of n things begins.
+  static std::int64_t cut(std::int64_t n, std::int64_t chunks, std::int64_t c) {
+    return static_cast<std::int64_t>(static_cast<unsigned __int128>(n) * c / chunks);
+  }
+
+  // entries[table.begin, table.end): its lookups in the plan's order, | kStartsRow. Returns how many rows they
+  // are, if the desk has one chunk.
+  std::int64_t sort(TableOrder& table, const Desk& desk) noexcept {
+    if (table.rows == 0) return sort(table, desk, HashOrder{});
+    if (num_ranks_ == 1) return sort(table, desk, DirectOrder{static_cast<std::uint64_t>(table.rows)});
+    return sort(table, desk, DealtOrder(table.rows, num_ranks_));
+  }
+
+  template <class Order>
+  std::int64_t sort(TableOrder& table, const Desk& desk, const Order& order) noexcept {
+    const std::int64_t n = table.size();
+    const int position_bits = std::bit_width(
+        static_cast<std::uint64_t>(table.lookups.back().end - table.lookups.front().begin - 1));
+    int bits = order.key_bits();
+    if constexpr (std::is_same_v<Order, HashOrder>)
+      bits = std::min(static_cast<int>(std::bit_width(static_cast<std::uint64_t>(n))) + kPrefixBits,
+                      2 * kMaxDigitBits);
+    bits = std::min({bits, kMaxKeyBits, 64 - position_bits});
+    return bits + position_bits <= 32 ? sort_words<std::uint32_t>(table, desk, order, position_bits, bits)
+                                      : sort_words<std::uint64_t>(table, desk, order, position_bits, bits);
+  }
+
+  // By the highest `bits` of the keys; rows that these do not tell apart are compared afterwards.
+  template <class Word, class Order>
+  std::int64_t sort_words(TableOrder& table, const Desk& desk, const Order& order, int position_bits,
+                          int bits) noexcept {
+    const std::int64_t n = table.size(), first = table.lookups.front().begin;
+    const int dropped = order.key_bits() - bits;
+    const Digits digits(n, bits);
+    const std::size_t values = digits.values();
+    const auto num_chunks = desk.chunks.size();
+    const auto chunk_of = [&](std::int64_t c) {
+      return Range{cut(n, num_chunks, c), cut(n, num_chunks, c + 1)};
+    };
+    auto* words = reinterpret_cast<Word*>(desk.words);
+    auto* spare = reinterpret_cast<Word*>(desk.spare);
+
+    std::atomic<bool> out_of_range{false};
+    for_each_chunk(num_chunks, [&](std::int64_t c) {
+      const auto [begin, end] = chunk_of(c);
+      auto& counts = desk.chunks[c].counts;
+      std::fill_n(counts, values, 0);
+      bool all_inside = true;
+      Word* out = words + begin;
+      for_each_range(table, begin, end, [&](std::int64_t lo, std::int64_t hi) {
+        for (std::int64_t e = lo; e < hi; ++e) {
+          const std::int64_t id = ids_[e];
+          all_inside &= order.has(id);
+          const std::uint64_t key = order.key(id) >> dropped;
+          ++counts[key & (values - 1)];
+          *out++ = static_cast<Word>(key << position_bits | static_cast<std::uint64_t>(e - first));
+        }
+      });
+      if (!all_inside) out_of_range = true;
+    });
+    table.out_of_range = out_of_range;
+    if (table.out_of_range) return 0;  // its words have overflown
+
+    if (n <= kFew) {
+      std::sort(words, words + n);
+    } else {
+      for (int p = 0, shift = position_bits; p < digits.passes; ++p, shift += digits.width) {
+        if (p > 0) {
+          for_each_chunk(num_chunks, [&](std::int64_t c) {
+            const auto [begin, end] = chunk_of(c);
+            count_digits<Word>({words + begin, words + end}, shift, values, desk.chunks[c]);
+          });
+        }
+        place_digits(desk.chunks, values);
+        for_each_chunk(num_chunks, [&](std::int64_t c) {
+          const auto [begin, end] = chunk_of(c);
+          scatter<Word>({words + begin, words + end}, shift, values, desk.chunks[c], spare);
+        });
+        std::swap(words, spare);
+      }
+    }
+    const Word position_mask = static_cast<Word>((std::uint64_t{1} << position_bits) - 1);
+    std::uint32_t* const entries = entries_ + table.begin;
+    std::int64_t num_rows = 0;
+    for_each_chunk(num_chunks, [&](std::int64_t c) {
+      const auto [begin, end] = chunk_of(c);
+      std::uint32_t rows_begun = 0;
+      Word before = begin > 0 ? words[begin - 1] : static_cast<Word>(~words[0]);
+      for (std::int64_t i = begin; i < end; ++i) {
+        const Word word = words[i];
+        const bool starts = (word ^ std::exchange(before, word)) > position_mask;
+        entries[i] = static_cast<std::uint32_t>((word & position_mask) + first) | (starts ? kStartsRow : 0);
+        rows_begun += starts;
+      }
+      if (num_chunks == 1) num_rows = rows_begun;
+    });
+    return dropped > 0 ? num_rows + tell_apart(table, order, num_chunks) : num_rows;
+  }
+
+  // Runs of lookups that share a prefix of their keys: by key, if they are of different rows. Returns how many
+  // rows more that makes.
+  template <class Order>
+  std::int64_t tell_apart(const TableOrder& table, const Order& order, std::size_t num_chunks) noexcept {
+    std::uint32_t* const entries = entries_ + table.begin;
+    const auto id_of = [this](std::uint32_t entry) { return ids_[entry & ~kStartsRow]; };
+    const auto first_run = [&](std::int64_t i) {  // the first that begins at i or later
+      while (i < table.size() && !(entries[i] & kStartsRow)) ++i;
+      return i;
+    };
+    std::vector<std::int64_t> bounds(num_chunks + 1);
+    for (std::size_t c = 0; c <= num_chunks; ++c) bounds[c] = first_run(cut(table.size(), num_chunks, c));
+    std::atomic<std::int64_t> more{0};
+    for_each_chunk(num_chunks, [&](std::int64_t c) {
+      std::int64_t before = 0;
+      for (std::int64_t i = bounds[c]; i < bounds[c + 1]; ++i) {
+        const std::uint32_t entry = entries[i];
+        const std::int64_t id = id_of(entry);
+        const bool is_other = id != std::exchange(before, id);
+        if (!(is_other & !(entry & kStartsRow))) [[likely]] continue;
+        std::int64_t begin = i;
+        while (!(entries[begin] & kStartsRow)) --begin;
+        i = first_run(i);
+        for (std::int64_t j = begin; j < i; ++j) entries[j] &= ~kStartsRow;
+        std::sort(entries + begin, entries + i, [&](std::uint32_t a, std::uint32_t b) {
+          return ids_[a] != ids_[b] ? order.key(ids_[a]) < order.key(ids_[b]) : a < b;
+        });
+        for (std::int64_t j = i - 1; j > begin; --j) {
+          if (id_of(entries[j]) == id_of(entries[j - 1])) continue;
+          entries[j] |= kStartsRow;
+          more.fetch_add(1, std::memory_order_relaxed);
+        }
+        entries[begin] |= kStartsRow;
+        before = id_of(entries[--i]);
+      }
+    });
+    return more;
+  }
+
+  // visit(begin, end) the lookups of a table's positions [begin, end).
+  template <class Visit>
+  static void for_each_range(const TableOrder& table, std::int64_t begin, std::int64_t end,
+                             const Visit& visit) {
+    std::int64_t position = 0;
+    for (const auto& range : table.lookups) {
+      const std::int64_t past = range.begin - position;  // position -> lookup
+      const std::int64_t lo = std::max(begin, position);
+      position += range.end - range.begin;
+      const std::int64_t hi = std::min(end, position);
+      if (lo < hi) visit(past + lo, past + hi);
     }
   }
 
-  void mark_changes_of_id(TableOrder& table, std::int64_t begin, std::int64_t end) noexcept {
-    for (std::int64_t i = begin, before = 0; i < end; ++i) {
-      const std::int64_t id = ids_[table.sorted[i]];
-      if (i == begin || id != before) {
-        table.sorted[i] |= kStartsRow;
-        ++table.num_unique;
-      }
-      before = id;
-    }
+  std::int64_t count_rows(std::int64_t begin, std::int64_t end) const noexcept {
+    std::uint32_t rows = 0;
+    for (std::int64_t i = begin; i < end; ++i) rows += entries_[i] / kStartsRow;
+    return rows;
   }
 
-  void write(Plan& plan, std::int64_t t) noexcept {
-    const TableOrder& table = tables_[t];
-    std::int64_t u = table.first_unique - 1;
-    for (std::int64_t i = table.begin; i < table.end; ++i) {
-      const std::uint64_t word = table.sorted[i - table.begin];
-      const auto e = static_cast<std::int32_t>(word & ~kStartsRow);
-      if (word & kStartsRow) {
-        ++u;
-        plan.unique_ids[u] = ids_[e];
-        plan.segment_offsets[u] = static_cast<std::int32_t>(i);
-      }
-      plan.inverse[e] = static_cast<std::int32_t>(u);
-      plan.entries[i] = e;
+  // The run may begin inside a row of the run before.
+  void write(Plan& plan, Run& run) noexcept {
+    const std::int64_t first_unique = tables_[run.table].first_unique + run.rows_before;
+    std::int64_t lead = run.begin;
+    std::int32_t* const inverse = plan.inverse.data();
+    for (; lead < run.end && !(entries_[lead] & kStartsRow); ++lead)
+      inverse[entries_[lead]] = static_cast<std::int32_t>(first_unique - 1);
+    // Backwards, so that a row's first entry has the last word.
+    std::int64_t u = first_unique + run.rows_begun - 1;
+    std::int32_t* const segment_offsets = plan.segment_offsets.data();
+    for (std::int64_t i = run.end; i-- > lead;) {
+      const std::uint32_t entry = entries_[i], e = entry & ~kStartsRow;
+      entries_[i] = e;
+      inverse[e] = static_cast<std::int32_t>(u);
+      segment_offsets[u] = static_cast<std::int32_t>(i);
+      u -= entry / kStartsRow;
     }
-    std::int64_t* const counts = plan.block_offsets.data() + 1 + t * num_ranks_;
-    if (num_ranks_ == 1) {
-      counts[0] = table.num_unique;
+    std::int64_t* const unique_ids = plan.unique_ids.data();
+    for (u = first_unique; u < first_unique + run.rows_begun; ++u)
+      unique_ids[u] = ids_[entries_[segment_offsets[u]]];
+    run.is_written = true;
+  }
+
+  // counts[r] += how many of the ids, which are in order of their owners, rank r owns.
+  template <class Owner>
+  static void count_owners(std::span<const std::int64_t> ids, const Owner& owner, std::int64_t* counts) {
+    if (ids.empty()) return;
+    const auto first = owner(ids.front());
+    if (first == owner(ids.back())) {
+      counts[first] += static_cast<std::int64_t>(ids.size());
       return;
     }
-    const auto num_ranks = static_cast<std::uint32_t>(num_ranks_);
-    for (std::int64_t v = table.first_unique; v <= u; ++v) {
-      const std::int64_t id = plan.unique_ids[v];
-      ++counts[table.rows == 0 ? open_owner(id, num_ranks)
-                               : vocabulary_owner(static_cast<std::uint64_t>(id), num_ranks)];
-    }
+    count_owners(ids.first(ids.size() / 2), owner, counts);
+    count_owners(ids.subspan(ids.size() / 2), owner, counts);
   }
 
-  std::uint64_t hash(std::uint64_t e) const { return mix64(static_cast<std::uint64_t>(ids_[e])); }
+  void count_blocks(Plan& plan) noexcept {
+    std::int64_t* const offsets = plan.block_offsets.data();
+    std::fill_n(offsets, plan.block_offsets.size(), 0);
+    const auto num_tables = static_cast<std::int64_t>(tables_.size());
+    const auto num_ranks = static_cast<std::uint32_t>(num_ranks_);
+    for_each_unit(num_ranks_ > 1 ? num_tables : 0, [&](std::int64_t t) {
+      const auto& table = tables_[t];
+      const std::span<const std::int64_t> ids(plan.unique_ids.data() + table.first_unique, table.num_unique);
+      std::int64_t* const counts = offsets + t * num_ranks_ + 1;
+      if (table.rows == 0) {
+        count_owners(ids, [=](std::int64_t id) { return open_owner(id, num_ranks); }, counts);
+      } else {
+        const VocabularyDeal deal(num_ranks);
+        count_owners(
+            ids, [&](std::int64_t id) { return deal(static_cast<std::uint64_t>(id)).first; }, counts);
+      }
+    });
+    if (num_ranks_ == 1) {
+      for (std::int64_t t = 0; t < num_tables; ++t) offsets[t + 1] = tables_[t].num_unique;
+    }
+    for (std::size_t b = 1; b < plan.block_offsets.size(); ++b) offsets[b] += offsets[b - 1];
+  }
 
   [[noreturn]] void refuse(std::int64_t t) const {
     const TableOrder& table = tables_[t];
@@ -250,11 +508,13 @@ class Planner {
   const std::int64_t* ids_;
   std::int64_t num_ranks_;
   Lookups::ByTable by_table_;
-  int lookup_bits_;  // a word is key or hash prefix | lookup
-  std::uint64_t lookup_mask_;
-  Buffer<std::uint64_t> words_, spare_;
   std::vector<TableOrder> tables_;
-  std::vector<std::size_t> largest_first_;
+  std::vector<std::size_t> order_;  // of tables with lookups
+  std::vector<Run> runs_;
+  std::uint32_t* entries_ = nullptr;  // of the plan
+  std::mutex mutex_;
+  std::size_t num_counted_ = 0;
+  std::int64_t next_unique_ = 0;
 };
 
 }  // namespace

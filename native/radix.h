@@ -1,45 +1,68 @@
-// A least-significant-digit radix sort of 64-bit words by their high bits.
+// A stable least-significant-digit radix sort of words = key << position_bits | position, pass by pass, over
+// chunks that threads may share: each counts and places its own words, so the result is that of one chunk.
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
+#include <span>
 #include <utility>
 
 namespace colonnade {
 
-inline constexpr int kMaxDigitBits = 11;  // 2048 counters of 4 bytes stay in the first-level cache
-inline constexpr int kMaxPasses = 6;      // 64 bits
+inline constexpr int kMaxDigitBits = 13;
+inline constexpr int kMaxPasses = 4;
+inline constexpr int kMaxKeyBits = kMaxPasses * kMaxDigitBits;
 
-// Sorts words[0, n), n < 2^32, by bits [low, high); those above are zero. The lower bits must ascend in
-// words, and still ascend inside each run of equal high bits afterwards (few words: runs of equal words above
-// low, all of which are sorted). Returns where the sorted words are: `words` or `spare`.
-inline std::uint64_t* radix_sort(std::uint64_t* words, std::uint64_t* spare, std::int64_t n, int low,
-                                 int high) {
-  constexpr std::int64_t kFew = 256;
-  if (n < 2 || low >= high) return words;
-  if (n <= kFew) {
-    std::sort(words, words + n);
-    return words;
+struct Digits {
+  int passes = 0, width = 0;
+
+  // Fewest operations: a pass moves every word, then visits every counter.
+  Digits(std::int64_t n, int key_bits) {
+    std::int64_t least = INT64_MAX;
+    for (int p = (key_bits + kMaxDigitBits - 1) / kMaxDigitBits; p <= kMaxPasses; ++p) {
+      const int bits = p ? (key_bits + p - 1) / p : 0;
+      const std::int64_t operations = p * (2 * n + (std::int64_t{1} << bits));
+      if (operations < least) {
+        least = operations;
+        passes = p;
+        width = bits;
+      }
+    }
   }
-  const int passes = (high - low + kMaxDigitBits - 1) / kMaxDigitBits;
-  const int width = (high - low + passes - 1) / passes;
-  const std::uint64_t mask = (std::uint64_t{1} << width) - 1;
-  std::array<std::array<std::uint32_t, 1 << kMaxDigitBits>, kMaxPasses> counts;
-  for (int p = 0; p < passes; ++p) {
-    counts[p].fill(0);
-    for (std::int64_t i = 0; i < n; ++i) ++counts[p][words[i] >> (low + p * width) & mask];
+  std::size_t values() const { return std::size_t{1} << width; }
+};
+
+// One chunk's words by digit, then the place of each digit's next word.
+struct Counters {
+  alignas(64) std::uint32_t counts[1 << kMaxDigitBits];
+  alignas(64) std::uint32_t odd[1 << kMaxDigitBits];
+};
+
+template <class Word>
+void count_digits(std::span<const Word> words, int shift, std::size_t values, Counters& counters) {
+  // By turns in two places: one counter alone would wait for itself where many words have one digit.
+  std::fill_n(counters.counts, values, 0);
+  std::fill_n(counters.odd, values, 0);
+  std::size_t i = 0;
+  for (; i + 1 < words.size(); i += 2) {
+    ++counters.counts[words[i] >> shift & (values - 1)];
+    ++counters.odd[words[i + 1] >> shift & (values - 1)];
   }
-  for (int p = 0; p < passes; ++p) {
-    auto& place = counts[p];
-    const int shift = low + p * width;
-    if (place[words[0] >> shift & mask] == static_cast<std::uint64_t>(n)) continue;  // one digit for all
-    std::uint32_t sum = 0;
-    for (std::uint64_t d = 0; d <= mask; ++d) sum += std::exchange(place[d], sum);
-    for (std::int64_t i = 0; i < n; ++i) spare[place[words[i] >> shift & mask]++] = words[i];
-    std::swap(words, spare);
+  if (i < words.size()) ++counters.counts[words[i] >> shift & (values - 1)];
+  for (std::size_t d = 0; d < values; ++d) counters.counts[d] += counters.odd[d];
+}
+
+// Counts become places: digit by digit, chunk by chunk.
+inline void place_digits(std::span<Counters> chunks, std::size_t values) {
+  std::uint32_t sum = 0;
+  for (std::size_t d = 0; d < values; ++d) {
+    for (auto& chunk : chunks) sum += std::exchange(chunk.counts[d], sum);
   }
-  return words;
+}
+
+template <class Word>
+void scatter(std::span<const Word> words, int shift, std::size_t values, Counters& counters, Word* out) {
+  for (const Word word : words) out[counters.counts[word >> shift & (values - 1)]++] = word;
 }
 
 }  // namespace colonnade

@@ -31,7 +31,8 @@ Batch random_batch(Random& random) {
     batch.poolings.push_back(2);
     const auto rows = static_cast<std::uint64_t>(batch.rows[batch.tables.back()]);
     const auto distinct = random.below(3'000) + 1;
-    for (auto n = random.below(4'000); n > 0; --n) {
+    // Now and then enough for threads to share the table.
+    for (auto n = random.below(random.below(8) == 0 ? 60'000 : 4'000); n > 0; --n) {
       const auto id = mix64(random.below(distinct));
       batch.ids.push_back(static_cast<std::int64_t>(rows == 0 ? id : id % rows));
     }

@@ -77,6 +77,107 @@ def test_ids_with_one_hash_prefix_are_told_apart():
     assert torch.equal(plan.unique_ids[plan.inverse.long()], torch.from_numpy(lookups))
 
 
+SHARED = 40_000  # lookups of one table, more than those from which threads share a table
+
+
+def grouped(ids, feature_offsets, feature_tables, table_rows, num_ranks):
+    """reference.make_plan by sorting arrays: for batches too large for its loops."""
+    ids, start = np.asarray(ids), 0
+    unique, counts, entries, lengths = [], [0], [], []
+    inverse = np.empty(len(ids), np.int32)
+    for t, rows in enumerate(table_rows):
+        features = [f for f in range(len(feature_tables)) if feature_tables[f] == t]
+        lookups = [np.arange(feature_offsets[f], feature_offsets[f + 1]) for f in features]
+        lookups = np.concatenate([np.empty(0, np.int64), *lookups])
+        mine, which = np.unique(ids[lookups], return_inverse=True)
+        owners = reference.owner_of(torch.from_numpy(mine), rows, num_ranks).numpy()
+        hashes = reference.mix64(torch.from_numpy(mine)).numpy().view(np.uint64)
+        order = np.lexsort((mine // num_ranks if rows else hashes, owners))
+        row = np.argsort(order)[which]
+        inverse[lookups] = start + row
+        start += len(mine)
+        unique.append(mine[order])
+        counts += np.bincount(owners, minlength=num_ranks).tolist()
+        entries.append(lookups[np.argsort(row, kind="stable")])
+        lengths.append(np.bincount(row, minlength=len(mine)))
+    return reference.Plan(
+        torch.from_numpy(np.concatenate(unique)),
+        torch.tensor(counts).cumsum(0),
+        torch.from_numpy(inverse),
+        torch.from_numpy(np.concatenate([[0], *lengths]).cumsum().astype(np.int32)),
+        torch.from_numpy(np.concatenate(entries).astype(np.int32)),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    table_rows=st.lists(st.sampled_from([0, 1, 1000, 10**6, 2**40, 2**62]), min_size=1, max_size=3),
+    sizes=st.lists(st.sampled_from([0, 1, 31, 33, 700, SHARED, 2 * SHARED]), min_size=1, max_size=5),
+    hot=st.sampled_from([0, 0.3, 1]),
+    spread=st.sampled_from([1, 2**20, 2**60]),
+    num_ranks=st.integers(1, 7),
+    seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_tables_that_threads_share(table_rows, sizes, hot, spread, num_ranks, seed):
+    """Any sizes of tables, one hot row among them, with several features in any order."""
+    rng = np.random.default_rng(seed)
+    feature_tables = rng.integers(0, len(table_rows), size=len(sizes)).tolist()
+    ids = []
+    for t, size in zip(feature_tables, sizes, strict=True):
+        drawn = rng.integers(-(2**63), 2**63 - 1, size=size)
+        drawn = np.abs(drawn // 2) % table_rows[t] if table_rows[t] else drawn // spread
+        ids.append(np.where(rng.random(size) < hot, 0, drawn))
+    ids = np.concatenate(ids)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    wanted = grouped(ids, offsets, feature_tables, table_rows, num_ranks)
+    lookups = _native.Lookups(
+        torch.from_numpy(ids),
+        torch.from_numpy(offsets),
+        torch.tensor(feature_tables, dtype=torch.int32),
+        torch.full((len(sizes),), 2, dtype=torch.uint8),
+        0,
+        None,
+        None,
+    )
+    for num_threads in (1, 2, 3):
+        with running_on(_native.isa(), num_threads):
+            plan = _native.make_plan(lookups, torch.tensor(table_rows), num_ranks)
+        for name in reference.Plan._fields:
+            assert torch.equal(getattr(plan, name), getattr(wanted, name)), name
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches(), st.integers(1, 4))
+def test_grouped_equals_twin(batch, num_ranks):
+    arguments = batch.feature_offsets, batch.feature_tables, batch.table_rows, num_ranks
+    quick = grouped(batch.ids, *arguments)
+    for name, wanted in reference.make_plan(batch.ids, *arguments)._asdict().items():
+        assert torch.equal(getattr(quick, name), wanted), name
+
+
+def test_shared_tables_ids_with_one_hash_prefix_are_told_apart():
+    """As above, with runs that cross the threads' parts of the table, beside ids of any hash."""
+    ids = [unmix64(0x123456789ABC << 16 | low) for low in range(2 * SHARED)]
+    lookups = np.random.default_rng(1).permutation(ids + list(range(100)))
+    wanted = grouped(lookups, [0, len(lookups)], [0], [0], 3)
+    for num_threads in (1, 2, 3):
+        with running_on(_native.isa(), num_threads):
+            plan = _native.make_plan(one_hot(lookups), torch.tensor([0]), 3)
+        for name in reference.Plan._fields:
+            assert torch.equal(getattr(plan, name), getattr(wanted, name)), name
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_id_outside_a_shared_vocabulary(num_threads):
+    ids = np.zeros(2 * SHARED, np.int64)
+    ids[SHARED + 7] = ids[-1] = 10
+    with running_on(_native.isa(), num_threads):
+        with pytest.raises(IndexError, match=r"^table 0 feature 1 position 7 id 10 rows 10$"):
+            _native.make_plan(one_hot(ids, tables=(0, 0)), torch.tensor([10]), 2)
+        with pytest.raises(IndexError, match=r"^table 1 feature 1 position 7 id 10 rows 10$"):
+            _native.make_plan(one_hot(ids, tables=(0, 1)), torch.tensor([10, 10]), 1)
+
+
 def test_nothing_to_plan():
     plan = _native.make_plan(one_hot([], tables=()), torch.tensor([], dtype=torch.int64), 3)
     assert plan.num_unique == 0 and plan.block_offsets.tolist() == [0]
@@ -106,7 +207,7 @@ def test_id_outside_its_vocabulary(bad, num_ranks):
         ({"feature_offsets": [0, 2, 4, 5]}, "end at 5 but there are 6 ids"),
         ({"feature_offsets": [0, 2, 6]}, "3 elements, wanted 4"),
         ({"feature_tables": [0, -1, 0]}, "feature 1 names table -1"),
-        ({"poolings": [0, 3, 0]}, "feature 1 has pooling 3"),
+        ({"poolings": [0, 4, 0]}, "feature 1 has pooling 4"),
         ({"batch_size": 3}, "feature 0 has 2 lookups for 3 samples"),
         ({"bag_offsets": [0, 1, 2, 3, 4, 6]}, "bag_offsets has 6 elements, wanted 7"),
         ({"bag_offsets": [0, 1, 2, 5, 4, 5, 6]}, "decrease at feature 1 sample 1: 5 -> 4"),
@@ -157,3 +258,63 @@ def test_take():
         index[77_777] = bad
         with pytest.raises(IndexError, match="outside"):
             _native.take(values, index, out)
+
+
+ODD = [-(2**63), -5, -1, 0, 1, 2, 3, 4, 5, 6, 7, 2**31, 2**62, 2**63 - 1]
+
+
+def arrays(dtypes, max_size):
+    """Mostly of the first dtype and contiguous; any numbers."""
+    values = st.lists(st.sampled_from(ODD), max_size=max_size)
+
+    def array(drawn, dtype, shape):
+        tensor = torch.tensor(drawn, dtype=torch.int64).to(dtype)
+        return {"flat": tensor, "strided": tensor[::2], "nested": tensor[None]}[shape]
+
+    shapes = st.sampled_from(["flat"] * 10 + ["strided", "nested"])
+    return st.builds(array, values, st.sampled_from([dtypes[0]] * 10 + dtypes[1:]), shapes)
+
+
+def nearly(values, dtype):
+    """A right array, perhaps with one number replaced."""
+
+    def changed(place, number):
+        tensor = torch.tensor(values, dtype=torch.int64)
+        if place is not None:
+            tensor[place] = number
+        return tensor.to(dtype)
+
+    places = st.one_of(st.none(), st.integers(0, len(values) - 1))
+    return st.builds(changed, places, st.sampled_from(ODD))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    ids=st.one_of(nearly([0, 1, 2, 3, 4, 5], torch.int64), arrays([torch.int64, torch.int32], 8)),
+    feature_offsets=st.one_of(
+        nearly([0, 2, 4, 6], torch.int64), arrays([torch.int64, torch.int32], 5)
+    ),
+    feature_tables=st.one_of(nearly([0, 1, 0], torch.int32), arrays([torch.int32, torch.int64], 4)),
+    poolings=st.one_of(nearly([0, 1, 2], torch.uint8), arrays([torch.uint8, torch.float32], 4)),
+    batch_size=st.sampled_from([2, 2, 2, *ODD]),
+    bag_offsets=st.one_of(
+        st.none(),
+        nearly([0, 1, 2, 3, 4, 5, 6], torch.int64),
+        arrays([torch.int64, torch.int32], 8),
+    ),
+    weights=st.one_of(st.none(), arrays([torch.float32, torch.float64, torch.int64], 8)),
+    table_rows=st.one_of(nearly([0, 9], torch.int64), arrays([torch.int64, torch.int32], 4)),
+    num_ranks=st.sampled_from([1, 1, 2, 3, *(n for n in ODD if not 3 < n <= 2**31)]),
+)
+def test_anything_is_planned_or_refused(**arguments):
+    """No array, however wrong, crashes; what is planned groups every lookup."""
+    table_rows, num_ranks = arguments.pop("table_rows"), arguments.pop("num_ranks")
+    try:
+        lookups = _native.Lookups(**arguments)
+        plan = _native.make_plan(lookups, table_rows, num_ranks)
+    except (ValueError, TypeError, IndexError) as error:
+        assert str(error)
+        return
+    ids = arguments["ids"]
+    assert torch.equal(plan.unique_ids[plan.inverse.long()], ids)
+    assert sorted(plan.entries.tolist()) == list(range(len(ids)))

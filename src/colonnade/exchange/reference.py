@@ -8,6 +8,7 @@ Legend: B samples of one rank's batch, D dim, E lookups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from colonnade.batch import Batch, Ids
 from colonnade.exchange.layout import Declaration, consumption, outputs
+from colonnade.ops import optimizers
 from colonnade.ops import reference as ops
 from colonnade.store.dram import table_seed
-from colonnade.table import Table
+from colonnade.table import Part, Table
 
 
 class ReferenceRows:
@@ -37,8 +39,11 @@ class ReferenceRows:
         if key not in self.weights:
             seed, ids = table_seed(self.seed, table.name), torch.tensor([row_id])
             dtype = getattr(torch, table.dtype)
-            scales = torch.cat([torch.full((part.dim,), part.init_scale) for part in table.parts])
-            self.weights[key] = ops.birth_values(ids, table.width, seed, scales, dtype)[0]
+            born = [
+                ops.birth_values(ids, p.dim, seed, p.init_scale, dtype, column=p.column)[0]
+                for p in table.parts
+            ]
+            self.weights[key] = torch.cat(born)
             self.states[key] = torch.zeros(table.state_floats, dtype=dtype)
             for part in table.parts:
                 value, count = part.optimizer.initial_state(part.dim)
@@ -109,14 +114,27 @@ class ReferenceRows:
         self.row(table, row_id)
         key = (table.name, row_id)
         weights, state = self.weights[key][None], self.states[key][None]
+        clock = torch.tensor([self.clocks[key]])
         for part in table.parts:
             columns = slice(part.column, part.column + part.dim)
             states = slice(part.state, part.state + part.optimizer.state_floats(part.dim))
-            ops_update(
-                part, table.max_norm, weights[:, columns], state[:, states], self.clocks[key],
-                gradient[None, columns],
+            optimizers.update(
+                part.optimizer.kind, weights[:, columns], state[:, states], clock,
+                gradient[None, columns], settings_of(part, table),
             )  # fmt: skip
         self.clocks[key] += 1
+
+
+def settings_of(part: Part, table: Table) -> optimizers.Settings:
+    """As RowOptimizer hands them to the core."""
+    given = {
+        name: value
+        for name, value in part.optimizer.settings().items()
+        if name not in ("betas", "momentum", "initial_accumulator")
+    }
+    betas = getattr(part.optimizer, "betas", (getattr(part.optimizer, "momentum", 0.0), 0.0))
+    max_norm = math.inf if table.max_norm is None else table.max_norm
+    return optimizers.Settings(beta1=betas[0], beta2=betas[1], max_norm=max_norm, **given)
 
 
 def row_dtype(table: Table) -> torch.dtype:
