@@ -255,6 +255,13 @@ def report(
     }
 
 
+def write_report(path: Path, result: Mapping[str, Any]) -> None:
+    """JSON with one case per line, so that a changed figure is a changed line."""
+    cases = ",\n  ".join(json.dumps(case) for case in result["cases"])
+    frame = json.dumps({**result, "cases": "CASES"}, indent=1)
+    path.write_text(frame.replace('"CASES"', f"[\n  {cases}\n ]") + "\n")
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 

@@ -14,7 +14,6 @@ dense network out, and sends a fixed gradient back into the looked-up fields: wh
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -41,6 +40,7 @@ from harness import (
     print_machine,
     read_cpu_seconds,
     report,
+    write_report,
 )
 from rich.console import Console
 from rich.table import Table
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ratios=ratios_of(measured),
     )
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_report(options.json, result)
     print_result(console, measured, result)
 
 

@@ -73,6 +73,10 @@ class Laps:
 
     def __init__(self, phases: Sequence[str] = PHASES) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(phases, 0.0)
+        self.start()
+
+    def start(self) -> None:
+        """What came before is in no phase."""
         self.last = time.perf_counter()
 
     def __call__(self, phase: str) -> None:
