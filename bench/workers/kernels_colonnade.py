@@ -28,7 +28,7 @@ from torch import Tensor
 import colonnade
 from colonnade import Batch, EmbeddingCollection, Feature, Ids, RowOptimizer, Table, _native
 from colonnade.interaction import Concat
-from workers.kernels_loop import SCALE, Step, System, gradient_of, serve
+from workers.kernels_loop import EPS, SCALE, Step, System, gradient_of, serve
 from workers.loop import Laps
 from workers.roofline import (
     GATHER_SETTINGS,
@@ -42,8 +42,9 @@ from workers.roofline import (
 from workers.workload import NUM_FEATURES, Tables, Workload
 
 KINDS = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": 3}
-LR, WEIGHT_DECAY, EPS, MAX_NORM, CLIP_VALUE, GRADIENT_SCALE = 0, 1, 2, 9, 10, 11
 NUM_SETTINGS = 16
+LR_COLUMN, EPS_COLUMN, SCALE_COLUMN = 0, 2, 11
+UNUSED_LIMITS = slice(9, 11)  # max_norm, clip_value
 SUM, SEQUENCE = 0, 2
 FILL_ROWS = 1 << 16
 """Rows of each table that one call brings to life."""
@@ -98,8 +99,9 @@ class Colonnade:
         self.strides = torch.tensor([self.dram.stride_bytes(t) for t in range(n)])
         self.kinds = int32(*[KINDS[tables.optimizer]] * n)
         settings = torch.zeros(n, NUM_SETTINGS, dtype=torch.float64)
-        settings[:, LR], settings[:, EPS], settings[:, GRADIENT_SCALE] = tables.lr, 1e-8, 1.0
-        settings[:, MAX_NORM] = settings[:, CLIP_VALUE] = math.inf
+        settings[:, LR_COLUMN], settings[:, EPS_COLUMN] = tables.lr, EPS
+        settings[:, SCALE_COLUMN] = 1.0
+        settings[:, UNUSED_LIMITS] = math.inf
         self.settings = settings
 
     def lookups(self, workload: Workload, ids: Tensor) -> _native.Lookups:

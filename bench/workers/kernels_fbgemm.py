@@ -18,7 +18,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor
 
-from workers.kernels_loop import Step, fill, gradient_of, serve
+from workers.kernels_loop import EPS, Step, fill, gradient_of, serve
 from workers.loop import Laps
 from workers.workload import NUM_FEATURES, Tables, Workload
 
@@ -55,7 +55,7 @@ class Fbgemm:
                 embedding_specs=[spec] * NUM_FEATURES,
                 optimizer=OPTIMIZERS[self.tables.optimizer],
                 learning_rate=self.tables.lr,
-                eps=1e-8,
+                eps=EPS,
                 pooling_mode=pooling,
                 device=torch.device("cpu"),
                 preallocated_host_buffers=self.buffers,

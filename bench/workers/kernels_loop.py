@@ -39,6 +39,8 @@ from workers.workload import NUM_FEATURES, Tables, Workload
 
 SPIN_SECONDS = 0.02
 """OpenMP's threads spin this long after a block; the next system must not pay for it."""
+EPS = 1e-8
+"""Of every Adagrad."""
 SCALE = 1e-3
 """Of gradients and weights: small enough that nothing grows in thousands of steps, far from denormal numbers."""
 
@@ -118,9 +120,10 @@ def gradient_of(workload: Workload, dim: int) -> Tensor:
 
 
 def fill(weights: Tensor) -> Tensor:
-    """Random-looking weights, in place and fast: every page is touched."""
+    """Random-looking values, in place and fast: every page is touched. The same in every worker."""
     flat = weights.view(-1)
-    pattern = torch.randn(min(len(flat), 1 << 20)) * SCALE
+    generator = torch.Generator().manual_seed(0)
+    pattern = torch.randn(min(len(flat), 1 << 20), generator=generator) * SCALE
     for part in flat.split(len(pattern)):
         part.copy_(pattern[: len(part)])
     return weights

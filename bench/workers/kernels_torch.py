@@ -8,16 +8,17 @@ Inside `forward`: the modules, fresh outputs. Inside `backward`: autograd, which
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from workers.kernels_loop import Step, fill, gradient_of, serve
+from workers.kernels_loop import EPS, Step, fill, gradient_of, serve
 from workers.loop import Laps
 from workers.workload import NUM_FEATURES, Tables, Workload
 
-OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": partial(torch.optim.Adagrad, eps=EPS)}
 
 
 class Torch:
