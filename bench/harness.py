@@ -19,11 +19,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Protocol
+
+from rich.console import Console
 
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 STDERR_TAIL_LINES = 15
+MAX_OTHERS_SHARE = 0.05
+PEER_INSTALLS = (
+    ("torch==2.13.0", "fbgemm-gpu-cpu==1.8.0"),
+    ("--no-deps", "torchrec==1.8.0"),  # it would bring the CUDA build of fbgemm, for another torch
+    ("torchmetrics==1.0.3", "tensordict", "tqdm", "pyre-extensions"),
+)
+"""`pip install` arguments of the environment that every bench's peers share."""
 
 
 class BenchError(RuntimeError):
@@ -83,6 +92,15 @@ class Worker:
         return BenchError(f"worker {self.name} ended with status {status}; its last words:\n{tail}")
 
 
+class Measurable(Protocol):
+    """What `interleave` needs: a worker, or one of several systems that share a worker."""
+
+    @property
+    def name(self) -> str: ...
+    def send(self, message: Mapping[str, Any]) -> None: ...
+    def answer(self) -> dict[str, Any]: ...
+
+
 def open_worker(name: str, python: str, module: str) -> Worker:
     """Run `python -m module` in the bench folder: so `workers` is found and its torch.py does not shadow torch."""
     log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
@@ -115,20 +133,30 @@ class Blocks:
         self.seconds.append(fmean(answer["seconds"]))
         for name, seconds in answer["phases"].items():
             self.phases.setdefault(name, []).append(fmean(seconds))
-        self.losses.append(answer["loss"])
+        if "loss" in answer:
+            self.losses.append(answer["loss"])
 
 
 def interleave(
-    workers: Sequence[Worker], *, rounds: int, steps: int, warm_up_steps: int
+    workers: Sequence[Measurable],
+    *,
+    rounds: int,
+    steps: int,
+    warm_up_steps: int,
+    message: Mapping[str, Any] | None = None,
 ) -> dict[str, Blocks]:
-    """Per worker, `rounds` blocks of `steps` steps, one worker at a time, after a warm-up that is not kept."""
+    """Per worker, `rounds` blocks of `steps` steps, one worker at a time, after a warm-up that is not kept.
+
+    `message`: what else each worker is told with every block.
+    """
+    message = message or {}
     blocks = {worker.name: Blocks() for worker in workers}
     for worker in workers:
-        worker.send({"steps": warm_up_steps})
+        worker.send({**message, "steps": warm_up_steps})
         worker.answer()
     for _ in range(rounds):
         for worker in workers:
-            worker.send({"steps": steps})
+            worker.send({**message, "steps": steps})
             blocks[worker.name].add(worker.answer())
     return blocks
 
@@ -227,5 +255,27 @@ def report(
     }
 
 
+def write_report(path: Path, result: Mapping[str, Any]) -> None:
+    """JSON with one case per line, so that a changed figure is a changed line."""
+    cases = ",\n  ".join(json.dumps(case) for case in result["cases"])
+    frame = json.dumps({**result, "cases": "CASES"}, indent=1)
+    path.write_text(frame.replace('"CASES"', f"[\n  {cases}\n ]") + "\n")
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def print_machine(console: Console, result: Mapping[str, Any]) -> None:
+    """The line under a bench's table: what ran where, and whether the machine was quiet."""
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    console.print(
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, others used "
+        f"{machine['others_share']:.0%} of it; commit {result['commit']}; {versions}", soft_wrap=True
+    )  # fmt: skip
+    if machine["others_share"] > MAX_OTHERS_SHARE:
+        console.print(
+            "The machine was busy with other things: do not quote these ratios. OpenMP's spinning threads "
+            "then slow the systems down unequally.", style="yellow", soft_wrap=True,
+        )  # fmt: skip

@@ -7,22 +7,24 @@ Dense network, dense optimizer, loss and batches are the same for all; each syst
     torch       nn.EmbeddingBag(sparse=True) per table, torch.optim.Adagrad (one accumulator per weight, not per row)
     torchrec    DistributedModelParallel on one gloo rank, table-wise, fused row-wise Adagrad
 
-Every batch is new, as in one epoch of training, and made in memory beforehand.
+Every batch is new, as in one epoch of training, and made in memory beforehand. A second measurement leaves the
+dense network out, and sends a fixed gradient back into the looked-up fields: what the embeddings' share costs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 from harness import (
+    PEER_INSTALLS,
     ROOT,
     BenchError,
     Blocks,
@@ -35,8 +37,10 @@ from harness import (
     open_environment,
     open_worker,
     others_share,
+    print_machine,
     read_cpu_seconds,
     report,
+    write_report,
 )
 from rich.console import Console
 from rich.table import Table
@@ -53,16 +57,13 @@ ROWS_LR, DENSE_LR = 0.02, 1e-3
 WARM_UP_STEPS = 32
 ROUNDS, STEPS = 12, 10
 QUICK_ROUNDS, QUICK_STEPS = 3, 5
-MAX_OTHERS_SHARE = 0.05
 MAX_LOSS_GAP = 0.02
 """Systems whose log losses differ by more than this have not trained the same model."""
+SPARSE_ONLY = " sparse only"
+"""Follows a case's name where there is no dense network."""
+RATIOS = {"samples": "", "sparse_step": SPARSE_ONLY}
+"""A ratio's name, and what follows `D=..` in the names of its cases."""
 LEFT_OUT = "torchrec is left out, only the torch ratios follow"
-
-TORCHREC_INSTALLS = (
-    ("torch==2.13.0", "fbgemm-gpu-cpu==1.8.0"),
-    ("--no-deps", "torchrec==1.8.0"),  # it would bring the CUDA build of fbgemm, for another torch
-    ("torchmetrics==1.0.3", "tensordict", "tqdm", "pyre-extensions"),
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     systems = {"colonnade": sys.executable, "torch": sys.executable}
     try:
-        systems["torchrec"] = open_environment(ROOT / "build" / "bench-env", TORCHREC_INSTALLS)
+        systems["torchrec"] = open_environment(ROOT / "build" / "bench-env", PEER_INSTALLS)
     except BenchError as error:
         console.print(f"{LEFT_OUT}: {error}", style="yellow", markup=False)
 
@@ -88,10 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     before = read_cpu_seconds()
     with tempfile.TemporaryDirectory(prefix="colonnade-bench-") as folder:
         rows = write_data(Path(folder), num_batches=WARM_UP_STEPS + rounds * steps)
-        for dim in DIMS:
+        for dim, sparse_only in product(DIMS, (False, True)):
             case = Case(
                 data=folder, rows=rows, dim=dim, bottom=BOTTOM, top=TOP, rows_lr=ROWS_LR,
-                dense_lr=DENSE_LR, num_threads=os.cpu_count() or 1, seed=0,
+                dense_lr=DENSE_LR, num_threads=os.cpu_count() or 1, seed=0, sparse_only=sparse_only,
             )  # fmt: skip
             workers = open_workers(systems, case, versions, console)
             try:
@@ -100,9 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
             finally:
                 close_workers(workers)
-            check_same_model(blocks, dim)
+            if not sparse_only:
+                check_same_model(blocks, dim)
             for system, done in blocks.items():
-                measured += cases_of(f"D={dim}", system, done)
+                measured += cases_of(f"D={dim}" + SPARSE_ONLY * sparse_only, system, done)
 
     result = report(
         "train",
@@ -114,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ratios=ratios_of(measured),
     )
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_report(options.json, result)
     print_result(console, measured, result)
 
 
@@ -173,26 +175,25 @@ def cases_of(name: str, system: str, blocks: Blocks) -> list[Measured]:
         Measured(f"{name} {phase}", system, "ms/step", [1e3 * s for s in blocks.phases[phase]])
         for phase in PHASES
     ]
-    return [
-        Measured(name, system, "samples/s", rates),
-        *phases,
-        Measured(f"{name} loss", system, "log loss", blocks.losses),
-    ]
+    rows = [Measured(name, system, "samples/s", rates), *phases]
+    if SPARSE_ONLY not in name:
+        rows.append(Measured(f"{name} loss", system, "log loss", blocks.losses))
+    return rows
 
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
-    """Medians of our samples/s over each peer's, by dim, and the worst of them."""
+    """Medians of our samples/s over each peer's, of whole steps and of the embeddings' share, by dim and the worst."""
     rates = {(m.case, m.system): m.median for m in measured if m.unit == "samples/s"}
     ratios: dict[str, float] = {}
-    for peer in ("torch", "torchrec"):
-        by_dim = {
-            dim: rates[f"D={dim}", "colonnade"] / rates[f"D={dim}", peer]
-            for dim in DIMS
-            if (f"D={dim}", peer) in rates
-        }
+    for name, peer in product(RATIOS, ("torch", "torchrec")):
+        by_dim = {}
+        for dim in DIMS:
+            case = f"D={dim}{RATIOS[name]}"
+            if (case, peer) in rates and (case, "colonnade") in rates:
+                by_dim[dim] = rates[case, "colonnade"] / rates[case, peer]
         if by_dim:
-            ratios[f"samples_vs_{peer}"] = min(by_dim.values())
-            ratios |= {f"samples_vs_{peer}_d{dim}": ratio for dim, ratio in by_dim.items()}
+            ratios[f"{name}_vs_{peer}"] = min(by_dim.values())
+            ratios |= {f"{name}_vs_{peer}_d{dim}": ratio for dim, ratio in by_dim.items()}
     return ratios
 
 
@@ -203,7 +204,7 @@ def print_result(console: Console, measured: Sequence[Measured], result: dict) -
         box=None,
         title_justify="left",
         padding=(0, 1, 0, 0),
-        title=f"DLRM, fp32, batch {BATCH_SIZE}",
+        title=f"DLRM, fp32, batch {BATCH_SIZE}; *: the embeddings alone, with a fixed gradient",
     )
     for heading in ("D", "system", "samples/s", "spread", "ms", *PHASES, "loss"):
         table.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
@@ -212,32 +213,23 @@ def print_result(console: Console, measured: Sequence[Measured], result: dict) -
             continue
         spread = (max(m.values) - min(m.values)) / m.median
         phases = [found[f"{m.case} {phase}", m.system].median for phase in PHASES]
+        loss = found.get((f"{m.case} loss", m.system))
         table.add_row(
-            m.case.removeprefix("D="), m.system, f"{m.median:,.0f}", f"{spread:.0%}",
+            m.case.removeprefix("D=").replace(SPARSE_ONLY, "*"), m.system, f"{m.median:,.0f}", f"{spread:.0%}",
             f"{1e3 * BATCH_SIZE / m.median:.1f}", *(f"{ms:.1f}" for ms in phases),
-            f"{found[f'{m.case} loss', m.system].median:.3f}",
+            f"{loss.median:.3f}" if loss else "",
         )  # fmt: skip
     console.print(table)
     ratios = result["ratios"]
-    for peer in ("torch", "torchrec"):
-        by_dim = {n: r for n, r in ratios.items() if n.startswith(f"samples_vs_{peer}_d")}
+    for name, peer in product(RATIOS, ("torch", "torchrec")):
+        by_dim = {n: r for n, r in ratios.items() if n.startswith(f"{name}_vs_{peer}_d")}
         if by_dim:
-            worst = ratios[f"samples_vs_{peer}"]
-            console.print(f"samples_vs_{peer}: {worst:.2f} (the worst of these)")
-            for name, ratio in by_dim.items():
-                console.print(f"  {name}: {ratio:.2f}")
+            worst = ratios[f"{name}_vs_{peer}"]
+            console.print(f"{name}_vs_{peer}: {worst:.2f} (the worst of these)")
+            for dim_name, ratio in by_dim.items():
+                console.print(f"  {dim_name}: {ratio:.2f}")
             console.print(f"  geometric mean: {geometric_mean(list(by_dim.values())):.2f}")
-    machine = result["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    console.print(
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, others used "
-        f"{machine['others_share']:.0%} of it; commit {result['commit']}; {versions}", soft_wrap=True
-    )  # fmt: skip
-    if machine["others_share"] > MAX_OTHERS_SHARE:
-        console.print(
-            "The machine was busy with other things: do not quote these ratios. OpenMP's spinning threads "
-            "then slow the systems down unequally.", style="yellow", soft_wrap=True,
-        )  # fmt: skip
+    print_machine(console, result)
 
 
 if __name__ == "__main__":

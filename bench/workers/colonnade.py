@@ -9,7 +9,16 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 import colonnade
-from colonnade import Batch, Feature, Ids, RowOptimizer, RowWiseAdagrad, Table
+from colonnade import (
+    Batch,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    RowOptimizer,
+    RowWiseAdagrad,
+    Table,
+)
+from colonnade.interaction import Concat
 from colonnade.models.dlrm import DLRM
 from workers.loop import Case, Laps, Step, serve
 
@@ -20,6 +29,8 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
         for name, rows in zip(case.names, case.rows, strict=True)
     ]
     batches = list(read(case))
+    if case.sparse_only:
+        return build_sparse(case, tables, batches), {"colonnade": colonnade.__version__}
     model = DLRM(
         tables,
         [Feature(name, name) for name in case.names],
@@ -47,6 +58,31 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
         return loss
 
     return step, {"colonnade": colonnade.__version__}
+
+
+def build_sparse(case: Case, tables: list[Table], batches: list[Batch]) -> Step:
+    """The embeddings alone, side by side in one tensor as the model takes them."""
+    embeddings = EmbeddingCollection(
+        tables,
+        [Feature(name, name) for name in case.names],
+        consumers={"fields": (Concat(), case.names)},
+    )
+    rows = RowOptimizer(embeddings)
+    ready = embeddings.lookahead(batches)
+    gradient = case.gradient(batches[0].size)
+
+    def step(laps: Laps) -> Tensor:
+        batch = next(ready)
+        laps("wait")
+        fields = embeddings(batch)["fields"]
+        laps("forward")
+        fields.backward(gradient)
+        laps("backward")
+        rows.step()
+        laps("rows")
+        return torch.zeros(())
+
+    return step
 
 
 def read(case: Case) -> Iterator[Batch]:

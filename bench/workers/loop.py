@@ -14,9 +14,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -41,6 +42,8 @@ class Case:
     dense_lr: float
     num_threads: int
     seed: int
+    sparse_only: bool = False
+    """No dense network: the lookups' outputs get a fixed gradient, and the loss is 0."""
 
     @property
     def names(self) -> list[str]:
@@ -58,12 +61,22 @@ class Case:
             len(self.rows), self.dim, num_dense=dense.shape[2], bottom=self.bottom, top=self.top
         )
 
+    def gradient(self, batch_size: int) -> Tensor:
+        """(B, F * D), what `sparse_only` sends back instead of a network's gradient."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = batch_size, len(self.rows) * self.dim
+        return torch.randn(shape, generator=generator) / batch_size
+
 
 class Laps:
     """Splits a step: `laps("forward")` books the time since the last call."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    def __init__(self, phases: Sequence[str] = PHASES) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(phases, 0.0)
+        self.start()
+
+    def start(self) -> None:
+        """What came before is in no phase."""
         self.last = time.perf_counter()
 
     def __call__(self, phase: str) -> None:
@@ -78,9 +91,7 @@ Step = Callable[[Laps], Tensor]
 
 def serve(build: Callable[[Case], tuple[Step, dict[str, str]]]) -> None:
     """Answer the parent until it closes the pipe."""
-    # Libraries print what they like: it goes to stderr, and the answers keep a channel of their own.
-    channel = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    channel = open_channel()
     case = Case(**json.loads(sys.stdin.readline()))
     torch.set_num_threads(case.num_threads)
     torch.manual_seed(case.seed)
@@ -88,6 +99,13 @@ def serve(build: Callable[[Case], tuple[Step, dict[str, str]]]) -> None:
     print(json.dumps({"ready": {"torch": torch.__version__, **facts}}), file=channel)
     for line in sys.stdin:
         print(json.dumps(_block(step, json.loads(line)["steps"])), file=channel)
+
+
+def open_channel() -> TextIO:
+    """Where answers go. What libraries print goes to stderr instead."""
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return channel
 
 
 def _block(step: Step, num_steps: int) -> dict:

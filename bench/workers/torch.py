@@ -18,12 +18,31 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
         )
         for rows in case.rows
     )  # fmt: skip
-    network = case.network()
     rows = torch.optim.Adagrad(bags.parameters(), lr=case.rows_lr)
-    dense = torch.optim.Adam(network.parameters(), lr=case.dense_lr, fused=True)
     inputs, ids, label = case.load()
     bag_starts = torch.arange(ids.shape[2])
     batches = iter(range(len(ids)))
+
+    def look_up(i: int) -> Tensor:
+        return torch.cat([bag(ids[i, f], bag_starts) for f, bag in enumerate(bags)], dim=1)
+
+    gradient = case.gradient(ids.shape[2])
+
+    def sparse_step(laps: Laps) -> Tensor:
+        rows.zero_grad()
+        laps("dense")
+        fields = look_up(next(batches))
+        laps("forward")
+        fields.backward(gradient)
+        laps("backward")
+        rows.step()
+        laps("rows")
+        return torch.zeros(())
+
+    if case.sparse_only:
+        return sparse_step, {}
+    network = case.network()
+    dense = torch.optim.Adam(network.parameters(), lr=case.dense_lr, fused=True)
 
     def step(laps: Laps) -> Tensor:
         i = next(batches)
@@ -31,8 +50,7 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
         rows.zero_grad()
         dense.zero_grad()
         laps("dense")
-        fields = torch.cat([bag(ids[i, f], bag_starts) for f, bag in enumerate(bags)], dim=1)
-        loss = bce(network(inputs[i], fields), label[i])
+        loss = bce(network(inputs[i], look_up(i)), label[i])
         laps("forward")
         loss.backward()
         laps("backward")

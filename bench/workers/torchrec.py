@@ -42,13 +42,14 @@ class Model(nn.Module):
             ],
         )
         self.names = case.names
-        self.network = case.network()
+        self.network = None if case.sparse_only else case.network()
 
     def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        """Logits, or the fields (B, F * D) where there is no network."""
         fields = self.embeddings(ids)
         if list(fields.keys()) != self.names:
             raise AssertionError(f"the plan reordered the features to {fields.keys()}")
-        return self.network(dense, fields.values())
+        return fields.values() if self.network is None else self.network(dense, fields.values())
 
 
 def build(case: Case) -> tuple[Step, dict[str, str]]:
@@ -58,14 +59,30 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
     model = DistributedModelParallel(
         model, device=torch.device("cpu"), plan=plan_table_wise(model, case)
     )
-    dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())),
-        lambda parameters: torch.optim.Adam(parameters, lr=case.dense_lr, fused=True),
-    )
-    optimizer = CombinedOptimizer([model.fused_optimizer, dense])
+    optimizers = [model.fused_optimizer]
+    if not case.sparse_only:
+        dense = KeyedOptimizerWrapper(
+            dict(in_backward_optimizer_filter(model.named_parameters())),
+            lambda parameters: torch.optim.Adam(parameters, lr=case.dense_lr, fused=True),
+        )
+        optimizers.append(dense)
+    optimizer = CombinedOptimizer(optimizers)
     inputs, ids, label = case.load()
     keyed = [keyed_ids(case, batch) for batch in ids]
     batches = iter(range(len(ids)))
+    gradient = case.gradient(ids.shape[2])
+
+    def sparse_step(laps: Laps) -> Tensor:
+        i = next(batches)
+        optimizer.zero_grad()
+        laps("dense")
+        fields = model(inputs[i], keyed[i])
+        laps("forward")
+        fields.backward(gradient)  # the embeddings' update is fused into it
+        laps("backward")
+        optimizer.step()
+        laps("rows")
+        return torch.zeros(())
 
     def step(laps: Laps) -> Tensor:
         i = next(batches)
@@ -85,7 +102,7 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
         for module in model.plan.plan.values()
         for p in module.values()
     }
-    return step, {
+    return sparse_step if case.sparse_only else step, {
         "torchrec": version("torchrec"),
         "fbgemm-gpu-cpu": version("fbgemm-gpu-cpu"),
         "torchrec plan": ", ".join(sorted(shardings)),

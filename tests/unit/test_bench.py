@@ -80,6 +80,27 @@ def test_systems_fed_the_same_files_learn_the_same(tmp_path: Path) -> None:
         assert done.losses[1] == pytest.approx(entropy.mean(), abs=0.03)
 
 
+def test_the_embeddings_share_is_measured_without_the_network(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    ids = np.stack([generator.integers(rows, size=(4, 64)) for rows in ROWS], axis=1)
+    for name, values in (("dense", np.zeros((4, 64, 2), np.float32)), ("ids", ids)):
+        np.save(tmp_path / f"{name}.npy", values)
+    np.save(tmp_path / "label.npy", np.zeros((4, 64, 1), np.float32))
+    case = Case(str(tmp_path), ROWS, 4, BOTTOM, TOP, 0.1, 1e-2, 1, seed=0, sparse_only=True)
+    assert case.gradient(64).shape == (64, 4 * len(ROWS))
+    systems = {"colonnade": sys.executable, "torch": sys.executable}
+    workers = train.open_workers(systems, case, {}, train.Console())
+    try:
+        blocks = harness.interleave(workers, rounds=1, steps=2, warm_up_steps=1)
+    finally:
+        harness.close_workers(workers)
+    for system, done in blocks.items():
+        assert done.losses == [0.0]
+        assert done.phases["forward"][0] > 0 and done.phases["rows"][0] > 0
+        units = {m.unit for m in train.cases_of("D=4" + train.SPARSE_ONLY, system, done)}
+        assert units == {"samples/s", "ms/step"}, "a loss of 0 is no result"
+
+
 class Diary:
     """Stands where a worker stands and writes down when it was asked for what."""
 
@@ -126,6 +147,8 @@ def test_ratios_are_of_medians_and_the_worst_dim_counts() -> None:
         ("D=64", "colonnade"): [60.0],
         ("D=64", "torch"): [20.0],
         ("D=64", "torchrec"): [40.0],
+        ("D=64" + train.SPARSE_ONLY, "colonnade"): [90.0],
+        ("D=64" + train.SPARSE_ONLY, "torchrec"): [20.0],
     }
     measured = [Measured(case, system, "samples/s", v) for (case, system), v in rates.items()]
     measured.append(Measured("D=16 wait", "torch", "ms/step", [1.0]))
@@ -135,6 +158,8 @@ def test_ratios_are_of_medians_and_the_worst_dim_counts() -> None:
         "samples_vs_torch_d64": 3.0,
         "samples_vs_torchrec": 1.5,
         "samples_vs_torchrec_d64": 1.5,
+        "sparse_step_vs_torchrec": 4.5,
+        "sparse_step_vs_torchrec_d64": 4.5,
     }
     assert harness.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
 
