@@ -12,7 +12,7 @@ from native_batches import batches, everywhere, running_on, same_bits
 from colonnade import _native
 from colonnade.ops import optimizers, reference
 
-DIMS = (1, 3, 16, 17, 32, 64, 128, 1030)
+DIMS = (1, 3, 16, 17, 32, 64, 128, 530)
 SUMS_OF_SQUARES = {
     1: 1,
     3: -1,
@@ -41,6 +41,7 @@ class Gradients:
         self.rng = rng = np.random.default_rng(batch.seed + 1)
         self.batch, self.dtype = batch, dtype
         self.plan = batch.plan()
+        self.known = {}
         self.dims = []  # by table, its parts' dims
         for dim in batch.dims:
             self.dims.append([[dim], [dim], [dim, 1], [4, dim], [dim, 16, 3]][rng.integers(5)])
@@ -95,6 +96,11 @@ class Gradients:
 
     def sums(self, t, i):
         """(U_t, D): the twin's sums for part i of table t."""
+        if (t, i) not in self.known:
+            self.known[t, i] = self._sums(t, i)
+        return self.known[t, i]
+
+    def _sums(self, t, i):
         terms = torch.zeros(len(self.batch.ids), self.dims[t][i], dtype=self.batch.dtype)
         is_read = torch.zeros(len(terms), dtype=torch.bool)
         lookups = [lookups for _, lookups, _ in self.batch.features()]
@@ -143,7 +149,7 @@ def gradient_dtype(batch, dtype):
 NARROW = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(batches(dims=DIMS), NARROW)
 def test_sum_rows_equals_twin(batch, dtype):
     gradients = Gradients(batch, gradient_dtype(batch, dtype))
@@ -213,7 +219,7 @@ class Table:
         return reference.pack(self.weights, self.state, self.clocks)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     batches(dims=DIMS),
     st.lists(st.tuples(st.integers(0, 8), SETTINGS), min_size=12, max_size=12),
@@ -502,7 +508,7 @@ def parts(tables, columns, dims, states):
         ({"source": "two row gradients"}, "not among the table's gradients"),
         ({"source": "gradients"}, "wanted OutputGradients or RowGradients"),
         ({"parts": parts([0], [0], [4], [0])}, "parts are of 1 tables, dram has 2"),
-        ({"parts": parts([0, 1], [0, 0], [4, 3], [0, 0])}, "reads columns 0 .. 3 of table 1"),
+        ({"parts": parts([0, 1], [0, 0], [4, 3], [0, 0])}, "have 3 columns, its rows 4"),
         (
             {"parts": parts([0, 1, 1], [0, 0, 4], [4, 4, 1], [0, 0, 0])},
             "have 5 columns, its rows 4",

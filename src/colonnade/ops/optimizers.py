@@ -29,7 +29,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -198,10 +200,9 @@ def power(base: float, exponents: Tensor) -> Tensor:
     exponents = exponents.clamp(max=2**32 - 1)
     product = torch.ones(len(exponents), dtype=torch.float64)
     for k in range(4):
-        powers = list(itertools.accumulate([base] * 256, lambda a, b: a * b, initial=1.0))
-        digits = _shift(exponents, 8 * k) & 0xFF
-        product = product * torch.tensor(powers[:256], dtype=torch.float64)[digits]
-        base = powers[256]
+        powers = _powers(base)
+        product = product * powers[_shift(exponents, 8 * k) & 0xFF]
+        base = powers[256].item()
     return product
 
 
@@ -241,6 +242,13 @@ def round_at_random(
         rounded = torch.where(is_small, steps.long(), rounded)
         rounded = torch.where(values.isnan(), 0x7E00 | magnitudes >> 13 & 0x3FF, rounded) | signs
     return ((rounded ^ 0x8000) - 0x8000).short().view(dtype)
+
+
+@cache
+def _powers(base: float) -> Tensor:
+    """(257,) float64: base^i, each the one before it times base."""
+    powers = itertools.accumulate([base] * 256, operator.mul, initial=1.0)
+    return torch.tensor(list(powers), dtype=torch.float64)
 
 
 def _mean_squares(g: Tensor) -> Tensor:
