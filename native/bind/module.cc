@@ -18,4 +18,5 @@ NB_MODULE(_native, m) {
   bind_pool(m);
   bind_update(m);
   bind_files(m);
+  bind_interaction(m);
 }

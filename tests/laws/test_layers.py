@@ -14,8 +14,8 @@ SOURCE = ROOT / "src" / "colonnade"
 # A room may import from its own rank's left. Same-rank rooms may not import each other.
 LAYERS = [
     {"errors", "_native"},
-    {"table", "batch", "interaction", "config"},
-    {"topology", "ops"},
+    {"table", "batch", "config", "ops"},
+    {"topology", "interaction"},
     {"store", "consistency", "data"},
     {"exchange"},
     {"plan"},
