@@ -152,5 +152,6 @@ void bind_dram(nb::module_& m);
 void bind_pool(nb::module_& m);
 void bind_update(nb::module_& m);
 void bind_files(nb::module_& m);
+void bind_interaction(nb::module_& m);
 
 }  // namespace colonnade

@@ -28,4 +28,5 @@ NB_MODULE(_native, m) {
   bind_pool(m);
   bind_update(m);
   bind_files(m);
+  bind_interaction(m);
 }

@@ -101,6 +101,79 @@ struct BirthTask {
   std::int64_t column, dim;
 };
 
+// One vector of every sample: sample b's starts at base + b * stride.
+struct VectorPlace {
+  const std::byte* base;
+  std::int64_t stride;  // bytes
+};
+struct TargetPlace {
+  std::byte* base;  // null: not wanted
+  std::int64_t stride;
+};
+
+// Samples [begin, end): the kept vectors side by side, then the dot <v_i, v_j> of every pair j < i, by i, then j.
+struct DotsTask {
+  const VectorPlace* vectors;
+  std::int64_t num_vectors, dim;
+  const std::int32_t* kept;
+  std::int64_t num_kept;
+  void* out;  // samples side by side
+  std::int64_t begin, end;
+  void* scratch;           // dots_scratch elements, cleared
+  const std::byte** rows;  // scratch: num_vectors + 3
+};
+inline constexpr std::int64_t kDotsOverrun = 8;
+constexpr std::int64_t dots_scratch(std::int64_t num_vectors, std::int64_t dim) {
+  return ((num_vectors + 15) / 16 * 16 + 1) * dim + num_vectors * (num_vectors - 1) / 2 + kDotsOverrun;
+}
+
+// What the vectors of samples [begin, end) receive.
+struct DotsGradientTask {
+  const VectorPlace* vectors;
+  std::int64_t num_vectors, dim;
+  const std::int32_t* kept_at;  // by vector: its place among the kept ones, or -1
+  std::int64_t num_kept;
+  const void* gradient;       // as DotsTask::out
+  const TargetPlace* out;     // by vector
+  bool is_streamed;           // write around the cache; rows of `out` are whole, aligned cache lines
+  std::int64_t begin, end;
+  void* scratch;           // num_vectors * 64 bytes, cleared
+  const std::byte** rows;  // scratch: 2 * num_vectors
+};
+
+// Samples [begin, end): half of |sum of vectors|^2 - sum of |vector|^2.
+struct FMTask {
+  const VectorPlace* vectors;
+  std::int64_t num_vectors, dim;
+  void* out;  // an element per sample
+  std::int64_t begin, end;
+};
+
+struct FMGradientTask {
+  const VectorPlace* vectors;
+  std::int64_t num_vectors, dim;
+  const void* gradient;    // an element per sample
+  const TargetPlace* out;  // by vector
+  bool is_streamed;        // as above
+  std::int64_t begin, end;
+};
+
+// Elements [begin, end): out = first * factor + input. Streamed: `out` and `begin` start cache lines.
+struct CrossTask {
+  const void *first, *factor, *input;
+  void* out;
+  bool is_streamed;
+  std::int64_t begin, end;
+};
+
+// of_first = gradient * factor, of_factor = gradient * first.
+struct CrossGradientTask {
+  const void *first, *factor, *gradient;
+  void *of_first, *of_factor;
+  bool is_streamed;
+  std::int64_t begin, end;
+};
+
 template <class T>
 struct RowKernels {
   void (*sum)(const SumTask&);
@@ -108,6 +181,12 @@ struct RowKernels {
   void (*birth)(const BirthTask&, std::int64_t id, T* out);
   bool (*all_finite)(const T* values, std::int64_t n);
   double (*squared_norm)(const T* values, std::int64_t n);
+  void (*dots)(const DotsTask&);
+  void (*dots_gradient)(const DotsGradientTask&);
+  void (*fm)(const FMTask&);
+  void (*fm_gradient)(const FMGradientTask&);
+  void (*cross)(const CrossTask&);
+  void (*cross_gradient)(const CrossGradientTask&);
 };
 
 struct Kernels {

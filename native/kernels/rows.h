@@ -37,5 +37,17 @@ template <class T>
 bool all_finite(const T* values, std::int64_t n);
 template <class T>
 double squared_norm(const T* values, std::int64_t n);
+template <class T>
+void dots(const DotsTask& task);
+template <class T>
+void dots_gradient(const DotsGradientTask& task);
+template <class T>
+void fm(const FMTask& task);
+template <class T>
+void fm_gradient(const FMGradientTask& task);
+template <class T>
+void cross(const CrossTask& task);
+template <class T>
+void cross_gradient(const CrossGradientTask& task);
 
 }  // namespace colonnade::COLONNADE_ISA

@@ -13,7 +13,13 @@ constexpr RowKernels<T> row_kernels() {
            update_rowwise_adam<T>, update_adamw<T>, update_ftrl<T>, update_lamb<T>},
           birth<T>,
           all_finite<T>,
-          squared_norm<T>};
+          squared_norm<T>,
+          dots<T>,
+          dots_gradient<T>,
+          fm<T>,
+          fm_gradient<T>,
+          cross<T>,
+          cross_gradient<T>};
 }
 }  // namespace
 

@@ -260,6 +260,28 @@ def update(
     16-bit rows without `split` are rounded at random, up with the probability that keeps the mean: the bits depend
     only on (seed, table, id, clock, column)."""
 
+def pairwise_dot(vectors: list[Array], kept: list[int], out: Array) -> None:
+    """vectors: (B, k, D) each, all float32 or all float64, any strides but the last, which is 1; together V of them.
+    out (B, len(kept) * D + V (V - 1) / 2): the kept vectors, then <v_i, v_j> by i, then j < i; a dot is summed from
+    its first element to its last."""
+
+def pairwise_dot_gradient(
+    vectors: list[Array], kept: list[int], gradient: Array, out: list[Array | None]
+) -> None:
+    """gradient: as `out` of pairwise_dot; out: as `vectors`, None where not wanted."""
+
+def fm(vectors: list[Array], out: Array) -> None:
+    """out (B, 1): half of |sum of vectors|^2 - sum of |vector|^2."""
+
+def fm_gradient(vectors: list[Array], gradient: Array, out: list[Array | None]) -> None: ...
+def cross(first: Array, factor: Array, input: Array, out: Array) -> None:
+    """out = first * factor + input, all (B, D)."""
+
+def cross_gradient(
+    first: Array, factor: Array, gradient: Array, of_first: Array, of_factor: Array
+) -> None:
+    """of_first = gradient * factor, of_factor = gradient * first."""
+
 def all_finite(base: int, num_elements: int, dtype: str) -> bool: ...
 def crc32c(data: Array) -> int:
     """CRC-32C of a contiguous array's bytes (any type, also `bytes`)."""

@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from colonnade.ops import interaction as ops
+
 
 class Interaction(nn.Module):
     """A model's first operator after the embeddings, in two parts (DES, Rong et al. 2020, section 3).
@@ -44,6 +46,13 @@ class Interaction(nn.Module):
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         """Merged statistics (B, P) -> (B, anything)."""
 
+    def forward(self, fields: Tensor) -> Tensor:
+        """The whole operator where every sample's vectors are here: pooled fields (B, F, D) -> (B, anything)."""
+        num_samples, num_fields, dim = fields.shape
+        samples = torch.arange(num_samples, device=fields.device).repeat_interleave(num_fields)
+        stats = self.partial(fields.reshape(num_samples * num_fields, dim), samples, num_samples)
+        return self.combine(stats)
+
 
 class FM(Interaction):
     """Second-order factorization machine (Rendle 2010): sum over pairs of fields of <v_i, v_j>, (B, 1).
@@ -73,6 +82,9 @@ class FM(Interaction):
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         sums, squares = stats[:, :-1], stats[:, -1:]
         return (sums.square().sum(1, keepdim=True) - squares) / 2
+
+    def forward(self, fields: Tensor) -> Tensor:
+        return ops.fm([fields], dim=fields.shape[2])
 
 
 class Concat(Interaction):

@@ -37,6 +37,7 @@ class InteractionContract:
             assert len(found) == 0  # nothing says how wide no values are
             return
         torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(interaction(fields), wanted)
 
     @SETTINGS
     @given(shape=SHAPES, seed=st.integers(0, 10**6), num_shards=st.integers(1, 4))
@@ -58,6 +59,7 @@ class InteractionContract:
     def test_gradients(self):
         fields = random_fields((3, 4, 2), 1).requires_grad_(True)
         assert torch.autograd.gradcheck(lambda x: evaluate(self.make(), x), fields)
+        assert torch.autograd.gradcheck(self.make(), fields)
 
     def test_weights_scale_the_vectors(self):
         interaction, fields = self.make(), random_fields((4, 3, 5), 2)

@@ -14,9 +14,8 @@ SOURCE = ROOT / "src" / "colonnade"
 # A room may import from its own rank's left. Same-rank rooms may not import each other.
 LAYERS = [
     {"errors", "_native"},
-    {"optimizers", "batch", "interaction", "config"},
-    {"table"},
-    {"topology", "ops"},
+    {"optimizers", "batch", "config", "ops"},
+    {"table", "topology", "interaction"},
     {"store", "consistency", "data"},
     {"exchange"},
     {"plan"},

@@ -8,22 +8,11 @@ from torch import nn
 
 from colonnade import Batch, Feature, Ids, RowOptimizer, Table
 from colonnade.models.deepfm import DeepFM
-from colonnade.models.dlrm import DLRM, PairwiseDot
+from colonnade.models.dlrm import DLRM
 
 NAMES = ["a", "b", "c"]
 TABLES = [Table(name, 4, rows=20) for name in NAMES]
 FEATURES = [Feature(name, name) for name in NAMES]
-
-
-@pytest.mark.parametrize("num_vectors", [1, 2, 3, 27])
-def test_pairwise_dot(num_vectors):
-    vectors = torch.randn(3, num_vectors, 5, dtype=torch.float64, requires_grad=True)
-    dot = PairwiseDot(num_vectors)
-    pairs = [(i, j) for i in range(num_vectors) for j in range(i)]
-    wanted = [(vectors[:, i] * vectors[:, j]).sum(1) for i, j in pairs]
-    expected = torch.stack(wanted, 1) if pairs else torch.zeros(3, 0, dtype=torch.float64)
-    torch.testing.assert_close(dot(vectors), expected)
-    assert torch.autograd.gradcheck(dot, vectors)
 
 
 def batch(size=6, num_dense=3):

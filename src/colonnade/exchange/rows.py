@@ -433,10 +433,7 @@ def _evaluate(consumer: Consumer, pooled: Tensor) -> Tensor:
     dim = pooled.shape[1] // max(1, num_fields)
     if interaction.width(dim) is None:
         return interaction.combine(pooled)
-    num_samples = len(pooled)
-    samples = torch.arange(num_samples).repeat_interleave(num_fields)
-    fields = pooled.reshape(num_samples * num_fields, dim)
-    return interaction.combine(interaction.partial(fields, samples, num_samples))
+    return interaction(pooled.unflatten(1, (num_fields, dim)))
 
 
 def _int32s(rows) -> Iterable[Tensor]:

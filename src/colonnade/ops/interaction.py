@@ -1,0 +1,244 @@
+"""Fused first operators over vectors that lie anywhere: dots of all pairs (DLRM), factorization machine, cross layer.
+
+float32 and float64 on the CPU run in the native core, with the same bits for any number of threads and any
+instruction set; everything else runs as plain PyTorch (`interaction_reference`). Mixed dtypes are promoted.
+Differentiable once: a second derivative raises RuntimeError and names the plain form. They are custom operators
+of torch, so `torch.compile` takes them whole.
+
+Legend: B samples, V vectors, D dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colonnade import _native
+from colonnade.ops import interaction_reference as plain
+
+
+def pairwise_dot(vectors: Sequence[Tensor], *, dim: int, kept: Sequence[int] = ()) -> Tensor:
+    """The dot product of every pair of vectors, behind the kept vectors themselves (Naumov et al. 2019).
+
+    vectors: tensors (B, k, D) or (B, k * D) with D = `dim`; together V vectors, numbered as given.
+    kept: numbers of vectors, each at most once. Returns (B, len(kept) * D + V (V - 1) / 2): the kept vectors side
+    by side, then <v_i, v_j> for i = 1 .. V - 1 and in it j = 0 .. i - 1. No (B, V, V) matrix is made.
+    ValueError for shapes that disagree.
+    """
+    views = _views(vectors, dim)
+    kept = [int(v) for v in kept]
+    num_vectors = sum(view.shape[1] for view in views)
+    if len(set(kept)) < len(kept) or not all(0 <= v < num_vectors for v in kept):
+        raise ValueError(f"kept: got {kept}, wanted different numbers in 0 .. {num_vectors - 1}")
+    if not _is_native(views):
+        return plain.pairwise_dot(views, kept)
+    return torch.ops.colonnade.pairwise_dot(views, kept)
+
+
+def fm(vectors: Sequence[Tensor], *, dim: int) -> Tensor:
+    """The factorization machine's second-order term (Rendle 2010): the sum of <v_i, v_j> over pairs, (B, 1).
+
+    vectors: as in `pairwise_dot`. Computed as half of |sum of vectors|^2 - sum of |vector|^2, element by element.
+    """
+    views = _views(vectors, dim)
+    return torch.ops.colonnade.fm(views) if _is_native(views) else plain.fm(views)
+
+
+def cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
+    """DCN-v2's cross layer without its product (Wang et al. 2021): first * factor + input, elementwise.
+
+    With first = x_0, input = x_l and factor = W x_l + b it is x_{l+1}. All (B, D); ValueError if shapes differ.
+    """
+    if not first.shape == factor.shape == input.shape or first.dim() != 2:
+        shapes = [tuple(t.shape) for t in (first, factor, input)]
+        raise ValueError(f"cross: got shapes {shapes}, wanted one shape (B, D) for all three")
+    first, factor, input = _promoted([first, factor, input])
+    if not _is_native([first, factor, input]):
+        return plain.cross(first, factor, input)
+    return torch.ops.colonnade.cross(first, factor, input)
+
+
+def _promoted(tensors: Sequence[Tensor]) -> list[Tensor]:
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _views(vectors: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """Each (B, k, D)."""
+    if not vectors:
+        raise ValueError(
+            "vectors: got none, wanted at least one tensor (B, k * dim) or (B, k, dim)"
+        )
+    views = []
+    for i, given in enumerate(_promoted(vectors)):
+        view = given
+        if given.dim() == 2 and dim > 0 and given.shape[1] % dim == 0:
+            view = given.unflatten(1, (given.shape[1] // dim, dim))
+        if view.dim() != 3 or view.shape[2] != dim or len(view) != len(vectors[0]):
+            raise ValueError(
+                f"vectors[{i}]: got {tuple(given.shape)}, wanted ({len(vectors[0])}, k * {dim})"
+                f" or ({len(vectors[0])}, k, {dim})"
+            )
+        views.append(view)
+    return views
+
+
+def _is_native(tensors: Sequence[Tensor]) -> bool:
+    return all(
+        t.device.type == "cpu" and t.dtype in (torch.float32, torch.float64) for t in tensors
+    )
+
+
+def _arrays(vectors: Sequence[Tensor]) -> list[Tensor]:
+    """As the core takes them: detached, elements of a vector side by side."""
+    return [
+        v.detach() if v.stride(2) == 1 or v.shape[2] == 1 else v.detach().contiguous()
+        for v in vectors
+    ]
+
+
+def _targets(vectors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    return [
+        v.new_empty(v.shape) if is_wanted else None
+        for v, is_wanted in zip(vectors, wanted, strict=True)
+    ]
+
+
+def _dots_width(vectors: Sequence[Tensor], num_kept: int) -> int:
+    num_vectors = sum(v.shape[1] for v in vectors)
+    return num_kept * vectors[0].shape[2] + num_vectors * (num_vectors - 1) // 2
+
+
+@torch.library.custom_op("colonnade::pairwise_dot", mutates_args=(), device_types="cpu")
+def _pairwise_dot(vectors: Sequence[Tensor], kept: Sequence[int]) -> Tensor:
+    out = vectors[0].new_empty(len(vectors[0]), _dots_width(vectors, len(kept)))
+    _native.pairwise_dot(_arrays(vectors), list(kept), out)
+    return out
+
+
+@_pairwise_dot.register_fake
+def _(vectors, kept):
+    return vectors[0].new_empty(len(vectors[0]), _dots_width(vectors, len(kept)))
+
+
+@torch.library.custom_op("colonnade::pairwise_dot_gradient", mutates_args=(), device_types="cpu")
+def _pairwise_dot_gradient(
+    vectors: Sequence[Tensor], kept: Sequence[int], gradient: Tensor, wanted: Sequence[bool]
+) -> list[Tensor]:
+    """Of the vectors that are wanted."""
+    out = _targets(vectors, wanted)
+    gradient = gradient.detach().contiguous()
+    _native.pairwise_dot_gradient(_arrays(vectors), list(kept), gradient, out)
+    return [o for o in out if o is not None]
+
+
+@torch.library.custom_op("colonnade::fm", mutates_args=(), device_types="cpu")
+def _fm(vectors: Sequence[Tensor]) -> Tensor:
+    out = vectors[0].new_empty(len(vectors[0]), 1)
+    _native.fm(_arrays(vectors), out)
+    return out
+
+
+@_fm.register_fake
+def _(vectors):
+    return vectors[0].new_empty(len(vectors[0]), 1)
+
+
+@torch.library.custom_op("colonnade::fm_gradient", mutates_args=(), device_types="cpu")
+def _fm_gradient(
+    vectors: Sequence[Tensor], gradient: Tensor, wanted: Sequence[bool]
+) -> list[Tensor]:
+    """Of the vectors that are wanted."""
+    out = _targets(vectors, wanted)
+    _native.fm_gradient(_arrays(vectors), gradient.detach().contiguous(), out)
+    return [o for o in out if o is not None]
+
+
+@torch.library.custom_op("colonnade::cross", mutates_args=(), device_types="cpu")
+def _cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
+    arrays = [t.detach().contiguous() for t in (first, factor, input)]
+    out = first.new_empty(first.shape)
+    _native.cross(*arrays, out)
+    return out
+
+
+@_cross.register_fake
+def _(first, factor, input):
+    return first.new_empty(first.shape)
+
+
+@torch.library.custom_op("colonnade::cross_gradient", mutates_args=(), device_types="cpu")
+def _cross_gradient(first: Tensor, factor: Tensor, gradient: Tensor) -> list[Tensor]:
+    """Of first and factor."""
+    arrays = [t.detach().contiguous() for t in (first, factor, gradient)]
+    out = [first.new_empty(first.shape), first.new_empty(first.shape)]
+    _native.cross_gradient(*arrays, *out)
+    return out
+
+
+@_pairwise_dot_gradient.register_fake
+def _(vectors, kept, gradient, wanted):
+    return [o for o in _targets(vectors, wanted) if o is not None]
+
+
+@_fm_gradient.register_fake
+def _(vectors, gradient, wanted):
+    return [o for o in _targets(vectors, wanted) if o is not None]
+
+
+@_cross_gradient.register_fake
+def _(first, factor, gradient):
+    return [first.new_empty(first.shape), first.new_empty(first.shape)]
+
+
+def _save_vectors(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[0])
+    ctx.kept = inputs[1] if len(inputs) > 1 else None
+    ctx.wanted = [v.requires_grad for v in inputs[0]]
+
+
+def _spread(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    left = iter(gradients)
+    return [next(left) if is_wanted else None for is_wanted in wanted]
+
+
+def _dots_backward(ctx: Any, gradient: Tensor):
+    given = torch.ops.colonnade.pairwise_dot_gradient(
+        list(ctx.saved_tensors), ctx.kept, gradient, ctx.wanted
+    )
+    # torch wants None for a list of numbers, but an empty list for an empty one.
+    return _spread(given, ctx.wanted), None if ctx.kept else []
+
+
+def _fm_backward(ctx: Any, gradient: Tensor):
+    given = torch.ops.colonnade.fm_gradient(list(ctx.saved_tensors), gradient, ctx.wanted)
+    return _spread(given, ctx.wanted)
+
+
+def _save_factors(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1])
+
+
+def _cross_backward(ctx: Any, gradient: Tensor):
+    first, factor = ctx.saved_tensors
+    of_first, of_factor = torch.ops.colonnade.cross_gradient(first, factor, gradient)
+    return of_first, of_factor, gradient
+
+
+def _no_second_derivative(ctx: Any, *gradients: Any):
+    raise RuntimeError(
+        "the fused interactions are differentiable once; for second derivatives use the function of the same name in"
+        " colonnade.ops.interaction_reference"
+    )
+
+
+_pairwise_dot.register_autograd(_dots_backward, setup_context=_save_vectors)
+_fm.register_autograd(_fm_backward, setup_context=_save_vectors)
+_cross.register_autograd(_cross_backward, setup_context=_save_factors)
+for _gradient in (_pairwise_dot_gradient, _fm_gradient, _cross_gradient):
+    _gradient.register_autograd(_no_second_derivative)
