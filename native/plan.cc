@@ -14,6 +14,7 @@
 
 #include "hash.h"
 #include "radix.h"
+#include "row_order.h"
 #include "threads.h"
 
 namespace colonnade {
@@ -30,66 +31,6 @@ void check_ranks(std::int64_t num_ranks) {
     throw std::invalid_argument("num_ranks: got " + std::to_string(num_ranks) + ", wanted 1 .. 2^31 - 1");
   }
 }
-
-// vocabulary_owner and local row of ids below 2^63 for two ranks or more, without a division.
-class VocabularyDeal {
- public:
-  explicit VocabularyDeal(std::uint32_t num_ranks)
-      : num_ranks_(num_ranks),
-        shift_(std::bit_width(num_ranks - 1) - 1),
-        inverse_(static_cast<std::uint64_t>(((static_cast<unsigned __int128>(1) << (64 + shift_)) - 1) /
-                                                num_ranks +
-                                            1)) {}
-
-  std::uint64_t num_ranks() const { return num_ranks_; }
-
-  // (owner, local row)
-  std::pair<std::uint32_t, std::uint64_t> operator()(std::uint64_t id) const {
-    const std::uint64_t local = quotient(id), hash = mix64(local), half = hash >> 1;
-    const std::uint64_t rotation = within((half - quotient(half) * num_ranks_) * 2 + (hash & 1));
-    return {static_cast<std::uint32_t>(within(id - local * num_ranks_ + rotation)), local};
-  }
-
- private:
-  // n / num_ranks for n < 2^63 (Granlund and Montgomery 1994, theorem 4.2).
-  std::uint64_t quotient(std::uint64_t n) const {
-    return static_cast<std::uint64_t>(static_cast<unsigned __int128>(n) * inverse_ >> 64) >> shift_;
-  }
-  std::uint64_t within(std::uint64_t x) const { return x < num_ranks_ ? x : x - num_ranks_; }
-
-  std::uint64_t num_ranks_;
-  int shift_;
-  std::uint64_t inverse_;  // 2^(64 + shift) / num_ranks, rounded up
-};
-
-// Rows in their order of a plan: by owner, then by local row (vocabulary) or by hash, as one number.
-struct DirectOrder {  // a vocabulary of one rank
-  std::uint64_t rows;
-  std::uint64_t key(std::int64_t id) const { return static_cast<std::uint64_t>(id); }
-  int key_bits() const { return std::bit_width(rows - 1); }
-  bool has(std::int64_t id) const { return static_cast<std::uint64_t>(id) < rows; }
-};
-struct DealtOrder {  // a vocabulary of several ranks
-  std::uint64_t rows;
-  VocabularyDeal deal;
-  std::uint64_t share;  // most rows of one rank
-
-  DealtOrder(std::int64_t rows, std::int64_t num_ranks)
-      : rows(static_cast<std::uint64_t>(rows)),
-        deal(static_cast<std::uint32_t>(num_ranks)),
-        share((this->rows - 1) / static_cast<std::uint64_t>(num_ranks) + 1) {}
-  std::uint64_t key(std::int64_t id) const {
-    const auto [owner, local] = deal(static_cast<std::uint64_t>(id));
-    return owner * share + local;
-  }
-  int key_bits() const { return std::bit_width(deal.num_ranks() * share - 1); }
-  bool has(std::int64_t id) const { return static_cast<std::uint64_t>(id) < rows; }
-};
-struct HashOrder {
-  std::uint64_t key(std::int64_t id) const { return mix64(static_cast<std::uint64_t>(id)); }
-  int key_bits() const { return 64; }
-  bool has(std::int64_t) const { return true; }
-};
 
 struct Range {
   std::int64_t begin, end;
@@ -278,8 +219,8 @@ class Planner {
     return static_cast<std::int64_t>(static_cast<unsigned __int128>(n) * c / chunks);
   }
 
-  // entries[table.begin, table.end): its lookups in the plan's order, | kStartsRow. Returns how many rows they
-  // are, if the desk has one chunk.
+  // entries[table.begin, table.end): its lookups in the plan's order, | kStartsRow. Returns how many rows
+  // they are, if the desk has one chunk.
   std::int64_t sort(TableOrder& table, const Desk& desk) noexcept {
     if (table.rows == 0) return sort(table, desk, HashOrder{});
     if (num_ranks_ == 1) return sort(table, desk, DirectOrder{static_cast<std::uint64_t>(table.rows)});
@@ -293,7 +234,7 @@ class Planner {
         static_cast<std::uint64_t>(table.lookups.back().end - table.lookups.front().begin - 1));
     int bits = order.key_bits();
     if constexpr (std::is_same_v<Order, HashOrder>)
-      bits = std::min(static_cast<int>(std::bit_width(static_cast<std::uint64_t>(n))) + kPrefixBits,
+      bits = std::min(static_cast<int>(std::bit_width(static_cast<std::uint64_t>(n - 1))) + kPrefixBits,
                       2 * kMaxDigitBits);
     bits = std::min({bits, kMaxKeyBits, 64 - position_bits});
     return bits + position_bits <= 32 ? sort_words<std::uint32_t>(table, desk, order, position_bits, bits)
@@ -372,8 +313,8 @@ class Planner {
     return dropped > 0 ? num_rows + tell_apart(table, order, num_chunks) : num_rows;
   }
 
-  // Runs of lookups that share a prefix of their keys: by key, if they are of different rows. Returns how many
-  // rows more that makes.
+  // Runs of lookups that share a prefix of their keys: by key, if they are of different rows. Returns how
+  // many rows more that makes.
   template <class Order>
   std::int64_t tell_apart(const TableOrder& table, const Order& order, std::size_t num_chunks) noexcept {
     std::uint32_t* const entries = entries_ + table.begin;

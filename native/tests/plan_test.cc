@@ -4,6 +4,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "../row_order.h"
 #include "check.h"
 
 using namespace colonnade;
@@ -76,6 +77,20 @@ void check_plan(const Batch& batch, const Plan& plan, std::int64_t num_ranks) {
   CHECK(std::count(seen.begin(), seen.end(), 1) == static_cast<std::int64_t>(seen.size()));
 }
 
+void deals_as_defined(Random& random) {
+  for (int i = 0; i < 20'000; ++i) {
+    const std::uint64_t word = mix64(random.below(1'000'000));
+    const auto num_ranks = static_cast<std::uint32_t>(2 + (word >> (33 + random.below(31))));
+    const VocabularyDeal deal(num_ranks);
+    const std::uint64_t any = mix64(random.below(1'000'000)) >> (1 + random.below(60));
+    const std::uint64_t multiple = any / num_ranks * num_ranks;
+    for (const std::uint64_t id : {any, multiple, multiple ? multiple - 1 : 0, std::uint64_t{INT64_MAX}}) {
+      const auto [owner, local] = deal(id);
+      CHECK(owner == vocabulary_owner(id, num_ranks) && local == id / num_ranks);
+    }
+  }
+}
+
 void ids_outside() {
   Batch batch;
   batch.rows = {0, 10};
@@ -103,5 +118,6 @@ int main() {
       check_plan(batch, make_plan(lookups, batch.rows, num_ranks), num_ranks);
     }
   }
+  deals_as_defined(random);
   ids_outside();
 }
