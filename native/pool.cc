@@ -13,7 +13,8 @@ namespace colonnade {
 
 namespace {
 
-constexpr std::int64_t kRunLookups = 4096;  // long, so that few rows are not fetched ahead
+constexpr std::int64_t kLongestRun = 8192, kShortestRun = 1024;  // lookups
+constexpr std::int64_t kRunsPerThread = 8;
 constexpr std::int64_t kStreamedBytes = std::int64_t{1}
                                         << 20;  // smaller outputs are worth keeping in the cache
 
@@ -104,10 +105,14 @@ Rounding rounding_to(Dtype dtype) {
 void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads,
           const PoolPlaces& places, Dtype dtype, Dtype out_dtype) {
   check(lookups, index, reads, places, dtype, out_dtype);
-  std::int64_t out_bytes = 0;
+  std::int64_t out_bytes = 0, read_lookups = 0;
   for (const Read& read : reads.all()) {
+    read_lookups += lookups.last(read.feature) - lookups.first(read.feature);
     out_bytes += lookups.num_outputs(read.feature) * read.dim * item_bytes(out_dtype);
   }
+  // Long runs, because the first rows of one are not fetched ahead; enough of them for all threads.
+  const std::int64_t longest =
+      std::clamp(read_lookups / (kRunsPerThread * num_threads()), kShortestRun, kLongestRun);
   std::vector<PoolTask> tasks;
   for (std::int64_t r = 0; r < reads.size(); ++r) {
     const Read& read = reads.all()[r];
@@ -131,9 +136,9 @@ void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Re
         .begin = 0,
         .end = 0,
     };
-    const std::int64_t num_runs = std::max(num_outputs, num_lookups) / kRunLookups + 1;
-    const std::int64_t run = num_outputs / num_runs + 1;
-    for (task.begin = 0; task.begin < num_outputs; task.begin = task.end) {
+    const std::int64_t num_runs = (std::max(num_outputs, num_lookups) + longest - 1) / longest;
+    const std::int64_t run = num_runs ? (num_outputs + num_runs - 1) / num_runs : 0;
+    for (; task.begin < num_outputs; task.begin = task.end) {
       task.end = std::min(num_outputs, task.begin + run);
       tasks.push_back(task);
     }

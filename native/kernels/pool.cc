@@ -7,8 +7,11 @@ namespace {
 
 constexpr std::int64_t kBlock = 4;  // vectors of a column block: registers left for AVX2
 
-// Rows on the way while one is read.
-constexpr std::int64_t kAhead = 32;
+// Rows on the way while one is read: about 16 KiB of them.
+COLONNADE_INLINE std::int64_t rows_ahead(std::int64_t row_bytes) {
+  const std::int64_t rows = 16384 / row_bytes;
+  return rows < 16 ? 16 : rows > 128 ? 128 : rows;
+}
 
 COLONNADE_INLINE float square_root(float value) {
   return __builtin_sqrtf(value);
@@ -23,7 +26,7 @@ template <class Row, int kVectors>
 struct Bags {
   using T = Compute<Row>;
   const std::byte* rows;
-  std::int64_t row_stride, dim, last;
+  std::int64_t row_stride, dim;
   const std::uint32_t* index;
   const T* weights;
   Divisor divisor;
@@ -33,52 +36,55 @@ struct Bags {
   explicit Bags(const PoolTask& task)
       : rows(task.rows),
         row_stride(task.row_stride),
-        dim(task.dim),
-        last(task.bags ? task.bags[task.end] : task.first + task.end),
+        dim(kVectors ? kVectors * kLanes<T> : task.dim),
         index(task.index),
         weights(static_cast<const T*>(task.weights)),
         divisor(task.divisor),
         rounding(task.rounding),
         is_streamed(task.is_streamed) {
     // Rows start at multiples of `step` from row 0; the furthest one into a cache line decides.
-    const std::int64_t bytes = dim * static_cast<std::int64_t>(sizeof(Row));
     const std::int64_t step = row_stride % 64 ? row_stride & -row_stride : 64;
-    const std::int64_t start = reinterpret_cast<std::intptr_t>(rows) % step;
-    may_straddle = start + 64 - step + bytes > (bytes + 63) / 64 * 64;
+    const std::int64_t start = reinterpret_cast<std::intptr_t>(rows) & (step - 1);
+    may_straddle = start + 64 - step + row_bytes() > (row_bytes() + 63) / 64 * 64;
   }
 
+  COLONNADE_INLINE_MEMBER std::int64_t row_bytes() const {
+    return dim * static_cast<std::int64_t>(sizeof(Row));
+  }
   COLONNADE_INLINE_MEMBER const Row* row(std::int64_t lookup) const {
     return reinterpret_cast<const Row*>(rows + static_cast<std::int64_t>(index[lookup]) * row_stride);
   }
   COLONNADE_INLINE_MEMBER void fetch(std::int64_t lookup) const {
-    const Row* const at = row(lookup);
-    constexpr std::int64_t kLine = 64 / static_cast<std::int64_t>(sizeof(Row));
-    const std::int64_t width = kVectors ? kVectors * kLanes<T> : dim;
-    for (std::int64_t j = 0; j < width; j += kLine) COLONNADE_ISA::fetch(at + j);
-    if (may_straddle) COLONNADE_ISA::fetch(reinterpret_cast<const std::byte*>(at + width) - 1);
-  }
-  COLONNADE_INLINE_MEMBER void fetch_ahead(std::int64_t lookup) const {
-    if (lookup + kAhead < last) fetch(lookup + kAhead);
+    const auto* const at = reinterpret_cast<const std::byte*>(row(lookup));
+    constexpr std::int64_t kBytes = kVectors * kLanes<T> * static_cast<std::int64_t>(sizeof(Row));
+    const std::int64_t bytes = kVectors ? kBytes : row_bytes();
+    for (std::int64_t b = 0; b < bytes; b += 64) COLONNADE_ISA::fetch(at + b);
+    if (may_straddle) COLONNADE_ISA::fetch(at + bytes - 1);
   }
 
-  // The sum of n rows, divided.
-  template <class Sum>
-  COLONNADE_INLINE_MEMBER Sum divided(Sum sum, std::int64_t n) const {
-    if (divisor == Divisor::one || n < 2) return sum;
+  // What the sum of n rows is divided by; 1: left as it is.
+  COLONNADE_INLINE_MEMBER T divisor_of(std::int64_t n) const {
+    if (divisor == Divisor::one || n < 2) return T{1};
     const T count = static_cast<T>(n);
-    return sum / (divisor == Divisor::n ? count : square_root(count));
+    return divisor == Divisor::n ? count : square_root(count);
   }
 
-  template <class Out>
-  COLONNADE_INLINE_MEMBER void write(Out* out, Vector<T> value) const {
-    is_streamed ? stream_as(out, value) : store_as(out, value);
-  }
-  COLONNADE_INLINE_MEMBER void write(std::byte* out, std::int64_t column, Vector<T> value) const {
-    if constexpr (sizeof(T) == 4) {
-      if (rounding == Rounding::bfloat16) return write(reinterpret_cast<Bfloat16*>(out) + column, value);
-      if (rounding == Rounding::float16) return write(reinterpret_cast<Float16*>(out) + column, value);
+  template <class Out, int kStored>
+  COLONNADE_INLINE_MEMBER void write(Out* out, const Vector<T> (&values)[kStored]) const {
+    if (is_streamed) {
+      for (int v = 0; v < kStored; ++v) stream_as(out + v * kLanes<T>, values[v]);
+    } else {
+      for (int v = 0; v < kStored; ++v) store_as(out + v * kLanes<T>, values[v]);
     }
-    write(reinterpret_cast<T*>(out) + column, value);
+  }
+  template <int kStored>
+  COLONNADE_INLINE_MEMBER void write(std::byte* out, std::int64_t column,
+                                     const Vector<T> (&values)[kStored]) const {
+    if constexpr (sizeof(T) == 4) {
+      if (rounding == Rounding::bfloat16) return write(reinterpret_cast<Bfloat16*>(out) + column, values);
+      if (rounding == Rounding::float16) return write(reinterpret_cast<Float16*>(out) + column, values);
+    }
+    write(reinterpret_cast<T*>(out) + column, values);
   }
   COLONNADE_INLINE_MEMBER void write(std::byte* out, std::int64_t column, T value) const {
     if constexpr (sizeof(T) == 4) {
@@ -95,82 +101,106 @@ struct Bags {
   }
 };
 
+// Lookups of one output, and how far ahead of them to fetch, up to which lookup.
+struct Bag {
+  std::int64_t lo, hi, ahead, last;
+};
+
+// kIsLast: among the last bags of a task, where less is left than is fetched ahead.
+template <bool kIsLast, class Row, int kVectors>
+COLONNADE_INLINE void fetch_ahead(const Bags<Row, kVectors>& bags, const Bag& bag, std::int64_t lookup) {
+  if (!kIsLast || lookup + bag.ahead < bag.last) bags.fetch(lookup + bag.ahead);
+}
+
 // kSummed vectors from `column` of one output row. The first row is copied and the others added in lookup
 // order; no lookups: zeros.
-template <int kSummed, bool kIsWeighted, class Row, int kVectors>
-COLONNADE_INLINE void pool_vectors(const Bags<Row, kVectors>& bags, std::int64_t lo, std::int64_t hi,
-                                   std::int64_t column, std::byte* out) {
+template <int kSummed, bool kIsWeighted, bool kIsLast, class Row, int kVectors>
+COLONNADE_INLINE void pool_vectors(const Bags<Row, kVectors>& bags, const Bag& bag, std::int64_t column,
+                                   std::byte* out) {
   using T = Compute<Row>;
   Vector<T> sums[kSummed] = {};
-  for (std::int64_t i = lo; i < hi; ++i) {
-    if (column == 0) bags.fetch_ahead(i);
-    const Row* row = bags.row(i) + column;
-    for (int v = 0; v < kSummed; ++v) {
-      Vector<T> term = load_as(row + v * kLanes<T>);
-      if constexpr (kIsWeighted) term = term * bags.weights[i];
-      sums[v] = i == lo ? term : sums[v] + term;
+  const auto term = [&](std::int64_t i, int v) {
+    const Vector<T> value = load_as(bags.row(i) + column + v * kLanes<T>);
+    return kIsWeighted ? value * bags.weights[i] : value;
+  };
+  if (bag.lo < bag.hi) {
+    if (column == 0) fetch_ahead<kIsLast>(bags, bag, bag.lo);
+    for (int v = 0; v < kSummed; ++v) sums[v] = term(bag.lo, v);
+    for (std::int64_t i = bag.lo + 1; i < bag.hi; ++i) {
+      if (column == 0) fetch_ahead<kIsLast>(bags, bag, i);
+      for (int v = 0; v < kSummed; ++v) sums[v] = sums[v] + term(i, v);
+    }
+    const T divisor = bags.divisor_of(bag.hi - bag.lo);
+    if (divisor != 1) {
+      for (auto& sum : sums) sum = sum / divisor;
     }
   }
-  for (int v = 0; v < kSummed; ++v) {
-    bags.write(out, column + v * kLanes<T>, bags.divided(sums[v], hi - lo));
-  }
+  bags.write(out, column, sums);
 }
 
 // The columns that do not fill a vector.
-template <bool kIsWeighted, class Row, int kVectors>
-COLONNADE_INLINE void pool_rest(const Bags<Row, kVectors>& bags, std::int64_t lo, std::int64_t hi,
-                                std::int64_t column, std::byte* out) {
+template <bool kIsWeighted, bool kIsLast, class Row, int kVectors>
+COLONNADE_INLINE void pool_rest(const Bags<Row, kVectors>& bags, const Bag& bag, std::int64_t column,
+                                std::byte* out) {
   using T = Compute<Row>;
   const std::int64_t width = bags.dim - column;
   T sums[kLanes<T>] = {};
-  for (std::int64_t i = lo; i < hi; ++i) {
-    if (column == 0) bags.fetch_ahead(i);
+  for (std::int64_t i = bag.lo; i < bag.hi; ++i) {
+    if (column == 0) fetch_ahead<kIsLast>(bags, bag, i);
     const Row* row = bags.row(i) + column;
     for (std::int64_t j = 0; j < width; ++j) {
       T term = widen(row[j]);
       if constexpr (kIsWeighted) term = term * bags.weights[i];
-      sums[j] = i == lo ? term : sums[j] + term;
+      sums[j] = i == bag.lo ? term : sums[j] + term;
     }
   }
-  for (std::int64_t j = 0; j < width; ++j) bags.write(out, column + j, bags.divided(sums[j], hi - lo));
+  const T divisor = bags.divisor_of(bag.hi - bag.lo);
+  for (std::int64_t j = 0; j < width; ++j) bags.write(out, column + j, sums[j] / divisor);
 }
 
-template <bool kIsWeighted, class Row, int kVectors>
-COLONNADE_INLINE void pool_row(const Bags<Row, kVectors>& bags, std::int64_t lo, std::int64_t hi,
-                               std::byte* out) {
+template <bool kIsWeighted, bool kIsLast, class Row, int kVectors>
+COLONNADE_INLINE void pool_row(const Bags<Row, kVectors>& bags, const Bag& bag, std::byte* out) {
   constexpr std::int64_t kWidth = kLanes<Compute<Row>>;
   if constexpr (kVectors) {
-    pool_vectors<kVectors, kIsWeighted>(bags, lo, hi, 0, out);
+    pool_vectors<kVectors, kIsWeighted, kIsLast>(bags, bag, 0, out);
   } else {
     std::int64_t column = 0;
     for (; column + kBlock * kWidth <= bags.dim; column += kBlock * kWidth) {
-      pool_vectors<kBlock, kIsWeighted>(bags, lo, hi, column, out);
+      pool_vectors<kBlock, kIsWeighted, kIsLast>(bags, bag, column, out);
     }
     for (; column + kWidth <= bags.dim; column += kWidth) {
-      pool_vectors<1, kIsWeighted>(bags, lo, hi, column, out);
+      pool_vectors<1, kIsWeighted, kIsLast>(bags, bag, column, out);
     }
-    if (column < bags.dim) pool_rest<kIsWeighted>(bags, lo, hi, column, out);
+    if (column < bags.dim) pool_rest<kIsWeighted, kIsLast>(bags, bag, column, out);
+  }
+}
+
+// bag_at(b): first lookup of output b.
+template <bool kIsWeighted, class Row, int kVectors, class BagAt>
+COLONNADE_INLINE void pool_range(const Bags<Row, kVectors>& bags, const PoolTask& task, const BagAt& bag_at) {
+  const std::int64_t out_stride = task.out_stride, end = task.end, last = bag_at(end);
+  std::byte* const out = task.out;
+  std::int64_t b = task.begin, lo = bag_at(b);
+  const std::int64_t ahead = rows_ahead(bags.row_bytes());
+  for (std::int64_t i = lo; i < lo + ahead && i < last; ++i) bags.fetch(i);
+  for (std::int64_t hi; b < end && (hi = bag_at(b + 1)) + ahead <= last; ++b, lo = hi) {
+    pool_row<kIsWeighted, false>(bags, {lo, hi, ahead, last}, out + b * out_stride);
+  }
+  for (std::int64_t hi; b < end; ++b, lo = hi) {
+    hi = bag_at(b + 1);
+    pool_row<kIsWeighted, true>(bags, {lo, hi, ahead, last}, out + b * out_stride);
   }
 }
 
 template <class Row, int kVectors, bool kIsWeighted>
 void pool_rows(const PoolTask& task) {
   const Bags<Row, kVectors> bags(task);
-  const std::int64_t* const bounds = task.bags;
-  const std::int64_t first = task.first, out_stride = task.out_stride, begin = task.begin, end = task.end;
-  std::byte* const out = task.out;
-  const std::int64_t start = bounds ? bounds[begin] : first + begin;
-  for (std::int64_t i = start; i < start + kAhead && i < bags.last; ++i) bags.fetch(i);
-  if (bounds) {
-    for (std::int64_t b = begin; b < end; ++b) {
-      pool_row<kIsWeighted>(bags, bounds[b], bounds[b + 1], out + b * out_stride);
-    }
+  if (const std::int64_t* const bounds = task.bags) {
+    pool_range<kIsWeighted>(bags, task, [bounds](std::int64_t b) { return bounds[b]; });
   } else {
-    for (std::int64_t b = begin; b < end; ++b) {
-      pool_row<kIsWeighted>(bags, first + b, first + b + 1, out + b * out_stride);
-    }
+    pool_range<kIsWeighted>(bags, task, [first = task.first](std::int64_t b) { return first + b; });
   }
-  if (bags.is_streamed) stream_end();
+  if (task.is_streamed) stream_end();
 }
 
 template <class Row, bool kIsWeighted>

@@ -76,7 +76,7 @@ class Places:
             )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     batches(dims=(1, 3, 8, 16, 17, 32, 64, 100, 128, 200, 1024)),
     st.sampled_from(ROUNDED),
