@@ -11,7 +11,7 @@ namespace colonnade::COLONNADE_ISA {
 namespace {
 
 constexpr std::int64_t kGradientsAhead = 32;
-constexpr std::int64_t kWaiting = 64;  // power of two above kGradientsAhead
+constexpr std::uint64_t kWaiting = 64;  // power of two above kGradientsAhead
 
 // kVectors: vectors of a row that is a few whole ones; 0: any dim.
 template <class T, int kVectors>
@@ -145,13 +145,13 @@ class Gradients {
   // The term of entry i, for i ascending by one.
   COLONNADE_INLINE_MEMBER Term take(std::int64_t i) {
     find_next();
-    return waiting_[i % kWaiting];
+    return waiting_[static_cast<std::uint64_t>(i) % kWaiting];
   }
 
   COLONNADE_INLINE_MEMBER void find_next() {
     if (next_ == end_) return;
     const Term term = find(entries_[next_]);
-    waiting_[next_ % kWaiting] = term;
+    waiting_[static_cast<std::uint64_t>(next_) % kWaiting] = term;
     ++next_;
     if (!term.at) return;
     if constexpr (kVectors && !kIsNarrow) {

@@ -95,38 +95,6 @@ def test_ordered_sum_keeps_its_order():
     ]
 
 
-def test_sgd_is_torch_sgd():
-    parameter = torch.nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
-    gradients = torch.randn(6, 4, dtype=torch.float64)
-    weights = parameter.detach().clone()
-    parameter.grad = gradients
-    torch.optim.SGD([parameter], lr=0.1, weight_decay=0.3).step()
-    reference.sgd(weights, gradients, 0.1, 0.3)
-    torch.testing.assert_close(weights, parameter.detach())
-
-
-def test_rowwise_adagrad_of_one_column_is_adagrad():
-    """With dim 1 the mean is the value: torch.optim.Adagrad, two steps."""
-    parameter = torch.nn.Parameter(torch.randn(6, 1, dtype=torch.float64))
-    weights, accumulators = parameter.detach().clone(), torch.full((6,), 0.5, dtype=torch.float64)
-    optimizer = torch.optim.Adagrad(
-        [parameter], lr=0.1, initial_accumulator_value=0.5, eps=1e-6, weight_decay=0.2
-    )
-    for _ in range(2):
-        gradients = torch.randn(6, 1, dtype=torch.float64)
-        parameter.grad = gradients
-        optimizer.step()
-        reference.rowwise_adagrad(weights, accumulators, gradients, 0.1, 0.2, 1e-6)
-    torch.testing.assert_close(weights, parameter.detach())
-
-
-def test_rowwise_adagrad_by_hand():
-    weights, accumulators = torch.zeros(1, 3), torch.tensor([1.0])
-    reference.rowwise_adagrad(weights, accumulators, torch.tensor([[1.0, 2.0, 2.0]]), 2.0, eps=0.0)
-    assert accumulators.tolist() == [4.0]  # 1 + (1 + 4 + 4) / 3
-    assert weights.tolist() == [[-1.0, -2.0, -2.0]]
-
-
 def test_record_layout():
     records = reference.pack(
         torch.tensor([[1.0, -2.0]]), torch.tensor([[0.5]]), torch.tensor([0x0102030405060708])
