@@ -67,26 +67,39 @@ class SlotIndex {
   // visit(i, slot or kAbsent) for all of wanted, in order. `visit` may insert and erase, not grow.
   template <class Ids, class Visit>
   void for_each(std::span<const std::int64_t> wanted, const Ids& ids, const Visit& visit) const {
-    constexpr std::uint64_t kAhead = kBlock / 2;
+    constexpr std::uint64_t kAhead = kBlock / 4;
     Probe probes[kBlock];
+    const Bucket* overflows[kBlock];  // the bucket behind, if only that can have it
     const std::size_t n = wanted.size();
     const auto fetch_bucket = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
       if (i >= n) return;
       probes[i % kBlock] = probe(wanted[i]);
       __builtin_prefetch(probes[i % kBlock].bucket, 0, 3);
     };
-    const auto fetch_id = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
+    const auto fetch_ids_in = [&](const Bucket* bucket, std::uint8_t tag) COLONNADE_INLINE_LAMBDA {
+      unsigned hits = bucket->matches(tag);
+      const bool is_there = hits;
+      for (; hits; hits &= hits - 1) ids.fetch(bucket->slots[std::countr_zero(hits)]);
+      return is_there;
+    };
+    const auto fetch_ids = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
       if (i >= n) return;
       const auto [bucket, tag] = probes[i % kBlock];
-      if (const unsigned hits = bucket->matches(tag)) ids.fetch(bucket->slots[std::countr_zero(hits)]);
+      const bool is_further = !fetch_ids_in(bucket, tag) && bucket->passed;
+      overflows[i % kBlock] = is_further ? bucket + 1 : nullptr;
+      if (is_further) __builtin_prefetch(bucket + 1, 0, 3);
     };
-    for (std::uint64_t i = 0; i < kBlock; ++i) fetch_bucket(i);
-    for (std::uint64_t i = 0; i < kAhead; ++i) fetch_id(i);
+    const auto fetch_overflow = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
+      if (i < n && overflows[i % kBlock]) fetch_ids_in(overflows[i % kBlock], probes[i % kBlock].tag);
+    };
+    for (std::uint64_t i = 0; i < 3 * kAhead; ++i) fetch_bucket(i);
+    for (std::uint64_t i = 0; i < 2 * kAhead; ++i) fetch_ids(i);
+    for (std::uint64_t i = 0; i < kAhead; ++i) fetch_overflow(i);
     for (std::uint64_t i = 0; i < n; ++i) {
-      fetch_id(i + kAhead);
-      const Probe at = probes[i % kBlock];
-      fetch_bucket(i + kBlock);
-      visit(static_cast<std::int64_t>(i), find(at, wanted[i], ids));
+      fetch_bucket(i + 3 * kAhead);
+      fetch_ids(i + 2 * kAhead);
+      fetch_overflow(i + kAhead);
+      visit(static_cast<std::int64_t>(i), find(probes[i % kBlock], wanted[i], ids));
     }
   }
 
