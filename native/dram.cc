@@ -183,8 +183,16 @@ void Dram::release(std::span<const std::uint32_t> slots, std::span<const std::in
     if (!unpinned[r] || !tables_[t].holds(offsets[t + 1] - offsets[t]))
       refuse("release: a slot of table " + std::to_string(t) + " is not pinned");
   }
-  for_each_unit(num_runs,
-                [&](std::int64_t r) { unpinned[r] = tables_[runs[r].table].release(slots_of(r), is_dirty); });
+  for_each_unit(num_runs, [&](std::int64_t r) {
+    const auto [t, begin, end] = runs[r];
+    if (!tables_[t].is_direct()) {
+      unpinned[r] = tables_[t].release(slots_of(r), is_dirty);
+    } else if (begin == offsets[t]) {
+      unpinned[r] = tables_[t].release(slots.subspan(begin, offsets[t + 1] - begin), is_dirty);
+    } else {
+      unpinned[r] = 0;
+    }
+  });
   for (std::int64_t r = 0; r < num_runs; ++r) tables_[runs[r].table].unpinned(unpinned[r]);
 }
 

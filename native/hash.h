@@ -7,6 +7,8 @@
 // AVX-512 must never be the one the linker keeps for everybody.
 #define COLONNADE_INLINE_MEMBER inline __attribute__((always_inline))
 #define COLONNADE_INLINE static COLONNADE_INLINE_MEMBER
+// For lambdas. Compilers take a function that only prefetches for one that does nothing, and drop calls to it.
+#define COLONNADE_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace colonnade {
 

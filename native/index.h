@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstdint>
 #include <span>
@@ -31,7 +32,7 @@ class SlotIndex {
 
  public:
   static constexpr std::uint32_t kAbsent = 0xffffffff;
-  static constexpr std::int64_t kBlock = 64;  // ids whose cache lines are fetched together
+  static constexpr std::int64_t kBlock = 64;  // ids whose cache lines are on their way at once
 
   SlotIndex() : now_(4) {}
 
@@ -53,7 +54,7 @@ class SlotIndex {
       walk(std::min(goal, now_.size), ids);
       if (frontier_ < now_.size) return;
       now_ = std::exchange(next_, std::exchange(last_, Array()));
-      frontier_ = boundary_ = given_back_ = 0;
+      frontier_ = boundary_ = given_back_ = next_touched_ = 0;
     }
   }
 
@@ -66,24 +67,39 @@ class SlotIndex {
   // visit(i, slot or kAbsent) for all of wanted, in order. `visit` may insert and erase, not grow.
   template <class Ids, class Visit>
   void for_each(std::span<const std::int64_t> wanted, const Ids& ids, const Visit& visit) const {
-    Probe probes[2 * kBlock];
-    const auto n = static_cast<std::int64_t>(wanted.size());
-    const auto fetch = [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin; i < end; ++i) {
-        probes[i % (2 * kBlock)] = probe(wanted[i]);
-        __builtin_prefetch(probes[i % (2 * kBlock)].bucket, 0, 2);
-      }
+    constexpr std::uint64_t kAhead = kBlock / 4;
+    Probe probes[kBlock];
+    const Bucket* overflows[kBlock];  // the bucket behind, if only that can have it
+    const std::size_t n = wanted.size();
+    const auto fetch_bucket = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
+      if (i >= n) return;
+      probes[i % kBlock] = probe(wanted[i]);
+      __builtin_prefetch(probes[i % kBlock].bucket, 0, 3);
     };
-    fetch(0, std::min(n, kBlock));
-    for (std::int64_t begin = 0; begin < n; begin += kBlock) {
-      const std::int64_t end = std::min(n, begin + kBlock);
-      fetch(end, std::min(n, end + kBlock));
-      for (std::int64_t i = begin; i < end; ++i) {
-        const auto& [bucket, tag] = probes[i % (2 * kBlock)];
-        if (const unsigned hits = bucket->matches(tag)) ids.fetch(bucket->slots[std::countr_zero(hits)]);
-      }
-      for (std::int64_t i = begin; i < end; ++i)
-        visit(i, find(probes[i % (2 * kBlock)], wanted[i], ids));
+    const auto fetch_ids_in = [&](const Bucket* bucket, std::uint8_t tag) COLONNADE_INLINE_LAMBDA {
+      unsigned hits = bucket->matches(tag);
+      const bool is_there = hits;
+      for (; hits; hits &= hits - 1) ids.fetch(bucket->slots[std::countr_zero(hits)]);
+      return is_there;
+    };
+    const auto fetch_ids = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
+      if (i >= n) return;
+      const auto [bucket, tag] = probes[i % kBlock];
+      const bool is_further = !fetch_ids_in(bucket, tag) && bucket->passed;
+      overflows[i % kBlock] = is_further ? bucket + 1 : nullptr;
+      if (is_further) __builtin_prefetch(bucket + 1, 0, 3);
+    };
+    const auto fetch_overflow = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
+      if (i < n && overflows[i % kBlock]) fetch_ids_in(overflows[i % kBlock], probes[i % kBlock].tag);
+    };
+    for (std::uint64_t i = 0; i < 3 * kAhead; ++i) fetch_bucket(i);
+    for (std::uint64_t i = 0; i < 2 * kAhead; ++i) fetch_ids(i);
+    for (std::uint64_t i = 0; i < kAhead; ++i) fetch_overflow(i);
+    for (std::uint64_t i = 0; i < n; ++i) {
+      fetch_bucket(i + 3 * kAhead);
+      fetch_ids(i + 2 * kAhead);
+      fetch_overflow(i + kAhead);
+      visit(static_cast<std::int64_t>(i), find(probes[i % kBlock], wanted[i], ids));
     }
   }
 
@@ -121,6 +137,7 @@ class SlotIndex {
   static constexpr unsigned kAll = (1u << kWays) - 1;
   static constexpr std::uint64_t kFill = 942;              // entries in 100 buckets: 78.5 % full
   static constexpr std::uint64_t kSmallestPart = 16384;    // buckets of an array given back 16 KiB at a time
+  static constexpr std::uint64_t kBucketsOfPage = 4096 / 64;
   static constexpr std::uint64_t kWalkAhead = 6;           // buckets whose ids are fetched early
 
   struct alignas(64) Bucket {
@@ -204,7 +221,7 @@ class SlotIndex {
   template <class Ids>
   void walk(std::uint64_t goal, const Ids& ids) noexcept {
     if (goal <= frontier_) return;
-    const auto fetch = [&](std::uint64_t b) {
+    const auto fetch = [&](std::uint64_t b) COLONNADE_INLINE_LAMBDA {
       const Bucket& bucket = now_.buckets[b];
       for (int way = 0; way < kWays; ++way) {
         if (bucket.tags[way]) ids.fetch(bucket.slots[way]);
@@ -213,6 +230,10 @@ class SlotIndex {
     for (std::uint64_t b = frontier_; b < frontier_ + kWalkAhead; ++b) fetch(b);
     for (std::uint64_t b = frontier_; b < goal; ++b) {
       fetch(b + kWalkAhead);
+      // A page is written to before it is read: one fault, not two. What it holds may have overflowed into it.
+      for (const std::uint64_t end = scale(b + 1, next_.size, now_.size); next_touched_ <= end;
+           next_touched_ += kBucketsOfPage)
+        std::atomic_ref(next_.buckets[next_touched_].passed).fetch_add(0, std::memory_order_relaxed);
       move_home(b, ids);
     }
     num_moved_ += goal - frontier_;
@@ -257,6 +278,7 @@ class SlotIndex {
   std::uint64_t frontier_ = 0;  // homes of now_ below it are empty, their rows in next_
   std::uint64_t boundary_ = 0;  // the first hash at the frontier or beyond
   std::size_t given_back_ = 0;  // bytes
+  std::uint64_t next_touched_ = 0;  // of next_: the first bucket of the next page to write to
   std::uint64_t num_moved_ = 0;
 };
 

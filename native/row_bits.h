@@ -1,7 +1,6 @@
 // Two bits for each row of a table that indexes directly: whether it was born, and whether it is dirty.
 #pragma once
 
-#include <atomic>
 #include <bit>
 #include <cstdint>
 
@@ -9,7 +8,7 @@
 
 namespace colonnade {
 
-// Bits of 64 rows side by side in two words: one cache line has both bits of 256 rows. Threads may set bits at once.
+// Bits of 64 rows side by side in two words: one cache line has both bits of 256 rows. Only one thread may set bits.
 class RowBits {
  public:
   RowBits() = default;
@@ -18,15 +17,21 @@ class RowBits {
         words_(reinterpret_cast<std::uint64_t*>(slab_.data())) {}
 
   const Slab& slab() const { return slab_; }
-  void prefetch(std::uint64_t row) const { __builtin_prefetch(words_ + row / 64 * 2, 0, 2); }
 
-  bool is_born(std::uint64_t row) const { return test(row / 64 * 2, row); }
-  bool is_dirty(std::uint64_t row) const { return test(row / 64 * 2 + 1, row); }
-  void bear(std::uint64_t row) { set(row / 64 * 2, row); }
-  void soil(std::uint64_t row) { set(row / 64 * 2 + 1, row); }
-  void clean(std::uint64_t row) { clear(row / 64 * 2 + 1, row); }
+  struct View {
+    const std::uint64_t* words;
+    bool is_born(std::uint64_t row) const { return words[row / 64 * 2] >> (row % 64) & 1; }
+  };
+  View view() const { return {words_}; }
+
+
+  bool is_born(std::uint64_t row) const { return view().is_born(row); }
+  bool is_dirty(std::uint64_t row) const { return words_[row / 64 * 2 + 1] & bit(row); }
+  void bear(std::uint64_t row) { words_[row / 64 * 2] |= bit(row); }
+  void soil(std::uint64_t row) { words_[row / 64 * 2 + 1] |= bit(row); }
+  void clean(std::uint64_t row) { words_[row / 64 * 2 + 1] &= ~bit(row); }
   void forget(std::uint64_t row) {
-    clear(row / 64 * 2, row);
+    words_[row / 64 * 2] &= ~bit(row);
     clean(row);
   }
 
@@ -40,15 +45,6 @@ class RowBits {
 
  private:
   static std::uint64_t bit(std::uint64_t row) { return std::uint64_t{1} << (row % 64); }
-  std::atomic_ref<std::uint64_t> word(std::uint64_t w) const { return std::atomic_ref<std::uint64_t>(words_[w]); }
-  bool test(std::uint64_t w, std::uint64_t row) const {
-    return word(w).load(std::memory_order_relaxed) >> (row % 64) & 1;
-  }
-  // A bit is most often set already, and reading is cheaper.
-  void set(std::uint64_t w, std::uint64_t row) {
-    if (!test(w, row)) word(w).fetch_or(bit(row), std::memory_order_relaxed);
-  }
-  void clear(std::uint64_t w, std::uint64_t row) { word(w).fetch_and(~bit(row), std::memory_order_relaxed); }
 
   Slab slab_;
   std::uint64_t* words_ = nullptr;

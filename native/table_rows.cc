@@ -104,23 +104,35 @@ TableRows::Found TableRows::pin_resident(std::span<const std::int64_t> ids,
 TableRows::Found TableRows::pin_direct(std::span<const std::int64_t> ids,
                                        std::span<std::uint32_t> slots) const noexcept {
   Found found;
-  const auto pin = [&](std::size_t i, std::uint64_t place, bool is_valid) {
-    const bool is_here = is_valid && bits_.is_born(place);
-    slots[i] = is_here ? static_cast<std::uint32_t>(place) : kNoSlot;
-    found.newly_pinned += is_here;
-  };
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    const bool is_outside = share_.is_outside(ids[i]);
-    found.outside += is_outside;
-    if (share_.is_whole()) {
-      pin(i, is_outside ? 0 : static_cast<std::uint64_t>(ids[i]), !is_outside);
-    } else {
-      const bool is_foreign = !is_outside && !share_.owns(ids[i]);
-      found.foreign += is_foreign;
-      pin(i, is_outside ? 0 : share_.place_of(ids[i]), !is_outside && !is_foreign);
+  const std::size_t n = ids.size();
+  const VocabularyShare share = share_;  // copies: the compiler knows that writing slots changes nothing of these
+  const RowBits::View bits = bits_.view();
+  std::int64_t num_outside = 0, num_foreign = 0, num_here = 0;
+  if (share.is_whole()) {
+    for (std::size_t i = 0; i < n; ++i) {
+      const bool is_outside = share.is_outside(ids[i]);
+      const auto place = is_outside ? 0 : static_cast<std::uint64_t>(ids[i]);
+      const bool is_here = bits.is_born(place) & !is_outside;
+      slots[i] = is_here ? static_cast<std::uint32_t>(place) : kNoSlot;
+      num_outside += is_outside;
+      num_here += is_here;
+    }
+  } else {
+    for (std::size_t i = 0; i < n; ++i) {
+      const bool is_outside = share.is_outside(ids[i]);
+      const auto place = is_outside ? 0 : share.place_of(ids[i]);
+      const bool is_foreign = !is_outside & !share.owns(ids[i]);
+      const bool is_here = bits.is_born(place) & !is_outside & !is_foreign;
+      slots[i] = is_here ? static_cast<std::uint32_t>(place) : kNoSlot;
+      num_outside += is_outside;
+      num_foreign += is_foreign;
+      num_here += is_here;
     }
   }
-  found.missing = static_cast<std::int64_t>(ids.size()) - found.newly_pinned;
+  found.outside = num_outside;
+  found.foreign = num_foreign;
+  found.newly_pinned = num_here;
+  found.missing = static_cast<std::int64_t>(n) - num_here;
   return found;
 }
 
@@ -191,18 +203,30 @@ void TableRows::admit(std::span<const std::int64_t> ids, std::span<std::uint32_t
 }
 
 void TableRows::admit_hashed(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots) noexcept {
+  std::int64_t missing[SlotIndex::kBlock];  // positions
+  std::int64_t absent[SlotIndex::kBlock];   // their ids
+  std::int64_t n = 0;
+  const auto admit_missing = [&] {
+    index_.for_each({absent, static_cast<std::size_t>(n)}, headers_, [&](std::int64_t i, std::uint32_t slot) {
+      if (slot == kNoSlot) {
+        slot = headers_.take(absent[i]);
+        index_.insert(absent[i], slot);
+        ++num_rows_;
+        ++num_pinned_;
+      } else {  // the caller named it twice
+        headers_.pin(slot);
+      }
+      slots[missing[i]] = slot;
+    });
+    n = 0;
+  };
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (slots[i] != kNoSlot) continue;
-    slots[i] = find(ids[i]);
-    if (slots[i] != kNoSlot) {  // the caller named it twice
-      headers_.pin(slots[i]);
-      continue;
-    }
-    slots[i] = headers_.take(ids[i]);
-    index_.insert(ids[i], slots[i]);
-    ++num_rows_;
-    ++num_pinned_;
+    missing[n] = static_cast<std::int64_t>(i);
+    absent[n++] = ids[i];
+    if (n == SlotIndex::kBlock) admit_missing();
   }
+  admit_missing();
 }
 
 // Second chance: the hand passes over pinned rows, forgives a used row once, and takes the others.
@@ -245,11 +269,15 @@ bool TableRows::can_release(std::span<const std::uint32_t> slots) const noexcept
   const auto capacity = static_cast<std::uint64_t>(settings_.capacity_rows);
   bool can = true;
   if (is_direct_) {
-    for (const auto slot : slots) can &= slot < capacity && bits_.is_born(slot);
+    const RowBits::View bits = bits_.view();
+    for (const auto slot : slots) {
+      const bool is_slot = slot < capacity;
+      can &= is_slot & bits.is_born(is_slot ? slot : 0);
+    }
     return can;
   }
   constexpr std::int64_t kAhead = 32;
-  const auto fetch = [&](std::int64_t i) {
+  const auto fetch = [&](std::int64_t i) COLONNADE_INLINE_LAMBDA {
     if (i < n && slots[i] < capacity) headers_.fetch(slots[i]);
   };
   for (std::int64_t i = 0; i < kAhead; ++i) fetch(i);

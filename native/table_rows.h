@@ -121,6 +121,7 @@ class TableRows {
   const RowLayout& layout() const { return layout_; }
   const TableSettings& settings() const { return settings_; }
   const VocabularyShare& share() const { return share_; }
+  bool is_direct() const { return is_direct_; }
   std::int64_t num_rows() const { return num_rows_; }
   std::int64_t num_pinned() const { return num_pinned_; }  // rows; of a direct table, pins
   std::int64_t resident_bytes() const;
@@ -140,7 +141,8 @@ class TableRows {
   // Whether these are slots of pinned rows; of a direct table, whether they were born: see holds.
   bool can_release(std::span<const std::uint32_t> slots) const noexcept;
   bool holds(std::int64_t pins) const { return !is_direct_ || pins <= num_pinned_; }
-  std::int64_t release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept;  // by how much num_pinned falls
+  // By how much num_pinned falls. Runs may be on different threads; of a direct table, one thread at a time.
+  std::int64_t release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept;
   void unpinned(std::int64_t pins) noexcept { num_pinned_ -= pins; }
 
   // visit(i, slot) for all ids in order; kNoSlot if absent. The slots' index entries are fetched ahead.
