@@ -8,9 +8,8 @@ namespace colonnade::COLONNADE_ISA {
 namespace {
 template <class T>
 constexpr RowKernels<T> row_kernels() {
-  return {pool<T>,          sum<T>,  update_sgd<T>,    update_rowwise_adagrad<T>,
-          birth<T>,         all_finite<T>, dots<T>,    dots_gradient<T>,
-          fm<T>,            fm_gradient<T>, cross<T>,  cross_gradient<T>};
+  return {pool<T>,       sum<T>,  update_sgd<T>,    update_rowwise_adagrad<T>, birth<T>, all_finite<T>, dots<T>,
+          dots_gradient<T>, fm<T>, fm_gradient<T>, cross<T>, cross_gradient<T>};
 }
 }  // namespace
 
