@@ -28,10 +28,11 @@ void add_places(const Array& array, std::vector<Place>& places) {
 template <class Array>
 void check(const char* name, size_t i, const Array& array, const Vectors& wanted) {
   const bool fits = array.device_type() == nb::device::cpu::value && array.ndim() == 3 &&
-                    array.dtype() == (wanted.dtype == Dtype::float32 ? nb::dtype<float>() : nb::dtype<double>()) &&
+                    array.dtype() ==
+                        (wanted.dtype == Dtype::float32 ? nb::dtype<float>() : nb::dtype<double>()) &&
                     static_cast<int64_t>(array.shape(0)) == wanted.num_samples &&
                     static_cast<int64_t>(array.shape(2)) == wanted.dim &&
-                    (array.stride(2) == 1 || wanted.dim <= 1);
+                    (array.stride(2) == 1 || wanted.dim <= 1 || array.size() == 0);
   if (!fits) {
     refuse(name, i, array,
            "CPU " + std::string(name_of(wanted.dtype)) + " (" + std::to_string(wanted.num_samples) +
@@ -97,7 +98,8 @@ void bind_interaction(nb::module_& m) {
       "pairwise_dot",
       [](const std::vector<In>& vectors, const std::vector<int32_t>& kept, Out out) {
         const Vectors places = vectors_of(vectors);
-        void* to = data_of<void*>(out, "out", places, {places.num_samples, dots_width(places, length(std::span(kept)))});
+        const int64_t width = dots_width(places, static_cast<int64_t>(kept.size()));
+        void* to = data_of<void*>(out, "out", places, {places.num_samples, width});
         nb::gil_scoped_release release;
         dots(places, kept, to);
       },
@@ -108,7 +110,7 @@ void bind_interaction(nb::module_& m) {
          const std::vector<std::optional<Out>>& out) {
         const Vectors places = vectors_of(vectors);
         const auto targets = targets_of(out, vectors, places);
-        const int64_t width = dots_width(places, length(std::span(kept)));
+        const int64_t width = dots_width(places, static_cast<int64_t>(kept.size()));
         const auto* from = data_of<const void*>(gradient, "gradient", places, {places.num_samples, width});
         nb::gil_scoped_release release;
         dots_gradient(places, kept, from, targets);
@@ -138,7 +140,8 @@ void bind_interaction(nb::module_& m) {
       [](In first, In factor, In input, Out out) {
         const auto run = [&]<class T>(T) {
           const auto x = elements<const T>(first, "first", {-1, -1});
-          const auto rows = static_cast<int64_t>(first.shape(0)), columns = static_cast<int64_t>(first.shape(1));
+          const auto rows = static_cast<int64_t>(first.shape(0));
+          const auto columns = static_cast<int64_t>(first.shape(1));
           const auto u = elements<const T>(factor, "factor", {rows, columns});
           const auto y = elements<const T>(input, "input", {rows, columns});
           const auto z = elements<T>(out, "out", {rows, columns});
@@ -153,7 +156,8 @@ void bind_interaction(nb::module_& m) {
       [](In first, In factor, In gradient, Out of_first, Out of_factor) {
         const auto run = [&]<class T>(T) {
           const auto x = elements<const T>(first, "first", {-1, -1});
-          const auto rows = static_cast<int64_t>(first.shape(0)), columns = static_cast<int64_t>(first.shape(1));
+          const auto rows = static_cast<int64_t>(first.shape(0));
+          const auto columns = static_cast<int64_t>(first.shape(1));
           const auto u = elements<const T>(factor, "factor", {rows, columns});
           const auto g = elements<const T>(gradient, "gradient", {rows, columns});
           const auto dx = elements<T>(of_first, "of_first", {rows, columns});

@@ -161,9 +161,9 @@ def _fm_gradient(
 
 @torch.library.custom_op("colonnade::cross", mutates_args=(), device_types="cpu")
 def _cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
-    arrays = [t.detach().contiguous() for t in (first, factor, input)]
+    x, u, y = (t.detach().contiguous() for t in (first, factor, input))
     out = first.new_empty(first.shape)
-    _native.cross(*arrays, out)
+    _native.cross(x, u, y, out)
     return out
 
 
@@ -175,10 +175,10 @@ def _(first, factor, input):
 @torch.library.custom_op("colonnade::cross_gradient", mutates_args=(), device_types="cpu")
 def _cross_gradient(first: Tensor, factor: Tensor, gradient: Tensor) -> list[Tensor]:
     """Of first and factor."""
-    arrays = [t.detach().contiguous() for t in (first, factor, gradient)]
-    out = [first.new_empty(first.shape), first.new_empty(first.shape)]
-    _native.cross_gradient(*arrays, *out)
-    return out
+    x, u, g = (t.detach().contiguous() for t in (first, factor, gradient))
+    of_first, of_factor = first.new_empty(first.shape), first.new_empty(first.shape)
+    _native.cross_gradient(x, u, g, of_first, of_factor)
+    return [of_first, of_factor]
 
 
 @_pairwise_dot_gradient.register_fake
