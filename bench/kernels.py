@@ -57,12 +57,12 @@ import colonnade
 DIMS = (16, 32, 64, 128)
 TABLES_GIB = 4.0
 LR = 0.01
-ONE_HOT = Workload("one-hot", batch_size=4096, lookups=1, pooled=True, steps=6)
+ONE_HOT = Workload("one-hot", batch_size=4096, lookups=1, pooled=True, steps=5)
 WORKLOADS = (
     ONE_HOT,
     Workload("20-hot", batch_size=1024, lookups=20, pooled=True, steps=2),
     # All tables, so that they are as large as elsewhere: 208,000 lookups.
-    Workload("sequence", batch_size=160, lookups=50, pooled=False, steps=2),
+    Workload("sequence", batch_size=160, lookups=50, pooled=False, steps=1),
 )
 API_STEPS = 20
 """A block of the Python API's is longer: its lookahead works across steps."""
@@ -122,6 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write cases, raw values and ratios here")
     parser.add_argument("--quick", action="store_true", help="smaller tables, fewer rounds: to try")
     parser.add_argument("--gib", type=float, help=f"of tables per system, instead of {TABLES_GIB}")
+    parser.add_argument("--rounds", type=int, help=f"blocks of a case, instead of {ROUNDS}")
     parser.add_argument("--dims", type=int, nargs="+", default=DIMS, help="only these widths")
     options = parser.parse_args(arguments)
     if options.json and not options.json.parent.is_dir():
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"--json {options.json}: there is no folder {options.json.parent}; make it first"
         )
     gib = options.gib or (QUICK_TABLES_GIB if options.quick else TABLES_GIB)
-    rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)  # also where it is no terminal
 

@@ -42,6 +42,7 @@ from workers.roofline import (
 from workers.workload import NUM_FEATURES, Tables, Workload
 
 KINDS = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": 3}
+OPTIMIZERS = {"sgd": "SGD", "rowwise_adagrad": "RowWiseAdagrad", "adagrad": "Adagrad"}
 NUM_SETTINGS = 16
 LR_COLUMN, EPS_COLUMN, SCALE_COLUMN = 0, 2, 11
 UNUSED_LIMITS = slice(9, 11)  # max_norm, clip_value
@@ -227,13 +228,8 @@ class Api:
     phases = ("wait", "forward", "backward", "rows")
 
     def __init__(self, tables: Tables) -> None:
-        optimizers = {
-            "sgd": colonnade.SGD,
-            "rowwise_adagrad": colonnade.RowWiseAdagrad,
-            "adagrad": colonnade.Adagrad,
-        }
         self.names = [f"C{f + 1}" for f in range(NUM_FEATURES)]
-        optimizer = optimizers[tables.optimizer](lr=tables.lr)
+        optimizer = getattr(colonnade, OPTIMIZERS[tables.optimizer])(lr=tables.lr)
         self.collection = EmbeddingCollection(
             [Table(name, tables.dim, optimizer=optimizer) for name in self.names],
             [Feature(name, name) for name in self.names],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,7 @@ from typing import TypeVar
 import torch  # before the library: its OpenMP runtime is the one used
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "bench" / "roofline.cc"
+SOURCE = Path(__file__).resolve().parents[1] / "roofline.cc"
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 HINTS = {"none": 0, "t0": 1, "t1": 2, "t2": 3, "nta": 4, "write": 5}
 DISTANCES = (8, 16, 32, 64)
@@ -91,7 +91,8 @@ Setting = tuple[int, int]
 class Roofline:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        self.library = ctypes.CDLL(str(build()))
+        with tempfile.TemporaryDirectory(prefix="colonnade-roofline-") as folder:
+            self.library = ctypes.CDLL(str(build(Path(folder))))
 
     def gather(self, rows: Rows, batch: Lookup, o: Task, setting: Setting) -> None:
         hint, distance = setting
@@ -141,12 +142,12 @@ def sweep(
     return min(best, key=best.__getitem__)
 
 
-def build() -> Path:
-    """The library, under build/, made anew if the source is newer. RuntimeError with the compiler's words."""
-    library = ROOT / "build" / "roofline.so"
-    if library.exists() and library.stat().st_mtime > SOURCE.stat().st_mtime:
-        return library
-    library.parent.mkdir(exist_ok=True)
+def build(folder: Path) -> Path:
+    """The library, for this processor. RuntimeError with the compiler's words.
+
+    $CXX, else `c++`: what CMake takes for the core on the same machine.
+    """
+    library = folder / "roofline.so"
     command = [os.environ.get("CXX", "c++"), *FLAGS, str(SOURCE), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -88,6 +88,22 @@ def test_our_steps_are_torchs(workload: Workload, optimizer: str) -> None:
         assert not torch.equal(first, torchs.bags[3].weight), "the steps changed nothing"
 
 
+def test_the_python_apis_steps_are_torchs() -> None:
+    tables = Tables(ROWS, 16, "sgd", lr=0.5)
+    api, torchs = ours.Api(tables), theirs.Torch(tables)
+    every = torch.arange(ROWS)
+    for name, bag in zip(api.names, torchs.bags, strict=True):
+        bag.weight.data.copy_(api.collection.rows(name, every))
+    for system in (api, torchs):
+        step = system.step(ONE_HOT, itertools.islice(batches(ONE_HOT), 4))
+        for _ in range(4):
+            laps = Laps(system.phases)
+            step(laps)
+            assert min(laps.seconds.values()) > 0
+    for name, bag in zip(api.names, torchs.bags, strict=True):
+        torch.testing.assert_close(api.collection.rows(name, every), bag.weight.data)
+
+
 @pytest.fixture(scope="module")
 def loops() -> roofline.Roofline:
     if shutil.which("c++") is None:
