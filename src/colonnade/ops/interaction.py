@@ -18,6 +18,7 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.ops import interaction_reference as plain
+from colonnade.ops.memory import empty
 
 
 def pairwise_dot(vectors: Sequence[Tensor], *, dim: int, kept: Sequence[int] = ()) -> Tensor:
@@ -104,7 +105,7 @@ def _arrays(vectors: Sequence[Tensor]) -> list[Tensor]:
 
 def _targets(vectors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
     return [
-        v.new_empty(v.shape) if is_wanted else None
+        empty(*v.shape, dtype=v.dtype) if is_wanted else None
         for v, is_wanted in zip(vectors, wanted, strict=True)
     ]
 
@@ -116,7 +117,7 @@ def _dots_width(vectors: Sequence[Tensor], num_kept: int) -> int:
 
 @torch.library.custom_op("colonnade::pairwise_dot", mutates_args=(), device_types="cpu")
 def _pairwise_dot(vectors: Sequence[Tensor], kept: Sequence[int]) -> Tensor:
-    out = vectors[0].new_empty(len(vectors[0]), _dots_width(vectors, len(kept)))
+    out = empty(len(vectors[0]), _dots_width(vectors, len(kept)), dtype=vectors[0].dtype)
     _native.pairwise_dot(_arrays(vectors), list(kept), out)
     return out
 
@@ -139,7 +140,7 @@ def _pairwise_dot_gradient(
 
 @torch.library.custom_op("colonnade::fm", mutates_args=(), device_types="cpu")
 def _fm(vectors: Sequence[Tensor]) -> Tensor:
-    out = vectors[0].new_empty(len(vectors[0]), 1)
+    out = empty(len(vectors[0]), 1, dtype=vectors[0].dtype)
     _native.fm(_arrays(vectors), out)
     return out
 
@@ -162,7 +163,7 @@ def _fm_gradient(
 @torch.library.custom_op("colonnade::cross", mutates_args=(), device_types="cpu")
 def _cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
     x, u, y = (t.detach().contiguous() for t in (first, factor, input))
-    out = first.new_empty(first.shape)
+    out = empty(*first.shape, dtype=first.dtype)
     _native.cross(x, u, y, out)
     return out
 
@@ -176,19 +177,19 @@ def _(first, factor, input):
 def _cross_gradient(first: Tensor, factor: Tensor, gradient: Tensor) -> list[Tensor]:
     """Of first and factor."""
     x, u, g = (t.detach().contiguous() for t in (first, factor, gradient))
-    of_first, of_factor = first.new_empty(first.shape), first.new_empty(first.shape)
+    of_first, of_factor = (empty(*first.shape, dtype=first.dtype) for _ in range(2))
     _native.cross_gradient(x, u, g, of_first, of_factor)
     return [of_first, of_factor]
 
 
 @_pairwise_dot_gradient.register_fake
 def _(vectors, kept, gradient, wanted):
-    return [o for o in _targets(vectors, wanted) if o is not None]
+    return [v.new_empty(v.shape) for v, is_wanted in zip(vectors, wanted, strict=True) if is_wanted]
 
 
 @_fm_gradient.register_fake
 def _(vectors, gradient, wanted):
-    return [o for o in _targets(vectors, wanted) if o is not None]
+    return [v.new_empty(v.shape) for v, is_wanted in zip(vectors, wanted, strict=True) if is_wanted]
 
 
 @_cross_gradient.register_fake
