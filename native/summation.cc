@@ -215,6 +215,9 @@ SumTask Summation::task(const Run& run, std::int64_t p) const {
   task.is_straddling = is_straddling_[p];
   if (source_.lookups_) {
     task.features = features_[p].data();
+    for (const auto& feature : features_[p]) {
+      if (feature.output_rows) task.output_rows = feature.output_rows;
+    }
     task.weights = source_.lookups_->weights() ? source_.lookups_->weights()->data : nullptr;
   } else {
     task.index = source_.index_.data();
