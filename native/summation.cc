@@ -64,8 +64,10 @@ Summation::Summation(const Segments& segments, const GradientSource& source, con
            std::string(name_of(dtype)) + "; float64 goes with float64 and nothing else");
   }
   if (offsets.empty()) refuse("segment_offsets is empty, wanted unique rows + 1 elements");
-  bool ascends = true;
-  for (std::size_t u = 0; u + 1 < offsets.size(); ++u) ascends &= offsets[u] <= offsets[u + 1];
+  // The checks are plain reductions over numbers, which compilers turn into vector loops.
+  int descents = 0;
+  for (std::size_t u = 0; u + 1 < offsets.size(); ++u) descents |= offsets[u + 1] < offsets[u];
+  const bool ascends = !descents;
   if (!ascends || offsets.front() < 0 || offsets.back() > num_entries) {
     refuse("segment_offsets must ascend inside 0 .. " + number(num_entries) + ", got " +
            number(offsets.front()) + " .. " + number(offsets.back()) +
@@ -169,11 +171,15 @@ void Summation::check_entries() const {
     const std::int64_t lo = segments_.segment_offsets[begin], hi = segments_.segment_offsets[end];
     const auto& intervals = intervals_[t];
     if (intervals.size() == 1) {
+      // Outside an interval one of the two differences is negative, as a number of 32 bits too.
       const auto first = static_cast<std::uint32_t>(intervals[0].first);
-      const auto length = static_cast<std::uint32_t>(intervals[0].last - intervals[0].first);
-      std::uint32_t wrong = 0;
-      for (std::int64_t i = lo; i < hi; ++i) wrong |= static_cast<std::uint32_t>(entries[i]) - first >= length;
-      is_wrong[r] = wrong != 0;
+      const auto last = static_cast<std::uint32_t>(intervals[0].last - 1);
+      std::uint32_t signs = 0;
+      for (std::int64_t i = lo; i < hi; ++i) {
+        const auto entry = static_cast<std::uint32_t>(entries[i]);
+        signs |= (entry - first) | (last - entry);
+      }
+      is_wrong[r] = signs >> 31;
     } else {
       is_wrong[r] = !std::all_of(entries + lo, entries + hi, [&](std::int32_t e) {
         return std::ranges::any_of(intervals, [e](const auto& i) { return i.first <= e && e < i.last; });
@@ -209,6 +215,9 @@ SumTask Summation::task(const Run& run, std::int64_t p) const {
   task.is_straddling = is_straddling_[p];
   if (source_.lookups_) {
     task.features = features_[p].data();
+    for (const auto& feature : features_[p]) {
+      if (feature.output_rows) task.output_rows = feature.output_rows;
+    }
     task.weights = source_.lookups_->weights() ? source_.lookups_->weights()->data : nullptr;
   } else {
     task.index = source_.index_.data();

@@ -193,11 +193,11 @@ void update(Dram& dram, std::span<const std::uint32_t> slots, const Segments& se
       task.rank = layout.rank;
       tasks.push_back(task);
     }
-    const auto capacity = static_cast<std::uint64_t>(dram.capacity_rows(t));
-    bool is_slot = true;
+    const auto capacity = static_cast<std::uint32_t>(dram.capacity_rows(t));
+    int strangers = 0;
     for (std::int64_t u = segments.table_offsets[t]; u < segments.table_offsets[t + 1]; ++u)
-      is_slot &= slots[u] < capacity;
-    if (!is_slot)
+      strangers |= slots[u] >= capacity;
+    if (strangers)
       refuse("a slot of table " + number(t) + " is not in 0 .. " +
              number(static_cast<std::int64_t>(capacity) - 1));
   }

@@ -91,6 +91,7 @@ class Gradients {
       : entries_(task.entries),
         features_(task.features),
         feature_(task.features),
+        output_rows_(task.output_rows),
         weights_(static_cast<const T*>(task.weights)),
         index_(task.index),
         base_(task.base),
@@ -150,6 +151,12 @@ class Gradients {
 
   COLONNADE_INLINE_MEMBER void find_next() {
     if (next_ == end_) return;
+    // Entries of a row lie anywhere in what is kept by lookup.
+    if (next_ + kGradientsAhead < end_) {
+      const std::int32_t later = entries_[next_ + kGradientsAhead];
+      if (output_rows_) fetch(output_rows_ + later);
+      if (weights_) fetch(weights_ + later);
+    }
     const Term term = find(entries_[next_]);
     waiting_[static_cast<std::uint64_t>(next_) % kWaiting] = term;
     ++next_;
@@ -179,6 +186,7 @@ class Gradients {
 
   const std::int32_t* entries_;
   const FeatureGradients *features_, *feature_;
+  const std::int32_t* output_rows_;
   const T* weights_;
   const std::uint32_t* index_;
   const std::byte* base_;

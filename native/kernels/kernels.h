@@ -52,6 +52,7 @@ struct SumTask {
 
   Dtype gradient_dtype;
   const FeatureGradients* features;  // of this table, ascending; every entry lies in one of them
+  const std::int32_t* output_rows;   // those of the features that have some, or null
   const void* weights;               // element of each lookup, or null
   const std::uint32_t* index;        // or: entry e is the row at base + index[e] elements
   const std::byte* base;

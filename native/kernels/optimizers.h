@@ -8,7 +8,7 @@
 namespace colonnade::COLONNADE_ISA {
 namespace {
 
-constexpr std::int64_t kRowsAhead = 16;
+constexpr std::int64_t kRowsAhead = 32;
 
 template <class T>
 COLONNADE_INLINE Vector<T> roots(Vector<T> value) {

@@ -219,7 +219,7 @@ class Table:
         return reference.pack(self.weights, self.state, self.clocks)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     batches(dims=DIMS),
     st.lists(st.tuples(st.integers(0, 8), SETTINGS), min_size=12, max_size=12),
