@@ -57,12 +57,9 @@ class EmbeddingCollection(nn.Module):
         self.declaration = declare(tables, features, consumers, output_dtype)
         self.interactions = nn.ModuleDict({name: pair[0] for name, pair in consumers.items()})
         self.seed = seed
-        # Placeholders that make torch call our backward; not parameters, so that an optimizer over
+        # A placeholder that makes torch call our backward; no parameter, so that an optimizer over
         # model.parameters() is an optimizer over the dense network.
-        self.handles = [
-            torch.empty(0, table.width, dtype=self.declaration.output_dtype, requires_grad=True)
-            for table in self.declaration.tables
-        ]
+        self.handle = torch.empty(0, dtype=self.declaration.output_dtype, requires_grad=True)
         self.live: list[Ticket] = []  # forward done, not yet stepped
         self.pushed: Pushed | None = None  # gradients of `live` that have reached their owners
         self.step = 0  # updates applied
@@ -129,7 +126,7 @@ class EmbeddingCollection(nn.Module):
             ticket = self.prepare(batch, purpose="control")
             self.fetch(ticket)
         self.live.append(ticket)
-        return self.exchange.values(ticket, self.handles)
+        return self.exchange.values(ticket, self.handle)
 
     def lookahead(self, batches: Iterable[Batch]) -> Lookahead:
         """The same batches in the same order, each ready to use: its ids have travelled, its rows are resident.
@@ -284,7 +281,7 @@ class EmbeddingCollection(nn.Module):
         ]
         numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in found]
         self.exchange.fetch(ticket, RowSource(views, torch.cat(numbers), True, found))
-        return self.exchange.values(ticket, self.handles)
+        return self.exchange.values(ticket, self.handle)
 
     def ensure_open(self) -> None:
         """Open with everything on this process, in memory, unless `open` was called."""

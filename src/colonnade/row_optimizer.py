@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, NonFiniteError
 
-# Columns of `_native.update`'s settings, and the param group entry (and its place, where it is a pair) in each.
-SETTINGS = (
-    ("lr", None), ("weight_decay", None), ("eps", None), ("betas", 0), ("betas", 1), ("nesterov", None),
-    ("l1", None), ("l2", None), ("beta", None), ("max_norm", None), ("clip_value", None),
-)  # fmt: skip
+# Columns of `_native.update`'s settings: those of one number by name, then the others.
+SETTINGS = ("lr", "weight_decay", "eps", "", "", "nesterov", "l1", "l2", "beta")
+BETAS = 3
+LIMITS = ((9, "max_norm"), (10, "clip_value"))
 GRADIENT_SCALE = 11
 NUM_SETTINGS = 16
 
@@ -41,8 +40,7 @@ class RowOptimizer(Optimizer):
             table = declaration.tables[t]
             groups.append(
                 {
-                    # A view: each group needs a tensor of its own.
-                    "params": [collection.handles[t].detach().requires_grad_()],
+                    "params": [torch.empty(0, part.dim)],  # a placeholder: rows are no tensor
                     "name": f"{table.name}.{part.name}" if part.name else table.name,
                     **part.optimizer.settings(),
                     "max_norm": table.max_norm,
@@ -108,21 +106,16 @@ class RowOptimizer(Optimizer):
 
     def _settings(self) -> Tensor:
         """(P, 16) float64. Raises ConfigError for a number that no rule can use."""
-        settings = torch.zeros(len(self.param_groups), NUM_SETTINGS, dtype=torch.float64)
-        for row, group in zip(settings, self.param_groups, strict=True):
-            for column, (name, place) in enumerate(SETTINGS):
-                value = group.get(name, 0.0)
-                if name in ("max_norm", "clip_value"):
-                    value = math.inf if value is None else value
-                elif place is not None and isinstance(value, tuple | list):
-                    value = value[place]
-                elif name == "betas" and place == 0:
-                    value = group.get("momentum", 0.0)
-                elif name == "betas":
-                    value = 0.0
-                row[column] = float(value)
+        settings = []
+        for group in self.param_groups:
+            row = [0.0] * NUM_SETTINGS
+            for column, name in enumerate(SETTINGS):
+                row[column] = group.get(name) or 0.0
+            row[BETAS : BETAS + 2] = group.get("betas") or (group.get("momentum", 0.0), 0.0)
+            for column, name in LIMITS:
+                row[column] = math.inf if group[name] is None else group[name]
             row[GRADIENT_SCALE] = self._gradient_scale
-            if bool(row.isnan().any()) or bool((row < 0).any()):
+            if not all(number >= 0 for number in row):
                 raise ConfigError(
                     f"param group {group['name']!r}: got a setting below 0 or NaN in {_shown(group)}; no row changed"
                 )
@@ -130,7 +123,8 @@ class RowOptimizer(Optimizer):
                 raise ConfigError(
                     f"param group {group['name']!r}: got lr={group['lr']}, wanted more than 0: FTRL divides by it"
                 )
-        return settings
+            settings.append(row)
+        return torch.tensor(settings, dtype=torch.float64)
 
 
 def _shown(group: dict) -> dict:

@@ -123,11 +123,11 @@ class Exchange(Protocol):
 
     def fetch(self, ticket: Ticket, source: RowSource) -> None: ...
 
-    def values(self, ticket: Ticket, handles: Sequence[Tensor]) -> dict[str, Tensor]:
+    def values(self, ticket: Ticket, handle: Tensor) -> dict[str, Tensor]:
         """By consumer: (B, P) combined; by feature without a consumer: (B, D) pooled or (E_f, D) sequence.
 
-        Differentiable: backward records (lookups, gradient) on the ticket. `handles` are the tables'
-        placeholders, so that torch runs that backward.
+        Differentiable: backward records (lookups, gradient) on the ticket. `handle` requires a gradient, so that
+        torch runs that backward.
         """
         ...
 

@@ -105,6 +105,8 @@ class Consumption:
 
     features: tuple[int, ...]  # (C,) by column of lookups: index into Declaration.features
     reads: tuple[tuple[int, int], ...]  # (R,) in the order of the outputs' fields: (column, part)
+    tables: Tensor  # (C,) int32
+    poolings: Tensor  # (C,) uint8, as `_native.Lookups` numbers them
 
 
 def declare(
@@ -215,7 +217,13 @@ def consumption(declaration: Declaration) -> Consumption:
                 features.append(field.feature)
             taken.add((column, field.part))
             reads.append((column, field.part))
-    return Consumption(tuple(features), tuple(reads))
+    looked_up = [declaration.features[f] for f in features]
+    return Consumption(
+        tuple(features),
+        tuple(reads),
+        torch.tensor([declaration.table_of(f) for f in looked_up], dtype=torch.int32),
+        torch.tensor([POOLINGS.index(f.pooling) for f in looked_up], dtype=torch.uint8),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +236,12 @@ class Lookups:
     batch_size: int
 
 
-def collect(batch: Batch, declaration: Declaration, consumed: Sequence[int]) -> Lookups:
-    """`consumed`: the feature of each column of lookups (`Consumption.features`)."""
+def collect(batch: Batch, declaration: Declaration, consumption: Consumption) -> Lookups:
+    """The batch's ids, a column of lookups after the other. Raises DataError, NonFiniteError naming the feature."""
     values, bags, weights = [], [], []
     sizes = [0]
     one_hot, weighted = True, False
-    for f in consumed:
+    for f in consumption.features:
         feature = declaration.features[f]
         ids = batch.ids.get(feature.name)
         if ids is None:
@@ -271,12 +279,8 @@ def collect(batch: Batch, declaration: Declaration, consumed: Sequence[int]) -> 
     native = _native.Lookups(
         all_ids,
         offsets,
-        torch.tensor(
-            [declaration.table_of(declaration.features[f]) for f in consumed], dtype=torch.int32
-        ),
-        torch.tensor(
-            [POOLINGS.index(declaration.features[f].pooling) for f in consumed], dtype=torch.uint8
-        ),
+        consumption.tables,
+        consumption.poolings,
         batch.size,
         bag_offsets,
         all_weights,

@@ -68,8 +68,8 @@ class _Pool(torch.autograd.Function):
     """Forward pools; backward only records the gradients on the ticket: rows change in RowOptimizer.step."""
 
     @staticmethod
-    def forward(ctx, exchange: RowsExchange, ticket: Ticket, *handles: Tensor):
-        ctx.ticket, ctx.num_inputs = ticket, 2 + len(handles)
+    def forward(ctx, exchange: RowsExchange, ticket: Ticket, handle: Tensor):
+        ctx.ticket = ticket
         return tuple(exchange.pooled(ticket))
 
     @staticmethod
@@ -80,7 +80,7 @@ class _Pool(torch.autograd.Function):
                 "call backward before step"
             )
         ctx.ticket.gradients.append([gradient.contiguous() for gradient in gradients])
-        return (None,) * ctx.num_inputs
+        return None, None, None
 
 
 class RowsExchange:
@@ -100,6 +100,13 @@ class RowsExchange:
         self.reads = _native.Reads(
             *_int32s((column, part.column, part.dim) for column, _, part in parts)
         )
+        placed = [
+            (i, column, output.width)
+            for i, output in enumerate(self.outputs)
+            for column in output.columns
+        ]
+        read_places = torch.tensor(placed).reshape(-1, 3).T.contiguous()
+        self.read_outputs, self.read_columns, self.read_widths = read_places
         sources = max(1, mesh.num_ranks)
         self.whole_rows = _native.Reads(
             *_int32s((i, 0, width) for i, width in enumerate(self.widths.tolist() * sources))
@@ -111,7 +118,7 @@ class RowsExchange:
     def route(self, batch: Batch, step: int, *, purpose: str = "route") -> Ticket:
         """Collective on `purpose`'s group. Raises IdRangeError, DataError before anything travels."""
         num_ranks, num_tables = self.mesh.num_ranks, len(self.widths)
-        lookups = collect(batch, self.declaration, self.consumption.features)
+        lookups = collect(batch, self.declaration, self.consumption)
         try:
             plan = _native.make_plan(lookups.native, self.table_rows, num_ranks)
         except IndexError as error:
@@ -188,9 +195,9 @@ class RowsExchange:
             (values, send),
         )
 
-    def values(self, ticket: Ticket, handles: Sequence[Tensor]) -> dict[str, Tensor]:
+    def values(self, ticket: Ticket, handle: Tensor) -> dict[str, Tensor]:
         """See the contract. On CPU, in the tables' dtype."""
-        tensors = _Pool.apply(self, ticket, *handles)
+        tensors = _Pool.apply(self, ticket, handle)
         found = {}
         for output, tensor in zip(self.outputs, tensors, strict=True):
             for name in output.names:
@@ -419,12 +426,10 @@ class RowsExchange:
         return empty(rows, output.width, dtype=self.declaration.output_dtype)
 
     def _output_addresses(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        bases, strides = [], []
-        for output, tensor in zip(self.outputs, tensors, strict=True):
-            for column in output.columns:
-                bases.append(tensor.data_ptr() + column * tensor.element_size())
-                strides.append(output.width * tensor.element_size())
-        return torch.tensor(bases, dtype=torch.int64), torch.tensor(strides, dtype=torch.int64)
+        """(R,) each: where output row 0 of each read lies, and the bytes between rows."""
+        itemsize = tensors[0].element_size() if tensors else 0
+        starts = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+        return starts[self.read_outputs] + self.read_columns * itemsize, self.read_widths * itemsize
 
 
 def _evaluate(consumer: Consumer, pooled: Tensor) -> Tensor:

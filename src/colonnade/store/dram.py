@@ -46,6 +46,12 @@ class DramStore:
         self.native = native
         self.backings = tuple(backings)
         self.sources = RowSources()
+        self._views = [
+            RowView(
+                native.weights_address(t), native.stride_bytes(t), table.width, table.dtype
+            )
+            for t, table in enumerate(self.tables)
+        ]  # fmt: skip
         self._lock = threading.Lock()
         self._released = threading.Condition()
         self._releases = 0
@@ -99,15 +105,7 @@ class DramStore:
         return found
 
     def views(self) -> list[RowView]:
-        return [
-            RowView(
-                self.native.weights_address(t),
-                self.native.stride_bytes(t),
-                table.width,
-                table.dtype,
-            )
-            for t, table in enumerate(self.tables)
-        ]
+        return self._views
 
     def flush(self) -> int:
         """Write every row newer than its backing; returns how many. They stay resident."""
