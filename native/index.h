@@ -34,7 +34,9 @@ class SlotIndex {
   static constexpr std::uint32_t kAbsent = 0xffffffff;
   static constexpr std::int64_t kBlock = 64;  // ids whose cache lines are on their way at once
 
-  SlotIndex() : now_(4) {}
+  // num_shares: into how many equal parts of the hashes of all ids the rows of a table are dealt, of which this one
+  // is one (the ranks, of an open table); 0: its ids are any.
+  explicit SlotIndex(std::uint64_t num_shares) : num_shares_(num_shares), now_(4) {}
 
   // Memory for `entries` in all. NoRoom: nothing changed. Call `grow` before inserting.
   void reserve(std::int64_t entries) {
@@ -188,8 +190,13 @@ class SlotIndex {
     return static_cast<std::uint64_t>(static_cast<unsigned __int128>(x) * by / of);
   }
 
-  // The hash's low half comes first: its high bits are the same for all rows of one rank of an open table.
-  static std::uint64_t hash(std::int64_t id) { return std::rotl(mix64(static_cast<std::uint64_t>(id)), 32); }
+  // Monotonic in mix64 inside one share, which is the order in which a plan lists the rows of an open table: a batch
+  // then walks the buckets in address order. Without shares mix64's low half comes first, because all the high
+  // bits may be the same.
+  std::uint64_t hash(std::int64_t id) const {
+    const std::uint64_t mixed = mix64(static_cast<std::uint64_t>(id));
+    return num_shares_ ? mixed * num_shares_ : std::rotl(mixed, 32);
+  }
   // From bits that choose homes only where there are more than 2^40 of them.
   static std::uint8_t tag_of(std::uint64_t hash) {
     return static_cast<std::uint8_t>(1 + ((hash >> 8 & 0xffff) * 255 >> 16));
@@ -272,6 +279,7 @@ class SlotIndex {
     }
   }
 
+  std::uint64_t num_shares_;
   Array now_, next_;  // next_ is empty unless reserved
   Array last_;        // reserved for when next_ is full
   std::uint64_t target_ = 0;

@@ -43,7 +43,7 @@ class RowIndex {
   };
 
   Rows rows_;
-  SlotIndex index_;
+  SlotIndex index_{0};
   std::int64_t size_ = 0, num_touched_ = 0;
   std::uint32_t first_free_ = SlotIndex::kAbsent;
 };

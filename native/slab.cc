@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
@@ -30,9 +31,14 @@ Slab::Slab(std::size_t bytes) {
   data_ = reinterpret_cast<std::byte*>(address);
 }
 
-void Slab::ask_for_huge_pages() const noexcept {
+void Slab::ask_for_huge_pages(std::size_t touched_bytes) const noexcept {
 #ifdef MADV_HUGEPAGE
-  if (bytes_ >= kHugePageBytes) madvise(data_, bytes_, MADV_HUGEPAGE);  // advice: failure costs speed only
+  if (bytes_ < kHugePageBytes) return;
+  madvise(data_, bytes_, MADV_HUGEPAGE);  // advice: failure costs speed only
+  constexpr int kCollapse = 25;           // MADV_COLLAPSE, Linux 6.1: what is there in small pages already
+  if (touched_bytes) madvise(data_, std::min(bytes_, touched_bytes), kCollapse);
+#else
+  static_cast<void>(touched_bytes);
 #endif
 }
 

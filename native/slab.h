@@ -25,7 +25,7 @@ class Slab {
   explicit Slab(std::size_t bytes);  // throws NoRoom; 0 bytes: no memory
   // From here on, a first touch brings 2 MiB at once: twice as fast where accesses are random, and wasteful
   // where only a little will be touched.
-  void ask_for_huge_pages() const noexcept;
+  void ask_for_huge_pages(std::size_t touched_bytes = 0) const noexcept;  // touched: in small pages, perhaps
   // Whole pages in bytes [begin, end) are no longer memory; their content is lost.
   void give_back(std::size_t begin, std::size_t end) const noexcept;
   ~Slab();

@@ -18,7 +18,9 @@ constexpr std::int64_t kVictims = 64;  // rows evicted together, their cache lin
 }  // namespace
 
 TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
-    : settings_(settings), share_(settings.rows, format.num_ranks, format.rank) {
+    : settings_(settings),
+      share_(settings.rows, format.num_ranks, format.rank),
+      index_(static_cast<std::uint64_t>(format.num_ranks)) {
   if (settings.state_elements < 0) refuse("state_elements " + std::to_string(settings.state_elements));
   std::int64_t dim = 0;
   for (const auto& part : settings.parts) {
@@ -77,15 +79,15 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
 }
 
 // Slots fill up from the start: a table of few rows keeps to small pages.
-void TableRows::ask_for_huge_pages() noexcept {
-  const std::int64_t slots = headers_.num_touched();
+void TableRows::ask_for_huge_pages(std::int64_t slots) noexcept {
   if (!has_huge_rows_ && static_cast<std::size_t>(slots * layout_.weights_stride) >= 2 * kHugePageBytes) {
-    weights_slab_.ask_for_huge_pages();
-    states_slab_.ask_for_huge_pages();
+    const std::int64_t touched = headers_.num_touched();
+    weights_slab_.ask_for_huge_pages(static_cast<std::size_t>(touched * layout_.weights_stride));
+    states_slab_.ask_for_huge_pages(static_cast<std::size_t>(touched * layout_.state_stride));
     has_huge_rows_ = true;
   }
   if (!has_huge_headers_ && static_cast<std::size_t>(slots * SlotHeaders::kStride) >= kHugePageBytes) {
-    headers_.slab().ask_for_huge_pages();
+    headers_.slab().ask_for_huge_pages(static_cast<std::size_t>(headers_.num_touched() * SlotHeaders::kStride));
     has_huge_headers_ = true;
   }
 }
@@ -188,8 +190,8 @@ void TableRows::admit(std::span<const std::int64_t> ids, std::span<std::uint32_t
   if (!is_direct_) {
     index_.grow(headers_);
     evict(num_evictions(found), evicted);
+    ask_for_huge_pages(std::min(settings_.capacity_rows, headers_.num_touched() + found.missing));
     admit_hashed(ids, slots);
-    ask_for_huge_pages();
     return;
   }
   num_pinned_ += found.missing;
@@ -294,7 +296,10 @@ std::int64_t TableRows::release(std::span<const std::uint32_t> slots, bool is_di
     return static_cast<std::int64_t>(slots.size());
   }
   std::int64_t unpinned = 0;
-  for (const auto slot : slots) {
+  constexpr std::size_t kAhead = 32;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    if (i + kAhead < slots.size()) headers_.fetch(slots[i + kAhead]);
+    const std::uint32_t slot = slots[i];
     if (!headers_.is_pinned(slot)) continue;  // the same slot twice: pinned once, released once
     unpinned += headers_.unpin(slot);
     headers_.use(slot, is_dirty);

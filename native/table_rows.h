@@ -174,7 +174,7 @@ class TableRows {
     return is_direct_ ? 0 : std::max<std::int64_t>(0, num_rows_ + found.missing - settings_.capacity_rows);
   }
   void evict(std::int64_t rows, Evicted& evicted) noexcept;
-  void ask_for_huge_pages() noexcept;
+  void ask_for_huge_pages(std::int64_t slots) noexcept;  // that will have been used soon
 
   TableSettings settings_;
   VocabularyShare share_;

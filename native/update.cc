@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "isa.h"
+#include "page_order.h"
 #include "summation.h"
 #include "threads.h"
 
@@ -118,7 +119,7 @@ void sum_rows(const Segments& segments, const GradientSource& source, const Part
   });
 }
 
-void update(Dram& dram, std::span<const std::uint32_t> slots, const Segments& segments,
+void update(Dram& dram, std::span<const std::uint32_t> given_slots, const Segments& given_segments,
             const GradientSource& source, const Parts& parts, std::span<const std::int32_t> optimizers,
             std::span<const double> settings) {
   static_assert(std::is_same_v<Clock&, decltype(dram.layout(0).clock_of(0))>);
@@ -133,6 +134,9 @@ void update(Dram& dram, std::span<const std::uint32_t> slots, const Segments& se
              number(dram.layout(t).dim));
     }
   }
+  const PageOrder order(dram, given_slots, given_segments);
+  const auto slots = order.slots();
+  const Segments& segments = order.segments();
   const Summation summation(segments, source, parts, dtype);
   if (static_cast<std::int64_t>(optimizers.size()) != num_parts ||
       static_cast<std::int64_t>(settings.size()) != num_parts * kSettings) {

@@ -65,7 +65,7 @@ std::int64_t unmix64(std::uint64_t word) {
 template <class IdOf>
 void index_matches_a_map(std::int64_t step, std::int64_t total, const IdOf& id_of) {
   Random random(static_cast<std::uint64_t>(total));
-  SlotIndex index;
+  SlotIndex index(0);
   Ids ids;
   std::unordered_map<std::int64_t, std::uint32_t> model;
   std::vector<std::uint32_t> freed;
@@ -111,7 +111,7 @@ void index_matches_a_map(std::int64_t step, std::int64_t total, const IdOf& id_o
 }
 
 void an_index_that_cannot_grow_is_unchanged() {
-  SlotIndex index;
+  SlotIndex index(0);
   Ids ids{{5}};
   index.reserve(1);
   index.grow(ids);

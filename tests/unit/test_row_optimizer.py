@@ -370,3 +370,29 @@ def test_ftrl_refuses_a_rate_of_zero():
     rows.param_groups[0]["lr"] = 0.0
     with pytest.raises(ConfigError, match="FTRL"):
         rows.step()
+
+
+def test_open_tables_train_as_vocabulary_tables_do():
+    """Rows of open tables are updated in the order of their pages: the same bits, whatever the order."""
+    parts = {"deep": Adam(lr=0.1), "wide": RowWiseAdagrad(lr=0.1)}
+    many, random = 3000, torch.Generator().manual_seed(3)
+    both = [
+        EmbeddingCollection(
+            [Table("item", {"deep": 16, "wide": 1}, rows=rows, optimizer=parts)],
+            [Feature("item", "item")],
+            seed=5,
+        ).open()
+        for rows in (many, None)
+    ]
+    optimizers = [RowOptimizer(embeddings) for embeddings in both]
+    for _ in range(4):
+        ids = torch.randint(0, many, (2500,), generator=random)
+        gradient = torch.randn(2500, 17, generator=random)
+        for embeddings, rows in zip(both, optimizers, strict=True):
+            found = embeddings(batch(ids.tolist()))
+            torch.autograd.backward(
+                [found["item.deep"], found["item.wide"]], [gradient[:, :16], gradient[:, 16:]]
+            )
+            rows.step()
+    ids = torch.arange(many)
+    assert torch.equal(both[0].rows("item", ids), both[1].rows("item", ids))
