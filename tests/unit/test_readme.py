@@ -1,18 +1,25 @@
-"""The README's Python runs as it stands."""
+"""The Python of the README and of docs/ runs as it stands."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_python_blocks_run(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, str(README), "exec"), {"__name__": "readme"})
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_run(page):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(block, str(page), "exec"), {"__name__": "page"})
+
+
+def test_the_readme_trains_something(capsys):
+    test_python_blocks_run(README)
     assert "loss" in capsys.readouterr().out
 
 
