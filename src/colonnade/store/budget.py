@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from colonnade.table import Table
 from colonnade.topology.sharding import share
 
-SLOT_OVERHEAD_BYTES = 24  # index, pins and padding of one resident row, rounded up
+SLOT_OVERHEAD_BYTES = 16  # index, id, pins and padding of one resident row, rounded up
 
 
 def slot_bytes(table: Table) -> int:
