@@ -76,7 +76,7 @@ class RowsConfig(Section):
     lr: float = Field(0.02, ge=0)
     """Learning rate of rows."""
     eps: float | None = Field(None, gt=0)
-    """Added to the root of the accumulator. This and the next six: default is the optimizer's own."""
+    """Added to the root of the accumulator. This and the next eight: default is the optimizer's own."""
     initial_accumulator: float | None = Field(None, ge=0)
     """First value of the accumulator (adagrad, rowwise_adagrad, ftrl)."""
     weight_decay: float | None = Field(None, ge=0)
@@ -89,14 +89,23 @@ class RowsConfig(Section):
     """Of ftrl."""
     l2: float | None = Field(None, ge=0)
     """Of ftrl."""
+    beta: float | None = Field(None, ge=0)
+    """Of ftrl."""
+    nesterov: bool | None = None
+    """Of sgd with momentum."""
     init_scale: float | None = Field(None, ge=0)
     """New rows are uniform in +-init_scale; default 1/sqrt(dim)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the rows' weights; 16-bit ones are rounded at random when they are updated."""
     master: bool = False
-    """bfloat16: keep each weight's lower half beside the state, and train exactly as float32."""
+    """bfloat16: keep each weight's lower half beside the state, so that updates are those of float32."""
     max_norm: float | None = Field(None, gt=0)
     """Updated rows longer than this are shrunk to it."""
+
+
+OPTIMIZER_SETTINGS = (
+    "eps", "initial_accumulator", "weight_decay", "momentum", "betas", "l1", "l2", "beta", "nesterov",
+)  # fmt: skip
 
 
 class DenseConfig(Section):

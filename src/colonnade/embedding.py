@@ -7,8 +7,9 @@ and nowhere else. Legend: B samples, T tables.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from colonnade.ops.memory import keep_freed_memory
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.store.contract import Backing, RowView
 from colonnade.store.dram import open_dram
-from colonnade.table import Feature, Table
+from colonnade.table import CLOCK_BYTES, Feature, Table
 from colonnade.topology.mesh import Mesh
 
 
@@ -64,7 +65,6 @@ class EmbeddingCollection(nn.Module):
         self.pushed: Pushed | None = None  # gradients of `live` that have reached their owners
         self.step = 0  # updates applied
         self._opened = False
-        self._starved = threading.Event()
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -76,10 +76,12 @@ class EmbeddingCollection(nn.Module):
         mesh: Mesh | None = None,
         *,
         backings: Sequence[Backing] = (),
+        policies: Mapping[str, RowPolicy] | None = None,
     ) -> EmbeddingCollection:
         """Lay the rows out as planned. Once, before the first batch; every rank calls it.
 
         `backings`: one per table, for rows that memory has no room for and for commits.
+        `policies`: by table, who decides after each update which rows are forgotten (admission, eviction).
         """
         if self._opened:
             raise ConfigError("this collection is open already; build a new one to change its plan")
@@ -106,8 +108,18 @@ class EmbeddingCollection(nn.Module):
             rank=self.mesh.rank,
             backings=backings,
         )
+        self.policies = {self._number(name): policy for name, policy in (policies or {}).items()}
+        self._starved = threading.Event()
         self._opened = True
         return self
+
+    def __getstate__(self) -> dict:
+        if self._opened:
+            raise ConfigError(
+                "rows cannot be copied or pickled with an open collection, and its state_dict holds none of them: "
+                "copy the model before its first batch, or read rows with `collection.rows` or `scan`"
+            )
+        return self.__dict__
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         self.ensure_open()
@@ -184,6 +196,13 @@ class EmbeddingCollection(nn.Module):
 
         Once per step: `push` then applies what is here. RuntimeError if a backward came in between.
         """
+        for ticket in self.live:
+            for gradients, versions in zip(ticket.gradients, ticket.versions, strict=False):
+                if [gradient._version for gradient in gradients] != versions:
+                    raise RuntimeError(
+                        "a gradient given to backward was changed in place before step(); rows keep no copy of "
+                        "it: give backward a tensor of its own"
+                    )
         recorded = sum(len(ticket.gradients) for ticket in self.live)
         if self.pushed is None:
             self.pushed = Pushed(self.exchange.push(self.live), recorded)
@@ -219,6 +238,8 @@ class EmbeddingCollection(nn.Module):
                 self.declaration.native_parts, optimizers, settings,
             )  # fmt: skip
         self.live, self.pushed = [], None
+        for t, policy in self.policies.items():
+            self._ask(policy, t, tickets)
         for ticket in tickets:
             self.store.release(ticket.pinned, ticket.owned_offsets, dirty=True)
             ticket.slots, ticket.is_done = None, True
@@ -250,10 +271,7 @@ class EmbeddingCollection(nn.Module):
         Rows never trained read as their first value; nothing is remembered of the call.
         """
         self.ensure_open()
-        names = [each.name for each in self.tables]
-        if table not in names:
-            raise ConfigError(f"unknown table {table!r}; choose from {', '.join(names)}")
-        t = names.index(table)
+        t = self._number(table)
         rows = self.tables[t].rows
         unique, inverse = torch.unique(ids, return_inverse=True)
         if rows is not None and len(unique) and not (unique[0] >= 0 and unique[-1] < rows):
@@ -269,6 +287,46 @@ class EmbeddingCollection(nn.Module):
         found[owned] = self.store.read(unique[owned].contiguous(), offsets)[t].to(compute)
         # One rank's values and zeros: exact.
         return self.mesh.all_reduce("evaluate", found).to(dtype)[inverse]
+
+    def delete(self, table: str, ids: Tensor) -> None:
+        """Every rank with the same ids (N,): their rows are forgotten, wherever they are; the next read of one gives
+        its first value. A row that a batch in flight uses is born again in place. Ids never trained are passed over."""
+        self.ensure_open()
+        t = self._number(table)
+        owner = torch.as_tensor(
+            _native.owner_of(ids, self.tables[t].rows or 0, self.mesh.num_ranks)
+        )
+        self.store.delete(t, ids[owner == self.mesh.rank].unique())
+
+    def scan(self, table: str) -> Iterator[Rows]:
+        """This rank's trained rows, each once, a run at a time, in memory or below it. Changes nothing; the table must
+        not be trained meanwhile."""
+        self.ensure_open()
+        t = self._number(table)
+        kind = self.tables[t]
+        for ids, records in self.store.scan(t):
+            weights = records[:, : kind.width * kind.itemsize].contiguous()
+            clocks = records[:, -CLOCK_BYTES:].contiguous()
+            yield Rows(
+                ids, weights.view(self.declaration.dtype), clocks.view(torch.int64).flatten()
+            )
+
+    def _number(self, table: str) -> int:
+        names = [each.name for each in self.tables]
+        if table not in names:
+            raise ConfigError(f"unknown table {table!r}; choose from {', '.join(names)}")
+        return names.index(table)
+
+    def _ask(self, policy: RowPolicy, t: int, tickets: Sequence[Ticket]) -> None:
+        """The policy hears of the rows of table t that were just updated here, and names those to forget."""
+        ids, slots = [], []
+        for ticket in tickets:
+            first, last = ticket.owned_offsets[t : t + 2].tolist()
+            ids.append(ticket.owned_ids[first:last])
+            slots.append(ticket.pinned[first:last])
+        updated, where = torch.cat(ids), torch.cat(slots)
+        clocks = torch.as_tensor(self.store.native.clocks(t, where))
+        self.store.delete(t, policy.forget(updated, clocks, self.step).unique())
 
     def _read_only(self, batch: Batch) -> dict[str, Tensor]:
         """Evaluation: sees every update, leaves no trace; any number of training batches may be in flight."""
@@ -287,6 +345,25 @@ class EmbeddingCollection(nn.Module):
         """Open with everything on this process, in memory, unless `open` was called."""
         if not self._opened:
             self.open()
+
+
+class RowPolicy(Protocol):
+    """Which rows of a table stay: admission and eviction, decided at the owner when an update has been applied."""
+
+    def forget(self, ids: Tensor, clocks: Tensor, step: int) -> Tensor:
+        """ids (N,), clocks (N,) after the update: the rows that step `step` trained, here. Returns the ids to forget:
+        any of these (not admitted) or of earlier ones (evicted). Must depend on nothing but what it is told, and
+        in no other order, so that a run can be repeated."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some trained rows of a table."""
+
+    ids: Tensor  # (N,) int64
+    weights: Tensor  # (N, width) of the table's dtype
+    clocks: Tensor  # (N,) int64: updates applied
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,14 @@ class SparseOptimizer:
             value = getattr(self, setting.name)
             limit = 1.0 if setting.name in ("momentum", "betas") else math.inf
             numbers = value if isinstance(value, tuple) else (value,)
-            if not all(0 <= number < limit for number in numbers):
+            if not all(isinstance(n, int | float) and 0 <= n < limit for n in numbers):
                 raise ConfigError(
                     f"{type(self).__name__}: got {setting.name}={value}, wanted "
-                    + ("0 or more, below 1" if limit == 1 else "a finite number, 0 or more")
+                    + (
+                        "numbers of 0 or more, below 1"
+                        if limit == 1
+                        else "a finite number, 0 or more"
+                    )
                 )
         if len(getattr(self, "betas", (0, 0))) != 2:
             raise ConfigError(f"{type(self).__name__}: got betas={self.settings()['betas']}, wanted two")  # fmt: skip

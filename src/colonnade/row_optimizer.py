@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -47,7 +48,10 @@ class RowOptimizer(Optimizer):
                     "clip_value": clip_value,
                 }
             )
-        super().__init__(groups, {})
+        # What all groups have: torch's schedulers look here for what they may cycle (momentum, betas).
+        common = set.intersection(*(set(group) for group in groups)) - {"params", "name"}
+        super().__init__(groups, {name: groups[0][name] for name in common})
+        self._is_built = True
         self._kinds = torch.tensor(
             [part.optimizer.kind for _, part in declaration.parts], dtype=torch.int32
         )
@@ -62,12 +66,33 @@ class RowOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.collection.ensure_open()
-        settings = self._settings()
+        settings = self._settings(agreed)
         if not agreed and self.collection.pushed is None:
             self._agree()
         self.collection.push(self._kinds, settings)
         self._gradient_scale = 1.0
         return loss
+
+    def add_param_group(self, param_group: dict) -> None:
+        if getattr(self, "_is_built", False):
+            raise ConfigError(
+                "RowOptimizer: got another param group; its groups are the collection's tables"
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Settings of the groups. Raises ConfigError unless they are those of the same tables and optimizers."""
+        wanted = [(group["name"], sorted(group)) for group in self.param_groups]
+        got = [(group.get("name"), sorted(group)) for group in state_dict["param_groups"]]
+        if got != wanted:
+            first = next(
+                (pair for pair in zip(got, wanted, strict=False) if pair[0] != pair[1]),
+                (len(got), len(wanted)),
+            )
+            raise ConfigError(
+                f"RowOptimizer: got groups that differ from this collection's, first {first[0]}, wanted {first[1]}"
+            )
+        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, agreed: bool = False) -> Tensor:
@@ -81,8 +106,10 @@ class RowOptimizer(Optimizer):
         self.collection.ensure_open()
         if not agreed and self.collection.pushed is None:
             self._agree()
-        norm = math.sqrt(self.collection.squared_gradient_norm())
-        self._gradient_scale = min(1.0, max_norm / (norm + 1e-6))  # as torch's
+        norm = math.sqrt(self.collection.squared_gradient_norm()) * self._gradient_scale
+        if not math.isfinite(norm):
+            self._refuse("the norm of the summed gradients")
+        self._gradient_scale *= min(1.0, max_norm / (norm + 1e-6))  # as torch's
         return torch.tensor(norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -98,15 +125,36 @@ class RowOptimizer(Optimizer):
         heard = self.collection.mesh.all_reduce("push", torch.tensor(said)).tolist()
         self.collection.keep([t for t, used in zip(live, heard[1:], strict=True) if used])
         if heard[0]:
-            self.collection.forget()
-            raise NonFiniteError(
-                f"step {self.collection.step}: got NaN or inf in an embedding gradient, wanted finite "
-                "numbers; no row was changed on any rank. Lower the learning rate or clip the loss"
-            )
+            self._refuse("an embedding gradient")
 
-    def _settings(self) -> Tensor:
-        """(P, 16) float64. Raises ConfigError for a number that no rule can use."""
-        settings = []
+    def _refuse(self, what: str) -> NoReturn:
+        self.zero_grad()
+        self.collection.forget()
+        raise NonFiniteError(
+            f"step {self.collection.step}: got NaN or inf in {what}, wanted finite "
+            "numbers; no row was changed on any rank. Lower the learning rate or clip the loss"
+        )
+
+    def _settings(self, agreed: bool) -> Tensor:
+        """Collective unless `agreed`. (P, 16) float64. Raises ConfigError, on every rank, for a number no rule can
+        use on any of them."""
+        error: ConfigError | None = None
+        try:
+            settings = self._own_settings()
+        except ConfigError as found:
+            error, settings = found, torch.empty(0)
+        if not agreed and self.collection.mesh.num_ranks > 1:
+            said = torch.tensor([float(error is not None)])
+            if float(self.collection.mesh.all_reduce("push", said)) and error is None:
+                error = ConfigError(
+                    "another rank has settings that no rule can use; no row was changed"
+                )
+        if error is not None:
+            raise error
+        return settings
+
+    def _own_settings(self) -> Tensor:
+        settings: list[list[float]] = []
         for group in self.param_groups:
             row = [0.0] * NUM_SETTINGS
             for column, name in enumerate(SETTINGS):
@@ -115,9 +163,21 @@ class RowOptimizer(Optimizer):
             for column, name in LIMITS:
                 row[column] = math.inf if group[name] is None else group[name]
             row[GRADIENT_SCALE] = self._gradient_scale
-            if not all(number >= 0 for number in row):
+            limits = row[LIMITS[0][0] : LIMITS[-1][0] + 1]
+            if not (
+                all(number >= 0 for number in row)
+                and all(number < math.inf for number in row[: LIMITS[0][0]])
+                and all(number < 1 for number in row[BETAS : BETAS + 2])
+                and all(number > 0 for number in limits)
+            ):
                 raise ConfigError(
-                    f"param group {group['name']!r}: got a setting below 0 or NaN in {_shown(group)}; no row changed"
+                    f"param group {group['name']!r}: got a setting below 0, NaN or too large in {_shown(group)}; "
+                    "no row changed"
+                )
+            if group.get("momentum") and not self._kinds[len(settings)]:
+                raise ConfigError(
+                    f"param group {group['name']!r}: got momentum={group['momentum']} for rows that keep none; "
+                    "declare the table with SGD(momentum=...)"
                 )
             if "l1" in group and not group["lr"] > 0:
                 raise ConfigError(

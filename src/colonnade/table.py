@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -22,6 +23,10 @@ class Uniform:
     """Each weight of a new row is drawn from `[-scale, scale)` by (seed, table, id, position)."""
 
     scale: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.scale < math.inf:
+            raise ConfigError(f"Uniform: got scale={self.scale}, wanted a finite number, 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +54,8 @@ class Table:
 
     `dtype` is that of the weights; sums and optimizer state are float64 for float64 and float32 otherwise.
     16-bit weights are rounded at random when they are updated, which keeps small updates alive on average;
-    `master` (bfloat16) keeps the lost half of every weight with the state instead, and trains exactly
-    as float32 does, reading half the bytes.
+    `master` (bfloat16) keeps the lost half of every weight with the state instead: lookups read the upper
+    half, updates are those of float32, to the bit.
     """
 
     name: str
@@ -109,9 +114,10 @@ class Table:
                     )  # fmt: skip
         if self.max_norm is not None and not self.max_norm > 0:
             raise ConfigError(f"table {self.name!r}: got max_norm={self.max_norm}, wanted more than 0")  # fmt: skip
-        if self.rows is not None and (not isinstance(self.rows, int) or self.rows < 1):
+        is_number = isinstance(self.rows, int) and not isinstance(self.rows, bool)
+        if self.rows is not None and (not is_number or not 1 <= self.rows < 2**62):
             raise ConfigError(
-                f"table {self.name!r}: got rows={self.rows}, wanted 1 or more; "
+                f"table {self.name!r}: got rows={self.rows}, wanted 1 or more, below 2**62; "
                 "leave rows out for an open table that takes any 64-bit id"
             )
 

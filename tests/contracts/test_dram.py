@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from resident import TABLES, ResidentContract
 
-from colonnade import _native
+from colonnade import Feature, _native
 from colonnade.exchange.layout import declare
 from colonnade.store.dram import open_dram
 from colonnade.store.ssd import open_ssd
@@ -22,7 +22,7 @@ def add_one(store, slots, offsets):
         torch.arange(num_rows + 1, dtype=torch.int32),
         torch.arange(num_rows, dtype=torch.int32),
         source,
-        declare(TABLES, [], {}).native_parts,
+        declare(TABLES, [Feature(t.name, t.name) for t in TABLES], {}).native_parts,
         torch.zeros(len(TABLES), dtype=torch.int32),
         torch.tensor(
             [[1.0] + [0.0] * 8 + [torch.inf] * 2 + [1.0] + [0.0] * 4] * len(TABLES),

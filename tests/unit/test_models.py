@@ -9,6 +9,8 @@ from torch import nn
 from colonnade import Batch, Feature, Ids, RowOptimizer, Table
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.dlrm import DLRM
+from colonnade.models.mlp import mlp
+from colonnade.ops.linear import linear
 
 NAMES = ["a", "b", "c"]
 TABLES = [Table(name, 4, rows=20) for name in NAMES]
@@ -61,3 +63,48 @@ def test_one_batch_can_be_learned(build):
         rows.step()
         dense.step()
     assert loss.item() < 0.05
+
+
+def test_an_mlp_runs_whatever_is_in_it():
+    torch.manual_seed(0)
+    plain = nn.Sequential(*mlp([13, 8, 1]), nn.Sigmoid(), nn.LayerNorm(1))
+    ours = mlp([13, 8, 1])
+    ours.append(nn.Sigmoid())
+    ours.append(nn.LayerNorm(1))
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(100, 13)
+    torch.testing.assert_close(ours(x), plain(x))
+
+
+@pytest.mark.parametrize("batch", [1, 63, 64, 100])
+def test_a_linear_layer_is_torchs(batch):
+    x = torch.randn(batch, 13)
+    x[-1, 3] = float("nan")
+    w = torch.randn(20, 13)
+    for b in (
+        torch.randn(20),
+        torch.randn(20, 2)[:, 0],
+        torch.randn(1).expand(20),
+        torch.randn(1),
+        None,
+    ):
+        for relu in (False, True):
+            wanted = nn.functional.linear(x, w, b)
+            wanted = wanted.relu() if relu else wanted
+            torch.testing.assert_close(linear(x, w, b, relu=relu), wanted, equal_nan=True)
+    assert linear(torch.randn(batch, 0), torch.randn(3, 0), torch.randn(3)).shape == (batch, 3)
+
+
+def test_gradients_of_a_linear_layer_are_torchs():
+    torch.manual_seed(0)
+    found = []
+    for function in (
+        lambda x, w, b: linear(x, w, b, relu=True),
+        lambda x, w, b: nn.functional.linear(x, w, b).relu(),
+    ):
+        torch.manual_seed(1)
+        x, w, b = (torch.randn(*s, requires_grad=True) for s in ((100, 13), (20, 13), (20,)))
+        function(x, w, b).square().sum().backward()
+        found.append([x.grad, w.grad, b.grad])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -396,3 +396,98 @@ def test_open_tables_train_as_vocabulary_tables_do():
             rows.step()
     ids = torch.arange(many)
     assert torch.equal(both[0].rows("item", ids), both[1].rows("item", ids))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda rows: torch.optim.lr_scheduler.OneCycleLR(rows, max_lr=0.1, total_steps=5),
+        lambda rows: torch.optim.lr_scheduler.CosineAnnealingLR(rows, T_max=5),
+        lambda rows: torch.optim.lr_scheduler.ReduceLROnPlateau(rows),
+    ],
+)
+@pytest.mark.parametrize("optimizer", [Adam(lr=0.1), SGD(lr=0.1, momentum=0.9)], ids=named)
+def test_schedulers_of_torch_take_row_optimizers(schedule, optimizer):
+    embeddings = collection(table(optimizer))
+    rows = RowOptimizer(embeddings)
+    scheduler = schedule(rows)
+    for _ in range(4):
+        backward(embeddings, [1, 2], torch.ones(2, DIM))
+        rows.step()
+        scheduler.step(*([1.0] if "Plateau" in type(scheduler).__name__ else []))
+
+
+def test_clipping_twice_is_clipping_to_the_smaller():
+    embeddings = collection(table(SGD(lr=1.0), initializer=Uniform(scale=0.0)))
+    rows = RowOptimizer(embeddings)
+    backward(embeddings, [1], torch.full((1, DIM), 100.0))
+    rows.clip_grad_norm_(1.0)
+    assert float(rows.clip_grad_norm_(5.0)) == pytest.approx(1.0, rel=1e-6)
+    rows.step()
+    assert float(rows_of(embeddings)[1].norm()) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_clipping_refuses_sums_that_overflow():
+    embeddings = collection(table(SGD(lr=1.0), dtype="float32"))
+    rows = RowOptimizer(embeddings)
+    before = rows_of(embeddings)
+    backward(embeddings, [1, 1, 1], torch.full((3, DIM), 3e38))
+    with pytest.raises(NonFiniteError, match="norm of the summed"):
+        rows.clip_grad_norm_(1.0)
+    rows.step()
+    assert torch.equal(rows_of(embeddings), before)
+
+
+def test_a_gradient_that_its_owner_changes_is_refused():
+    embeddings = collection()
+    rows = RowOptimizer(embeddings)
+    before, given = rows_of(embeddings), torch.ones(1, DIM, dtype=torch.float64)
+    embeddings(batch([1]))["item"].backward(given)
+    given.zero_()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        rows.step()
+    assert torch.equal(rows_of(embeddings), before)
+
+
+def test_state_dicts_are_of_the_same_tables():
+    ours, theirs = collection(table(Adam(lr=0.1))), collection(table(SGD(lr=0.3)))
+    rows, other = RowOptimizer(ours), RowOptimizer(theirs)
+    with pytest.raises(ConfigError, match="groups that differ"):
+        rows.load_state_dict(other.state_dict())
+    saved = RowOptimizer(ours).state_dict()
+    saved["param_groups"][0]["lr"] = 0.7
+    rows.load_state_dict(saved)
+    assert rows.param_groups[0]["lr"] == 0.7
+    with pytest.raises(ConfigError, match="the collection's tables"):
+        rows.add_param_group({"params": [torch.zeros(1)]})
+
+
+def test_momentum_that_rows_do_not_keep():
+    embeddings = collection()
+    rows = RowOptimizer(embeddings)
+    rows.param_groups[0]["momentum"] = 0.9
+    backward(embeddings, [1], torch.ones(1, DIM))
+    with pytest.raises(ConfigError, match="declare the table"):
+        rows.step()
+    rows.param_groups[0]["momentum"] = 0.0
+    rows.step()  # nothing of the refused step is in the way
+
+
+def bad_setting_on_rank_0(mesh):
+    embeddings = EmbeddingCollection([table(SGD(lr=0.1))], [Feature("item", "item")]).open(
+        mesh=mesh
+    )
+    rows = RowOptimizer(embeddings)
+    backward(embeddings, [1], torch.ones(1, DIM))
+    if mesh.rank == 0:
+        rows.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ConfigError):
+        rows.step()
+    rows.param_groups[0]["lr"] = 0.1
+    rows.step()
+    return rows_of(embeddings)
+
+
+def test_a_bad_setting_on_one_rank_is_heard_by_all():
+    one, two = run_ranks(2, bad_setting_on_rank_0)
+    assert torch.equal(one, two)

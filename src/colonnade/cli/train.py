@@ -12,7 +12,7 @@ from rich.console import Console
 
 from colonnade.cli import ranks as launch
 from colonnade.cli.table import show_outcome
-from colonnade.config import RunConfig, load_config, override
+from colonnade.config import OPTIMIZER_SETTINGS, RunConfig, load_config, override
 from colonnade.errors import ConfigError
 from colonnade.train.presets import PRESETS
 
@@ -55,6 +55,9 @@ def train(
         )
     chosen = load_config(config) if config is not None else preset(data or "synthetic")
     settings = parse_settings(set_ or [])
+    if config is None and "rows.optimizer" in settings:
+        # What suits the data set's own optimizer is not for another one.
+        settings = {f"rows.{name}": None for name in OPTIMIZER_SETTINGS} | settings
     if path is not None:
         settings["data.path"] = path
     chosen = override(chosen, settings)
@@ -70,6 +73,9 @@ def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None
     summary = launch.train(config, folder, ranks, console, at)
     show_outcome(console, summary, folder)
     return summary
+
+
+WORDS = {"true": True, "false": False, "none": None, "null": None, "~": None, "": None}
 
 
 def preset(name: str) -> RunConfig:
@@ -88,5 +94,5 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         try:
             settings[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            settings[name] = {"true": True, "false": False, "none": None}.get(text.lower(), text)
+            settings[name] = WORDS.get(text.lower(), text)
     return settings

@@ -78,6 +78,9 @@ class Ticket:
     reads: Any = None  # fetched values, exchange's own form
     is_done: bool = False  # applied or dropped: its rows are not pinned any more
     gradients: list[list[Tensor]] = field(default_factory=list)  # one list per backward
+    versions: list[list[int]] = field(
+        default_factory=list
+    )  # of these tensors when they were recorded
 
     @property
     def pinned(self) -> Tensor:

@@ -127,6 +127,8 @@ def declare(
             raise ConfigError(
                 f"{kind} {twice[0]!r} is declared twice; give each {kind} its own name"
             )
+    if not features:
+        raise ConfigError("got no features, wanted at least one: Feature('item', 'item')")
     kinds = {(table.dtype, table.master) for table in tables}
     if len(kinds) > 1:
         words = sorted(dtype + " with master" * master for dtype, master in kinds)
@@ -249,7 +251,7 @@ def collect(batch: Batch, declaration: Declaration, consumption: Consumption) ->
                 f"the batch has no feature {feature.name!r}; it has {', '.join(sorted(batch.ids))}. "
                 "The reader's schema and the model's features must agree"
             )
-        _check_ids(feature, ids, batch.size)
+        _check_ids(feature, ids, batch.size, declaration.compute_dtype)
         values.append(ids.values)
         sizes.append(sizes[-1] + len(ids.values))
         bags.append(ids.offsets)
@@ -288,11 +290,22 @@ def collect(batch: Batch, declaration: Declaration, consumption: Consumption) ->
     return Lookups(all_ids, offsets, native, batch.size)
 
 
-def _check_ids(feature: Feature, ids: Ids, size: int) -> None:
+def _check_ids(feature: Feature, ids: Ids, size: int, compute_dtype: torch.dtype) -> None:
     if not isinstance(ids, Ids):
         raise DataError(
             f"feature {feature.name!r}: got a {type(ids).__name__}, wanted Ids(values, offsets, weights)"
         )
+    for what, given in (("ids", ids.values), ("offsets", ids.offsets), ("weights", ids.weights)):
+        if given is None and what != "ids":
+            continue
+        if (
+            not isinstance(given, Tensor)
+            or given.device.type != "cpu"
+            or given.layout != torch.strided
+        ):
+            raise DataError(
+                f"feature {feature.name!r}: got {what} of type {_kind(given)}, wanted a dense CPU tensor"
+            )
     if ids.values.dtype != torch.int64 or ids.values.dim() != 1:
         raise DataError(
             f"feature {feature.name!r}: got ids of {ids.values.dtype} and shape "
@@ -307,14 +320,26 @@ def _check_ids(feature: Feature, ids: Ids, size: int) -> None:
     else:
         _check_offsets(feature, ids.offsets, len(ids.values), size)
     if ids.weights is not None:
-        if len(ids.weights) != len(ids.values):
+        if ids.weights.shape != ids.values.shape or not ids.weights.is_floating_point():
             raise DataError(
-                f"feature {feature.name!r}: got {len(ids.weights)} weights for {len(ids.values)} ids"
+                f"feature {feature.name!r}: got {ids.weights.numel()} weights for {len(ids.values)} ids "
+                f"({ids.weights.dtype}, shape {tuple(ids.weights.shape)}), wanted one real number per id"
             )
-        if not bool(torch.isfinite(ids.weights).all()):
+        if ids.weights.requires_grad:
+            raise DataError(
+                f"feature {feature.name!r}: its weights require a gradient, which lookups do not give; "
+                "detach them, or weigh a sequence feature's rows in the model"
+            )
+        if not bool(torch.isfinite(ids.weights.to(compute_dtype)).all()):
             raise NonFiniteError(
                 f"feature {feature.name!r}: got NaN or inf among its weights, wanted finite numbers"
             )
+
+
+def _kind(given: object) -> str:
+    return (
+        f"{given.device.type} {given.layout}" if isinstance(given, Tensor) else type(given).__name__
+    )
 
 
 def _check_offsets(feature: Feature, offsets: Tensor, num_ids: int, size: int) -> None:

@@ -79,7 +79,9 @@ class _Pool(torch.autograd.Function):
                 "backward reached a batch that RowOptimizer.step() has applied or dropped already; "
                 "call backward before step"
             )
-        ctx.ticket.gradients.append([gradient.contiguous() for gradient in gradients])
+        kept = [gradient.contiguous() for gradient in gradients]
+        ctx.ticket.gradients.append(kept)
+        ctx.ticket.versions.append([gradient._version for gradient in kept])
         return None, None, None
 
 

@@ -11,16 +11,23 @@ from colonnade.ops.linear import linear
 
 
 class MLP(nn.Sequential):
-    """nn.Sequential(Linear, ReLU, Linear, ...), each layer evaluated together with the ReLU after it.
+    """nn.Sequential(Linear, ReLU, Linear, ...), each linear layer evaluated together with the ReLU after it.
 
-    Parameters are named and initialised as in that Sequential. Hooks on its inner layers are not called.
+    Parameters are named and initialised as in that Sequential. Hooks on its linear layers and their ReLUs are not
+    called; any other module in it is.
     """
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         layers = list(self)
+        is_done = False  # the ReLU, with the layer before it
         for layer, after in zip(layers, [*layers[1:], None], strict=True):
-            if isinstance(layer, nn.Linear):
-                x = linear(x, layer.weight, layer.bias, relu=isinstance(after, nn.ReLU))
+            if is_done:
+                is_done = False
+            elif type(layer) is nn.Linear:
+                is_done = type(after) is nn.ReLU
+                x = linear(x, layer.weight, layer.bias, relu=is_done)
+            else:
+                x = layer(x)
         return x
 
 

@@ -14,7 +14,7 @@ ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_li
 MIN_ROWS = 64  # below, the detour costs more than it saves
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor, *, relu: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool = False) -> Tensor:
     """x (B, K) times weight (N, K) transposed, plus bias (N,), then ReLU if asked: (B, N).
 
     The function of torch.nn.functional.linear, to rounding; everything but a plain float32 product on the
@@ -24,8 +24,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, *, relu: bool = False) -> Te
         not ONEDNN
         or torch.compiler.is_compiling()
         or x.device.type != "cpu"
-        or not x.dtype == weight.dtype == torch.float32
+        or bias is None
+        or not x.dtype == weight.dtype == bias.dtype == torch.float32
         or x.dim() != 2
+        or weight.dim() != 2
+        or bias.shape != weight.shape[:1]
+        or x.shape[1] != weight.shape[1]
+        or not weight.numel()
         or len(x) < MIN_ROWS
         or torch.is_autocast_enabled("cpu")
     )
@@ -38,9 +43,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, *, relu: bool = False) -> Te
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, relu: bool) -> Tensor:
-        x = x.contiguous()
-        activation = "relu" if relu else "none"
-        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "")
+        x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
+        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        if relu:
+            y.relu_()  # apart: oneDNN's makes 0 of NaN, which would hide that a model diverges
         ctx.save_for_backward(x, weight, *([y] if relu else []))
         return y
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,6 +106,33 @@ class DramStore:
 
     def views(self) -> list[RowView]:
         return self._views
+
+    def delete(self, t: int, ids: Tensor) -> None:
+        """Forget rows of table t, ids (N,) unique: in memory and below it. Rows in use are born again in place."""
+        if not len(ids):
+            return
+        with self._lock:
+            self.native.erase(t, ids)
+            if self.backings:
+                self.backings[t].delete(ids)
+
+    def scan(self, t: int, run: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
+        """(ids (N,), records (N, record_bytes)) of table t's trained rows, each once, at most `run` at a time."""
+        with self._lock:
+            resident, slots = (torch.as_tensor(part) for part in self.native.resident(t))
+        for start in range(0, len(resident), run):
+            part = slots[start : start + run].contiguous()
+            records = torch.empty(len(part), self.tables[t].record_bytes, dtype=torch.uint8)
+            self.native.pack(t, part, records)
+            trained = torch.as_tensor(self.native.clocks(t, part)) > 0
+            yield resident[start : start + run][trained], records[trained]
+        known = resident.numpy()
+        for batch in self.backings[t].scan() if self.backings else ():
+            # `resident` ascends: those found there have been listed, perhaps newer.
+            places = np.searchsorted(known, batch.ids.numpy())
+            places[places == len(known)] = 0
+            below = batch.ids.numpy() != known[places] if len(known) else slice(None)
+            yield batch.ids[below], batch.records[below]
 
     def flush(self) -> int:
         """Write every row newer than its backing; returns how many. They stay resident."""

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from colonnade import _native
-from colonnade.config import RunConfig, dump_config, load_config
+from colonnade.config import OPTIMIZER_SETTINGS, RunConfig, dump_config, load_config
 from colonnade.data import Schema, Splits, num_steps, open_source
 from colonnade.errors import CheckpointError, ConfigError, WorldError
 from colonnade.models.deepfm import DeepFM
@@ -80,14 +80,13 @@ class Run:
 def build_row_optimizer(config: RunConfig) -> SparseOptimizer:
     """Raises ConfigError for a setting that the chosen optimizer does not have."""
     chosen = SPARSE_OPTIMIZERS[config.rows.optimizer]
-    names = ("eps", "initial_accumulator", "weight_decay", "momentum", "betas", "l1", "l2")
-    given = {name: getattr(config.rows, name) for name in names}
+    given = {name: getattr(config.rows, name) for name in OPTIMIZER_SETTINGS}
     given = {name: value for name, value in given.items() if value is not None}
     known = {setting.name for setting in fields(chosen)}
     if unknown := sorted(set(given) - known):
         raise ConfigError(
             f"rows.{unknown[0]}: {chosen.name} has no such setting; it takes "
-            f"{', '.join(sorted(known & {'lr', *names}))}"
+            f"{', '.join(sorted(known))}; set it to none"
         )
     return chosen(lr=config.rows.lr, **given)
 
