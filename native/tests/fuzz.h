@@ -1,5 +1,5 @@
-// Arguments for what must refuse wrong ones: right ones, a little damage, and memory of exactly their size, so that
-// the address sanitizer sees who leaves it.
+// Arguments for what must refuse wrong ones: right ones, a little damage, and memory of exactly their size,
+// so that the address sanitizer sees who leaves it.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,8 @@ class Fuzz : public Random {
   }
   // Around both ends of int64, around 0, or anything.
   std::int64_t id() {
-    constexpr auto kLeast = std::numeric_limits<std::int64_t>::min(), kMost = std::numeric_limits<std::int64_t>::max();
+    constexpr auto kLeast = std::numeric_limits<std::int64_t>::min(),
+                   kMost = std::numeric_limits<std::int64_t>::max();
     const auto near = static_cast<std::int64_t>(below(3));
     return pick({kLeast + near, kMost - near, near - 1, static_cast<std::int64_t>(next())});
   }

@@ -1,5 +1,5 @@
-// Random calls on a Dram, every third one a little damaged, against a map of who is there and how often pinned; and on
-// a RowIndex against a map.
+// Random calls on a Dram, every third one a little damaged, against a map of who is there and how often
+// pinned; and on a RowIndex against a map.
 #include <deque>
 #include <map>
 #include <optional>
@@ -47,10 +47,15 @@ class Session {
     format_.is_split = format_.dtype == Dtype::bfloat16 && fuzz_.one_in(2);
     format_.num_ranks = fuzz_.pick<std::int64_t>({1, 1, 2, 3});
     format_.rank = static_cast<std::int64_t>(fuzz_.below(static_cast<std::uint64_t>(format_.num_ranks)));
-    const std::int64_t rows[] = {0, 97, fuzz_.pick<std::int64_t>({1, 40, std::numeric_limits<std::int64_t>::max()})};
+    const std::int64_t rows[] = {0, 97,
+                                 fuzz_.pick<std::int64_t>({1, 40, std::numeric_limits<std::int64_t>::max()})};
     for (const auto n : rows) {
-      const std::int64_t dim = fuzz_.pick<std::int64_t>({1, 3, 16, 17, 64}), state = fuzz_.pick<std::int64_t>({0, 1, 5});
-      tables_.push_back({{{.dim = dim, .state = state / 2, .init_scale = 0.5, .initial_state = 0.25,
+      const std::int64_t dim = fuzz_.pick<std::int64_t>({1, 3, 16, 17, 64}),
+                         state = fuzz_.pick<std::int64_t>({0, 1, 5});
+      tables_.push_back({{{.dim = dim,
+                           .state = state / 2,
+                           .init_scale = 0.5,
+                           .initial_state = 0.25,
                            .initial_count = state - state / 2},
                           {.dim = 3, .init_scale = 0.25}},
                          state,
@@ -148,12 +153,14 @@ class Session {
     request.slots.assign(request.ids.size(), 7);
     const bool is_birth = fuzz_.one_in(2);
     Acquired acquired;
-    if (!accepts(is_wrong, [&] { acquired = dram_->acquire(request.ids, request.offsets, request.slots, is_birth); }))
+    if (!accepts(is_wrong,
+                 [&] { acquired = dram_->acquire(request.ids, request.offsets, request.slots, is_birth); }))
       return;
     std::int64_t num_evicted = 0;
     for (std::int64_t t = 0; t < kTables; ++t) {
       const auto evicted = acquired.evicted_offsets[t + 1] - acquired.evicted_offsets[t];
-      CHECK(static_cast<std::int64_t>(acquired.evicted_records[t].size()) == evicted * dram_->layout(t).record_bytes());
+      CHECK(static_cast<std::int64_t>(acquired.evicted_records[t].size()) ==
+            evicted * dram_->layout(t).record_bytes());
       num_evicted += evicted;
       for (std::int64_t i = request.offsets[t]; i < request.offsets[t + 1]; ++i) {
         CHECK(request.slots[i] < dram_->capacity_rows(t));
@@ -163,7 +170,8 @@ class Session {
       }
       CHECK(dram_->num_rows(t) <= dram_->capacity_rows(t));
     }
-    CHECK(num_evicted <= acquired.num_evicted && num_evicted == static_cast<std::int64_t>(acquired.evicted_ids.size()));
+    CHECK(num_evicted <= acquired.num_evicted &&
+          num_evicted == static_cast<std::int64_t>(acquired.evicted_ids.size()));
     requests_.push_back(std::move(request));
     for (const auto& held : requests_) {  // who is pinned stays where it is
       for (std::int64_t t = 0; t < kTables; ++t) {
@@ -178,13 +186,16 @@ class Session {
     if (requests_.empty()) return;
     std::swap(requests_.front(), requests_[fuzz_.below(requests_.size())]);
     Request request = requests_.front();
-    if (fuzz_.one_in(3)) {  // what is wrong and passes cannot be told from another batch's release: it must be refused
+    if (fuzz_.one_in(
+            3)) {  // what is wrong and passes cannot be told from another batch's release: it must be refused
       if (fuzz_.one_in(2)) {
         fuzz_.damage(request.offsets);
         if (request.offsets == requests_.front().offsets) return;
-        if (is_accepted([&] { check_parts(request.offsets, kTables, request.slots.size(), "slots"); })) return;
+        if (is_accepted([&] { check_parts(request.offsets, kTables, request.slots.size(), "slots"); }))
+          return;
       } else if (!request.slots.empty()) {
-        request.slots[fuzz_.below(request.slots.size())] = fuzz_.pick<std::uint32_t>({kNoSlot, 120, 1u << 31});
+        request.slots[fuzz_.below(request.slots.size())] =
+            fuzz_.pick<std::uint32_t>({kNoSlot, 120, 1u << 31});
       }
       if (request.slots != requests_.front().slots || request.offsets != requests_.front().offsets) {
         CHECK(!accepts(true, [&] { dram_->release(request.slots, request.offsets, true); }));
@@ -228,7 +239,8 @@ class Session {
       const bool is_written = std::ranges::any_of(std::span(out.data() + i * row, row),
                                                   [](std::byte b) { return b != std::byte{0x5a}; });
       CHECK(is_written == is_here(t, ids[i]));
-      CHECK(!is_written || std::memcmp(out.data() + i * row, born.data() + i * row, row) == 0);  // nobody trains
+      CHECK(!is_written ||
+            std::memcmp(out.data() + i * row, born.data() + i * row, row) == 0);  // nobody trains
     }
   }
 
@@ -250,7 +262,8 @@ class Session {
       ids.push_back(0);
     }
     slots = {slots.begin(), slots.end()};
-    const Block records(slots.size() * static_cast<std::size_t>(is_table(t) ? dram_->layout(t).record_bytes() : 8));
+    const Block records(slots.size() *
+                        static_cast<std::size_t>(is_table(t) ? dram_->layout(t).record_bytes() : 8));
     if (!accepts(is_wrong, [&] { dram_->pack(t, slots, records.data()); })) {
       CHECK(records.is_untouched());
       CHECK(!accepts(true, [&] { dram_->unpack(t, slots, records.data()); }));
@@ -280,19 +293,22 @@ class Session {
 void fuzz_settings(std::uint64_t seed) {
   Fuzz fuzz(seed);
   const auto number = [&](std::int64_t usual) {
-    return fuzz.one_in(4) ? fuzz.pick<std::int64_t>({-1, 0, std::int64_t{1} << 31, (std::int64_t{1} << 32) - 1, fuzz.id()})
+    return fuzz.one_in(4) ? fuzz.pick<std::int64_t>(
+                                {-1, 0, std::int64_t{1} << 31, (std::int64_t{1} << 32) - 1, fuzz.id()})
                           : usual;
   };
   TableSettings table{{}, number(2), number(9), number(4), 1};
   for (auto n = fuzz.below(3); n > 0; --n)
-    table.parts.push_back({.dim = number(3), .state = number(0), .init_scale = fuzz.real(), .initial_count = number(2)});
+    table.parts.push_back(
+        {.dim = number(3), .state = number(0), .init_scale = fuzz.real(), .initial_count = number(2)});
   RowFormat format{fuzz.pick({Dtype::float32, Dtype::bfloat16}), fuzz.one_in(3), number(1), number(0)};
   std::optional<Dram> dram;
   if (!is_accepted([&] { dram.emplace(std::span(&table, 1), format); })) return;
   const std::int64_t id = fuzz.id(), offsets[] = {0, 1};
   std::uint32_t slot = 0;
   if (dram->layout(0).record_bytes() > 1 << 20) return;  // a row that could be, of gigabytes
-  if (is_accepted([&] { dram->acquire({&id, 1}, offsets, {&slot, 1}, true); })) dram->release({&slot, 1}, offsets, true);
+  if (is_accepted([&] { dram->acquire({&id, 1}, offsets, {&slot, 1}, true); }))
+    dram->release({&slot, 1}, offsets, true);
 }
 
 void fuzz_index(std::uint64_t seed) {
@@ -300,7 +316,9 @@ void fuzz_index(std::uint64_t seed) {
   RowIndex index;
   std::map<std::int64_t, std::int64_t> map;
   const std::uint64_t universe = fuzz.pick<std::uint64_t>({1, 20, 3000});
-  const auto any_id = [&] { return fuzz.one_in(8) ? fuzz.id() : static_cast<std::int64_t>(mix64(fuzz.below(universe))); };
+  const auto any_id = [&] {
+    return fuzz.one_in(8) ? fuzz.id() : static_cast<std::int64_t>(mix64(fuzz.below(universe)));
+  };
   for (int step = 0; step < 40; ++step) {
     std::vector<std::int64_t> ids(fuzz.pick<std::size_t>({0, 1, 2, 63, 64, 65, 300})), values(ids.size());
     for (auto& id : ids) id = any_id();
@@ -319,13 +337,14 @@ void fuzz_index(std::uint64_t seed) {
     CHECK(index.size() == static_cast<std::int64_t>(map.size()));
   }
   const auto items = index.items();
-  CHECK(std::ranges::equal(items, map, [](const auto& a, const auto& b) { return a.first == b.first && a.second == b.second; }));
+  CHECK(std::ranges::equal(
+      items, map, [](const auto& a, const auto& b) { return a.first == b.first && a.second == b.second; }));
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  for_each_seed(argc, argv, 60, [](std::uint64_t seed) {
+  for_each_seed(argc, argv, 400, [](std::uint64_t seed) {
     Session(seed).run();
     for (std::uint64_t i = 0; i < 10; ++i) fuzz_settings(seed * 10 + i);
     fuzz_index(seed);

@@ -1,4 +1,5 @@
-// Random vectors through the interactions against plain loops; also take, owner_of, squared_norm and all_finite.
+// Random vectors through the interactions against plain loops; also take, owner_of, squared_norm and
+// all_finite.
 #include <optional>
 
 #include "../interaction.h"
@@ -20,7 +21,8 @@ void fuzz_interaction(std::uint64_t seed) {
   run_anywhere(fuzz);
   const bool is_large = fuzz.one_in(100);  // written around the cache
   const Dtype dtype = fuzz.pick({Dtype::float32, Dtype::float64});
-  const std::int64_t item = item_bytes(dtype), dim = is_large ? 64 : fuzz.pick<std::int64_t>({0, 1, 3, 8, 16, 17, 64, 127});
+  const std::int64_t item = item_bytes(dtype),
+                     dim = is_large ? 64 : fuzz.pick<std::int64_t>({0, 1, 3, 8, 16, 17, 64, 127});
   const std::int64_t n = is_large ? 9 : fuzz.pick<std::int64_t>({1, 2, 3, 9, 27});
   const std::int64_t batch = is_large ? 4000 : fuzz.pick<std::int64_t>({0, 1, 2, 7, 13});
 
@@ -31,10 +33,12 @@ void fuzz_interaction(std::uint64_t seed) {
     const std::int64_t stride = dim * item + (is_large ? 0 : item * static_cast<std::int64_t>(fuzz.below(3)));
     const auto bytes = static_cast<std::size_t>(batch ? (batch - 1) * stride + dim * item : 0);
     blocks.emplace_back(bytes);
-    for (std::int64_t i = 0; i < static_cast<std::int64_t>(bytes) / item; ++i) set_element(blocks.back().data(), i, dtype, fuzz);
+    for (std::int64_t i = 0; i < static_cast<std::int64_t>(bytes) / item; ++i)
+      set_element(blocks.back().data(), i, dtype, fuzz);
     vectors.places.push_back({blocks.back().data(), stride});
     gradients.emplace_back(bytes);
-    targets.push_back(fuzz.one_in(4) ? TargetPlace{nullptr, 0} : TargetPlace{gradients.back().data(), stride});
+    targets.push_back(fuzz.one_in(4) ? TargetPlace{nullptr, 0}
+                                     : TargetPlace{gradients.back().data(), stride});
   }
   std::vector<std::int32_t> kept;
   for (std::int32_t v = 0; v < n; ++v)
@@ -131,7 +135,8 @@ void fuzz_numbers(std::uint64_t seed) {
   Fuzz fuzz(seed);
   run_anywhere(fuzz);
   const Dtype dtype = fuzz.pick({Dtype::float32, Dtype::float64});
-  const std::int64_t item = item_bytes(dtype), n = fuzz.one_in(50) ? (1 << 20) + 5 : static_cast<std::int64_t>(fuzz.below(200));
+  const std::int64_t item = item_bytes(dtype),
+                     n = fuzz.one_in(50) ? (1 << 20) + 5 : static_cast<std::int64_t>(fuzz.below(200));
   const auto numbers = [&] {
     Block block(static_cast<std::size_t>(n * item));
     for (std::int64_t i = 0; i < n; ++i) set_element(block.data(), i, dtype, fuzz);
@@ -142,25 +147,29 @@ void fuzz_numbers(std::uint64_t seed) {
   cross_gradient(x.data(), u.data(), y.data(), of_x.data(), of_u.data(), n, dtype);
   double squares = 0;
   for (std::int64_t i = 0; i < n; ++i) {
-    const double a = element(x.data(), i, dtype), b = element(u.data(), i, dtype), c = element(y.data(), i, dtype);
+    const double a = element(x.data(), i, dtype), b = element(u.data(), i, dtype),
+                 c = element(y.data(), i, dtype);
     check_close(element(z.data(), i, dtype), a * b + c, 1, dtype);
     check_close(element(of_x.data(), i, dtype), c * b, 1, dtype);
     check_close(element(of_u.data(), i, dtype), c * a, 1, dtype);
     squares += a * a;
   }
   check_close(squared_norm(x.data(), n, dtype), squares, squares, dtype);
-  CHECK(!is_accepted([&] { squared_norm(x.data(), -1, dtype); }) && !is_accepted([&] { squared_norm(x.data(), n, Dtype::float16); }));
+  CHECK(!is_accepted([&] { squared_norm(x.data(), -1, dtype); }) &&
+        !is_accepted([&] { squared_norm(x.data(), n, Dtype::float16); }));
   const Dtype any = fuzz.pick({Dtype::float32, Dtype::float64, Dtype::bfloat16, Dtype::float16});
   const Block finite(static_cast<std::size_t>(n * item_bytes(any)));
   for (std::int64_t i = 0; i < n; ++i) set_element(finite.data(), i, any, fuzz);
   CHECK(all_finite(finite.data(), n, any));
   if (n) {
     const auto bytes = static_cast<std::size_t>(item_bytes(any));
-    std::fill_n(finite.data() + fuzz.below(static_cast<std::uint64_t>(n)) * bytes, bytes, std::byte{0xff});  // no number
+    std::fill_n(finite.data() + fuzz.below(static_cast<std::uint64_t>(n)) * bytes, bytes,
+                std::byte{0xff});  // no number
     CHECK(!all_finite(finite.data(), n, any));
   }
 
-  std::vector<std::int32_t> values(fuzz.below(20)), index(values.empty() ? 0 : fuzz.below(300)), taken(index.size());
+  std::vector<std::int32_t> values(fuzz.below(20)), index(values.empty() ? 0 : fuzz.below(300)),
+      taken(index.size());
   for (auto& value : values) value = static_cast<std::int32_t>(fuzz.next());
   for (auto& i : index) i = static_cast<std::int32_t>(fuzz.below(values.size()));
   const bool is_damaged = fuzz.one_in(3) && !index.empty();
@@ -174,7 +183,8 @@ void fuzz_numbers(std::uint64_t seed) {
   std::vector<std::int64_t> ids(fuzz.below(50));
   for (auto& id : ids) id = fuzz.id();
   const std::int64_t rows = fuzz.pick<std::int64_t>({0, 0, 3, std::numeric_limits<std::int64_t>::max()});
-  const std::int64_t num_ranks = fuzz.pick<std::int64_t>({-1, 0, 1, 3, (std::int64_t{1} << 31) - 1, std::int64_t{1} << 31});
+  const std::int64_t num_ranks =
+      fuzz.pick<std::int64_t>({-1, 0, 1, 3, (std::int64_t{1} << 31) - 1, std::int64_t{1} << 31});
   std::vector<std::int32_t> owners(ids.size());
   if (is_accepted([&] { owner_of(ids, rows, num_ranks, owners); })) {
     for (const auto owner : owners) CHECK(owner >= 0 && owner < num_ranks);

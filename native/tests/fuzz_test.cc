@@ -1,5 +1,5 @@
-// Random batches through plan, pool, sum_rows and update, every other one a little damaged: what is wrong is refused
-// and nothing is written, what is accepted gives what plain loops give.
+// Random batches through plan, pool, sum_rows and update, every other one a little damaged: what is wrong is
+// refused and nothing is written, what is accepted gives what plain loops give.
 #include <optional>
 #include <set>
 
@@ -15,9 +15,31 @@ namespace {
 
 // What is damaged.
 enum Wrong : std::uint64_t {
-  kIds, kFeatures, kTables, kPoolings, kBatchSize, kBags, kWeights, kRows, kOffsets, kCapacity, kReadOf, kReadColumns,
-  kReadDims, kIndex, kPlaces, kParts, kPartDims, kSegments, kEntries, kTableOffsets, kOutIndex, kSlots, kOptimizers,
-  kSettings_, kNothing
+  kIds,
+  kFeatures,
+  kTables,
+  kPoolings,
+  kBatchSize,
+  kBags,
+  kWeights,
+  kRows,
+  kOffsets,
+  kCapacity,
+  kReadOf,
+  kReadColumns,
+  kReadDims,
+  kIndex,
+  kPlaces,
+  kParts,
+  kPartDims,
+  kSegments,
+  kEntries,
+  kTableOffsets,
+  kOutIndex,
+  kSlots,
+  kOptimizers,
+  kSettings_,
+  kNothing
 };
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -49,7 +71,8 @@ struct Case {
     dtype = fuzz.pick({Dtype::float32, Dtype::float64, Dtype::bfloat16, Dtype::float16});
     compute = compute_dtype(dtype);
     is_split = dtype == Dtype::bfloat16 && fuzz.one_in(2);
-    out_dtype = dtype == Dtype::float64 ? dtype : fuzz.pick({Dtype::float32, Dtype::bfloat16, Dtype::float16});
+    out_dtype =
+        dtype == Dtype::float64 ? dtype : fuzz.pick({Dtype::float32, Dtype::bfloat16, Dtype::float16});
     make_tables();
     make_lookups();
   }
@@ -97,8 +120,8 @@ struct Case {
       const auto add = [&] {
         ids.push_back(rows[t] == 0 && fuzz.one_in(2)
                           ? fuzz.id()
-                          : static_cast<std::int64_t>(fuzz.below(static_cast<std::uint64_t>(
-                                std::clamp<std::int64_t>(rows[t], 1, 20)))));
+                          : static_cast<std::int64_t>(fuzz.below(
+                                static_cast<std::uint64_t>(std::clamp<std::int64_t>(rows[t], 1, 20)))));
       };
       for (std::int64_t b = 0; b < batch_size; ++b) {
         for (auto n = has_bags || poolings.back() == 2 ? fuzz.below(5) : 1; n > 0; --n) add();
@@ -132,7 +155,8 @@ struct Case {
 
 void check_plan(const Plan& plan, const Lookups& lookups, std::int64_t num_blocks) {
   const auto n = lookups.num_lookups();
-  CHECK(static_cast<std::int64_t>(plan.entries.size()) == n && static_cast<std::int64_t>(plan.inverse.size()) == n);
+  CHECK(static_cast<std::int64_t>(plan.entries.size()) == n &&
+        static_cast<std::int64_t>(plan.inverse.size()) == n);
   CHECK(static_cast<std::int64_t>(plan.block_offsets.size()) == num_blocks + 1);
   CHECK(plan.block_offsets[0] == 0 && plan.block_offsets[num_blocks] == plan.num_unique());
   CHECK(plan.segment_offsets[0] == 0 && plan.segment_offsets[plan.num_unique()] == n);
@@ -189,7 +213,8 @@ void check_pooled(const Case& c, const Lookups& lookups, std::span<const std::ui
       for (std::int64_t j = 0; j < output.read.dim; ++j) {
         double sum = 0, scale = 0;
         for (std::int64_t e = begin; e < end; ++e) {
-          const double term = element(layout.weights_of(index[e]), output.read.column + j, c.dtype) * weight_of(c, e);
+          const double term =
+              element(layout.weights_of(index[e]), output.read.column + j, c.dtype) * weight_of(c, e);
           sum += term;
           scale += std::abs(term);
         }
@@ -272,14 +297,20 @@ void fuzz_batch(std::uint64_t seed) {
   std::vector<std::int64_t> offsets(plan.block_offsets.data(), plan.block_offsets.data() + num_tables + 1);
   for (std::int64_t t = 0; t < num_tables; ++t) {
     const std::int64_t spare = c.wrong == kCapacity ? -1 : static_cast<std::int64_t>(fuzz.below(5));
-    tables.push_back({{}, c.state_elements[t], rows[t], std::max<std::int64_t>(0, offsets[t + 1] - offsets[t] + spare), seed});
+    tables.push_back({{},
+                      c.state_elements[t],
+                      rows[t],
+                      std::max<std::int64_t>(0, offsets[t + 1] - offsets[t] + spare),
+                      seed});
     for (std::size_t p = 0; p < c.part_dims.size(); ++p)
-      if (c.part_tables[p] == t) tables.back().parts.push_back({.dim = c.part_dims[p], .state = 0, .init_scale = 1.0});
+      if (c.part_tables[p] == t)
+        tables.back().parts.push_back({.dim = c.part_dims[p], .state = 0, .init_scale = 1.0});
   }
   Dram dram(tables, {c.dtype, c.is_split});
   c.damage_if(kOffsets, offsets);
   std::vector<std::uint32_t> slots(num_unique);
-  if (!c.accepts([&] { dram.acquire({plan.unique_ids.data(), plan.unique_ids.size()}, offsets, slots, true); })) {
+  if (!c.accepts(
+          [&] { dram.acquire({plan.unique_ids.data(), plan.unique_ids.size()}, offsets, slots, true); })) {
     for (std::int64_t t = 0; t < num_tables; ++t) CHECK(dram.num_rows(t) == 0);
     return;
   }
@@ -353,9 +384,11 @@ void fuzz_batch(std::uint64_t seed) {
   c.damage_if(kParts, *fuzz.pick({&c.part_tables, &c.part_columns, &c.part_states}));
   c.damage_if(kPartDims, c.part_dims);
   std::optional<Parts> made_parts;
-  if (!c.accepts([&] { made_parts.emplace(c.part_tables, c.part_columns, c.part_dims, c.part_states); })) return;
+  if (!c.accepts([&] { made_parts.emplace(c.part_tables, c.part_columns, c.part_dims, c.part_states); }))
+    return;
   const Parts& parts = *made_parts;
-  std::vector<std::int32_t> segment_offsets(plan.segment_offsets.data(), plan.segment_offsets.data() + num_unique + 1);
+  std::vector<std::int32_t> segment_offsets(plan.segment_offsets.data(),
+                                            plan.segment_offsets.data() + num_unique + 1);
   std::vector<std::int32_t> entries(plan.entries.data(), plan.entries.data() + plan.entries.size());
   c.damage_if(kSegments, segment_offsets);
   c.damage_if(kEntries, entries);
@@ -387,7 +420,8 @@ void fuzz_batch(std::uint64_t seed) {
     if (element(sums.data(), i, c.compute) != element(sums.data(), i, c.compute)) squares = kInfinity;
     squares += std::pow(element(sums.data(), i, c.compute), 2);
   }
-  if (squares < 1e30) CHECK(is_close(squared_norm(sums.data(), num_numbers, c.compute), squares, squares, c.compute));
+  if (squares < 1e30)
+    CHECK(is_close(squared_norm(sums.data(), num_numbers, c.compute), squares, squares, c.compute));
   if (squares < 1e30) CHECK(all_finite(sums.data(), num_numbers, c.compute));
 
   // Sums -> rows, from either kind of gradients.
@@ -427,8 +461,10 @@ void fuzz_batch(std::uint64_t seed) {
         CHECK(layout.clock_of(slot) == 1);
         continue;
       }
-      CHECK(std::memcmp(was + slot * layout.weights_stride, layout.weights_of(slot), layout.weights_stride) == 0);
-      CHECK(std::memcmp(states_were + slot * layout.state_stride, layout.state_of(slot), layout.state_stride) == 0);
+      CHECK(std::memcmp(was + slot * layout.weights_stride, layout.weights_of(slot), layout.weights_stride) ==
+            0);
+      CHECK(std::memcmp(states_were + slot * layout.state_stride, layout.state_of(slot),
+                        layout.state_stride) == 0);
     }
     for (std::int64_t u = offsets[t]; u < offsets[t + 1]; ++u) {
       for (std::int64_t p = parts.first(t); p < parts.first(t + 1); ++p) {
