@@ -78,8 +78,9 @@ Lookups::Lookups(std::span<const std::int64_t> ids, std::span<const std::int64_t
     return;
   }
   std::int64_t wanted = 0;
-  if (__builtin_mul_overflow(num_features, batch_size, &wanted)) refuse("batch_size " + number(batch_size));
-  want_length("bag_offsets", bag_offsets->size(), wanted + 1, "features * batch_size + 1");
+  if (__builtin_mul_overflow(num_features, batch_size, &wanted) || __builtin_add_overflow(wanted, 1, &wanted))
+    refuse("batch_size " + number(batch_size));
+  want_length("bag_offsets", bag_offsets->size(), wanted, "features * batch_size + 1");
   bag_offsets_ = bag_offsets->data();
   for (std::int64_t f = 0; f < num_features; ++f) {
     if (pooling(f) == Pooling::sequence) continue;

@@ -1,5 +1,6 @@
 #include "parts.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -24,13 +25,14 @@ Parts::Parts(std::span<const std::int32_t> tables, std::span<const std::int32_t>
     refuse("parts: tables, columns, dims and states must have one element for each part");
   for (std::size_t p = 0; p < tables.size(); ++p) {
     const auto part = [&] { return "parts: part " + number(static_cast<std::int64_t>(p)); };
-    const std::int64_t last = num_tables() - 1;
-    if (tables[p] != last && tables[p] != last + 1)
-      refuse(part() + " is of table " + number(tables[p]) + ", wanted " + number(last) + " or " +
-             number(last + 1) + ": tables ascend, each with at least one part");
+    const std::int64_t last = std::max<std::int64_t>(0, num_tables() - 1), next = num_tables();
+    if (tables[p] != last && tables[p] != next)
+      refuse(part() + " is of table " + number(tables[p]) + ", wanted " +
+             (last == next ? "" : number(last) + " or ") + number(next) +
+             ": tables ascend, each with at least one part");
     if (dims[p] < 1) refuse(part() + " has dim " + number(dims[p]) + ", wanted 1 or more");
     if (states[p] < 0) refuse(part() + " has state " + number(states[p]) + ", wanted 0 or more");
-    if (tables[p] == last + 1) first_.push_back(first_.back());
+    if (tables[p] == next) first_.push_back(first_.back());
     const std::int64_t wanted = width(tables[p]);
     if (columns[p] != wanted)
       refuse(part() + " starts at column " + number(columns[p]) + ", wanted " + number(wanted) +

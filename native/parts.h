@@ -28,7 +28,7 @@ class Parts {
   std::int64_t first(std::int64_t table) const { return first_[table]; }  // number of its first part
   std::int64_t width(std::int64_t table) const {                          // elements of a row
     const auto parts = of(table);
-    return parts.empty() ? 0 : parts.back().column + parts.back().dim;
+    return parts.empty() ? 0 : std::int64_t{parts.back().column} + parts.back().dim;
   }
 
  private:

@@ -24,7 +24,7 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
   if (settings.state_elements < 0) refuse("state_elements " + std::to_string(settings.state_elements));
   std::int64_t dim = 0;
   for (const auto& part : settings.parts) {
-    if (part.dim < 1) refuse("dim " + std::to_string(part.dim) + ", wanted 1 or more");
+    if (part.dim < 1 || part.dim >> 31) refuse("dim " + std::to_string(part.dim) + ", wanted 1 .. 2^31 - 1");
     if (part.state < 0 || part.initial_count < 0 ||
         part.initial_count > settings.state_elements - std::min(part.state, settings.state_elements)) {
       refuse("initial_count " + std::to_string(part.initial_count) + " from state element " +
