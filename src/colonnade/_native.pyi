@@ -137,7 +137,7 @@ class Dram:
         a slot, evicting unpinned rows where the table is full. With `birth`, missing rows are born here; without,
         the caller must `unpack` or `birth` them before anyone reads.
 
-        MemoryError("table <t> needs <n> slots of <capacity>, <p> pinned") changes nothing; p: rows pinned that are
+        MemoryError("table <t> needs <n> slots of <capacity>, <p> pinned") changes no row; p: rows pinned that are
         not among the n. IndexError for an id outside a vocabulary table changes nothing either."""
     def release(self, slots: Array, offsets: Array, dirty: bool) -> None:
         """ValueError, nothing changed, if a slot is not pinned."""
