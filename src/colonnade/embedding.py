@@ -166,6 +166,7 @@ class EmbeddingCollection(nn.Module):
             seen = self.store.releases
             try:
                 ticket.slots = self.store.acquire(ticket.owned_ids, ticket.owned_offsets)
+                self.exchange.place(ticket)
                 if batch.held is not None:
                     self.exchange.restore(ticket, batch.held)
                 return ticket

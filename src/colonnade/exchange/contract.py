@@ -75,6 +75,7 @@ class Ticket:
     rows_in: list[int]  # by rank: unique rows I asked of it
     wire: Any = None  # the exchange's own layout of its buffers
     slots: Tensor | None = None  # (O,) int32 once acquired by the owner's store
+    placed: Tensor | None = None  # int32, `slots` by what was asked for, once `place` was called
     reads: Any = None  # fetched values, exchange's own form
     is_done: bool = False  # applied or dropped: its rows are not pinned any more
     gradients: list[list[Tensor]] = field(default_factory=list)  # one list per backward
@@ -123,6 +124,10 @@ class Exchange(Protocol):
     exactness: Exactness
 
     def route(self, batch: Any, step: int, *, purpose: str = "route") -> Ticket: ...
+
+    def place(self, ticket: Ticket) -> None:
+        """Optional, any thread, once `slots` are there: what of `fetch` can be done ahead."""
+        ...
 
     def fetch(self, ticket: Ticket, source: RowSource) -> None: ...
 

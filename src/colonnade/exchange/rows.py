@@ -163,22 +163,24 @@ class RowsExchange:
         ticket.wire = self._wire(counts, asked_counts, requests)
         return ticket
 
+    def place(self, ticket: Ticket) -> None:
+        """The slot of each lookup, or of each row that was asked of this rank."""
+        ticket.placed = _take(ticket.pinned, ticket.owner_plan.inverse)
+
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
         """Collective in a world of several. Row values are copied before it returns; they may still travel."""
         bases, strides = _addresses(source.views)
+        placed = ticket.placed if source.rows is ticket.slots else None
+        if placed is None:
+            placed = _take(source.rows, ticket.owner_plan.inverse)
         if self.mesh.num_ranks == 1 and source.in_place:
-            index = _take(source.rows, ticket.plan.inverse)
-            ticket.reads = Fetched(bases, strides, index, None, source)
+            ticket.reads = Fetched(bases, strides, placed, None, source)
             return
         wire = ticket.wire or self._local_wire(ticket)
         ticket.wire = wire
         send = empty(wire.serving.num_elements, dtype=self.declaration.dtype)
         starts = torch.from_numpy(wire.serving.block_elements.ravel() * self.itemsize)
-        rows = (
-            source.rows
-            if self.mesh.num_ranks == 1
-            else _take(source.rows, ticket.owner_plan.inverse)
-        )
+        rows = source.rows if self.mesh.num_ranks == 1 else placed
         _native.pool(
             wire.requests, rows, bases, strides, self.whole_rows,
             send.data_ptr() + starts,
