@@ -20,8 +20,8 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find native -nam
 demo: setup
 	$(BIN)/colonnade demo
 
-# Everything that is not marked slow, and the native tests without Python, plain and under sanitizers.
-test: setup native-test native-sanitize native-tsan native-aarch64
+# Everything that is not marked slow, and the native tests without Python: plain, under sanitizers, for another processor.
+test: setup native-test native-sanitize native-aarch64
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: setup native-test native-sanitize native-tsan native-aarch64
@@ -33,13 +33,13 @@ native-test: setup
 	$(BIN)/ctest --test-dir build/native --output-on-failure
 
 native-sanitize: setup
-	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCOLONNADE_PYTHON=OFF -DCOLONNADE_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja > /dev/null
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCOLONNADE_PYTHON=OFF -DCOLONNADE_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1 -g1" -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja > /dev/null
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
 # The test that brings its own threads: GCC's OpenMP is unknown to the thread sanitizer.
 native-tsan: setup
-	$(BIN)/cmake -S . -B build/tsan -G Ninja -DCOLONNADE_PYTHON=OFF -DCOLONNADE_SANITIZE=thread -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja > /dev/null
+	$(BIN)/cmake -S . -B build/tsan -G Ninja -DCOLONNADE_PYTHON=OFF -DCOLONNADE_SANITIZE=thread -DCMAKE_BUILD_TYPE=RelWithDebInfo "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1 -g1" -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja > /dev/null
 	$(BIN)/cmake --build build/tsan --target threads_test
 	$(BIN)/ctest --test-dir build/tsan --output-on-failure -R '^threads$$'
 
