@@ -17,7 +17,8 @@ from colonnade.config import build_config, override
 from colonnade.data import open_source
 from colonnade.store.disk import Change, Disk
 from colonnade.train.commits import committed_steps, load_state, open_stores, read_header
-from colonnade.train.run import build_model, load_run_config, open_run
+from colonnade.models.build import build_model
+from colonnade.train.run import load_run_config, open_run
 
 CONFIG = {
     "data": {

@@ -101,8 +101,8 @@ def test_a_batch_is_what_batch_py_and_the_schema_say(source):
         for column in source.schema.categorical:
             ids = batch.ids[column.name]
             assert ids.values.dtype == torch.int64 and ids.values.is_contiguous()
-            assert (ids.offsets is not None) == column.is_multi_hot
-            if column.is_multi_hot:
+            assert (ids.offsets is not None) == (column.kind != "one")
+            if column.kind != "one":
                 assert ids.offsets.dtype == torch.int64 and ids.offsets[0] == 0
                 assert ids.offsets[-1] == len(ids.values) and len(ids.offsets) == batch.size + 1
             else:

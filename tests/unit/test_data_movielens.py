@@ -39,7 +39,7 @@ def test_values_by_hand(tmp_path):
         Column("occupation", 4),
         Column("zip3", 4),
         Column("year", 3),
-        Column("genres", 5, is_multi_hot=True),
+        Column("genres", 5, kind="bag"),
     )
     # Rating 4: user 2 (M, 56, occupation 16, zip 700) gave film 1 (1995) a 4.
     found = {name: ids.values.tolist() for name, ids in test.ids.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from colonnade.batch import Batch
 from colonnade.errors import ConfigError
@@ -29,11 +29,19 @@ START = Position()
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A categorical column. `cardinality` None: any 64-bit id (an open table); else ids are 0 .. cardinality-1."""
+    """A categorical column. `cardinality` None: any 64-bit id (an open table); else ids are 0 .. cardinality-1.
+
+    `kind`: "one" id per sample; a "bag" of any number of them, in no order; or a "sequence" of them, oldest first.
+    `table`: columns of one table share rows; default: a table of the column's own, named after it.
+    """
 
     name: str
     cardinality: int | None = None
-    is_multi_hot: bool = False
+    kind: Literal["one", "bag", "sequence"] = "one"
+    table: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table", self.table or self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,9 @@ class Schema:
 
     dense: tuple[str, ...]
     categorical: tuple[Column, ...]
+    labels: tuple[str, ...] = (
+        "label",
+    )  # one per task; a NaN in `Batch.label` is a label nobody knows
 
 
 class Source(Protocol):
@@ -51,7 +62,9 @@ class Source(Protocol):
     def schema(self) -> Schema: ...
 
     @property
-    def num_samples(self) -> int: ...
+    def num_samples(self) -> int | None:
+        """Of an epoch, over all ranks. None: nobody knows before its end."""
+        ...
 
     def batches(
         self,
@@ -71,11 +84,15 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """One data set, parted. All parts share a schema."""
+    """One data set, parted. All parts share a schema.
+
+    `days`: parts of `train` in the order of time, where the data set has them: for progressive validation.
+    """
 
     train: Source
     validation: Source | None = None
     test: Source | None = None
+    days: tuple[Source, ...] = ()
 
 
 def num_steps(num_samples: int, batch_size: int) -> int:

@@ -54,7 +54,7 @@ def open_movielens(path: str | Path | None = None, *, seed: int = 0) -> Splits:
             distinct, index = np.unique(values, return_inverse=True)
             columns.append(Column(name, len(distinct)))
             ids[name] = Ids(torch.from_numpy(index).index_select(0, rows))
-    columns.append(Column("genres", len(movies.genre_names), is_multi_hot=True))
+    columns.append(Column("genres", len(movies.genre_names), kind="bag"))
     ids["genres"] = take_ids(movies.genres, movie_row)
 
     schema = Schema(dense=(), categorical=tuple(columns))

@@ -143,7 +143,8 @@ def open_tensors(
     if group is not None and (group.shape != (num_samples,) or group.dtype != torch.int64):
         raise _shape_error(name, "group", group, f"({num_samples},) int64")
     categorical = tuple(
-        Column(key, cardinalities.get(key), v.offsets is not None) for key, v in values.items()
+        Column(key, cardinalities.get(key), "one" if v.offsets is None else "bag")
+        for key, v in values.items()
     )
     schema = Schema(dense=tuple(dense_names), categorical=categorical)
     return TensorSource(schema, columns, shuffle_key=shuffle_seed)

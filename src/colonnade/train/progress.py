@@ -27,7 +27,7 @@ class Progress:
     def __init__(
         self,
         *,
-        total_steps: int,
+        total_steps: int | None,
         console: Console,
         folder: Path | None = None,
         is_quiet: bool = False,

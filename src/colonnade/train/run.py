@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,18 @@ from rich.console import Console
 from torch import nn
 
 from colonnade import _native
-from colonnade.config import OPTIMIZER_SETTINGS, RunConfig, dump_config, load_config
-from colonnade.data import Schema, Splits, num_steps, open_source
-from colonnade.errors import CheckpointError, ConfigError, WorldError
-from colonnade.models.deepfm import DeepFM
-from colonnade.models.dlrm import DLRM
-from colonnade.optimizers import SPARSE_OPTIMIZERS, SparseOptimizer
+from colonnade.config import RunConfig, dump_config, load_config
+from colonnade.data import Splits, num_steps, open_source
+from colonnade.errors import CheckpointError, WorldError
+from colonnade.models.build import build_model
 from colonnade.plan.plan import build_plan
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
-from colonnade.table import Feature, Table, Uniform
 from colonnade.topology.mesh import Mesh
 from colonnade.train.commits import Commits, open_commits, restore
 from colonnade.train.dense import DenseGradients
+from colonnade.train.objective import Probability
 from colonnade.train.progress import Progress
 from colonnade.train.trainer import Outcome, Schedule, Trainer
 
@@ -75,62 +73,6 @@ class Run:
     def close(self) -> None:
         if self.commits is not None:
             self.commits.close()
-
-
-def build_row_optimizer(config: RunConfig) -> SparseOptimizer:
-    """Raises ConfigError for a setting that the chosen optimizer does not have."""
-    chosen = SPARSE_OPTIMIZERS[config.rows.optimizer]
-    given = {name: getattr(config.rows, name) for name in OPTIMIZER_SETTINGS}
-    given = {name: value for name, value in given.items() if value is not None}
-    known = {setting.name for setting in fields(chosen)}
-    if unknown := sorted(set(given) - known):
-        raise ConfigError(
-            f"rows.{unknown[0]}: {chosen.name} has no such setting; it takes "
-            f"{', '.join(sorted(known))}; set it to none"
-        )
-    return chosen(lr=config.rows.lr, **given)
-
-
-def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[Feature]]:
-    """One table and one feature per categorical column; multi-hot columns are mean-pooled."""
-    optimizer = build_row_optimizer(config)
-    scale = config.rows.init_scale
-    tables = [
-        Table(
-            column.name,
-            config.model.dim,
-            rows=column.cardinality,
-            optimizer=optimizer,
-            initializer=None if scale is None else Uniform(scale=scale),
-            dtype=config.rows.dtype,
-            master=config.rows.master,
-            max_norm=config.rows.max_norm,
-        )
-        for column in schema.categorical
-    ]
-    features = [
-        Feature(column.name, column.name, pooling="mean" if column.is_multi_hot else "sum")
-        for column in schema.categorical
-    ]
-    return tables, features
-
-
-def build_model(schema: Schema, config: RunConfig) -> DLRM | DeepFM:
-    """Dense weights from torch's generator, seeded with train.seed."""
-    tables, features = build_tables(schema, config)
-    torch.manual_seed(config.train.seed)
-    num_dense, top, seed = len(schema.dense), config.model.top, config.train.seed
-    if config.model.name == "deepfm":
-        return DeepFM(tables, features, num_dense=num_dense, top=top, seed=seed)
-    return DLRM(
-        tables,
-        features,
-        num_dense=num_dense,
-        bottom=config.model.bottom,
-        top=top,
-        keep_fields=config.model.keep_fields,
-        seed=seed,
-    )
 
 
 def open_run(
@@ -182,6 +124,7 @@ def open_run(
         collection,
         data,
         _schedule(config),
+        objective=Probability(),
         dense_optimizer=_dense_optimizer(model, config),
         rows=RowOptimizer(collection),
         dense=dense,
@@ -275,9 +218,13 @@ def _dense_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimiz
     return chosen(model.parameters(), lr=config.dense.lr, weight_decay=config.dense.weight_decay)
 
 
-def _total_steps(config: RunConfig, data: Splits) -> int:
+def _total_steps(config: RunConfig, data: Splits) -> int | None:
+    """None: nobody knows before the end."""
+    most = config.train.max_steps
+    if data.train.num_samples is None:
+        return most
     steps = config.train.epochs * num_steps(data.train.num_samples, config.train.batch_size)
-    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+    return steps if most is None else min(steps, most)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

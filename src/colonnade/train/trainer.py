@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import Optimizer
 
 from colonnade.batch import Batch
-from colonnade.data.contract import Position, Source, Splits, num_steps
+from colonnade.data.contract import Position, Source, Splits
 from colonnade.embedding import EmbeddingCollection
-from colonnade.errors import ConfigError, DataError, NonFiniteError
+from colonnade.errors import NonFiniteError
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.train.commits import Commits
 from colonnade.train.dense import DenseGradients
-from colonnade.train.evaluate import evaluate
+from colonnade.train.objective import Objective
 from colonnade.train.phases import Phases
 from colonnade.train.progress import Progress
 
@@ -56,6 +55,7 @@ class Trainer:
         data: Splits,
         schedule: Schedule,
         *,
+        objective: Objective,
         dense_optimizer: Optimizer,
         rows: RowOptimizer,
         dense: DenseGradients,
@@ -63,6 +63,7 @@ class Trainer:
         commits: Commits | None = None,
     ) -> None:
         self.model, self.collection, self.data, self.schedule = model, collection, data, schedule
+        self.objective = objective
         self.dense_optimizer, self.rows, self.dense = dense_optimizer, rows, dense
         self.progress, self.commits = progress, commits
         self.mesh = collection.mesh
@@ -84,7 +85,7 @@ class Trainer:
                 if batch is None:
                     break
                 stop = self.train_step(batch, outcome)
-                epoch_over = self._advance(batch.position)
+                epoch_over = self._advance(batch)
                 step, every = self.collection.step, self.schedule.commit_steps
                 if epoch_over:
                     self._end_epoch(outcome)
@@ -107,7 +108,7 @@ class Trainer:
         """One step on one batch. Returns whether a rank asked to stop. Never half-applied."""
         self.dense.zero()
         with self.phases("forward"):
-            loss = weighted_loss(self.model(batch), batch)
+            loss = self.objective.loss(self.model, batch, self.mesh)
         with self.phases("backward"):
             loss.backward()
         with self.phases("agree and reduce dense"):
@@ -135,7 +136,7 @@ class Trainer:
     def evaluate(self, source: Source) -> dict[str, float]:
         """Collective: {"auc", "log_loss", ...} over all of `source`, with every update made so far."""
         with self.phases("evaluate"):
-            return evaluate(self.model, source, self.schedule.batch_size, self.mesh)
+            return self.objective.evaluate(self.model, source, self.schedule.batch_size, self.mesh)
 
     def _stream(self) -> Iterator[Batch]:
         left = self.schedule.max_steps
@@ -143,14 +144,13 @@ class Trainer:
             left -= self.collection.step
         held, position = list(self.held), self.position
         while position.epoch < self.schedule.epochs:
-            for offset, batch in enumerate(
-                self.data.train.batches(
-                    self.schedule.batch_size,
-                    rank=self.mesh.rank,
-                    num_ranks=self.mesh.num_ranks,
-                    start=position,
-                )
-            ):
+            read = self.data.train.batches(
+                self.schedule.batch_size,
+                rank=self.mesh.rank,
+                num_ranks=self.mesh.num_ranks,
+                start=position,
+            )
+            for offset, batch in enumerate(_with_end(read)):
                 if left is not None and left <= 0:
                     return
                 left = None if left is None else left - 1
@@ -159,24 +159,24 @@ class Trainer:
                 yield batch
             position = Position(position.epoch + 1, 0)
 
-    def _advance(self, done: Position) -> bool:
-        """Move past the batch at `done`; True at the end of its epoch."""
-        steps = num_steps(self.data.train.num_samples, self.schedule.batch_size)
-        if done.step + 1 < steps:
-            self.position = Position(done.epoch, done.step + 1)
-            return False
-        self.position = Position(done.epoch + 1, 0)
-        return True
+    def _advance(self, done: Batch) -> bool:
+        """Move past a batch; True at the end of its epoch."""
+        at = done.position
+        self.position = (
+            Position(at.epoch + 1, 0) if done.ends_epoch else Position(at.epoch, at.step + 1)
+        )
+        return done.ends_epoch
 
     def _end_epoch(self, outcome: Outcome) -> None:
         """Evaluate; with a validation part, test metrics are those of its best epoch."""
         found: dict[str, float] = {}
         if self.data.validation is not None:
             found |= _prefixed("validation", self.evaluate(self.data.validation))
-        score = found.get("validation_auc")
+        monitor = f"validation_{self.objective.monitor}"
+        score = found.get(monitor)
         if self.data.test is not None:
             found |= _prefixed("test", self.evaluate(self.data.test))
-        if score is None or score > self.best.get("validation_auc", float("-inf")):
+        if score is None or score > self.best.get(monitor, float("-inf")):
             self.best = {"epoch": self.position.epoch, **found}
         outcome.metrics = dict(self.best)
         self.progress.epoch(self.collection.step, self.position.epoch, found)
@@ -195,23 +195,13 @@ class Trainer:
         self.progress.say(f"skipped {message}")
 
 
-def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Binary cross entropy; this rank's part of the mean over the global batch: the ranks' losses add up to it.
-
-    logits (B, tasks), batch.label (B, tasks). Raises ConfigError, DataError where they do not fit.
-    """
-    if batch.label is None:
-        raise DataError("the batch has no label; training needs one column of labels per task")
-    if logits.shape != batch.label.shape:
-        raise ConfigError(
-            f"got logits {tuple(logits.shape)} for labels {tuple(batch.label.shape)}; "
-            "the model's tasks and the data's label columns must agree"
-        )
-    weight = None if batch.sample_weight is None else batch.sample_weight[:, None].to(logits.dtype)
-    total = binary_cross_entropy_with_logits(
-        logits, batch.label.to(logits.dtype), weight=weight, reduction="sum"
-    )
-    return total / max(batch.world_weight * logits.shape[1], 1e-12)
+def _with_end(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches, the last one marked. One is read ahead."""
+    waiting = next(batches, None)
+    while waiting is not None:
+        batch, waiting = waiting, next(batches, None)
+        batch.ends_epoch = waiting is None
+        yield batch
 
 
 def _prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
