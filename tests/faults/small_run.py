@@ -15,9 +15,9 @@ from pathlib import Path
 from colonnade import close_mesh, open_mesh
 from colonnade.config import build_config, override
 from colonnade.data import open_source
+from colonnade.models.build import build_model
 from colonnade.store.disk import Change, Disk
 from colonnade.train.commits import committed_steps, load_state, open_stores, read_header
-from colonnade.models.build import build_model
 from colonnade.train.run import load_run_config, open_run
 
 CONFIG = {
