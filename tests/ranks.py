@@ -42,7 +42,11 @@ def run_ranks(
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(
-                [str(HERE), str(HERE / "laws"), str(HERE / "faults"), str(Path(module_file).parent)]
+                [
+                    *(str(place) for place in (HERE, HERE / "laws", HERE / "faults")),
+                    str(Path(module_file).parent),
+                    *filter(None, [os.environ.get("PYTHONPATH")]),
+                ]
             ),
         }
         children = [
