@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all lint format native-test native-sanitize native-tsan native-aarch64 clean
+.PHONY: setup demo test test-all lint format docs wheel wheel-check native-test native-sanitize native-tsan native-aarch64 clean
 
 setup: $(STAMP)
 
@@ -63,6 +63,23 @@ lint: setup
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The API reference, from docstrings, into build/docs; the pages to read are docs/*.md.
+docs: setup
+	$(BIN)/python -m pdoc --docformat markdown --output-directory build/docs colonnade
+
+# A wheel for this Python into dist/; CI services build the others with cibuildwheel (pyproject.toml).
+wheel: setup
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	@ls dist
+
+# As its user gets it: the wheel in an empty environment, away from the sources, and the tutorial there.
+wheel-check: wheel
+	rm -rf build/wheel-env && $(PYTHON) -m venv build/wheel-env
+	build/wheel-env/bin/python -m pip install --quiet -r constraints.txt
+	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt dist/*.whl pytest
+	build/wheel-env/bin/python -m pytest -q --rootdir tests/unit -p no:cacheprovider -o addopts= -o pythonpath= -k tutorial tests/unit/test_pages.py
 
 clean:
 	rm -rf build dist $(VENV) src/*.egg-info

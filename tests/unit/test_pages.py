@@ -1,0 +1,79 @@
+"""Every block of code in the README and in docs/ runs as it stands, in order, in an empty folder.
+
+    ```python      runs; the blocks of a page share their names, like cells of a notebook
+    ```sh          runs with `colonnade` on the path; a command that fails fails the page
+    ```yaml        is written to the file that its first line names: `# file: clicks.yaml`
+    ``` (nothing)  is shown, not run: output, or what only a person can do
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+KNOWN = {"", "python", "sh", "yaml"}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks_of(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of each fenced block, in order."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for language, text in blocks_of(page):
+        assert language in KNOWN, f"{name_of(page)} has a block of {language}: nobody runs it"
+        if language == "python":
+            exec(compile(text, name_of(page), "exec"), names)
+        elif language == "yaml":
+            first, content = text.split("\n", 1)
+            assert first.startswith("# file: "), "a yaml block names its file in its first line"
+            Path(first.removeprefix("# file: ")).write_text(content, encoding="utf-8")
+        elif language == "sh":
+            run_shell(text)
+
+
+def run_shell(text: str) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ended = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        env={**os.environ, "PATH": path, "COLUMNS": "120"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, f"{text}\nended with {ended.returncode}:\n{ended.stdout}"
+    return ended.stdout
+
+
+def test_the_readme_trains_something(capsys, tmp_path, monkeypatch):
+    test_blocks_run(README, tmp_path, monkeypatch)
+    assert "loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
+
+
+def test_nothing_is_left_to_fill_in():
+    assert not re.search(r"@[A-Z]+@", README.read_text(encoding="utf-8"))
