@@ -1,9 +1,9 @@
 """Every block of code in the README and in docs/ runs as it stands, in order, in an empty folder.
 
-    ```python      runs; the blocks of a page share their names, like cells of a notebook
-    ```sh          runs with `colonnade` on the path; a command that fails fails the page
-    ```yaml        is written to the file that its first line names: `# file: clicks.yaml`
-    ``` (nothing)  is shown, not run: output, or what only a person can do
+```python      runs; the blocks of a page share their names, like cells of a notebook
+```sh          runs with `colonnade` on the path; a command that fails fails the page
+```yaml        is written to the file that its first line names: `# file: clicks.yaml`
+``` (nothing)  is shown, not run: output, or what only a person can do
 """
 
 from __future__ import annotations

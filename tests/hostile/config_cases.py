@@ -1,0 +1,110 @@
+"""Settings that cannot work: from --set, and from YAML files."""
+
+from __future__ import annotations
+
+from case import Case, train
+
+BAD_VALUES = {
+    "data.name": ["netflix", "3", "[]"],
+    "data.options": ["5", "x"],
+    "model.name": ["dlmr", "", "7"],
+    "model.dim": ["0", "-4", "1.5", "wide", "none"],
+    "model.bottom": ["[0]", "[-3]", "64", "[a]"],
+    "model.top": ["[0]", "{}", "x"],
+    "rows.optimizer": ["adagard", "none", "5"],
+    "rows.lr": ["-1", "inf", "nan", "fast"],
+    "rows.eps": ["0", "-1"],
+    "rows.weight_decay": ["-1"],
+    "rows.momentum": ["1", "-0.1"],
+    "rows.betas": ["0.9", "[0.9]", "[0.9, 0.9, 0.9]"],
+    "rows.dtype": ["float8", "float64", "32"],
+    "rows.init_scale": ["-1", "inf"],
+    "rows.max_norm": ["0", "-1"],
+    "dense.optimizer": ["adamm", "lbfgs"],
+    "dense.lr": ["-0.1", "nan", "x"],
+    "plan.dram": ["3XB", "-1", "0", "GiB", "1.5.2GiB"],
+    "plan.lookahead": ["-1", "x", "1.5"],
+    "plan.staleness_steps": ["-1", "x"],
+    "plan.exchange": ["pooled", "rwos"],
+    "train.batch_size": ["0", "-8", "1.5", "many", "none"],
+    "train.epochs": ["-1", "0.5"],
+    "train.max_steps": ["-1", "x"],
+    "train.commit_steps": ["-1"],
+    "train.keep_commits": ["0", "-1"],
+    "train.seed": ["-1", "99999999999999999999999", "x"],
+    "train.on_non_finite": ["ignore"],
+    "train.threads": ["-1", "x"],
+}
+MISSPELT = {
+    "train.epoch": "train.epochs",
+    "train.batchsize": "train.batch_size",
+    "model.dims": "model.dim",
+    "rows.learning_rate": "unknown setting",
+    "plan.dramm": "plan.dram",
+    "data.nam": "data.name",
+    "trian.epochs": "train",
+    "train": "train",
+    "train.epochs.more": "train.epochs",
+    "data.options.num_trian": "num_train",
+    "data.option.num_train": "data.options",
+    "": "name=value",
+}
+YAML = {
+    "not yaml": (b"train: [1, 2", "not YAML"),
+    "tabs": (b"train:\n\tepochs: 3\n", "not YAML"),
+    "a list": (b"- train\n- data\n", "sections"),
+    "a number": (b"3\n", "sections"),
+    "text": (b"just words\n", "sections"),
+    "binary": (bytes(range(128, 256)), "not YAML"),
+    "an unknown section": (b"trainer:\n  epochs: 3\n", "train"),
+    "an unknown key": (b"train:\n  epoch: 3\n", "train.epochs"),
+    "a section that is a number": (b"train: 3\n", "train"),
+    "a section that is a list": (b"model: [1]\n", "model"),
+    "a text for a number": (b"train:\n  epochs: many\n", "train.epochs"),
+    "two faults": (b"train:\n  epochs: -1\n", "train.epochs"),
+    "an alias to nothing": (b"train: *base\n", "not YAML"),
+    "a python object": (b"train: !!python/object:os.system {}\n", "not YAML"),
+    "a key that is a list": (b"? [1, 2]\n: 3\n", "not YAML"),
+    "a date": (b"train:\n  epochs: 2020-01-01\n", "train.epochs"),
+    "a null name": (b"data:\n  name: null\n", "data.name"),
+    "a nested option": (b"data:\n  options: {num_train: {a: 1}}\n", "num_train"),
+}
+
+
+def cases() -> list[Case]:
+    found = []
+    for name, values in BAD_VALUES.items():
+        for value in values:
+            word = name if name not in ("data.name", "plan.exchange") else ""
+            found.append(
+                Case(f"--set {name}={value}", train("synthetic", None, f"{name}={value}"), (word,))
+            )
+    for name, word in MISSPELT.items():
+        found.append(Case(f"--set {name}=1", train("synthetic", None, f"{name}=1"), (word,)))
+    for name, (content, word) in YAML.items():
+        found.append(
+            Case(
+                f"yaml {name}",
+                ("train", "run.yaml", "--run", "run"),
+                # An option is checked by its source, which does not know where it was written.
+                (word,) if "option" in name else ("run.yaml", word),
+                {"run.yaml": content},
+            )
+        )
+    found += [
+        Case("yaml nowhere", ("train", "nowhere.yaml"), ("nowhere.yaml",)),
+        Case("yaml is a folder", ("train", "place", "--run", "run"), ("place",), {"place/x": b""}),
+        Case("--set without =", ("train", "--set", "epochs"), ("name=value",)),
+        Case(
+            "--set of a setting of another optimizer",
+            train("synthetic", None, "rows.l1=0.1"),
+            ("rows.l1",),
+        ),
+        Case(
+            "option of a synthetic stream",
+            train("synthetic", None, "data.options.exponent=-1"),
+            ("exponent",),
+        ),
+        Case("no samples", train("synthetic", None, "data.options.num_train=0"), ("num_train",)),
+    ]
+    return found
