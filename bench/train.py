@@ -1,6 +1,7 @@
 """How fast does a whole training step run, beside nn.EmbeddingBag and TorchRec?
 
-DLRM on Criteo-shaped ids (26 one-hot fields, skewed, 5.6 million rows), 13 dense columns, fp32, one process.
+DLRM, DeepFM and DCN-v2 on Criteo-shaped ids (26 one-hot fields, skewed, 5.6 million rows), 13 dense columns,
+fp32, one process.
 Dense network, dense optimizer, loss and batches are the same for all; each system brings its embeddings:
 
     colonnade   row-wise Adagrad, batches looked up ahead as its default plan says
@@ -50,6 +51,8 @@ import colonnade
 from colonnade.data.synthetic import open_synthetic
 
 DIMS = (16, 64)
+OTHER_MODELS = {"deepfm": "DeepFM", "dcnv2": "DCN-v2"}
+"""Beside DLRM, at the smaller dim, against plain torch."""
 BATCH_SIZE = 4096
 MAX_CARDINALITY = 1_000_000
 BOTTOM, TOP = [256, 128], [256, 128]
@@ -89,22 +92,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     before = read_cpu_seconds()
     with tempfile.TemporaryDirectory(prefix="colonnade-bench-") as folder:
         rows = write_data(Path(folder), num_batches=WARM_UP_STEPS + rounds * steps)
-        for dim, sparse_only in product(DIMS, (False, True)):
+        runs = [("dlrm", dim, sparse) for dim, sparse in product(DIMS, (False, True))]
+        runs += [(model, DIMS[0], False) for model in OTHER_MODELS]
+        for model, dim, sparse_only in runs:
             case = Case(
                 data=folder, rows=rows, dim=dim, bottom=BOTTOM, top=TOP, rows_lr=ROWS_LR,
-                dense_lr=DENSE_LR, num_threads=os.cpu_count() or 1, seed=0, sparse_only=sparse_only,
+                dense_lr=DENSE_LR, num_threads=os.cpu_count() or 1, seed=0, model=model,
+                sparse_only=sparse_only,
             )  # fmt: skip
-            workers = open_workers(systems, case, versions, console)
+            known = systems if model == "dlrm" else {s: systems[s] for s in ("colonnade", "torch")}
+            workers = open_workers(known, case, versions, console)
             try:
                 blocks = interleave(
                     workers, rounds=rounds, steps=steps, warm_up_steps=WARM_UP_STEPS
                 )
             finally:
                 close_workers(workers)
+            name = f"{OTHER_MODELS.get(model, '')} D={dim}".strip()
             if not sparse_only:
-                check_same_model(blocks, dim)
+                check_same_model(blocks, name)
             for system, done in blocks.items():
-                measured += cases_of(f"D={dim}" + SPARSE_ONLY * sparse_only, system, done)
+                measured += cases_of(name + SPARSE_ONLY * sparse_only, system, done)
 
     result = report(
         "train",
@@ -159,12 +167,12 @@ def open_workers(
     return ready
 
 
-def check_same_model(blocks: dict[str, Blocks], dim: int) -> None:
+def check_same_model(blocks: dict[str, Blocks], case: str) -> None:
     """A speed of something else is worth nothing: all systems must have learnt alike."""
     losses = {system: sum(done.losses) / len(done.losses) for system, done in blocks.items()}
     if max(losses.values()) - min(losses.values()) > MAX_LOSS_GAP:
         raise BenchError(
-            f"D={dim}: the systems' log losses differ by more than {MAX_LOSS_GAP}: {losses}"
+            f"{case}: the systems' log losses differ by more than {MAX_LOSS_GAP}: {losses}"
         )
 
 
@@ -194,6 +202,10 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
         if by_dim:
             ratios[f"{name}_vs_{peer}"] = min(by_dim.values())
             ratios |= {f"{name}_vs_{peer}_d{dim}": ratio for dim, ratio in by_dim.items()}
+    for model, title in OTHER_MODELS.items():
+        case = f"{title} D={DIMS[0]}"
+        if (case, "torch") in rates:
+            ratios[f"samples_vs_torch_{model}"] = rates[case, "colonnade"] / rates[case, "torch"]
     return ratios
 
 
@@ -204,9 +216,9 @@ def print_result(console: Console, measured: Sequence[Measured], result: dict) -
         box=None,
         title_justify="left",
         padding=(0, 1, 0, 0),
-        title=f"DLRM, fp32, batch {BATCH_SIZE}; *: the embeddings alone, with a fixed gradient",
+        title=f"DLRM and others, fp32, batch {BATCH_SIZE}; *: the embeddings alone, with a fixed gradient",
     )
-    for heading in ("D", "system", "samples/s", "spread", "ms", *PHASES, "loss"):
+    for heading in ("case", "system", "samples/s", "spread", "ms", *PHASES, "loss"):
         table.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
     for m in measured:
         if m.unit != "samples/s":
@@ -215,20 +227,24 @@ def print_result(console: Console, measured: Sequence[Measured], result: dict) -
         phases = [found[f"{m.case} {phase}", m.system].median for phase in PHASES]
         loss = found.get((f"{m.case} loss", m.system))
         table.add_row(
-            m.case.removeprefix("D=").replace(SPARSE_ONLY, "*"), m.system, f"{m.median:,.0f}", f"{spread:.0%}",
+            m.case.replace(SPARSE_ONLY, "*"), m.system, f"{m.median:,.0f}", f"{spread:.0%}",
             f"{1e3 * BATCH_SIZE / m.median:.1f}", *(f"{ms:.1f}" for ms in phases),
             f"{loss.median:.3f}" if loss else "",
         )  # fmt: skip
     console.print(table)
     ratios = result["ratios"]
     for name, peer in product(RATIOS, ("torch", "torchrec")):
-        by_dim = {n: r for n, r in ratios.items() if n.startswith(f"{name}_vs_{peer}_d")}
+        names = [f"{name}_vs_{peer}_d{dim}" for dim in DIMS]
+        by_dim = {n: ratios[n] for n in names if n in ratios}
         if by_dim:
             worst = ratios[f"{name}_vs_{peer}"]
             console.print(f"{name}_vs_{peer}: {worst:.2f} (the worst of these)")
             for dim_name, ratio in by_dim.items():
                 console.print(f"  {dim_name}: {ratio:.2f}")
             console.print(f"  geometric mean: {geometric_mean(list(by_dim.values())):.2f}")
+    for model in OTHER_MODELS:
+        if f"samples_vs_torch_{model}" in ratios:
+            console.print(f"samples_vs_torch_{model}: {ratios[f'samples_vs_torch_{model}']:.2f}")
     print_machine(console, result)
 
 

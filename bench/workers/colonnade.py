@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from colonnade.models.dcn import DCNv2
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
@@ -17,27 +19,20 @@ from colonnade import (
     RowOptimizer,
     RowWiseAdagrad,
     Table,
+    Uniform,
 )
 from colonnade.interaction import Concat
+from colonnade.models.deepfm import DeepFM
 from colonnade.models.dlrm import DLRM
-from workers.loop import Case, Laps, Step, serve
+from workers.loop import CROSS_LAYERS, Case, Laps, Step, serve
 
 
 def build(case: Case) -> tuple[Step, dict[str, str]]:
-    tables = [
-        Table(name, case.dim, rows=rows, optimizer=RowWiseAdagrad(lr=case.rows_lr))
-        for name, rows in zip(case.names, case.rows, strict=True)
-    ]
     batches = list(read(case))
     if case.sparse_only:
+        tables = tables_of(case, case.dim)
         return build_sparse(case, tables, batches), {"colonnade": colonnade.__version__}
-    model = DLRM(
-        tables,
-        [Feature(name, name) for name in case.names],
-        num_dense=batches[0].dense.shape[1],
-        bottom=case.bottom,
-        top=case.top,
-    )
+    model = build_model(case, num_dense=batches[0].dense.shape[1])
     rows = RowOptimizer(model.embeddings)
     dense = torch.optim.Adam(model.parameters(), lr=case.dense_lr, fused=True)
     ready = model.embeddings.lookahead(batches)
@@ -58,6 +53,26 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
         return loss
 
     return step, {"colonnade": colonnade.__version__}
+
+
+def tables_of(case: Case, dim: int | dict[str, int], **settings: Any) -> list[Table]:
+    optimizer = RowWiseAdagrad(lr=case.rows_lr)
+    return [
+        Table(name, dim, rows=rows, optimizer=optimizer, **settings)
+        for name, rows in zip(case.names, case.rows, strict=True)
+    ]
+
+
+def build_model(case: Case, num_dense: int) -> DLRM | DeepFM | DCNv2:
+    features = [Feature(name, name) for name in case.names]
+    if case.model == "deepfm":
+        start = {"deep": Uniform(scale=case.dim**-0.5), "wide": Uniform(scale=0.0)}
+        tables = tables_of(case, {"deep": case.dim, "wide": 1}, initializer=start)
+        return DeepFM(tables, features, num_dense=num_dense, top=case.top)
+    tables = tables_of(case, case.dim)
+    if case.model == "dcnv2":
+        return DCNv2(tables, features, num_dense=num_dense, cross_layers=CROSS_LAYERS, top=case.top)
+    return DLRM(tables, features, num_dense=num_dense, bottom=case.bottom, top=case.top)
 
 
 def build_sparse(case: Case, tables: list[Table], batches: list[Batch]) -> Step:

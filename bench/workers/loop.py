@@ -21,9 +21,11 @@ from typing import TextIO
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from workers.network import DenseNetwork
+from workers.network import DCNv2Network, DeepFMNetwork, DenseNetwork
+
+CROSS_LAYERS = 3
 
 PHASES = ("wait", "forward", "backward", "rows", "dense")
 """wait: until the batch is usable; rows: the embeddings' update, where apart; dense: zero_grad and the dense update."""
@@ -42,6 +44,8 @@ class Case:
     dense_lr: float
     num_threads: int
     seed: int
+    model: str = "dlrm"
+    """dlrm, deepfm or dcnv2: the MLP of the others is `top`."""
     sparse_only: bool = False
     """No dense network: the lookups' outputs get a fixed gradient, and the loss is 0."""
 
@@ -55,11 +59,15 @@ class Case:
         dense, ids, label = map(torch.from_numpy, arrays)
         return dense, ids, label
 
-    def network(self) -> DenseNetwork:
-        dense = np.load(Path(self.data) / "dense.npy", mmap_mode="r")
-        return DenseNetwork(
-            len(self.rows), self.dim, num_dense=dense.shape[2], bottom=self.bottom, top=self.top
-        )
+    def network(self) -> nn.Module:
+        """The dense network in plain torch: takes dense, fields and, of deepfm, first-order weights."""
+        num_dense = np.load(Path(self.data) / "dense.npy", mmap_mode="r").shape[2]
+        shape = {"num_fields": len(self.rows), "dim": self.dim, "num_dense": num_dense}
+        if self.model == "deepfm":
+            return DeepFMNetwork(**shape, top=self.top)
+        if self.model == "dcnv2":
+            return DCNv2Network(**shape, cross_layers=CROSS_LAYERS, top=self.top)
+        return DenseNetwork(**shape, bottom=self.bottom, top=self.top)
 
     def gradient(self, batch_size: int) -> Tensor:
         """(B, F * D), what `sparse_only` sends back instead of a network's gradient."""

@@ -44,6 +44,44 @@ class DenseNetwork(nn.Module):
         return self.top(torch.cat([bottom, dots.index_select(1, self.pairs)], dim=1))
 
 
+class DeepFMNetwork(nn.Module):
+    """Factorization machine and MLP over the fields, first-order weights. Named as in colonnade.models.deepfm."""
+
+    def __init__(self, num_fields: int, dim: int, *, num_dense: int, top: Sequence[int]) -> None:
+        super().__init__()
+        self.num_fields = num_fields
+        self.linear = nn.Linear(num_dense, 1)
+        self.deep = nn.Sequential(*_layers([num_dense + num_fields * dim, *top, 1]))
+
+    def forward(self, dense: Tensor, fields: Tensor, first_order: Tensor) -> Tensor:
+        """dense (B, n), fields (B, F * D), first_order (B, F) -> logits (B, 1)."""
+        vectors = fields.unflatten(1, (self.num_fields, -1))
+        pairs = (vectors.sum(1).square() - vectors.square().sum(1)).sum(1, keepdim=True) / 2
+        linear = first_order.sum(1, keepdim=True) + self.linear(dense)
+        return pairs + linear + self.deep(torch.cat([dense, fields], dim=1))
+
+
+class DCNv2Network(nn.Module):
+    """Cross layers beside an MLP, both feeding the last layer. Named as in colonnade.models.dcn."""
+
+    def __init__(
+        self, num_fields: int, dim: int, *, num_dense: int, cross_layers: int, top: Sequence[int]
+    ) -> None:
+        super().__init__()
+        width = num_dense + num_fields * dim
+        self.cross = nn.ModuleList(nn.Linear(width, width) for _ in range(cross_layers))
+        self.top = nn.Sequential(*_layers([width, *top]), nn.ReLU())
+        self.last = nn.Linear(top[-1] + width, 1)
+
+    def forward(self, dense: Tensor, fields: Tensor) -> Tensor:
+        """dense (B, n), fields (B, F * D) -> logits (B, 1)."""
+        first = torch.cat([dense, fields], dim=1)
+        x = first
+        for layer in self.cross:
+            x = first * layer(x) + x
+        return self.last(torch.cat([x, self.top(first)], dim=1))
+
+
 def _layers(widths: Sequence[int]) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):

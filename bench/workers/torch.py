@@ -10,28 +10,27 @@ from workers.loop import Case, Laps, Step, serve
 
 
 def build(case: Case) -> tuple[Step, dict[str, str]]:
-    scale = case.dim**-0.5
-    bags = nn.ModuleList(
-        nn.EmbeddingBag(
-            rows, case.dim, mode="sum", sparse=True,
-            _weight=torch.empty(rows, case.dim).uniform_(-scale, scale),
-        )
-        for rows in case.rows
-    )  # fmt: skip
-    rows = torch.optim.Adagrad(bags.parameters(), lr=case.rows_lr)
+    tables = nn.ModuleList([bags_of(case, case.dim)])
+    if case.model == "deepfm":
+        tables.append(bags_of(case, 1))
+    rows = torch.optim.Adagrad(tables.parameters(), lr=case.rows_lr)
     inputs, ids, label = case.load()
     bag_starts = torch.arange(ids.shape[2])
     batches = iter(range(len(ids)))
 
-    def look_up(i: int) -> Tensor:
-        return torch.cat([bag(ids[i, f], bag_starts) for f, bag in enumerate(bags)], dim=1)
+    def look_up(i: int) -> list[Tensor]:
+        """(B, F * D), and (B, F) of first-order weights where the model has them."""
+        return [
+            torch.cat([bag(ids[i, f], bag_starts) for f, bag in enumerate(bags)], dim=1)
+            for bags in tables
+        ]
 
     gradient = case.gradient(ids.shape[2])
 
     def sparse_step(laps: Laps) -> Tensor:
         rows.zero_grad()
         laps("dense")
-        fields = look_up(next(batches))
+        [fields] = look_up(next(batches))
         laps("forward")
         fields.backward(gradient)
         laps("backward")
@@ -50,7 +49,7 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
         rows.zero_grad()
         dense.zero_grad()
         laps("dense")
-        loss = bce(network(inputs[i], look_up(i)), label[i])
+        loss = bce(network(inputs[i], *look_up(i)), label[i])
         laps("forward")
         loss.backward()
         laps("backward")
@@ -61,6 +60,17 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
         return loss
 
     return step, {}
+
+
+def bags_of(case: Case, dim: int) -> nn.ModuleList:
+    scale = dim**-0.5 if dim > 1 else 0.0  # first-order weights start at zero
+    return nn.ModuleList(
+        nn.EmbeddingBag(
+            rows, dim, mode="sum", sparse=True,
+            _weight=torch.empty(rows, dim).uniform_(-scale, scale),
+        )
+        for rows in case.rows
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

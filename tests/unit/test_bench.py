@@ -13,11 +13,13 @@ sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
 
 import harness  # noqa: E402
 import train  # noqa: E402
+from colonnade.models.dcn import DCNv2  # noqa: E402
 from harness import BenchError, Measured  # noqa: E402
 from workers.loop import PHASES, Case  # noqa: E402
-from workers.network import DenseNetwork  # noqa: E402
+from workers.network import DCNv2Network, DeepFMNetwork, DenseNetwork  # noqa: E402
 
 from colonnade import Batch, Feature, Ids, Table  # noqa: E402
+from colonnade.models.deepfm import DeepFM  # noqa: E402
 from colonnade.models.dlrm import DLRM  # noqa: E402
 
 ROWS = [7, 50, 3, 1000]
@@ -50,6 +52,40 @@ def test_the_peers_network_is_the_models(dim: int) -> None:
     network(batch.dense, fields).square().sum().backward()
     for (name, theirs), ours in zip(network.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(theirs.grad, ours.grad, msg=name)
+
+
+def test_the_peers_deepfm_is_ours() -> None:
+    names = [f"C{f + 1}" for f in range(len(ROWS))]
+    tables = [
+        Table(n, {"deep": 4, "wide": 1}, rows=rows) for n, rows in zip(names, ROWS, strict=True)
+    ]
+    model = DeepFM(tables, [Feature(n, n) for n in names], num_dense=5, top=TOP)
+    network = DeepFMNetwork(len(ROWS), 4, num_dense=5, top=TOP)
+    load_dense(network, model)
+    batch = random_batch(33, 5)
+    rows = [model.embeddings.rows(n, batch.ids[n].values) for n in names]
+    fields = torch.cat([row[:, :4] for row in rows], dim=1)
+    first_order = torch.cat([row[:, 4:] for row in rows], dim=1)
+    torch.testing.assert_close(network(batch.dense, fields, first_order), model(batch))
+
+
+def test_the_peers_dcnv2_is_ours() -> None:
+    names = [f"C{f + 1}" for f in range(len(ROWS))]
+    tables = [Table(n, 4, rows=rows) for n, rows in zip(names, ROWS, strict=True)]
+    model = DCNv2(tables, [Feature(n, n) for n in names], num_dense=5, cross_layers=2, top=TOP)
+    network = DCNv2Network(len(ROWS), 4, num_dense=5, cross_layers=2, top=TOP)
+    load_dense(network, model)
+    batch = random_batch(33, 5)
+    fields = torch.cat([model.embeddings.rows(n, batch.ids[n].values) for n in names], dim=1)
+    torch.testing.assert_close(network(batch.dense, fields), model(batch))
+
+
+def load_dense(network: torch.nn.Module, model: torch.nn.Module) -> None:
+    """The model's dense weights, random ones where they start at zero."""
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    dense = {k: v for k, v in model.state_dict().items() if not k.startswith("embeddings.")}
+    network.load_state_dict({k.replace("layers.0.", ""): v for k, v in dense.items()}, strict=True)
 
 
 def test_systems_fed_the_same_files_learn_the_same(tmp_path: Path) -> None:
@@ -182,8 +218,8 @@ def test_the_report_has_the_agreed_shape() -> None:
 def test_systems_that_learn_differently_are_not_compared() -> None:
     ours, theirs = harness.Blocks(losses=[0.50]), harness.Blocks(losses=[0.55])
     with pytest.raises(BenchError, match="D=16"):
-        train.check_same_model({"colonnade": ours, "torch": theirs}, 16)
-    train.check_same_model({"colonnade": ours, "torch": harness.Blocks(losses=[0.51])}, 16)
+        train.check_same_model({"colonnade": ours, "torch": theirs}, "D=16")
+    train.check_same_model({"colonnade": ours, "torch": harness.Blocks(losses=[0.51])}, "D=16")
 
 
 def test_a_workers_time_is_ours_once_it_has_ended() -> None:
