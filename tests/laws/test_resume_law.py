@@ -121,6 +121,7 @@ def test_one_of_two_ranks_killed(undisturbed, kill_at, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_killed_a_hundred_times(undisturbed, tmp_path):
     chance = random.Random(7)
     for i in range(100):
