@@ -10,13 +10,14 @@ import config_cases
 import criteo_cases
 import movielens_cases
 import pytest
+import table_cases
 from case import Case
 
 from colonnade.cli import main
 
 CASES = [
     case
-    for module in (criteo_cases, movielens_cases, config_cases, command_cases)
+    for module in (criteo_cases, movielens_cases, table_cases, config_cases, command_cases)
     for case in module.cases()
 ]
 
