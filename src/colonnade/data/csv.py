@@ -35,7 +35,7 @@ from colonnade.data.infer import infer
 from colonnade.data.lines import excerpt, field_error
 from colonnade.data.parquet import one_array
 from colonnade.data.tabular import Splitting
-from colonnade.data.text_rows import TextRows, open_rows, row_ends
+from colonnade.data.text_rows import BLOCK_BYTES, TextRows, open_rows, row_ends
 from colonnade.errors import ConfigError, DataError
 
 ENDINGS = (".csv", ".tsv", ".tab", ".txt")
@@ -333,7 +333,7 @@ def _is_utf8(field: bytes) -> bool:
 
 def open_text(path: Path, dialect: Dialect) -> CsvTable:
     """Index the file and read its header. Raises DataError."""
-    rows = open_rows(path, dialect.quote, has_header=dialect.names is None)
+    rows = open_rows(path, dialect.quote, has_header=dialect.names is None, block_bytes=BLOCK_BYTES)
     if dialect.names is not None:
         return CsvTable(rows, list(dialect.names), dialect, {})
     try:

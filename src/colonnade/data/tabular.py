@@ -92,7 +92,7 @@ class TableSource:
             coming = self._ask(threads, plan, held + 1)
             try:
                 for begin, end in blocks:
-                    parts = []
+                    parts: list[Chunk] = []
                     while True:
                         low = int(plan.starts[held])
                         high = int(plan.starts[held + 1])

@@ -60,9 +60,7 @@ def row_ends(text: bytes, quote: int | None, in_quotes: bool = False) -> NDArray
     return ends[opened == 0]
 
 
-def open_rows(
-    path: Path, quote: str | None, *, has_header: bool, block_bytes: int = BLOCK_BYTES
-) -> TextRows:
+def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: int) -> TextRows:
     """Read the file once to index it. Raises DataError: empty, packed, another encoding, a quote left open."""
     code = None if quote is None else ord(quote)
     offsets: list[int] = [0]
