@@ -15,6 +15,7 @@ from torch import nn
 from colonnade import _native
 from colonnade.config import RunConfig, dump_config, load_config
 from colonnade.data import Splits, num_steps, open_source
+from colonnade.data.processes import read_ahead
 from colonnade.errors import CheckpointError, WorldError
 from colonnade.models.build import build_model
 from colonnade.plan.plan import build_plan
@@ -94,6 +95,7 @@ def open_run(
     agree_on(config, mesh)
     set_threads(config.train.threads, mesh)
     data = data or open_source(config.data.name, config.data.path, **config.data.options)
+    data = read_ahead(data, config.data.readers)
     model = build_model(data.train.schema, config)
     collection = model.embeddings
     plan = build_plan(
