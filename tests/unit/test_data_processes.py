@@ -19,14 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_data_contract import open_columns, same
 
+from colonnade import Mesh
 from colonnade.batch import Batch, Ids
+from colonnade.config import build_config, override
 from colonnade.data import Position, Schema, open_source
 from colonnade.data import processes as module
-from colonnade.data.contract import START
 from colonnade.data.block import pack, unpack
+from colonnade.data.contract import START
 from colonnade.data.criteo import open_criteo
 from colonnade.data.processes import ProcessSource
 from colonnade.errors import ConfigError, DataError, ReaderLost
+from colonnade.train.run import open_run
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.booleans())
@@ -145,6 +148,25 @@ def test_readers_are_ahead_by_a_bound_outlive_ctrl_c_and_are_missed_when_killed(
     os.kill(readers[0].pid, signal.SIGKILL)
     with pytest.raises(ReaderLost, match=str(readers[0].pid)):
         list(batches)
+
+
+def test_a_run_with_readers_is_the_run_without(tmp_path):
+    values = {
+        "data": {"options": {"num_train": 600, "num_test": 100, "cardinalities": [50, 9]}},
+        "model": {"dim": 4, "bottom": [4], "top": [4]},
+        "train": {"batch_size": 100, "threads": 1, "max_steps": 3},
+    }
+    found = []
+    for readers, steps in ((0, [None]), (1, [3, None])):
+        for most in steps:
+            folder = tmp_path / str(readers)
+            changes = {"data.readers": readers, "train.max_steps": most}
+            run = open_run(override(build_config(values), changes), Mesh(), folder)
+            metrics = run.train().metrics
+            run.close()
+        weights = {name: v.tolist() for name, v in run.trainer.model.state_dict().items()}
+        found.append((metrics, weights))
+    assert found[0] == found[1]
 
 
 SCRIPT = """

@@ -22,10 +22,11 @@ import io
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, spans
@@ -108,7 +109,7 @@ class BatchSource:
         if start.state == ENDED:
             return
         made = self._of_epoch(start.epoch)
-        stateful = made if isinstance(made, Stateful) and not isinstance(made, Indexed) else None
+        stateful = made if isinstance(made, Stateful) and not _is_indexed(made) else None
         found = _from(made, start.step, start.state, self.name)
         for step, batch in enumerate(found, start.step):
             where = f"{self.name}, epoch {start.epoch}, batch {step}"
@@ -128,9 +129,14 @@ class BatchSource:
         return made
 
 
+def _is_indexed(made: Batches) -> TypeGuard[Indexed]:
+    # torch gives every data set a __getitem__, which an IterableDataset's refuses.
+    return isinstance(made, Indexed) and not isinstance(made, IterableDataset)
+
+
 def _from(made: Batches, step: int, state: Any, name: str) -> Iterator[Batch]:
     """The batches of steps `step`, `step` + 1, ..."""
-    if isinstance(made, Indexed):
+    if _is_indexed(made):
         return (made[i] for i in range(step, len(made)))
     if state is None:
         return _skipping(iter(made), step, name)

@@ -215,7 +215,8 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
             f"this run has {trainer.mesh.num_ranks}; go on with {len(ranks)}, or from a commit at the end of an epoch"
         )
     source = None if len(ranks) != trainer.mesh.num_ranks else sources[trainer.mesh.rank]
-    trainer.position = Position(*dense["position"], state=source)
+    epoch, step_of_epoch = dense["position"]
+    trainer.position = Position(epoch, step_of_epoch, source)
     num_held = min(len(state["held"]) for state in ranks)
     trainer.held = [[state["held"][i] for state in ranks] for i in range(num_held)]
 
