@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from colonnade.data.batches import until_all_end
 from colonnade.data.contract import Source
 from colonnade.errors import DataError
 from colonnade.topology.mesh import Mesh
@@ -22,7 +23,10 @@ def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> d
     model.eval()
     scores, labels, weights = [], [], []
     try:
-        for batch in source.batches(batch_size, rank=mesh.rank, num_ranks=mesh.num_ranks):
+        batches = source.batches(batch_size, rank=mesh.rank, num_ranks=mesh.num_ranks)
+        if source.num_samples is None:
+            batches = until_all_end(batches, source.schema, mesh, purpose="evaluate")
+        for batch in batches:
             if batch.label is None:
                 raise DataError("the batch has no label; evaluation compares scores with labels")
             scores.append(torch.sigmoid(model(batch)[:, 0].double()))

@@ -15,6 +15,7 @@ from torch import nn
 from colonnade import _native
 from colonnade.config import RunConfig, dump_config, load_config, override
 from colonnade.data import Splits, num_steps, open_source
+from colonnade.data.processes import read_ahead
 from colonnade.data.tables import lasting_options
 from colonnade.errors import CheckpointError, WorldError
 from colonnade.models.build import build_model
@@ -99,6 +100,7 @@ def open_run(
         # What the run folder records opens the same data tomorrow: an inferred schema is written out.
         lasting = {"data.options": lasting_options(config.data.options, data)}
         config = override(config, lasting)
+    data = read_ahead(data, config.data.readers)
     model = build_model(data.train.schema, config)
     collection = model.embeddings
     plan = build_plan(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colonnade.batch import Batch
+from colonnade.data.batches import until_all_end
 from colonnade.data.contract import Position, Source, Splits
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import NonFiniteError
@@ -150,6 +151,9 @@ class Trainer:
                 num_ranks=self.mesh.num_ranks,
                 start=position,
             )
+            if self.data.train.num_samples is None:
+                schema = self.data.train.schema
+                read = until_all_end(read, schema, self.mesh, purpose="route")
             for offset, batch in enumerate(_with_end(read)):
                 if left is not None and left <= 0:
                     return
@@ -163,7 +167,9 @@ class Trainer:
         """Move past a batch; True at the end of its epoch."""
         at = done.position
         self.position = (
-            Position(at.epoch + 1, 0) if done.ends_epoch else Position(at.epoch, at.step + 1)
+            Position(at.epoch + 1, 0)
+            if done.ends_epoch
+            else Position(at.epoch, at.step + 1, done.state)
         )
         return done.ends_epoch
 
