@@ -48,7 +48,9 @@ class Probability:
 def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
     """Binary cross entropy; this rank's part of the mean over the global batch: the ranks' losses add up to it.
 
-    logits (B, tasks), batch.label (B, tasks). Raises ConfigError, DataError where they do not fit.
+    logits (B, tasks), batch.label (B, tasks). A NaN label is one nobody knows: it adds nothing, and the divisor, the
+    batch's weight times its tasks, does not depend on how many there are. Raises ConfigError, DataError where they
+    do not fit.
     """
     if batch.label is None:
         raise DataError("the batch has no label; training needs one column of labels per task")
@@ -57,8 +59,14 @@ def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
             f"got logits {tuple(logits.shape)} for labels {tuple(batch.label.shape)}; "
             "the model's tasks and the data's label columns must agree"
         )
-    weight = None if batch.sample_weight is None else batch.sample_weight[:, None].to(logits.dtype)
-    total = binary_cross_entropy_with_logits(
-        logits, batch.label.to(logits.dtype), weight=weight, reduction="sum"
-    )
+    label = batch.label.to(logits)
+    weight = None if batch.sample_weight is None else batch.sample_weight[:, None].to(logits)
+    unknown = label.isnan()
+    if bool(unknown.any()):
+        known = ~unknown
+        weight = None if weight is None else weight.expand_as(label)[known]
+        logits_known, label = logits[known], label[known]
+    else:
+        logits_known = logits
+    total = binary_cross_entropy_with_logits(logits_known, label, weight=weight, reduction="sum")
     return total / max(batch.world_weight * logits.shape[1], 1e-12)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from colonnade.config import RunConfig, build_config
+from typing import Any
+
+from colonnade.config import RunConfig, build_config, override
+from colonnade.errors import ConfigError
 
 PRESETS: dict[str, RunConfig] = {
     "synthetic": build_config(
@@ -33,3 +36,23 @@ PRESETS: dict[str, RunConfig] = {
         }
     ),
 }
+
+MODEL_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "movielens": {},
+}
+"""By data set and model: what differs from the data set's own preset beyond the model's own defaults."""
+
+
+def preset(data: str, model: str | None = None) -> RunConfig:
+    """Settings for `data` and, where it is not the one that the data set's preset names, for `model`.
+
+    Raises ConfigError for a data set that has none.
+    """
+    if data not in PRESETS:
+        raise ConfigError(f"unknown data set {data!r}; choose from {', '.join(sorted(PRESETS))}")
+    chosen = PRESETS[data]
+    if model is None or model == chosen.model.name:
+        return chosen
+    values = chosen.model_dump()
+    values["model"] = {"name": model}
+    return override(build_config(values), MODEL_PRESETS.get(data, {}).get(model, {}))
