@@ -10,7 +10,9 @@ from typing import Any
 
 from colonnade.data.contract import Column, Position, Schema, Source, Splits, num_steps
 from colonnade.data.criteo import open_criteo
+from colonnade.data.gowalla import open_gowalla
 from colonnade.data.movielens import open_movielens
+from colonnade.data.movielens_retrieval import open_movielens_retrieval
 from colonnade.data.synthetic import open_synthetic
 from colonnade.data.tensors import TensorSource, open_tensors
 from colonnade.errors import ColonnadeError, ConfigError
@@ -30,7 +32,9 @@ __all__ = [
 
 SOURCES: dict[str, Callable[..., Splits]] = {
     "criteo": open_criteo,
+    "gowalla": open_gowalla,
     "movielens": open_movielens,
+    "movielens_retrieval": open_movielens_retrieval,
     "synthetic": open_synthetic,
 }
 
