@@ -36,7 +36,10 @@ class Plain(nn.Module):
         super().__init__()
         self.features = features
         self.bags = nn.ModuleDict(
-            {t.name: nn.EmbeddingBag(t.rows, t.width, mode="mean", dtype=torch.float64) for t in tables}
+            {
+                t.name: nn.EmbeddingBag(t.rows, t.width, mode="mean", dtype=torch.float64)
+                for t in tables
+            }
         )
 
     def fields(self, batch: Batch) -> Tensor:

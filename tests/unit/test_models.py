@@ -35,7 +35,12 @@ from colonnade.ops.linear import linear
 
 ROWS, DIM, LR_ROWS = 20, 4, 0.5
 # "c" is a bag; "d" reads the rows of "a".
-FEATURES = [Feature("a", "a"), Feature("b", "b"), Feature("c", "c", pooling="mean"), Feature("d", "a")]
+FEATURES = [
+    Feature("a", "a"),
+    Feature("b", "b"),
+    Feature("c", "c", pooling="mean"),
+    Feature("d", "a"),
+]
 
 
 def tables(kind: str, tasks: int, dtype: str = "float64") -> list[Table]:
@@ -134,7 +139,9 @@ def test_model_is_its_twin(case, num_dense, tasks):
     bce(wanted, given.label).backward()
     twins = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, twins[name].grad, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            parameter.grad, twins[name].grad, msg=lambda m, n=name: f"{n}: {m}"
+        )
     RowOptimizer(model.embeddings).step()
     for name, bag in plain.bags.items():
         stepped = bag.weight.detach() - LR_ROWS * bag.weight.grad
@@ -258,9 +265,15 @@ def test_outputs_arrive_where_the_module_was_moved():
     [
         (lambda: DeepFM(tables("vector", 1), FEATURES, num_dense=0), ["'a'", "deep", "Table("]),
         (lambda: DLRM(tables("both", 1), FEATURES, num_dense=0), ["'a'", "no parts"]),
-        (lambda: FM(tables("both", 2), FEATURES, num_dense=0, tasks=1), ["'a.wide'", "2", "1 tasks"]),
+        (
+            lambda: FM(tables("both", 2), FEATURES, num_dense=0, tasks=1),
+            ["'a.wide'", "2", "1 tasks"],
+        ),
         (lambda: LR(tables("vector", 1), FEATURES, num_dense=0), ["'a'", "4", "1 tasks"]),
-        (lambda: DCNv2(tables("vector", 1), FEATURES, num_dense=0, cross_experts=2), ["cross_rank"]),
+        (
+            lambda: DCNv2(tables("vector", 1), FEATURES, num_dense=0, cross_experts=2),
+            ["cross_rank"],
+        ),
     ],
 )
 def test_tables_that_do_not_fit_are_refused(make, words):

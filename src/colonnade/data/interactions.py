@@ -233,8 +233,8 @@ def hold_out(bags: Ids, fraction: float, key: int) -> tuple[Ids, Ids]:
 
 def bags_of(users_n: Tensor, items_n: Tensor, num_users: int) -> Ids:
     """(n,) each -> (U,) bags in the order given, an item once per user: the first time."""
-    pair = torch.stack([users_n, items_n]).numpy()
-    first = np.sort(np.unique(pair, axis=1, return_index=True)[1])
+    pairs_n = users_n * (int(items_n.max()) + 1 if len(items_n) else 1) + items_n
+    first = np.sort(np.unique(pairs_n.numpy(), return_index=True)[1])
     users_n, items_n = users_n[first], items_n[first]
     by_user = users_n.argsort(stable=True)
     sizes = torch.bincount(users_n, minlength=num_users)
@@ -255,7 +255,9 @@ def newest(bags: Ids, most: int) -> Ids:
     assert bags.offsets is not None
     lengths = bags.offsets.diff().clamp(max=most)
     offsets, place = _ramps(lengths)
-    return Ids(bags.values[torch.repeat_interleave(bags.offsets[1:] - lengths, lengths) + place], offsets)
+    return Ids(
+        bags.values[torch.repeat_interleave(bags.offsets[1:] - lengths, lengths) + place], offsets
+    )
 
 
 def rows_of(ids: Ids) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from colonnade.config import OPTIMIZER_SETTINGS, ModelConfig, RunConfig
 from colonnade.data.contract import Column, Schema
+from colonnade.data.interactions import LOG_Q
 from colonnade.errors import ConfigError
 from colonnade.models.dcn import DCN, DCNv2
 from colonnade.models.deepfm import DeepFM
@@ -18,7 +19,9 @@ from colonnade.models.dlrm import DLRM
 from colonnade.models.fields import DEEP, WIDE
 from colonnade.models.linear import FM, LR
 from colonnade.models.nfm import NFM
-from colonnade.models.scorer import Scorer
+from colonnade.models.sasrec import SASRec
+from colonnade.models.split import SplitModel
+from colonnade.models.two_tower import TwoTower
 from colonnade.models.wide_deep import WideDeep
 from colonnade.optimizers import SPARSE_OPTIMIZERS, SparseOptimizer
 from colonnade.table import Feature, Pooling, Table, Uniform
@@ -31,7 +34,7 @@ AUTOCAST = {"none": None, "bfloat16": torch.bfloat16}
 class Kind:
     """A model that a configuration may name. Its settings are the arguments of its constructor."""
 
-    model: type[Scorer]
+    model: type[SplitModel]
     rows: Literal["vector", "vector and weights", "weights"] = "vector"
     sequence: Pooling = "mean"
     """How a column that is a sequence is pooled."""
@@ -52,24 +55,29 @@ KINDS: dict[str, Kind] = {
     "dlrm": Kind(DLRM),
     "dcn": Kind(DCN),
     "dcnv2": Kind(DCNv2),
+    "two_tower": Kind(TwoTower),
+    "sasrec": Kind(SASRec, sequence="sequence"),
 }
 
 
-def build_model(schema: Schema, config: RunConfig) -> Scorer:
+def build_model(schema: Schema, config: RunConfig) -> SplitModel:
     """Dense weights from torch's generator, seeded with train.seed. Raises ConfigError for settings that the model
     does not have, and for data that it cannot take."""
     given = model_settings(config)
     given.pop("dim", None)
     tables, features = build_tables(schema, config)
     torch.manual_seed(config.train.seed)
-    model = KINDS[config.model.name].model(
-        tables,
-        features,
-        num_dense=len(schema.dense),
-        tasks=len(schema.labels),
-        seed=config.train.seed,
-        **given,
-    )
+    kind = KINDS[config.model.name]
+    known, log_q = signature(kind.model).parameters, None
+    if LOG_Q in schema.dense:
+        log_q = schema.dense.index(LOG_Q)
+    of_data = {"num_dense": len(schema.dense), "tasks": len(schema.labels), "log_q": log_q}
+    if "tasks" in known and not schema.labels:
+        raise ConfigError(
+            f"{config.model.name} learns labels and this data has none; choose two_tower or sasrec, or other data"
+        )
+    given |= {name: value for name, value in of_data.items() if name in known}
+    model = kind.model(tables, features, seed=config.train.seed, **given)  # type: ignore[call-arg]
     model.autocast = AUTOCAST[config.train.autocast]
     if config.model.compile:
         model.compile()
@@ -103,15 +111,11 @@ def build_wide_optimizer(config: RunConfig) -> SparseOptimizer:
     lr = rows.lr if wide.lr is None else wide.lr
     if wide.optimizer is not None:
         return _optimizer("rows.wide", wide.optimizer, lr, given)
-    given = {
-        name: getattr(rows, name) if value is None else value for name, value in given.items()
-    }
+    given = {name: getattr(rows, name) if value is None else value for name, value in given.items()}
     return _optimizer("rows.wide", rows.optimizer, lr, given)
 
 
-def _optimizer(
-    section: str, name: str, lr: float, settings: Mapping[str, Any]
-) -> SparseOptimizer:
+def _optimizer(section: str, name: str, lr: float, settings: Mapping[str, Any]) -> SparseOptimizer:
     chosen = SPARSE_OPTIMIZERS[name]
     given = {setting: value for setting, value in settings.items() if value is not None}
     known = {setting.name for setting in fields(chosen)}

@@ -26,6 +26,28 @@ PRESETS: dict[str, RunConfig] = {
             "train": {"batch_size": 4096, "epochs": 5},
         }
     ),
+    "movielens_retrieval": build_config(
+        {
+            "data": {"name": "movielens_retrieval"},
+            "model": {
+                "name": "two_tower",
+                "dim": 32,
+                "item_columns": ["item", "year", "genres"],
+            },
+            "rows": {"lr": 0.05, "initial_accumulator": 1e-6, "init_scale": 0.05},
+            "dense": {"lr": 1e-3},
+            "train": {"batch_size": 2048, "epochs": 10},
+        }
+    ),
+    "gowalla": build_config(
+        {
+            "data": {"name": "gowalla"},
+            "model": {"name": "two_tower", "dim": 64},
+            "rows": {"lr": 0.05, "initial_accumulator": 1e-6, "init_scale": 0.05},
+            "dense": {"lr": 1e-3},
+            "train": {"batch_size": 2048, "epochs": 10},
+        }
+    ),
     "criteo": build_config(
         {
             "data": {"name": "criteo"},
@@ -39,6 +61,26 @@ PRESETS: dict[str, RunConfig] = {
 
 MODEL_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "movielens": {},
+    "movielens_retrieval": {
+        "sasrec": {
+            "data.options.samples": "sequences",
+            "data.options.negatives": 8,
+            "model.dim": 32,
+            "model.max_length": 100,
+            "model.positions": False,
+            "train.batch_size": 128,
+            "train.epochs": 100,
+        },
+    },
+    "gowalla": {
+        "sasrec": {
+            "data.options.samples": "sequences",
+            "model.dim": 64,
+            "model.positions": False,
+            "train.batch_size": 256,
+            "train.epochs": 50,
+        },
+    },
 }
 """By data set and model: what differs from the data set's own preset beyond the model's own defaults."""
 
