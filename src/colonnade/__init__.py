@@ -11,7 +11,7 @@ __version__ = version("colonnade")
 from colonnade.batch import Batch, Ids
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ColonnadeError
-from colonnade.interaction import FM, Concat, Interaction
+from colonnade.interaction import FM, BiInteraction, Concat, Interaction, Sum
 from colonnade.optimizers import (
     FTRL,
     LAMB,
@@ -38,6 +38,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Batch",
+    "BiInteraction",
     "ColonnadeError",
     "Concat",
     "EmbeddingCollection",
@@ -50,6 +51,7 @@ __all__ = [
     "RowWiseAdagrad",
     "RowWiseAdam",
     "SparseOptimizer",
+    "Sum",
     "Table",
     "Uniform",
     "World",

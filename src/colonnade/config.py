@@ -58,27 +58,59 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    name: Literal["dlrm", "deepfm"] = "dlrm"
+    """A setting that the chosen model does not have must be left out (none); its default is the model's own."""
+
+    name: Literal[
+        "lr", "fm", "nfm", "wide_deep", "deepfm", "dlrm", "dcn", "dcnv2", "two_tower", "sasrec"
+    ] = "dlrm"
     """The network."""
-    dim: int = Field(16, ge=1)
-    """Width of every embedding row, in elements."""
-    bottom: list[Width] = [64, 32]
+    dim: int | None = Field(None, ge=1)
+    """Width of every embedding row, in elements; default 16. Not of lr, whose rows hold one weight per label."""
+    bottom: list[Width] | None = None
     """Hidden widths of the dense columns' MLP (dlrm)."""
-    top: list[Width] = [128, 64]
-    """Hidden widths of the last MLP."""
-    keep_fields: bool = False
+    top: list[Width] | None = None
+    """Hidden widths of the last MLP; of each tower's (two_tower)."""
+    keep_fields: bool | None = None
     """Whether the last MLP also sees the field vectors beside their dots (dlrm)."""
+    cross_layers: int | None = Field(None, ge=1)
+    """Cross layers (dcn, dcnv2)."""
+    cross_rank: int | None = Field(None, ge=1)
+    """Rank of each cross layer's matrix (dcnv2); default: whole."""
+    cross_experts: int | None = Field(None, ge=1)
+    """Matrices of that rank that each cross layer mixes (dcnv2)."""
+    structure: Literal["parallel", "stacked"] | None = None
+    """Whether the MLP stands beside the cross layers or after them (dcnv2)."""
+    item_columns: list[str] | None = None
+    """Columns that say which item it is, its id first; the others are the query's (two_tower)."""
+    temperature: float | None = Field(None, gt=0)
+    """Scores are divided by it before the softmax (two_tower, sasrec)."""
+    blocks: int | None = Field(None, ge=1)
+    """Attention blocks (sasrec)."""
+    heads: int | None = Field(None, ge=1)
+    """Attention heads of a block (sasrec); they share `dim`."""
+    max_length: int | None = Field(None, ge=1)
+    """Newest items of a sequence that are looked at (sasrec)."""
+    positions: bool | None = None
+    """Whether places in the sequence have vectors of their own (sasrec); without, its order hardly matters."""
+    dropout: float | None = Field(None, ge=0, lt=1)
+    """Share of activations set to zero in training (sasrec). Above 0, runs on several ranks agree in distribution only."""
+    compile: bool = False
+    """torch.compile the dense network: slower to start, then faster."""
 
 
-class RowsConfig(Section):
-    optimizer: Literal[
-        "sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "adamw", "ftrl", "lamb"
-    ] = "rowwise_adagrad"
-    """The rows' optimizer."""
-    lr: float = Field(0.02, ge=0)
-    """Learning rate of rows."""
+RowOptimizerName = Literal[
+    "sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "adamw", "ftrl", "lamb"
+]
+OPTIMIZER_SETTINGS = (
+    "eps", "initial_accumulator", "weight_decay", "momentum", "betas", "l1", "l2", "beta", "nesterov",
+)  # fmt: skip
+
+
+class RowOptimizerConfig(Section):
+    """Settings of an optimizer of rows; None: the optimizer's own default."""
+
     eps: float | None = Field(None, gt=0)
-    """Added to the root of the accumulator. This and the next eight: default is the optimizer's own."""
+    """Added to the root of the accumulator."""
     initial_accumulator: float | None = Field(None, ge=0)
     """First value of the accumulator (adagrad, rowwise_adagrad, ftrl)."""
     weight_decay: float | None = Field(None, ge=0)
@@ -95,6 +127,24 @@ class RowsConfig(Section):
     """Of ftrl."""
     nesterov: bool | None = None
     """Of sgd with momentum."""
+
+
+class WideConfig(RowOptimizerConfig):
+    """First-order weights (fm, nfm, wide_deep, deepfm). Without an optimizer of their own, they train as the rows."""
+
+    optimizer: RowOptimizerName | None = None
+    """Their optimizer, e.g. ftrl; default: the rows', with its settings."""
+    lr: float | None = Field(None, ge=0)
+    """Learning rate; default: the rows'."""
+    init_scale: float = Field(0.0, ge=0)
+    """New weights are uniform in +-init_scale."""
+
+
+class RowsConfig(RowOptimizerConfig):
+    optimizer: RowOptimizerName = "rowwise_adagrad"
+    """The rows' optimizer."""
+    lr: float = Field(0.02, ge=0)
+    """Learning rate of rows."""
     init_scale: float | None = Field(None, ge=0)
     """New rows are uniform in +-init_scale; default 1/sqrt(dim)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -103,11 +153,8 @@ class RowsConfig(Section):
     """bfloat16: keep each weight's lower half beside the state, so that updates are those of float32."""
     max_norm: float | None = Field(None, gt=0)
     """Updated rows longer than this are shrunk to it."""
-
-
-OPTIMIZER_SETTINGS = (
-    "eps", "initial_accumulator", "weight_decay", "momentum", "betas", "l1", "l2", "beta", "nesterov",
-)  # fmt: skip
+    wide: WideConfig = WideConfig()
+    """First-order weights, where the model has them."""
 
 
 class DenseConfig(Section):
@@ -145,6 +192,8 @@ class TrainConfig(Section):
     """Of rows, dense weights and the readers' order."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """What NaN or inf in a loss or gradient does: end the run, or skip that step on every rank."""
+    autocast: Literal["none", "bfloat16"] = "none"
+    """Of the dense network's products; rows, and what is pooled of them, keep their dtype."""
     threads: int = Field(0, ge=0)
     """Threads per rank, torch's and Colonnade's; 0: the machine's processors shared among its ranks."""
 

@@ -14,7 +14,7 @@ from colonnade.cli import ranks as launch
 from colonnade.cli.table import show_outcome
 from colonnade.config import OPTIMIZER_SETTINGS, RunConfig, load_config, override
 from colonnade.errors import ConfigError
-from colonnade.train.presets import PRESETS
+from colonnade.train.presets import preset
 
 
 def train(
@@ -56,8 +56,11 @@ def train(
         raise ConfigError(
             "got both a config file and --data; the file's data section says what to read"
         )
-    chosen = load_config(config) if config is not None else preset(data or "synthetic")
     settings = parse_settings(set_ or [])
+    if config is not None:
+        chosen = load_config(config)
+    else:
+        chosen = preset(data or "synthetic", settings.get("model.name"))
     if config is None and "rows.optimizer" in settings:
         # What suits the data set's own optimizer is not for another one.
         settings = {f"rows.{name}": None for name in OPTIMIZER_SETTINGS} | settings
@@ -79,12 +82,6 @@ def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None
 
 
 WORDS = {"true": True, "false": False, "none": None, "null": None, "~": None, "": None}
-
-
-def preset(name: str) -> RunConfig:
-    if name not in PRESETS:
-        raise ConfigError(f"unknown data set {name!r}; choose from {', '.join(sorted(PRESETS))}")
-    return PRESETS[name]
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:

@@ -42,6 +42,9 @@ from colonnade.topology.mesh import Mesh
 from colonnade.topology.world import World
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class Wire:
     """Both ends of a ticket's messages."""
@@ -199,11 +202,14 @@ class RowsExchange:
             (values, send),
         )
 
-    def values(self, ticket: Ticket, handle: Tensor) -> dict[str, Tensor]:
-        """See the contract. On CPU, in the tables' dtype."""
+    def values(
+        self, ticket: Ticket, handle: Tensor, device: torch.device = CPU
+    ) -> dict[str, Tensor]:
+        """See the contract. In the declared output dtype."""
         tensors = _Pool.apply(self, ticket, handle)
         found = {}
-        for output, tensor in zip(self.outputs, tensors, strict=True):
+        for output, pooled in zip(self.outputs, tensors, strict=True):
+            tensor = pooled.to(device)  # once, before the consumers that share it
             for name in output.names:
                 consumer = self.declaration.consumers.get(name)
                 found[name] = tensor if consumer is None else _evaluate(consumer, tensor)

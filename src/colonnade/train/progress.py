@@ -81,7 +81,9 @@ class Progress:
     def epoch(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         self._bars.update(self._task, completed=step)
         self._write(step, "evaluate", {"epoch": epoch, **metrics})
-        shown = "  ".join(f"{k} {v:.4f}" for k, v in metrics.items() if k.endswith(("auc", "loss")))
+        shown = "  ".join(
+            f"{k} {v:.4f}" for k, v in metrics.items() if k.endswith(("auc", "loss", "@20"))
+        )
         self.say(f"epoch {epoch}: {shown}")
         self._samples, self._since = 0, time.perf_counter()
 

@@ -26,7 +26,7 @@ from colonnade.store.durable import write_durably
 from colonnade.topology.mesh import Mesh
 from colonnade.train.commits import Commits, open_commits, restore
 from colonnade.train.dense import DenseGradients
-from colonnade.train.objective import Probability
+from colonnade.train.objective import objective_of
 from colonnade.train.progress import Progress
 from colonnade.train.trainer import Outcome, Schedule, Trainer
 
@@ -131,7 +131,7 @@ def open_run(
         collection,
         data,
         _schedule(config),
-        objective=Probability(),
+        objective=objective_of(model),
         dense_optimizer=_dense_optimizer(model, config),
         rows=RowOptimizer(collection),
         dense=dense,
@@ -195,6 +195,7 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
     fixed = (
         "model.",
         "rows.optimizer",
+        "rows.wide.optimizer",
         "dense.optimizer",
         "data.name",
         "data.options",
