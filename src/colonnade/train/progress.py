@@ -47,7 +47,9 @@ class Progress:
         self._record = None if folder is None else Record(folder)
         self._counters: Counters | None = None
         self._has_bars = console.is_terminal or console.is_jupyter
-        self._bars = Bars(*_columns(console.width), console=console, disable=not self._has_bars or is_quiet)  # fmt: skip
+        self._bars = Bars(
+            *_columns(console.width), console=console, disable=not self._has_bars or is_quiet
+        )
         self._task = self._bars.add_task("train", total=total_steps, epoch="1", loss="-", rate="-")
         self._samples, self._since, self._said, self._started = 0, 0.0, 0.0, 0.0
         self._first = self._at = self._num_lines = 0
@@ -69,7 +71,9 @@ class Progress:
         self._samples += batch.size * num_ranks
         now = time.perf_counter()
         self._last = (step, loss.detach(), batch, num_ranks, now)
-        if step % self.every == 0 and (self._is_first or now - self._since >= MIN_SECONDS):
+        if step % self.every or step - self._at < self.every // 2:
+            return
+        if self._is_first or now - self._since >= MIN_SECONDS:
             self._is_first = False
             self._report()
 
@@ -159,7 +163,9 @@ def _columns(width: int) -> list[ProgressColumn]:
         return [steps, loss, TimeRemainingColumn(compact=True)]
     columns = [BarColumn(bar_width=None if width < 100 else 30), steps, loss]
     if width >= 64:
-        columns.append(TextColumn("{task.fields[rate]}/s" if width < 90 else "{task.fields[rate]} samples/s"))  # fmt: skip
+        columns.append(
+            TextColumn("{task.fields[rate]}/s" if width < 90 else "{task.fields[rate]} samples/s")
+        )
     if width >= 90:
         columns = [TextColumn("epoch {task.fields[epoch]}"), *columns]
     return [*columns, TimeRemainingColumn(compact=True)]
