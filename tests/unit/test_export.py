@@ -53,7 +53,7 @@ def test_exported_rows_are_the_runs(settings, num_ranks, tmp_path):
         assert weights.dtype == getattr(torch, table["dtype"])
         assert torch.equal(weights, rows[table["name"]][ids])
     with safe_open(out / "dense.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118
+        for name in file.keys():
             assert torch.equal(file.get_tensor(name), dense[name])
 
 
