@@ -27,6 +27,7 @@ from colonnade.ops.memory import keep_freed_memory
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.store.contract import Backing, RowView
 from colonnade.store.dram import open_dram
+from colonnade.store.mapped import MappedRows
 from colonnade.table import CLOCK_BYTES, Feature, Table
 from colonnade.topology.mesh import Mesh
 
@@ -71,6 +72,7 @@ class EmbeddingCollection(nn.Module):
         self.pushed: Pushed | None = None  # gradients of `live` that have reached their owners
         self.step = 0  # updates applied
         self._opened = False
+        self._served: MappedRows | None = None
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -119,6 +121,15 @@ class EmbeddingCollection(nn.Module):
         self._opened = True
         return self
 
+    def serve(self, rows: MappedRows) -> EmbeddingCollection:
+        """Instead of `open`: look rows up in exported ones, in place, for prediction only."""
+        if self._opened:
+            raise ConfigError("this collection is open already; build a new one to predict with")
+        self.mesh = Mesh()
+        self.exchange = EXCHANGES["rows"](self.declaration, self.mesh)
+        self._served, self._opened = rows, True
+        return self
+
     def __getstate__(self) -> dict:
         if self._opened:
             raise ConfigError(
@@ -129,6 +140,8 @@ class EmbeddingCollection(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         self.ensure_open()
+        if self._served is not None:
+            return self.exchange.read(batch, self._served)
         ticket, batch.ticket = batch.ticket, None
         if not (self.training and torch.is_grad_enabled()):
             if ticket is not None:

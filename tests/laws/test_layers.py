@@ -23,6 +23,7 @@ LAYERS = [
     {"row_optimizer"},
     {"models"},
     {"train"},
+    {"report", "predict"},
     {"cli"},
     {"__main__"},
 ]

@@ -31,6 +31,7 @@ from colonnade.exchange.contract import (
 )
 from colonnade.exchange.layout import (
     Declaration,
+    Lookups,
     collect,
     consumption,
     explain_range,
@@ -38,6 +39,7 @@ from colonnade.exchange.layout import (
 )
 from colonnade.exchange.wire import RowLayout, Traffic, row_layout
 from colonnade.ops.memory import empty
+from colonnade.store.mapped import MappedRows
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.world import World
 
@@ -206,7 +208,21 @@ class RowsExchange:
         self, ticket: Ticket, handle: Tensor, device: torch.device = CPU
     ) -> dict[str, Tensor]:
         """See the contract. In the declared output dtype."""
-        tensors = _Pool.apply(self, ticket, handle)
+        return self._found(_Pool.apply(self, ticket, handle), device)
+
+    def _pool(
+        self, of: Ticket | Lookups, lookups: _native.Lookups, index: Tensor, bases: Tensor, strides: Tensor
+    ) -> list[Tensor]:  # fmt: skip
+        tensors = [self._empty_output(i, of) for i in range(len(self.outputs))]
+        out_bases, out_strides = self._output_addresses(tensors)
+        _native.pool(
+            lookups, index, bases, strides, self.reads,
+            out_bases, out_strides, self.dtype, self.declaration.output,
+        )  # fmt: skip
+        return tensors
+
+    def _found(self, tensors: Sequence[Tensor], device: torch.device = CPU) -> dict[str, Tensor]:
+        """What a model sees of the outputs, by name."""
         found = {}
         for output, pooled in zip(self.outputs, tensors, strict=True):
             tensor = pooled.to(device)  # once, before the consumers that share it
@@ -221,13 +237,19 @@ class RowsExchange:
         if reads.work is not None:
             reads.work.wait()
             reads.work = None
-        tensors = [self._empty_output(i, ticket) for i in range(len(self.outputs))]
-        bases, strides = self._output_addresses(tensors)
-        _native.pool(
-            ticket.lookups, reads.index, reads.bases, reads.strides, self.reads,
-            bases, strides, self.dtype, self.declaration.output,
-        )  # fmt: skip
-        return tensors
+        return self._pool(ticket, ticket.lookups, reads.index, reads.bases, reads.strides)
+
+    def read(self, batch: Batch, rows: MappedRows) -> dict[str, Tensor]:
+        """Prediction, in a world of one: what `values` gives, of rows that nobody changes. No plan, no ticket, no
+        graph. Raises IdRangeError, DataError as `route` does."""
+        lookups = collect(batch, self.declaration, self.consumption)
+        try:
+            slots = rows.find(lookups.ids, lookups.feature_offsets, self.consumption.tables)
+        except IndexError:
+            self.route(batch, 0)  # says which
+            raise
+        pooled = self._pool(lookups, lookups.native, slots, *rows.places())
+        return self._found(pooled)
 
     def push(self, tickets: Sequence[Ticket]) -> RowGradients | None:
         """Collective in a world of several: every rank pushes the same tickets, with gradients or without."""
@@ -425,14 +447,14 @@ class RowsExchange:
         counts = np.diff(ticket.owned_offsets.numpy())[None, :]
         return self._wire(counts, counts, self._requests(ticket.owned_ids, counts))
 
-    def _empty_output(self, number: int, ticket: Ticket) -> Tensor:
+    def _empty_output(self, number: int, of: Ticket | Lookups) -> Tensor:
         output = self.outputs[number]
         if output.is_sequence:
             first = sum(len(before.fields) for before in self.outputs[:number])
             column = self.consumption.reads[first][0]
-            rows = int(ticket.feature_offsets[column + 1] - ticket.feature_offsets[column])
+            rows = int(of.feature_offsets[column + 1] - of.feature_offsets[column])
         else:
-            rows = ticket.batch_size
+            rows = of.batch_size
         return empty(rows, output.width, dtype=self.declaration.output_dtype)
 
     def _output_addresses(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

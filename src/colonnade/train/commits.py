@@ -23,6 +23,7 @@ from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, S
 from colonnade.exchange.layout import Declaration
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
+from colonnade.store.manifest import describe
 from colonnade.store.shards import Shards
 from colonnade.store.ssd import SsdBacking, open_ssd
 from colonnade.table import Table
@@ -219,6 +220,58 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     trainer.position = Position(epoch, step_of_epoch, source)
     num_held = min(len(state["held"]) for state in ranks)
     trainer.held = [[state["held"][i] for state in ranks] for i in range(num_held)]
+
+
+def resolve(folder: Path, at: int | str | None) -> int:
+    """The committed step that `at` names: a step, "best" (by the validation part) or "last", which is also None.
+
+    Raises CheckpointError where there is no such commit, naming those there are.
+    """
+    steps = committed_steps(folder)
+    if not steps:
+        raise CheckpointError(f"{folder} holds no commit; train it first (`colonnade train --run`)")
+    if at is None or at == "last":
+        return steps[-1]
+    if at == "best":
+        best = read_header(folder, steps[-1]).get("best_step")
+        if best is None:
+            raise CheckpointError(
+                f"{folder}: no commit is known to be the best: the data had no validation part, or it was "
+                "not evaluated yet. Ask for the last"
+            )
+        at = best
+    if isinstance(at, str) and at.isdigit():
+        at = int(at)
+    if at not in steps:
+        raise CheckpointError(
+            f"{folder} has no commit of step {at}; it has {steps}, also called best and last"
+        )
+    return int(at)
+
+
+def open_recorded_stores(folder: Path, header: dict[str, Any], number: int) -> list[SsdBacking]:
+    """Table `number`'s stores of every rank of a commit, read-only, as their manifests describe them: nothing
+    needs to be known of the model."""
+    name, step, num_ranks = (
+        list(header["model"]["tables"])[number],
+        header["step"],
+        header["num_ranks"],
+    )
+    stores = []
+    for rank in range(num_ranks):
+        place = folder / "rows" / f"{rank}-of-{num_ranks}" / f"{number:03d}"
+        said = describe(place, step)
+        stores.append(
+            open_ssd(
+                place,
+                table_name=name,
+                record_bytes=said["record_bytes"],
+                identity=said["identity"],
+                step=step,
+                read_only=True,
+            )
+        )
+    return stores
 
 
 def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, Any]:

@@ -1,28 +1,37 @@
-"""What a run says while it goes: progress bars on the terminal, metrics in the run folder. Rank 0 only.
-
-run/metrics.jsonl      one JSON object per line: {"step", "kind", ...}
-run/tensorboard/       the same numbers for TensorBoard
-"""
+"""What a run says while it goes: progress on the terminal, records in the run folder. Rank 0 only."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bars
-from torch.utils.tensorboard import SummaryWriter
 
 from colonnade.batch import Batch
+from colonnade.train.record import Counters, Record, Watched
+
+PLAIN_SECONDS = 10.0
+"""Between lines where the output is no terminal."""
+MIN_SECONDS = 0.25
+"""Between lines: one costs about a millisecond."""
+TRAFFIC_LINES = 10
+"""One batch's traffic is counted for so many lines: it costs a millisecond or more."""
+SHOWN_METRICS = ("auc", "loss", "recall", "ndcg", "entropy")
 
 
 class Progress:
-    """`step` costs microseconds: the loss is read from its tensor only every `every` steps."""
+    """`step` costs microseconds: the loss is read from its tensor only every `every` steps, and not more often
+    than MIN_SECONDS."""
 
     def __init__(
         self,
@@ -33,84 +42,130 @@ class Progress:
         is_quiet: bool = False,
         every: int = 20,
     ) -> None:
-        self.every, self.console = every, console
-        self._folder = folder
-        self._lines: Any = None
-        self._board: SummaryWriter | None = None
+        self.every, self.console, self.total_steps = every, console, total_steps
+        self.is_quiet = is_quiet
+        self._record = None if folder is None else Record(folder)
+        self._counters: Counters | None = None
+        self._has_bars = console.is_terminal or console.is_jupyter
         self._bars = Bars(
-            TextColumn("[bold]train"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("epoch {task.fields[epoch]}"),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]} samples/s"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=is_quiet,
+            *_columns(console.width), console=console, disable=not self._has_bars or is_quiet
         )
-        self._task = self._bars.add_task("train", total=total_steps, epoch="0", loss="-", rate="-")
-        self._samples, self._since = 0, 0.0
+        self._task = self._bars.add_task("train", total=total_steps, epoch="1", loss="-", rate="-")
+        self._samples, self._since, self._said, self._started = 0, 0.0, 0.0, 0.0
+        self._first = self._at = self._num_lines = 0
+        self._is_first = True
+        self._last: tuple[int, torch.Tensor, Batch, int, float] | None = None
 
-    def open(self, done_steps: int) -> None:
-        """Start the bar at `done_steps` and append to the folder's files."""
-        if self._folder is not None:
-            _forget_after(self._folder / "metrics.jsonl", done_steps)
-            self._lines = (self._folder / "metrics.jsonl").open("a", encoding="utf-8")
-            self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=done_steps)
+    def open(self, done_steps: int, watched: Watched | None = None) -> None:
+        """Start at `done_steps` and append to the folder's files; `watched`: whose counters go there."""
+        if self._record is not None:
+            self._record.open(done_steps)
+            self._counters = None if watched is None else Counters(watched)
         self._bars.start()
         self._bars.update(self._task, completed=done_steps)
-        self._since = time.perf_counter()
+        self._at = self._first = done_steps
+        self._since = self._said = self._started = time.perf_counter()
 
     def step(self, step: int, loss: torch.Tensor, batch: Batch, num_ranks: int) -> None:
+        """After every step; `loss` is this rank's share of it."""
         self._samples += batch.size * num_ranks
-        if step % self.every:
-            return
         now = time.perf_counter()
+        self._last = (step, loss.detach(), batch, num_ranks, now)
+        if step % self.every or step - self._at < self.every // 2:
+            return
+        if self._is_first or now - self._since >= MIN_SECONDS:
+            self._is_first = False
+            self._report()
+
+    def _report(self) -> None:
+        """Show and write what the last step left."""
+        if self._last is None:
+            return
+        step, loss, batch, num_ranks, now = self._last
+        self._last, self._at = None, step
         rate = self._samples / max(now - self._since, 1e-9)
         self._samples, self._since = 0, now
         value = loss.item() * num_ranks
+        epoch = str(batch.position.epoch + 1)
         self._bars.update(
-            self._task,
-            completed=step,
-            epoch=str(batch.position.epoch + 1),
-            loss=f"{value:.4f}",
-            rate=f"{rate:,.0f}",
+            self._task, completed=step, epoch=epoch, loss=f"{value:.4f}", rate=f"{rate:,.0f}"
         )
-        self._write(step, "train", {"loss": value, "samples_per_second": rate})
+        if not self._has_bars and now - self._said >= PLAIN_SECONDS:
+            self._said = now
+            of = f"/{self.total_steps}" if self.total_steps else ""
+            self.say(
+                f"step {step}{of}  epoch {epoch}  loss {value:.4f}  {rate:,.0f} samples/s"
+                f"{self._left(now, step)}"
+            )
+        if self._record is not None:
+            self._write_step(step, {"loss": value, "samples_per_second": rate}, batch)
 
     def epoch(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """After an evaluation; `metrics` by part_metric."""
+        self._report()
         self._bars.update(self._task, completed=step)
-        self._write(step, "evaluate", {"epoch": epoch, **metrics})
-        shown = "  ".join(
-            f"{k} {v:.4f}" for k, v in metrics.items() if k.endswith(("auc", "loss", "@20"))
-        )
-        self.say(f"epoch {epoch}: {shown}")
+        if self._record is not None:
+            self._record.write(step, "evaluate", {"epoch": epoch, **metrics})
+            if self._counters is not None:
+                self._record.write(step, "tables", {"tables": self._counters.tables()})
+        shown = [
+            f"{name.replace('_', ' ')} {value:.4f}"
+            for name, value in metrics.items()
+            if name.split("@")[0].endswith(SHOWN_METRICS)
+        ]
+        self.say(f"epoch {epoch}: {'  '.join(shown)}" if shown else f"epoch {epoch} is over")
         self._samples, self._since = 0, time.perf_counter()
 
     def say(self, text: str) -> None:
-        self._bars.console.print(text, highlight=False)
+        if not self.is_quiet:
+            self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
+        self._report()
         self._bars.stop()
-        if self._lines is not None:
-            self._lines.close()
-        if self._board is not None:
-            self._board.close()
+        if self._record is None:
+            return
+        if self._counters is not None:
+            self._write_counters(self._at)
+        self._record.close()
 
-    def _write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        if self._lines is not None:
-            self._lines.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
-            self._lines.flush()
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+    def _write_step(self, step: int, values: dict, batch: Batch) -> None:
+        assert self._record is not None
+        if self._counters is None:
+            self._record.write(step, "train", values)
+            return
+        self._record.write(step, "train", {**values, "lr": self._counters.learning_rates()})
+        self._write_counters(step)
+        if self._num_lines % TRAFFIC_LINES == 0:
+            self._record.write(step, "traffic", self._counters.traffic(batch))
+        self._num_lines += 1
+
+    def _write_counters(self, step: int) -> None:
+        assert self._record is not None and self._counters is not None
+        self._record.write(step, "phases", self._counters.phases())
+        self._record.write(step, "rows", self._counters.rows())
+        if sent := self._counters.sent():
+            self._record.write(step, "sent", sent)
+
+    def _left(self, now: float, step: int) -> str:
+        done = step - self._first
+        if not self.total_steps or done < 1:
+            return ""
+        seconds = (self.total_steps - step) * (now - self._started) / done
+        return f"  {seconds / 60:.0f} min left" if seconds >= 90 else f"  {seconds:.0f} s left"
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drop lines of steps that were not committed: they are about to happen again."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    if len(kept) < len(lines):
-        path.write_text("".join(kept), encoding="utf-8")
+def _columns(width: int) -> list[ProgressColumn]:
+    """What fits: numbers first, then the bar, then words."""
+    steps = MofNCompleteColumn(separator="/")
+    loss = TextColumn("loss {task.fields[loss]}")
+    if width < 50:
+        return [steps, loss, TimeRemainingColumn(compact=True)]
+    columns = [BarColumn(bar_width=None if width < 100 else 30), steps, loss]
+    if width >= 64:
+        columns.append(
+            TextColumn("{task.fields[rate]}/s" if width < 90 else "{task.fields[rate]} samples/s")
+        )
+    if width >= 90:
+        columns = [TextColumn("epoch {task.fields[epoch]}"), *columns]
+    return [*columns, TimeRemainingColumn(compact=True)]

@@ -26,8 +26,10 @@ from colonnade.store.durable import write_durably
 from colonnade.topology.mesh import Mesh
 from colonnade.train.commits import Commits, open_commits, restore
 from colonnade.train.dense import DenseGradients
+from colonnade.train.machine import machine_facts
 from colonnade.train.objective import objective_of
 from colonnade.train.progress import Progress
+from colonnade.train.record import table_sizes
 from colonnade.train.trainer import Outcome, Schedule, Trainer
 
 DENSE_OPTIMIZERS = {
@@ -50,7 +52,7 @@ class Run:
 
     def train(self) -> Outcome:
         """Collective. Writes the run folder's summary on rank 0."""
-        self.trainer.progress.open(self.trainer.collection.step)
+        self.trainer.progress.open(self.trainer.collection.step, self.trainer)
         try:
             outcome = self.trainer.train()
         finally:
@@ -70,6 +72,7 @@ class Run:
             "row_sources": asdict(collection.store.sources),
             "sent_bytes": dict(collection.exchange.traffic.sent_bytes),
             "resident_bytes": collection.store.native.resident_bytes(),
+            "tables": table_sizes(collection),
         }
 
     def close(self) -> None:
@@ -151,6 +154,8 @@ def open_run(
         files = disk or Disk()
         write_durably(files, folder / "config.yaml", dump_config(config).encode(), checked=False)
         write_durably(files, folder / "plan.json", plan.to_json().encode(), checked=False)
+        facts = json.dumps(machine_facts(folder), indent=2).encode()
+        write_durably(files, folder / "machine.json", facts, checked=False)
     return Run(config, mesh, trainer, folder, commits, step)
 
 

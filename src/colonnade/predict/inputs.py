@@ -1,0 +1,102 @@
+"""Samples to score: files read in their own order, with or without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from colonnade.batch import Batch
+from colonnade.data import SOURCES, open_source
+from colonnade.data.contract import Position, Schema, Source
+from colonnade.data.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
+from colonnade.data.lines import LineFile, open_lines
+from colonnade.data.location import locate
+from colonnade.errors import ConfigError
+
+PARTS = ("train", "validation", "test")
+
+
+def open_inputs(
+    name: str, path: str | Path | None, options: Mapping[str, Any], *, part: str | None = None
+) -> Source:
+    """All samples of the files at `path`, in their order; or with `part` that part of the data set.
+
+    name, options: of the reader (colonnade.data.SOURCES), as the model was trained with. Raises ConfigError for a
+    reader that cannot read samples without parting them, DataError for files at fault.
+    """
+    if part is not None:
+        if part not in PARTS:
+            raise ConfigError(f"unknown part {part!r}; choose from {', '.join(PARTS)}")
+        source = getattr(open_source(name, path, **options), part)
+        if source is None:
+            raise ConfigError(f"this data set has no {part} part; choose another with --part")
+        return source
+    if name not in SOURCES:
+        raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
+    if name not in WHOLE:
+        raise ConfigError(
+            f"the {name} reader has no files of samples by themselves; score a part of it with --part test"
+        )
+    return WHOLE[name](path, options)
+
+
+def open_criteo_whole(path: str | Path | None, options: Mapping[str, Any]) -> Source:
+    """Every line; the label may be missing from all of them (39 fields instead of 40)."""
+    lines: Any = open_lines(locate(path, folder=FOLDER, file=FILE))
+    first = lines.read(0, 1)
+    has_label = first.rstrip(b"\r\n").count(b"\t") != len(NAMES) - 2
+    if not has_label:
+        lines = Relabelled(lines)
+    check_line(lines.read(0, 1), lines.path, 1)
+    source = CriteoSource(lines, 0, lines.num_lines, hash_rows=options.get("hash_rows"))
+    return source if has_label else Unlabelled(source)
+
+
+WHOLE: dict[str, Callable[[str | Path | None, Mapping[str, Any]], Source]] = {
+    "criteo": open_criteo_whole,
+}
+"""By reader: how its files are read whole and in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relabelled:
+    """A file of lines without a label, read as if each had one: 0."""
+
+    lines: LineFile
+
+    @property
+    def path(self) -> Path:
+        return self.lines.path
+
+    @property
+    def num_lines(self) -> int:
+        return self.lines.num_lines
+
+    def read(self, begin: int, end: int) -> bytes:
+        text = self.lines.read(begin, end)
+        ends = text.endswith(b"\n")
+        body = b"0\t" + (text[:-1] if ends else text).replace(b"\n", b"\n0\t")
+        return body + b"\n" if ends else body
+
+
+@dataclass(frozen=True, slots=True)
+class Unlabelled:
+    """Another source's batches without their labels."""
+
+    source: Source
+
+    @property
+    def schema(self) -> Schema:
+        return self.source.schema
+
+    @property
+    def num_samples(self) -> int | None:
+        return self.source.num_samples
+
+    def batches(
+        self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = Position()
+    ) -> Iterator[Batch]:
+        read = self.source.batches(batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        return (replace(batch, label=None) for batch in read)

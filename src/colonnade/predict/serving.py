@@ -1,0 +1,61 @@
+"""Where a run's exports for prediction lie: each commit is written once and then mapped by whoever predicts.
+
+run/serving/<step>-<tag>/     as `train/export.py` writes it; the tag tells commits of one step apart
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from colonnade.errors import CheckpointError, ConfigError, StorageError
+from colonnade.train.commits import committed_steps
+from colonnade.train.export import export_run, resolve
+
+FOLDER = "serving"
+
+
+def exported(path: Path, *, at: int | str | None = None) -> Path:
+    """`path` itself if it is an exported model; of a run folder the export of a commit, made now if there is none.
+
+    Raises CheckpointError where it is neither, or has no such commit.
+    """
+    if (path / "model.json").is_file():
+        if at is not None:
+            raise ConfigError(
+                f"{path} is an exported model and holds one commit; leave --at out, or give the run folder"
+            )
+        return path
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is no folder; give a run folder or one that `colonnade export` wrote"
+        )
+    if not (path / "commits").is_dir():
+        raise CheckpointError(
+            f"{path} is neither a run folder with a commit nor an exported model; "
+            "train first, or give another folder"
+        )
+    step = resolve(path, at)
+    destination = path / FOLDER / f"{step}-{_tag(path, step)}"
+    if destination.is_dir():
+        return destination
+    try:
+        export_run(path, destination, at=step)
+    except (ConfigError, StorageError):
+        if not destination.is_dir():  # else another process was faster
+            raise
+    _drop_old(path)
+    return destination
+
+
+def _tag(path: Path, step: int) -> str:
+    """A run that went back and trained again commits the same step anew."""
+    return f"{(path / 'commits' / f'{step:012d}.json').stat().st_mtime_ns:x}"
+
+
+def _drop_old(path: Path) -> None:
+    """Exports of commits that are no more. Who has mapped one keeps it."""
+    current = {f"{step}-{_tag(path, step)}" for step in committed_steps(path)}
+    for place in (path / FOLDER).iterdir():
+        if place.is_dir() and not place.name.startswith(".") and place.name not in current:
+            shutil.rmtree(place, ignore_errors=True)

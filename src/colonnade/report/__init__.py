@@ -1,0 +1,1 @@
+"""Results to look at: a run as a page, runs side by side."""

@@ -1,0 +1,210 @@
+"""A run folder as plain values: what the report and comparisons start from. Reads only.
+
+Works for a run that is under way, was killed, or has hardly begun: whatever is missing is empty.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from colonnade.errors import CheckpointError
+from colonnade.train.commits import committed_steps
+from colonnade.train.record import FILE_NAME, read_lines
+
+QUIET_SECONDS = 120.0
+"""A run without a summary that wrote nothing for so long has probably ended."""
+LESS_IS_BETTER = ("loss", "entropy", "error")
+NOT_JUDGED = ("num_samples", "positive_rate", "epoch", "calibration")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run. `lines` as in `train/record.py`, oldest first."""
+
+    folder: Path
+    config: dict[str, Any]
+    plan: dict[str, Any]
+    machine: dict[str, Any]
+    summary: dict[str, Any]
+    """Empty unless the newest training call of this folder came to its end."""
+    lines: tuple[dict[str, Any], ...]
+    commits: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["kind"] == kind]
+
+    @property
+    def status(self) -> str:
+        """ "finished", "stopped", "under way", "ended early" or "not begun"."""
+        if self.summary:
+            return "stopped" if self.summary.get("stopped") else "finished"
+        if not self.lines:
+            return "not begun"
+        quiet = time.time() - float(self.lines[-1].get("time") or 0)
+        return "under way" if quiet < QUIET_SECONDS else "ended early"
+
+    @property
+    def step(self) -> int:
+        """The last one that is known of."""
+        return max((line["step"] for line in self.lines), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """From the first to the last line, evaluation and pauses between calls included."""
+        times = [line["time"] for line in self.lines if line.get("time")]
+        return float(self.summary.get("seconds") or 0) or (times[-1] - times[0] if times else 0.0)
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Raises CheckpointError where the folder is no run folder, or a file of it cannot be read."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is no folder; give a run folder that `colonnade train` wrote"
+        )
+    if not (folder / "config.yaml").is_file() and not (folder / FILE_NAME).is_file():
+        raise CheckpointError(
+            f"{folder} is no run folder: it has neither config.yaml nor {FILE_NAME}. "
+            "Give a folder that `colonnade train` wrote"
+        )
+    lines = read_lines(folder / FILE_NAME)
+    summary = _load(folder / "summary.json")
+    if summary and lines:
+        written = (folder / "summary.json").stat().st_mtime
+        if float(lines[-1].get("time") or 0) > written + 1:  # of an earlier call
+            summary = {}
+    return RunRecord(
+        folder,
+        _load(folder / "config.yaml"),
+        _load(folder / "plan.json"),
+        _load(folder / "machine.json"),
+        summary,
+        tuple(lines),
+        tuple(committed_steps(folder)),
+    )
+
+
+def metrics_of(run: RunRecord) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """{metric: {part: [(step, value)]}} over the run's evaluations; parts are validation, test, ..."""
+    found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    for line in run.of_kind("evaluate"):
+        for name, value in line.items():
+            part, _, metric = name.partition("_")
+            if metric and _is_number(value):
+                found[metric][part].append((line["step"], value))
+    return {metric: dict(parts) for metric, parts in found.items()}
+
+
+def is_judged(metric: str) -> bool:
+    """Whether more or less of it is better."""
+    return metric not in NOT_JUDGED and not metric.endswith(NOT_JUDGED)
+
+
+def best_of(metric: str, points: list[tuple[int, float]]) -> tuple[int, float]:
+    """The (step, value) that is best; the first of equals."""
+    sign = -1 if metric.split("@")[0].endswith(LESS_IS_BETTER) else 1
+    return max(points, key=lambda point: sign * point[1])
+
+
+def sums_of(run: RunRecord, kind: str) -> dict[str, float]:
+    """What a kind of line adds up to over the run, by name."""
+    total: dict[str, float] = defaultdict(float)
+    for line in run.of_kind(kind):
+        for name, value in line.items():
+            if name not in ("step", "time") and _is_number(value):
+                total[name] += value
+    return dict(total)
+
+
+@dataclass(frozen=True)
+class TableFigures:
+    """One table of the run, on rank 0. None: not known."""
+
+    name: str
+    rows_declared: int | None
+    rows_in_memory: int | None
+    rows_in_files: int | None
+    bytes_in_memory: int
+    bytes_in_files: int
+    lookups: float | None  # per batch
+    unique: float | None  # different rows per batch
+
+    @property
+    def rows_known(self) -> int:
+        return max(self.rows_in_memory or 0, self.rows_in_files or 0)
+
+
+def tables_of(run: RunRecord) -> list[TableFigures]:
+    """The run's tables, most bytes first."""
+    sizes: Mapping[str, Any] = run.summary.get("tables") or {}
+    if not sizes:
+        lines = run.of_kind("tables")
+        sizes = lines[-1].get("tables", {}) if lines else {}
+    traffic = run.of_kind("traffic")
+    planned = {table.get("name"): table for table in run.plan.get("tables", [])}
+    names = dict.fromkeys([*planned, *sizes, *(n for line in traffic for n in line["lookups"])])
+    found = []
+    for name in names:
+        size = sizes.get(name, {})
+        found.append(
+            TableFigures(
+                str(name),
+                planned.get(name, {}).get("rows"),
+                size.get("rows_in_memory"),
+                size.get("rows_in_files"),
+                size.get("bytes_in_memory", 0),
+                size.get("bytes_in_files", 0),
+                _mean([line["lookups"].get(name) for line in traffic]),
+                _mean([line["unique"].get(name) for line in traffic]),
+            )
+        )
+    return sorted(
+        found, key=lambda t: (-t.bytes_in_memory - t.bytes_in_files, -(t.unique or 0), t.name)
+    )
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"train": {"epochs": 3}} -> {"train.epochs": 3}."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        flat |= flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+    return flat
+
+
+def _mean(values: list[Any]) -> float | None:
+    known = [value for value in values if _is_number(value)]
+    return sum(known) / len(known) if known else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """A JSON or YAML file of the folder; {} where it is absent. A run that was killed may have left half of one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}; restore it from a copy") from None
+    try:
+        loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        detail = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path}: got broken {path.suffix[1:].upper()} ({detail}); restore it from a copy, or remove it"
+        ) from None
+    return loaded if isinstance(loaded, dict) else {}

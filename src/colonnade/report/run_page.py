@@ -1,0 +1,241 @@
+"""`colonnade report`: everything a run folder tells, on one page."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from colonnade import __version__
+from colonnade.report import figures
+from colonnade.report.page import Page
+from colonnade.report.reading import (
+    RunRecord,
+    TableFigures,
+    best_of,
+    is_judged,
+    metrics_of,
+    tables_of,
+)
+from colonnade.report.words import (
+    bytes_words,
+    count_words,
+    metric_value,
+    metric_words,
+    seconds_words,
+    setting_words,
+)
+
+MAX_TABLE_LINES = 40
+MAX_METRIC_TILES = 4
+MAX_COLUMNS = 8
+NO_CHARTS = "Nothing recorded yet: the first figures come after a few steps of training."
+
+
+def run_page(run: RunRecord) -> str:
+    """The page's HTML."""
+    page = Page(run.name)
+    page.header("Training run", _lead(run), run.status)
+    page.tiles(headline(run))
+    tables = tables_of(run)
+    page.heading("Quality")
+    page.charts(
+        [figures.losses(run), *figures.metric_charts(run), figures.learning_rates(run)], NO_CHARTS
+    )
+    _evaluations(page, run)
+    page.heading("Speed")
+    page.charts(
+        [figures.throughput(run), figures.phases_total(run), figures.phases_over_time(run)],
+        NO_CHARTS,
+    )
+    page.heading("Rows")
+    page.charts([figures.row_sources(run), figures.sent_bytes(run)], NO_CHARTS)
+    if run.lines and not run.of_kind("sent"):
+        ranks = _ranks(run)
+        page.charts(
+            [], "One rank: nothing travels." if ranks == 1 else "No bytes sent were recorded."
+        )
+    page.heading("Tables")
+    page.charts(
+        [figures.table_sizes(tables), figures.table_traffic(tables)],
+        "Sizes are recorded at the first evaluation, traffic with the first steps.",
+    )
+    if tables:
+        _table_lines(page, tables)
+    page.heading("Settings")
+    page.facts(
+        {
+            name.capitalize(): flat(section)
+            for name, section in run.config.items()
+            if isinstance(section, Mapping)
+        }
+    )
+    page.heading("Plan and machine")
+    page.facts({"Plan": _plan(run), "Machine": _machine(run.machine)})
+    page.footer(
+        f"Colonnade {__version__} · written {datetime.now():%Y-%m-%d %H:%M} from {run.folder.resolve()}"
+    )
+    return page.html()
+
+
+def headline(run: RunRecord) -> list[tuple[str, str, str]]:
+    """(name, value, unit): the metrics judged first, then speed and size."""
+    found = []
+    judged = {m: p for m, p in metrics_of(run).items() if is_judged(m)}
+    for metric, parts in list(judged.items())[:MAX_METRIC_TILES]:
+        part = "test" if "test" in parts else next(iter(parts))
+        at, value = best_of(metric, parts[part])
+        if part == "test" and "validation" in parts:  # the test value of the best validated epoch
+            at = best_of(metric, parts["validation"])[0]
+            value = dict(parts["test"]).get(at, value)
+        found.append(
+            (f"{part} {metric_words(metric)}", metric_value(metric, value), f"step {at:,}")
+        )
+    rates = [v for line in run.of_kind("train") if (v := line.get("samples_per_second"))]
+    if rates:
+        found.append(("throughput", count_words(statistics.median(rates)), "samples/s"))
+    found.append(("trained", count_words(run.step), "steps"))
+    if run.seconds:
+        found.append(("time", seconds_words(run.seconds), ""))
+    tables = tables_of(run)
+    if known := sum(t.rows_known for t in tables):
+        found.append(("rows known", count_words(known), f"in {len(tables)} tables"))
+    if "resident_bytes" in run.summary:
+        found.append(("memory for rows", bytes_words(run.summary["resident_bytes"]), "a rank"))
+    if run.commits:
+        found.append(("newest commit", f"{run.commits[-1]:,}", "step"))
+    return found
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings in one list; those left at the optimizer's own default are left out."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{k}": v for k, v in flat(value).items()}
+        elif value is not None:
+            found[name] = setting_words(value, name)
+    return found
+
+
+def _lead(run: RunRecord) -> str:
+    model, data = run.config.get("model", {}), run.config.get("data", {})
+    ranks = _ranks(run)
+    name = str(model.get("name", "a model")).upper()
+    words = f"{name} on {data.get('name', 'data')}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    times = [line["time"] for line in run.lines if line.get("time")]
+    if times:
+        words += f", from {_when(times[0])} to {_when(times[-1])}"
+    ends = {
+        "under way": "Still going when this was written.",
+        "ended early": "It ended without a word: it goes on from its newest commit if trained again.",
+        "stopped": "It was asked to stop; the same command goes on from its newest commit.",
+        "not begun": "Nothing is recorded yet.",
+    }
+    return f"{words}. {ends.get(run.status, '')}".strip()
+
+
+def _evaluations(page: Page, run: RunRecord) -> None:
+    """A line for each, the best of each column marked; of very many the newest."""
+    lines = run.of_kind("evaluate")
+    if not lines:
+        page.charts([], "No evaluation yet: metrics come at the end of an epoch.")
+        return
+    metrics = metrics_of(run)
+    shown = [(part, metric) for metric, parts in metrics.items() for part in parts]
+    shown = [pair for pair in shown if pair[1] not in ("num_samples", "positive_rate")][
+        :MAX_COLUMNS
+    ]
+    best = {
+        pair: best_of(pair[1], metrics[pair[1]][pair[0]])[0] for pair in shown if is_judged(pair[1])
+    }
+    rows: list[list[str]] = []
+    marked: dict[int, list[int]] = {}
+    for line in lines[-MAX_TABLE_LINES:]:
+        values = [metric_value(m, line.get(f"{part}_{m}")) for part, m in shown]
+        marked[len(rows)] = [2 + i for i, p in enumerate(shown) if best.get(p) == line["step"]]
+        rows.append([f"{line['step']:,}", str(line.get("epoch", "-")), *values])
+    left_out = f"The newest {len(rows)} of {len(lines)}." if len(rows) < len(lines) else ""
+    names = [f"{part} {metric_words(m)}" for part, m in shown]
+    page.numbers(
+        ["step", "epoch", *names],
+        rows,
+        title="Evaluations",
+        note=left_out,
+        best=marked,
+        wide=range(5, 2 + len(shown)),
+    )
+
+
+def _table_lines(page: Page, tables: list[TableFigures]) -> None:
+    rows = [_table_line(t) for t in tables[:MAX_TABLE_LINES]]
+    rest = tables[MAX_TABLE_LINES:]
+    if rest:
+        total = TableFigures(
+            f"{len(rest):,} more",
+            None,
+            sum(t.rows_in_memory or 0 for t in rest),
+            sum(t.rows_in_files or 0 for t in rest),
+            sum(t.bytes_in_memory for t in rest),
+            sum(t.bytes_in_files for t in rest),
+            sum(t.lookups or 0 for t in rest),
+            sum(t.unique or 0 for t in rest),
+        )
+        rows.append(_table_line(total))
+    columns = [
+        "table",
+        "rows in memory",
+        "rows in files",
+        "memory",
+        "files",
+        "lookups a batch",
+        "rows a batch",
+    ]
+    page.numbers(columns, rows, wide=(2, 4, 5))
+
+
+def _table_line(t: TableFigures) -> list[str]:
+    return [
+        t.name,
+        count_words(t.rows_in_memory),
+        count_words(t.rows_in_files),
+        bytes_words(t.bytes_in_memory),
+        bytes_words(t.bytes_in_files),
+        count_words(_round(t.lookups)),
+        count_words(_round(t.unique)),
+    ]
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value)
+
+
+def _ranks(run: RunRecord) -> int:
+    return int(run.plan.get("num_ranks") or run.summary.get("num_ranks") or 1)
+
+
+def _plan(run: RunRecord) -> dict[str, Any]:
+    plan = {name: value for name, value in run.plan.items() if not isinstance(value, list | dict)}
+    if "dram_bytes" in plan:
+        size = plan.pop("dram_bytes")
+        plan["memory for rows"] = "no limit" if size is None else f"{bytes_words(size)} a rank"
+    if tables := run.plan.get("tables"):
+        plan["tables"] = len(tables)
+        plan["tables with rows beyond memory"] = sum(not t.get("fits", True) for t in tables)
+    return {name.replace("_", " "): value for name, value in plan.items()}
+
+
+def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            found |= {f"{k}": v for k, v in value.items() if v is not None}
+        elif value is not None:
+            words = name.removesuffix("_bytes").replace("_", " ")
+            found[words] = bytes_words(value) if name.endswith("_bytes") else value
+    return found or {"machine": "not recorded"}
+
+
+def _when(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"

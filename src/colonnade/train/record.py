@@ -1,0 +1,214 @@
+"""What a run writes down while it goes: one JSON object per line, and the same numbers for TensorBoard.
+
+run/metrics.jsonl      {"step", "kind", "time", ...}; what each kind holds:
+    train      loss; samples_per_second over all ranks; lr by param group of rows and dense network
+    phases     seconds of the training thread by phase, and `total` seconds, since the previous such line
+    rows       rows that became needed since the previous such line: resident, read, born; evicted meanwhile
+    sent       payload bytes sent to other ranks since the previous such line, by purpose
+    traffic    of one batch of this rank, by table: lookups, and the different rows they name
+    tables     by table: rows and bytes in memory and in files now
+    evaluate   epoch, and metrics named part_metric ("validation_auc")
+run/tensorboard/       the same numbers
+
+`time` is in seconds since 1970. A number that is not finite is written as null. All but `train` and
+`evaluate` are this rank's (rank 0). Legend: T tables.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch.optim import Optimizer
+
+from colonnade.batch import Batch
+from colonnade.embedding import EmbeddingCollection
+from colonnade.train.phases import Phases
+
+FILE_NAME = "metrics.jsonl"
+MAX_BOARD_NAMES = 64
+"""TensorBoard gets lines with at most this many numbers: a thousand tables are for the report."""
+
+
+class Watched(Protocol):
+    """What of a trainer is recorded."""
+
+    @property
+    def collection(self) -> EmbeddingCollection: ...
+    @property
+    def phases(self) -> Phases: ...
+    @property
+    def rows(self) -> Optimizer: ...
+    @property
+    def dense_optimizer(self) -> Optimizer: ...
+
+
+class Record:
+    """Appends to a run folder. Built by `open_record`; `close` when done."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lines: Any = None
+        self._board: Any = None
+
+    def open(self, done_steps: int) -> None:
+        """Lines of later steps are dropped: those steps are about to happen again."""
+        from torch.utils.tensorboard import SummaryWriter  # takes a while to import
+
+        forget_after(self.folder / FILE_NAME, done_steps)
+        self._lines = (self.folder / FILE_NAME).open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=done_steps)
+
+    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        """One line, on disk for other processes when this returns (not through a power failure)."""
+        if self._lines is None:
+            return
+        line = {"step": step, "kind": kind, "time": round(time.time(), 3), **_finite(values)}
+        self._lines.write(json.dumps(line, allow_nan=False) + "\n")
+        self._lines.flush()
+        numbers = _flat(values, kind)
+        if len(numbers) <= MAX_BOARD_NAMES:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+            self._board.close()
+        self._lines = None
+
+
+class Counters:
+    """What a trainer's counters gained since they were last asked. Costs microseconds, but for `traffic`."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._seconds: dict[str, float] = dict(watched.phases.seconds)
+        self._since = time.perf_counter()
+        self._rows: dict[str, float] = {}
+        self._sent: dict[str, float] = {}
+        self.rows(), self.sent()  # what was before does not count
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, and in all."""
+        now = time.perf_counter()
+        gained, self._seconds = _gained(dict(self._watched.phases.seconds), self._seconds)
+        total, self._since = now - self._since, now
+        return {**gained, "total": total}
+
+    def rows(self) -> dict[str, float]:
+        sources = asdict(self._watched.collection.store.sources)
+        sources["evicted"] = sources.pop("evicted_clean") + sources.pop("evicted_dirty")
+        gained, self._rows = _gained(sources, self._rows)
+        return gained
+
+    def sent(self) -> dict[str, float]:
+        sent = dict(self._watched.collection.exchange.traffic.sent_bytes)
+        gained, self._sent = _gained(sent, self._sent)
+        return gained
+
+    def learning_rates(self) -> dict[str, float]:
+        """By param group; one number where all groups of an optimizer agree."""
+        found: dict[str, float] = {}
+        optimizers = {"rows": self._watched.rows, "dense": self._watched.dense_optimizer}
+        for name, optimizer in optimizers.items():
+            rates = [float(group["lr"]) for group in optimizer.param_groups]
+            if len(set(rates)) == 1:
+                found[name] = rates[0]
+                continue
+            for number, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
+                found[f"{name}.{group.get('name', number)}"] = rate
+        return found
+
+    def traffic(self, batch: Batch) -> dict[str, dict[str, int]]:
+        """By table: how many lookups the batch makes, and how many different rows they name. About a millisecond
+        per 25,000 lookups."""
+        declaration = self._watched.collection.declaration
+        by_table: dict[str, list[np.ndarray]] = {}
+        for feature in declaration.features:
+            if feature.name in batch.ids:
+                ids = batch.ids[feature.name].values.numpy()
+                by_table.setdefault(feature.table, []).append(ids)
+        return {
+            "lookups": {table: sum(map(len, ids)) for table, ids in by_table.items()},
+            "unique": {
+                table: len(np.unique(np.concatenate(ids))) for table, ids in by_table.items()
+            },
+        }
+
+    def tables(self) -> dict[str, dict[str, int]]:
+        return table_sizes(self._watched.collection)
+
+
+def table_sizes(collection: EmbeddingCollection) -> dict[str, dict[str, int]]:
+    """By table: rows and bytes in this rank's memory, and live rows and their bytes in its files.
+
+    A row's bytes are its weights, optimizer state and clock; neither index nor rows that files still hold
+    but nobody reads.
+    """
+    store, found = collection.store, {}
+    for t, table in enumerate(collection.tables):
+        in_memory = int(store.native.num_rows(t))
+        in_files = len(store.backings[t]) if store.backings else 0
+        found[table.name] = {
+            "rows_in_memory": in_memory,
+            "bytes_in_memory": in_memory * table.record_bytes,
+            "rows_in_files": in_files,
+            "bytes_in_files": in_files * table.record_bytes,
+        }
+    return found
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file, oldest first; [] where there is none. A line that was cut short is left out."""
+    if not path.is_file():
+        return []
+    found = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
+            found.append(line)
+    return found
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the lines of steps that were not committed: they are about to happen again."""
+    if not path.exists():
+        return
+    lines = read_lines(path)
+    kept = [line for line in lines if line["step"] <= step]
+    whole = path.read_bytes().endswith(b"\n") or not path.stat().st_size
+    if len(kept) < len(lines) or not whole:
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+
+def _gained(
+    now: dict[str, Any], before: dict[str, Any]
+) -> tuple[dict[str, float], dict[str, float]]:
+    return {name: value - before.get(name, 0) for name, value in now.items()}, now
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        path = f"{prefix}/{name}"
+        if isinstance(value, Mapping):
+            flat |= _flat(value, path)
+        elif isinstance(value, int | float):
+            flat[path] = value
+    return flat
