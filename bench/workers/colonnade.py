@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from colonnade.models.dcn import DCNv2
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
@@ -22,6 +21,7 @@ from colonnade import (
     Uniform,
 )
 from colonnade.interaction import Concat
+from colonnade.models.dcn import DCNv2
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.dlrm import DLRM
 from workers.loop import CROSS_LAYERS, Case, Laps, Step, serve

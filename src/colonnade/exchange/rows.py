@@ -43,7 +43,6 @@ from colonnade.store.mapped import MappedRows
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.world import World
 
-
 CPU = torch.device("cpu")
 
 
