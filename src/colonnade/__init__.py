@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import version
-
-import torch as _torch  # noqa: F401  the native core shares torch's OpenMP threads: torch loads first
+from typing import TYPE_CHECKING, Any
 
 __version__ = version("colonnade")
 
-from colonnade.batch import Batch, Ids
-from colonnade.embedding import EmbeddingCollection
-from colonnade.errors import ColonnadeError
-from colonnade.interaction import FM, BiInteraction, Concat, Interaction, Sum
-from colonnade.optimizers import (
-    FTRL,
-    LAMB,
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    RowWiseAdagrad,
-    RowWiseAdam,
-    SparseOptimizer,
-)
-from colonnade.plan.plan import Plan, build_plan
-from colonnade.row_optimizer import RowOptimizer
-from colonnade.table import Feature, Table, Uniform
-from colonnade.topology.mesh import Mesh, close_mesh, open_mesh
-from colonnade.topology.world import World
-from colonnade.train.export import export_run
-from colonnade.train.fit import Fitted, fit, load_run
-from colonnade.train.mirror import fetch_run
-from colonnade.train.transfer import load_export, load_rows, to_embedding, trained_ids
+if TYPE_CHECKING:
+    from colonnade.batch import Batch, Ids
+    from colonnade.embedding import EmbeddingCollection
+    from colonnade.errors import ColonnadeError
+    from colonnade.interaction import FM, BiInteraction, Concat, Interaction, Sum
+    from colonnade.optimizers import (
+        FTRL,
+        LAMB,
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        RowWiseAdagrad,
+        RowWiseAdam,
+        SparseOptimizer,
+    )
+    from colonnade.plan.plan import Plan, build_plan
+    from colonnade.predict import Predictor
+    from colonnade.row_optimizer import RowOptimizer
+    from colonnade.table import Feature, Table, Uniform
+    from colonnade.topology.mesh import Mesh, close_mesh, open_mesh
+    from colonnade.topology.world import World
+    from colonnade.train.export import export_run
+    from colonnade.train.fit import Fitted, fit, load_run
+    from colonnade.train.mirror import fetch_run
+    from colonnade.train.transfer import load_export, load_rows, to_embedding, trained_ids
+
+_HOMES = {
+    "batch": ("Batch", "Ids"),
+    "embedding": ("EmbeddingCollection",),
+    "errors": ("ColonnadeError",),
+    "interaction": ("FM", "BiInteraction", "Concat", "Interaction", "Sum"),
+    "optimizers": (
+        "FTRL", "LAMB", "SGD", "Adagrad", "Adam", "AdamW", "RowWiseAdagrad", "RowWiseAdam", "SparseOptimizer",
+    ),
+    "plan.plan": ("Plan", "build_plan"),
+    "predict": ("Predictor",),
+    "row_optimizer": ("RowOptimizer",),
+    "table": ("Feature", "Table", "Uniform"),
+    "topology.mesh": ("Mesh", "close_mesh", "open_mesh"),
+    "topology.world": ("World",),
+    "train.export": ("export_run",),
+    "train.fit": ("Fitted", "fit", "load_run"),
+    "train.mirror": ("fetch_run",),
+    "train.transfer": ("load_export", "load_rows", "to_embedding", "trained_ids"),
+}  # fmt: skip
+"""By module: the names it gives. They are imported when first asked for, so that `colonnade --help` needs no torch."""
+
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "FM",
@@ -52,6 +77,7 @@ __all__ = [
     "Interaction",
     "Mesh",
     "Plan",
+    "Predictor",
     "RowOptimizer",
     "RowWiseAdagrad",
     "RowWiseAdam",
@@ -72,3 +98,19 @@ __all__ = [
     "to_embedding",
     "trained_ids",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_native":
+        import torch  # noqa: F401  the native core shares torch's OpenMP threads: torch loads first
+
+        return import_module("colonnade._native")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'colonnade' has no attribute {name!r}")
+    value = getattr(import_module(f"colonnade.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
-
-import typer
-from rich.console import Console
-
-from colonnade.cli import bench, demo, doctor, evaluate, ranks, train
-from colonnade.errors import ColonnadeError
-
-app = typer.Typer(
-    help="Train recommendation models whose embedding tables outgrow memory.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
-app.command("demo")(demo.demo)
-app.command("train")(train.train)
-app.command("evaluate")(evaluate.evaluate)
-app.command("doctor")(doctor.doctor)
-app.command("bench")(bench.bench)
-app.command("rank", hidden=True)(ranks.rank)
 
 
 def main() -> None:
+    """What `colonnade` runs. Everything is imported in here, so that Ctrl-C meanwhile ends it without a traceback."""
     try:
-        app()
+        from colonnade.cli.app import run
+
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        print("stopped before the first step; the newest commit is as it was", file=sys.stderr)
-        sys.exit(130)
-    except ColonnadeError as error:
-        console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-        console.print(f"error: {error}", style="red")
-        sys.exit(2)
+        print("stopped; the newest commit is as it was", file=sys.stderr)
+        status = 130
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`). Nor may the interpreter fail when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = 1
+    sys.exit(status)

@@ -14,6 +14,9 @@ from colonnade.errors import ConfigError
 SCRIPTS = Path(__file__).resolve().parents[3] / "bench"
 
 
+EXAMPLES = "[bold]Examples[/bold]\n\n  colonnade bench train --quick\n\n  colonnade bench kernels --json kernels.json"
+
+
 def bench(
     name: Annotated[str, typer.Argument(help="Which question, e.g. train.")],
     json: Annotated[

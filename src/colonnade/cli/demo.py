@@ -8,14 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-
-from colonnade.cli.train import preset, train_run
-from colonnade.config import override
-from colonnade.data import open_source
-from colonnade.train.metrics import ceiling
 
 EVALUATION_BATCH = 16384
+EXAMPLES = "[bold]Examples[/bold]\n\n  colonnade demo\n\n  colonnade demo --samples 500000 --ranks 2 --run runs/two"
 
 
 def demo(
@@ -29,6 +24,14 @@ def demo(
     ] = 3_000_000,
 ) -> None:
     """Train a DLRM on a Criteo-shaped stream made on the spot: no download, no GPU."""
+    from rich.console import Console
+
+    from colonnade.cli.train import train_run
+    from colonnade.train.presets import preset
+    from colonnade.config import override
+    from colonnade.data import open_source
+    from colonnade.train.metrics import ceiling
+
     console = Console(highlight=False)
     settings = {"data.options.num_train": samples}
     config = override(preset("synthetic"), settings)
@@ -45,3 +48,4 @@ def demo(
         f"[bold]test AUC {summary['metrics']['test_auc']:.4f}[/bold], the best any model could reach on "
         f"this stream is {best:.4f}; {time.perf_counter() - started:.0f} s in all"
     )
+    console.print(f"see it drawn: colonnade report {folder}", markup=False)

@@ -2,34 +2,107 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Any
 
-import torch
-from rich.console import Console
-
-import colonnade
-from colonnade import _native
+import typer
 
 
-def doctor() -> None:
-    """Versions, processor features, threads, huge pages."""
-    console = Console(highlight=False)
-    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    huge = pages.read_text().split("[")[1].split("]")[0] if pages.is_file() else "unknown"
-    follows = {
-        "always": "tables use them",
-        "madvise": "tables use them",
-        "never": "random reads of rows take about twice as long; set it to madvise",
-    }
-    facts = {
-        "colonnade": colonnade.__version__,
-        "torch": torch.__version__,
-        "processors": str(os.cpu_count()),
-        "torch threads": str(torch.get_num_threads()),
-        "native path": f"{_native.isa()} (has {', '.join(_native.available_isas())})",
-        "huge pages": f"{huge}: {follows.get(huge, 'cannot tell')}",
-        "GPU": "none" if not torch.cuda.is_available() else torch.cuda.get_device_name(),
-    }
-    for name, value in facts.items():
-        console.print(f"{name:>14}  {value}")
+def doctor(
+    place: Annotated[
+        Path, typer.Option(help="Where run folders are to lie: whose disk to look at.")
+    ] = Path("runs"),
+) -> None:
+    """Processor, memory, huge pages, io_uring, disk, GPU, libraries; and what each means for training."""
+    from rich.console import Console
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    from colonnade.train.machine import machine_facts
+
+    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("what", "here", "what follows"):
+        grid.add_column(title, overflow="fold")
+    for what, here, follows in findings(machine_facts(place)):
+        grid.add_row(Text(what, style="bold"), Text(here), Text(follows))
+    Console(highlight=False).print(grid)
+
+
+def findings(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(what, what is here, what follows) of `machine_facts`."""
+    versions, gpus, pages = facts["versions"], facts["gpus"], facts["huge_pages"]
+    usable = f"{facts['usable_processors']} of {facts['processors']} usable"
+    pages_follow = _HUGE_PAGES.get(pages, "rows may be slower to reach at random")
+    return [
+        ("colonnade", str(versions["colonnade"]), ""),
+        ("torch", str(versions["torch"]), f"{facts['threads']} threads; fewer with train.threads"),
+        ("python", facts["python"], ""),
+        ("processor", f"{facts['processor']}, {usable}", _threads(facts)),
+        ("features", ", ".join(facts["features"]) or "none of those used", ""),
+        ("native path", facts["isa"], _NATIVE_PATHS.get(facts["isa"], "")),
+        ("memory", _memory(facts), _memory_follows(facts)),
+        ("huge pages", pages or "cannot tell", pages_follow),
+        ("disk", _disk(facts), "rows beyond memory and commits rest here" + _rotates(facts)),
+        ("io_uring", facts["io_uring"], "not used: a few threads read files, on any kernel"),
+        ("GPU", ", ".join(gpus) or "none", _GPU[bool(gpus)]),
+        ("gloo", "yes" if facts["gloo"] else "no", _GLOO[facts["gloo"]]),
+    ]
+
+
+_NATIVE_PATHS = {
+    "avx512": "vectors of 512 bits",
+    "avx2": "vectors of 256 bits; the same bits as any other path",
+    "portable": "no vector instructions of this processor are used: slower, the same bits",
+}
+_GPU = {
+    True: "the dense network can run there; rows stay in memory and files",
+    False: "the dense network trains on the processor",
+}
+_GLOO = {
+    True: "several ranks (--ranks) work",
+    False: "this torch trains on one rank only; install one with torch.distributed",
+}
+_HUGE_PAGES = {
+    "always": "tables use them",
+    "madvise": "tables use them",
+    "never": "random reads of rows take about twice as long; "
+    "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+}
+
+
+def _threads(facts: Mapping[str, Any]) -> str:
+    usable = facts["usable_processors"] or 1
+    if usable < 2:
+        return "one: preparing batches and training take turns"
+    return "batches are prepared while others train"
+
+
+def _rotates(facts: Mapping[str, Any]) -> str:
+    return (
+        "; the system says it has a head that moves: slow at random"
+        if facts["disk_rotates"]
+        else ""
+    )
+
+
+def _memory(facts: Mapping[str, Any]) -> str:
+    total, free = facts["memory_bytes"], facts["available_memory_bytes"]
+    if total is None or free is None:
+        return "cannot tell"
+    limit = facts["memory_limit_bytes"]
+    words = f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} free"
+    return f"{words}, limit {limit / 2**30:.1f} GiB here" if limit and limit < total else words
+
+
+def _memory_follows(facts: Mapping[str, Any]) -> str:
+    known = [v for v in (facts["available_memory_bytes"], facts["memory_limit_bytes"]) if v]
+    if not known:
+        return ""
+    rows = int(min(known) * 0.6 / (16 * 4 + 12 + 16))
+    return f"room for about {rows / 1e6:,.0f} million rows of 16 floats; beyond it set plan.dram"
+
+
+def _disk(facts: Mapping[str, Any]) -> str:
+    free = facts["disk_free_bytes"]
+    return facts["disk"] if free is None else f"{free / 2**30:,.0f} GiB free at {facts['disk']}"

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.topology.mesh import Mesh
-from colonnade.train.run import load_run_config, open_run
+
+EXAMPLES = (
+    "[bold]Examples[/bold]\n\n  colonnade evaluate runs/mine\n\n"
+    "  colonnade evaluate runs/mine --at 2000 --part validation"
+)
 
 
 def evaluate(
@@ -22,6 +24,11 @@ def evaluate(
     part: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
 ) -> None:
     """AUC and log loss of a run's commit, made by any number of ranks; changes nothing in the folder."""
+    from rich.console import Console
+
+    from colonnade.topology.mesh import Mesh
+    from colonnade.train.run import load_run_config, open_run
+
     parts = ("train", "validation", "test")
     if part not in parts:
         raise ConfigError(f"unknown part {part!r}; choose from {', '.join(parts)}")

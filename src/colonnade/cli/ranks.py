@@ -11,18 +11,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed.run as torchrun
-from rich.console import Console
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-from colonnade.cli.table import show_plan
-from colonnade.config import RunConfig, dump_config, load_config
 from colonnade.errors import ColonnadeError, PeerLost, WorldError
-from colonnade.topology.mesh import Mesh, close_mesh, open_mesh
-from colonnade.train.run import Run, open_run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from colonnade.config import RunConfig
+    from colonnade.topology.mesh import Mesh
+    from colonnade.train.run import Run
 
 REPEAT_SECONDS = 2.0  # a terminal and torchrun may both deliver the same Ctrl-C
 
@@ -34,6 +32,9 @@ def train(
 
     Raises KeyboardInterrupt if it was stopped before the first step.
     """
+    from colonnade.config import dump_config
+    from colonnade.topology.mesh import Mesh
+
     if ranks == 1:
         return _train_here(config, folder, Mesh(), console, at)
     with tempfile.TemporaryDirectory() as place:
@@ -49,6 +50,9 @@ def train(
 def _train_here(
     config: RunConfig, folder: Path, mesh: Mesh, console: Console | None, at: int | None
 ) -> dict[str, Any]:
+    from colonnade.cli.table import show_plan
+    from colonnade.train.run import open_run
+
     run = open_run(config, mesh, folder, console=console, at=at)
     try:
         if console is not None:
@@ -80,6 +84,10 @@ def _stop_on_signals(run: Run) -> None:
 
 def _run_torchrun(command: list[str], ranks: int, folder: Path) -> None:
     """Start the ranks and wait for them. Ctrl-C goes on to them: they commit and end."""
+    import torch.distributed.run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     arguments = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0", *command]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -98,6 +106,11 @@ def _run_torchrun(command: list[str], ranks: int, folder: Path) -> None:
 def rank(config: Path, folder: Path, summary: Path, at: int) -> None:
     """What torchrun runs on every rank; `at` -1: the newest commit."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts there is nothing to save
+    from rich.console import Console
+
+    from colonnade.config import load_config
+    from colonnade.topology.mesh import close_mesh, open_mesh
+
     _die_with_parent()
     mesh = open_mesh()
     try:

@@ -5,16 +5,26 @@ from __future__ import annotations
 import ast
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from colonnade.cli import ranks as launch
-from colonnade.cli.table import show_outcome
-from colonnade.config import OPTIMIZER_SETTINGS, RunConfig, load_config, override
 from colonnade.errors import ConfigError
-from colonnade.train.presets import preset
+
+if TYPE_CHECKING:
+    from colonnade.config import RunConfig
+
+EXAMPLES = (
+    "[bold]Settings[/bold] have a section and a name, as in [bold]train.epochs[/bold]. Give them in a YAML file "
+    "(CONFIG), or one by one with --set, which wins. Without a file they start from what suits --data. Sizes take "
+    "units (512MiB, 2GiB); lists are written \\[64,32]; none means the default. "
+    "[bold]colonnade settings[/bold] lists all of them.\n\n"
+    "[bold]Examples[/bold]\n\n"
+    "  colonnade train --data movielens --path ml-1m --run runs/films\n\n"
+    "  colonnade train --data criteo --path train.txt --set plan.dram=2GiB --set train.epochs=2\n\n"
+    "  colonnade train mine.yaml --ranks 2\n\n"
+    "  colonnade train --data movielens --run runs/films --set train.epochs=8   (goes on)"
+)
 
 
 def train(
@@ -52,6 +62,9 @@ def train(
     ] = None,
 ) -> None:
     """Train, evaluate after every epoch, commit to the run folder; Ctrl-C commits and ends cleanly."""
+    from colonnade.config import OPTIMIZER_SETTINGS, load_config, override
+    from colonnade.train.presets import preset
+
     if config is not None and data is not None:
         raise ConfigError(
             "got both a config file and --data; the file's data section says what to read"
@@ -75,6 +88,11 @@ def train(
 
 def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None) -> dict[str, Any]:
     """Train to the end and show what came of it; returns the run's summary."""
+    from rich.console import Console
+
+    from colonnade.cli import ranks as launch
+    from colonnade.cli.table import show_outcome
+
     console = Console(highlight=False)
     summary = launch.train(config, folder, ranks, console, at)
     show_outcome(console, summary, folder)

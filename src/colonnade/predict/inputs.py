@@ -9,7 +9,7 @@ from typing import Any
 
 from colonnade.batch import Batch
 from colonnade.data import SOURCES, open_source
-from colonnade.data.contract import Position, Schema, Source
+from colonnade.data.contract import START, Position, Schema, Source
 from colonnade.data.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
 from colonnade.data.lines import LineFile, open_lines
 from colonnade.data.location import locate
@@ -96,7 +96,7 @@ class Unlabelled:
         return self.source.num_samples
 
     def batches(
-        self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = Position()
+        self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
         read = self.source.batches(batch_size, rank=rank, num_ranks=num_ranks, start=start)
         return (replace(batch, label=None) for batch in read)

@@ -1,0 +1,153 @@
+"""The verbs, and how a command ends: status 0, 1 (nobody reads the output), 2 (one line says what was wrong), 130."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from colonnade.cli import (
+    bench,
+    compare,
+    demo,
+    doctor,
+    evaluate,
+    export,
+    inspect,
+    predict,
+    ranks,
+    report,
+    settings,
+    train,
+)
+from colonnade.errors import ColonnadeError, ConfigError
+
+UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+class Verbs(TyperGroup):
+    """Unknown verbs name the nearest."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            known = [
+                name
+                for name in self.list_commands(ctx)
+                if not getattr(self.get_command(ctx, name), "hidden", False)
+            ]
+            raise ConfigError(f"unknown verb {args[0]!r}; {nearest(args[0], known)}")
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=Verbs,
+    help="Train recommendation models whose embedding tables outgrow memory.",
+    epilog="First time here: [bold]colonnade demo[/bold], then [bold]colonnade report[/bold] with the folder it "
+    "names. Every verb has its own [bold]--help[/bold] with examples.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+VERBS: dict[str, Any] = {
+    "demo": demo.demo,
+    "train": train.train,
+    "evaluate": evaluate.evaluate,
+    "predict": predict.predict,
+    "report": report.report,
+    "compare": compare.compare,
+    "inspect": inspect.inspect,
+    "export": export.export,
+    "settings": settings.settings,
+    "doctor": doctor.doctor,
+    "bench": bench.bench,
+}
+EPILOGS = {
+    "demo": demo.EXAMPLES,
+    "train": train.EXAMPLES,
+    "evaluate": evaluate.EXAMPLES,
+    "predict": predict.EXAMPLES,
+    "report": report.EXAMPLES,
+    "compare": compare.EXAMPLES,
+    "inspect": inspect.EXAMPLES,
+    "export": export.EXAMPLES,
+    "settings": settings.EXAMPLES,
+    "bench": bench.EXAMPLES,
+}
+for _name, _verb in VERBS.items():
+    app.command(_name, epilog=EPILOGS.get(_name))(_verb)
+app.command("rank", hidden=True)(ranks.rank)
+
+
+@app.callback()
+def common(
+    version: bool = typer.Option(False, "--version", help="Say the version and end."),
+) -> None:
+    if version:
+        from colonnade import __version__
+
+        print(f"colonnade {__version__}")
+        raise typer.Exit
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit status. Raises KeyboardInterrupt, BrokenPipeError for `main` to end with."""
+    try:
+        ended = app(list(arguments), prog_name="colonnade", standalone_mode=False)
+        if ended == 130:  # typer's word for Ctrl-C
+            raise KeyboardInterrupt
+        return ended if isinstance(ended, int) else 0
+    except ColonnadeError as error:
+        say_error(str(error))
+    except UsageError as error:
+        if not arguments:  # the help has been shown
+            return 2
+        say_error(usage_words(error))
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        say_error(
+            f"{where}{error.strerror or error}. Check the path, its permissions and the space on its disk"
+        )
+    return 2
+
+
+def say_error(text: str) -> None:
+    """One line, whatever file names and values are in it."""
+    line = "; ".join(part for part in text.split("\n") if part)
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, emoji=False)
+    console.print(f"error: {line}", style="red")
+    sys.stderr.flush()
+
+
+def usage_words(error: Any) -> str:
+    """What a command line lacks or has too much, and what to do."""
+    context = getattr(error, "ctx", None)
+    name = str(getattr(error, "option_name", ""))
+    verb = "" if context is None else context.info_name
+    shown = f"colonnade {verb} --help" if verb and verb != "colonnade" else "colonnade --help"
+    if type(error).__name__ == "NoSuchOption" and context is not None:
+        known = [
+            option
+            for p in context.command.get_params(context)
+            for option in p.opts
+            if option.startswith("-")
+        ]
+        return f"unknown option {name!r}; {nearest(name, known)} See `{shown}`"
+    message = " ".join(error.format_message().split()).rstrip(".")
+    return f"{message[:1].lower()}{message[1:]}. See `{shown}`"
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {found[0]}?" if found else f"choose from {', '.join(known)}"

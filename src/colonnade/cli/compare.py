@@ -1,0 +1,60 @@
+"""`colonnade compare`: runs side by side, on the terminal and as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from colonnade.errors import ConfigError
+
+EXAMPLES = (
+    "[bold]Examples[/bold]\n\n  colonnade compare runs/a runs/b\n\n"
+    "  colonnade compare runs/* --html compared.html"
+)
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Two run folders or more.")],
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with the curves of all runs here.")
+    ] = None,
+) -> None:
+    """Final and best metrics, throughput, and the settings that differ (only those)."""
+    from rich.console import Console
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    from colonnade.report.comparison import (
+        compare_page,
+        different_settings,
+        figure_lines,
+        names_of,
+    )
+    from colonnade.report.page import write_page
+    from colonnade.report.reading import read_run
+
+    if len(runs) < 2:
+        raise ConfigError(f"got {len(runs)} run, wanted at least two: colonnade compare RUN RUN")
+    records = [read_run(run) for run in runs]
+    console, names = Console(highlight=False), names_of(records)
+    different = different_settings(records)
+    for title, lines in (("figures", figure_lines(records)), ("settings that differ", different)):
+        if not lines:
+            console.print(f"{title}: none")
+            continue
+        grid = Grid(title=title, title_justify="left")
+        grid.add_column("")
+        for name in names:
+            grid.add_column(Text(name), justify="right", overflow="fold")
+        for line in lines:
+            cells = [
+                Text(value, style="bold green" if i in line.best else "")
+                for i, value in enumerate(line.values)
+            ]
+            grid.add_row(Text(line.name), *cells)
+        console.print(grid)
+    if html is not None:
+        write_page(compare_page(records), html)
+        console.print(f"page: {html}", markup=False)

@@ -1,0 +1,33 @@
+"""`colonnade export`: a commit as files that other programs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLES = (
+    "[bold]Examples[/bold]\n\n  colonnade export runs/mine served\n\n"
+    "  colonnade export runs/mine served-2000 --at 2000"
+)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder with at least one commit.")],
+    destination: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
+    at: Annotated[
+        str | None, typer.Option(help="A committed step, best or last; default: last.")
+    ] = None,
+) -> None:
+    """Write weights as safetensors: dense.safetensors, one file of ids and rows per table, model.json."""
+    from colonnade.cli.words import step_asked
+    from colonnade.train.export import export_run
+
+    said = export_run(run, destination, at=step_asked(at))
+    rows = sum(table["count"] for table in said["tables"])
+    size = sum(path.stat().st_size for path in destination.iterdir())
+    typer.echo(
+        f"step {said['step']}: {len(said['tables'])} tables, {rows:,} trained rows, {size / 2**20:,.1f} MiB\n"
+        f"export: {destination}"
+    )

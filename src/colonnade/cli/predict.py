@@ -1,0 +1,96 @@
+"""`colonnade predict`: score files with a trained model."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from colonnade.errors import ConfigError
+
+EXAMPLES = (
+    "Scores are probabilities, one column per label, in the order of the input; the output appears when it is whole. "
+    "A run folder's commit is exported to RUN/serving first, once; rows are then read in place.\n\n"
+    "[bold]Examples[/bold]\n\n"
+    "  colonnade predict runs/mine --path tomorrow.txt --output scores.parquet\n\n"
+    "  colonnade predict served --part test --output scores.csv\n\n"
+    "  colonnade predict runs/mine --at best --path new.tsv --output scores.tsv --batch-size 16384"
+)
+
+
+def predict(
+    model: Annotated[
+        Path, typer.Argument(help="Run folder, or one that `colonnade export` wrote.")
+    ],
+    output: Annotated[
+        Path, typer.Option(help="Where the scores go; its ending says how: .parquet, .csv, .tsv.")
+    ],
+    path: Annotated[
+        str | None,
+        typer.Option(help="File or folder to score, every sample in order; labels may be missing."),
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of all samples: train, validation or test of the model's data (or of --path)."
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Reader of --path; default: the one the model was trained with."),
+    ] = None,
+    at: Annotated[
+        str | None, typer.Option(help="A committed step, best or last; default: last.")
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Samples scored at a time; default: that of training."),
+    ] = None,
+) -> None:
+    """Score files: same bits as evaluation of the same commit, with rows mapped read-only and no training state."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    from colonnade.cli.words import step_asked
+    from colonnade.predict import Predictor
+    from colonnade.predict.inputs import open_inputs
+    from colonnade.predict.scores import ScoreFile
+
+    if path is None and part is None:
+        raise ConfigError(
+            "nothing to score: give --path FILE, or --part test for the model's own data"
+        )
+    console = Console(stderr=True, highlight=False)
+    with Predictor.open(model, at=step_asked(at)) as predictor:
+        config = predictor.config
+        assert config is not None  # of a model that could be built
+        source = open_inputs(
+            data or config.data.name,
+            config.data.path if path is None else path,
+            config.data.options if data in (None, config.data.name) else {},
+            part=part,
+        )
+        size = batch_size or config.train.batch_size
+        bars = Progress(
+            TextColumn("score"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn(compact=True),
+            console=console, disable=not console.is_terminal, transient=True,
+        )  # fmt: skip
+        started = time.perf_counter()
+        with ScoreFile(output, predictor.labels) as file, bars:
+            task = bars.add_task("score", total=source.num_samples)
+            for batch, scores in predictor.scores(source.batches(size)):
+                file.add(batch, scores)
+                bars.update(task, completed=file.num_samples)
+        seconds = time.perf_counter() - started
+        typer.echo(
+            f"step {predictor.step}: {file.num_samples:,} samples scored, "
+            f"{file.num_samples / max(seconds, 1e-9):,.0f} samples/s\nscores: {output}"
+        )

@@ -1,0 +1,84 @@
+"""`colonnade settings`: every setting of a run, with unit and default."""
+
+from __future__ import annotations
+
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+
+from colonnade.errors import ConfigError
+
+EXAMPLES = (
+    "[bold]Examples[/bold]\n\n  colonnade settings\n\n  colonnade settings train\n\n"
+    "  colonnade settings plan.dram"
+)
+
+
+def settings(
+    of: Annotated[
+        str | None,
+        typer.Argument(help="A section (train) or one setting (plan.dram); default: all."),
+    ] = None,
+) -> None:
+    """List settings: name, default, what may stand there, what it means."""
+    from rich.console import Console
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    from colonnade.cli.app import nearest
+    from colonnade.config import RunConfig
+
+    lines = [
+        (f"{section}.{name}", field)
+        for section, part in RunConfig.model_fields.items()
+        for name, field in _section(part.annotation).model_fields.items()
+    ]
+    names = [name for name, _ in lines]
+    if of is not None:
+        chosen = [(n, f) for n, f in lines if n == of or n.split(".")[0] == of]
+        if not chosen:
+            sections = list(RunConfig.model_fields)
+            raise ConfigError(
+                f"unknown setting or section {of!r}; {nearest(of, [*sections, *names])}"
+            )
+        lines = chosen
+    grid = Grid(show_lines=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
+    for title in ("setting", "default", "values", "meaning"):
+        grid.add_column(title, overflow="fold", no_wrap=title in ("setting",))
+    for name, field in lines:
+        grid.add_row(
+            Text(name, style="bold"),
+            Text(_shown(field.get_default(call_default_factory=True))),
+            Text(_values(field.annotation)),
+            Text(field.description or ""),
+        )
+    Console(highlight=False).print(grid)
+
+
+def _section(annotation: Any) -> Any:
+    """The section's class; of an optional one, what it may be."""
+    return next((a for a in get_args(annotation) if hasattr(a, "model_fields")), annotation)
+
+
+def _shown(default: Any) -> str:
+    if default is None:
+        return "none"
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+def _values(annotation: Any) -> str:
+    """A type in words."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " | ".join(map(str, inner))
+    if origin in (Union, types.UnionType):
+        return " | ".join("none" if a is type(None) else _values(a) for a in inner)
+    if origin is Annotated:
+        return "bytes" if "parse_bytes" in repr(inner) else _values(inner[0])
+    if origin is list:
+        return f"list of {_values(inner[0])}" if inner else "list"
+    if origin is tuple:
+        return ", ".join(_values(a) for a in inner if a is not Ellipsis)
+    words = {int: "integer", float: "number", str: "text", bool: "true | false", dict: "mapping"}
+    return words.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))
