@@ -27,10 +27,10 @@ def demo(
     from rich.console import Console
 
     from colonnade.cli.train import train_run
-    from colonnade.train.presets import preset
     from colonnade.config import override
     from colonnade.data import open_source
     from colonnade.train.metrics import ceiling
+    from colonnade.train.presets import preset
 
     console = Console(highlight=False)
     settings = {"data.options.num_train": samples}
