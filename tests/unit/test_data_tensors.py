@@ -76,10 +76,19 @@ def test_a_dense_value_that_is_not_finite_is_named(bad):
     dense[4, 2] = bad
     with pytest.raises(DataError, match=rf"shop, row 4, column price: got {bad}"):
         open_tensors({}, dense=dense, dense_names=["age", "visits", "price"], name="shop")
-    label = torch.zeros(9)
-    label[7] = bad
-    with pytest.raises(DataError, match=rf"row 7, column label: got {bad}"):
-        open_tensors({}, label=label)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf")])
+def test_a_label_may_be_unknown_but_not_infinite(bad):
+    label = torch.zeros(9, 2)
+    label[3, 1] = torch.nan
+    source = open_tensors({}, label=label, label_names=["click", "buy"])
+    assert source.schema.labels == ("click", "buy")
+    [batch] = source.batches(9)
+    assert batch.label.shape == (9, 2) and batch.label.isnan().sum() == 1
+    label[7, 0] = bad
+    with pytest.raises(DataError, match="row 7, column label: got inf"):
+        open_tensors({}, label=label, label_names=["click", "buy"])
 
 
 @pytest.mark.parametrize("bad", [-1, 10, 2**62])

@@ -23,7 +23,7 @@ class Columns:
 
     dense: Tensor  # (S, n) float32
     ids: Mapping[str, Ids]  # values (S,) or (E,) int64
-    label: Tensor | None = None  # (S, 1) float32
+    label: Tensor | None = None  # (S, tasks) float32
     sample_weight: Tensor | None = None  # (S,) float32
     group: Tensor | None = None  # (S,) int64
 
@@ -102,6 +102,7 @@ def open_tensors(
     dense_names: Sequence[str] | None = None,
     cardinalities: Mapping[str, int] | None = None,
     label: Tensor | None = None,
+    label_names: Sequence[str] = ("label",),
     sample_weight: Tensor | None = None,
     group: Tensor | None = None,
     shuffle_seed: int | None = None,
@@ -112,7 +113,8 @@ def open_tensors(
     ids            by column: (S,) integers, or `Ids` with offsets (S + 1,) for multi-hot columns
     dense          (S, n); every value finite
     cardinalities  of the columns whose ids are 0 .. cardinality-1; the others take any 64-bit id
-    label          (S,) or (S, 1)
+    label          (S, tasks), or (S,) for one task; NaN is a label nobody knows
+    label_names    of its columns
     shuffle_seed   None: every epoch reads in the order given
     name           of the data set, for messages
 
@@ -136,7 +138,7 @@ def open_tensors(
             k: _checked_ids(name, k, v, cardinalities.get(k), num_samples)
             for k, v in values.items()
         },
-        label=_checked_floats(name, "label", label, num_samples, width=1),
+        label=_checked_label(name, label, label_names, num_samples),
         sample_weight=_checked_floats(name, "sample_weight", sample_weight, num_samples),
         group=group,
     )
@@ -146,7 +148,7 @@ def open_tensors(
         Column(key, cardinalities.get(key), "one" if v.offsets is None else "bag")
         for key, v in values.items()
     )
-    schema = Schema(dense=tuple(dense_names), categorical=categorical)
+    schema = Schema(tuple(dense_names), categorical, tuple(label_names))
     return TensorSource(schema, columns, shuffle_key=shuffle_seed)
 
 
@@ -181,14 +183,30 @@ def _checked_dense(name: str, dense: Tensor, columns: Sequence[str], num_samples
     return dense.to(torch.float32)
 
 
+def _checked_label(
+    name: str, label: Tensor | None, names: Sequence[str], num_samples: int
+) -> Tensor | None:
+    if label is None:
+        return None
+    shape = (num_samples, len(names))
+    if tuple(label.shape) not in ({shape, shape[:1]} if len(names) == 1 else {shape}):
+        raise _shape_error(name, "label", label, f"{shape} floats: a column for each label name")
+    values = label.to(torch.float32).reshape(shape)
+    if values.isinf().any():
+        row = _first(values.isinf().any(1))
+        raise DataError(
+            f"{name}, row {row}, column label: got inf or -inf, wanted a finite number, or NaN where nobody knows it"
+        )
+    return values
+
+
 def _checked_floats(
-    name: str, column: str, values: Tensor | None, num_samples: int, *, width: int | None = None
+    name: str, column: str, values: Tensor | None, num_samples: int
 ) -> Tensor | None:
     if values is None:
         return None
-    shapes = [(num_samples,)] if width is None else [(num_samples,), (num_samples, width)]
-    if tuple(values.shape) not in shapes:
-        raise _shape_error(name, column, values, " or ".join(map(str, shapes)))
+    if tuple(values.shape) != (num_samples,):
+        raise _shape_error(name, column, values, f"({num_samples},)")
     bad = ~values.isfinite()
     if bad.any():
         row = _first(bad.flatten())
@@ -196,7 +214,7 @@ def _checked_floats(
             f"{name}, row {row}, column {column}: got {float(values.flatten()[row])}, "
             "wanted a finite number. Drop or repair the row before opening"
         )
-    return values.to(torch.float32).reshape(shapes[-1])
+    return values.to(torch.float32)
 
 
 def _checked_ids(

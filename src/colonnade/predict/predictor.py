@@ -29,6 +29,7 @@ from colonnade.models.build import build_model
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.predict.serving import exported
 from colonnade.store.mapped import MappedRows, open_mapped
+from colonnade.train.commits import dense_weights, load_dense
 
 FORMAT = "colonnade export"
 AHEAD = 2
@@ -226,7 +227,7 @@ def _load_dense(model: nn.Module, path: Path) -> None:
         raise CheckpointError(
             f"{path}: cannot be read: {' '.join(str(error).split())}; export again"
         ) from None
-    mine = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    mine = dense_weights(model)
     for name in [*mine, *weights]:
         got = tuple(weights[name].shape) if name in weights else None
         wanted = tuple(mine[name].shape) if name in mine else None
@@ -234,4 +235,4 @@ def _load_dense(model: nn.Module, path: Path) -> None:
             raise CheckpointError(
                 f"{path}: got {name} of shape {got}, this network has {wanted}; give the network it was trained as"
             )
-    model.load_state_dict(weights, strict=False)
+    load_dense(model, weights)
