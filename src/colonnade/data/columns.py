@@ -88,7 +88,7 @@ def check_types(path: Path, types: Mapping[str, pa.DataType], declaration: Decla
 def _wanted(field: Field, kind: pa.DataType) -> tuple[str, str]:
     """("", "") where the type suits the field; else what would, and what to do."""
     if pa.types.is_null(kind):
-        return "", ""
+        return "", ""  # all values are missing
     if isinstance(field, Number | Bucket | Label | Weight):
         if is_number(kind):
             return "", ""
@@ -100,6 +100,8 @@ def _wanted(field: Field, kind: pa.DataType) -> tuple[str, str]:
         return "one value per row", "Declare a bag or a sequence"
     if several and not is_list(kind) and not is_text(kind):
         return "lists, or text with a separator", "Declare a category"
+    if is_list(kind) and pa.types.is_null(kind.value_type):
+        return "", ""  # all lists are empty
     holds = dtype_in(kind)
     if holds is None:
         return "text or integers", "Numbers with fractions become ids with a bucket field"
