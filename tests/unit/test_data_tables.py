@@ -447,8 +447,9 @@ def test_an_inferred_schema_reads_the_file(tmp_path, kind):
 
 def test_integers_are_categories_unless_they_are_nearly_all_different(tmp_path):
     n = 1200
-    table = pa.table({"y": [0.0, 1.0] * (n // 2), "views": range(n), "item_id": range(n), 
-                      "day": [i % 7 for i in range(n)], "when": pa.array([0] * n, pa.timestamp("s")), "vector": [[1.0, 2.0]] * n})  # fmt: skip
+    columns = {"y": [0.0, 1.0] * (n // 2), "views": range(n), "item_id": range(n)}
+    columns |= {"day": [i % 7 for i in range(n)], "vector": [[1.0, 2.0]] * n}
+    table = pa.table(columns | {"when": pa.array([0] * n, pa.timestamp("s"))})
     pq.write_table(table, tmp_path / "a.parquet")
     kinds = {field.name: type(field) for field in infer_schema(tmp_path).fields}
     assert kinds == {"y": Label, "views": Number, "item_id": Category, "day": Category}
