@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.csv
 from numpy.typing import NDArray
 
-from colonnade.data.columns import check_names, settle
+from colonnade.data.columns import check_names, refuse_repeated, settle
 from colonnade.data.contract import Splits
 from colonnade.data.declaration import Declaration, load_declaration
 from colonnade.data.fields import (
@@ -30,7 +30,7 @@ from colonnade.data.fields import (
     Weight,
 )
 from colonnade.data.fields import Sequence as SequenceField
-from colonnade.data.files import Files, find_files
+from colonnade.data.files import Files, bind_files, find_files
 from colonnade.data.infer import infer
 from colonnade.data.lines import excerpt, field_error
 from colonnade.data.parquet import one_array
@@ -145,7 +145,7 @@ def _bind(tables: Sequence[CsvTable], declaration: Declaration, split_by: str | 
         bound.append(CsvTable(table.rows, table.names, table.dialect, types))
     if not any(len(table.lengths) for table in tables):
         raise DataError(f"{tables[0].path}: got no row after the header, wanted at least one")
-    return Files(declaration, tuple(bound), split_by)
+    return bind_files(declaration, bound, split_by)
 
 
 def text_types(declaration: Declaration) -> dict[str, pa.DataType]:
@@ -394,14 +394,6 @@ def infer_csv(tables: Sequence[CsvTable], label: str | None) -> Declaration:
         raise DataError(
             f"{tables[0].path}: got no row after the header, wanted at least one to infer a schema from"
         )
-    check_repeated(first)
+    refuse_repeated(first.path, first.names)
     table = first.parse(first.rows.read(0), 0, None, {})
     return infer(first.path, {name: one_array(table.column(name)) for name in first.names}, label)
-
-
-def check_repeated(table: CsvTable) -> None:
-    repeated = next((n for i, n in enumerate(table.names) if n in table.names[:i]), None)
-    if repeated is not None:
-        raise DataError(
-            f"{table.path}: got two columns named {repeated!r}, wanted each name once. Rename one of them"
-        )
