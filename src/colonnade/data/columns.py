@@ -34,22 +34,30 @@ def check_names(
     path: Path, names: Sequence[str], declaration: Declaration, split_by: str | None
 ) -> None:
     """Raises DataError for a name that is there twice, and for a column that is not there."""
-    repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if repeated is not None:
-        raise DataError(
-            f"{path}: got two columns named {repeated!r}, wanted each name once. Rename one of them"
-        )
+    there = set(names)
+    refuse_repeated(path, names)
     for field in declaration.fields:
         for column in field.columns:
-            if column not in names:
+            if column not in there:
                 raise DataError(
                     f"{path}: got no column {column!r}, which the field {field.name!r} reads; "
                     f"{nearest(column, list(names))}"
                 )
-    if split_by is not None and split_by not in names:
+    if split_by is not None and split_by not in there:
         raise DataError(
             f"{path}: got no column {split_by!r}, which split_by names; {nearest(split_by, list(names))}"
         )
+
+
+def refuse_repeated(path: Path, names: Sequence[str]) -> None:
+    """Raises DataError."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise DataError(
+                f"{path}: got two columns named {name!r}, wanted each name once. Rename one of them"
+            )
+        seen.add(name)
 
 
 def settle(declaration: Declaration, found: Mapping[str, Dtype | None]) -> Declaration:
@@ -88,7 +96,7 @@ def check_types(path: Path, types: Mapping[str, pa.DataType], declaration: Decla
 def _wanted(field: Field, kind: pa.DataType) -> tuple[str, str]:
     """("", "") where the type suits the field; else what would, and what to do."""
     if pa.types.is_null(kind):
-        return "", ""
+        return "", ""  # all values are missing
     if isinstance(field, Number | Bucket | Label | Weight):
         if is_number(kind):
             return "", ""
@@ -100,6 +108,8 @@ def _wanted(field: Field, kind: pa.DataType) -> tuple[str, str]:
         return "one value per row", "Declare a bag or a sequence"
     if several and not is_list(kind) and not is_text(kind):
         return "lists, or text with a separator", "Declare a category"
+    if is_list(kind) and pa.types.is_null(kind.value_type):
+        return "", ""  # all lists are empty
     holds = dtype_in(kind)
     if holds is None:
         return "text or integers", "Numbers with fractions become ids with a bucket field"

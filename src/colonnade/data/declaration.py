@@ -155,17 +155,9 @@ class Declaration:
 
     def to_yaml(self) -> str:
         """One line per field; `from_yaml` and `load_declaration` read it."""
-        lines = [f"hash_version: {self.hash_version}", "fields:"]
-        for field in self.fields:
-            line = yaml.safe_dump(
-                {field.name: field_to_dict(field)},
-                sort_keys=False,
-                default_flow_style=True,
-                width=1 << 30,
-                allow_unicode=True,
-            )
-            lines.append(f"  {line.strip()[1:-1]}")
-        return "\n".join(lines) + "\n"
+        values = self.to_dict()
+        values["fields"] = {name: _Line(line) for name, line in values["fields"].items()}
+        return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=1 << 30, allow_unicode=True)
 
     @staticmethod
     def from_yaml(text: str) -> Declaration:
@@ -203,6 +195,22 @@ def load_declaration(
         raise ConfigError(f"schema {path}: not YAML: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"schema {path}: {error}") from None
+
+
+class _Line(dict):
+    """A mapping that YAML writes in one line."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML with one line per `_Line`."""
+
+
+_Dumper.add_representer(
+    _Line,
+    lambda dumper, line: dumper.represent_mapping(
+        "tag:yaml.org,2002:map", line.items(), flow_style=True
+    ),
+)
 
 
 class _Loader(yaml.SafeLoader):

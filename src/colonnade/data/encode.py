@@ -77,6 +77,7 @@ def encode(
     split_by: str | None = None,
 ) -> Chunk:
     """Of one block. `columns`: arrays of length S, by column of the file. Raises Fault at the first value at fault."""
+    columns = {name: _typed(array) for name, array in columns.items()}
     numbers = declaration.numbers
     dense = np.empty((num_samples, len(numbers)), dtype=np.float32)
     for j, field in enumerate(numbers):
@@ -116,6 +117,11 @@ def encode(
         None if key is None else encode_name(key, columns[key.column]),
         None if split_by is None else encode_part(split_by, columns[split_by]),
     )
+
+
+def _typed(array: pa.Array) -> pa.Array:
+    """A column of nulls only is one of missing texts."""
+    return array.cast(pa.string()) if pa.types.is_null(array.type) else array
 
 
 def encode_number(field: Number, array: pa.Array, out: NDArray[np.float32]) -> None:
@@ -290,7 +296,7 @@ def encode_several(field: Bag | Sequence, array: pa.Array) -> Bags:
     """Lists, or texts cut at the separator; a missing one has no element."""
     lists = _lists(field, array)
     lengths = np.array(pc.fill_null(pc.list_value_length(lists), 0).to_numpy()).astype(np.int64)
-    elements = lists.flatten()  # skips what lies under a null list
+    elements = _typed(lists.flatten())  # skips what lies under a null list
     ends = np.cumsum(lengths)
     begins = ends - lengths
     if field.max_length is not None and len(lengths) and lengths.max() > field.max_length:
@@ -364,7 +370,7 @@ def encode_name(field: Group | Key, array: pa.Array) -> Longs:
 
 def encode_part(column: str, array: pa.Array) -> Longs:
     """(S,) ids by which samples are dealt to splits."""
-    return encode_name(Key("part", column=column), array)
+    return encode_name(Key("part", column=column), _typed(array))
 
 
 def dtype_in(kind: pa.DataType) -> Dtype | None:

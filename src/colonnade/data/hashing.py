@@ -59,9 +59,8 @@ def hash_texts(texts: pa.Array) -> NDArray[np.int64]:
 
 def text_buffers(texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     """`(offsets, bytes)` of strings or binaries: text i is bytes[offsets[i]:offsets[i + 1]], offsets[0] is 0."""
-    if not (pa.types.is_large_string(texts.type) or pa.types.is_large_binary(texts.type)):
-        wide = pa.types.is_binary_view(texts.type) or pa.types.is_string_view(texts.type)
-        texts = texts.cast(pa.large_binary()) if wide else texts
+    if texts.type in (pa.string_view(), pa.binary_view()):
+        texts = texts.cast(pa.large_binary())
     kind = np.int32 if texts.type in (pa.string(), pa.binary()) else np.int64
     _, offsets_buffer, data_buffer = texts.buffers()
     if len(texts) == 0 or offsets_buffer is None:

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from colonnade.data.columns import check_names, check_types, settle
+from colonnade.data.columns import check_names, check_types, refuse_repeated, settle
 from colonnade.data.contract import Splits
 from colonnade.data.declaration import Declaration, load_declaration
 from colonnade.data.encode import dtype_in
 from colonnade.data.fields import Dtype
-from colonnade.data.files import Files, find_files
+from colonnade.data.files import Files, bind_files, find_files
 from colonnade.data.infer import infer
 from colonnade.data.tabular import Splitting
 from colonnade.errors import ConfigError, DataError
@@ -80,13 +80,13 @@ def open_parquet(
         None if each is None else _files(find_files(each, ENDINGS), declaration)
         for each in (validation, test)
     ]
-    chosen = Files(declaration, tuple(files), split_by)
+    chosen = bind_files(declaration, files, split_by)
     return how.split(chosen, path if isinstance(path, str | Path) else str(files[0].path), *others)
 
 
 def _files(paths: list[Path], declaration: Declaration) -> Files:
     files = [open_table(path) for path in paths]
-    return Files(settle_types(files, declaration, None), tuple(files))
+    return bind_files(settle_types(files, declaration, None), files)
 
 
 def infer_parquet(files: Sequence[ParquetTable], label: str | None) -> Declaration:
@@ -171,10 +171,6 @@ def open_table(path: Path) -> ParquetTable:
     )
     groups = np.flatnonzero(lengths)
     names = list(schema.names)
-    repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if repeated is not None:
-        raise DataError(
-            f"{path}: got two columns named {repeated!r}, wanted each name once. Rename one of them"
-        )
+    refuse_repeated(path, names)
     types = dict(zip(names, schema.types, strict=True))
     return ParquetTable(path, num_bytes, metadata, types, groups, lengths[groups])
