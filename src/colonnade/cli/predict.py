@@ -61,7 +61,7 @@ def predict(
 
     from colonnade.cli.words import step_asked
     from colonnade.predict import Predictor
-    from colonnade.predict.inputs import open_inputs
+    from colonnade.predict.inputs import TABLES, open_inputs
     from colonnade.predict.scores import ScoreFile
 
     if path is None and part is None:
@@ -72,10 +72,11 @@ def predict(
     with Predictor.open(model, at=step_asked(at)) as predictor:
         config = predictor.config
         assert config is not None  # of a model that could be built
+        both_tables = data in TABLES and config.data.name in TABLES  # one schema reads either
         source = open_inputs(
             data or config.data.name,
             config.data.path if path is None else path,
-            config.data.options if data in (None, config.data.name) else {},
+            config.data.options if data in (None, config.data.name) or both_tables else {},
             part=part,
         )
         size = batch_size or config.train.batch_size

@@ -11,10 +11,17 @@ from colonnade.batch import Batch
 from colonnade.data import SOURCES, open_source
 from colonnade.data.contract import START, Position, Schema, Source
 from colonnade.data.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
+from colonnade.data.csv import open_csv
+from colonnade.data.declaration import load_declaration
 from colonnade.data.lines import LineFile, open_lines
 from colonnade.data.location import locate
+from colonnade.data.parquet import open_parquet
+from colonnade.data.tables import kind_of
 from colonnade.errors import ConfigError
 
+TABLES = ("csv", "parquet")
+TEXT_OPTIONS = ("delimiter", "quote", "names", "null_values")
+"""Of open_csv: how text becomes columns."""
 PARTS = ("train", "validation", "test")
 
 
@@ -54,8 +61,24 @@ def open_criteo_whole(path: str | Path | None, options: Mapping[str, Any]) -> So
     return source if has_label else Unlabelled(source)
 
 
+def open_tables_whole(path: str | Path | None, options: Mapping[str, Any]) -> Source:
+    """Every sample of CSV or Parquet files, whichever they are, under the schema that the model was trained with;
+    columns of labels and weights need not be there, and are not read."""
+    if path is None or "schema" not in options:
+        raise ConfigError(
+            "got no files or no schema; give --path, of a model trained on csv or parquet"
+        )
+    declaration = load_declaration(options["schema"]).inputs()
+    if kind_of(path) == "parquet":
+        return open_parquet(path, schema=declaration).train
+    text = {name: options[name] for name in TEXT_OPTIONS if name in options}
+    return open_csv(path, schema=declaration, **text).train
+
+
 WHOLE: dict[str, Callable[[str | Path | None, Mapping[str, Any]], Source]] = {
     "criteo": open_criteo_whole,
+    "csv": open_tables_whole,
+    "parquet": open_tables_whole,
 }
 """By reader: how its files are read whole and in order."""
 
