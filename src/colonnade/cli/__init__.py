@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from colonnade.cli import bench, demo, doctor, evaluate, ranks, train
+from colonnade.cli import bench, convert, demo, doctor, evaluate, ranks, train
 from colonnade.errors import ColonnadeError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
+app.add_typer(convert.app, name="convert")
 app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)
 app.command("rank", hidden=True)(ranks.rank)

@@ -1,0 +1,73 @@
+"""`colonnade convert`: text to Parquet."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from colonnade.data.convert import (
+    ROWS_PER_GROUP,
+    Conversion,
+    open_criteo_conversion,
+    write_parquet,
+)
+
+app = typer.Typer(
+    help="Turn text into Parquet: typed, checked, about a quarter of the size, and several times faster to read.",
+    no_args_is_help=True,
+)
+
+Target = Annotated[Path, typer.Argument(help="The Parquet file to write.", metavar="DST")]
+RowsPerGroup = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Rows that are read at once; readers hold at least one group in memory."
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace the file where it is there already.")]
+
+
+@app.command()
+def criteo(
+    source: Annotated[
+        Path, typer.Argument(help="A Criteo text file with labels, or its folder.", metavar="SRC")
+    ],
+    target: Target,
+    rows_per_group: RowsPerGroup = ROWS_PER_GROUP,
+    force: Force = False,
+) -> None:
+    """Criteo display-ads text: columns label, I1 .. I13 (empty = null), C1 .. C26 (integers; empty = 4294967296)."""
+    run(open_criteo_conversion(source), target, rows_per_group, force)
+
+
+def run(conversion: Conversion, target: Path, rows_per_group: int, force: bool) -> None:
+    """Write it under a progress bar, and say what came of it."""
+    console = Console(highlight=False)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rows"),
+        TimeRemainingColumn(),
+    )
+    started = time.perf_counter()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(target.name, total=conversion.num_rows)
+        write_parquet(
+            conversion,
+            target,
+            rows_per_group=rows_per_group,
+            overwrite=force,
+            on_rows=lambda rows: progress.advance(task, rows),
+        )
+    size = target.expanduser().stat().st_size
+    console.print(
+        f"wrote {target}: {conversion.num_rows:,} rows, {len(conversion.schema)} columns, {size / 2**20:,.1f} MiB "
+        f"in {time.perf_counter() - started:.1f} s",
+        soft_wrap=True,
+    )
