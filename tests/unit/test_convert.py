@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import csv
+import math
+import re
 import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from criteo_files import criteo_lines, write_criteo
+from hypothesis import given
+from hypothesis import strategies as st
+from test_data_contract import same
 
 from colonnade.cli import main
+from colonnade.data import Declaration, open_source
 from colonnade.data import convert as module
-from colonnade.data.convert import open_criteo_conversion, write_parquet
+from colonnade.data.convert import open_criteo_conversion, open_csv_conversion, write_parquet
 from colonnade.data.criteo import CATEGORIES, DENSE, MISSING_ID, open_criteo
 from colonnade.errors import DataError, StorageError
 
@@ -51,13 +57,97 @@ def test_columns_are_the_fields(tmp_path, monkeypatch):
     assert b"I1: {type: number" in file.schema_arrow.metadata[module.SCHEMA_KEY]
 
 
-def test_the_ids_are_those_of_the_reader(tmp_path):
+def test_the_file_gives_the_batches_of_the_text(tmp_path):
     write_criteo(tmp_path, 200)
-    write_parquet(open_criteo_conversion(tmp_path), tmp_path / "out.parquet")
-    (batch,) = open_criteo(tmp_path, test_fraction=0).train.batches(200)
-    table = pq.read_table(tmp_path / "out.parquet")
-    for name in CATEGORIES:
-        assert torch.equal(torch.tensor(table[name].to_numpy()), batch.ids[name].values)
+    target = tmp_path / "out.parquet"
+    write_parquet(open_criteo_conversion(tmp_path), target, rows_per_group=70)
+    text = open_criteo(tmp_path, test_fraction=0).train
+    schema = Declaration.from_yaml(pq.read_schema(target).metadata[module.SCHEMA_KEY].decode())
+    columns = open_source("parquet", target, schema=schema).train
+    pairs = zip(columns.batches(48), text.batches(48), strict=True)
+    assert all(same(a, b) for a, b in pairs)
+
+
+FIELDS = st.one_of(
+    st.integers(-(2**66), 2**66).map(str),
+    st.integers(-50, 50).map(str),
+    st.floats(allow_nan=False, allow_infinity=False).map(str),
+    st.sampled_from(["", "007", "-0", "1e5", ".5", "5.", "+3", " 4", "nan", "true", "1_0", "0x1"]),
+    st.text('ab,"\n é', max_size=4),
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 5]), FIELDS), min_size=1, max_size=12), st.data())
+def test_no_value_of_a_csv_file_is_changed(tmp_path_factory, rows, data):
+    """Whatever is in a column: its type holds every value as it was."""
+    folder = tmp_path_factory.mktemp("csv")
+    texts = [field for _, field in rows]
+    with (folder / "in.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_MINIMAL)
+        writer.writerows([("x", "y"), *((text, i) for i, text in enumerate(texts))])
+    write_parquet(open_csv_conversion(folder / "in.csv"), folder / "out.parquet")
+    table = pq.read_table(folder / "out.parquet")
+    kind, found = table.schema.field("x").type, table["x"].to_pylist()
+    assert table["y"].to_pylist() == list(range(len(rows)))
+    for text, value in zip(texts, found, strict=True):
+        if text == "":
+            assert value is None
+        elif kind == pa.string():
+            assert value == text
+        elif kind == pa.int64():
+            assert str(value) == text.strip() or (value == 0 and text == "-0")
+        else:
+            assert value == float(text) or math.isnan(float(text))
+            assert "." in text or "e" in text.lower() or len(text.strip("+-")) <= 16
+            assert not re.match(r"[+-]?0[0-9]", text)
+
+
+def test_a_type_fits_all_blocks(tmp_path, monkeypatch):
+    """What the last block says counts too, and a schema of kinds is what a person would choose."""
+    monkeypatch.setattr("colonnade.data.csv.BLOCK_BYTES", 64)
+    lines = [f"{i},{i},{i},{i:03}" for i in range(50)]
+    (tmp_path / "in.csv").write_text("\n".join(["a,b,c,d", *lines, "7,2.5,NA,7"]) + "\n")
+    seen = []
+    conversion = open_csv_conversion(tmp_path / "in.csv", on_rows=lambda *rows: seen.append(rows))
+    assert [str(field.type) for field in conversion.schema] == [
+        "int64",
+        "double",
+        "string",
+        "string",
+    ]
+    assert len(seen) > 5 and sum(rows for rows, _ in seen) == 51 == seen[0][1]
+    given = open_csv_conversion(tmp_path / "in.csv", null_values=["NA"])
+    assert str(given.schema.field("c").type) == "int64"
+
+
+def test_csv_on_the_command_line(colonnade, tmp_path):
+    source, target = tmp_path / "in.txt", tmp_path / "out.parquet"
+    source.write_text("1\t'a\tb'\n2\tNA\n")
+    options = ["--delimiter", "tab", "--quote", "'", "--names", "x,y", "--null", "NA"]
+    status, out, _ = colonnade("csv", source, target, *options)
+    assert status == 0 and "2 rows, 2 columns" in out
+    assert pq.read_table(target).to_pylist() == [{"x": 1, "y": "a\tb"}, {"x": 2, "y": None}]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        (b"a,b\n1,2\n3\n", [], "in.csv, line 3: got 1 columns"),
+        (b"a,a\n1,2\n", [], "two columns named 'a'"),
+        (b"a,b\n", [], "got no row after the header"),
+        (b"", [], "empty"),
+        (b"a,b\n1,\xff\n", [], "line 2, column b: got the bytes ff, wanted UTF-8"),
+        (b"a,b\n1,2\n", ["--delimiter", ";;"], "delimiter=';;', wanted one ASCII character"),
+        (b"a,b\n1,2\n", ["--names", "x"], "line 1: got 2 columns"),
+    ],
+)
+def test_errors_of_csv_are_one_line_and_leave_nothing(colonnade, tmp_path, text, options, words):
+    (tmp_path / "in.csv").write_bytes(text)
+    status, _, said = colonnade("csv", tmp_path / "in.csv", tmp_path / "out.parquet", *options)
+    assert status == 2 and said.startswith("error: ") and said.count("\n") == 1 and words in said, (
+        said
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
 
 
 def test_the_command_writes_once_and_says_so(colonnade, tmp_path):

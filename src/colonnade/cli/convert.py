@@ -13,7 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from colonnade.data.convert import (
     ROWS_PER_GROUP,
     Conversion,
+    check_target,
     open_criteo_conversion,
+    open_csv_conversion,
     write_parquet,
 )
 
@@ -42,21 +44,63 @@ def criteo(
     force: Force = False,
 ) -> None:
     """Criteo display-ads text: columns label, I1 .. I13 (empty = null), C1 .. C26 (integers; empty = 4294967296)."""
+    check_target(source, target, overwrite=force)
     run(open_criteo_conversion(source), target, rows_per_group, force)
+
+
+@app.command()
+def csv(
+    source: Annotated[Path, typer.Argument(help="A delimited text file.", metavar="SRC")],
+    target: Target,
+    delimiter: Annotated[
+        str | None,
+        typer.Option(help="One character; default: tab for .tsv and .tab, else a comma."),
+    ] = None,
+    quote: Annotated[
+        str, typer.Option(help="Around fields that hold delimiters or newlines; '' for none.")
+    ] = '"',
+    names: Annotated[
+        str | None,
+        typer.Option(help="Columns' names, separated by commas, where the file has no header."),
+    ] = None,
+    null: Annotated[
+        list[str] | None,
+        typer.Option(help="A text that is a missing value, such as NA. Repeatable."),
+    ] = None,
+    rows_per_group: RowsPerGroup = ROWS_PER_GROUP,
+    force: Force = False,
+) -> None:
+    """CSV: every column as integers, numbers or text, whichever holds all its values unchanged; empty = null."""
+    check_target(source, target, overwrite=force)
+    with Progress(*COLUMNS, console=Console(highlight=False), transient=True) as progress:
+        task = progress.add_task("reading")
+        conversion = open_csv_conversion(
+            source,
+            delimiter=TAB.get(delimiter or "", delimiter),
+            quote=quote or None,
+            names=None if names is None else names.split(","),
+            null_values=null or (),
+            on_rows=lambda rows, total: progress.update(task, advance=rows, total=total),
+        )
+    run(conversion, target, rows_per_group, force)
+
+
+TAB = {"\\t": "\t", "tab": "\t"}
+"""How one types it."""
+COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TextColumn("rows"),
+    TimeRemainingColumn(),
+)
 
 
 def run(conversion: Conversion, target: Path, rows_per_group: int, force: bool) -> None:
     """Write it under a progress bar, and say what came of it."""
     console = Console(highlight=False)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rows"),
-        TimeRemainingColumn(),
-    )
     started = time.perf_counter()
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*COLUMNS, console=console, transient=True) as progress:
         task = progress.add_task(target.name, total=conversion.num_rows)
         write_parquet(
             conversion,
