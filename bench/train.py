@@ -45,6 +45,7 @@ from harness import (
 )
 from rich.console import Console
 from rich.table import Table
+from tables import around
 from workers.loop import PHASES, Case
 
 import colonnade
@@ -114,6 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for system, done in blocks.items():
                 measured += cases_of(name + SPARSE_ONLY * sparse_only, system, done)
 
+        config = around.config_of(BATCH_SIZE, BOTTOM, TOP, MAX_CARDINALITY)
+        measured += around.measure(
+            Path(folder), rows, config, rounds=rounds, num_threads=os.cpu_count() or 1
+        )
+
     result = report(
         "train",
         version=colonnade.__version__,
@@ -121,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             threads=os.cpu_count(), others_share=round(others_share(before), 2), versions=versions
         ),
         measured=measured,
-        ratios=ratios_of(measured),
+        ratios=ratios_of(measured) | around.ratios_of(measured),
     )
     if options.json:
         write_report(options.json, result)
@@ -221,7 +227,7 @@ def print_result(console: Console, measured: Sequence[Measured], result: dict) -
     for heading in ("case", "system", "samples/s", "spread", "ms", *PHASES, "loss"):
         table.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
     for m in measured:
-        if m.unit != "samples/s":
+        if m.unit != "samples/s" or m.case == "around a step":
             continue
         spread = (max(m.values) - min(m.values)) / m.median
         phases = [found[f"{m.case} {phase}", m.system].median for phase in PHASES]
@@ -245,6 +251,11 @@ def print_result(console: Console, measured: Sequence[Measured], result: dict) -
     for model in OTHER_MODELS:
         if f"samples_vs_torch_{model}" in ratios:
             console.print(f"samples_vs_torch_{model}: {ratios[f'samples_vs_torch_{model}']:.2f}")
+    rates = [m for m in measured if m.case == "around a step"]
+    console.print("  ".join(f"{m.system}: {m.median:,.0f} samples/s" for m in rates))
+    for name in around.RATIOS:
+        if name in ratios:
+            console.print(f"{name}: {ratios[name]:.3f}")
     print_machine(console, result)
 
 

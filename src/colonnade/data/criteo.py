@@ -214,6 +214,22 @@ def parse(
     if num_lines == 0:
         empty = np.zeros((0, 1), np.float32), np.zeros((0, 13), np.float32)
         return *empty, np.zeros((len(CATEGORIES), 0), np.int64)
+    table, ids = parse_columns(lines, num_lines, path=path, first_line=first_line)
+    counts = np.stack([pc.fill_null(table.column(i), 0).to_numpy() for i in range(1, 14)], axis=1)
+    return (
+        table.column(0).to_numpy().astype(np.float32).reshape(-1, 1),
+        np.log1p(np.maximum(counts, 0)).astype(np.float32),
+        ids,
+    )
+
+
+def parse_columns(
+    lines: bytes, num_lines: int, *, path: Path, first_line: int
+) -> tuple[pa.Table, NDArray[np.int64]]:
+    """`num_lines` (1 or more) whole lines -> label (0 or 1) and I1 .. I13 as int64 with nulls, ids (26, B).
+
+    The categories' columns of the table are the fields as they stand. Raises DataError at the first field at fault.
+    """
     try:
         table = pyarrow.csv.read_csv(
             pa.BufferReader(lines),
@@ -234,16 +250,11 @@ def parse(
     label = table.column(0)
     if label.null_count or not np.isin(label.to_numpy(), (0, 1)).all():
         _raise_fault(lines, path, first_line, "a label that is neither 0 nor 1")
-    counts = np.stack([pc.fill_null(table.column(i), 0).to_numpy() for i in range(1, 14)], axis=1)
     ids = np.empty((len(CATEGORIES), num_lines), dtype=np.int64)
     for i in range(len(CATEGORIES)):
         if not _hex_ids(table.column(14 + i), out=ids[i]):
             _raise_fault(lines, path, first_line, f"column {CATEGORIES[i]} is not hexadecimal")
-    return (
-        label.to_numpy().astype(np.float32).reshape(-1, 1),
-        np.log1p(np.maximum(counts, 0)).astype(np.float32),
-        ids,
-    )
+    return table, ids
 
 
 def _hex_ids(column: pa.ChunkedArray, out: NDArray[np.int64]) -> bool:

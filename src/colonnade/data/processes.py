@@ -6,7 +6,9 @@ and ends the processes with this one.
 
 Processes are spawned: a script that trains must start its work under `if __name__ == "__main__":`, as for every
 use of multiprocessing. They start with each epoch, which takes a second or two, so they are for epochs that are
-longer than that, and for sources whose reading is slower than training.
+longer than that, and for sources whose reading is slower than training. Several pay where a source begins anywhere
+at no cost (text, the generator); a Parquet file is better read by one with threads of its own, because each run
+begins inside a row group.
 """
 
 from __future__ import annotations
@@ -127,14 +129,18 @@ class _Runs(IterableDataset):
         process = get_worker_info()
         assert process is not None
         first, stride = self.start.step + process.id * self.steps, process.num_workers * self.steps
+        read: Iterator[Batch] | None = None
         while True:
-            at = Position(self.start.epoch, first)
             batches: list[Batch] = []
             error = None
             try:
-                read = self.source.batches(
-                    self.batch_size, rank=self.rank, num_ranks=self.num_ranks, start=at
-                )
+                if read is None or stride > self.steps:
+                    read = self.source.batches(
+                        self.batch_size,
+                        rank=self.rank,
+                        num_ranks=self.num_ranks,
+                        start=Position(self.start.epoch, first),
+                    )
                 for batch in islice(read, self.steps):
                     batches.append(batch)
             except Exception as problem:
