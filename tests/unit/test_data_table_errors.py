@@ -404,8 +404,11 @@ def test_paths_at_fault(kind, tmp_path):
     assert "no such file or folder" in fault(kind, tmp_path / "no", NUMBER)
     assert "no file matches this pattern" in fault(kind, tmp_path / "*.x", NUMBER)
     assert f"a folder without a file that ends in .{kind}" in fault(kind, tmp_path, NUMBER)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="path"):
         open_source(kind)
+    assert "got an empty list of paths" in fault(kind, [], NUMBER)
+    assert "got path=[1], wanted a file, a folder" in fault(kind, [1], NUMBER)
+    assert "got path=7, wanted a file, a folder" in fault(kind, 7, NUMBER)
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])

@@ -316,13 +316,22 @@ def test_files_are_read_in_natural_order(tmp_path, kind):
 
 def test_days_are_files_or_folders_in_order(tmp_path, kind):
     parts = cut(samples(60), 4)
-    for name, rows in zip(("day_1/a", "day_1/b", "day_2/a", "day_10"), parts, strict=True):
+    for name, rows in zip(("day_1/a", "day_1/b", "day_2/c/a", "day_10"), parts, strict=True):
         WRITE[kind](tmp_path / f"{name}.{kind}", rows)
-    splits = open_source(kind, tmp_path, schema=DECLARATION, days=True)
+    (tmp_path / "day_3").mkdir()
     sizes = [len(rows) for rows in parts]
-    expected = [sizes[0] + sizes[1], sizes[2], sizes[3]]
-    assert [day.num_samples for day in splits.days] == expected
-    assert [row for day in splits.days for row in order_of(day)] == list(range(60))
+    folders = [sizes[0] + sizes[1], sizes[2], sizes[3]]
+    expected = {
+        str(tmp_path): folders,
+        str(tmp_path / "day_*"): folders,
+        str(tmp_path / "**" / f"*.{kind}"): sizes,
+        (tmp_path / "day_1", str(tmp_path / f"day_10.{kind}")): [folders[0], sizes[3]],
+    }
+    for path, counts in expected.items():
+        splits = open_source(kind, path, schema=DECLARATION, days=True)
+        assert [day.num_samples for day in splits.days] == counts
+        read = [row for day in splits.days for row in order_of(day)]
+        assert read == order_of(splits.train) == sorted(read)
 
 
 def test_the_last_samples_are_held_out(tmp_path, kind):

@@ -30,7 +30,7 @@ from colonnade.data.fields import (
     Weight,
 )
 from colonnade.data.fields import Sequence as SequenceField
-from colonnade.data.files import Files, bind_files, find_files
+from colonnade.data.files import Files, bind_files, find_days, find_files
 from colonnade.data.infer import infer
 from colonnade.data.lines import excerpt, field_error
 from colonnade.data.parquet import one_array
@@ -84,7 +84,8 @@ def open_csv(
         threads=threads,
     )
     dialect = build_dialect(delimiter, quote, names, null_values)
-    tables = [open_text(file, dialect) for file in find_files(path, ENDINGS)]
+    days_of_files = find_days(path, ENDINGS)
+    tables = [open_text(file, dialect) for day in days_of_files for file in day]
     if schema is None:
         declaration = infer_csv(tables, label)
     elif label is not None:
@@ -102,7 +103,7 @@ def open_csv(
         else bind([open_text(file, dialect) for file in find_files(each, ENDINGS)], split_by=None)
         for each in (validation, test)
     ]
-    return how.split(files, path if isinstance(path, str | Path) else str(tables[0].path), *others)
+    return how.split(files, days_of_files, *others)
 
 
 @dataclass(frozen=True, slots=True)
