@@ -33,7 +33,8 @@ class Share:
 
     def rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """Which samples, in order. `keys` (S,): `Chunk.part`."""
-        place = mix64(keys.astype(np.uint64) + np.uint64(stream_key(SPLIT_KEY))) * 2.0**-64
+        words = mix64(keys.astype(np.uint64) + np.uint64(stream_key(SPLIT_KEY)))
+        place = (words >> np.uint64(11)) * 2.0**-53  # exact, so never 1: no sample falls out
         return np.flatnonzero((place >= self.low) & (place < self.high))
 
 
