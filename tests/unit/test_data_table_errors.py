@@ -300,6 +300,16 @@ PARQUET = {
         [Category("a", cardinality=3)],
         "row 0, column a: got 'x', wanted an integer",
     ),
+    "fractions for integers": (
+        {"a": [None, 1.0, 1.5]},
+        COUNT,
+        "row 2, column a: got 1.5, wanted an integer of 64 bits",
+    ),
+    "infinite for integers": (
+        {"a": [1.0, float("inf")]},
+        COUNT,
+        "row 1, column a: got inf, wanted",
+    ),
     "null": ({"a": [1.0, None]}, [Number("a")], "row 1, column a: got nothing, wanted a number"),
     "NaN": (
         {"a": [1.0, float("nan")]},
@@ -361,12 +371,13 @@ PARQUET = {
 }
 
 
+@pytest.mark.parametrize("row_group_size", [1, 100])
 @pytest.mark.parametrize("name", PARQUET)
-def test_parquet_at_fault(name, tmp_path):
+def test_parquet_at_fault(name, row_group_size, tmp_path):
     columns, schema, said = PARQUET[name]
     path = tmp_path / "a.parquet"
-    # One row to a group: rows are counted through the file.
-    pq.write_table(pa.table(columns), path, row_group_size=1)
+    # Rows are counted through the file, whatever the groups.
+    pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
     message = fault("parquet", path, schema)
     assert message.startswith(str(path)) and said in message, message
 

@@ -244,6 +244,31 @@ def test_columns_with_a_dot_in_their_names(tmp_path):
     assert batch.ids["c"].values.tolist() == [hash_text(b"x"), hash_text(b"y")]
 
 
+def test_whole_floats_are_ids_where_the_schema_says_integers(tmp_path):
+    """What pandas makes of integers with missing values."""
+    columns = {"a": [1.0, None, float("nan"), -3.0], "b": [[2.0], [], None, [None, 5.0]]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    schema = [Category("a", dtype="integer"), Bag("b", cardinality=9)]
+    (batch,) = open_source("parquet", tmp_path, schema=schema).train.batches(9)
+    assert batch.ids["a"].values.tolist() == [1, MISSING_ID, MISSING_ID, -3]
+    assert listed(batch.ids["b"]) == [[2], [], [], [9, 5]]
+
+
+def test_labels_that_are_true_and_false(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("label,vip,x\ntrue,true,1.5\nFalse,false,2.5\nTRUE,,4.5\n")
+    (batch,) = open_source("csv", path).train.batches(9)
+    assert batch.label.flatten().tolist() == [1, 0, 1]
+    ids = batch.ids["vip"].values.tolist()
+    assert ids == [hash_text(b"true"), hash_text(b"false"), MISSING_ID]
+    path.write_text("label,x\ntrue,1.5\n 0 ,2.5\n0.25,2.5\n,0\n")
+    schema = [Label("label", missing="unknown"), Number("x")]
+    (batch,) = open_source("csv", path, schema=schema).train.batches(9)
+    torch.testing.assert_close(
+        batch.label.flatten(), torch.tensor([1, 0, 0.25, math.nan]), equal_nan=True
+    )
+
+
 def test_an_unsigned_id_beyond_63_bits_wraps(tmp_path):
     pq.write_table(pa.table({"a": pa.array([2**64 - 1, 2**63], pa.uint64())}), tmp_path / "a.pq")
     (batch,) = open_source("parquet", tmp_path / "a.pq", schema=[Category("a")]).train.batches(9)
