@@ -300,6 +300,16 @@ PARQUET = {
         [Category("a", cardinality=3)],
         "row 0, column a: got 'x', wanted an integer",
     ),
+    "fractions for integers": (
+        {"a": [None, 1.0, 1.5]},
+        COUNT,
+        "row 2, column a: got 1.5, wanted an integer of 64 bits",
+    ),
+    "infinite for integers": (
+        {"a": [1.0, float("inf")]},
+        COUNT,
+        "row 1, column a: got inf, wanted",
+    ),
     "null": ({"a": [1.0, None]}, [Number("a")], "row 1, column a: got nothing, wanted a number"),
     "NaN": (
         {"a": [1.0, float("nan")]},
@@ -361,12 +371,13 @@ PARQUET = {
 }
 
 
+@pytest.mark.parametrize("row_group_size", [1, 100])
 @pytest.mark.parametrize("name", PARQUET)
-def test_parquet_at_fault(name, tmp_path):
+def test_parquet_at_fault(name, row_group_size, tmp_path):
     columns, schema, said = PARQUET[name]
     path = tmp_path / "a.parquet"
-    # One row to a group: rows are counted through the file.
-    pq.write_table(pa.table(columns), path, row_group_size=1)
+    # Rows are counted through the file, whatever the groups.
+    pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
     message = fault("parquet", path, schema)
     assert message.startswith(str(path)) and said in message, message
 
@@ -404,8 +415,11 @@ def test_paths_at_fault(kind, tmp_path):
     assert "no such file or folder" in fault(kind, tmp_path / "no", NUMBER)
     assert "no file matches this pattern" in fault(kind, tmp_path / "*.x", NUMBER)
     assert f"a folder without a file that ends in .{kind}" in fault(kind, tmp_path, NUMBER)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="path"):
         open_source(kind)
+    assert "got an empty list of paths" in fault(kind, [], NUMBER)
+    assert "got path=[1], wanted a file, a folder" in fault(kind, [1], NUMBER)
+    assert "got path=7, wanted a file, a folder" in fault(kind, 7, NUMBER)
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])

@@ -244,6 +244,31 @@ def test_columns_with_a_dot_in_their_names(tmp_path):
     assert batch.ids["c"].values.tolist() == [hash_text(b"x"), hash_text(b"y")]
 
 
+def test_whole_floats_are_ids_where_the_schema_says_integers(tmp_path):
+    """What pandas makes of integers with missing values."""
+    columns = {"a": [1.0, None, float("nan"), -3.0], "b": [[2.0], [], None, [None, 5.0]]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    schema = [Category("a", dtype="integer"), Bag("b", cardinality=9)]
+    (batch,) = open_source("parquet", tmp_path, schema=schema).train.batches(9)
+    assert batch.ids["a"].values.tolist() == [1, MISSING_ID, MISSING_ID, -3]
+    assert listed(batch.ids["b"]) == [[2], [], [], [9, 5]]
+
+
+def test_labels_that_are_true_and_false(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("label,vip,x\ntrue,true,1.5\nFalse,false,2.5\nTRUE,,4.5\n")
+    (batch,) = open_source("csv", path).train.batches(9)
+    assert batch.label.flatten().tolist() == [1, 0, 1]
+    ids = batch.ids["vip"].values.tolist()
+    assert ids == [hash_text(b"true"), hash_text(b"false"), MISSING_ID]
+    path.write_text("label,x\ntrue,1.5\n 0 ,2.5\n0.25,2.5\n,0\n")
+    schema = [Label("label", missing="unknown"), Number("x")]
+    (batch,) = open_source("csv", path, schema=schema).train.batches(9)
+    torch.testing.assert_close(
+        batch.label.flatten(), torch.tensor([1, 0, 0.25, math.nan]), equal_nan=True
+    )
+
+
 def test_an_unsigned_id_beyond_63_bits_wraps(tmp_path):
     pq.write_table(pa.table({"a": pa.array([2**64 - 1, 2**63], pa.uint64())}), tmp_path / "a.pq")
     (batch,) = open_source("parquet", tmp_path / "a.pq", schema=[Category("a")]).train.batches(9)
@@ -316,13 +341,22 @@ def test_files_are_read_in_natural_order(tmp_path, kind):
 
 def test_days_are_files_or_folders_in_order(tmp_path, kind):
     parts = cut(samples(60), 4)
-    for name, rows in zip(("day_1/a", "day_1/b", "day_2/a", "day_10"), parts, strict=True):
+    for name, rows in zip(("day_1/a", "day_1/b", "day_2/c/a", "day_10"), parts, strict=True):
         WRITE[kind](tmp_path / f"{name}.{kind}", rows)
-    splits = open_source(kind, tmp_path, schema=DECLARATION, days=True)
+    (tmp_path / "day_3").mkdir()
     sizes = [len(rows) for rows in parts]
-    expected = [sizes[0] + sizes[1], sizes[2], sizes[3]]
-    assert [day.num_samples for day in splits.days] == expected
-    assert [row for day in splits.days for row in order_of(day)] == list(range(60))
+    folders = [sizes[0] + sizes[1], sizes[2], sizes[3]]
+    expected = {
+        str(tmp_path): folders,
+        str(tmp_path / "day_*"): folders,
+        str(tmp_path / "**" / f"*.{kind}"): sizes,
+        (tmp_path / "day_1", str(tmp_path / f"day_10.{kind}")): [folders[0], sizes[3]],
+    }
+    for path, counts in expected.items():
+        splits = open_source(kind, path, schema=DECLARATION, days=True)
+        assert [day.num_samples for day in splits.days] == counts
+        read = [row for day in splits.days for row in order_of(day)]
+        assert read == order_of(splits.train) == sorted(read)
 
 
 def test_the_last_samples_are_held_out(tmp_path, kind):

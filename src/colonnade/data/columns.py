@@ -112,7 +112,11 @@ def _wanted(field: Field, kind: pa.DataType) -> tuple[str, str]:
         return "", ""  # all lists are empty
     holds = dtype_in(kind)
     if holds is None:
-        return "text or integers", "Numbers with fractions become ids with a bucket field"
+        values = kind.value_type if is_list(kind) else kind
+        if pa.types.is_floating(values) and field.dtype == "integer":
+            return "", ""  # each is checked to be whole
+        fix = "Numbers become ids with a bucket field or, if all are whole, with `dtype: integer`"
+        return "text or integers", fix
     if holds == "integer" and field.dtype == "text":
         return "text", "Declare `dtype: integer`, or convert the column"
     return "", ""

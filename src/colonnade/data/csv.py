@@ -30,8 +30,8 @@ from colonnade.data.fields import (
     Weight,
 )
 from colonnade.data.fields import Sequence as SequenceField
-from colonnade.data.files import Files, bind_files, find_files
-from colonnade.data.infer import infer
+from colonnade.data.files import Files, bind_files, find_days, find_files
+from colonnade.data.infer import infer, label_of
 from colonnade.data.lines import excerpt, field_error
 from colonnade.data.parquet import one_array
 from colonnade.data.tabular import Splitting
@@ -84,7 +84,8 @@ def open_csv(
         threads=threads,
     )
     dialect = build_dialect(delimiter, quote, names, null_values)
-    tables = [open_text(file, dialect) for file in find_files(path, ENDINGS)]
+    days_of_files = find_days(path, ENDINGS)
+    tables = [open_text(file, dialect) for day in days_of_files for file in day]
     if schema is None:
         declaration = infer_csv(tables, label)
     elif label is not None:
@@ -102,7 +103,7 @@ def open_csv(
         else bind([open_text(file, dialect) for file in find_files(each, ENDINGS)], split_by=None)
         for each in (validation, test)
     ]
-    return how.split(files, path if isinstance(path, str | Path) else str(tables[0].path), *others)
+    return how.split(files, days_of_files, *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +155,10 @@ def text_types(declaration: Declaration) -> dict[str, pa.DataType]:
     for field in declaration.fields:
         for column in field.columns:
             kinds = wanted.setdefault(column, set())
-            if isinstance(field, Number | Bucket | Label | Weight):
+            if isinstance(field, Number | Bucket | Weight):
                 kinds.add("number")
+            elif isinstance(field, Label):
+                kinds.add("text")  # numbers, or true and false
             elif isinstance(field, Bag | SequenceField):
                 kinds.add("text")  # of which the elements are parsed
             elif isinstance(field, Category | Group | Key):
@@ -396,4 +399,13 @@ def infer_csv(tables: Sequence[CsvTable], label: str | None) -> Declaration:
         )
     refuse_repeated(first.path, first.names)
     table = first.parse(first.rows.read(0), 0, None, {})
-    return infer(first.path, {name: one_array(table.column(name)) for name in first.names}, label)
+    columns = {name: one_array(table.column(name)) for name in first.names}
+    # pyarrow sees true and false; a field that is no label reads them as text.
+    labels = [label_of(columns, label)]
+    columns = {
+        name: array.cast(pa.string())
+        if pa.types.is_boolean(array.type) and name not in labels
+        else array
+        for name, array in columns.items()
+    }
+    return infer(first.path, columns, label)

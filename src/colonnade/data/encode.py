@@ -163,6 +163,10 @@ def _parse(field: Field, array: pa.Array, kind: pa.DataType, wanted: str) -> pa.
     """Texts -> numbers; an empty text is missing."""
     array = pc.utf8_trim_whitespace(array.cast(pa.string()))
     array = pc.if_else(pc.equal(array, ""), None, array)
+    if isinstance(field, Label):
+        lower = pc.utf8_lower(array)
+        for word, number in (("true", "1"), ("false", "0")):
+            array = pc.if_else(pc.equal(lower, word), number, array)
     try:
         return array.cast(kind)
     except pa.ArrowInvalid:
@@ -203,8 +207,7 @@ def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
     """(S,) rows or open ids of single values, or (E,) of a list's elements."""
     if pa.types.is_dictionary(array.type):
         return _encode_dictionary(field, array)
-    if field.dtype == "integer" and is_text(array.type):
-        array = _parse(field, array, pa.int64(), "an integer")
+    array = _as_integers(field, array)
     missing = _is_missing(array)
     if missing is not None and field.missing == "error":
         raise _missing_fault(field, int(missing.argmax()))
@@ -227,6 +230,22 @@ def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
     if missing is not None:
         ids[missing] = missing_id
     return ids if field.rows is None else rows_of(ids, field.rows)
+
+
+def _as_integers(field: Category | Bag | Sequence | Group | Key, array: pa.Array) -> pa.Array:
+    """Where the schema says integers: texts that spell them, and floats that are whole, as pandas makes them."""
+    if field.dtype == "integer" and is_text(array.type):
+        return _parse(field, array, pa.int64(), "an integer")
+    if pa.types.is_floating(array.type):
+        array = pc.if_else(pc.is_nan(array), None, array)
+        try:
+            return array.cast(pa.int64())
+        except pa.ArrowInvalid:
+            x = array.to_numpy(zero_copy_only=False)
+            bad = ~np.isnan(x) & ((x != np.round(x)) | (np.abs(x) >= 2.0**63))
+            row = int(bad.argmax())
+            raise Fault(row, field.column, f"{x[row]:g}", "an integer of 64 bits") from None
+    return array
 
 
 def _encode_dictionary(field: Category | Bag | Sequence, array: pa.DictionaryArray) -> Longs:
@@ -360,8 +379,7 @@ def encode_name(field: Group | Key, array: pa.Array) -> Longs:
     """(S,) ids; none may be missing."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    if field.dtype == "integer" and is_text(array.type):
-        array = _parse(field, array, pa.int64(), "an integer")
+    array = _as_integers(field, array)
     missing = _is_missing(array)
     if missing is not None:
         raise Fault(int(missing.argmax()), field.column, "nothing", "a value")

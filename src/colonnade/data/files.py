@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from colonnade.data.chunk import Chunk, Longs
 from colonnade.data.declaration import Declaration
 from colonnade.data.encode import Fault, encode, encode_part
-from colonnade.errors import DataError
+from colonnade.errors import ConfigError, DataError
 
 T = TypeVar("T")
 
@@ -103,53 +103,71 @@ def bind_files(
 
 
 def find_files(path: str | Path | Sequence[str | Path], endings: tuple[str, ...]) -> list[Path]:
-    """The files of a data set in natural order. Raises DataError where there are none.
+    """The files of a data set, in order: those of `find_days`."""
+    return [file for day in find_days(path, endings) for file in day]
 
-    `path`: a file (of any name), a folder (all files below it with one of `endings`; names that begin with
-    . or _ are left out, as Spark and Hive do), a pattern such as "day_*.parquet", or several of these.
+
+def find_days(
+    path: str | Path | Sequence[str | Path], endings: tuple[str, ...]
+) -> list[list[Path]]:
+    """The files of a data set, day by day, in natural order. Raises DataError where there are none.
+
+    path                          days
+    a file, of any name           it
+    a folder                      every file right below it, and every folder right below it with all its files
+    a pattern, "day_*.parquet"    everything that matches: a file, or a folder with all its files
+    several of these              each of them
+
+    In folders, files that end in none of `endings` are left out, and names that begin with . or _, as Spark and
+    Hive leave them out.
     """
     if not isinstance(path, str | Path):
-        return [file for each in path for file in find_files(each, endings)]
+        if not isinstance(path, Sequence) or not all(isinstance(p, str | Path) for p in path):
+            raise ConfigError(
+                f"got path={path!r}, wanted a file, a folder, a pattern, or a list of these"
+            )
+        if not path:
+            raise ConfigError("got an empty list of paths, wanted at least one")
+        return [[file for day in find_days(each, endings) for file in day] for each in path]
     given = Path(path).expanduser()
     if given.is_file():
-        return [given]
+        return [[given]]
     if given.is_dir():
-        found = [
-            file
-            for file in given.rglob("*")
-            if file.name.lower().endswith(endings)
-            and file.is_file()
-            and not any(part[0] in "._" for part in file.relative_to(given).parts)
+        days = [
+            [child] if child.is_file() else _files_below(child, endings)
+            for child in sorted(given.iterdir(), key=natural)
+            if child.is_dir() or child.name.lower().endswith(endings)
+            if child.name[0] not in "._"
         ]
-        if not found:
+        days = [day for day in days if day]
+        if not days:
             raise DataError(
                 f"{given}: got a folder without a file that ends in {' or '.join(endings)}, "
                 "wanted at least one. Name the folder that holds them"
             )
-        return sorted(found, key=natural)
+        return days
     if glob.has_magic(str(given)):
-        matches = [Path(match) for match in glob.glob(str(given), recursive=True)]
-        if matches:
-            matches.sort(key=natural)
-            return [file for match in matches for file in find_files(match, endings)]
-        raise DataError(f"{given}: no file matches this pattern. Check the path")
+        matches = sorted(map(Path, glob.glob(str(given), recursive=True)), key=natural)
+        days = [[m] if m.is_file() else _files_below(m, endings) for m in matches]
+        days = [day for day in days if day]
+        if not days:
+            raise DataError(f"{given}: no file matches this pattern. Check the path")
+        return days
     raise DataError(f"{given}: no such file or folder. Check the path given with --path")
+
+
+def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
+    found = [
+        file
+        for file in folder.rglob("*")
+        if file.name.lower().endswith(endings)
+        and file.is_file()
+        and not any(part[0] in "._" for part in file.relative_to(folder).parts)
+    ]
+    return sorted(found, key=natural)
 
 
 def natural(path: Path) -> list[tuple[int, str]]:
     """A key to sort by under which day_2 comes before day_10."""
     parts = re.split(r"(\d+)", str(path))
     return [(int(part), part) if i % 2 else (0, part) for i, part in enumerate(parts)]
-
-
-def days_of(files: Sequence[TableFile], root: str | Path) -> list[tuple[int, int]]:
-    """Runs [begin, end) of files that are one day each: a file that lies right under `root`, or a folder's files."""
-    base = (
-        Path(root).expanduser() if not isinstance(root, Sequence) or isinstance(root, str) else None
-    )
-    names = []
-    for file in files:
-        inside = base is not None and base.is_dir() and file.path.is_relative_to(base)
-        names.append(file.path.relative_to(base).parts[0] if inside and base else str(file.path))
-    starts = [i for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
-    return list(zip(starts, [*starts[1:], len(names)], strict=True))

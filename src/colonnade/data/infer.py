@@ -33,8 +33,7 @@ def infer(path: Path, columns: Mapping[str, pa.Array], label: str | None) -> Dec
     Raises ConfigError where no column is the label, or its values are not from 0 to 1.
     """
     if label is None:
-        by_name = {name.lower(): name for name in reversed(list(columns))}
-        label = next((by_name[name] for name in LABELS if name in by_name), None)
+        label = label_of(columns, None)
         if label is None:
             raise ConfigError(
                 f"{path}: got no column named {', '.join(LABELS)}, wanted to know the label. Say which column it is "
@@ -51,6 +50,12 @@ def infer(path: Path, columns: Mapping[str, pa.Array], label: str | None) -> Dec
             if field is not None:
                 fields.append(field)
     return Declaration(tuple(fields))
+
+
+def label_of(columns: Mapping[str, pa.Array], label: str | None) -> str | None:
+    """The column that is the label: the one named, or the first of LABELS that is there."""
+    by_name = {name.lower(): name for name in reversed(list(columns))}
+    return label or next((by_name[name] for name in LABELS if name in by_name), None)
 
 
 def _label(path: Path, name: str, array: pa.Array) -> Label:

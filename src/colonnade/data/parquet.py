@@ -17,7 +17,7 @@ from colonnade.data.contract import Splits
 from colonnade.data.declaration import Declaration, load_declaration
 from colonnade.data.encode import dtype_in
 from colonnade.data.fields import Dtype
-from colonnade.data.files import Files, bind_files, find_files
+from colonnade.data.files import Files, bind_files, find_days, find_files
 from colonnade.data.infer import infer
 from colonnade.data.tabular import Splitting
 from colonnade.errors import ConfigError, DataError
@@ -49,7 +49,7 @@ def open_parquet(
     validation_fraction, test_fraction
                          else, this share: the last samples in the order of the files (test after validation) or,
     split_by             a column: all samples of one value of it together, by its hash. Read once at opening
-    days                 True: every file, or folder right below `path`, is a day of Splits.days
+    days                 True: Splits.days has a source for every file or folder right below `path`, or that matches
     shuffle_window       samples; 0: in the order of the files. Else an order per epoch from `seed`: row groups are
                          shuffled, put together into windows of about so many samples, and these permuted
     threads              read so many row groups at a time
@@ -66,7 +66,8 @@ def open_parquet(
         seed=seed,
         threads=threads,
     )
-    files = [open_table(file) for file in find_files(path, ENDINGS)]
+    days_of_files = find_days(path, ENDINGS)
+    files = [open_table(file) for day in days_of_files for file in day]
     if schema is None:
         declaration = infer_parquet(files, label)
     elif label is not None:
@@ -81,7 +82,7 @@ def open_parquet(
         for each in (validation, test)
     ]
     chosen = bind_files(declaration, files, split_by)
-    return how.split(chosen, path if isinstance(path, str | Path) else str(files[0].path), *others)
+    return how.split(chosen, days_of_files, *others)
 
 
 def _files(paths: list[Path], declaration: Declaration) -> Files:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from colonnade.data.chunk import Chunk, join
 from colonnade.data.contract import START, Position, Schema, Splits, spans
 from colonnade.data.counter import mix64, stream_key
 from colonnade.data.declaration import Declaration
-from colonnade.data.files import Files, days_of
+from colonnade.data.files import Files
 from colonnade.data.window import Windows, windows
 from colonnade.errors import ConfigError
 
@@ -32,7 +33,8 @@ class Share:
 
     def rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """Which samples, in order. `keys` (S,): `Chunk.part`."""
-        place = mix64(keys.astype(np.uint64) + np.uint64(stream_key(SPLIT_KEY))) * 2.0**-64
+        words = mix64(keys.astype(np.uint64) + np.uint64(stream_key(SPLIT_KEY)))
+        place = (words >> np.uint64(11)) * 2.0**-53  # exact, so never 1: no sample falls out
         return np.flatnonzero((place >= self.low) & (place < self.high))
 
 
@@ -176,21 +178,22 @@ class Splitting:
     def split(
         self,
         files: Files,
-        root: str | Path,
+        days: Sequence[Sequence[Path]],
         validation: Files | None,
         test: Files | None,
     ) -> Splits:
-        """`validation`, `test`: files of their own, which the fractions then do not provide."""
+        """`days`: the files, day by day. `validation`, `test`: files of their own, beside the fractions."""
         source = _Parts(files, self)
         total = source.total
         held = None if validation is None else self.whole(validation)
         tested = None if test is None else self.whole(test)
-        days: tuple[TableSource, ...] = ()
+        by_day: tuple[TableSource, ...] = ()
         if self.days:
             ends = np.concatenate([[0], np.cumsum(files.lengths)])[files.bounds]
-            days = tuple(
-                source.run(int(ends[a]), int(ends[b]), shuffled=True)
-                for a, b in days_of(files.files, root)
+            ends = ends[np.cumsum([0, *map(len, days)])]
+            by_day = tuple(
+                source.run(int(begin), int(end), shuffled=True)
+                for begin, end in itertools.pairwise(ends)
             )
         if self.split_by is not None:
             middle = 1 - self.test_fraction
@@ -205,13 +208,13 @@ class Splitting:
             testing = source.run(stop, total)
         if train.num_samples == 0:
             raise ConfigError(
-                f"{root}: the fractions leave no sample to train on, of {total}; hold out less"
+                f"{days[0][0]}: the fractions leave no sample to train on, of {total}; hold out less"
             )
         return Splits(
             train,
             held or (validating if validating.num_samples else None),
             tested or (testing if testing.num_samples else None),
-            days,
+            by_day,
         )
 
 
