@@ -34,32 +34,40 @@ class TwoTower(Retriever):
         features: Sequence[Feature],
         *,
         item_columns: Sequence[str] = ("item",),
+        query_columns: Sequence[str] | None = None,
         num_dense: int = 0,
         log_q: int | None = None,
         top: Sequence[int] = (),
         temperature: float = 0.1,
         seed: int = 0,
     ) -> None:
-        """`item_columns`: features that say which item it is, its id first; the others, and the dense columns but
-        `log_q`, are the query's."""
+        """`item_columns`: features that say which item it is, its id first. `query_columns`: those of the query;
+        default: all others. The dense columns but `log_q` are the query's too. Features of neither are not used."""
         super().__init__()
         names = [feature.name for feature in features]
-        if unknown := [name for name in item_columns if name not in names]:
+        if query_columns is None:
+            query_columns = [name for name in names if name not in item_columns]
+        for what, given in (("item_columns", item_columns), ("query_columns", query_columns)):
+            if unknown := [name for name in given if name not in names]:
+                raise ConfigError(
+                    f"{what} names {unknown[0]!r}; the columns are {', '.join(names)}"
+                )
+            if not given:
+                raise ConfigError(f"two_tower: got no {what}, wanted one at least of {names}")
+        if both := [name for name in query_columns if name in item_columns]:
             raise ConfigError(
-                f"item_columns names {unknown[0]!r}; the columns are {', '.join(names)}"
+                f"query_columns names {both[0]!r}, which item_columns does too; leave it out of one"
             )
-        query_columns = [name for name in names if name not in item_columns]
-        if not query_columns or not item_columns:
-            raise ConfigError(
-                f"got item_columns={list(item_columns)} of {names}; wanted one at least for items, and one for queries"
-            )
+        features = [f for f in features if f.name in item_columns or f.name in query_columns]
+        used = {feature.table for feature in features}
+        tables = [table for table in tables if table.name in used]
         dims = dims_of(tables, features)
         dim = max(dims.values())
         self.embeddings = EmbeddingCollection(
             tables,
             features,
             consumers={
-                "query fields": (Concat(), query_columns),
+                "query fields": (Concat(), list(query_columns)),
                 "item fields": (Concat(), list(item_columns)),
             },
             seed=seed,
