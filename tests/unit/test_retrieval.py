@@ -110,7 +110,7 @@ def pair_batch(size=8, seed=0) -> Batch:
 
 
 def test_two_towers_are_plain_torch():
-    """Loss, gradients of the towers and new rows; softmax over the batch, other samples' same items left out."""
+    """Loss, gradients of the towers and new rows; softmax over the batch, what a sample has taken left out."""
     model, batch = two_tower(), pair_batch()
     user, item, year = (
         model.embeddings.rows(name, torch.arange(rows)).requires_grad_(True)
@@ -135,7 +135,11 @@ def test_two_towers_are_plain_torch():
     )
     vector = tower(torch.cat([item[ids], year[batch.ids["year"].values]], 1), layers[1])
     scores = query @ vector.T / 0.1 - batch.dense[:, 1]
-    other = (ids[:, None] == ids) & ~torch.eye(len(ids), dtype=torch.bool)
+    offsets, past = batch.ids["history"].offsets, batch.ids["history"].values
+    taken = torch.tensor(
+        [[int(i) in past[a:b].tolist() for i in ids] for a, b in zip(offsets, offsets[1:], strict=False)]
+    )  # fmt: skip
+    other = ((ids[:, None] == ids) | taken) & ~torch.eye(len(ids), dtype=torch.bool)
     losses = cross_entropy(scores.masked_fill(other, -math.inf), torch.arange(8), reduction="none")
     wanted = (losses * batch.sample_weight).sum() / batch.sample_weight.sum()
     gradients = torch.autograd.grad(wanted, [*model.parameters(), user, item, year])
@@ -212,7 +216,8 @@ def test_sasrec_is_plain_torch(positions):
         x = nn.functional.layer_norm(x, (6,), model.last.weight, model.last.bias)
         for place in range(end - begin):
             true = int(target.values[begin + place])
-            others = [int(n) for n in negative if int(n) != true]
+            taken = {*history.values[begin:end].tolist(), *target.values[begin:end].tolist()}
+            others = [int(n) for n in negative if int(n) not in taken]
             scores = torch.stack([x[place] @ item[i] for i in [true, *others]])
             losses = losses + batch.sample_weight[s] * -scores.log_softmax(0)[0]
             total += batch.sample_weight[s]

@@ -22,7 +22,8 @@ from colonnade.table import Feature, Table
 
 
 class TwoTower(Retriever):
-    """Vectors of length one. Learns from pairs: the other samples' items, of all ranks, are a sample's negatives.
+    """Vectors of length one. Learns from pairs: the other samples' items, of all ranks, are a sample's negatives, but
+    for those in the query itself (columns that share the item's table: what was taken before).
 
     Those are drawn as often as items occur; where dense column `log_q` says how often (its log), it is taken off the
     scores in training (Bengio and Senecal 2003), so that the model learns what is likely rather than what is unusual.
@@ -73,6 +74,8 @@ class TwoTower(Retriever):
             seed=seed,
         )
         self.item_id, self.log_q, self.temperature = item_columns[0], log_q, temperature
+        of_items = next(feature.table for feature in features if feature.name == self.item_id)
+        self.taken = [f.name for f in features if f.table == of_items and f.name in query_columns]
         self.dense_columns = [column for column in range(num_dense) if column != log_q]
         query_width = sum(dims[name] for name in query_columns) + len(self.dense_columns)
         self.query_tower = mlp([query_width, *top, dim])
@@ -90,10 +93,18 @@ class TwoTower(Retriever):
                 "name its column first in item_columns"
             )
         queries, items = self._vectors(batch)
-        ids = batch.ids[self.item_id].values
+        ids, sample = batch.ids[self.item_id].values, torch.arange(batch.size)
+        taken = [(sample, ids)]
+        for name in self.taken:
+            bag = batch.ids[name]
+            counts = torch.ones_like(sample) if bag.offsets is None else bag.offsets.diff()
+            taken.append((sample.repeat_interleave(counts), bag.values))
+        samples, items_taken = (torch.cat(column) for column in zip(*taken, strict=True))
         log_q = torch.zeros(batch.size) if self.log_q is None else batch.dense[:, self.log_q]
         weight = torch.ones(batch.size) if batch.sample_weight is None else batch.sample_weight
-        return Contrast(queries, items, ids, weight, items, ids, log_q, log_q)
+        return Contrast(
+            queries, items, weight, sample, (samples, items_taken), items, ids, log_q, log_q
+        )
 
     def queries(self, batch: Batch) -> Tensor:
         return self._vectors(self.filled(batch))[0]
