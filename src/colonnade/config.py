@@ -81,7 +81,9 @@ class ModelConfig(Section):
     structure: Literal["parallel", "stacked"] | None = None
     """Whether the MLP stands beside the cross layers or after them (dcnv2)."""
     item_columns: list[str] | None = None
-    """Columns that say which item it is, its id first; the others are the query's (two_tower)."""
+    """Columns that say which item it is, its id first (two_tower); default: item."""
+    query_columns: list[str] | None = None
+    """Columns of who asks (two_tower); default: all that are not the item's."""
     temperature: float | None = Field(None, gt=0)
     """Scores are divided by it before the softmax (two_tower, sasrec)."""
     blocks: int | None = Field(None, ge=1)

@@ -66,7 +66,7 @@ def open_interactions(
     if samples == "pairs":
         history = Column("history", found.num_items, "bag", table="item")
         schema = Schema((LOG_Q,), (*found.columns, history), labels=())
-        train: PairSource | SequenceSource = PairSource(schema, found, max_history, seed)
+        train: PairSource | SequenceSource = PairSource(schema, found, max_history, order, seed)
         catalogue = dict(found.items)
     else:
         names = ("history", "target", "negative")
@@ -89,11 +89,16 @@ def open_interactions(
 @dataclass(frozen=True, slots=True, eq=False)
 class PairSource:
     """A sample per training interaction, in an order per epoch: its user, its item, and as history up to `max_history`
-    others of the user's: those that follow it in the user's list, round to its beginning."""
+    others of the user's: those that follow it in the user's list, round to its beginning.
+
+    order "file": lists are as they stand in the file; "shuffled": in an order per epoch, for data whose files say
+    nothing of time, so that a history is any part of the user's other items.
+    """
 
     schema: Schema
     found: Interactions
     max_history: int
+    order: Literal["shuffled", "file"]
     shuffle_key: int
 
     @property
@@ -105,11 +110,12 @@ class PairSource:
     ) -> Iterator[Batch]:
         blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
         order = _order(self.num_samples, self.shuffle_key, start.epoch)
-        log_shares = self.found.log_shares()
-        return (self._take(order[begin:end], log_shares) for begin, end in blocks)
+        lists, log_shares = self.found.train, self.found.log_shares()
+        if self.order == "shuffled":
+            lists = _shuffled(lists, stream_key(self.shuffle_key, start.epoch, 1))
+        return (self._take(lists, order[begin:end], log_shares) for begin, end in blocks)
 
-    def _take(self, pairs_B: Tensor, log_shares_I: Tensor) -> Batch:
-        bags = self.found.train
+    def _take(self, bags: Ids, pairs_B: Tensor, log_shares_I: Tensor) -> Batch:
         assert bags.offsets is not None
         users_B = torch.searchsorted(bags.offsets, pairs_B, right=True) - 1
         items_B = bags.values[pairs_B]

@@ -17,13 +17,17 @@ from colonnade.models.split import SplitModel
 
 @dataclass(frozen=True, slots=True)
 class Contrast:
-    """What a softmax is taken over: at each position the positive's score against those of the candidates, of all
-    ranks', that are another item."""
+    """What a softmax is taken over: at each position the positive's score against those of all ranks' candidates.
+
+    Items that are known to be the sample's, this position's positive or not, are no candidates of it: they would be
+    wrong negatives, and a model of histories would learn that nothing resembles itself.
+    """
 
     queries: Tensor  # (P, D)
     positives: Tensor  # (P, D)
-    positive_ids: Tensor  # (P,) int64, on the CPU as all that follows
-    weight: Tensor  # (P,)
+    weight: Tensor  # (P,) on the CPU, as all that follows but candidates
+    sample: Tensor  # (P,) int64: whose position it is
+    taken: tuple[Tensor, Tensor]  # (sample, item), (T,) int64 each: its positives among them
     candidates: Tensor  # (M, D)
     candidate_ids: Tensor  # (M,) int64
     positive_log_q: (

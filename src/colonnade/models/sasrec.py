@@ -105,8 +105,9 @@ class SASRec(Retriever):
         return Contrast(
             queries,
             rows["target"].index_select(0, kept.to(queries.device)),
-            target.values[kept],
             weight[sample],
+            sample,
+            (torch.cat([sample, sample]), torch.cat([history.values[kept], target.values[kept]])),
             rows["negative"],
             negative.values,
             torch.zeros(len(kept)),

@@ -73,8 +73,8 @@ def objective_of(model: nn.Module) -> Objective:
 def contrastive_loss(contrast: Contrast, temperature: float, mesh: Mesh) -> Tensor:
     """Collective, and its backward too. This rank's part of the weighted mean over all ranks' positions.
 
-    At each position: -log of the positive's share in the softmax over it and all candidates that are another item.
-    Scores are products over `temperature`, less the log of how often an item is drawn.
+    At each position: -log of the positive's share in the softmax over it and all candidates that its sample has not
+    taken. Scores are products over `temperature`, less the log of how often an item is drawn.
     """
     queries = contrast.queries
     candidates = gather(mesh, contrast.candidates)
@@ -85,8 +85,7 @@ def contrastive_loss(contrast: Contrast, temperature: float, mesh: Mesh) -> Tens
     positive = (queries * contrast.positives).sum(1, keepdim=True) / temperature
     positive = positive - contrast.positive_log_q.to(queries)[:, None]
     others = queries @ candidates.T / temperature - log_q
-    is_same = (contrast.positive_ids[:, None] == ids).to(queries.device)
-    others = others.masked_fill(is_same, float("-inf"))
+    others = others.masked_fill(is_taken(contrast, ids).to(queries.device), float("-inf"))
     losses = torch.cat([positive, others], dim=1).logsumexp(1) - positive[:, 0]
     return (losses * weight).sum() / max(float(total), 1e-12)
 
@@ -116,3 +115,16 @@ def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
         logits_known = logits
     total = binary_cross_entropy_with_logits(logits_known, label, weight=weight, reduction="sum")
     return total / max(batch.world_weight * logits.shape[1], 1e-12)
+
+
+def is_taken(contrast: Contrast, candidate_ids: Tensor) -> Tensor:
+    """candidate_ids (M,) -> (P, M) bool: which of them each position's sample has taken."""
+    samples, items = contrast.taken
+    different, number = torch.unique(candidate_ids, return_inverse=True)
+    num_samples = int(contrast.sample[-1]) + 1 if len(contrast.sample) else 0
+    found = torch.zeros(num_samples, len(different) + 1, dtype=torch.bool)
+    if len(different) and num_samples:
+        place = torch.searchsorted(different, items).clamp_(max=len(different) - 1)
+        place[different[place] != items] = len(different)  # no candidate at all
+        found[samples, place] = True
+    return found[contrast.sample][:, number]
