@@ -206,7 +206,7 @@ def prepare(
         lr_schedules=[schedule for schedule in schedules if schedule is not None],
         progress=Progress(
             total_steps=run_steps,
-            console=console or Console(),
+            console=console or Console(quiet=True),
             folder=folder if mesh.rank == 0 and not read_only else None,
             is_quiet=console is None or mesh.rank > 0,
         ),
