@@ -236,7 +236,7 @@ def test_factors_of_the_learning_rate():
     assert factor(ScheduleConfig(warmup_steps=2), 0, 9) == 1.0
     with pytest.raises(ConfigError, match="wanted more than 0 for exponential"):
         build_config({"dense": {"schedule": {"name": "exponential"}}})
-    with pytest.raises(ConfigError, match="did you mean dense.schedule.warmup_steps"):
+    with pytest.raises(ConfigError, match=r"did you mean dense\.schedule\.warmup_steps"):
         build_config({"dense": {"schedule": {"warmup": 3}}})
 
 
