@@ -34,7 +34,7 @@ from colonnade.store.durable import write_durably
 from colonnade.topology.mesh import Mesh
 from colonnade.train.commits import Commits, committed_steps, open_commits, resolve, restore
 from colonnade.train.dense import DenseGradients
-from colonnade.train.mirror import Mirror, fetch_run, mirrored_steps, open_url
+from colonnade.train.mirror import Mirror, explained, fetch_run, mirrored_steps, open_url
 from colonnade.train.objective import Objective, Probability
 from colonnade.train.progress import Progress
 from colonnade.train.schedules import build_schedule
@@ -245,6 +245,8 @@ def find_collection(model: nn.Module) -> EmbeddingCollection:
 
 def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
     """Raises ConfigError where the settings ask for a part that the data has not."""
+    if config.train.mirror is not None:
+        open_url(config.train.mirror)
     if config.train.progressive and not data.days:
         raise ConfigError(
             "train.progressive needs data with days (Splits.days); this data set has none"
@@ -264,7 +266,9 @@ def _fetch_if_bare(folder: Path, config: RunConfig, mesh: Mesh, console: Console
     problem = ""
     if mesh.rank == 0 and not committed_steps(folder):
         try:
-            if mirrored_steps(*open_url(url)):
+            with explained(url, "read"):
+                steps = mirrored_steps(*open_url(url))
+            if steps:
                 step = fetch_run(url, folder)
                 if console is not None:
                     console.print(f"fetched the commit of step {step} from {url}", highlight=False)
