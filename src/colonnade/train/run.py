@@ -32,7 +32,15 @@ from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
 from colonnade.topology.mesh import Mesh
-from colonnade.train.commits import Commits, committed_steps, open_commits, resolve, restore
+from colonnade.train.commits import (
+    Commits,
+    committed_steps,
+    difference,
+    fingerprint,
+    open_commits,
+    resolve,
+    restore,
+)
 from colonnade.train.dense import DenseGradients
 from colonnade.train.mirror import Mirror, explained, fetch_run, mirrored_steps, open_url
 from colonnade.train.objective import Objective, Probability
@@ -153,7 +161,9 @@ def prepare(
 ) -> Run:
     """Collective: the one way from a model and its data to a run, whoever built them; as `open_run`."""
     collection = find_collection(model)
-    check_data(data, config, objective)
+    _agree_on_model(fingerprint(collection.declaration, model), mesh)
+    if not read_only:
+        check_data(data, config, objective)
     disk = disk or Disk()
     commits, step = None, None
     if collection.is_open and (folder is not None or read_only):
@@ -220,7 +230,8 @@ def prepare(
         taken = warm_start(trainer, config.train.warm_start, config.train.warm_start_skip)
         if console is not None:
             console.print(str(taken), highlight=False)
-    dense.synchronise()
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    dense.synchronise([*frozen, *model.buffers()])
     dense.attach()
     if folder is not None and not read_only:
         if mesh.rank == 0:
@@ -298,6 +309,17 @@ def agree_on(config: RunConfig, mesh: Mesh) -> None:
                     f"rank {rank} was started with {name}={settings.get(name)!r}, rank 0 with {value!r}; "
                     "start every rank with the same configuration"
                 )
+
+
+def _agree_on_model(mine: Mapping[str, Any], mesh: Mesh) -> None:
+    """Collective. Raises WorldError on every rank where they have built different models."""
+    texts = mesh.all_gather_bytes("control", json.dumps(mine).encode())
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise WorldError(
+                f"rank {rank} built another model than rank 0: {difference(json.loads(texts[0]), json.loads(text))}; "
+                "build the same tables, features and dense network on every rank"
+            )
 
 
 def load_run_config(folder: Path) -> RunConfig:
