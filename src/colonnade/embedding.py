@@ -33,6 +33,8 @@ from colonnade.store.mapped import MappedRows
 from colonnade.table import CLOCK_BYTES, Feature, Table
 from colonnade.topology.mesh import Mesh
 
+PACKED = torch.contiguous_format
+
 
 class EmbeddingCollection(nn.Module):
     """Embedding tables, the features that look ids up in them, and the operators that take the results.
@@ -365,8 +367,9 @@ class EmbeddingCollection(nn.Module):
         t = self._number(table)
         kind = self.tables[t]
         for ids, records in self.store.scan(t):
-            weights = records[:, : kind.width * kind.itemsize].contiguous()
-            clocks = records[:, -CLOCK_BYTES:].contiguous()
+            # Copied even where one row is contiguous already: its clock may lie at any byte.
+            weights = records[:, : kind.width * kind.itemsize].clone(memory_format=PACKED)
+            clocks = records[:, -CLOCK_BYTES:].clone(memory_format=PACKED)
             yield Rows(
                 ids, weights.view(self.declaration.dtype), clocks.view(torch.int64).flatten()
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 from own_model import Net, assert_same, rows_of, source, splits
@@ -13,7 +15,7 @@ import colonnade
 from colonnade import Mesh, RowOptimizer
 from colonnade.config import build_config
 from colonnade.data import Splits, open_source
-from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.errors import CheckpointError, ConfigError, DataError, WorldError
 from colonnade.models.build import build_model
 from colonnade.train.commits import committed_steps
 from colonnade.train.run import open_run
@@ -93,6 +95,32 @@ def test_two_ranks_train_what_one_trains(tmp_path):
         for name, value in rows.items():
             torch.testing.assert_close(value, wanted[1][name], rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(dense["weight"], wanted[2]["weight"], rtol=1e-9, atol=1e-12)
+    read = Net("float64", seed=5)  # and one process reads what two have committed
+    assert colonnade.load_run(read, tmp_path / "two") == 24
+    torch.testing.assert_close(rows_of(read), rows)
+
+
+def of_another_width(mesh):
+    with pytest.raises(WorldError, match=r"rank 1 built another model than rank 0: .*more"):
+        colonnade.fit(Net(extra=("more",) * mesh.rank), source(50), mesh=mesh, quiet=True)
+
+
+def test_ranks_with_other_models_are_refused():
+    run_ranks(2, of_another_width)
+
+
+def test_ctrl_c_commits_and_the_same_call_goes_on(tmp_path):
+    def interrupted(output, batch):
+        signal.raise_signal(signal.SIGINT)
+        return output[:, 0] ** 2
+
+    settings = {"run": tmp_path, "batch_size": 50, "quiet": True}
+    before = signal.getsignal(signal.SIGINT)
+    found = colonnade.fit(Net(), source(200), loss=interrupted, **settings)
+    assert found.outcome.stopped and found.outcome.steps == 1
+    assert signal.getsignal(signal.SIGINT) is before
+    again = colonnade.fit(Net(), source(200), **settings)
+    assert again.resumed_at == 1 and again.outcome.steps == 3
 
 
 def test_a_loss_of_ones_own():

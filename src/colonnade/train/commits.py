@@ -316,7 +316,7 @@ def check_model(
     wanted = fingerprint(declaration, model)
     if header["model"] != wanted:
         raise CheckpointError(
-            f"{folder} was committed by another model: {_difference(header['model'], wanted)}. "
+            f"{folder} was committed by another model: {difference(header['model'], wanted)}. "
             "Train the same model, or give this run another folder"
         )
 
@@ -456,7 +456,7 @@ def load_state(path: Path) -> dict[str, Any]:
     return torch.load(io.BytesIO(read_verified(path)), weights_only=True)
 
 
-def _difference(saved: Any, wanted: Any, path: str = "") -> str:
+def difference(saved: Any, wanted: Any, path: str = "") -> str:
     """The first place where two plain values differ, in words."""
     if isinstance(saved, dict) and isinstance(wanted, dict):
         for key in [*saved, *wanted]:
@@ -466,5 +466,5 @@ def _difference(saved: Any, wanted: Any, path: str = "") -> str:
             if key not in wanted:
                 return f"it has {here}, this model has not"
             if saved[key] != wanted[key]:
-                return _difference(saved[key], wanted[key], here)
+                return difference(saved[key], wanted[key], here)
     return f"{path} was {saved}, is {wanted}"

@@ -79,14 +79,14 @@ class DenseGradients:
             self.scale(max_norm / (norm + 1e-6))
         return norm
 
-    def synchronise(self) -> None:
-        """Collective: every rank starts from rank 0's parameters."""
+    def synchronise(self, others: Sequence[Tensor] = ()) -> None:
+        """Collective: every rank starts from rank 0's parameters, and its `others` (buffers, frozen parameters)."""
         with torch.no_grad():
-            for parameter in self.parameters:
-                if parameter.device.type == "cpu":
-                    self.mesh.broadcast("dense", parameter.data)
+            for tensor in (*self.parameters, *others):
+                if tensor.device.type == "cpu":
+                    self.mesh.broadcast("dense", tensor.data)
                 elif self.mesh.num_ranks > 1:
-                    parameter.data.copy_(self.mesh.broadcast("dense", parameter.data.cpu()))
+                    tensor.data.copy_(self.mesh.broadcast("dense", tensor.data.cpu()))
 
     def _sum_over_ranks(self, buffer: Tensor) -> None:
         if buffer.device.type == "cpu":

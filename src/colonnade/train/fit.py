@@ -26,6 +26,7 @@ from colonnade.train.commits import (
     read_header,
     resolve,
 )
+from colonnade.train.interrupt import stop_on_signals
 from colonnade.train.objective import Objective, objective_of
 from colonnade.train.run import (
     OWN,
@@ -90,6 +91,7 @@ def fit(
                      DenseConfig with dense_ (dense_lr, dense_clip_norm) and, of rows, rows_clip_norm, rows_clip_value;
                      rows' optimizers are declared with the tables
 
+    Ctrl-C commits and ends (`outcome.stopped`); the same call goes on from there.
     Raises ConfigError, DataError, CheckpointError before the first step, NonFiniteError, StorageError while training.
     """
     wanted = override(config or RunConfig(), {"data.name": OWN, **_dotted(settings)})
@@ -112,7 +114,8 @@ def fit(
     )
     try:
         model.train()
-        outcome = prepared.train()
+        with stop_on_signals(prepared.trainer):
+            outcome = prepared.train()
     finally:
         if prepared.commits is not None:
             prepared.commits.end_writing()

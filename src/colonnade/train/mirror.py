@@ -24,7 +24,7 @@ from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, Stora
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
 
-BESIDE = ("config.yaml", "plan.json")  # of the run, not of a commit
+BESIDE = ("config.yaml", "plan.json", "metrics.jsonl")  # of the run, not of a commit
 
 
 class Mirror:
@@ -35,11 +35,15 @@ class Mirror:
         self.problem: StorageError | None = None  # of the newest commit
 
     def send(self, step: int, kept: Sequence[int], say: Callable[[str], None]) -> None:
-        """Copy commit `step`, header last; then remove commits that are not in `kept`, headers first."""
+        """Make the URL hold the commits `kept`, the newest being `step`: copy what is not there, each header after
+        its files; then remove other commits, headers first."""
         try:
             files, root = open_url(self.url)
-            with _explained(self.url, f"copy the commit of step {step}"):
-                self._copy(files, root, step)
+            with explained(self.url, f"copy the commit of step {step}"):
+                there = mirrored_steps(files, root)
+                sizes = _sizes(files, f"{root}/rows")
+                for each in kept:
+                    self._copy(files, root, each, each not in there or each == step, sizes)
                 _forget(files, root, kept)
             self.problem = None
         except StorageError as error:
@@ -51,7 +55,7 @@ class Mirror:
         if self.problem is not None:
             raise self.problem
 
-    def _copy(self, files: Any, root: str, step: int) -> None:
+    def _copy(self, files: Any, root: str, step: int, is_new: bool, sizes: dict[str, int]) -> None:
         place = f"{root}/commits/{step:012d}"
         header = json.loads(read_verified(self.folder / "commits" / f"{step:012d}.json"))
         small = [p for p in (self.folder / "commits" / f"{step:012d}").iterdir() if p.is_file()]
@@ -59,13 +63,16 @@ class Mirror:
         for manifest, segments in _row_files(self.folder, header):
             small.append(manifest)
             for segment, num_bytes, checksum in segments:
-                target = f"{root}/{_relative(self.folder, segment)}-{checksum}"
+                name = f"{_relative(self.folder, segment)}-{checksum}"
                 # A name says the content; the size tells a copy that was cut short.
-                if not (files.exists(target) and files.size(target) == num_bytes):
-                    _put(files, segment, target)
-        for path in small:
-            _put(files, path, f"{place}/files/{_relative(self.folder, path)}")
-        _put(files, self.folder / "commits" / f"{step:012d}.json", f"{place}.json")
+                if sizes.get(name) != num_bytes:
+                    _put(files, segment, f"{root}/{name}")
+                    sizes[name] = num_bytes
+        if is_new:
+            for path in small:
+                _put(files, path, f"{place}/files/{_relative(self.folder, path)}")
+            _put(files, self.folder / "commits" / f"{step:012d}.json", f"{place}.part")
+            files.mv(f"{place}.part", f"{place}.json")  # there whole, wherever puts are not
 
 
 def fetch_run(url: str, folder: Path | str, *, at: int | None = None) -> int:
@@ -78,7 +85,7 @@ def fetch_run(url: str, folder: Path | str, *, at: int | None = None) -> int:
     if any((folder / "commits").glob("*.json")):
         raise CheckpointError(f"{folder} holds commits already; fetch into another folder")
     files, root = open_url(url)
-    with _explained(url, "read"):
+    with explained(url, "read"):
         steps = mirrored_steps(files, root)
         step = (steps[-1] if steps else None) if at is None else at
         if step not in steps:
@@ -121,6 +128,15 @@ def mirrored_steps(files: Any, root: str) -> list[int]:
         return []
     names = [PurePosixPath(path) for path in files.ls(f"{root}/commits", detail=False)]
     return sorted(int(p.stem) for p in names if p.suffix == ".json" and p.stem.isdigit())
+
+
+def _sizes(files: Any, folder: str) -> dict[str, int]:
+    """Bytes of the files under `folder`, by path from its parent."""
+    if not files.exists(folder):
+        return {}
+    parent = folder.rpartition("/")[0]
+    found = files.find(folder, detail=True).items()
+    return {_inside(parent, path): said["size"] for path, said in found}
 
 
 def _forget(files: Any, root: str, kept: Sequence[int]) -> None:
@@ -188,7 +204,7 @@ def _content(data: bytes) -> bytes:
 
 
 @contextmanager
-def _explained(url: str, what: str) -> Iterator[None]:
+def explained(url: str, what: str) -> Iterator[None]:
     """Whatever a file system raises becomes one StorageError that names the URL."""
     try:
         yield

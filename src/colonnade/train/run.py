@@ -34,10 +34,18 @@ from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
 from colonnade.topology.mesh import Mesh
-from colonnade.train.commits import Commits, committed_steps, open_commits, resolve, restore
+from colonnade.train.commits import (
+    Commits,
+    committed_steps,
+    difference,
+    fingerprint,
+    open_commits,
+    resolve,
+    restore,
+)
 from colonnade.train.dense import DenseGradients
 from colonnade.train.machine import machine_facts
-from colonnade.train.mirror import Mirror, fetch_run, mirrored_steps, open_url
+from colonnade.train.mirror import Mirror, explained, fetch_run, mirrored_steps, open_url
 from colonnade.train.objective import Objective, objective_of
 from colonnade.train.progress import Progress
 from colonnade.train.record import table_sizes
@@ -163,7 +171,9 @@ def prepare(
 ) -> Run:
     """Collective: the one way from a model and its data to a run, whoever built them; as `open_run`."""
     collection = find_collection(model)
-    check_data(data, config, objective)
+    _agree_on_model(fingerprint(collection.declaration, model), mesh)
+    if not read_only:
+        check_data(data, config, objective)
     disk = disk or Disk()
     commits, step = None, None
     if collection.is_open and (folder is not None or read_only):
@@ -216,7 +226,7 @@ def prepare(
         lr_schedules=[schedule for schedule in schedules if schedule is not None],
         progress=Progress(
             total_steps=run_steps,
-            console=console or Console(),
+            console=console or Console(quiet=True),
             folder=folder if mesh.rank == 0 and not read_only else None,
             is_quiet=console is None or mesh.rank > 0,
         ),
@@ -230,7 +240,8 @@ def prepare(
         taken = warm_start(trainer, config.train.warm_start, config.train.warm_start_skip)
         if console is not None:
             console.print(str(taken), highlight=False)
-    dense.synchronise()
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    dense.synchronise([*frozen, *model.buffers()])
     dense.attach()
     if folder is not None and not read_only:
         if mesh.rank == 0:
@@ -257,6 +268,8 @@ def find_collection(model: nn.Module) -> EmbeddingCollection:
 
 def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
     """Raises ConfigError where the settings ask for a part that the data has not."""
+    if config.train.mirror is not None:
+        open_url(config.train.mirror)
     if config.train.progressive and not data.days:
         raise ConfigError(
             "train.progressive needs data with days (Splits.days); this data set has none"
@@ -276,7 +289,9 @@ def _fetch_if_bare(folder: Path, config: RunConfig, mesh: Mesh, console: Console
     problem = ""
     if mesh.rank == 0 and not committed_steps(folder):
         try:
-            if mirrored_steps(*open_url(url)):
+            with explained(url, "read"):
+                steps = mirrored_steps(*open_url(url))
+            if steps:
                 step = fetch_run(url, folder)
                 if console is not None:
                     console.print(f"fetched the commit of step {step} from {url}", highlight=False)
@@ -306,6 +321,17 @@ def agree_on(config: RunConfig, mesh: Mesh) -> None:
                     f"rank {rank} was started with {name}={settings.get(name)!r}, rank 0 with {value!r}; "
                     "start every rank with the same configuration"
                 )
+
+
+def _agree_on_model(mine: Mapping[str, Any], mesh: Mesh) -> None:
+    """Collective. Raises WorldError on every rank where they have built different models."""
+    texts = mesh.all_gather_bytes("control", json.dumps(mine).encode())
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise WorldError(
+                f"rank {rank} built another model than rank 0: {difference(json.loads(texts[0]), json.loads(text))}; "
+                "build the same tables, features and dense network on every rank"
+            )
 
 
 def load_run_config(folder: Path) -> RunConfig:

@@ -56,6 +56,7 @@ class Outcome:
     stopped_early: bool = False  # the score had not been better for `patience` evaluations
     best_step: int | None = None  # of the best score, where the data has a validation part
     metrics: dict[str, float] = field(default_factory=dict)  # of the best step, else the last
+    days: list[dict[str, float]] = field(default_factory=list)  # progressive validation, by day
 
 
 class Trainer:
@@ -117,6 +118,7 @@ class Trainer:
         outcome.stopped_early = self._is_patience_over() and not outcome.stopped
         outcome.best_step = self.best.step
         outcome.metrics = self.best.metrics | pooled_days(self.days)
+        outcome.days = list(self.days)
         outcome.seconds = time.perf_counter() - started
         return outcome
 
