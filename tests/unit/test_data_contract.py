@@ -10,6 +10,7 @@ from criteo_files import write_criteo
 from hypothesis import given
 from hypothesis import strategies as st
 from movielens_files import write_movielens
+from table_files import DECLARATION, write_folder
 
 from colonnade.batch import Batch, Ids
 from colonnade.data import Position, num_steps, open_source, open_tensors
@@ -31,6 +32,11 @@ def open_columns():
     )
 
 
+def open_tables(folder, kind, **options):
+    """Blocks of ten rows in several files, every kind of column."""
+    return open_source(kind, write_folder(folder, kind, 87), schema=DECLARATION, **options)
+
+
 SOURCES = {
     "synthetic": lambda p: open_source("synthetic", num_train=61, max_cardinality=50).train,
     "criteo, streamed": lambda p: open_source("criteo", write_criteo(p, 61), test_fraction=0).train,
@@ -39,11 +45,21 @@ SOURCES = {
     "movielens, train": lambda p: open_source("movielens", write_movielens(p)).train,
     "movielens, test": lambda p: open_source("movielens", write_movielens(p)).test,
     "tensors": lambda p: open_columns(),
+    "parquet": lambda p: open_tables(p, "parquet").train,
+    "parquet, shuffled": lambda p: open_tables(p, "parquet", shuffle_window=25, threads=2).train,
+    "parquet, shuffled, by key": lambda p: (
+        open_tables(p, "parquet", shuffle_window=25, test_fraction=0.3, split_by="user").train
+    ),
+    "parquet, test": lambda p: open_tables(p, "parquet", test_fraction=0.7).test,
+    "parquet, a day": lambda p: open_tables(p, "parquet", days=True).days[-1],
+    "csv": lambda p: open_tables(p, "csv").train,
+    "csv, shuffled": lambda p: open_tables(p, "csv", shuffle_window=30, test_fraction=0.1).train,
 }
 
 
 @pytest.fixture(params=SOURCES)
-def source(request, tmp_path):
+def source(request, tmp_path, monkeypatch):
+    monkeypatch.setattr("colonnade.data.csv.BLOCK_BYTES", 500)
     return SOURCES[request.param](tmp_path)
 
 
@@ -170,7 +186,7 @@ def test_spans_of_all_ranks_tile_the_rest_of_the_epoch(num_samples, batch_size, 
 
 
 def test_an_unknown_source_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="'creteo'; choose from criteo, movielens, synthetic"):
+    with pytest.raises(ConfigError, match="'creteo'; choose from criteo, csv, movielens"):
         open_source("creteo")
 
 

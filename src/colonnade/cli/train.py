@@ -33,7 +33,10 @@ def train(
         typer.Argument(help="YAML file with sections data, model, rows, dense, plan, train."),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="criteo, movielens or synthetic, with settings that suit it.")
+        str | None,
+        typer.Option(
+            help="parquet, csv, criteo, movielens or synthetic, with settings that suit it."
+        ),
     ] = None,
     path: Annotated[
         str | None,

@@ -10,19 +10,26 @@ from typing import Any
 
 from colonnade.data.contract import Column, Position, Schema, Source, Splits, num_steps
 from colonnade.data.criteo import open_criteo
+from colonnade.data.csv import open_csv
+from colonnade.data.declaration import Declaration, load_declaration
 from colonnade.data.movielens import open_movielens
+from colonnade.data.parquet import open_parquet
 from colonnade.data.synthetic import open_synthetic
+from colonnade.data.tables import infer_schema
 from colonnade.data.tensors import TensorSource, open_tensors
 from colonnade.errors import ColonnadeError, ConfigError
 
 __all__ = [
     "SOURCES",
     "Column",
+    "Declaration",
     "Position",
     "Schema",
     "Source",
     "Splits",
     "TensorSource",
+    "infer_schema",
+    "load_declaration",
     "num_steps",
     "open_source",
     "open_tensors",
@@ -30,7 +37,9 @@ __all__ = [
 
 SOURCES: dict[str, Callable[..., Splits]] = {
     "criteo": open_criteo,
+    "csv": open_csv,
     "movielens": open_movielens,
+    "parquet": open_parquet,
     "synthetic": open_synthetic,
 }
 

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from colonnade.config import RunConfig, build_config
 
+TABLES = {
+    "model": {"name": "dlrm", "dim": 16, "keep_fields": True},
+    "rows": {"lr": 0.05, "init_scale": 0.01},
+    "dense": {"lr": 2e-3},
+    "train": {"batch_size": 4096, "epochs": 1},
+}
+"""For files of which nothing is known but their schema."""
+
 PRESETS: dict[str, RunConfig] = {
     "synthetic": build_config(
         {
@@ -32,4 +40,6 @@ PRESETS: dict[str, RunConfig] = {
             "train": {"batch_size": 64, "epochs": 1},
         }
     ),
+    "csv": build_config({"data": {"name": "csv"}, **TABLES}),
+    "parquet": build_config({"data": {"name": "parquet"}, **TABLES}),
 }

@@ -13,8 +13,9 @@ from rich.console import Console
 from torch import nn
 
 from colonnade import _native
-from colonnade.config import RunConfig, dump_config, load_config
+from colonnade.config import RunConfig, dump_config, load_config, override
 from colonnade.data import Splits, num_steps, open_source
+from colonnade.data.tables import lasting_options
 from colonnade.errors import CheckpointError, WorldError
 from colonnade.models.build import build_model
 from colonnade.plan.plan import build_plan
@@ -96,7 +97,11 @@ def open_run(
     """
     agree_on(config, mesh)
     set_threads(config.train.threads, mesh)
-    data = data or open_source(config.data.name, config.data.path, **config.data.options)
+    if data is None:
+        data = open_source(config.data.name, config.data.path, **config.data.options)
+        # What the run folder records opens the same data tomorrow: an inferred schema is written out.
+        lasting = {"data.options": lasting_options(config.data.options, data)}
+        config = override(config, lasting)
     model = build_model(data.train.schema, config)
     collection = model.embeddings
     plan = build_plan(

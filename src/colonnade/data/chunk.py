@@ -1,0 +1,130 @@
+"""Samples of a file as numpy columns, ready for batches: cut, picked and joined without a loop over samples.
+
+Legend: S samples, n dense columns, t labels, E ids of a bag or sequence column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from colonnade.batch import Batch, Ids
+
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bags:
+    """Sample i owns `values[offsets[i]:offsets[i + 1]]`; offsets start at 0."""
+
+    values: Longs  # (E,)
+    offsets: Longs  # (S + 1,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """`ids` in the order of the schema's categorical columns. Arrays are never written to once they are here."""
+
+    dense: Floats  # (S, n)
+    ids: tuple[Longs | Bags, ...]
+    label: Floats | None = None  # (S, t)
+    weight: Floats | None = None  # (S,)
+    group: Longs | None = None  # (S,)
+    key: Longs | None = None  # (S,)
+    part: Longs | None = None  # (S,): ids by which samples are dealt to splits
+
+    @property
+    def size(self) -> int:
+        return len(self.dense)
+
+    def cut(self, begin: int, end: int) -> Chunk:
+        """Samples begin .. end-1, as views."""
+        if begin == 0 and end == self.size:
+            return self
+        return Chunk(
+            self.dense[begin:end],
+            tuple(_cut_ids(ids, begin, end) for ids in self.ids),
+            *(None if a is None else a[begin:end] for a in self._single()),
+        )
+
+    def take(self, rows: Longs) -> Chunk:
+        """The samples numbered `rows`, in that order, copied."""
+        return Chunk(
+            self.dense.take(rows, axis=0),
+            tuple(_take_ids(ids, rows) for ids in self.ids),
+            *(None if a is None else a.take(rows, axis=0) for a in self._single()),
+        )
+
+    def to_batch(self, names: Sequence[str]) -> Batch:
+        """`names` of the categorical columns. Shares memory."""
+        label, weight, group, key, _ = self._single()
+        return Batch(
+            size=self.size,
+            dense=torch.from_numpy(self.dense),
+            ids={name: _tensors(ids) for name, ids in zip(names, self.ids, strict=True)},
+            label=None if label is None else torch.from_numpy(label),
+            sample_weight=None if weight is None else torch.from_numpy(weight),
+            group=None if group is None else torch.from_numpy(group),
+            key=None if key is None else torch.from_numpy(key),
+        )
+
+    def _single(self) -> tuple[NDArray | None, ...]:
+        return self.label, self.weight, self.group, self.key, self.part
+
+
+def join(chunks: Sequence[Chunk]) -> Chunk:
+    """Chunks of one declaration, at least one, end to end."""
+    if len(chunks) == 1:
+        return chunks[0]
+    first = chunks[0]
+    singles = zip(*(chunk._single() for chunk in chunks), strict=True)
+    return Chunk(
+        np.concatenate([chunk.dense for chunk in chunks]),
+        tuple(_join_ids([chunk.ids[i] for chunk in chunks]) for i in range(len(first.ids))),
+        *(None if arrays[0] is None else np.concatenate(arrays) for arrays in singles),
+    )
+
+
+def _cut_ids(ids: Longs | Bags, begin: int, end: int) -> Longs | Bags:
+    if not isinstance(ids, Bags):
+        return ids[begin:end]
+    offsets = ids.offsets[begin : end + 1]
+    return Bags(ids.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+
+def _take_ids(ids: Longs | Bags, rows: Longs) -> Longs | Bags:
+    if not isinstance(ids, Bags):
+        return ids.take(rows)
+    begins = ids.offsets.take(rows)
+    return gather(ids.values, begins, ids.offsets.take(rows + 1) - begins)
+
+
+def gather(values: Longs, begins: Longs, lengths: Longs) -> Bags:
+    """Bags of `values[begins[i] : begins[i] + lengths[i]]`, copied."""
+    offsets = np.zeros(len(begins) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    # Id j of bag b lies at begins[b] + (j - offsets[b]): repeat the shift, add j.
+    places = np.repeat(begins - offsets[:-1], lengths)
+    places += np.arange(len(places))
+    return Bags(values.take(places), offsets)
+
+
+def _join_ids(parts: list[Longs | Bags]) -> Longs | Bags:
+    bags = [part for part in parts if isinstance(part, Bags)]
+    if not bags:
+        return np.concatenate(parts)  # type: ignore[arg-type]
+    lengths = np.concatenate([np.diff(bag.offsets) for bag in bags])
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return Bags(np.concatenate([bag.values for bag in bags]), offsets)
+
+
+def _tensors(ids: Longs | Bags) -> Ids:
+    if isinstance(ids, Bags):
+        return Ids(torch.from_numpy(ids.values), torch.from_numpy(ids.offsets))
+    return Ids(torch.from_numpy(ids))

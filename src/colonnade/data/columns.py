@@ -1,0 +1,110 @@
+"""Whether the columns of a file are what a declaration reads of them, said before a sample is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from colonnade.data.declaration import Declaration
+from colonnade.data.encode import dtype_in, is_list, is_number, is_text
+from colonnade.data.fields import (
+    Bag,
+    Bucket,
+    Category,
+    Dtype,
+    Field,
+    Group,
+    Key,
+    Label,
+    Number,
+    Weight,
+    nearest,
+)
+from colonnade.data.fields import Sequence as SequenceField
+from colonnade.errors import DataError
+
+Named = Category | Bag | SequenceField | Group | Key
+"""Fields whose values are texts or integers."""
+
+
+def check_names(
+    path: Path, names: Sequence[str], declaration: Declaration, split_by: str | None
+) -> None:
+    """Raises DataError for a name that is there twice, and for a column that is not there."""
+    repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if repeated is not None:
+        raise DataError(
+            f"{path}: got two columns named {repeated!r}, wanted each name once. Rename one of them"
+        )
+    for field in declaration.fields:
+        for column in field.columns:
+            if column not in names:
+                raise DataError(
+                    f"{path}: got no column {column!r}, which the field {field.name!r} reads; "
+                    f"{nearest(column, list(names))}"
+                )
+    if split_by is not None and split_by not in names:
+        raise DataError(
+            f"{path}: got no column {split_by!r}, which split_by names; {nearest(split_by, list(names))}"
+        )
+
+
+def settle(declaration: Declaration, found: Mapping[str, Dtype | None]) -> Declaration:
+    """The declaration with every `dtype` said. `found`: what the columns hold, None where nobody knows."""
+    fields: list[Field] = []
+    for field in declaration.fields:
+        if isinstance(field, Named) and field.dtype is None:
+            field = replace(field, dtype=_dtype_asked(field) or found.get(field.column) or "text")
+        fields.append(field)
+    return replace(declaration, fields=tuple(fields))
+
+
+def _dtype_asked(field: Named) -> Dtype | None:
+    """What the declaration of its ids says that the values are."""
+    if isinstance(field, Group | Key):
+        return None
+    if field.cardinality is not None:
+        return "integer"
+    if field.vocabulary is not None:
+        return "text" if isinstance(field.vocabulary[0], str) else "integer"
+    return None
+
+
+def check_types(path: Path, types: Mapping[str, pa.DataType], declaration: Declaration) -> None:
+    """`declaration` settled. Raises DataError for a column whose type its field cannot read."""
+    for field in declaration.fields:
+        for column in field.columns:
+            wanted, fix = _wanted(field, types[column])
+            if wanted:
+                raise DataError(
+                    f"{path}, column {column}: got {types[column]}, wanted {wanted}, because the field "
+                    f"{field.name!r} is a {type(field).__name__.lower()}. {fix}"
+                )
+
+
+def _wanted(field: Field, kind: pa.DataType) -> tuple[str, str]:
+    """("", "") where the type suits the field; else what would, and what to do."""
+    if pa.types.is_null(kind):
+        return "", ""  # all values are missing
+    if isinstance(field, Number | Bucket | Label | Weight):
+        if is_number(kind):
+            return "", ""
+        fix = "Declare a category" if is_text(kind) else "Convert the column"
+        return "numbers", f"{fix}, or read another column"
+    assert isinstance(field, Named)
+    several = isinstance(field, Bag | SequenceField)
+    if is_list(kind) and not several:
+        return "one value per row", "Declare a bag or a sequence"
+    if several and not is_list(kind) and not is_text(kind):
+        return "lists, or text with a separator", "Declare a category"
+    if is_list(kind) and pa.types.is_null(kind.value_type):
+        return "", ""  # all lists are empty
+    holds = dtype_in(kind)
+    if holds is None:
+        return "text or integers", "Numbers with fractions become ids with a bucket field"
+    if holds == "integer" and field.dtype == "text":
+        return "text", "Declare `dtype: integer`, or convert the column"
+    return "", ""

@@ -1,0 +1,373 @@
+"""CSV and its kin as they are: one file, many, folders, patterns; any delimiter, quoted fields; streamed by blocks."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+from numpy.typing import NDArray
+
+from colonnade.data.columns import check_names, settle
+from colonnade.data.contract import Splits
+from colonnade.data.declaration import Declaration, load_declaration
+from colonnade.data.fields import (
+    Bag,
+    Bucket,
+    Category,
+    Dtype,
+    Group,
+    Key,
+    Label,
+    Number,
+    Weight,
+)
+from colonnade.data.fields import Sequence as SequenceField
+from colonnade.data.files import Files, find_files
+from colonnade.data.infer import infer
+from colonnade.data.lines import excerpt, field_error
+from colonnade.data.parquet import one_array
+from colonnade.data.tabular import Splitting
+from colonnade.data.text_rows import BLOCK_BYTES, TextRows, open_rows, row_ends
+from colonnade.errors import ConfigError, DataError
+
+ENDINGS = (".csv", ".tsv", ".tab", ".txt")
+TABBED = (".tsv", ".tab")
+
+
+def open_csv(
+    path: str | Path | Sequence[str | Path],
+    *,
+    schema: Any = None,
+    label: str | None = None,
+    validation: str | Path | None = None,
+    test: str | Path | None = None,
+    validation_fraction: float = 0.0,
+    test_fraction: float = 0.0,
+    split_by: str | None = None,
+    days: bool = False,
+    shuffle_window: int = 0,
+    seed: int = 0,
+    threads: int = 1,
+    delimiter: str | None = None,
+    quote: str | None = '"',
+    names: Sequence[str] | None = None,
+    null_values: Sequence[str] = (),
+) -> Splits:
+    """Samples under a declared schema, or one inferred from the first block of the first file.
+
+    As `open_parquet`, where the other options are described; a block is what ends within 4 MiB of text, and
+
+    delimiter    one character; default: tab for .tsv and .tab, else a comma
+    quote        around fields that hold delimiters or newlines; None: no such fields
+    names        of the columns, where the files have no header
+    null_values  texts that are missing values, beside the empty one: ["NA", "NULL"]
+
+    A column is text or integers, as its field's dtype says; default text. Every file is read once at opening, to
+    index it. Raises DataError naming file, line (from 1, the header included) and column.
+    """
+    how = Splitting(
+        test_fraction=test_fraction,
+        validation_fraction=validation_fraction,
+        split_by=split_by,
+        days=days,
+        shuffle_window=shuffle_window,
+        seed=seed,
+        threads=threads,
+    )
+    dialect = build_dialect(delimiter, quote, names, null_values)
+    tables = [open_text(file, dialect) for file in find_files(path, ENDINGS)]
+    if schema is None:
+        declaration = infer_csv(tables, label)
+    elif label is not None:
+        raise ConfigError(
+            f"got both schema and label={label!r}; the schema says which field is the label"
+        )
+    else:
+        declaration = load_declaration(schema)
+    declaration = settle(declaration, {})
+    bind = partial(_bind, declaration=declaration)
+    files = bind(tables, split_by=split_by)
+    others = [
+        None
+        if each is None
+        else bind([open_text(file, dialect) for file in find_files(each, ENDINGS)], split_by=None)
+        for each in (validation, test)
+    ]
+    return how.split(files, path if isinstance(path, str | Path) else str(tables[0].path), *others)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    delimiter: str | None  # None: by the file's name
+    quote: str | None
+    names: tuple[str, ...] | None
+    null_values: tuple[str, ...]
+
+    def delimiter_of(self, path: Path) -> str:
+        return self.delimiter or ("\t" if path.suffix.lower() in TABBED else ",")
+
+
+def build_dialect(
+    delimiter: str | None,
+    quote: str | None,
+    names: Sequence[str] | None,
+    null_values: Sequence[str],
+) -> Dialect:
+    """Raises ConfigError."""
+    for what, value in (("delimiter", delimiter), ("quote", quote)):
+        one = isinstance(value, str) and len(value) == 1 and value.isascii() and value not in "\r\n"
+        if value is not None and not one:
+            raise ConfigError(f"got {what}={value!r}, wanted one ASCII character")
+    if delimiter is not None and delimiter == quote:
+        raise ConfigError(f"got delimiter and quote both {quote!r}, wanted two characters")
+    for what, texts in (("names", names), ("null_values", null_values)):
+        fits = isinstance(texts, Sequence) and not isinstance(texts, str)
+        if texts is not None and not (fits and all(isinstance(text, str) for text in texts)):
+            raise ConfigError(f"got {what}={texts!r}, wanted a list of texts")
+    return Dialect(delimiter, quote, None if names is None else tuple(names), tuple(null_values))
+
+
+def _bind(tables: Sequence[CsvTable], declaration: Declaration, split_by: str | None) -> Files:
+    """Raises DataError for the first file whose columns are not what the declaration reads."""
+    types = text_types(declaration)
+    if split_by is not None:
+        types.setdefault(split_by, pa.string())
+    bound = []
+    for table in tables:
+        check_names(table.path, table.names, declaration, split_by)
+        bound.append(CsvTable(table.rows, table.names, table.dialect, types))
+    if not any(len(table.lengths) for table in tables):
+        raise DataError(f"{tables[0].path}: got no row after the header, wanted at least one")
+    return Files(declaration, tuple(bound), split_by)
+
+
+def text_types(declaration: Declaration) -> dict[str, pa.DataType]:
+    """What each column is parsed as; where fields want different things of it, as what serves all."""
+    wanted: dict[str, set[Dtype | str]] = {}
+    for field in declaration.fields:
+        for column in field.columns:
+            kinds = wanted.setdefault(column, set())
+            if isinstance(field, Number | Bucket | Label | Weight):
+                kinds.add("number")
+            elif isinstance(field, Bag | SequenceField):
+                kinds.add("text")  # of which the elements are parsed
+            elif isinstance(field, Category | Group | Key):
+                kinds.add(field.dtype or "text")
+    types = {"text": pa.string(), "integer": pa.int64(), "number": pa.float64()}
+    return {
+        column: next(types[kind] for kind in types if kind in kinds)
+        for column, kinds in wanted.items()
+    }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CsvTable:
+    """One file, by its index. `types`: what each column that is read is parsed as."""
+
+    rows: TextRows
+    names: list[str]
+    dialect: Dialect
+    types: dict[str, pa.DataType]
+
+    @property
+    def path(self) -> Path:
+        return self.rows.path
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.rows.lengths
+
+    def read(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
+        types = {name: self.types[name] for name in columns}
+        table = self.parse(self.rows.read(block), block, columns, types)
+        return {name: one_array(table.column(name)) for name in columns}
+
+    def parse(
+        self, text: bytes, block: int, columns: Sequence[str] | None, types: dict[str, pa.DataType]
+    ) -> pa.Table:
+        """`columns` None: all; a column without a type gets one that fits. Raises DataError."""
+        dialect = self.dialect
+        reason = "its rows are not those of its lines; do quotes stand in pairs?"
+        try:
+            table = pyarrow.csv.read_csv(
+                pa.BufferReader(text),
+                read_options=pyarrow.csv.ReadOptions(
+                    column_names=self.names, use_threads=False, block_size=len(text) + 1
+                ),
+                parse_options=pyarrow.csv.ParseOptions(
+                    delimiter=dialect.delimiter_of(self.path),
+                    quote_char=dialect.quote or False,
+                    newlines_in_values=dialect.quote is not None,
+                    ignore_empty_lines=False,
+                ),
+                convert_options=pyarrow.csv.ConvertOptions(
+                    column_types=types,
+                    include_columns=None if columns is None else list(columns),
+                    null_values=["", *dialect.null_values],
+                    strings_can_be_null=True,
+                ),
+            )
+            if table.num_rows == self.lengths[block]:
+                return table
+        except (pa.ArrowException, ValueError) as error:
+            reason = str(error).splitlines()[0]
+        self._raise_fault(text, block, types, reason)
+
+    def place(self, block: int, row: int) -> str:
+        text = self.rows.read(block)
+        ends = row_ends(text, None if self.dialect.quote is None else ord(self.dialect.quote))
+        begin = int(ends[row - 1]) + 1 if row else 0
+        before = int(self.rows.lines[block]) + text.count(b"\n", 0, begin)
+        return f"line {before + 1}"
+
+    def _raise_fault(
+        self, text: bytes, block: int, types: Mapping[str, pa.DataType], reason: str
+    ) -> NoReturn:
+        """Name the first row and field at fault in a block that the fast reader refused for `reason`."""
+        dialect, line, begin = self.dialect, int(self.rows.lines[block]) + 1, 0
+        ends = row_ends(text, None if dialect.quote is None else ord(dialect.quote)).tolist()
+        for end in [*ends, len(text)]:
+            row = text[begin:end]
+            if begin < len(text):
+                self.check_row(row, line, types)
+            line += row.count(b"\n") + 1
+            begin = end + 1
+        first = int(self.rows.lines[block]) + 1
+        raise DataError(f"{self.path}, from line {first} on: cannot be read ({reason})")
+
+    def check_row(self, row: bytes, line: int, types: Mapping[str, pa.DataType]) -> None:
+        """The slow twin of `parse` for one row: raise DataError at its first field at fault, else nothing."""
+        row = row.removesuffix(b"\r")
+        if not row and len(self.names) > 1:
+            raise field_error(
+                self.path, line, None, got="an empty line", wanted="a row", fix="Remove it"
+            )
+        try:
+            text = row.decode()
+        except UnicodeDecodeError as error:
+            column = None
+            for name, part in zip(self.names, row.split(self._delimiter.encode()), strict=False):
+                if not _is_utf8(part):
+                    column = name
+                    break
+            raise field_error(
+                self.path,
+                line,
+                column,
+                got=f"the bytes {row[error.start : error.start + 4].hex(' ')}",
+                wanted="UTF-8",
+                fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
+            ) from None
+        fields = self._fields(text)
+        if len(fields) != len(self.names):
+            raise field_error(
+                self.path,
+                line,
+                None,
+                got=f"{len(fields)} columns in {excerpt(row)}",
+                wanted=f"{len(self.names)} as the header has them"
+                if self.dialect.names is None
+                else f"{len(self.names)} as names has them",
+                fix="Repair or remove the row; fields that hold the delimiter need quotes",
+            )
+        for name, field in zip(self.names, fields, strict=True):
+            kind = types.get(name, pa.string())
+            if field in ("", *self.dialect.null_values) or kind == pa.string():
+                continue
+            pattern, wanted = (
+                (INTEGER, "an integer of 64 bits") if kind == pa.int64() else (NUMBER, "a number")
+            )
+            outside = (
+                kind == pa.int64()
+                and pattern.fullmatch(field)
+                and not -(2**63) <= int(field) < 2**63
+            )
+            if outside or not pattern.fullmatch(field):
+                raise field_error(
+                    self.path,
+                    line,
+                    name,
+                    got=excerpt(field.encode()),
+                    wanted=wanted,
+                    fix="Repair or remove the row, or declare the column as text or in null_values",
+                )
+
+    @property
+    def _delimiter(self) -> str:
+        return self.dialect.delimiter_of(self.path)
+
+    def _fields(self, row: str) -> list[str]:
+        if self.dialect.quote is None:
+            return row.split(self._delimiter)
+        reader = csv.reader([row], delimiter=self._delimiter, quotechar=self.dialect.quote)
+        return next(iter(reader), [""]) if "\n" not in row else _spanning(row, self)
+
+
+def _spanning(row: str, table: CsvTable) -> list[str]:
+    lines = row.splitlines(keepends=True)
+    return next(csv.reader(lines, delimiter=table._delimiter, quotechar=table.dialect.quote), [""])
+
+
+INTEGER = re.compile(r"[ \t]*-?[0-9]+[ \t]*")
+NUMBER = re.compile(
+    r"[ \t]*[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?[ \t]*|[ \t]*[+-]?(nan|inf|infinity)[ \t]*",
+    re.IGNORECASE,
+)
+
+
+def _is_utf8(field: bytes) -> bool:
+    try:
+        field.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def open_text(path: Path, dialect: Dialect) -> CsvTable:
+    """Index the file and read its header. Raises DataError."""
+    rows = open_rows(path, dialect.quote, has_header=dialect.names is None, block_bytes=BLOCK_BYTES)
+    if dialect.names is not None:
+        return CsvTable(rows, list(dialect.names), dialect, {})
+    try:
+        header = rows.head.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise field_error(
+            path, 1, None, got=excerpt(rows.head), wanted="UTF-8",
+            fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
+        ) from None  # fmt: skip
+    table = CsvTable(rows, [], dialect, {})
+    names = table._fields(header)
+    if names == [""]:
+        raise field_error(
+            path, 1, None, got="an empty line", wanted="a header with the names of the columns",
+            fix="Add one, or give names",
+        )  # fmt: skip
+    return CsvTable(rows, names, dialect, {})
+
+
+def infer_csv(tables: Sequence[CsvTable], label: str | None) -> Declaration:
+    """From the first block that is there."""
+    first = next((table for table in tables if len(table.lengths)), None)
+    if first is None:
+        raise DataError(
+            f"{tables[0].path}: got no row after the header, wanted at least one to infer a schema from"
+        )
+    check_repeated(first)
+    table = first.parse(first.rows.read(0), 0, None, {})
+    return infer(first.path, {name: one_array(table.column(name)) for name in first.names}, label)
+
+
+def check_repeated(table: CsvTable) -> None:
+    repeated = next((n for i, n in enumerate(table.names) if n in table.names[:i]), None)
+    if repeated is not None:
+        raise DataError(
+            f"{table.path}: got two columns named {repeated!r}, wanted each name once. Rename one of them"
+        )

@@ -1,0 +1,180 @@
+"""Parquet as it is: one file, many, folders, patterns; streamed by row groups, which footers make reachable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from colonnade.data.columns import check_names, check_types, settle
+from colonnade.data.contract import Splits
+from colonnade.data.declaration import Declaration, load_declaration
+from colonnade.data.encode import dtype_in
+from colonnade.data.fields import Dtype
+from colonnade.data.files import Files, find_files
+from colonnade.data.infer import infer
+from colonnade.data.tabular import Splitting
+from colonnade.errors import ConfigError, DataError
+
+ENDINGS = (".parquet", ".pq", ".parq")
+
+
+def open_parquet(
+    path: str | Path | Sequence[str | Path],
+    *,
+    schema: Any = None,
+    label: str | None = None,
+    validation: str | Path | None = None,
+    test: str | Path | None = None,
+    validation_fraction: float = 0.0,
+    test_fraction: float = 0.0,
+    split_by: str | None = None,
+    days: bool = False,
+    shuffle_window: int = 0,
+    seed: int = 0,
+    threads: int = 1,
+) -> Splits:
+    """Samples under a declared schema, or one inferred from the first file.
+
+    path                 a file, a folder (every file below it), a pattern, or several of these; natural order of names
+    schema               a Declaration, its fields, plain values, or the path of a YAML file; None: inferred
+    label                the label's column, where the schema is inferred; default: one named label, click, target or y
+    validation, test     files of their own
+    validation_fraction, test_fraction
+                         else, this share: the last samples in the order of the files (test after validation) or,
+    split_by             a column: all samples of one value of it together, by its hash. Read once at opening
+    days                 True: every file, or folder right below `path`, is a day of Splits.days
+    shuffle_window       samples; 0: in the order of the files. Else an order per epoch from `seed`: row groups are
+                         shuffled, put together into windows of about so many samples, and these permuted
+    threads              read so many row groups at a time
+
+    At most two windows are in memory, each at least a row group. Raises DataError naming file, row (from 0) and
+    column: here for what footers say, for values when they are read.
+    """
+    how = Splitting(
+        test_fraction=test_fraction,
+        validation_fraction=validation_fraction,
+        split_by=split_by,
+        days=days,
+        shuffle_window=shuffle_window,
+        seed=seed,
+        threads=threads,
+    )
+    files = [open_table(file) for file in find_files(path, ENDINGS)]
+    if schema is None:
+        declaration = infer_parquet(files, label)
+    elif label is not None:
+        raise ConfigError(
+            f"got both schema and label={label!r}; the schema says which field is the label"
+        )
+    else:
+        declaration = load_declaration(schema)
+    declaration = settle_types(files, declaration, split_by)
+    others = [
+        None if each is None else _files(find_files(each, ENDINGS), declaration)
+        for each in (validation, test)
+    ]
+    chosen = Files(declaration, tuple(files), split_by)
+    return how.split(chosen, path if isinstance(path, str | Path) else str(files[0].path), *others)
+
+
+def _files(paths: list[Path], declaration: Declaration) -> Files:
+    files = [open_table(path) for path in paths]
+    return Files(settle_types(files, declaration, None), tuple(files))
+
+
+def infer_parquet(files: Sequence[ParquetTable], label: str | None) -> Declaration:
+    """From the first row group that is there."""
+    first = next((file for file in files if len(file.lengths)), None)
+    if first is None:
+        raise DataError(f"{files[0].path}: got no row, wanted at least one to infer a schema from")
+    return infer(first.path, first.read(0, list(first.types)), label)
+
+
+def settle_types(
+    files: Sequence[ParquetTable], declaration: Declaration, split_by: str | None
+) -> Declaration:
+    """Raises DataError for the first file whose columns are not what the declaration reads."""
+    found: dict[str, Dtype | None] = {}
+    for file in files:
+        check_names(file.path, list(file.types), declaration, split_by)
+        for column in declaration.columns:
+            found[column] = found.get(column) or dtype_in(file.types[column])
+    declaration = settle(declaration, found)
+    for file in files:
+        check_types(file.path, file.types, declaration)
+    if not any(len(file.lengths) for file in files):
+        raise DataError(f"{files[0].path}: got no row, wanted at least one. Was it fully written?")
+    return declaration
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParquetTable:
+    """One file, by its footer."""
+
+    path: Path
+    num_bytes: int
+    metadata: pq.FileMetaData
+    types: dict[str, pa.DataType]  # by column
+    groups: NDArray[np.int64]  # (blocks,) numbers of the row groups that have rows
+    lengths: NDArray[np.int64]  # (blocks,)
+
+    def read(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
+        group = int(self.groups[block])
+        try:
+            with pq.ParquetFile(self.path, metadata=self.metadata) as file:
+                if self.path.stat().st_size != self.num_bytes:
+                    raise DataError(
+                        f"{self.path}: its size was {self.num_bytes} bytes when it was opened and has changed "
+                        "since. Leave the file alone while it is read, and open it again"
+                    )
+                table = file.read_row_group(group, columns=list(columns), use_threads=False)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(
+                f"{self.path}, row group {group} ({self.place(block, 0)} on): cannot be read "
+                f"({str(error).splitlines()[0]}). Write or fetch the file again"
+            ) from None
+        return {name: one_array(table.column(name)) for name in columns}
+
+    def place(self, block: int, row: int) -> str:
+        return f"row {int(self.lengths[:block].sum()) + row}"
+
+
+def one_array(column: pa.ChunkedArray) -> pa.Array:
+    """The values in one piece."""
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return column.combine_chunks() if column.num_chunks else pa.array([], column.type)
+
+
+def open_table(path: Path) -> ParquetTable:
+    """Reads the footer. Raises DataError for what is no Parquet file, or not whole."""
+    try:
+        with pq.ParquetFile(path) as file:
+            metadata, schema = file.metadata, file.schema_arrow
+        num_bytes = path.stat().st_size
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"{path}: cannot be read as Parquet ({reason}). Is it a Parquet file, and whole?"
+        ) from None
+    lengths = np.array(
+        [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)], np.int64
+    )
+    groups = np.flatnonzero(lengths)
+    names = list(schema.names)
+    repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if repeated is not None:
+        raise DataError(
+            f"{path}: got two columns named {repeated!r}, wanted each name once. Rename one of them"
+        )
+    types = dict(zip(names, schema.types, strict=True))
+    return ParquetTable(path, num_bytes, metadata, types, groups, lengths[groups])

@@ -1,0 +1,263 @@
+"""Samples of files in batches: streamed by blocks, shuffled in windows, read ahead by threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colonnade.batch import Batch
+from colonnade.data.chunk import Chunk, join
+from colonnade.data.contract import START, Position, Schema, Splits, spans
+from colonnade.data.counter import mix64, stream_key
+from colonnade.data.declaration import Declaration
+from colonnade.data.files import Files, days_of
+from colonnade.data.window import Windows, windows
+from colonnade.errors import ConfigError
+
+SPLIT_KEY = 0x53504C49
+"""Which split a key goes to does not depend on the run's seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Samples whose `Chunk.part` falls, hashed, into [low, high) of [0, 1)."""
+
+    low: float
+    high: float
+
+    def rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which samples, in order. `keys` (S,): `Chunk.part`."""
+        place = mix64(keys.astype(np.uint64) + np.uint64(stream_key(SPLIT_KEY))) * 2.0**-64
+        return np.flatnonzero((place >= self.low) & (place < self.high))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableSource:
+    """Some samples of some files. Holds at most two windows at a time, and the blocks that make one.
+
+    Every rank reads all of a window's blocks and takes its own samples of each batch.
+    """
+
+    files: Files
+    pieces: NDArray[np.int64]  # (P, 3): block, first and last-plus-one sample of it
+    share: Share | None = None  # None: all samples; else pieces count those of the share
+    shuffle_window: int = 0  # samples; 0: in the order of the files
+    seed: int = 0
+    threads: int = 1
+
+    @property
+    def declaration(self) -> Declaration:
+        return self.files.declaration
+
+    @property
+    def schema(self) -> Schema:
+        return self.declaration.schema
+
+    @property
+    def num_samples(self) -> int:
+        return int((self.pieces[:, 2] - self.pieces[:, 1]).sum())
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        start: Position = START,
+    ) -> Iterator[Batch]:
+        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        return self._batches(blocks, self.windows(start.epoch), start.step * batch_size)
+
+    def windows(self, epoch: int) -> Windows:
+        """The order in which `epoch` reads the pieces."""
+        lengths = self.pieces[:, 2] - self.pieces[:, 1]
+        key = stream_key(self.seed, epoch) if self.shuffle_window else None
+        return windows(lengths, self.shuffle_window, key)
+
+    def _batches(
+        self, blocks: Iterator[tuple[int, int]], plan: Windows, first: int
+    ) -> Iterator[Batch]:
+        names = [column.name for column in self.schema.categorical]
+        if first >= self.num_samples:
+            return
+        with ThreadPoolExecutor(self.threads, "table") as threads:
+            # `held` is open, `coming` is read meanwhile.
+            held = plan.at(first)
+            chunk, order = self._arrived(self._ask(threads, plan, held)), plan.order(held)
+            coming = self._ask(threads, plan, held + 1)
+            try:
+                for begin, end in blocks:
+                    parts: list[Chunk] = []
+                    while True:
+                        low = int(plan.starts[held])
+                        high = int(plan.starts[held + 1])
+                        part = _part(chunk, order, max(begin, low) - low, min(end, high) - low)
+                        if part.size or (end <= high and not parts):
+                            parts.append(part)
+                        if end <= high:
+                            break
+                        held += 1
+                        chunk, order = self._arrived(coming), plan.order(held)
+                        coming = self._ask(threads, plan, held + 1)
+                    yield join(parts).to_batch(names)
+            finally:
+                for future in coming:
+                    future.cancel()
+
+    def _ask(self, threads: ThreadPoolExecutor, plan: Windows, window: int) -> list[Future[Chunk]]:
+        """Start reading the pieces of a window; of one after the last, none."""
+        if window + 1 >= len(plan.bounds):
+            return []
+        pieces = plan.blocks[plan.bounds[window] : plan.bounds[window + 1]]
+        return [threads.submit(self._read, int(piece)) for piece in pieces]
+
+    def _arrived(self, coming: list[Future[Chunk]]) -> Chunk:
+        return join([future.result() for future in coming])
+
+    def _read(self, piece: int) -> Chunk:
+        block, begin, end = (int(number) for number in self.pieces[piece])
+        chunk = self.files.read(block)
+        if self.share is not None:
+            assert chunk.part is not None
+            return chunk.take(self.share.rows(chunk.part)[begin:end])
+        return chunk.cut(begin, end)
+
+
+def _part(chunk: Chunk, order: NDArray[np.int64] | None, begin: int, end: int) -> Chunk:
+    begin = min(begin, end)
+    return chunk.cut(begin, end) if order is None else chunk.take(order[begin:end])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splitting:
+    """How samples are parted into train, validation and test, and read."""
+
+    test_fraction: float = 0.0
+    validation_fraction: float = 0.0
+    split_by: str | None = None
+    days: bool = False
+    shuffle_window: int = 0
+    seed: int = 0
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("test_fraction", "validation_fraction"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value < 1:
+                raise ConfigError(f"got {name}={value!r}, wanted 0 <= {name} < 1")
+        if self.test_fraction + self.validation_fraction >= 1:
+            raise ConfigError(
+                f"got test_fraction={self.test_fraction} and validation_fraction={self.validation_fraction}, "
+                "wanted less than 1 together: nothing is left to train on"
+            )
+        for name, least in (("shuffle_window", 0), ("threads", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"got {name}={value!r}, wanted an integer of {least} or more")
+        if not isinstance(self.days, bool):
+            raise ConfigError(f"got days={self.days!r}, wanted true or false")
+        if self.split_by is not None and not isinstance(self.split_by, str):
+            raise ConfigError(f"got split_by={self.split_by!r}, wanted the name of a column")
+        if self.days and self.test_fraction + self.validation_fraction:
+            raise ConfigError(
+                "got days and a fraction to hold out, wanted one of them: day by day, a model is tested on the "
+                "next day before it trains on it"
+            )
+
+    def whole(self, files: Files) -> TableSource:
+        """All samples of files that are held out, in their order."""
+        return TableSource(files, _pieces(files.lengths, 0, None), threads=self.threads)
+
+    def split(
+        self,
+        files: Files,
+        root: str | Path,
+        validation: Files | None,
+        test: Files | None,
+    ) -> Splits:
+        """`validation`, `test`: files of their own, which the fractions then do not provide."""
+        source = _Parts(files, self)
+        total = source.total
+        held = None if validation is None else self.whole(validation)
+        tested = None if test is None else self.whole(test)
+        days: tuple[TableSource, ...] = ()
+        if self.days:
+            ends = np.concatenate([[0], np.cumsum(files.lengths)])[files.bounds]
+            days = tuple(
+                source.run(int(ends[a]), int(ends[b]), shuffled=True)
+                for a, b in days_of(files.files, root)
+            )
+        if self.split_by is not None:
+            middle = 1 - self.test_fraction
+            low = middle - self.validation_fraction
+            shares = Share(0.0, low), Share(low, middle), Share(middle, 1.0)
+            train, validating, testing = source.deal(shares)
+        else:
+            stop = total - round(total * self.test_fraction)
+            middle_ = stop - round(total * self.validation_fraction)
+            train = source.run(0, middle_, shuffled=True)
+            validating = source.run(middle_, stop)
+            testing = source.run(stop, total)
+        if train.num_samples == 0:
+            raise ConfigError(
+                f"{root}: the fractions leave no sample to train on, of {total}; hold out less"
+            )
+        return Splits(
+            train,
+            held or (validating if validating.num_samples else None),
+            tested or (testing if testing.num_samples else None),
+            days,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    files: Files
+    how: Splitting
+
+    @property
+    def total(self) -> int:
+        return int(self.files.lengths.sum())
+
+    def run(self, begin: int, end: int, *, shuffled: bool = False) -> TableSource:
+        """Samples begin .. end-1 in the order of the files."""
+        return self._source(_pieces(self.files.lengths, begin, end), None, shuffled)
+
+    def deal(self, shares: tuple[Share, ...]) -> list[TableSource]:
+        """Samples by their keys; the first share is to be shuffled. Reads every key once, to count them."""
+        pieces: list[list[tuple[int, int, int]]] = [[] for _ in shares]
+        for block in range(len(self.files.lengths)):
+            keys = self.files.read_parts(block)
+            for share, mine in zip(shares, pieces, strict=True):
+                if count := len(share.rows(keys)):
+                    mine.append((block, 0, count))
+        return [
+            self._source(np.array(mine, np.int64).reshape(-1, 3), share, i == 0)
+            for i, (share, mine) in enumerate(zip(shares, pieces, strict=True))
+        ]
+
+    def _source(
+        self, pieces: NDArray[np.int64], share: Share | None, shuffled: bool
+    ) -> TableSource:
+        window = self.how.shuffle_window if shuffled else 0
+        return TableSource(self.files, pieces, share, window, self.how.seed, self.how.threads)
+
+
+def _pieces(lengths: NDArray[np.int64], begin: int, end: int | None) -> NDArray[np.int64]:
+    """(P, 3): the parts of blocks that hold samples begin .. end-1; `end` None: all."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    total = int(ends[-1]) if len(ends) else 0
+    low = np.maximum(starts, begin) - starts
+    high = np.minimum(ends, total if end is None else end) - starts
+    kept = np.flatnonzero(low < high)
+    return np.stack([kept, low[kept], high[kept]], axis=1).astype(np.int64)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,509 @@
+"""CSV and Parquet against a slow reading of the same samples; how files are parted and mixed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import pickle
+from bisect import bisect_right
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table_files import DECLARATION, cut, samples, write_csv, write_folder, write_parquet
+
+from colonnade.data import Position, infer_schema, open_source
+from colonnade.data.counter import mix64, stream_key
+from colonnade.data.declaration import Declaration
+from colonnade.data.fields import (
+    Bag,
+    Bucket,
+    Category,
+    Cross,
+    Group,
+    Key,
+    Label,
+    Number,
+    Sequence,
+    Weight,
+)
+from colonnade.data.hashing import MISSING_ID, hash_text
+from colonnade.data.tables import kind_of, lasting_options
+from colonnade.data.tabular import TableSource
+from colonnade.errors import ConfigError, DataError
+
+WRITE = {"csv": write_csv, "parquet": write_parquet}
+
+
+@pytest.fixture(params=WRITE)
+def kind(request, monkeypatch):
+    """With blocks of a few rows."""
+    monkeypatch.setattr("colonnade.data.csv.BLOCK_BYTES", 400)
+    return request.param
+
+
+# --- one value at a time ---------------------------------------------------------------------------------
+
+
+def mixed(word: int) -> int:
+    return int(mix64(np.array([word % 2**64], np.uint64))[0])
+
+
+def signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def id_of(field, value) -> int:
+    """The definition of fields.py, for one value."""
+    raw = hash_text(value.encode()) if isinstance(value, str) else value
+    if value is None or value == "":
+        if field.vocabulary is not None:
+            return len(field.vocabulary) + field.unknown_rows
+        if field.cardinality is not None:
+            return field.cardinality
+        raw = MISSING_ID
+    elif field.vocabulary is not None:
+        if value in field.vocabulary:
+            return field.vocabulary.index(value)
+        return len(field.vocabulary) + mixed(raw) % field.unknown_rows
+    return raw if field.rows is None else mixed(raw) % field.rows
+
+
+def read_slowly(declaration, rows):
+    """By field name: the value of each sample, ids as lists for bags and sequences."""
+    read = {}
+    for field in declaration.fields:
+        values = [row.get(field.column) for row in rows]
+        if isinstance(field, Number):
+            read[field.name] = [number_of(field, value) for value in values]
+        elif isinstance(field, Category):
+            read[field.name] = [id_of(field, value) for value in values]
+        elif isinstance(field, Bag | Sequence):
+            most = field.max_length or 10**9
+            kept = [value[:most] if field.keep == "first" else value[-most:] for value in values]
+            read[field.name] = [[id_of(field, each) for each in value] for value in kept]
+        elif isinstance(field, Bucket):
+            n = len(field.boundaries)
+            read[field.name] = [
+                n + 1 if value is None else bisect_right(field.boundaries, value)
+                for value in values
+            ]
+        elif isinstance(field, Cross):
+            parts = zip(*(read[name] for name in field.of), strict=True)
+            keys = [stream_key(*(part % 2**64 for part in each)) for each in parts]
+            read[field.name] = [
+                signed(key) if field.rows is None else mixed(key) % field.rows for key in keys
+            ]
+        elif isinstance(field, Label | Weight):
+            read[field.name] = values
+        else:
+            read[field.name] = [hash_text(v.encode()) if isinstance(v, str) else v for v in values]
+    return read
+
+
+def number_of(field, value) -> float:
+    if value is None:
+        return field.missing
+    if field.clip is not None:
+        value = min(max(value, field.clip[0]), field.clip[1])
+    if field.transform == "log1p":
+        value = math.log1p(max(value, 0))
+    return (value - field.mean) / field.std
+
+
+def listed(ids) -> list:
+    if ids.offsets is None:
+        return ids.values.tolist()
+    ends = ids.offsets.tolist()
+    return [ids.values[a:b].tolist() for a, b in itertools.pairwise(ends)]
+
+
+def check(batch, declaration, rows):
+    read = read_slowly(declaration, rows)
+    assert batch.size == len(rows)
+    for j, field in enumerate(declaration.numbers):
+        expected = torch.tensor(read[field.name], dtype=torch.float32)
+        torch.testing.assert_close(batch.dense[:, j], expected, rtol=1e-6, atol=1e-6)
+    for field in declaration.categorical:
+        assert listed(batch.ids[field.name]) == read[field.name], field.name
+    for j, field in enumerate(declaration.labels):
+        assert batch.label[:, j].tolist() == read[field.name]
+    for kind, got in ((Weight, batch.sample_weight), (Group, batch.group), (Key, batch.key)):
+        field = declaration.one(kind)
+        assert (got is None) == (field is None)
+        if field is not None:
+            assert got.tolist() == read[field.name]
+
+
+def test_values_are_those_of_the_slow_definition(tmp_path, kind):
+    folder = write_folder(tmp_path, kind, 87)
+    (batch,) = open_source(kind, folder, schema=DECLARATION).train.batches(100)
+    check(batch, DECLARATION, samples(87))
+
+
+OTHERS = {
+    "plain numbers": [Number("price", missing=-1.0), Number("weight")],
+    "clipped, shifted": [Number("price", missing=0.5, clip=(1, 100), mean=3.0, std=2.0)],
+    "one column, twice": [Number("age", missing=0.0), Category("age_id", column="age", dtype="integer")],
+    "integers, known": [Category("user", vocabulary=(-9 * 10**17, 0, 10**17))],
+    "integers, hashed": [Category("user", dtype="integer", rows=5)],
+    "texts, known, many rows for others": [Category("city", vocabulary=("Oslo",), unknown_rows=3)],
+    "last of a bag": [Bag("tags", max_length=2, keep="last", rows=11)],
+    "first of a sequence": [Sequence("history", dtype="integer", max_length=1, keep="first")],
+    "known in a bag": [Bag("tags", vocabulary=("a", "b", "c"))],
+    "open cross": [Category("city"), Category("user", dtype="integer"), Cross("x", of=("city", "user"))],
+    "key and group of text": [Number("weight"), Key("k", column="tags_text"), Group("g", column="tags_text")],
+    "two tasks": [Number("price", missing=0.0), Label("click"), Label("again", column="click")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_declarations(name, tmp_path, kind):
+    fields = [f for f in OTHERS[name] if f.column != "tags_text"]
+    fields += [
+        dataclasses.replace(f, column="city") for f in OTHERS[name] if f.column == "tags_text"
+    ]
+    rows = [
+        row for row in samples(40, seed=5) if "k" not in {f.name for f in fields} or row["city"]
+    ]
+    path = WRITE[kind](tmp_path / f"a.{kind}", rows)
+    declaration = Declaration(fields)
+    (batch,) = open_source(kind, path, schema=declaration).train.batches(100)
+    check(batch, declaration, rows)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 30))
+def test_csv_and_parquet_give_the_same_batch(tmp_path_factory, seed, count):
+    folder, rows = tmp_path_factory.mktemp("both"), samples(count, seed)
+    for kind, write in WRITE.items():
+        (batch,) = open_source(
+            kind, write(folder / f"a.{kind}", rows), schema=DECLARATION
+        ).train.batches(99)
+        check(batch, DECLARATION, rows)
+
+
+def test_a_text_has_one_id_however_parquet_holds_it(tmp_path):
+    texts = ["Oslo", None, "", "Łódź", "Oslo", "a much longer text than eight bytes"] * 3
+    kinds = [
+        pa.string(),
+        pa.large_string(),
+        pa.binary(),
+        pa.string_view(),
+        pa.dictionary(pa.int8(), pa.string()),
+    ]
+    expected = [id_of(Category("city"), text) for text in texts]
+    for how in ([], ["city"]):
+        for i, arrow in enumerate(kinds):
+            path = tmp_path / f"{i}.parquet"
+            plain = pa.array(texts).cast(arrow)
+            pq.write_table(pa.table({"city": plain}), path, use_dictionary=how)
+            (batch,) = open_source("parquet", path, schema=[Category("city")]).train.batches(99)
+            assert batch.ids["city"].values.tolist() == expected, arrow
+
+
+@pytest.mark.parametrize(
+    "arrow",
+    [
+        pa.int8(),
+        pa.uint16(),
+        pa.int64(),
+        pa.uint64(),
+        pa.bool_(),
+        pa.dictionary(pa.int8(), pa.int32()),
+    ],
+    ids=str,
+)
+def test_integers_of_every_width_are_ids_as_they_are(arrow, tmp_path):
+    values = [1, 0, None, 1]
+    column = pa.array(values).cast(pa.int32() if pa.types.is_dictionary(arrow) else arrow)
+    column = column.dictionary_encode() if pa.types.is_dictionary(arrow) else column
+    pq.write_table(
+        pa.table({"a": column, "n": pa.array(values).cast(pa.float32())}), tmp_path / "a.parquet"
+    )
+    (batch,) = open_source(
+        "parquet", tmp_path, schema=[Category("a"), Number("n", missing=7.0), Bucket("b", column="a", boundaries=[1])]
+    ).train.batches(9)  # fmt: skip
+    assert batch.ids["a"].values.tolist() == [1, 0, MISSING_ID, 1]
+    assert batch.ids["b"].values.tolist() == [1, 0, 2, 1]
+    assert batch.dense[:, 0].tolist() == [1, 0, 7, 1]
+
+
+def test_an_unsigned_id_beyond_63_bits_wraps(tmp_path):
+    pq.write_table(pa.table({"a": pa.array([2**64 - 1, 2**63], pa.uint64())}), tmp_path / "a.pq")
+    (batch,) = open_source("parquet", tmp_path / "a.pq", schema=[Category("a")]).train.batches(9)
+    assert batch.ids["a"].values.tolist() == [-1, -(2**63)]
+
+
+def test_lists_of_every_kind_and_their_missing_elements(tmp_path):
+    rows = [["a", None, ""], [], None, ["b", "a"]]
+    columns = {
+        "list": pa.array(rows),
+        "large": pa.array(rows, pa.large_list(pa.large_string())),
+        "text": pa.array(["a||", "", None, "b|a"]),
+        "coded": pa.array(["a||", "", None, "b|a"]).dictionary_encode(),
+        "fixed": pa.array([["a", ""], ["b", "a"], None, ["a", None]], pa.list_(pa.string(), 2)),
+        "none": pa.array([[], [], None, []]),
+        "nothing": pa.nulls(4),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    declaration = Declaration([Bag(name, vocabulary=("a", "b")) for name in columns])
+    (batch,) = open_source("parquet", tmp_path, schema=declaration).train.batches(9)
+    a, b, missing = 0, 1, 3
+    for name in ("list", "large", "text", "coded"):
+        assert listed(batch.ids[name]) == [[a, missing, missing], [], [], [b, a]], name
+    assert listed(batch.ids["fixed"]) == [[a, missing], [b, a], [], [a, missing]]
+    assert listed(batch.ids["none"]) == listed(batch.ids["nothing"]) == [[]] * 4
+
+
+def test_missing_labels_and_thresholds(tmp_path):
+    write = pa.table({"x": [1.0, 2.0, 3.0], "rating": [5, None, 3], "bought": [True, False, None]})
+    pq.write_table(write, tmp_path / "a.parquet")
+    labels = [
+        Label("liked", column="rating", at_least=4, missing="unknown"),
+        Label("stars", column="rating", kind="number", missing="unknown"),
+        Label("bought", missing="unknown"),
+    ]
+    (batch,) = open_source("parquet", tmp_path, schema=[Number("x"), *labels]).train.batches(9)
+    expected = torch.tensor([[1, 5, 1], [math.nan, math.nan, 0], [0, 3, math.nan]])
+    torch.testing.assert_close(batch.label, expected, equal_nan=True)
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def order_of(source, epoch=0, **options) -> list[int]:
+    return [
+        row
+        for batch in source.batches(7, start=Position(epoch), **options)
+        for row in batch.key.tolist()
+    ]
+
+
+def test_files_are_read_in_natural_order(tmp_path, kind):
+    write, ending = WRITE[kind], kind
+    for day, rows in zip((1, 2, 10), cut(samples(60), 3), strict=True):
+        write(tmp_path / f"day_{day}" / f"a.{ending}", rows)
+    (tmp_path / "_SUCCESS").touch()
+    (tmp_path / "day_1" / f".hidden.{ending}").write_text("not a table")
+    (tmp_path / "_old").mkdir()
+    (tmp_path / "_old" / f"a.{ending}").write_text("not a table")
+    paths = [
+        tmp_path,
+        str(tmp_path / "day_*"),
+        str(tmp_path / "day_*" / f"*.{ending}"),
+        [tmp_path / "day_1", tmp_path / "day_2", tmp_path / "day_10" / f"a.{ending}"],
+    ]
+    for path in paths:
+        assert order_of(open_source(kind, path, schema=DECLARATION).train) == list(range(60))
+    assert kind_of(tmp_path) == kind
+
+
+def test_days_are_files_or_folders_in_order(tmp_path, kind):
+    parts = cut(samples(60), 4)
+    for name, rows in zip(("day_1/a", "day_1/b", "day_2/a", "day_10"), parts, strict=True):
+        WRITE[kind](tmp_path / f"{name}.{kind}", rows)
+    splits = open_source(kind, tmp_path, schema=DECLARATION, days=True)
+    sizes = [len(rows) for rows in parts]
+    expected = [sizes[0] + sizes[1], sizes[2], sizes[3]]
+    assert [day.num_samples for day in splits.days] == expected
+    assert [row for day in splits.days for row in order_of(day)] == list(range(60))
+
+
+def test_the_last_samples_are_held_out(tmp_path, kind):
+    folder = write_folder(tmp_path, kind, 60)
+    splits = open_source(
+        kind, folder, schema=DECLARATION, test_fraction=0.2, validation_fraction=0.1
+    )
+    parts = [order_of(part) for part in (splits.train, splits.validation, splits.test)]
+    assert parts == [list(range(42)), list(range(42, 48)), list(range(48, 60))]
+
+
+def test_files_of_their_own_are_held_out(tmp_path, kind):
+    one, two = cut(samples(60), 2)
+    train = WRITE[kind](tmp_path / "train" / f"a.{kind}", one)
+    test = WRITE[kind](tmp_path / "test" / f"b.{kind}", two)
+    splits = open_source(kind, train, schema=DECLARATION, test=str(test), validation=test.parent)
+    assert order_of(splits.train) == [row["row"] for row in one]
+    assert order_of(splits.test) == order_of(splits.validation) == [row["row"] for row in two]
+    assert splits.test.schema == splits.train.schema
+
+
+def test_a_key_is_in_one_part_only(tmp_path, kind):
+    folder = write_folder(tmp_path, kind, 200)
+    splits = open_source(
+        kind, folder, schema=DECLARATION, split_by="user", test_fraction=0.3, validation_fraction=0.3,
+        shuffle_window=20,
+    )  # fmt: skip
+    parts = [splits.train, splits.validation, splits.test]
+    users = [{g for b in part.batches(50) for g in b.group.tolist()} for part in parts]
+    assert all(users) and len(set.union(*users)) == sum(map(len, users)) == 18
+    rows = [order_of(part) for part in parts]
+    assert sorted(itertools.chain(*rows)) == list(range(200))
+    assert rows[1] == sorted(rows[1]) and rows[0] != sorted(rows[0])
+    again = open_source(
+        kind, folder, schema=DECLARATION, split_by="user", test_fraction=0.3, seed=9
+    )
+    assert order_of(again.test) == rows[2]
+
+
+# --- shuffling --------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_a_permutation_of_its_own(tmp_path, kind):
+    folder = write_folder(tmp_path, kind, 120)
+    source = open_source(kind, folder, schema=DECLARATION, shuffle_window=40).train
+    first, second = order_of(source), order_of(source, epoch=1)
+    assert sorted(first) == sorted(second) == list(range(120))
+    assert first != second and first != list(range(120))
+    assert order_of(source) == first
+    other = open_source(kind, folder, schema=DECLARATION, shuffle_window=40, seed=1).train
+    assert order_of(other) != first
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(1, 70), window=st.integers(0, 90), batch=st.integers(1, 40), ranks=st.integers(1, 5),
+    step=st.integers(0, 6), epoch=st.integers(0, 3), threads=st.integers(1, 3), files=st.integers(1, 3),
+    fraction=st.sampled_from([0, 0.4]),
+)  # fmt: skip
+def test_any_window_ranks_and_position(
+    tmp_path_factory, count, window, batch, ranks, step, epoch, threads, files, fraction
+):
+    folder = write_folder(tmp_path_factory.mktemp("w"), "parquet", count, files)
+    options = {"schema": DECLARATION, "shuffle_window": window, "test_fraction": fraction}
+    splits = open_source("parquet", folder, threads=threads, **options)
+    source = splits.train
+    whole = order_of(source, epoch)
+    assert sorted(whole) == list(range(count - round(count * fraction)))
+    if splits.test is not None:
+        assert sorted(whole + order_of(splits.test)) == list(range(count))
+    readers = [
+        source.batches(batch, rank=rank, num_ranks=ranks, start=Position(epoch, step))
+        for rank in range(ranks)
+    ]
+    rest = [row for blocks in zip(*readers, strict=True) for b in blocks for row in b.key.tolist()]
+    assert rest == whole[step * batch :]
+
+
+def test_left_alone_readers_end_their_threads(tmp_path, kind):
+    import threading
+
+    folder = write_folder(tmp_path, kind, 120)
+    source = open_source(kind, folder, schema=DECLARATION, shuffle_window=20, threads=2).train
+    before = threading.active_count()
+    batches = source.batches(5)
+    next(batches)
+    assert threading.active_count() > before
+    batches.close()
+    assert threading.active_count() == before
+
+
+def test_no_more_than_two_windows_are_read_ahead(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path, "parquet", 200, files=1)
+    source = open_source("parquet", folder, schema=DECLARATION, shuffle_window=20).train
+    read = []
+    original = TableSource._read
+    monkeypatch.setattr(
+        TableSource, "_read", lambda self, piece: read.append(piece) or original(self, piece)
+    )
+    batches = source.batches(10)
+    next(batches)
+    # A window is two row groups of ten samples; one window is held and one is coming.
+    assert len(read) <= 4
+    list(batches)
+    assert sorted(read) == list(range(20))
+
+
+def test_a_source_travels_to_another_process(tmp_path, kind):
+    folder = write_folder(tmp_path, kind, 50)
+    source = open_source(kind, folder, schema=DECLARATION, shuffle_window=20).train
+    assert order_of(pickle.loads(pickle.dumps(source))) == order_of(source)
+
+
+# --- a schema that nobody declared -------------------------------------------------------------------------
+
+
+def test_an_inferred_schema_reads_the_file(tmp_path, kind):
+    folder = write_folder(tmp_path, kind, 200)
+    declaration = infer_schema(folder)
+    by_name = {field.name: field for field in declaration.fields}
+    assert by_name["click"] == Label("click")
+    assert by_name["price"] == Number("price", missing=0.0, transform="log1p")
+    assert by_name["city"] == Category("city", dtype="text")
+    assert by_name["user"] == Category("user", dtype="integer")
+    assert by_name["tags"] == Bag("tags", dtype="text")
+    assert isinstance(by_name["weight"], Number) and by_name["weight"].std != 1
+    source = open_source(kind, folder, schema=declaration).train
+    assert source.declaration == declaration
+    assert sum(batch.size for batch in source.batches(64)) == 200
+    assert open_source(kind, folder).train.declaration == declaration
+
+
+def test_integers_are_categories_unless_they_are_nearly_all_different(tmp_path):
+    n = 1200
+    table = pa.table({"y": [0.0, 1.0] * (n // 2), "views": range(n), "item_id": range(n), 
+                      "day": [i % 7 for i in range(n)], "when": pa.array([0] * n, pa.timestamp("s")), "vector": [[1.0, 2.0]] * n})  # fmt: skip
+    pq.write_table(table, tmp_path / "a.parquet")
+    kinds = {field.name: type(field) for field in infer_schema(tmp_path).fields}
+    assert kinds == {"y": Label, "views": Number, "item_id": Category, "day": Category}
+
+
+@pytest.mark.parametrize(
+    ("columns", "label", "said"),
+    [
+        ({"a": [1.0]}, None, "no column named label, click"),
+        ({"a": [1.0], "bought": [1]}, "bougt", "did you mean 'bought'"),
+        ({"a": [1.0], "rating": [1, 5, 3]}, "rating", "at_least: 3"),
+        ({"a": [1.0], "label": ["yes"]}, None, "got string as the label"),
+        ({"label": [1.0]}, None, "nothing that a model can read"),
+    ],
+)
+def test_what_cannot_be_inferred_is_said(columns, label, said, tmp_path):
+    size = max(map(len, columns.values()))
+    table = pa.table({name: (values * size)[:size] for name, values in columns.items()})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError) as caught:
+        infer_schema(tmp_path, label)
+    assert said in str(caught.value)
+
+
+def test_lasting_options_open_the_same_data(tmp_path, kind, monkeypatch):
+    one, two = cut(samples(60), 2)
+    train = WRITE[kind](tmp_path / f"a.{kind}", one)
+    WRITE[kind](tmp_path / f"b.{kind}", two)
+    monkeypatch.chdir(tmp_path)
+    options = {"label": "click", "test": f"b.{kind}", "shuffle_window": 20}
+    splits = open_source(kind, train, **options)
+    lasting = lasting_options(options, splits)
+    assert "label" not in lasting and lasting["shuffle_window"] == 20
+    monkeypatch.chdir("/")
+    again = open_source(kind, train, **lasting)
+    assert again.train.declaration == splits.train.declaration
+    assert lasting_options(lasting, again) == lasting
+    assert again.test.num_samples == len(two)
+    synthetic = open_source("synthetic", num_train=5)
+    assert lasting_options({"num_train": 5}, synthetic) == {"num_train": 5}
+
+
+def test_files_without_labels_are_read_as_inputs(tmp_path, kind):
+    rows = samples(20)
+    full = WRITE[kind](tmp_path / f"a.{kind}", rows)
+    declaration = open_source(kind, full, schema=DECLARATION).train.declaration
+    inputs = declaration.inputs()
+    (batch,) = open_source(kind, full, schema=inputs).train.batches(99)
+    assert batch.label is None and batch.sample_weight is None
+    check(batch, inputs, rows)
+
+
+def test_a_kind_that_its_name_does_not_say(tmp_path):
+    (tmp_path / "data.bin").write_text("x")
+    with pytest.raises(ConfigError, match=r"--data parquet or --data csv"):
+        kind_of(tmp_path / "data.bin")
+    with pytest.raises(DataError, match="without a file that ends in"):
+        kind_of(tmp_path)
