@@ -181,9 +181,9 @@ class EmbeddingCollection(nn.Module):
         return self.__dict__
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        self.ensure_open()
         if self._served is not None:
             return self.exchange.read(batch, self._served)
+        self.ensure_open()
         ticket, batch.ticket = batch.ticket, None
         if not (self.training and torch.is_grad_enabled()):
             if ticket is not None:
@@ -410,6 +410,11 @@ class EmbeddingCollection(nn.Module):
 
     def ensure_open(self) -> None:
         """Open with everything on this process, in memory, unless `open` was called."""
+        if self._served is not None:
+            raise ConfigError(
+                "this collection serves exported rows, which are read by forward and nothing else; "
+                "open the run to train, list or change them"
+            )
         if not self._opened:
             self.open()
 

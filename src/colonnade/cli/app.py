@@ -106,7 +106,8 @@ def run(arguments: Sequence[str]) -> int:
             raise KeyboardInterrupt
         return ended if isinstance(ended, int) else 0
     except ColonnadeError as error:
-        say_error(str(error))
+        # An OSError's own words begin with its number.
+        say_error(str(error.strerror if isinstance(error, OSError) and error.strerror else error))
     except UsageError as error:
         if not arguments:  # the help has been shown
             return 2

@@ -161,6 +161,22 @@ def _data(path: Path) -> None:
         ) from None
     _facts({"file": str(path), "rows": num_rows, "on disk": bytes_words(path.stat().st_size)})
     _table(("column", "type"), [(field.name, str(field.type)) for field in schema])
+    _suggest(path)
+
+
+def _suggest(path: Path) -> None:
+    """The schema that training would infer; why there is none, where it would refuse."""
+    from colonnade.data import infer_schema
+
+    try:
+        suggested = infer_schema(path).to_yaml()
+    except (ConfigError, DataError) as error:
+        typer.echo(f"no schema suggested: {error}")
+        return
+    typer.echo(
+        "suggested schema (save, correct and give it with --set data.options.schema=FILE):\n"
+    )
+    typer.echo(suggested)
 
 
 def _facts(values: dict[str, Any]) -> None:

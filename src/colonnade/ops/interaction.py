@@ -36,7 +36,11 @@ def pairwise_dot(vectors: Sequence[Tensor], *, dim: int, kept: Sequence[int] = (
         raise ValueError(f"kept: got {kept}, wanted different numbers in 0 .. {num_vectors - 1}")
     if not _is_native(views):
         return plain.pairwise_dot(views, kept)
-    return torch.ops.colonnade.pairwise_dot(views, kept)
+    return (
+        _pairwise_dot_now(views, kept)
+        if _is_bare()
+        else torch.ops.colonnade.pairwise_dot(views, kept)
+    )
 
 
 def fm(vectors: Sequence[Tensor], *, dim: int) -> Tensor:
@@ -45,7 +49,9 @@ def fm(vectors: Sequence[Tensor], *, dim: int) -> Tensor:
     vectors: as in `pairwise_dot`. Computed as half of |sum of vectors|^2 - sum of |vector|^2, element by element.
     """
     views = _views(vectors, dim)
-    return torch.ops.colonnade.fm(views) if _is_native(views) else plain.fm(views)
+    if not _is_native(views):
+        return plain.fm(views)
+    return _fm_now(views) if _is_bare() else torch.ops.colonnade.fm(views)
 
 
 def cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
@@ -59,7 +65,17 @@ def cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
     first, factor, input = _promoted([first, factor, input])
     if not _is_native([first, factor, input]):
         return plain.cross(first, factor, input)
-    return torch.ops.colonnade.cross(first, factor, input)
+    return (
+        _cross_now(first, factor, input)
+        if _is_bare()
+        else torch.ops.colonnade.cross(first, factor, input)
+    )
+
+
+def _is_bare() -> bool:
+    """Whether nobody records or traces: the operator's own machinery, which imports torch's compiler at its first
+    call (1.5 s), is then left out."""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def _promoted(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -115,11 +131,15 @@ def _dots_width(vectors: Sequence[Tensor], num_kept: int) -> int:
     return num_kept * vectors[0].shape[2] + num_vectors * (num_vectors - 1) // 2
 
 
-@torch.library.custom_op("colonnade::pairwise_dot", mutates_args=(), device_types="cpu")
-def _pairwise_dot(vectors: Sequence[Tensor], kept: Sequence[int]) -> Tensor:
+def _pairwise_dot_now(vectors: Sequence[Tensor], kept: Sequence[int]) -> Tensor:
     out = empty(len(vectors[0]), _dots_width(vectors, len(kept)), dtype=vectors[0].dtype)
     _native.pairwise_dot(_arrays(vectors), list(kept), out)
     return out
+
+
+_pairwise_dot = torch.library.custom_op(
+    "colonnade::pairwise_dot", mutates_args=(), device_types="cpu"
+)(_pairwise_dot_now)
 
 
 @_pairwise_dot.register_fake
@@ -138,11 +158,13 @@ def _pairwise_dot_gradient(
     return [o for o in out if o is not None]
 
 
-@torch.library.custom_op("colonnade::fm", mutates_args=(), device_types="cpu")
-def _fm(vectors: Sequence[Tensor]) -> Tensor:
+def _fm_now(vectors: Sequence[Tensor]) -> Tensor:
     out = empty(len(vectors[0]), 1, dtype=vectors[0].dtype)
     _native.fm(_arrays(vectors), out)
     return out
+
+
+_fm = torch.library.custom_op("colonnade::fm", mutates_args=(), device_types="cpu")(_fm_now)
 
 
 @_fm.register_fake
@@ -160,12 +182,16 @@ def _fm_gradient(
     return [o for o in out if o is not None]
 
 
-@torch.library.custom_op("colonnade::cross", mutates_args=(), device_types="cpu")
-def _cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
+def _cross_now(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
     x, u, y = (t.detach().contiguous() for t in (first, factor, input))
     out = empty(*first.shape, dtype=first.dtype)
     _native.cross(x, u, y, out)
     return out
+
+
+_cross = torch.library.custom_op("colonnade::cross", mutates_args=(), device_types="cpu")(
+    _cross_now
+)
 
 
 @_cross.register_fake

@@ -9,19 +9,19 @@ from typing import Any
 
 from colonnade.batch import Batch
 from colonnade.data import SOURCES, open_source
-from colonnade.data.contract import START, Position, Schema, Source
+from colonnade.data.contract import START, Position, Schema, Source, Splits
 from colonnade.data.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
+from colonnade.data.csv import ENDINGS as CSV
 from colonnade.data.csv import open_csv
 from colonnade.data.declaration import load_declaration
 from colonnade.data.lines import LineFile, open_lines
 from colonnade.data.location import locate
+from colonnade.data.parquet import ENDINGS as PARQUET
 from colonnade.data.parquet import open_parquet
 from colonnade.data.tables import kind_of
 from colonnade.errors import ConfigError
 
 TABLES = ("csv", "parquet")
-TEXT_OPTIONS = ("delimiter", "quote", "names", "null_values")
-"""Of open_csv: how text becomes columns."""
 PARTS = ("train", "validation", "test")
 
 
@@ -42,6 +42,8 @@ def open_inputs(
         return source
     if name not in SOURCES:
         raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
+    if name in TABLES and path is not None and str(path).lower().endswith((*CSV, *PARQUET)):
+        name = kind_of(path)  # a model trained on one kind scores the other
     if name not in WHOLE:
         raise ConfigError(
             f"the {name} reader has no files of samples by themselves; score a part of it with --part test"
@@ -61,24 +63,36 @@ def open_criteo_whole(path: str | Path | None, options: Mapping[str, Any]) -> So
     return source if has_label else Unlabelled(source)
 
 
-def open_tables_whole(path: str | Path | None, options: Mapping[str, Any]) -> Source:
-    """Every sample of CSV or Parquet files, whichever they are, under the schema that the model was trained with;
-    columns of labels and weights need not be there, and are not read."""
+def open_table_whole(
+    opener: Callable[..., Splits], path: str | Path | None, options: Mapping[str, Any]
+) -> Source:
+    """Every row under the schema the model was trained with; columns of labels and weights need not be there."""
     if path is None or "schema" not in options:
         raise ConfigError(
-            "got no files or no schema; give --path, of a model trained on csv or parquet"
+            "got no schema for these files, wanted the one the model was trained with: score with the reader it was "
+            "trained with (leave --data out)"
         )
-    declaration = load_declaration(options["schema"]).inputs()
-    if kind_of(path) == "parquet":
-        return open_parquet(path, schema=declaration).train
-    text = {name: options[name] for name in TEXT_OPTIONS if name in options}
-    return open_csv(path, schema=declaration, **text).train
+    kept = {name: value for name, value in options.items() if name in READING}
+    schema = load_declaration(options["schema"]).inputs()
+    return opener(path, **{**kept, "schema": schema}).train
 
 
+def open_csv_whole(path: str | Path | None, options: Mapping[str, Any]) -> Source:
+    return open_table_whole(open_csv, path, options)
+
+
+def open_parquet_whole(path: str | Path | None, options: Mapping[str, Any]) -> Source:
+    kept = {name: value for name, value in options.items() if name not in READING_TEXT}
+    return open_table_whole(open_parquet, path, kept)
+
+
+READING_TEXT = ("delimiter", "quote", "names", "null_values")
+READING = ("threads", *READING_TEXT)
+"""Options that say how files are read, not how they are parted."""
 WHOLE: dict[str, Callable[[str | Path | None, Mapping[str, Any]], Source]] = {
     "criteo": open_criteo_whole,
-    "csv": open_tables_whole,
-    "parquet": open_tables_whole,
+    "csv": open_csv_whole,
+    "parquet": open_parquet_whole,
 }
 """By reader: how its files are read whole and in order."""
 

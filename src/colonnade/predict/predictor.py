@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.config import RunConfig, build_config
-from colonnade.data import open_source
+from colonnade.data import load_declaration, open_source
 from colonnade.data.contract import Column, Schema
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError
@@ -185,7 +185,7 @@ def _read_model(folder: Path) -> dict[str, Any]:
 
 
 def _schema(said: Mapping[str, Any], config: RunConfig | None) -> Schema | None:
-    """What the model says of its data; of an older export, what the data says itself."""
+    """What the model says of its data; else its configuration; else the data itself."""
     values = said.get("schema")
     if values:
         return Schema(
@@ -195,6 +195,8 @@ def _schema(said: Mapping[str, Any], config: RunConfig | None) -> Schema | None:
         )
     if config is None:
         return None
+    if "schema" in config.data.options:
+        return load_declaration(config.data.options["schema"]).schema
     return open_source(config.data.name, config.data.path, **config.data.options).train.schema
 
 

@@ -15,6 +15,7 @@ from colonnade.report.reading import (
     RunRecord,
     best_of,
     flatten,
+    is_constant,
     is_judged,
     metrics_of,
     sums_of,
@@ -62,7 +63,7 @@ def figure_lines(runs: Sequence[RunRecord]) -> list[Line]:
         if is_judged(metric):
             best = [best_of(metric, p)[1] if p else None for p in points]
             found.append(_judged(f"{name}, best", metric, best))
-        elif metric in ("num_samples", "positive_rate"):
+        elif is_constant(metric):
             continue
         if any(len(p) > 1 for p in points) or not is_judged(metric):
             last = [p[-1][1] if p else None for p in points]

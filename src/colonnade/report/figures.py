@@ -14,6 +14,7 @@ from colonnade.report.reading import (
     RunRecord,
     TableFigures,
     best_of,
+    is_constant,
     is_judged,
     metrics_of,
     sums_of,
@@ -73,7 +74,7 @@ def metric_charts(run: RunRecord) -> list[Figure]:
     found: list[Figure] = []
     order = ("test", "validation", "train")
     for metric, parts in metrics_of(run).items():
-        if metric in ("num_samples", "positive_rate") or len(found) == MAX_METRICS:
+        if is_constant(metric) or len(found) == MAX_METRICS:
             continue
         if max(map(len, parts.values())) < 2:
             continue
@@ -284,7 +285,7 @@ def overlaid(runs: Mapping[str, RunRecord]) -> list[Figure]:
         curves.setdefault("training loss", {})[name] = [(s, v) for s, v in known if v is not None]
         for metric, parts in metrics_of(run).items():
             for part, points in parts.items():
-                if metric not in ("num_samples", "positive_rate"):
+                if not is_constant(metric):
                     curves.setdefault(f"{part} {metric_words(metric)}", {})[name] = points
         rates = [(line["step"], line.get("samples_per_second")) for line in lines]
         curves.setdefault("samples per second", {})[name] = [(s, v) for s, v in rates if v]

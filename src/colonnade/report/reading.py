@@ -22,7 +22,7 @@ from colonnade.train.record import FILE_NAME, read_lines
 QUIET_SECONDS = 120.0
 """A run without a summary that wrote nothing for so long has probably ended."""
 LESS_IS_BETTER = ("loss", "entropy", "error")
-NOT_JUDGED = ("num_samples", "positive_rate", "epoch", "calibration")
+NOT_JUDGED = ("num_", "positive_rate", "calibration")
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,18 @@ def metrics_of(run: RunRecord) -> dict[str, dict[str, list[tuple[int, float]]]]:
 
 
 def is_judged(metric: str) -> bool:
-    """Whether more or less of it is better."""
-    return metric not in NOT_JUDGED and not metric.endswith(NOT_JUDGED)
+    """Whether more or less of it is better. Of several tasks the label's name ends a metric's."""
+    return "error" in metric or not any(word in metric for word in NOT_JUDGED)
+
+
+def is_constant(metric: str) -> bool:
+    """Whether it tells of the data, not of the model."""
+    return metric.startswith(("num_", "positive_rate"))
 
 
 def best_of(metric: str, points: list[tuple[int, float]]) -> tuple[int, float]:
     """The (step, value) that is best; the first of equals."""
-    sign = -1 if metric.split("@")[0].endswith(LESS_IS_BETTER) else 1
+    sign = -1 if any(word in metric for word in LESS_IS_BETTER) else 1
     return max(points, key=lambda point: sign * point[1])
 
 

@@ -14,6 +14,7 @@ from colonnade.report.reading import (
     RunRecord,
     TableFigures,
     best_of,
+    is_constant,
     is_judged,
     metrics_of,
     tables_of,
@@ -112,7 +113,9 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings in one list; those left at the optimizer's own default are left out."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, Mapping):
+        if name == "schema" and isinstance(value, Mapping):
+            found[name] = f"{len(value.get('fields', ()))} fields"
+        elif isinstance(value, Mapping):
             found |= {f"{name}.{k}": v for k, v in flat(value).items()}
         elif value is not None:
             found[name] = setting_words(value, name)
@@ -144,9 +147,7 @@ def _evaluations(page: Page, run: RunRecord) -> None:
         return
     metrics = metrics_of(run)
     shown = [(part, metric) for metric, parts in metrics.items() for part in parts]
-    shown = [pair for pair in shown if pair[1] not in ("num_samples", "positive_rate")][
-        :MAX_COLUMNS
-    ]
+    shown = [pair for pair in shown if not is_constant(pair[1])][:MAX_COLUMNS]
     best = {
         pair: best_of(pair[1], metrics[pair[1]][pair[0]])[0] for pair in shown if is_judged(pair[1])
     }

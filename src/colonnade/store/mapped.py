@@ -234,13 +234,16 @@ def open_row_file(path: Path, table: Table) -> RowFile:
         with path.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             size = path.stat().st_size
-            if not 0 < length <= min(size, 100 << 20):
-                raise _wrong(path, f"a header of {length} bytes in a file of {size}")
-            header = json.loads(opened.read(length))
+            is_sane = 0 < length <= min(size, 100 << 20)
+            text = opened.read(length) if is_sane else b""
     except OSError as error:
         raise StorageError(
             error.errno, f"{path}: cannot be read: {error.strerror}; export the run again"
         ) from None
+    if not is_sane:
+        raise _wrong(path, f"a header of {length} bytes in a file of {size}")
+    try:
+        header = json.loads(text)
     except ValueError:
         raise _wrong(path, "a header that is not JSON") from None
     try:

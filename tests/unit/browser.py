@@ -1,0 +1,64 @@
+"""A page as headless Chromium sees it: what is drawn, what overflows, what the console says, how many sheets."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--disable-extensions", "--disable-dev-shm-usage",
+    "--allow-file-access-from-files", "--virtual-time-budget=10000", "--enable-logging=stderr", "--hide-scrollbars",
+]  # fmt: skip
+
+# A frame has any width, a headless window none below 500.
+PROBE = """<!doctype html><body style="margin:0">
+<iframe id="page" src="PAGE" style="border:0;width:WIDTHpx;height:4000px"></iframe>
+<pre id="found"></pre><script>
+const frame = document.getElementById("page");
+frame.addEventListener("load", () => setTimeout(() => {
+  const inside = frame.contentDocument, root = inside.documentElement;
+  const charts = [...inside.querySelectorAll(".chart")].map((place) => ({
+    title: place.getAttribute("aria-label"),
+    svgs: place.querySelectorAll("svg.main-svg").length,
+    shapes: place.querySelectorAll(".trace path, .trace .point, .bars .point, .scatterlayer path").length,
+    width: Math.max(0, ...[...place.querySelectorAll("svg.main-svg")].map((svg) => svg.getBoundingClientRect().right)),
+    room: place.closest(".card").getBoundingClientRect().right,
+  }));
+  document.getElementById("found").textContent = JSON.stringify({
+    width: root.clientWidth, scroll: root.scrollWidth, charts,
+    titles: [...inside.querySelectorAll("h1, h2, h3")].map((each) => each.textContent),
+  });
+}, 2500));
+</script>"""
+
+
+def look(page: Path, width: int, place: Path) -> dict:
+    """{"width", "scroll", "charts", "titles", "console"} of the page in a frame of `width` pixels."""
+    probe = place / f"probe-{width}.html"
+    probe.write_text(PROBE.replace("PAGE", page.as_uri()).replace("WIDTH", str(width)))
+    done = _run(place, ["--dump-dom", f"--window-size={max(width, 500)},4000", probe.as_uri()])
+    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
+    assert found and found[1], done.stderr[-2000:]
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return {**json.loads(html.unescape(found[1])), "console": console}
+
+
+def sheets(page: Path, place: Path) -> int:
+    """How many pages it takes on paper."""
+    target = place / "page.pdf"
+    _run(place, [f"--print-to-pdf={target}", "--no-pdf-header-footer", page.as_uri()])
+    return len(re.findall(rb"/Type\s*/Page\b", target.read_bytes()))
+
+
+def _run(place: Path, arguments: list[str]) -> subprocess.CompletedProcess:
+    assert CHROMIUM
+    profile = place / "profile"
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -1,0 +1,310 @@
+"""Predictions have evaluation's bits, from rows that are mapped and never changed."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from safetensors.torch import save_file
+from small_run import CONFIG
+
+from colonnade import Batch, Concat, EmbeddingCollection, Feature, Ids, Mesh, Predictor, Table
+from colonnade.config import build_config, override
+from colonnade.errors import CheckpointError, ConfigError, CorruptionError, DataError, IdRangeError
+from colonnade.store.dram import open_dram
+from colonnade.store.mapped import open_mapped
+from colonnade.train.export import export_run
+from colonnade.train.run import load_run_config, open_run
+
+
+def train(mesh, folder, settings):
+    run = open_run(override(build_config(CONFIG), {"train.epochs": 1, **settings}), mesh, folder)
+    run.train()
+    run.close()
+
+
+@torch.no_grad()
+def evaluated(folder: Path, batches: list[Batch]) -> list[torch.Tensor]:
+    """What evaluation scores."""
+    run = open_run(load_run_config(folder), Mesh(), folder, read_only=True)
+    model = run.trainer.model.eval()
+    found = [torch.sigmoid(model(batch).double()) for batch in batches]
+    run.close()
+    return found
+
+
+def test_batches(folder: Path, size: int = 64) -> list[Batch]:
+    run = open_run(load_run_config(folder), Mesh(), folder, read_only=True)
+    batches = [*run.trainer.data.test.batches(size), *run.trainer.data.train.batches(size)]
+    run.close()
+    return batches
+
+
+test_batches.__test__ = False  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("run") / "run"
+    train(Mesh(), place, {})
+    return place
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_ranks"),
+    [
+        ({}, 1),
+        ({"model.name": "deepfm"}, 1),
+        ({"plan.dram": 90_000}, 2),
+        ({"rows.dtype": "bfloat16", "rows.master": True, "rows.optimizer": "adam"}, 1),
+    ],
+)
+def test_predictions_are_evaluations_to_the_bit(settings, num_ranks, tmp_path):
+    folder = tmp_path / "run"
+    if num_ranks == 1:
+        train(Mesh(), folder, settings)
+    else:
+        run_ranks(num_ranks, train, folder, settings)
+    batches = test_batches(folder)
+    wanted = evaluated(folder, batches)
+    export_run(folder, tmp_path / "out")
+    for place in (folder, tmp_path / "out"):
+        with Predictor.open(place) as predictor:
+            for batch, scores in zip(batches, wanted, strict=True):
+                found = predictor(batch)
+                assert found.dtype == torch.float64 and torch.equal(found, scores)
+                assert not found.requires_grad
+            told = list(predictor.scores(iter(batches)))
+            assert [batch for batch, _ in told] == batches
+            assert all(torch.equal(a, b) for (_, a), b in zip(told, wanted, strict=True))
+
+
+DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+
+
+@st.composite
+def stores(draw):
+    """Tables, the ids their files hold, and ids to look up."""
+    dtype = draw(st.sampled_from(sorted(DTYPES)))
+    tables, held, asked = [], [], []
+    for t in range(draw(st.integers(1, 3))):
+        rows = draw(st.sampled_from([None, 1, 7, 300, 200_000]))
+        ids = st.integers(-(2**63), 2**63 - 1) if rows is None else st.integers(0, rows - 1)
+        tables.append(Table(f"t{t}", draw(st.integers(1, 9)), rows=rows, dtype=dtype))
+        held.append(sorted(draw(st.sets(ids, max_size=40))))
+        if rows == 7 and draw(st.booleans()):
+            held[-1] = list(range(7))  # all of them
+        known = st.sampled_from(held[-1]) if held[-1] else ids
+        asked.append([draw(st.lists(ids | known, max_size=60)) for _ in range(2)])
+    return tables, held, asked
+
+
+@settings(max_examples=60)
+@given(stores())
+def test_mapped_rows_are_those_of_the_file_or_first_values(tmp_path_factory, drawn):
+    tables, held, asked = drawn
+    place, weights, paths = tmp_path_factory.mktemp("rows"), [], []
+    for t, (table, ids) in enumerate(zip(tables, held, strict=True)):
+        weights.append(torch.randn(len(ids), table.width).to(getattr(torch, table.dtype)))
+        paths.append(place / f"{t}.safetensors")
+        save_file({"ids": torch.tensor(ids, dtype=torch.int64), "weights": weights[t]}, paths[t])
+    births = open_dram(tables, [1] * len(tables), seed=3, num_ranks=1).native
+    rows = open_mapped(tables, paths, seed=3)
+    for call in range(2):  # the second call's first values take the place of the first's
+        columns = [torch.tensor(each[call], dtype=torch.int64) for each in asked]
+        offsets = torch.tensor([0, *np.cumsum([len(c) for c in columns])])
+        slots = rows.find(torch.cat(columns), offsets, torch.arange(len(tables), dtype=torch.int32))
+        bases, strides = rows.places()
+        for t, (table, ids) in enumerate(zip(tables, columns, strict=True)):
+            mine = slots[offsets[t] : offsets[t + 1]].numpy().view(np.uint32)
+            for slot, id in zip(mine.tolist(), ids.tolist(), strict=True):
+                address, size = int(bases[t]) + slot * int(strides[t]), int(strides[t])
+                found = bytes((ctypes.c_uint8 * size).from_address(address))
+                if id in held[t]:
+                    wanted = weights[t][held[t].index(id)]
+                else:
+                    wanted = torch.empty(1, table.width, dtype=getattr(torch, table.dtype))
+                    births.birth_values(t, torch.tensor([id]), wanted)
+                assert found == wanted.contiguous().view(torch.uint8).numpy().tobytes()
+    rows.close()
+
+
+class Own(torch.nn.Module):
+    """Everything a reader may give: bags with weights, a sequence, two features of one table, parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = EmbeddingCollection(
+            [Table("item", {"deep": 6, "wide": 1}), Table("user", 4, rows=50)],
+            [
+                Feature("item", "item"), Feature("seen", "item", pooling="mean"),
+                Feature("last", "item", pooling="sequence"), Feature("user", "user"),
+            ],
+            consumers={"deep": (Concat(), ["item.deep", "seen.deep", "user"])},
+            seed=5,
+        )  # fmt: skip
+        self.top = torch.nn.Linear(16, 2)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        found = self.embeddings(batch)
+        return self.top(found["deep"]) + found["item.wide"] + found["last.deep"].sum()
+
+
+def own_batch(size: int, generator: torch.Generator) -> Batch:
+    def draw(n: int, high: int) -> torch.Tensor:
+        return torch.randint(0, high, (n,), generator=generator)
+
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), draw(size, 4).cumsum(0)])
+    lookups = int(bounds[-1])
+    return Batch(
+        size,
+        dense=torch.zeros(size, 0),
+        ids={
+            "item": Ids(draw(size, 400)),
+            "seen": Ids(draw(lookups, 400), bounds, torch.rand(lookups, generator=generator)),
+            "last": Ids(draw(lookups, 400), bounds),
+            "user": Ids(draw(size, 50)),
+        },
+    )
+
+
+def test_a_network_of_ones_own_is_served(tmp_path):
+    generator, model = torch.Generator().manual_seed(0), Own()
+    collection = model.embeddings
+    # Half of the items are "trained": a store that holds them stands beside one that is served.
+    weights = torch.randn(200, 7, generator=generator)
+    ids = torch.arange(0, 400, 2)
+    save_file({"ids": ids, "weights": weights}, tmp_path / "item.safetensors")
+    users = torch.randn(50, 4, generator=generator)
+    save_file({"ids": torch.arange(50), "weights": users}, tmp_path / "user.safetensors")
+    twin = Own()
+    twin.load_state_dict(model.state_dict())
+    twin.embeddings.open()
+    for t, (known, rows) in enumerate(((ids, weights), (torch.arange(50), users))):
+        store, table = twin.embeddings.store, collection.tables[t]
+        offsets = torch.tensor([0] * (t + 1) + [len(known)] * (2 - t))
+        slots = store.acquire(known, offsets)
+        records = torch.zeros(len(known), table.record_bytes, dtype=torch.uint8)
+        records[:, : 4 * table.width] = rows.view(torch.uint8).view(len(known), -1)
+        store.native.unpack(t, slots, records)
+    paths = [tmp_path / "item.safetensors", tmp_path / "user.safetensors"]
+    collection.serve(open_mapped(collection.tables, paths, seed=5))
+    with torch.no_grad():
+        model.eval(), twin.eval()
+        for size in (1, 33, 8):
+            batch = own_batch(size, generator)
+            assert torch.equal(model(batch), twin(batch))
+    batch.ids["user"].values[0] = 50
+    with pytest.raises(IdRangeError, match=r"feature 'user'.*got id 50, wanted 0 \.\. 49"):
+        model(batch)
+    with pytest.raises(ConfigError, match="open already"):
+        collection.serve(collection._served)
+    with pytest.raises(ConfigError, match="serves exported rows"):
+        collection.rows("user", torch.arange(3))
+
+
+def test_a_run_is_exported_once_and_again_when_it_has_changed(folder, tmp_path):
+    first = Predictor.open(folder).folder
+    stamps = {path: path.stat().st_mtime_ns for path in first.iterdir()}
+    assert Predictor.open(folder).folder == first
+    assert {path: path.stat().st_mtime_ns for path in first.iterdir()} == stamps
+    assert [p.name for p in (folder / "serving").iterdir()] == [first.name]
+    with pytest.raises(CheckpointError, match="no commit of step 7"):
+        Predictor.open(folder, at=7)
+    with pytest.raises(ConfigError, match="holds one commit"):
+        Predictor.open(first, at=3)
+    with pytest.raises(CheckpointError, match="no folder"):
+        Predictor.open(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="neither a run folder"):
+        Predictor.open(tmp_path)
+    train(Mesh(), folder, {"train.epochs": 2})
+    second = Predictor.open(folder)
+    assert second.step == 30 and second.folder != first
+
+
+def test_rows_are_mapped_read_only_and_shared(folder):
+    predictor = Predictor.open(folder)
+    path = str(predictor.rows.tables[3].file.path.resolve())
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if path in line]
+    assert any(line.split()[1] == "r--s" for line in maps)
+    predictor.close()
+
+
+def test_threads_may_call_at_once(folder):
+    batches = test_batches(folder)
+    predictor = Predictor.open(folder)
+    wanted = [predictor(batch) for batch in batches]
+    wrong = []
+
+    def work(start: int) -> None:
+        for i in [*range(start, len(batches)), *range(start)]:
+            if not torch.equal(predictor(batches[i]), wanted[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(3 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_scores_end_early_and_pass_errors_on(folder):
+    predictor, batches = Predictor.open(folder), test_batches(folder)
+
+    def broken():
+        yield batches[0]
+        raise DataError("row 7 is wrong")
+
+    told = predictor.scores(broken())
+    assert torch.equal(next(told)[1], predictor(batches[0]))
+    with pytest.raises(DataError, match="row 7"):
+        next(told)
+    before = threading.active_count()
+    early = predictor.scores(iter(batches))
+    next(early)
+    early.close()
+    assert threading.active_count() == before
+
+
+def test_what_does_not_fit_is_refused(folder, tmp_path):
+    out = tmp_path / "out"
+    export_run(folder, out)
+    said = json.loads((out / "model.json").read_text())
+    with pytest.raises(CheckpointError, match="exported from another model"):
+        Predictor.open(out, model=Own())
+    with pytest.raises(ConfigError, match="0 embedding collections"):
+        Predictor.open(out, model=torch.nn.Linear(1, 1))
+    victim = out / said["tables"][1]["file"]
+    whole = victim.read_bytes()
+    swapped = bytearray(whole)
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    swapped[begin : begin + 16] = whole[begin + 8 : begin + 16] + whole[begin : begin + 8]
+    broken = [
+        (whole[:-5], "fewer than its header says"), (b"", "a header of 0 bytes"), (b"\xff" * 100, "a header of"),
+        (b"\x04" + b"\0" * 7 + b"{{{{", "not JSON"), (b"\x02" + b"\0" * 7 + b"{}", "without ids"),
+        (bytes(swapped), "do not ascend"),
+    ]  # fmt: skip
+    for content, words in broken:
+        victim.write_bytes(content)
+        with pytest.raises(CorruptionError, match=words) as error:
+            Predictor.open(out)
+        assert str(victim) in str(error.value)
+    victim.write_bytes(whole)
+    dense = (out / "dense.safetensors").read_bytes()
+    (out / "dense.safetensors").write_bytes(dense[: len(dense) // 2])
+    with pytest.raises(CheckpointError, match=r"dense\.safetensors: cannot be read"):
+        Predictor.open(out)
+    newer = '{"format": "colonnade export", "version": 9}'
+    for text, words in (("{", "not a model"), ("{}", "not an exported"), (newer, "got version 9")):
+        (out / "model.json").write_text(text)
+        with pytest.raises(CheckpointError, match=words):
+            Predictor.open(out)

@@ -1,0 +1,165 @@
+"""What a run writes down: it agrees with the trainer's own counters, survives kills, and costs next to nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from small_run import CONFIG
+
+from colonnade import Batch, Mesh
+from colonnade.config import build_config, override
+from colonnade.data.contract import Position
+from colonnade.report.reading import read_run, sums_of
+from colonnade.train.machine import machine_facts
+from colonnade.train.progress import Progress, _columns
+from colonnade.train.record import Counters, forget_after, read_lines
+from colonnade.train.run import open_run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A small run, and the run object after its training."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    run = open_run(override(build_config(CONFIG), {"plan.dram": 30_000}), Mesh(), folder)
+    run.trainer.progress.every = 2
+    run.train()
+    run.close()
+    return folder, run
+
+
+def test_lines_add_up_to_the_counters(finished):
+    folder, run = finished
+    record, trainer = read_run(folder), run.trainer
+    assert record.status == "finished" and record.step == 30
+    sources = trainer.collection.store.sources
+    sums = sums_of(record, "rows")
+    assert sums["resident"] == sources.resident and sums["read"] == sources.read > 0
+    assert sums["born"] == sources.born
+    assert sums["evicted"] == sources.evicted_clean + sources.evicted_dirty > 0
+    phases = sums_of(record, "phases")
+    total = phases.pop("total")
+    for name, seconds in phases.items():
+        assert seconds == pytest.approx(trainer.phases.seconds[name], rel=1e-9)
+    assert sum(phases.values()) <= total
+    for line in record.of_kind("train"):
+        assert line["lr"] == {"rows": 0.02, "dense": 0.001} and line["samples_per_second"] > 0
+    assert record.of_kind("train")[-1]["step"] == 30
+    assert [line["epoch"] for line in record.of_kind("evaluate")] == [1, 2]
+
+
+def test_traffic_and_tables_are_counted(finished):
+    folder, run = finished
+    record = read_run(folder)
+    batch = next(iter(run.trainer.data.train.batches(100)))
+    traffic = record.of_kind("traffic")[0]
+    for name in batch.ids:
+        assert traffic["lookups"][name] == 100
+        assert 1 <= traffic["unique"][name] <= 100
+    watched = Counters(run.trainer).traffic(batch)
+    assert watched["unique"] == {n: len(set(ids.values.tolist())) for n, ids in batch.ids.items()}
+    tables = record.of_kind("tables")[-1]["tables"]
+    store = run.trainer.collection.store
+    for t, table in enumerate(run.trainer.collection.tables):
+        found = tables[table.name]
+        assert found["rows_in_memory"] == store.native.num_rows(t)
+        assert found["bytes_in_memory"] == found["rows_in_memory"] * table.record_bytes
+    assert record.summary["tables"]["C4"]["rows_in_files"] > 0
+    assert set(json.loads((folder / "machine.json").read_text())) == set(machine_facts(folder))
+
+
+def test_lines_are_json_for_anyone(finished):
+    folder, _ = finished
+    for text in (folder / "metrics.jsonl").read_text().splitlines():
+        json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def test_lines_of_steps_that_happen_again_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = [{"step": step, "kind": "train", "loss": 0.5} for step in (10, 20, 30)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in whole) + '{"step": 40, "ki')
+    assert read_lines(path) == whole
+    forget_after(path, 20)
+    assert read_lines(path) == whole[:2] and path.read_text().endswith("\n")
+    forget_after(tmp_path / "none", 3)
+    assert read_lines(tmp_path / "none") == []
+
+
+def progress(tmp_path, console, **settings) -> Progress:
+    return Progress(total_steps=100, console=console, folder=tmp_path, **settings)
+
+
+def batch(size: int = 8) -> Batch:
+    return Batch(size, dense=torch.zeros(size, 0), ids={}, position=Position())
+
+
+def test_a_loss_that_is_not_finite_is_null(tmp_path):
+    found = progress(tmp_path, Console(file=io.StringIO()), every=1)
+    found.open(0)
+    found.step(1, torch.tensor(float("nan")), batch(), 1)
+    found.close()
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    assert line["loss"] is None and line["kind"] == "train"
+
+
+def test_a_file_gets_plain_lines_now_and_then(tmp_path, monkeypatch):
+    monkeypatch.setattr("colonnade.train.progress.PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr("colonnade.train.progress.MIN_SECONDS", 0.0)
+    text = io.StringIO()
+    found = progress(tmp_path, Console(file=text, force_terminal=False), every=10)
+    found.open(0)
+    for step in range(1, 101):
+        found.step(step, torch.tensor(0.25), batch(), 2)
+    found.epoch(100, 1, {"test_auc": 0.75, "test_num_samples": 3.0})
+    found.close()
+    lines = text.getvalue().splitlines()
+    assert len(lines) == 11 and "\x1b" not in text.getvalue()
+    assert lines[0].startswith("step 10/100  epoch 1  loss 0.5000  ")
+    assert lines[-1] == "epoch 1: test auc 0.7500"
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
+def test_bars_fit_the_terminal(width, tmp_path):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=width, color_system=None)
+    found = progress(tmp_path, console, every=1)
+    found.open(0)
+    for step in range(1, 50):
+        found.step(step, torch.tensor(0.25), batch(4096), 1)
+    shown = [found._bars.get_renderable()]
+    found.close()
+    with console.capture() as capture:
+        console.print(*shown)
+    lines = capture.get().splitlines()
+    assert len(lines) == 1 and len(lines[0]) <= width and len(_columns(width)) >= 3
+
+
+def test_a_step_costs_microseconds(tmp_path):
+    """Without the lines, which time limits to one in MIN_SECONDS."""
+    found = progress(tmp_path, Console(file=io.StringIO()))
+    found.open(0)
+    loss, one = torch.tensor(0.5), batch()
+    best = np.inf
+    for _ in range(5):
+        started = time.perf_counter()
+        for step in range(1001, 2000):
+            found.step(2 * step + 1, loss, one, 1)
+        best = min(best, (time.perf_counter() - started) / 999)
+    found.close()
+    assert best < 50e-6  # 1 % of a step of 5 ms; measured 2 us
+
+
+def test_tensorboard_is_imported_only_where_there_is_a_folder():
+    code = (
+        "import sys, io; from rich.console import Console; from colonnade.train.progress import Progress; "
+        "p = Progress(total_steps=1, console=Console(file=io.StringIO())); p.open(0); p.close(); "
+        "assert not any(n.startswith('tensorboard') for n in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,182 @@
+"""The report's figures and words, of runs in every state. What a browser makes of the page: test_report_browser.py."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_records import write_run
+
+from colonnade.errors import CheckpointError, StorageError
+from colonnade.report import figures
+from colonnade.report.comparison import compare_page, different_settings, figure_lines, names_of
+from colonnade.report.page import write_page
+from colonnade.report.reading import best_of, is_judged, metrics_of, read_run, sums_of, tables_of
+from colonnade.report.run_page import headline, run_page
+from colonnade.report.words import bytes_words, count_words, seconds_words
+
+
+def figures_in(html: str) -> list[dict]:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', html, re.S)
+    assert found
+    return json.loads(found[1])
+
+
+def test_what_is_read_is_what_was_written(tmp_path):
+    run = read_run(write_run(tmp_path / "run", steps=400, every=20, evaluations=4))
+    assert run.status == "finished" and run.step == 400
+    metrics = metrics_of(run)
+    assert [step for step, _ in metrics["auc"]["validation"]] == [100, 200, 300, 400]
+    assert best_of("auc", metrics["auc"]["validation"])[0] == 400
+    assert best_of("log_loss", metrics["log_loss"]["validation"])[0] == 400
+    assert sums_of(run, "rows") == {
+        "resident": 180000,
+        "read": 14000,
+        "born": 6000,
+        "evicted": 13000,
+    }
+    tables = tables_of(run)
+    assert [t.name for t in tables] == [f"C{i}" for i in range(6)]  # most bytes first
+    assert tables[0].rows_known == 12000 and tables[0].lookups == 4096 and tables[3].unique == 103
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "words"),
+    [
+        ({}, "finished", ["Training loss", "Phases of a step", "Bytes sent", "Learning rates"]),
+        ({"finished": False}, "ended early", ["ended without a word"]),
+        ({"steps": 20, "evaluations": 0, "finished": False}, "ended early", ["No evaluation yet"]),
+        ({"steps": 0, "finished": False}, "not begun", ["Nothing recorded yet"]),
+        ({"nan_from": 200}, "finished", ["11 of 20 recorded losses are not finite, the first at step 200"]),
+        ({"nan_from": 0}, "finished", ["20 of 20 recorded losses are not finite"]),
+        ({"tables": 1000, "ranks": 1}, "finished", ["960 more", "985 smaller tables", "One rank: nothing travels"]),
+        ({"steps": 200000}, "finished", ["One point in 20 steps"]),
+    ],
+)  # fmt: skip
+def test_every_state_of_a_run_makes_a_page(settings, status, words, tmp_path):
+    run = read_run(write_run(tmp_path / "run", **settings))
+    assert run.status == status
+    html = run_page(run)
+    for word in [*words, "width=device-width", "@media print"]:
+        assert word in html
+    drawn = figures_in(html)
+    for figure in drawn:
+        for trace in figure["data"]:
+            assert len(trace["x"]) == len(trace["y"]) <= figures.MAX_POINTS
+    assert html.count('class="chart"') == len(drawn)
+    head = html[: html.index("<script")]
+    assert not re.search(r"(src|href)=.(http|//)", head)  # nothing is loaded from anywhere
+    assert not re.search(
+        r"\bnan\b|\binf\b|\bNone\b", re.sub("<[^>]*>", " ", head.split("</style>")[1])
+    )
+
+
+def test_headline_takes_the_test_value_of_the_best_validated_step(tmp_path):
+    folder = write_run(tmp_path / "run", evaluations=0)
+    with (folder / "metrics.jsonl").open("a") as lines:
+        for step, validation, test in ((100, 0.7, 0.9), (200, 0.8, 0.6), (300, 0.75, 0.95)):
+            line = {
+                "step": step,
+                "kind": "evaluate",
+                "validation_auc": validation,
+                "test_auc": test,
+            }
+            lines.write(json.dumps(line) + "\n")
+    assert ("test AUC", "0.6000", "step 200") in headline(read_run(folder))
+
+
+def test_hostile_names_are_text(tmp_path):
+    folder = write_run(tmp_path / "<script>alert(1)</script>", name="</script><b>x")
+    html = run_page(read_run(folder))
+    assert "<script>alert" not in html and "<b>x" not in html.lower()
+    assert "</script>" not in re.search(r'id="figures">(.*?)</script>', html, re.S)[1]
+
+
+def test_a_cut_line_is_left_out_and_a_broken_file_is_named(tmp_path):
+    folder = write_run(tmp_path / "run", finished=False)
+    whole = (folder / "metrics.jsonl").read_text().count("\n")
+    assert len(read_run(folder).lines) == whole
+    (folder / "plan.json").write_text('{"num_ranks": ')
+    with pytest.raises(CheckpointError, match=r"plan\.json: got broken JSON"):
+        read_run(folder)
+    with pytest.raises(CheckpointError, match="no run folder"):
+        read_run(tmp_path)
+    with pytest.raises(CheckpointError, match="is no folder"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_a_page_is_written_whole_or_not_at_all(tmp_path):
+    write_page("one", tmp_path / "page.html")
+    with pytest.raises(StorageError, match="could not write"):
+        write_page("two", tmp_path / "no" / "page.html")
+    (tmp_path / "folder.html").mkdir()
+    with pytest.raises(StorageError, match="could not write"):
+        write_page("two", tmp_path / "folder.html")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder.html", "page.html"]
+
+
+def test_comparison_shows_only_what_differs_and_marks_the_best(tmp_path):
+    one = write_run(tmp_path / "a" / "run", lr=0.1, loss=0.6)
+    two = write_run(tmp_path / "b" / "run", lr=0.2, loss=0.5, steps=800, evaluations=2)
+    runs = [read_run(one), read_run(two)]
+    assert names_of(runs) == ["a/run", "b/run"]
+    assert {line.name for line in different_settings(runs)} == {"rows.lr", "train.epochs"}
+    assert different_settings([runs[0], runs[0]]) == []
+    lines = {line.name: line for line in figure_lines(runs)}
+    assert lines["steps"].values == ("400", "800")
+    assert lines["test AUC, best"].best == ()  # equal
+    drawn = figures_in(compare_page(runs))
+    for figure in drawn:
+        assert [trace["name"] for trace in figure["data"]] == ["a/run", "b/run"]
+    empty = read_run(write_run(tmp_path / "c", steps=0, finished=False))
+    assert (
+        "-" in {line.name: line for line in figure_lines([*runs, empty])}["test AUC, best"].values
+    )
+    assert "3 runs compared" in compare_page([*runs, empty])
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5000))
+def test_thinned_curves_keep_their_mean_and_ends(values):
+    points = list(enumerate(values))
+    steps, means = figures.thinned(points)
+    run = -(-len(values) // figures.MAX_POINTS)
+    assert len(steps) <= figures.MAX_POINTS and steps[-1] == len(values) - 1
+    assert steps == sorted(set(steps))
+    assert min(values) - 1 <= min(means) and max(means) <= max(values) + 1
+    assert len(steps) == -(-len(values) // run)
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=300))
+def test_smoothed_curves_stay_inside(values):
+    smooth = figures.smoothed(values)
+    assert len(smooth) == len(values)
+    slack = 1e-4 * max(1.0, *map(abs, values))
+    assert all(min(values) - slack <= v <= max(values) + slack for v in smooth)
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "words"),
+    [
+        (count_words, 1234567, "1.23 M"), (count_words, 99999, "99,999"), (count_words, 0, "0"),
+        (count_words, None, "-"), (count_words, float("nan"), "-"), (count_words, 3.14159, "3.14"),
+        (count_words, 123456, "123 k"), (bytes_words, 2**20, "1 MiB"), (bytes_words, 12, "12 B"),
+        (bytes_words, 1000 * 2**30, "1,000 GiB"), (seconds_words, 0.0123, "12.3 ms"),
+        (seconds_words, 3600 * 2 + 120, "2 h 2 min"), (seconds_words, 5e-5, "50 µs"),
+    ],
+)  # fmt: skip
+def test_numbers_in_words(function, value, words):
+    assert function(value) == words
+
+
+@pytest.mark.parametrize(
+    ("metric", "judged", "best"),
+    [("auc", True, 2), ("log_loss", True, 1), ("log_loss_buy", True, 1), ("recall@10", True, 2),
+     ("normalized_entropy", True, 1), ("expected_calibration_error", True, 1), ("calibration", False, None)],
+)  # fmt: skip
+def test_which_way_a_metric_is_better(metric, judged, best):
+    assert is_judged(metric) is judged
+    if best is not None:
+        assert best_of(metric, [(1, 0.2), (2, 0.4)])[0] == best

@@ -1,0 +1,57 @@
+"""What headless Chromium makes of the pages: charts drawn, nothing cut off, nothing said on the console, few sheets."""
+
+from __future__ import annotations
+
+import pytest
+from browser import CHROMIUM, look, sheets
+from run_records import write_run
+
+from colonnade.report.comparison import compare_page
+from colonnade.report.page import write_page
+from colonnade.report.reading import read_run
+from colonnade.report.run_page import run_page
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on this machine to look at pages with"
+)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_report_is_drawn_and_fits(width, tmp_path):
+    write_page(run_page(read_run(write_run(tmp_path / "run"))), tmp_path / "run.html")
+    seen = look(tmp_path / "run.html", width, tmp_path)
+    assert seen["console"] == []
+    assert seen["width"] == width and seen["scroll"] <= width  # no sideways scrolling
+    titles = [chart["title"] for chart in seen["charts"]]
+    assert titles == [
+        "Training loss", "AUC", "Log loss", "Learning rates", "Throughput", "Phases of a step",
+        "Phases of a step over time", "Row sources", "Bytes sent", "Table sizes", "Table traffic",
+    ]  # fmt: skip
+    for chart in seen["charts"]:
+        assert chart["svgs"] >= 1 and chart["shapes"] >= 1, chart
+        assert chart["width"] <= chart["room"] + 1, chart
+    for heading in ("run" + "finished", "Quality", "Speed", "Rows", "Tables", "Settings"):
+        assert heading in seen["titles"]
+
+
+def test_odd_runs_are_drawn_too(tmp_path):
+    odd = ({"steps": 20, "evaluations": 0, "finished": False}, {"tables": 1000, "nan_from": 0})
+    for number, settings in enumerate(odd):
+        page = tmp_path / f"{number}.html"
+        write_page(run_page(read_run(write_run(tmp_path / f"run{number}", **settings))), page)
+        seen = look(page, 390, tmp_path)
+        assert seen["console"] == [] and seen["scroll"] <= 390
+        assert all(chart["svgs"] for chart in seen["charts"]) and seen["charts"]
+
+
+def test_a_comparison_is_drawn_and_fits(tmp_path):
+    runs = [read_run(write_run(tmp_path / name, lr=lr)) for name, lr in (("a", 0.1), ("b", 0.2))]
+    write_page(compare_page(runs), tmp_path / "page.html")
+    seen = look(tmp_path / "page.html", 390, tmp_path)
+    assert seen["console"] == [] and seen["scroll"] <= 390
+    assert len(seen["charts"]) >= 4 and all(chart["shapes"] for chart in seen["charts"])
+
+
+def test_on_paper(tmp_path):
+    write_page(run_page(read_run(write_run(tmp_path / "run"))), tmp_path / "run.html")
+    assert 2 <= sheets(tmp_path / "run.html", tmp_path) <= 7

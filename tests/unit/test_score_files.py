@@ -1,0 +1,121 @@
+"""Scores of files: every sample in the order of the input, every bit of every score, the output whole or not there."""
+
+from __future__ import annotations
+
+import errno
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+import torch
+from criteo_files import criteo_lines, write_criteo
+
+from colonnade.batch import Batch
+from colonnade.data import open_source
+from colonnade.errors import ConfigError, DataError, StorageError
+from colonnade.predict.inputs import open_inputs
+from colonnade.predict.scores import ScoreFile, score_names
+
+
+def batch(size: int, key=None) -> Batch:
+    return Batch(size, dense=torch.zeros(size, 0), ids={}, key=key)
+
+
+def read(path):
+    if path.suffix == ".parquet":
+        return pyarrow.parquet.read_table(path)
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    return pyarrow.csv.read_csv(path, parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter))
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".csv", ".tsv"])
+def test_scores_come_back_to_the_bit(ending, tmp_path):
+    path = tmp_path / f"scores{ending}"
+    wanted = [torch.rand(size, 2, dtype=torch.float64) ** 40 for size in (5, 1, 700)]
+    keys = [[f"a,{i}\t{size}" for i in range(size)] for size in (5, 1, 700)]
+    with ScoreFile(path, ("click", "buy")) as file:
+        for scores, key in zip(wanted, keys, strict=True):
+            file.add(batch(len(scores), key), scores)
+        assert not path.exists()  # before it is whole
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    found = read(path)
+    assert found.column_names == ["key", "score_click", "score_buy"]
+    assert found["key"].to_pylist() == [each for key in keys for each in key]
+    for t, name in enumerate(("score_click", "score_buy")):
+        assert np.array_equal(found[name].to_numpy(), torch.cat(wanted)[:, t].numpy())
+
+
+def test_names_and_no_samples(tmp_path):
+    assert score_names(("label",)) == ("score",) == score_names(("click",))
+    for ending in (".parquet", ".csv"):
+        with ScoreFile(tmp_path / f"none{ending}", ("label",)):
+            pass
+        found = read(tmp_path / f"none{ending}")
+        assert found.column_names == ["score"] and len(found) == 0
+
+
+def test_nothing_is_left_of_scores_that_fail(tmp_path, monkeypatch):
+    (tmp_path / "old.csv").write_text("as it was")
+    with pytest.raises(RuntimeError), ScoreFile(tmp_path / "old.csv", ("label",)) as file:
+        file.add(batch(2), torch.zeros(2, 1))
+        raise RuntimeError
+    new = tmp_path / "new.csv"
+    with pytest.raises(DataError, match="keys with some"), ScoreFile(new, ("label",)) as file:
+        file.add(batch(2), torch.zeros(2, 1))
+        file.add(batch(2, torch.arange(2)), torch.zeros(2, 1))
+    with pytest.raises(ConfigError, match="gives no score"), ScoreFile(new, ("label",)) as file:
+        file.add(batch(2), torch.zeros(2, 8))
+
+    def full(self, table):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pa.parquet.ParquetWriter, "write_table", full)
+    new = tmp_path / "new.parquet"
+    with pytest.raises(StorageError, match="No space left"), ScoreFile(new, ("label",)) as file:
+        file.add(batch(2), torch.zeros(2, 1))
+    assert [p.name for p in tmp_path.iterdir()] == ["old.csv"]
+    assert (tmp_path / "old.csv").read_text() == "as it was"
+
+
+def test_outputs_that_cannot_be_are_refused_at_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"ends in \.parquet, \.csv, \.tsv"):
+        ScoreFile(tmp_path / "scores.xlsx", ("label",))
+    beyond = tmp_path / "no" / "x.csv"
+    with pytest.raises(StorageError, match="could not write"), ScoreFile(beyond, ("label",)):
+        pass
+
+
+def test_criteo_lines_are_read_whole_with_labels_or_without(tmp_path):
+    write_criteo(tmp_path / "data", 300)
+    splits = open_source("criteo", tmp_path / "data", test_fraction=0.4)
+    wanted = [*splits.train.batches(60), *splits.test.batches(60)]
+    text = "".join(line.split("\t", 1)[1] + "\n" for line in criteo_lines(300))
+    (tmp_path / "bare.txt").write_text(text)
+    (tmp_path / "cut.txt").write_text(text.removesuffix("\n"))
+    for path, has_label in (("data", True), ("bare.txt", False), ("cut.txt", False)):
+        source = open_inputs("criteo", tmp_path / path, {})
+        assert source.num_samples == 300 and source.schema == splits.train.schema
+        for found, each in zip(source.batches(60), wanted, strict=True):
+            assert (found.label is not None) is has_label
+            assert torch.equal(found.dense, each.dense)
+            assert all(torch.equal(found.ids[n].values, each.ids[n].values) for n in each.ids)
+    lines = text.splitlines()
+    lines[123] = lines[123].replace("\t", " ", 1)
+    (tmp_path / "broken.txt").write_text("\n".join(lines))
+    with pytest.raises(DataError, match="line 124"):
+        list(open_inputs("criteo", tmp_path / "broken.txt", {}).batches(50))
+
+
+def test_inputs_that_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="unknown part 'tests'"):
+        open_inputs("synthetic", None, {}, part="tests")
+    with pytest.raises(ConfigError, match="no validation part"):
+        open_inputs("synthetic", None, {"num_train": 1000}, part="validation")
+    with pytest.raises(ConfigError, match="unknown source 'netflix'"):
+        open_inputs("netflix", None, {})
+    with pytest.raises(ConfigError, match="no files of samples by themselves"):
+        open_inputs("synthetic", None, {})
+    with pytest.raises(ConfigError, match="got no schema"):
+        open_inputs("parquet", tmp_path, {})
