@@ -43,7 +43,7 @@ WRITE = {"csv": write_csv, "parquet": write_parquet}
 @pytest.fixture(params=WRITE)
 def kind(request, monkeypatch):
     """With blocks of a few rows."""
-    monkeypatch.setattr("colonnade.data.csv.BLOCK_BYTES", 400)
+    monkeypatch.setattr("colonnade.data.csv_table.BLOCK_BYTES", 400)
     return request.param
 
 

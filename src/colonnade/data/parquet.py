@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from colonnade.data.arrow import dtype_in, one_array
 from colonnade.data.columns import check_names, check_types, refuse_repeated, settle
 from colonnade.data.contract import Splits
 from colonnade.data.declaration import Declaration, load_declaration
-from colonnade.data.encode import dtype_in
 from colonnade.data.fields import Dtype
 from colonnade.data.files import Files, bind_files, find_days, find_files
 from colonnade.data.infer import infer
@@ -163,13 +163,6 @@ class ParquetTable:
 
     def place(self, block: int, row: int) -> str:
         return f"row {int(self.lengths[:block].sum()) + row}"
-
-
-def one_array(column: pa.ChunkedArray) -> pa.Array:
-    """The values in one piece."""
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return column.combine_chunks() if column.num_chunks else pa.array([], column.type)
 
 
 def open_table(path: Path) -> ParquetTable:
