@@ -164,6 +164,7 @@ CSV = {
         NUMBER,
         "line 3: got an empty line, wanted a row. Remove it",
     ),
+    "an empty line, windows": ("a,b\r\n1,2\r\n\r\n3,4\r\n", NUMBER, "line 3: got an empty line"),
     "empty lines at the end": ("a,b\n1,2\n\n", NUMBER, "line 3: got an empty line"),
     "not utf-8": (
         b"a,b\n1,2\n3,\xe9t\xe9\n",
@@ -214,16 +215,18 @@ CSV = {
 }
 
 
-@pytest.mark.parametrize("block_bytes", [8, 1 << 20])
 @pytest.mark.parametrize("name", CSV)
-def test_csv_at_fault(name, block_bytes, tmp_path, monkeypatch):
-    monkeypatch.setattr("colonnade.data.csv_table.BLOCK_BYTES", block_bytes)
+def test_csv_at_fault(name, tmp_path, monkeypatch):
+    """The same is said wherever blocks begin and end."""
     contents, schema, said = CSV[name]
     path = tmp_path / "a.csv"
     path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     delimiter = {"delimiter": ";"} if name.startswith("a comma") else {}
-    message = fault("csv", path, schema, **delimiter)
-    assert message.startswith(str(path)) and said in message, message
+    # Another kind of file is known by its first bytes.
+    for block_bytes in (1 << 20, 13, 8, 5, 4, 3):
+        monkeypatch.setattr("colonnade.data.csv_table.BLOCK_BYTES", block_bytes)
+        message = fault("csv", path, schema, **delimiter)
+        assert message.startswith(str(path)) and said in message, (block_bytes, message)
 
 
 GOOD_CSV = {
@@ -242,7 +245,7 @@ GOOD_CSV = {
 }
 
 
-@pytest.mark.parametrize("block_bytes", [5, 1 << 20])
+@pytest.mark.parametrize("block_bytes", [3, 5, 8, 1 << 20])
 @pytest.mark.parametrize("name", GOOD_CSV)
 def test_csv_of_every_manner(name, block_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr("colonnade.data.csv_table.BLOCK_BYTES", block_bytes)

@@ -20,7 +20,6 @@ from colonnade.data.text_rows import BLOCK_BYTES, TextRows, open_rows, row_ends
 from colonnade.errors import ConfigError, DataError
 
 TABBED = (".tsv", ".tab")
-CARRIAGE_RETURN = 0x0D
 INTEGER = re.compile(r"[ \t]*-?[0-9]+[ \t]*")
 NUMBER = re.compile(
     r"[ \t]*[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?[ \t]*|[ \t]*[+-]?(nan|inf|infinity)[ \t]*",
@@ -104,23 +103,13 @@ class CsvTable:
                     strings_can_be_null=True,
                 ),
             )
-            if table.num_rows == self.lengths[block] and not self._has_empty_row(text):
+            # pyarrow reads an empty line as missing values only; of a single column it is one.
+            is_ragged = self.rows.has_empty[block] and len(self.names) > 1
+            if table.num_rows == self.lengths[block] and not is_ragged:
                 return table
         except (pa.ArrowException, ValueError) as error:
             reason = str(error).splitlines()[0]
         self._raise_fault(text, block, types, reason)
-
-    def _has_empty_row(self, text: bytes) -> bool:
-        """pyarrow would read one as missing values only. Of a single column it is one."""
-        if len(self.names) == 1:
-            return False
-        suspects = (b"\n\n", b"\n\r\n")
-        if not text.startswith((b"\n", b"\r\n")) and not any(each in text for each in suspects):
-            return False
-        bounds = np.concatenate([[-1], row_ends(text, self._quote_code)])
-        gaps = np.diff(bounds)
-        carried = np.frombuffer(text, np.uint8)[bounds[1:] - 1] == CARRIAGE_RETURN
-        return bool(((gaps == 1) | ((gaps == 2) & carried)).any())
 
     def place(self, block: int, row: int) -> str:
         text = self.rows.read(block)
