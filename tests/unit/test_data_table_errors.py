@@ -56,6 +56,11 @@ CSV = {
     "a comma as decimal point": ("a;b\n1,5;2\n", NUMBER, "line 2, column a: got '1,5'"),
     "infinite": ("a\n1\ninf\n", NUMBER, "line 3, column a: got inf, wanted a finite number"),
     "infinite, clipped": ("a\n-inf\n", [Number("a", clip=(0, 1))], "got -inf, wanted a finite"),
+    "infinite, through log1p": (
+        "a\n1\n-inf\n",
+        [Number("a", transform="log1p")],
+        "line 3, column a: got -inf, wanted a finite",
+    ),
     "beyond float32": ("a\n1e300\n", NUMBER, "got 1e+300, wanted one that float32 holds"),
     "missing number": (
         "a,b\n1,\n,2\n",
@@ -159,6 +164,7 @@ CSV = {
         NUMBER,
         "line 3: got an empty line, wanted a row. Remove it",
     ),
+    "an empty line, windows": ("a,b\r\n1,2\r\n\r\n3,4\r\n", NUMBER, "line 3: got an empty line"),
     "empty lines at the end": ("a,b\n1,2\n\n", NUMBER, "line 3: got an empty line"),
     "not utf-8": (
         b"a,b\n1,2\n3,\xe9t\xe9\n",
@@ -209,16 +215,18 @@ CSV = {
 }
 
 
-@pytest.mark.parametrize("block_bytes", [8, 1 << 20])
 @pytest.mark.parametrize("name", CSV)
-def test_csv_at_fault(name, block_bytes, tmp_path, monkeypatch):
-    monkeypatch.setattr("colonnade.data.csv.BLOCK_BYTES", block_bytes)
+def test_csv_at_fault(name, tmp_path, monkeypatch):
+    """The same is said wherever blocks begin and end."""
     contents, schema, said = CSV[name]
     path = tmp_path / "a.csv"
     path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     delimiter = {"delimiter": ";"} if name.startswith("a comma") else {}
-    message = fault("csv", path, schema, **delimiter)
-    assert message.startswith(str(path)) and said in message, message
+    # Another kind of file is known by its first bytes.
+    for block_bytes in (1 << 20, 13, 8, 5, 4, 3):
+        monkeypatch.setattr("colonnade.data.csv_table.BLOCK_BYTES", block_bytes)
+        message = fault("csv", path, schema, **delimiter)
+        assert message.startswith(str(path)) and said in message, (block_bytes, message)
 
 
 GOOD_CSV = {
@@ -237,10 +245,10 @@ GOOD_CSV = {
 }
 
 
-@pytest.mark.parametrize("block_bytes", [5, 1 << 20])
+@pytest.mark.parametrize("block_bytes", [3, 5, 8, 1 << 20])
 @pytest.mark.parametrize("name", GOOD_CSV)
 def test_csv_of_every_manner(name, block_bytes, tmp_path, monkeypatch):
-    monkeypatch.setattr("colonnade.data.csv.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("colonnade.data.csv_table.BLOCK_BYTES", block_bytes)
     contents, options = GOOD_CSV[name]
     (tmp_path / "a.csv").write_bytes(contents)
     schema = [Number("a")]
@@ -495,7 +503,7 @@ def test_a_file_that_changes_while_it_is_read(kind, tmp_path):
 
 def test_a_fault_is_raised_when_its_turn_comes(tmp_path, monkeypatch):
     """Not before: the batches ahead of it can be trained on, and a resumed run meets it again."""
-    monkeypatch.setattr("colonnade.data.csv.BLOCK_BYTES", 60)
+    monkeypatch.setattr("colonnade.data.csv_table.BLOCK_BYTES", 60)
     monkeypatch.setattr("colonnade.data.window.READ_SAMPLES", 1)
     lines = [str(i) for i in range(200)]
     lines[150] = "x"

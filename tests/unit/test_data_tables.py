@@ -43,7 +43,7 @@ WRITE = {"csv": write_csv, "parquet": write_parquet}
 @pytest.fixture(params=WRITE)
 def kind(request, monkeypatch):
     """With blocks of a few rows."""
-    monkeypatch.setattr("colonnade.data.csv.BLOCK_BYTES", 400)
+    monkeypatch.setattr("colonnade.data.csv_table.BLOCK_BYTES", 400)
     return request.param
 
 
@@ -462,6 +462,25 @@ def test_no_more_than_two_windows_are_read_ahead(tmp_path, monkeypatch):
     assert len(read) <= 4
     list(batches)
     assert sorted(read) == list(range(20))
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_position_is_reached_without_reading_what_is_before_it(window, tmp_path, monkeypatch):
+    monkeypatch.setattr("colonnade.data.window.READ_SAMPLES", 20)
+    folder = write_folder(tmp_path, "parquet", 200, files=1)
+    source = open_source("parquet", folder, schema=DECLARATION, shuffle_window=window).train
+    whole = order_of(source)
+    read = []
+    original = TableSource._read
+
+    def count(self, piece):
+        read.append(piece)
+        return original(self, piece)
+
+    monkeypatch.setattr(TableSource, "_read", count)
+    (batch,) = source.batches(10, start=Position(0, 19))
+    assert batch.key.tolist() == whole[190:]
+    assert len(read) == 2  # one window of two row groups
 
 
 def test_a_source_travels_to_another_process(tmp_path, kind):

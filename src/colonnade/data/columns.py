@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from colonnade.data.arrow import dtype_in, is_list, is_number, is_text
 from colonnade.data.declaration import Declaration
-from colonnade.data.encode import dtype_in, is_list, is_number, is_text
 from colonnade.data.fields import (
     Bag,
     Bucket,

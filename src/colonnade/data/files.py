@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from colonnade.data.chunk import Chunk, Longs
 from colonnade.data.declaration import Declaration
-from colonnade.data.encode import Fault, encode, encode_part
+from colonnade.data.encode import encode
+from colonnade.data.encode_ids import encode_part
+from colonnade.data.encode_numbers import Fault
 from colonnade.errors import ConfigError, DataError
 
 T = TypeVar("T")

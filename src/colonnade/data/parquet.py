@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from colonnade.data.arrow import dtype_in, one_array
 from colonnade.data.columns import check_names, check_types, refuse_repeated, settle
 from colonnade.data.contract import Splits
 from colonnade.data.declaration import Declaration, load_declaration
-from colonnade.data.encode import dtype_in
 from colonnade.data.fields import Dtype
 from colonnade.data.files import Files, bind_files, find_days, find_files
 from colonnade.data.infer import infer
@@ -23,6 +24,7 @@ from colonnade.data.tabular import Splitting
 from colonnade.errors import ConfigError, DataError
 
 ENDINGS = (".parquet", ".pq", ".parq")
+INFER_ROWS = 1 << 16
 
 
 def open_parquet(
@@ -91,11 +93,11 @@ def _files(paths: list[Path], declaration: Declaration) -> Files:
 
 
 def infer_parquet(files: Sequence[ParquetTable], label: str | None) -> Declaration:
-    """From the first row group that is there."""
+    """From the first `INFER_ROWS` rows of the first row group that is there."""
     first = next((file for file in files if len(file.lengths)), None)
     if first is None:
         raise DataError(f"{files[0].path}: got no row, wanted at least one to infer a schema from")
-    return infer(first.path, first.read(0, list(first.types)), label)
+    return infer(first.path, first.head(), label)
 
 
 def settle_types(
@@ -127,7 +129,22 @@ class ParquetTable:
     lengths: NDArray[np.int64]  # (blocks,)
 
     def read(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
-        group = int(self.groups[block])
+        with self._opened(block) as file:
+            group = int(self.groups[block])
+            table = file.read_row_group(group, columns=list(columns), use_threads=False)
+        return {name: one_array(table.column(name)) for name in columns}
+
+    def head(self) -> Mapping[str, pa.Array]:
+        """The first rows of the first row group, all columns."""
+        with self._opened(0) as file:
+            group = int(self.groups[0])
+            batches = file.iter_batches(INFER_ROWS, row_groups=[group], use_threads=False)
+            batch = next(batches)
+        return dict(zip(batch.schema.names, batch.columns, strict=True))
+
+    @contextmanager
+    def _opened(self, block: int) -> Iterator[pq.ParquetFile]:
+        """To read this block. Errors of reading become DataErrors that name it."""
         try:
             with pq.ParquetFile(self.path, metadata=self.metadata) as file:
                 if self.path.stat().st_size != self.num_bytes:
@@ -135,25 +152,17 @@ class ParquetTable:
                         f"{self.path}: its size was {self.num_bytes} bytes when it was opened and has changed "
                         "since. Leave the file alone while it is read, and open it again"
                     )
-                table = file.read_row_group(group, columns=list(columns), use_threads=False)
+                yield file
         except (pa.ArrowException, OSError, ValueError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(
-                f"{self.path}, row group {group} ({self.place(block, 0)} on): cannot be read "
+                f"{self.path}, row group {int(self.groups[block])} ({self.place(block, 0)} on): cannot be read "
                 f"({str(error).splitlines()[0]}). Write or fetch the file again"
             ) from None
-        return {name: one_array(table.column(name)) for name in columns}
 
     def place(self, block: int, row: int) -> str:
         return f"row {int(self.lengths[:block].sum()) + row}"
-
-
-def one_array(column: pa.ChunkedArray) -> pa.Array:
-    """The values in one piece."""
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return column.combine_chunks() if column.num_chunks else pa.array([], column.type)
 
 
 def open_table(path: Path) -> ParquetTable:

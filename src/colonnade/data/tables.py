@@ -20,7 +20,7 @@ def kind_of(path: str | Path) -> str:
     name = file.name.lower()
     if name.endswith(parquet.ENDINGS):
         return "parquet"
-    if name.endswith(csv.ENDINGS):
+    if name.endswith((*csv.ENDINGS, ".txt")):
         return "csv"
     raise ConfigError(
         f"{file}: got a name that ends in neither {', '.join(parquet.ENDINGS)} nor {', '.join(csv.ENDINGS)}; "

@@ -19,6 +19,7 @@ from colonnade.errors import DataError
 BLOCK_BYTES = 4 << 20
 """Rows that end within so many bytes are one block."""
 BOM = b"\xef\xbb\xbf"
+CARRIAGE_RETURN = 0x0D
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +34,7 @@ class TextRows:
     ]  # (blocks + 1,) bytes before each block; the last one: the file's size
     lengths: NDArray[np.int64]  # (blocks,) rows
     lines: NDArray[np.int64]  # (blocks,) newlines before each block, in quotes or not
+    has_empty: NDArray[np.bool_]  # (blocks,) whether a row of the block is an empty line
 
     def read(self, block: int) -> bytes:
         begin, end = int(self.offsets[block]), int(self.offsets[block + 1])
@@ -66,6 +68,7 @@ def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: i
     offsets: list[int] = [0]
     lengths: list[int] = []
     lines: list[int] = []
+    has_empty: list[bool] = []
     num_bytes = num_lines = block_lines = 0
     in_quotes, head, pending = False, b"", b""
     quote_line, last = 0, NEWLINE
@@ -94,6 +97,7 @@ def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: i
                 if len(ends):
                     lengths.append(len(ends))
                     lines.append(block_lines)
+                    has_empty.append(_has_empty_row(text, last, ends, offsets[-1] - num_bytes))
                     offsets.append(num_bytes + int(ends[-1]) + 1)
                     block_lines = num_lines + text.count(b"\n", 0, int(ends[-1]) + 1)
                 num_bytes += len(text)
@@ -122,6 +126,7 @@ def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: i
             offsets.append(num_bytes)
             lengths.append(1)
             lines.append(block_lines)
+            has_empty.append(False)
     return TextRows(
         path,
         num_bytes,
@@ -129,7 +134,21 @@ def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: i
         np.array(offsets, np.int64),
         np.array(lengths, np.int64),
         np.array(lines, np.int64),
+        np.array(has_empty, np.bool_),
     )
+
+
+def _has_empty_row(text: bytes, before: int, ends: NDArray[np.int64], begin: int) -> bool:
+    """Whether a row that ends at one of `ends` in `text` is nothing but its newline.
+
+    The first row begins at `begin`, below 0 where that is in an earlier text, whose last byte is `before`.
+    """
+    lengths = np.diff(ends, prepend=begin - 1) - 1
+    if lengths.min() > 1:
+        return False
+    codes = np.frombuffer(text, dtype=np.uint8)
+    returns = np.where(ends > 0, codes[ends - 1], before) == CARRIAGE_RETURN
+    return bool(((lengths == 0) | ((lengths == 1) & returns)).any())
 
 
 def _refuse_other_kinds(path: Path, text: bytes) -> None:

@@ -1,0 +1,259 @@
+"""One CSV file: its header, its blocks as Arrow columns, and the first field at fault where they cannot be read."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+from numpy.typing import NDArray
+
+from colonnade.data.arrow import one_array
+from colonnade.data.lines import excerpt, field_error
+from colonnade.data.text_rows import BLOCK_BYTES, TextRows, open_rows, row_ends
+from colonnade.errors import ConfigError, DataError
+
+TABBED = (".tsv", ".tab")
+INTEGER = re.compile(r"[ \t]*-?[0-9]+[ \t]*")
+NUMBER = re.compile(
+    r"[ \t]*[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?[ \t]*|[ \t]*[+-]?(nan|inf|infinity)[ \t]*",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    delimiter: str | None  # None: by the file's name
+    quote: str | None
+    names: tuple[str, ...] | None
+    null_values: tuple[str, ...]
+
+    def delimiter_of(self, path: Path) -> str:
+        return self.delimiter or ("\t" if path.suffix.lower() in TABBED else ",")
+
+
+def build_dialect(
+    delimiter: str | None,
+    quote: str | None,
+    names: Sequence[str] | None,
+    null_values: Sequence[str],
+) -> Dialect:
+    """Raises ConfigError."""
+    for what, value in (("delimiter", delimiter), ("quote", quote)):
+        one = isinstance(value, str) and len(value) == 1 and value.isascii() and value not in "\r\n"
+        if value is not None and not one:
+            raise ConfigError(f"got {what}={value!r}, wanted one ASCII character")
+    for what, texts in (("names", names), ("null_values", null_values)):
+        fits = isinstance(texts, Sequence) and not isinstance(texts, str)
+        if texts is not None and not (fits and all(isinstance(text, str) for text in texts)):
+            raise ConfigError(f"got {what}={texts!r}, wanted a list of texts")
+    return Dialect(delimiter, quote, None if names is None else tuple(names), tuple(null_values))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CsvTable:
+    """One file, by its index. `types`: what each column that is read is parsed as."""
+
+    rows: TextRows
+    names: list[str]
+    dialect: Dialect
+    types: dict[str, pa.DataType]
+
+    @property
+    def path(self) -> Path:
+        return self.rows.path
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.rows.lengths
+
+    def read(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
+        types = {name: self.types[name] for name in columns}
+        table = self.parse(self.rows.read(block), block, columns, types)
+        return {name: one_array(table.column(name)) for name in columns}
+
+    def parse(
+        self, text: bytes, block: int, columns: Sequence[str] | None, types: dict[str, pa.DataType]
+    ) -> pa.Table:
+        """`columns` None: all; a column without a type gets one that fits. Raises DataError."""
+        dialect = self.dialect
+        reason = "its rows are not those of its lines; do quotes stand in pairs?"
+        try:
+            table = pyarrow.csv.read_csv(
+                pa.BufferReader(text),
+                read_options=pyarrow.csv.ReadOptions(
+                    column_names=self.names, use_threads=False, block_size=len(text) + 1
+                ),
+                parse_options=pyarrow.csv.ParseOptions(
+                    delimiter=dialect.delimiter_of(self.path),
+                    quote_char=dialect.quote or False,
+                    newlines_in_values=dialect.quote is not None,
+                    ignore_empty_lines=False,
+                ),
+                convert_options=pyarrow.csv.ConvertOptions(
+                    column_types=types,
+                    include_columns=None if columns is None else list(columns),
+                    null_values=["", *dialect.null_values],
+                    strings_can_be_null=True,
+                ),
+            )
+            # pyarrow reads an empty line as missing values only; of a single column it is one.
+            is_ragged = self.rows.has_empty[block] and len(self.names) > 1
+            if table.num_rows == self.lengths[block] and not is_ragged:
+                return table
+        except (pa.ArrowException, ValueError) as error:
+            reason = str(error).splitlines()[0]
+        self._raise_fault(text, block, types, reason)
+
+    def place(self, block: int, row: int) -> str:
+        text = self.rows.read(block)
+        ends = row_ends(text, self._quote_code)
+        begin = int(ends[row - 1]) + 1 if row else 0
+        before = int(self.rows.lines[block]) + text.count(b"\n", 0, begin)
+        return f"line {before + 1}"
+
+    def _raise_fault(
+        self, text: bytes, block: int, types: Mapping[str, pa.DataType], reason: str
+    ) -> NoReturn:
+        """Name the first row and field at fault in a block that the fast reader refused for `reason`."""
+        line, begin = int(self.rows.lines[block]) + 1, 0
+        ends = row_ends(text, self._quote_code).tolist()
+        for end in [*ends, len(text)]:
+            row = text[begin:end]
+            if begin < len(text):
+                self.check_row(row, line, types)
+            line += row.count(b"\n") + 1
+            begin = end + 1
+        first = int(self.rows.lines[block]) + 1
+        raise DataError(f"{self.path}, from line {first} on: cannot be read ({reason})")
+
+    def check_row(self, row: bytes, line: int, types: Mapping[str, pa.DataType]) -> None:
+        """The slow twin of `parse` for one row: raise DataError at its first field at fault, else nothing."""
+        row = row.removesuffix(b"\r")
+        if not row and len(self.names) > 1:
+            raise field_error(
+                self.path, line, None, got="an empty line", wanted="a row", fix="Remove it"
+            )
+        try:
+            text = row.decode()
+        except UnicodeDecodeError as error:
+            column = None
+            for name, part in zip(self.names, row.split(self._delimiter.encode()), strict=False):
+                if not _is_utf8(part):
+                    column = name
+                    break
+            raise field_error(
+                self.path,
+                line,
+                column,
+                got=f"the bytes {row[error.start : error.start + 4].hex(' ')}",
+                wanted="UTF-8",
+                fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
+            ) from None
+        try:
+            fields = self._fields(text)
+        except csv.Error as error:
+            raise field_error(
+                self.path,
+                line,
+                None,
+                got=f"{excerpt(row)} ({error})",
+                wanted="quotes around whole fields",
+                fix="Repair the row, or say that the file has no quotes: quote: none",
+            ) from None
+        if len(fields) != len(self.names):
+            raise field_error(
+                self.path,
+                line,
+                None,
+                got=f"{len(fields)} columns in {excerpt(row)}",
+                wanted=f"{len(self.names)} as the header has them"
+                if self.dialect.names is None
+                else f"{len(self.names)} as names has them",
+                fix="Repair or remove the row; fields that hold the delimiter need quotes",
+            )
+        for name, field in zip(self.names, fields, strict=True):
+            kind = types.get(name, pa.string())
+            if field in ("", *self.dialect.null_values) or kind == pa.string():
+                continue
+            pattern, wanted = (
+                (INTEGER, "an integer of 64 bits") if kind == pa.int64() else (NUMBER, "a number")
+            )
+            outside = (
+                kind == pa.int64()
+                and pattern.fullmatch(field)
+                and not -(2**63) <= int(field) < 2**63
+            )
+            if outside or not pattern.fullmatch(field):
+                raise field_error(
+                    self.path,
+                    line,
+                    name,
+                    got=excerpt(field.encode()),
+                    wanted=wanted,
+                    fix="Repair or remove the row, or declare the column as text or in null_values",
+                )
+
+    @property
+    def _quote_code(self) -> int | None:
+        return None if self.dialect.quote is None else ord(self.dialect.quote)
+
+    @property
+    def _delimiter(self) -> str:
+        return self.dialect.delimiter_of(self.path)
+
+    def _fields(self, row: str) -> list[str]:
+        if self.dialect.quote is None:
+            return row.split(self._delimiter)
+        lines = row.splitlines(keepends=True) if "\n" in row else [row]
+        reader = csv.reader(lines, delimiter=self._delimiter, quotechar=self.dialect.quote)
+        records = [record for record in reader if record] or [[""]]
+        if len(records) > 1:
+            raise csv.Error("a quote inside a field that does not begin with one")
+        return records[0]
+
+
+def open_text(path: Path, dialect: Dialect) -> CsvTable:
+    """Index the file and read its header. Raises DataError."""
+    if dialect.delimiter_of(path) == dialect.quote:
+        raise ConfigError(
+            f"{path}: got delimiter and quote both {dialect.quote!r}, wanted two characters"
+        )
+    rows = open_rows(path, dialect.quote, has_header=dialect.names is None, block_bytes=BLOCK_BYTES)
+    if dialect.names is not None:
+        return CsvTable(rows, list(dialect.names), dialect, {})
+    try:
+        header = rows.head.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise field_error(
+            path, 1, None, got=excerpt(rows.head), wanted="UTF-8",
+            fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
+        ) from None  # fmt: skip
+    table = CsvTable(rows, [], dialect, {})
+    try:
+        names = table._fields(header)
+    except csv.Error as error:
+        raise field_error(
+            path, 1, None, got=f"{excerpt(rows.head)} ({error})", wanted="quotes around whole names",
+            fix="Repair the header, or say that the file has no quotes: quote: none",
+        ) from None  # fmt: skip
+    if names == [""]:
+        raise field_error(
+            path, 1, None, got="an empty line", wanted="a header with the names of the columns",
+            fix="Add one, or give names",
+        )  # fmt: skip
+    return CsvTable(rows, names, dialect, {})
+
+
+def _is_utf8(field: bytes) -> bool:
+    try:
+        field.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

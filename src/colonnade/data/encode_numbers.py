@@ -1,0 +1,138 @@
+"""From Arrow columns to numbers, buckets, labels and weights.
+
+Legend: S samples of a block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from colonnade.data.arrow import is_text
+from colonnade.data.chunk import Floats, Longs
+from colonnade.data.fields import Bucket, Field, Label, Number, Weight
+
+FIX = "Repair or remove the row"
+
+
+class Fault(Exception):
+    """A value that does not fit its field; `row` counts from 0 in the block. Becomes a DataError naming the file."""
+
+    def __init__(self, row: int, column: str, got: str, wanted: str, fix: str = FIX) -> None:
+        super().__init__(f"row {row}, column {column}: got {got}, wanted {wanted}. {fix}")
+        self.row, self.column = row, column
+        self.got, self.wanted, self.fix = got, wanted, fix
+
+
+def encode_number(field: Number, array: pa.Array, out: NDArray[np.float32]) -> None:
+    """(S,) into `out`; a missing value without a substitute, or an infinite one, is left there not finite."""
+    x = read_numbers(field, array)
+    missing = np.isnan(x)
+    if field.clip is not None or field.transform is not None:
+        # These would hide an infinite value.
+        infinite = np.isinf(x)
+        if infinite.any():
+            raise number_fault(field, array, int(infinite.argmax()))
+    if field.clip is not None:
+        x = np.clip(x, *field.clip)
+    if field.transform == "log1p":
+        x = np.log1p(np.maximum(x, 0))
+    if field.mean or field.std != 1:
+        x = (x - field.mean) / field.std
+    with np.errstate(over="ignore"):
+        out[:] = x
+    if field.missing is not None and missing.any():
+        out[missing] = field.missing
+
+
+def number_fault(field: Number, array: pa.Array, row: int) -> Fault:
+    value = read_numbers(field, array.slice(row, 1))[0]
+    if np.isnan(value):
+        return Fault(row, field.column, "nothing", "a number",
+                     f"Say what a missing {field.name} is: `missing: 0.0` is common")  # fmt: skip
+    wanted = "a finite number" if np.isinf(value) else "one that float32 holds once transformed"
+    return Fault(row, field.column, f"{value:g}", wanted)
+
+
+def read_numbers(field: Field, array: pa.Array) -> NDArray[np.float64]:
+    """(S,) float64, NaN where missing. Text must spell numbers."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if is_text(array.type):
+        array = parse(field, array, pa.float64(), "a number")
+    elif pa.types.is_decimal(array.type):
+        array = array.cast(pa.float64())
+    elif pa.types.is_boolean(array.type):
+        array = array.cast(pa.uint8())
+    if array.null_count:
+        array = pc.fill_null(array.cast(pa.float64(), safe=False), np.nan)
+    return array.to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
+
+
+def parse(field: Field, array: pa.Array, kind: pa.DataType, wanted: str) -> pa.Array:
+    """Texts -> numbers; an empty text is missing."""
+    array = pc.utf8_trim_whitespace(array.cast(pa.string()))
+    array = pc.if_else(pc.equal(array, ""), None, array)
+    if isinstance(field, Label):
+        lower = pc.utf8_lower(array)
+        for word, number in (("true", "1"), ("false", "0")):
+            array = pc.if_else(pc.equal(lower, word), number, array)
+    try:
+        return array.cast(kind)
+    except pa.ArrowInvalid:
+        for row, text in enumerate(array):
+            try:
+                text.cast(kind)
+            except pa.ArrowInvalid:
+                raise Fault(row, field.column, repr(text.as_py())[:60], wanted) from None
+        raise
+
+
+def encode_bucket(field: Bucket, array: pa.Array) -> Longs:
+    """(S,): how many boundaries are <= the number; infinite ones lie beyond all."""
+    x = read_numbers(field, array)
+    ids = np.searchsorted(np.array(field.boundaries), x, side="right").astype(np.int64)
+    missing = np.isnan(x)
+    if missing.any():
+        if field.missing == "error":
+            raise missing_fault(field, int(missing.argmax()))
+        ids[missing] = len(field.boundaries) + 1
+    return ids
+
+
+def missing_fault(field: Field, row: int) -> Fault:
+    return Fault(row, field.column, "nothing", "a value, because the schema says missing: error")
+
+
+def encode_label(field: Label, array: pa.Array) -> Floats:
+    """(S,) float32, NaN where nobody knows."""
+    x = read_numbers(field, array)
+    missing = np.isnan(x)
+    if missing.any() and field.missing == "error":
+        raise Fault(int(missing.argmax()), field.column, "nothing", "a label",
+                    "Remove the row, or declare `missing: unknown`")  # fmt: skip
+    if field.at_least is not None:
+        x = np.where(missing, np.nan, x >= field.at_least)
+    elif field.kind == "binary":
+        bad = (x < 0) | (x > 1)
+        if bad.any():
+            row = int(bad.argmax())
+            raise Fault(row, field.column, f"{x[row]:g}", "a label from 0 to 1",
+                        "Declare at_least= to make one of a number, or `kind: number`")  # fmt: skip
+    elif np.isinf(x).any():
+        row = int(np.isinf(x).argmax())
+        raise Fault(row, field.column, f"{x[row]:g}", "a finite number")
+    return x.astype(np.float32)
+
+
+def encode_weight(field: Weight, array: pa.Array) -> Floats:
+    """(S,) float32."""
+    x = read_numbers(field, array)
+    bad = ~((x >= 0) & (x < np.finfo(np.float32).max))
+    if bad.any():
+        row = int(bad.argmax())
+        got = "nothing" if np.isnan(x[row]) else f"{x[row]:g}"
+        raise Fault(row, field.column, got, "a finite weight of 0 or more")
+    return x.astype(np.float32)
