@@ -28,6 +28,10 @@ from colonnade.row_optimizer import RowOptimizer
 from colonnade.table import Feature, Table, Uniform
 from colonnade.topology.mesh import Mesh, close_mesh, open_mesh
 from colonnade.topology.world import World
+from colonnade.train.export import export_run
+from colonnade.train.fit import Fitted, fit, load_run
+from colonnade.train.mirror import fetch_run
+from colonnade.train.transfer import load_export, load_rows, to_embedding, trained_ids
 
 __all__ = [
     "FM",
@@ -42,6 +46,7 @@ __all__ = [
     "Concat",
     "EmbeddingCollection",
     "Feature",
+    "Fitted",
     "Ids",
     "Interaction",
     "Mesh",
@@ -55,5 +60,13 @@ __all__ = [
     "World",
     "build_plan",
     "close_mesh",
+    "export_run",
+    "fetch_run",
+    "fit",
+    "load_export",
+    "load_rows",
+    "load_run",
     "open_mesh",
+    "to_embedding",
+    "trained_ids",
 ]

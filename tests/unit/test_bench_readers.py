@@ -7,13 +7,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
-import readers  # noqa: E402
-from harness import Measured  # noqa: E402
-from test_data_contract import same  # noqa: E402
+import readers
+from harness import Measured
+from test_data_contract import same
 
-from colonnade.data import open_source  # noqa: E402
-from colonnade.data.criteo import CATEGORIES, DENSE, MISSING_ID  # noqa: E402
-from colonnade.data.synthetic import open_synthetic  # noqa: E402
+from colonnade.data import open_source
+from colonnade.data.criteo import CATEGORIES, DENSE, MISSING_ID
+from colonnade.data.synthetic import open_synthetic
 
 
 def test_files_hold_the_generators_samples(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from colonnade.errors import CheckpointError
 from colonnade.store import segment
@@ -53,6 +54,16 @@ def write_manifest(
         ],
     }
     write_durably(disk, directory / file_name(manifest.step), json.dumps(fields, indent=1).encode())
+
+
+def describe(directory: Path, step: int) -> dict[str, Any]:
+    """What a commit's manifest says, for readers who do not know the table. Raises CorruptionError, CheckpointError."""
+    path = directory / file_name(step)
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: missing, but its run's commit names it. Restore it from a copy"
+        )
+    return json.loads(read_verified(path))
 
 
 def read_manifest(

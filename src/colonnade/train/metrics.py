@@ -1,4 +1,7 @@
-"""How well probabilities rank and predict: exact, in float64, by sorting. The slow twins are in the tests."""
+"""How well probabilities rank and predict: exact, in float64, by sorting. The slow twins are in the tests.
+
+Legend: S samples, R runs of samples with equal scores, G groups.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ from colonnade.errors import DataError, NonFiniteError
 CLIP = 1e-7
 """log_loss moves probabilities this far from 0 and 1: the resolution of a float32 near 1."""
 
+BINS = 15
+"""Of expected_calibration_error: equal widths of probability, as in Guo et al. (2017)."""
+
 Array = Tensor | NDArray
 Float64s = NDArray[np.float64]
 
@@ -26,7 +32,7 @@ def auc(scores: Array, labels: Array, weights: Array | None = None) -> float:
     All (S,) or (S, 1); labels 0 or 1; weights >= 0. nan where one class has no weight. Raises
     NonFiniteError for a score that is not finite, DataError for other labels, weights or lengths.
     """
-    return _auc(*_columns(scores, labels, weights))
+    return _auc(*_columns(scores, labels, weights)[:3])
 
 
 def log_loss(probabilities: Array, labels: Array, weights: Array | None = None) -> float:
@@ -34,21 +40,56 @@ def log_loss(probabilities: Array, labels: Array, weights: Array | None = None) 
 
     Arguments as for `auc`; probabilities in [0, 1], clipped to [CLIP, 1 - CLIP].
     """
-    return _log_loss(*_columns(probabilities, labels, weights))
+    return _log_loss(*_columns(probabilities, labels, weights)[:3])
+
+
+def group_auc(scores: Array, labels: Array, groups: Array, weights: Array | None = None) -> float:
+    """The AUC inside each group, averaged with the groups' weights (their samples' sum); nan without any.
+
+    groups (S,) integers. A group in which one class has no weight has no AUC and is left out.
+    """
+    return _group_auc(*_columns(scores, labels, weights, groups))
+
+
+def normalized_entropy(probabilities: Array, labels: Array, weights: Array | None = None) -> float:
+    """log_loss over that of always predicting the mean label (He et al. 2014): below 1 is better than nothing."""
+    return _normalized_entropy(*_columns(probabilities, labels, weights)[:3])
+
+
+def calibration(probabilities: Array, labels: Array, weights: Array | None = None) -> float:
+    """Mean probability over mean label (He et al. 2014): above 1 promises too much; nan without positives."""
+    return _calibration(*_columns(probabilities, labels, weights)[:3])
+
+
+def expected_calibration_error(
+    probabilities: Array, labels: Array, weights: Array | None = None, *, bins: int = BINS
+) -> float:
+    """Weighted mean of |mean probability - mean label| over `bins` equal ranges of probability (Guo et al. 2017)."""
+    return _expected_calibration_error(*_columns(probabilities, labels, weights)[:3], bins)
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """Collects predictions batch by batch, on the CPU: 12 bytes per sample (20 with float64).
+    """Collects predictions batch by batch, on the CPU: 12 bytes per sample, 20 with groups (or float64).
 
     The result does not depend on the order in which samples came, to the last bit: ranks may pool
     theirs by adding one another's `columns()`.
     """
 
     _parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    _groups: list[Tensor] = field(default_factory=list)
 
-    def add(self, probability: Tensor, label: Tensor, weight: Tensor | None = None) -> None:
-        """One batch: (B,) or (B, 1) each, on any device; copied, so the caller may reuse its memory."""
+    def add(
+        self,
+        probability: Tensor,
+        label: Tensor,
+        weight: Tensor | None = None,
+        group: Tensor | None = None,
+    ) -> None:
+        """One batch: (B,) or (B, 1) each, on any device; copied, so the caller may reuse its memory.
+
+        A sample whose label is NaN is one that nobody knows, and left out. Every batch has a group, or none has.
+        """
         if weight is None:
             weight = torch.ones(label.numel(), dtype=torch.float32)
         sizes = {probability.numel(), label.numel(), weight.numel()}
@@ -61,27 +102,46 @@ class Evaluation:
             column.detach().flatten().to("cpu", copy=True)
             for column in (probability, label, weight)
         )
+        if group is not None and group.numel() != label.numel():
+            raise DataError(
+                f"got {group.numel()} groups for {label.numel()} labels, wanted as many"
+            )
+        if len(self._groups) != (len(self._parts) if group is not None else 0):
+            raise DataError("got groups with some batches only, wanted them with all or with none")
+        known = ~torch.isnan(label)
+        if not known.all():
+            probability, label, weight = probability[known], label[known], weight[known]
         self._parts.append((probability, label, weight))
+        if group is not None:
+            self._groups.append(group.detach().flatten().to("cpu", torch.int64, copy=True)[known])
 
-    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Everything added: probability, label, weight, (S,) each."""
+    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Everything added: probability, label, weight and, where there are any, group, (S,) each."""
         if not self._parts:
-            return torch.empty(0), torch.empty(0), torch.empty(0)
+            return torch.empty(0), torch.empty(0), torch.empty(0), None
         probability, label, weight = (
             torch.cat(column) for column in zip(*self._parts, strict=True)
         )
-        return probability, label, weight
+        return probability, label, weight, torch.cat(self._groups) if self._groups else None
 
     def result(self) -> dict[str, float]:
-        """auc, log_loss, num_samples (a count, weights aside) and positive_rate (weighted)."""
-        columns = _columns(*self.columns())
+        """By name, as the functions of this file: auc, group_auc (with groups), log_loss, normalized_entropy,
+        calibration, expected_calibration_error, num_samples (a count, weights aside), positive_rate (weighted)."""
+        probability, label, weight, group = self.columns()
+        columns = _columns(probability, label, weight)[:3]
         _, labels, weights = columns
-        return {
+        found = {
             "auc": _auc(*columns),
             "log_loss": _log_loss(*columns),
+            "normalized_entropy": _normalized_entropy(*columns),
+            "calibration": _calibration(*columns),
+            "expected_calibration_error": _expected_calibration_error(*columns, BINS),
             "num_samples": float(len(labels)),
             "positive_rate": _mean(labels, weights),
         }
+        if group is not None:
+            found["group_auc"] = group_auc(probability, label, group, weight)
+        return found
 
 
 def ceiling(batches: Iterable[Batch], *, task: int = 0) -> dict[str, float]:
@@ -101,9 +161,10 @@ def ceiling(batches: Iterable[Batch], *, task: int = 0) -> dict[str, float]:
 
 
 def _columns(
-    scores: Array, labels: Array, weights: Array | None
-) -> tuple[Float64s, Float64s, Float64s]:
-    """Checked, (S,) float64 each, sorted by (score, label, weight) so that no sum depends on the order given."""
+    scores: Array, labels: Array, weights: Array | None, groups: Array | None = None
+) -> tuple[Float64s, Float64s, Float64s, NDArray[np.int64]]:
+    """Checked, (S,) each, float64 but for the groups, which are zeros where there are none; sorted by (group,
+    score, label, weight), so that no sum depends on the order given."""
     scores, labels = _float64(scores), _float64(labels)
     ones = np.ones(len(labels)) if weights is None else _float64(weights)
     if not len(scores) == len(labels) == len(ones):
@@ -122,8 +183,17 @@ def _columns(
         )
     if not (np.isfinite(ones) & (ones >= 0)).all():
         raise DataError("got weights that are negative or not finite, wanted 0 or more")
-    order = np.lexsort((ones, labels, scores))
-    return scores[order], labels[order], ones[order]
+    if groups is None:
+        order = np.lexsort((ones, labels, scores))
+        return scores[order], labels[order], ones[order], np.zeros(len(scores), np.int64)
+    numbers = groups.cpu().numpy() if isinstance(groups, Tensor) else np.asarray(groups)
+    if numbers.dtype.kind not in "iu" or len(numbers.ravel()) != len(scores):
+        raise DataError(
+            f"got {numbers.size} groups of {numbers.dtype}, wanted {len(scores)} integers"
+        )
+    numbers = numbers.ravel().astype(np.int64)
+    order = np.lexsort((ones, labels, scores, numbers))
+    return scores[order], labels[order], ones[order], numbers[order]
 
 
 def _float64(values: Array) -> Float64s:
@@ -157,3 +227,49 @@ def _log_loss(probabilities: Float64s, labels: Float64s, weights: Float64s) -> f
         )
     clipped = np.clip(probabilities, CLIP, 1 - CLIP)
     return _mean(-np.where(labels == 1, np.log(clipped), np.log1p(-clipped)), weights)
+
+
+def _group_auc(
+    scores: Float64s, labels: Float64s, weights: Float64s, groups: NDArray[np.int64]
+) -> float:
+    """All (S,), sorted by group and then score."""
+    if not len(scores):
+        return float("nan")
+    new_group = np.append(True, groups[1:] != groups[:-1])
+    starts = np.flatnonzero(new_group | np.append(True, scores[1:] != scores[:-1]))  # (R,)
+    positive = np.add.reduceat(labels * weights, starts)
+    negative = np.add.reduceat((1 - labels) * weights, starts)
+    firsts = np.flatnonzero(new_group[starts])  # (G,): each group's first run
+    of_run = np.cumsum(new_group[starts]) - 1  # (R,): its group
+    below = np.cumsum(negative) - negative
+    below -= below[firsts][of_run]
+    positives, negatives = np.add.reduceat(positive, firsts), np.add.reduceat(negative, firsts)
+    won = np.add.reduceat(positive * (below + negative / 2), firsts)
+    both = (positives > 0) & (negatives > 0)
+    aucs = won[both] / (positives[both] * negatives[both])
+    return _mean(aucs, (positives + negatives)[both])
+
+
+def _normalized_entropy(probabilities: Float64s, labels: Float64s, weights: Float64s) -> float:
+    rate = _mean(labels, weights)
+    if not 0 < rate < 1:
+        return float("nan")
+    entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
+    return _log_loss(probabilities, labels, weights) / float(entropy)
+
+
+def _calibration(probabilities: Float64s, labels: Float64s, weights: Float64s) -> float:
+    actual = (labels * weights).sum()
+    return float((probabilities * weights).sum() / actual) if actual > 0 else float("nan")
+
+
+def _expected_calibration_error(
+    probabilities: Float64s, labels: Float64s, weights: Float64s, bins: int
+) -> float:
+    if bins < 1:
+        raise DataError(f"got bins={bins}, wanted 1 or more")
+    if not weights.sum() > 0:
+        return float("nan")
+    place = np.minimum((probabilities * bins).astype(np.int64), bins - 1)
+    gaps = np.bincount(place, (probabilities - labels) * weights, minlength=bins)
+    return float(np.abs(gaps).sum() / weights.sum())

@@ -1,0 +1,83 @@
+"""An exported commit: what other programs read equals what the run holds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors import safe_open
+from safetensors.torch import load_file
+from small_run import CONFIG
+
+from colonnade import Mesh
+from colonnade.config import build_config, override
+from colonnade.errors import CheckpointError, ConfigError
+from colonnade.train.commits import committed_steps
+from colonnade.train.export import export_run
+from colonnade.train.run import open_run
+
+
+def train(mesh, folder, settings):
+    run = open_run(override(build_config(CONFIG), {"train.epochs": 1, **settings}), mesh, folder)
+    run.train()
+    collection = run.trainer.collection
+    rows = {
+        table.name: collection.rows(table.name, torch.arange(table.rows))
+        for table in collection.tables
+    }
+    dense = {k: v.clone() for k, v in run.trainer.model.state_dict().items()}
+    run.close()
+    return rows, dense
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_ranks"),
+    [({}, 1), ({"plan.dram": 90_000}, 2), ({"rows.dtype": "bfloat16", "rows.master": True}, 1)],
+)
+def test_exported_rows_are_the_runs(settings, num_ranks, tmp_path):
+    folder, out = tmp_path / "run", tmp_path / "out"
+    if num_ranks == 1:
+        rows, dense = train(Mesh(), folder, settings)
+    else:
+        rows, dense = run_ranks(num_ranks, train, folder, settings)[0]
+    said = export_run(folder, out, at="last")
+    assert said == json.loads((out / "model.json").read_text())
+    assert said["step"] == 15 and said["config"]["model"]["dim"] == 4
+    for table in said["tables"]:
+        found = load_file(out / table["file"])
+        ids, weights = found["ids"], found["weights"]
+        assert len(ids) == table["count"] > 0
+        assert torch.equal(ids, ids.unique())  # ascending, each once
+        assert weights.dtype == getattr(torch, table["dtype"])
+        assert torch.equal(weights, rows[table["name"]][ids])
+    with safe_open(out / "dense.safetensors", "pt") as file:
+        for name in file.keys():
+            assert torch.equal(file.get_tensor(name), dense[name])
+
+
+def test_an_older_step_and_what_is_not_there(tmp_path):
+    folder = tmp_path / "run"
+    train(Mesh(), folder, {"train.keep_commits": 3})
+    steps = committed_steps(folder)
+    assert export_run(folder, tmp_path / "old", at=steps[0])["step"] == steps[0]
+    with pytest.raises(ConfigError, match="exists"):
+        export_run(folder, tmp_path / "old")
+    with pytest.raises(CheckpointError, match="no commit of step 7"):
+        export_run(folder, tmp_path / "new", at=7)
+    with pytest.raises(CheckpointError, match="holds no commit"):
+        export_run(tmp_path / "nothing", tmp_path / "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "old"}
+
+
+def test_nothing_is_left_of_an_export_that_fails(tmp_path):
+    folder = tmp_path / "run"
+    train(Mesh(), folder, {})
+    victim = next(iter(sorted((folder / "rows" / "0-of-1" / "003").glob("segment-*"))))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(bytes(data))
+    with pytest.raises(OSError, match=victim.name):
+        export_run(folder, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
