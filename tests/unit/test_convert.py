@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from test_data_contract import same
 
 from colonnade.cli import main
-from colonnade.data import Declaration, open_source
 from colonnade.data import convert as module
+from colonnade.data import open_source
 from colonnade.data.convert import open_criteo_conversion, open_csv_conversion, write_parquet
 from colonnade.data.criteo import CATEGORIES, DENSE, MISSING_ID, open_criteo
+from colonnade.data.parquet import SCHEMA_KEY
 from colonnade.errors import DataError, StorageError
 
 
@@ -54,7 +55,7 @@ def test_columns_are_the_fields(tmp_path, monkeypatch):
             assert found[name][i] == (int(field) if field else None)
         for name, field in zip(CATEGORIES, fields[13:], strict=True):
             assert found[name][i] == (int(field, 16) if field else MISSING_ID)
-    assert b"I1: {type: number" in file.schema_arrow.metadata[module.SCHEMA_KEY]
+    assert b"I1: {type: number" in file.schema_arrow.metadata[SCHEMA_KEY]
 
 
 def test_the_file_gives_the_batches_of_the_text(tmp_path):
@@ -62,10 +63,20 @@ def test_the_file_gives_the_batches_of_the_text(tmp_path):
     target = tmp_path / "out.parquet"
     write_parquet(open_criteo_conversion(tmp_path), target, rows_per_group=70)
     text = open_criteo(tmp_path, test_fraction=0).train
-    schema = Declaration.from_yaml(pq.read_schema(target).metadata[module.SCHEMA_KEY].decode())
-    columns = open_source("parquet", target, schema=schema).train
+    columns = open_source("parquet", target).train
     pairs = zip(columns.batches(48), text.batches(48), strict=True)
     assert all(same(a, b) for a, b in pairs)
+
+
+def test_a_footer_whose_schema_is_broken_is_named(tmp_path):
+    table = pa.table({"label": [0, 1], "x": [1, 2]})
+    pq.write_table(
+        table.replace_schema_metadata({SCHEMA_KEY: b"fields: 3"}), tmp_path / "x.parquet"
+    )
+    with pytest.raises(DataError, match=r"x.parquet: its footer declares .*Give one with schema"):
+        open_source("parquet", tmp_path / "x.parquet")
+    schema = {"fields": {"label": "label", "x": "category"}}
+    assert open_source("parquet", tmp_path / "x.parquet", schema=schema).train.num_samples == 2
 
 
 FIELDS = st.one_of(

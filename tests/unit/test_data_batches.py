@@ -228,7 +228,7 @@ def run_to(folder, mesh, data, most, *, batch_size=None) -> dict:
         collection = run.trainer.collection
         ids = torch.arange(40)
         rows = {t.name: collection.rows(t.name, ids).tolist() for t in collection.tables}
-        state = {name: v.tolist() for name, v in run.trainer.model.state_dict().items()}
+        state = {name: v.tolist() for name, v in run.trainer.model.named_parameters()}
         return {"rows": rows, "dense": state, "step": collection.step, "metrics": outcome.metrics}
     finally:
         run.close()

@@ -164,7 +164,7 @@ def test_a_run_with_readers_is_the_run_without(tmp_path):
             run = open_run(override(build_config(values), changes), Mesh(), folder)
             metrics = run.train().metrics
             run.close()
-        weights = {name: v.tolist() for name, v in run.trainer.model.state_dict().items()}
+        weights = {name: v.tolist() for name, v in run.trainer.model.named_parameters()}
         found.append((metrics, weights))
     assert found[0] == found[1]
 

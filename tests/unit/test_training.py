@@ -267,6 +267,10 @@ SCHEDULES = {
             }
         )
     },
+    "settings": {
+        "row_schedule": {"name": "exponential", "final": 0.1},
+        "dense_schedule": {"name": "linear", "warmup_steps": 5},
+    },
     "torch": {
         "dense_schedule": lambda optimizer: CosineAnnealingLR(optimizer, T_max=24),
         "row_schedule": lambda optimizer: MultiStepLR(optimizer, [5, 15], gamma=0.3),

@@ -120,6 +120,7 @@ def test_what_differs_is_refused_unless_it_is_listed(tmp_path):
         open_run(settings_of(**wide, train__warm_start_skip=["typo"]), Mesh(), tmp_path / "new4")
     with pytest.raises(CheckpointError, match="holds no commit"):
         open_run(settings_of(train__warm_start=str(tmp_path / "none")), Mesh(), tmp_path / "new5")
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "new2"}  # nothing half-written
 
 
 def test_a_resumed_run_does_not_start_again(old, tmp_path):

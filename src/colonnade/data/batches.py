@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, spans
+from colonnade.data.contract import START, Column, Position, Schema, Source, spans
 from colonnade.errors import ConfigError, DataError
 from colonnade.topology.mesh import Mesh
 
@@ -261,11 +261,22 @@ def _words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{shape} {str(dtype).removeprefix('torch.')}"
 
 
+def batches_of(
+    source: Source, batch_size: int, mesh: Mesh, *, purpose: str, start: Position = START
+) -> Iterator[Batch]:
+    """This rank's batches, as many as every other rank's. Collective, once a batch, on the mesh's group `purpose`,
+    where nobody knows how many samples the source has; to be read in the thread that uses that group."""
+    read = source.batches(batch_size, rank=mesh.rank, num_ranks=mesh.num_ranks, start=start)
+    if source.num_samples is not None:
+        return read
+    return until_all_end(read, source.schema, mesh, purpose=purpose)
+
+
 def until_all_end(
     batches: Iterator[Batch], schema: Schema, mesh: Mesh, *, purpose: str
 ) -> Iterator[Batch]:
     """Collective, once a batch and in the thread that reads: a rank that has no batch left yields empty ones until no
-    rank has any. For sources whose `num_samples` nobody knows; in a world of one rank, the batches themselves."""
+    rank has any. In a world of one rank, the batches themselves."""
     if mesh.num_ranks == 1:
         yield from batches
         return

@@ -18,6 +18,7 @@ from colonnade.data.criteo import CATEGORIES, DENSE, FILE, FOLDER, parse_columns
 from colonnade.data.csv import CsvTable, build_dialect, open_text
 from colonnade.data.lines import LineFile, open_lines
 from colonnade.data.location import locate
+from colonnade.data.parquet import SCHEMA_KEY
 from colonnade.errors import DataError, StorageError
 
 ROWS_PER_GROUP = 1 << 17
@@ -25,7 +26,6 @@ ROWS_PER_GROUP = 1 << 17
 CHUNK_LINES = 1 << 15
 COMPRESSION = "zstd"
 """With dictionaries. Criteo's text becomes 0.22 of its size (snappy 0.29), read at millions of rows/s on a core."""
-SCHEMA_KEY = b"colonnade.schema"
 
 CRITEO_SCHEMA = "\n".join(
     [

@@ -25,6 +25,8 @@ from colonnade.errors import ConfigError, DataError
 
 ENDINGS = (".parquet", ".pq", ".parq")
 INFER_ROWS = 1 << 16
+SCHEMA_KEY = b"colonnade.schema"
+"""Of a footer's metadata: a declaration as YAML."""
 
 
 def open_parquet(
@@ -45,7 +47,8 @@ def open_parquet(
     """Samples under a declared schema, or one inferred from the first file.
 
     path                 a file, a folder (every file below it), a pattern, or several of these; natural order of names
-    schema               a Declaration, its fields, plain values, or the path of a YAML file; None: inferred
+    schema               a Declaration, its fields, plain values, or the path of a YAML file; None: what the footer
+                         declares, as `colonnade convert criteo` writes it, else inferred
     label                the label's column, where the schema is inferred; default: one named label, click, target or y
     validation, test     files of their own
     validation_fraction, test_fraction
@@ -93,11 +96,19 @@ def _files(paths: list[Path], declaration: Declaration) -> Files:
 
 
 def infer_parquet(files: Sequence[ParquetTable], label: str | None) -> Declaration:
-    """From the first `INFER_ROWS` rows of the first row group that is there."""
+    """What the first file's footer declares (`colonnade convert` writes it); else from its first `INFER_ROWS` rows."""
     first = next((file for file in files if len(file.lengths)), None)
     if first is None:
         raise DataError(f"{files[0].path}: got no row, wanted at least one to infer a schema from")
-    return infer(first.path, first.head(), label)
+    declared = (first.metadata.metadata or {}).get(SCHEMA_KEY)
+    if declared is None or label is not None:
+        return infer(first.path, first.head(), label)
+    try:
+        return Declaration.from_yaml(declared.decode())
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{first.path}: its footer declares a schema that cannot be read ({error}). Give one with schema"
+        ) from None
 
 
 def settle_types(

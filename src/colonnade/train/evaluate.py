@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from colonnade.data.batches import until_all_end
+from colonnade.data.batches import batches_of
 from colonnade.data.contract import Source
 from colonnade.errors import ConfigError, DataError
 from colonnade.topology.mesh import Mesh
@@ -30,10 +30,7 @@ def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> d
     columns: list[Tensor] = []  # (B, 2 T + 1) float64: scores, labels, weight
     groups: list[Tensor] = []
     try:
-        batches = source.batches(batch_size, rank=mesh.rank, num_ranks=mesh.num_ranks)
-        if source.num_samples is None:
-            batches = until_all_end(batches, source.schema, mesh, purpose="evaluate")
-        for batch in batches:
+        for batch in batches_of(source, batch_size, mesh, purpose="evaluate"):
             if batch.label is None:
                 raise DataError("the batch has no label; evaluation compares scores with labels")
             logits = model(batch)

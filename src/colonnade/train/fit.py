@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.config import DenseConfig, PlanConfig, RowsConfig, RunConfig, TrainConfig, override
+from colonnade.data.batches import batches_of
 from colonnade.data.contract import Source, Splits
 from colonnade.errors import ConfigError, DataError
 from colonnade.plan.plan import build_plan
@@ -42,7 +43,7 @@ from colonnade.train.trainer import Outcome
 SampleLoss = Callable[[Any, Batch], Tensor]
 
 # Of rows, what is said in no table.
-ROW_SETTINGS = ("clip_norm", "clip_value", "schedule")
+ROW_SETTINGS = ("clip_norm", "clip_value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ def fit(
     run: str | Path | None = None,
     objective: Objective | None = None,
     loss: SampleLoss | None = None,
-    dense_optimizer: OptimizerMaker | None = None,
-    dense_schedule: ScheduleMaker | None = None,
-    row_schedule: ScheduleMaker | None = None,
+    dense_optimizer: OptimizerMaker | str | None = None,
+    dense_schedule: ScheduleMaker | Mapping[str, Any] | None = None,
+    row_schedule: ScheduleMaker | Mapping[str, Any] | None = None,
     config: RunConfig | None = None,
     mesh: Mesh | None = None,
     quiet: bool = False,
@@ -83,8 +84,9 @@ def fit(
                      same bits. None: everything stays in this process
     objective        what is learned and scored; default Probability: binary cross entropy, AUC, log loss
     loss             instead: `loss(model(batch), batch)` gives each sample's loss (B,), and the score is its mean
-    dense_optimizer  parameters -> torch optimizer; default: the settings dense_optimizer.. of `config` (Adam, 1e-3)
-    dense_schedule   optimizer -> torch learning rate scheduler, stepped once per step
+    dense_optimizer  parameters -> torch optimizer; or "adam", "sgd", "adagrad" with dense_lr, dense_weight_decay
+    dense_schedule   optimizer -> torch learning rate scheduler, stepped once per step; or ScheduleConfig's settings,
+                     e.g. {"name": "cosine", "warmup_steps": 100}
     row_schedule     the same for the rows: the RowOptimizer has a param group per table (or part)
     config           settings to start from
     settings         by name: those of TrainConfig and PlanConfig (epochs, batch_size, patience, dram ...), of
@@ -94,7 +96,14 @@ def fit(
     Ctrl-C commits and ends (`outcome.stopped`); the same call goes on from there.
     Raises ConfigError, DataError, CheckpointError before the first step, NonFiniteError, StorageError while training.
     """
-    wanted = override(config or RunConfig(), {"data.name": OWN, **_dotted(settings)})
+    chosen = {"data.name": OWN, **_dotted(settings)}
+    if isinstance(dense_optimizer, str):
+        chosen["dense.optimizer"], dense_optimizer = dense_optimizer, None
+    if isinstance(dense_schedule, Mapping):
+        chosen["dense.schedule"], dense_schedule = dict(dense_schedule), None
+    if isinstance(row_schedule, Mapping):
+        chosen["rows.schedule"], row_schedule = dict(row_schedule), None
+    wanted = override(config or RunConfig(), chosen)
     mesh = mesh or open_mesh()
     agree_on(wanted, mesh)
     set_threads(wanted.train.threads, mesh)
@@ -168,7 +177,7 @@ class MeanLoss:
         model.eval()
         total = torch.zeros(3, dtype=torch.float64)  # loss, weight, samples
         try:
-            for batch in source.batches(batch_size, rank=mesh.rank, num_ranks=mesh.num_ranks):
+            for batch in batches_of(source, batch_size, mesh, purpose="evaluate"):
                 weight = batch.sample_weight
                 here = [
                     float(self._sum(model, batch)),
@@ -199,7 +208,11 @@ def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
     known = {
         **{name: f"train.{name}" for name in TrainConfig.model_fields},
         **{name: f"plan.{name}" for name in PlanConfig.model_fields},
-        **{f"dense_{name}": f"dense.{name}" for name in DenseConfig.model_fields},
+        **{
+            f"dense_{name}": f"dense.{name}"
+            for name in DenseConfig.model_fields
+            if name not in ("optimizer", "schedule")  # fit's own arguments
+        },
         **{f"rows_{name}": f"rows.{name}" for name in ROW_SETTINGS},
     }
     for name in settings:

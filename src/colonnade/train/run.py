@@ -51,7 +51,7 @@ from colonnade.train.progress import Progress
 from colonnade.train.record import table_sizes
 from colonnade.train.schedules import build_schedule
 from colonnade.train.trainer import Outcome, Schedule, Trainer
-from colonnade.train.warm_start import warm_start
+from colonnade.train.warm_start import plan_warm_start, warm_start
 
 OWN = "own"
 """data.name of a run whose model and data came from Python (`colonnade.fit`)."""
@@ -174,6 +174,16 @@ def prepare(
     _agree_on_model(fingerprint(collection.declaration, model), mesh)
     if not read_only:
         check_data(data, config, objective)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    rows = RowOptimizer(collection, clip_value=config.rows.clip_value)
+    run_steps = total_steps(config, data)
+    make = dense_optimizer or partial(_dense_optimizer, config=config)
+    optimizer = make(parameters or [nn.Parameter(torch.empty(0))])
+    make_schedules = (
+        (row_schedule or partial(build_schedule, settings=config.rows.schedule, run_steps=run_steps), rows),
+        (dense_schedule or partial(build_schedule, settings=config.dense.schedule, run_steps=run_steps), optimizer),
+    )  # fmt: skip
+    schedules = [make(of) for make, of in make_schedules]
     disk = disk or Disk()
     commits, step = None, None
     if collection.is_open and (folder is not None or read_only):
@@ -184,6 +194,12 @@ def prepare(
         if not read_only:
             _check_same_run(folder, config)
             _fetch_if_bare(folder, config, mesh, console)
+    taken = None
+    if config.train.warm_start is not None and not read_only:
+        if folder is None or not committed_steps(folder):
+            skip = config.train.warm_start_skip
+            taken = plan_warm_start(model, collection.tables, config.train.warm_start, skip)
+    if folder is not None:
         commits, step = open_commits(
             folder,
             collection.tables,
@@ -203,17 +219,7 @@ def prepare(
             exchange=config.plan.exchange,
         )
         collection.open(plan, mesh, backings=commits.backings if commits else ())
-    parameters = [p for p in model.parameters() if p.requires_grad]
     dense = DenseGradients(parameters, mesh)
-    rows = RowOptimizer(collection, clip_value=config.rows.clip_value)
-    run_steps = total_steps(config, data)
-    make = dense_optimizer or partial(_dense_optimizer, config=config)
-    optimizer = make(parameters or [nn.Parameter(torch.empty(0))])
-    make_schedules = (
-        (row_schedule or partial(build_schedule, settings=config.rows.schedule, run_steps=run_steps), rows),
-        (dense_schedule or partial(build_schedule, settings=config.dense.schedule, run_steps=run_steps), optimizer),
-    )  # fmt: skip
-    schedules = [make(of) for make, of in make_schedules]
     trainer = Trainer(
         model,
         collection,
@@ -236,8 +242,8 @@ def prepare(
         restore(trainer, folder, step)
         assert commits is not None
         collection.rows_are(commits.run, step)
-    elif config.train.warm_start is not None and not read_only:
-        taken = warm_start(trainer, config.train.warm_start, config.train.warm_start_skip)
+    elif taken is not None:
+        warm_start(trainer, taken)
         if console is not None:
             console.print(str(taken), highlight=False)
     frozen = [p for p in model.parameters() if not p.requires_grad]

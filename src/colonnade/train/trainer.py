@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade.batch import Batch
-from colonnade.data.batches import until_all_end
+from colonnade.data.batches import batches_of
 from colonnade.data.contract import Position, Source, Splits
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import NonFiniteError
@@ -193,14 +193,13 @@ class Trainer:
             if self.schedule.progressive:
                 source = self.data.days[position.epoch]
             first = position.step * parts
-            read = source.batches(
+            read = batches_of(
+                source,
                 self.schedule.batch_size // parts,
-                rank=self.mesh.rank,
-                num_ranks=self.mesh.num_ranks,
+                self.mesh,
+                purpose="route",
                 start=Position(position.epoch, first, position.state),
             )
-            if source.num_samples is None:
-                read = until_all_end(read, source.schema, self.mesh, purpose="route")
             for number, batch in enumerate(_with_end(read), first):
                 if number % parts == 0:
                     if left is not None and left <= 0:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colonnade import _native
 from colonnade.errors import CheckpointError, ConfigError
@@ -31,19 +31,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Taken:
-    """What a warm start did, by name of tables and dense parameters."""
+    """What a warm start takes over, by name of tables and dense parameters."""
 
-    source: str
-    rows: dict[str, int] = field(default_factory=dict)  # by table, on this rank
-    dense: list[str] = field(default_factory=list)
-    new: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
+    folder: Path
+    step: int
+    tables: list[str]
+    dense: list[str]
+    new: list[str]
+    dropped: list[str]
     without_state: list[str] = field(default_factory=list)  # weights only: another optimizer
+    num_rows: int = 0  # taken over on this rank
 
     def __str__(self) -> str:
         lines = [
-            f"warm start from {self.source}: {len(self.dense)} dense parameters and the rows of "
-            f"{len(self.rows)} tables ({sum(self.rows.values()):,} here)"
+            f"warm start from {self.folder}@{self.step}: {len(self.dense)} dense parameters and the rows of "
+            f"{len(self.tables)} tables ({self.num_rows:,} here)"
         ]
         for words, names in (
             ("new", self.new),
@@ -55,36 +57,52 @@ class Taken:
         return "\n".join(lines)
 
 
-def warm_start(trainer: Trainer, source: str, skip: Collection[str] = ()) -> Taken:
-    """Collective, on a run without steps. `source`: FOLDER, FOLDER@best, FOLDER@last or FOLDER@<step>.
+def plan_warm_start(
+    model: nn.Module, tables: Sequence[Table], source: str, skip: Collection[str] = ()
+) -> Taken:
+    """What a model would take over from `source`: FOLDER, FOLDER@best, FOLDER@last or FOLDER@<step>.
 
     Tables and dense parameters of both models are taken over, those only here start at their first values, those
-    only there are left. Optimizer state comes along where the optimizer is the same. Raises CheckpointError, with
-    nothing changed, where one has another width or shape and is not in `skip`; ConfigError for an unknown name there.
+    only there are left. Changes nothing. Raises CheckpointError where one has another width or shape and is not in
+    `skip`; ConfigError for an unknown name there.
     """
     folder, step = parse_source(source)
-    header = read_header(folder, step)
-    tables = {table.name: table for table in trainer.collection.tables}
-    theirs, own = header["model"]["tables"], dense_weights(trainer.model)
-    dense = load_state(folder / "commits" / f"{step:012d}" / "dense")
-    their_names, own_names = {*theirs, *dense["model"]}, {*tables, *own}
-    if unknown := sorted(set(skip) - their_names - own_names):
+    own_tables = {table.name: table for table in tables}
+    theirs, own = read_header(folder, step)["model"]["tables"], dense_weights(model)
+    dense = _dense_state(folder, step)["model"]
+    if unknown := sorted(set(skip) - {*theirs, *dense, *own_tables, *own}):
         raise ConfigError(
             f"train.warm_start_skip: {unknown[0]!r} is no table or dense parameter of either model"
         )
-    shared = [n for n in tables if n in theirs and n not in skip]
-    alike = [n for n in own if n in dense["model"] and n not in skip]
-    _refuse_other_shapes(folder, tables, theirs, shared, own, dense["model"], alike)
-    taken = Taken(f"{folder}@{step}", dense=alike)
+    shared = [n for n in own_tables if n in theirs and n not in skip]
+    alike = [n for n in own if n in dense and n not in skip]
+    _refuse_other_shapes(folder, own_tables, theirs, shared, own, dense, alike)
     used = {*shared, *alike}
-    taken.new = [n for n in (*tables, *own) if n not in used]
-    taken.dropped = [n for n in (*theirs, *dense["model"]) if n not in used]
-    load_dense(trainer.model, {**own, **{name: dense["model"][name] for name in alike}})
-    _take_dense_state(trainer, dense, alike, taken)
-    for name in shared:
-        number = list(theirs).index(name)
-        taken.rows[name] = _take_rows(trainer, folder, header, number, tables[name], taken)
-    return taken
+    return Taken(
+        folder,
+        step,
+        shared,
+        alike,
+        new=[n for n in (*own_tables, *own) if n not in used],
+        dropped=[n for n in (*theirs, *dense) if n not in used],
+    )
+
+
+def warm_start(trainer: Trainer, taken: Taken) -> None:
+    """Collective, before the first step: take over what was planned. Optimizer state comes along where the optimizer
+    is the same; `taken` then says what came without."""
+    dense = _dense_state(taken.folder, taken.step)
+    weights = {name: dense["model"][name] for name in taken.dense}
+    load_dense(trainer.model, {**dense_weights(trainer.model), **weights})
+    _take_dense_state(trainer, dense, taken)
+    header = read_header(taken.folder, taken.step)
+    for table in trainer.collection.tables:
+        if table.name in taken.tables:
+            taken.num_rows += _take_rows(trainer, header, table, taken)
+
+
+def _dense_state(folder: Path, step: int) -> dict[str, Any]:
+    return load_state(folder / "commits" / f"{step:012d}" / "dense")
 
 
 def parse_source(source: str) -> tuple[Path, int]:
@@ -122,9 +140,7 @@ def _refuse_other_shapes(
         )
 
 
-def _take_dense_state(
-    trainer: Trainer, dense: Mapping[str, Any], alike: Collection[str], taken: Taken
-) -> None:
+def _take_dense_state(trainer: Trainer, dense: Mapping[str, Any], taken: Taken) -> None:
     """Optimizer state by parameter name, if the optimizer is of the same class."""
     optimizer = trainer.dense_optimizer
     if dense.get("dense_optimizer_name") != type(optimizer).__qualname__:
@@ -134,25 +150,18 @@ def _take_dense_state(
     state = optimizer.state_dict()
     for i, name in enumerate(parameter_names(trainer.model, optimizer)):
         there = dense["dense_optimizer"]["state"].get(theirs.get(name, -1))
-        if name in alike and there is not None:
+        if name in taken.dense and there is not None:
             state["state"][i] = there
     optimizer.load_state_dict(state)
 
 
-def _take_rows(
-    trainer: Trainer,
-    folder: Path,
-    header: dict[str, Any],
-    number: int,
-    table: Table,
-    taken: Taken,
-) -> int:
+def _take_rows(trainer: Trainer, header: dict[str, Any], table: Table, taken: Taken) -> int:
     """Copy the rows this rank owns; returns how many."""
     collection, mesh = trainer.collection, trainer.mesh
     t = [each.name for each in collection.tables].index(table.name)
-    said = list(header["model"]["tables"].values())[number]
-    dtype, num_taken = getattr(torch, said["dtype"].split()[0]), 0
-    stores = open_recorded_stores(folder, header, number)
+    theirs = header["model"]["tables"]
+    dtype, num_taken = getattr(torch, theirs[table.name]["dtype"].split()[0]), 0
+    stores = open_recorded_stores(taken.folder, header, list(theirs).index(table.name))
     whole = all(
         store.identity == identity_of(table) and store.record_bytes == table.record_bytes
         for store in stores
