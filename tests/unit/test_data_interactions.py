@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from colonnade.errors import DataError
 
 def lists_of(ids: Ids) -> list[list[int]]:
     offsets = ids.offsets.tolist()
-    return [ids.values[a:b].tolist() for a, b in zip(offsets, offsets[1:], strict=False)]
+    return [ids.values[a:b].tolist() for a, b in pairwise(offsets)]
 
 
 def bags(lists) -> Ids:

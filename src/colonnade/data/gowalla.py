@@ -14,6 +14,7 @@ import torch
 
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
+from colonnade.data.counter import stream_key
 from colonnade.data.interactions import (
     SPLIT_KEY,
     Interactions,
@@ -21,7 +22,6 @@ from colonnade.data.interactions import (
     hold_out,
     open_interactions,
 )
-from colonnade.data.counter import stream_key
 from colonnade.data.lines import excerpt, field_error, open_lines
 from colonnade.data.location import locate
 from colonnade.errors import DataError

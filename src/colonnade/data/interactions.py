@@ -74,16 +74,16 @@ def open_interactions(
         schema = Schema((), columns, labels=())
         train = SequenceSource(schema, found, max_history, negatives, order, seed)
         catalogue = {"target": Ids(torch.arange(found.num_items))}
-    queries = {
-        "validation": (found.validation, found.train),
-        "test": (found.test, join(found.train, found.validation)),
-    }
     users = {} if samples == "sequences" else found.users
-    parts = {
-        name: QuerySource(schema, users, found.train, truth, seen, catalogue, max_history)
-        for name, (truth, seen) in queries.items()
-    }
-    return Splits(train=train, **parts)
+
+    def queries(truth: Ids, seen: Ids) -> QuerySource:
+        return QuerySource(schema, users, found.train, truth, seen, catalogue, max_history)
+
+    return Splits(
+        train=train,
+        validation=queries(found.validation, found.train),
+        test=queries(found.test, join(found.train, found.validation)),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -250,7 +250,7 @@ def bags_of(users_n: Tensor, items_n: Tensor, num_users: int) -> Ids:
 def join(one: Ids, other: Ids) -> Ids:
     """The bags of both, side by side."""
     assert one.offsets is not None and other.offsets is not None
-    sizes = [each.offsets.diff() for each in (one, other)]
+    sizes = [offsets.diff() for offsets in (one.offsets, other.offsets)]
     owner = torch.cat([torch.repeat_interleave(torch.arange(len(size)), size) for size in sizes])
     values = torch.cat([one.values, other.values])[owner.argsort(stable=True)]
     return Ids(values, _ramps(sizes[0] + sizes[1])[0])

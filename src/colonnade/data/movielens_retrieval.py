@@ -15,6 +15,7 @@ import torch
 from colonnade.batch import Ids
 from colonnade.data import movielens
 from colonnade.data.contract import Column, Splits
+from colonnade.data.counter import stream_key
 from colonnade.data.interactions import (
     SPLIT_KEY,
     Interactions,
@@ -22,7 +23,6 @@ from colonnade.data.interactions import (
     hold_out,
     open_interactions,
 )
-from colonnade.data.counter import stream_key
 from colonnade.data.location import locate
 
 TEST_FRACTION = 0.2

@@ -41,7 +41,6 @@ from colonnade.ops.memory import empty
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.world import World
 
-
 CPU = torch.device("cpu")
 
 

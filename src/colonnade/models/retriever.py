@@ -6,7 +6,6 @@ Legend: B samples, P positions to learn from, M candidates, D dim.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
