@@ -209,7 +209,7 @@ def test_sasrec_is_plain_torch(positions):
     for s in range(batch.size):
         begin, end = int(history.offsets[s]), int(history.offsets[s + 1])
         begin = max(begin, end - 4)
-        x = item[history.values[begin:end]] * math.sqrt(6)
+        x = item[history.values[begin:end]]
         if positions:
             x = x + model.places[: end - begin]
         for layer in model.blocks:

@@ -58,6 +58,7 @@ def open_interactions(
     samples: Literal["pairs", "sequences"],
     seed: int,
     max_history: int,
+    max_pairs: int | None,
     negatives: int,
     order: Literal["shuffled", "file"],
 ) -> Splits:
@@ -66,7 +67,9 @@ def open_interactions(
     if samples == "pairs":
         history = Column("history", found.num_items, "bag", table="item")
         schema = Schema((LOG_Q,), (*found.columns, history), labels=())
-        train: PairSource | SequenceSource = PairSource(schema, found, max_history, order, seed)
+        train: PairSource | SequenceSource = PairSource(
+            schema, found, max_history, max_pairs, order, seed
+        )
         catalogue = dict(found.items)
     else:
         names = ("history", "target", "negative")
@@ -88,8 +91,8 @@ def open_interactions(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairSource:
-    """A sample per training interaction, in an order per epoch: its user, its item, and as history up to `max_history`
-    others of the user's: those that follow it in the user's list, round to its beginning.
+    """A sample per training interaction, at most `max_pairs` of a user, in an order per epoch: its user, its item, and as
+    history up to `max_history` others of the user's: those that follow it in the user's list, round to its beginning.
 
     order "file": lists are as they stand in the file; "shuffled": in an order per epoch, for data whose files say
     nothing of time, so that a history is any part of the user's other items.
@@ -98,18 +101,27 @@ class PairSource:
     schema: Schema
     found: Interactions
     max_history: int
+    max_pairs: int | None
     order: Literal["shuffled", "file"]
     shuffle_key: int
 
     @property
     def num_samples(self) -> int:
-        return len(self.found.train.values)
+        return len(self._pairs())
+
+    def _pairs(self) -> Tensor:
+        """Places in the lists: the first `max_pairs` of each."""
+        offsets = self.found.train.offsets
+        assert offsets is not None
+        place = _ramps(offsets.diff())[1]
+        return (place < (self.max_pairs or len(place) + 1)).nonzero()[:, 0]
 
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
-        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        order = _order(self.num_samples, self.shuffle_key, start.epoch)
+        pairs = self._pairs()
+        blocks = spans(len(pairs), batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        order = pairs[_order(len(pairs), self.shuffle_key, start.epoch)]
         lists, log_shares = self.found.train, self.found.log_shares()
         if self.order == "shuffled":
             lists = _shuffled(lists, stream_key(self.shuffle_key, start.epoch, 1))
