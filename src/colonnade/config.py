@@ -95,7 +95,7 @@ class ModelConfig(Section):
     positions: bool | None = None
     """Whether places in the sequence have vectors of their own (sasrec); without, its order hardly matters."""
     dropout: float | None = Field(None, ge=0, lt=1)
-    """Share of activations set to zero in training (sasrec). Above 0, runs on several ranks agree in distribution only."""
+    """Share of activations set to zero in training (sasrec). Above 0, worlds of several sizes agree only on average."""
     compile: bool = False
     """torch.compile the dense network: slower to start, then faster."""
 

@@ -6,6 +6,8 @@ Legend: B samples, F fields, D dim, n dense columns.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ from colonnade import Batch, Feature, Table
 
 def stack(widths, last_relu=False) -> nn.Sequential:
     layers = []
-    for a, b in zip(widths, widths[1:], strict=False):
+    for a, b in pairwise(widths):
         layers += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*(layers if last_relu else layers[:-1]))
 

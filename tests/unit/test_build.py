@@ -96,7 +96,7 @@ def test_data_that_a_model_cannot_take_is_refused():
     config = build_config({"model": {"name": "dlrm"}})
     with pytest.raises(ConfigError, match="no categorical column"):
         build_model(Schema(("a",), ()), config)
-    with pytest.raises(ConfigError, match="no.*label|labels and this data has none"):
+    with pytest.raises(ConfigError, match="this data has none"):
         build_model(Schema((), (Column("a", 3),), labels=()), config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from colonnade.errors import DataError
 
 def lists_of(ids: Ids) -> list[list[int]]:
     offsets = ids.offsets.tolist()
-    return [ids.values[a:b].tolist() for a, b in zip(offsets, offsets[1:], strict=False)]
+    return [ids.values[a:b].tolist() for a, b in pairwise(offsets)]
 
 
 def bags(lists) -> Ids:
@@ -95,6 +96,24 @@ def test_a_pair_brings_other_items_as_history(opened, order):
             seen.append((user, item))
         assert torch.equal(batch.group, batch.ids["user"].values)
     assert sorted(seen) == sorted((u, i) for u, one in enumerate(lists) for i in one)
+
+
+def test_an_epoch_brings_so_many_pairs_of_a_user(opened):
+    source = opened(max_pairs=3).train
+    lists = lists_of(source.found.train)
+    epochs = []
+    for epoch in range(6):
+        users = torch.cat([b.group for b in source.batches(4, start=Position(epoch, 0))])
+        assert torch.bincount(users).tolist() == [min(3, len(one)) for one in lists]
+        assert len(users) == source.num_samples
+        epochs.append(
+            {
+                int(i)
+                for b in source.batches(4, start=Position(epoch, 0))
+                for i in b.ids["item"].values
+            }
+        )
+    assert set.union(*epochs) == {item for one in lists for item in one}  # in time, all of them
 
 
 @pytest.mark.parametrize("order", ["shuffled", "file"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def test_two_towers_are_plain_torch():
     scores = query @ vector.T / 0.1 - batch.dense[:, 1]
     offsets, past = batch.ids["history"].offsets, batch.ids["history"].values
     taken = torch.tensor(
-        [[int(i) in past[a:b].tolist() for i in ids] for a, b in zip(offsets, offsets[1:], strict=False)]
+        [[int(i) in past[a:b].tolist() for i in ids] for a, b in pairwise(offsets)]
     )  # fmt: skip
     other = ((ids[:, None] == ids) | taken) & ~torch.eye(len(ids), dtype=torch.bool)
     losses = cross_entropy(scores.masked_fill(other, -math.inf), torch.arange(8), reduction="none")
@@ -208,17 +209,18 @@ def test_sasrec_is_plain_torch(positions):
     for s in range(batch.size):
         begin, end = int(history.offsets[s]), int(history.offsets[s + 1])
         begin = max(begin, end - 4)
-        x = item[history.values[begin:end]] * math.sqrt(6)
+        x = item[history.values[begin:end]]
         if positions:
             x = x + model.places[: end - begin]
         for layer in model.blocks:
             x = block(layer, x)
-        x = nn.functional.layer_norm(x, (6,), model.last.weight, model.last.bias)
+        x = normalize(nn.functional.layer_norm(x, (6,), model.last.weight, model.last.bias), dim=1)
         for place in range(end - begin):
             true = int(target.values[begin + place])
             taken = {*history.values[begin:end].tolist(), *target.values[begin:end].tolist()}
             others = [int(n) for n in negative if int(n) not in taken]
-            scores = torch.stack([x[place] @ item[i] for i in [true, *others]])
+            unit = normalize(item[[true, *others]], dim=1)
+            scores = unit @ x[place] / 0.1
             losses = losses + batch.sample_weight[s] * -scores.log_softmax(0)[0]
             total += batch.sample_weight[s]
     wanted = losses / total

@@ -39,6 +39,7 @@ def open_gowalla(
     seed: int = 0,
     samples: Literal["pairs", "sequences"] = "pairs",
     max_history: int = 100,
+    max_pairs: int | None = None,
     negatives: int = 8,
     order: Literal["shuffled", "file"] = "shuffled",
 ) -> Splits:
@@ -63,6 +64,7 @@ def open_gowalla(
         samples=samples,
         seed=seed,
         max_history=max_history,
+        max_pairs=max_pairs,
         negatives=negatives,
         order=order,
     )

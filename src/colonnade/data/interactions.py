@@ -58,6 +58,7 @@ def open_interactions(
     samples: Literal["pairs", "sequences"],
     seed: int,
     max_history: int,
+    max_pairs: int | None,
     negatives: int,
     order: Literal["shuffled", "file"],
 ) -> Splits:
@@ -66,7 +67,9 @@ def open_interactions(
     if samples == "pairs":
         history = Column("history", found.num_items, "bag", table="item")
         schema = Schema((LOG_Q,), (*found.columns, history), labels=())
-        train: PairSource | SequenceSource = PairSource(schema, found, max_history, order, seed)
+        train: PairSource | SequenceSource = PairSource(
+            schema, found, max_history, max_pairs, order, seed
+        )
         catalogue = dict(found.items)
     else:
         names = ("history", "target", "negative")
@@ -74,22 +77,22 @@ def open_interactions(
         schema = Schema((), columns, labels=())
         train = SequenceSource(schema, found, max_history, negatives, order, seed)
         catalogue = {"target": Ids(torch.arange(found.num_items))}
-    queries = {
-        "validation": (found.validation, found.train),
-        "test": (found.test, join(found.train, found.validation)),
-    }
     users = {} if samples == "sequences" else found.users
-    parts = {
-        name: QuerySource(schema, users, found.train, truth, seen, catalogue, max_history)
-        for name, (truth, seen) in queries.items()
-    }
-    return Splits(train=train, **parts)
+
+    def queries(truth: Ids, seen: Ids) -> QuerySource:
+        return QuerySource(schema, users, found.train, truth, seen, catalogue, max_history)
+
+    return Splits(
+        train=train,
+        validation=queries(found.validation, found.train),
+        test=queries(found.test, join(found.train, found.validation)),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairSource:
-    """A sample per training interaction, in an order per epoch: its user, its item, and as history up to `max_history`
-    others of the user's: those that follow it in the user's list, round to its beginning.
+    """A sample per training interaction, at most `max_pairs` of a user, in an order per epoch: its user, its item, and as
+    history up to `max_history` others of the user's: those that follow it in the user's list, round to its beginning.
 
     order "file": lists are as they stand in the file; "shuffled": in an order per epoch, for data whose files say
     nothing of time, so that a history is any part of the user's other items.
@@ -98,18 +101,27 @@ class PairSource:
     schema: Schema
     found: Interactions
     max_history: int
+    max_pairs: int | None
     order: Literal["shuffled", "file"]
     shuffle_key: int
 
     @property
     def num_samples(self) -> int:
-        return len(self.found.train.values)
+        return len(self._pairs())
+
+    def _pairs(self) -> Tensor:
+        """Places in the lists: the first `max_pairs` of each."""
+        offsets = self.found.train.offsets
+        assert offsets is not None
+        place = _ramps(offsets.diff())[1]
+        return (place < (self.max_pairs or len(place) + 1)).nonzero()[:, 0]
 
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
-        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        order = _order(self.num_samples, self.shuffle_key, start.epoch)
+        pairs = self._pairs()
+        blocks = spans(len(pairs), batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        order = pairs[_order(len(pairs), self.shuffle_key, start.epoch)]
         lists, log_shares = self.found.train, self.found.log_shares()
         if self.order == "shuffled":
             lists = _shuffled(lists, stream_key(self.shuffle_key, start.epoch, 1))
@@ -250,7 +262,7 @@ def bags_of(users_n: Tensor, items_n: Tensor, num_users: int) -> Ids:
 def join(one: Ids, other: Ids) -> Ids:
     """The bags of both, side by side."""
     assert one.offsets is not None and other.offsets is not None
-    sizes = [each.offsets.diff() for each in (one, other)]
+    sizes = [offsets.diff() for offsets in (one.offsets, other.offsets)]
     owner = torch.cat([torch.repeat_interleave(torch.arange(len(size)), size) for size in sizes])
     values = torch.cat([one.values, other.values])[owner.argsort(stable=True)]
     return Ids(values, _ramps(sizes[0] + sizes[1])[0])

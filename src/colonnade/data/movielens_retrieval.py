@@ -35,6 +35,7 @@ def open_movielens_retrieval(
     seed: int = 0,
     samples: Literal["pairs", "sequences"] = "pairs",
     max_history: int = 100,
+    max_pairs: int | None = None,
     negatives: int = 8,
     order: Literal["shuffled", "file"] = "shuffled",
 ) -> Splits:
@@ -43,6 +44,7 @@ def open_movielens_retrieval(
     seed         orders what an epoch reads; the split never depends on it
     samples      "pairs" (user, item) for two towers; "sequences" of a user's items for a sequence model
     max_history  most items of a user's history that a sample brings
+    max_pairs    most pairs of a user that an epoch brings, others each epoch if shuffled; default: all
     negatives    items drawn at random for each sequence
     order        of a sequence: the file's, or an order drawn for each epoch
 
@@ -75,6 +77,7 @@ def open_movielens_retrieval(
         samples=samples,
         seed=seed,
         max_history=max_history,
+        max_pairs=max_pairs,
         negatives=negatives,
         order=order,
     )

@@ -42,6 +42,7 @@ class MatrixCross(nn.Module):
     def forward(self, first: Tensor, x: Tensor) -> Tensor:
         factor = x
         for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
             factor = linear(factor, layer.weight, layer.bias)
         return cross(first, factor, x)
 

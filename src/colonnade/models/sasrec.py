@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from colonnade.batch import Batch, Ids
 from colonnade.embedding import EmbeddingCollection
@@ -46,7 +46,9 @@ class SASRec(Retriever):
     """Features history, target and negative are sequences of one table: at each place of `history`, the item of
     `target` there is learned against the sample's, and all other samples', `negative`.
 
-    Only the newest `max_length` items of a sequence are looked at. Sequences begin at place 0, so padding stands where
+    Vectors of what comes next and of items have length one, as two towers' do: scores of a bounded size learn in a
+    tenth of the epochs. Rows enter as they are, not times sqrt(D), so that a place is made of what attention finds more
+    than of its own item. Only the newest `max_length` items of a sequence are looked at. Sequences begin at place 0, so padding stands where
     causal attention does not look.
     """
 
@@ -60,7 +62,7 @@ class SASRec(Retriever):
         max_length: int = 50,
         positions: bool = True,
         dropout: float = 0.0,
-        temperature: float = 1.0,
+        temperature: float = 0.1,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -82,13 +84,12 @@ class SASRec(Retriever):
 
     def network(self, x: Tensor) -> Tensor:
         """Items' vectors (B, L, D), padded -> what comes after each place (B, L, D)."""
-        x = x * x.shape[2] ** 0.5
         if self.places is not None:
             x = x + self.places[: x.shape[1]]
         x = self.drop(x)
         for block in self.blocks:
             x = block(x)
-        return self.last(x)
+        return normalize(self.last(x), dim=2)
 
     def forward(self, batch: Batch) -> Contrast:
         history, target, negative = (batch.ids[name] for name in SEQUENCES)
@@ -104,11 +105,11 @@ class SASRec(Retriever):
         weight = torch.ones(batch.size) if batch.sample_weight is None else batch.sample_weight
         return Contrast(
             queries,
-            rows["target"].index_select(0, kept.to(queries.device)),
+            normalize(rows["target"].index_select(0, kept.to(queries.device)), dim=1),
             weight[sample],
             sample,
             (torch.cat([sample, sample]), torch.cat([history.values[kept], target.values[kept]])),
-            rows["negative"],
+            normalize(rows["negative"], dim=1),
             negative.values,
             torch.zeros(len(kept)),
             torch.zeros(len(negative.values)),
@@ -129,7 +130,7 @@ class SASRec(Retriever):
         )
 
     def items(self, batch: Batch) -> Tensor:
-        return self.embeddings(self.filled(batch))["target"]
+        return normalize(self.embeddings(self.filled(batch))["target"], dim=1)
 
     def _newest(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """sample (K,), place (K,) in its sequence: the places looked at, sample by sample."""
