@@ -200,7 +200,12 @@ def prepare(
         )
     if not collection.is_open:
         plan = _plan(config, collection, mesh)
-        collection.open(plan, mesh, backings=commits.backings if commits else ())
+        collection.open(
+            plan,
+            mesh,
+            backings=commits.backings if commits else (),
+            committed=(commits.run, step) if commits and step is not None else None,
+        )
     dense = DenseGradients(parameters, mesh)
     trainer = Trainer(
         model,
@@ -222,8 +227,6 @@ def prepare(
     )
     if folder is not None and step is not None:
         restore(trainer, folder, step)
-        assert commits is not None
-        collection.rows_are(commits.run, step)
     elif taken is not None:
         warm_start(trainer, taken)
         if console is not None:
