@@ -93,11 +93,14 @@ class EmbeddingCollection(nn.Module):
         *,
         backings: Sequence[Backing] = (),
         policies: Mapping[str, RowPolicy] | None = None,
+        committed: tuple[str, int] | None = None,
     ) -> EmbeddingCollection:
         """Lay the rows out as planned. Once, before the first batch; every rank calls it.
 
         `backings`: one per table, for rows that memory has no room for and for commits.
         `policies`: by table, who decides after each update which rows are forgotten (admission, eviction).
+        `committed`: the run and step whose commit the backings hold. Raises CheckpointError where a state_dict that
+        was loaded before belongs to other rows.
         """
         if self._opened:
             raise ConfigError("this collection is open already; build a new one to change its plan")
@@ -113,6 +116,11 @@ class EmbeddingCollection(nn.Module):
                 "the memory budget does not hold every row, and there is nowhere to put the rest; "
                 "open the collection with backings (a run folder has them), or raise the plan's dram_bytes"
             )
+        if self._expected not in (None, committed):
+            raise CheckpointError(_other_rows(self._expected, committed or ("", 0)))
+        self.committed, self._expected = committed, None
+        if committed is not None:
+            self.step = committed[1]
         keep_freed_memory()
         self.consistency = consistency(self.plan.staleness_steps)
         self.exchange = EXCHANGES[self.plan.exchange](self.declaration, self.mesh)
@@ -124,8 +132,6 @@ class EmbeddingCollection(nn.Module):
             rank=self.mesh.rank,
             backings=backings,
         )
-        if self._expected is not None and not backings:
-            raise CheckpointError(_other_rows(self._expected, ("", 0)))
         self.policies = {self._number(name): policy for name, policy in (policies or {}).items()}
         self._starved = threading.Event()
         self._opened = True
@@ -139,14 +145,6 @@ class EmbeddingCollection(nn.Module):
         self.exchange = EXCHANGES["rows"](self.declaration, self.mesh)
         self._served, self._opened = rows, True
         return self
-
-    def rows_are(self, run: str, step: int) -> None:
-        """The rows are those that `run` committed at `step`. Raises CheckpointError where a state_dict that was loaded
-        before belongs to others."""
-        self.committed = (run, step)
-        if self._expected not in (None, self.committed):
-            raise CheckpointError(_other_rows(self._expected, self.committed))
-        self._expected = None
 
     def get_extra_state(self) -> Tensor:
         """In a state_dict: never rows, but a token (JSON as bytes) of the commit that holds them: run and step. No run

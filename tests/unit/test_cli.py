@@ -97,3 +97,14 @@ def test_a_refused_command_changes_nothing(colonnade, tmp_path):
 def test_doctor(colonnade):
     status, said, _ = colonnade("doctor")
     assert status == 0 and "native path" in said
+
+
+def test_a_commit_may_be_named(colonnade, tmp_path):
+    folder = str(tmp_path / "run")
+    assert colonnade("train", "--run", folder, *SMALL, "--set", "train.commit_steps=4")[0] == 0
+    for at, step in (("last", 6), ("4", 4), ("6", 6)):
+        status, said, _ = colonnade("evaluate", folder, "--at", at)
+        assert status == 0 and f"step {step}, test" in said
+    for at, words in (("best", "no commit is known to be the best"), ("5", "it has [4, 6]")):
+        status, _, said = colonnade("evaluate", folder, "--at", at)
+        assert status == 2 and words in said and said.count("\n") == 1

@@ -82,7 +82,8 @@ def on_two_ranks(mesh, folder):
     model = Net("float64", seed=mesh.rank)  # rank 0's dense weights count
     model.collection.seed = 0
     found = colonnade.fit(
-        model, splits(), mesh=mesh, run=folder, epochs=2, batch_size=50, quiet=True,
+        model, splits(), run=folder, epochs=2, batch_size=50, quiet=True,  # finds its world, as under torchrun
+        mirror=f"file://{folder}-mirror",
         dense_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )  # fmt: skip
     return found.metrics, rows_of(model), model.bias.state_dict()
@@ -98,6 +99,10 @@ def test_two_ranks_train_what_one_trains(tmp_path):
     read = Net("float64", seed=5)  # and one process reads what two have committed
     assert colonnade.load_run(read, tmp_path / "two") == 24
     torch.testing.assert_close(rows_of(read), rows)
+    colonnade.fetch_run(f"file://{tmp_path}/two-mirror", tmp_path / "fetched")
+    fetched = Net("float64", seed=6)
+    assert colonnade.load_run(fetched, tmp_path / "fetched") == 24
+    assert_same(read, fetched)
 
 
 def of_another_width(mesh):

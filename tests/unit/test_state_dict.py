@@ -67,6 +67,10 @@ def test_other_rows_are_refused(run, tmp_path):
     without.load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"are no commit"):
         without.collection.open()
+    fresh = Net()
+    fresh.load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"are no commit"):  # before a step is made
+        colonnade.fit(fresh, splits(), run=tmp_path / "fresh", epochs=1, **FAST)
     another = Net()
     colonnade.fit(another, splits(), run=tmp_path / "another", epochs=2, **FAST)
     with pytest.raises(CheckpointError, match="rows here are step 24 of run"):

@@ -96,7 +96,7 @@ class Commits:
             except (ColonnadeError, OSError) as error:
                 problem = error
         self._agree(problem, step)
-        trainer.collection.rows_are(self.run, step)
+        trainer.collection.committed = (self.run, step)
         self._prune()
         if self.mirror is not None and self.mesh.rank == 0:
             self.mirror.send(step, kept_steps(self.folder, self.keep), trainer.progress.say)
@@ -230,7 +230,6 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
         group.update(settings)
     trainer.best.restore(dense["best"])
     trainer.days = dense["days"]
-    trainer.collection.step = step
     groups = {"rows": dense["row_groups"], "dense": dense["dense_optimizer"]["param_groups"]}
     said = dense["lr_schedules"] or [{}] * len(trainer.lr_schedules)
     if len(said) != len(trainer.lr_schedules):

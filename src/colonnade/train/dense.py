@@ -83,6 +83,8 @@ class DenseGradients:
         """Collective: every rank starts from rank 0's parameters, and its `others` (buffers, frozen parameters)."""
         with torch.no_grad():
             for tensor in (*self.parameters, *others):
+                if not tensor.numel():
+                    continue
                 if tensor.device.type == "cpu":
                     self.mesh.broadcast("dense", tensor.data)
                 elif self.mesh.num_ranks > 1:

@@ -150,10 +150,8 @@ def load_run(
     commits, _ = open_commits(folder, collection.tables, mesh, read_only=True, at=step)
     limit = PlanConfig.model_validate({"dram": dram}).dram
     plan = build_plan(collection.tables, mesh.num_ranks, dram_bytes=limit)
-    collection.open(plan, mesh, backings=commits.backings)
+    collection.open(plan, mesh, backings=commits.backings, committed=(commits.run, step))
     load_dense(model, load_state(folder / "commits" / f"{step:012d}" / "dense")["model"])
-    collection.step = step
-    collection.rows_are(commits.run, step)
     model.eval()
     return step
 

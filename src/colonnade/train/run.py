@@ -29,7 +29,7 @@ from colonnade.errors import (
     WorldError,
 )
 from colonnade.models.build import build_model
-from colonnade.plan.plan import build_plan
+from colonnade.plan.plan import Plan, build_plan
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
@@ -176,14 +176,13 @@ def prepare(
         check_data(data, config, objective)
     parameters = [p for p in model.parameters() if p.requires_grad]
     rows = RowOptimizer(collection, clip_value=config.rows.clip_value)
-    run_steps = total_steps(config, data)
     make = dense_optimizer or partial(_dense_optimizer, config=config)
     optimizer = make(parameters or [nn.Parameter(torch.empty(0))])
-    make_schedules = (
-        (row_schedule or partial(build_schedule, settings=config.rows.schedule, run_steps=run_steps), rows),
-        (dense_schedule or partial(build_schedule, settings=config.dense.schedule, run_steps=run_steps), optimizer),
-    )  # fmt: skip
-    schedules = [make(of) for make, of in make_schedules]
+    run_steps = total_steps(config, data)
+    schedules = [
+        row_schedule(rows) if row_schedule else build_schedule(rows, config.rows.schedule, run_steps),
+        dense_schedule(optimizer) if dense_schedule else build_schedule(optimizer, config.dense.schedule, run_steps),
+    ]  # fmt: skip
     disk = disk or Disk()
     commits, step = None, None
     if collection.is_open and (folder is not None or read_only):
@@ -210,15 +209,13 @@ def prepare(
             at=None if at is None else resolve(folder, at),
         )
     if not collection.is_open:
-        plan = build_plan(
-            collection.tables,
-            mesh.num_ranks,
-            dram_bytes=config.plan.dram,
-            lookahead=config.plan.lookahead,
-            staleness_steps=config.plan.staleness_steps,
-            exchange=config.plan.exchange,
+        plan = _plan(config, collection, mesh)
+        collection.open(
+            plan,
+            mesh,
+            backings=commits.backings if commits else (),
+            committed=(commits.run, step) if commits and step is not None else None,
         )
-        collection.open(plan, mesh, backings=commits.backings if commits else ())
     dense = DenseGradients(parameters, mesh)
     trainer = Trainer(
         model,
@@ -240,8 +237,6 @@ def prepare(
     )
     if folder is not None and step is not None:
         restore(trainer, folder, step)
-        assert commits is not None
-        collection.rows_are(commits.run, step)
     elif taken is not None:
         warm_start(trainer, taken)
         if console is not None:
@@ -259,6 +254,17 @@ def prepare(
         if commits is not None and config.train.mirror is not None:
             commits.mirror = Mirror(folder, config.train.mirror)
     return Run(config, mesh, trainer, folder, commits, step)
+
+
+def _plan(config: RunConfig, collection: EmbeddingCollection, mesh: Mesh) -> Plan:
+    return build_plan(
+        collection.tables,
+        mesh.num_ranks,
+        dram_bytes=config.plan.dram,
+        lookahead=config.plan.lookahead,
+        staleness_steps=config.plan.staleness_steps,
+        exchange=config.plan.exchange,
+    )
 
 
 def find_collection(model: nn.Module) -> EmbeddingCollection:

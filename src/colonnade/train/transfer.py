@@ -86,8 +86,8 @@ def trained_ids(collection: EmbeddingCollection, table: str) -> Tensor:
 def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path | str) -> None:
     """Collective: take dense weights and rows from a folder that `export_run` wrote, a run of rows at a time.
 
-    Everything must be there and fit, else CheckpointError with nothing changed; to take what agrees of another
-    model, warm-start a run from its commits instead.
+    Everything must be there and fit, which is checked first, else CheckpointError with nothing changed; to take what
+    agrees of another model, warm-start a run from its commits instead.
     """
     collection.ensure_open()
     folder = Path(folder)
@@ -116,6 +116,8 @@ def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path 
             raise CheckpointError(
                 f"{folder}: got dense weights {name} {got_shapes.get(name)}, wanted {wanted.get(name)}"
             )
+        for kind in collection.tables:
+            _check_file(folder, tables[kind.name], kind)
         for name, value in own.items():
             value.copy_(dense[name])
         for kind in collection.tables:
@@ -126,6 +128,15 @@ def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path 
                     load_rows(collection, kind.name, weights[part], ids[part])
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: could not read it: {error}") from None
+
+
+def _check_file(folder: Path, said: dict, table: Table) -> None:
+    """Raises CheckpointError, SafetensorError where a file of rows is not what model.json says of it."""
+    with safe_open(folder / said["file"], "pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in ("ids", "weights")]
+    wanted = [[said["count"]], [said["count"], table.width]]
+    if shapes != wanted:
+        raise CheckpointError(f"{folder / said['file']}: got shapes {shapes}, wanted {wanted}")
 
 
 def fresh_records(table: Table, weights: Tensor) -> Tensor:
