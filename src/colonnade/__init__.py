@@ -91,7 +91,9 @@ def __getattr__(name: str) -> Any:
         return import_module("colonnade._native")
     if name not in _HOME_OF:
         try:
-            return import_module(f"colonnade.{name}")  # colonnade.errors, without an import of its own
+            return import_module(
+                f"colonnade.{name}"
+            )  # colonnade.errors, without an import of its own
         except ModuleNotFoundError as error:
             if name.startswith("_") or error.name == f"colonnade.{name}":
                 raise AttributeError(f"module 'colonnade' has no attribute {name!r}") from None
