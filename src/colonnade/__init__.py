@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
 
-__version__ = version("colonnade")
-
+TYPE_CHECKING = False  # typing's own would be the slowest import here
 if TYPE_CHECKING:
+    from typing import Any
+
     from colonnade.batch import Batch, Ids
     from colonnade.embedding import EmbeddingCollection
     from colonnade.errors import ColonnadeError
@@ -101,12 +100,23 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("colonnade")
     if name == "_native":
         import torch  # noqa: F401  the native core shares torch's OpenMP threads: torch loads first
 
         return import_module("colonnade._native")
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'colonnade' has no attribute {name!r}")
+        try:
+            return import_module(
+                f"colonnade.{name}"
+            )  # colonnade.errors, without an import of its own
+        except ModuleNotFoundError as error:
+            if name.startswith("_") or error.name == f"colonnade.{name}":
+                raise AttributeError(f"module 'colonnade' has no attribute {name!r}") from None
+            raise
     value = getattr(import_module(f"colonnade.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value

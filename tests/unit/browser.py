@@ -50,11 +50,24 @@ def look(page: Path, width: int, place: Path) -> dict:
     return {**json.loads(html.unescape(found[1])), "console": console}
 
 
-def sheets(page: Path, place: Path) -> int:
-    """How many pages it takes on paper."""
-    target = place / "page.pdf"
-    _run(place, [f"--print-to-pdf={target}", "--no-pdf-header-footer", page.as_uri()])
-    return len(re.findall(rb"/Type\s*/Page\b", target.read_bytes()))
+def on_paper(page: Path, place: Path) -> tuple[int, list[tuple[float, float]]]:
+    """How many sheets it takes, and of each chart, as laid out there, the right edges of drawing and card."""
+    copy, target = place / "paper.html", place / "paper.pdf"
+    copy.write_text(page.read_text().replace("</body>", f"<script>{PAPER_PROBE}</script></body>"))
+    _run(place, [f"--print-to-pdf={target}", "--no-pdf-header-footer", copy.as_uri()])
+    content = target.read_bytes()
+    title = re.search(rb"/Title \((\[.*?\])\)", content, re.S)
+    assert title, "the page was not told that it is printed"
+    return len(re.findall(rb"/Type\s*/Page\b", content)), json.loads(title[1])
+
+
+PAPER_PROBE = """
+window.matchMedia("print").addEventListener("change", () => {
+  const right = (each) => Math.round(each.getBoundingClientRect().right);
+  document.title = JSON.stringify([...document.querySelectorAll(".chart")].map((place) =>
+    [Math.max(...[...place.querySelectorAll("svg.main-svg")].map(right)), right(place.closest(".card"))]));
+});
+"""
 
 
 def _run(place: Path, arguments: list[str]) -> subprocess.CompletedProcess:

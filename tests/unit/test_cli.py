@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
 from colonnade.cli import main
+from colonnade.config import RunConfig
 
 SMALL = [
     "--set", "data.options.num_train=3000", "--set", "data.options.num_test=500",
@@ -47,6 +51,32 @@ def colonnade(monkeypatch, capsys):
         (["train", "--data", "criteo", "--path", "nowhere"], "nowhere"),
         (["evaluate", "nowhere"], "nowhere"),
         (["bench", "nothing"], "unknown bench"),
+        (["trian"], "did you mean train?"),
+        (["xyzzy"], "choose from demo, train"),
+        (["train", "--rnaks", "2"], "did you mean --ranks?"),
+        (["train", "--ranks", "two"], "--ranks"),
+        (["train", "--ranks", "0"], "--ranks"),
+        (["train", "--set"], "--set"),
+        (["train", "a.yaml", "b.yaml"], "b.yaml"),
+        (["train", "no\nwhere.yaml"], "where.yaml"),
+        (["train", "--set", "train.epoch=3", "--set", "model.dims=3"], "did you mean train.epochs"),
+        (["demo", "--samples", "1"], "--samples"),
+        (["evaluate"], "run"),
+        (["report"], "run"),
+        (["report", "nowhere"], "nowhere"),
+        (["report", "."], "no run folder"),
+        (["compare", "nowhere"], "at least two"),
+        (["compare", "nowhere", "nowhere2"], "nowhere"),
+        (["inspect", "nowhere"], "nowhere"),
+        (["inspect", "."], "neither a run folder"),
+        (["export", "nowhere", "out"], "nowhere"),
+        (["export", "nowhere", "out", "--at", "soon"], "a committed step, best or last"),
+        (["predict", "nowhere"], "--output"),
+        (["predict", "nowhere", "--output", "x.csv"], "nothing to score"),
+        (["predict", "nowhere", "--output", "x.csv", "--part", "test"], "nowhere"),
+        (["predict", ".", "--output", "x.csv", "--part", "test"], "neither a run folder"),
+        (["settings", "trian"], "did you mean train?"),
+        (["settings", "plan.drma"], "did you mean plan.dram?"),
     ],
 )
 def test_errors_are_one_line(colonnade, arguments, words, tmp_path, monkeypatch):
@@ -94,9 +124,115 @@ def test_a_refused_command_changes_nothing(colonnade, tmp_path):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_doctor(colonnade):
+def test_doctor_says_what_follows(colonnade):
     status, said, _ = colonnade("doctor")
-    assert status == 0 and "native path" in said
+    assert status == 0
+    for words in ("native path", "huge pages", "io_uring", "memory", "what follows", "gloo"):
+        assert words in said
+
+
+VERBS = "demo train evaluate predict report compare inspect export settings doctor bench".split()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_teaches(verb, colonnade):
+    status, said, _ = colonnade(verb, "--help")
+    assert status == 0
+    assert verb == "doctor" or f"colonnade {verb}" in said.split("Examples")[1]
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys; from colonnade.cli.app import run; run(['--help']); run(['train', '--help']); "
+        "print([n for n in ('torch', 'numpy', 'pyarrow', 'colonnade._native') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_settings_lists_every_field_with_its_words(colonnade, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    _, said, _ = colonnade("settings")
+    for section, part in RunConfig.model_fields.items():
+        for name, field in part.annotation.model_fields.items():
+            line = next(line for line in said.splitlines() if line.startswith(f"{section}.{name} "))
+            assert not field.description or field.description.split("\n")[0][:40] in line
+    _, said, _ = colonnade("settings", "plan.dram")
+    assert "bytes | none" in said and len(said.splitlines()) == 2
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.6, 1.2])
+def test_ctrl_c_while_importing_is_no_traceback(seconds, tmp_path):
+    # Before its first line Python itself does not take signals as KeyboardInterrupt everywhere.
+    program = "print('ready', flush=True); from colonnade.cli import main; main()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, "train", "--run", str(tmp_path / "run")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout.readline() == "ready\n"
+    time.sleep(seconds)
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=60)
+    assert "Traceback" not in said, said
+    assert child.returncode in (0, 130)  # 0: training had begun, and was committed
+
+
+def test_output_that_nobody_reads_is_no_traceback():
+    command = f"{sys.executable} -m colonnade settings | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("setting") and done.stderr == ""
+
+
+def test_from_a_run_to_scores_and_pages(colonnade, tmp_path):
+    folder, out = str(tmp_path / "run"), tmp_path / "served"
+    assert colonnade("train", "--run", folder, *SMALL)[0] == 0
+    status, said, _ = colonnade("export", folder, str(out))
+    assert status == 0 and "26 tables" in said
+    for place in (folder, str(out), str(tmp_path / "run" / "commits" / "000000000006.json")):
+        status, said, err = colonnade("inspect", place)
+        assert status == 0 and "C26" in said and err == ""
+    test = ("--part", "test", "--output")
+    status, said, _ = colonnade("predict", str(out), *test, str(tmp_path / "a.csv"))
+    assert status == 0 and "500 samples scored" in said
+    status, said, _ = colonnade("predict", folder, "--at", "6", *test, str(tmp_path / "b.csv"))
+    assert status == 0 and (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 501
+    status, said, _ = colonnade("inspect", str(tmp_path / "a.csv"))
+    assert status == 0 and "score" in said
+    status, said, _ = colonnade("report", folder)
+    assert status == 0 and "<title>run" in (tmp_path / "run" / "report.html").read_text()
+    second = str(tmp_path / "second")
+    assert colonnade("train", "--run", second, *SMALL, "--set", "rows.lr=0.05")[0] == 0
+    page = tmp_path / "page.html"
+    status, said, _ = colonnade("compare", folder, second, "--html", str(page))
+    assert status == 0 and "rows.lr" in said and "model.dim" not in said and page.exists()
+
+
+def test_outputs_that_cannot_be_written_are_one_line(colonnade, tmp_path):
+    folder = str(tmp_path / "run")
+    assert colonnade("train", "--run", folder, *SMALL)[0] == 0
+    beyond = str(tmp_path / "no" / "such.html")
+    for command in (
+        ["report", folder, "--output", beyond],
+        ["compare", folder, folder, "--html", beyond],
+        ["predict", folder, "--part", "test", "--output", str(tmp_path / "no" / "x.csv")],
+        ["predict", folder, "--part", "test", "--output", str(tmp_path / "x.doc")],
+        ["export", folder, folder],
+    ):
+        status, _, said = colonnade(*command)
+        assert status == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+    assert not (tmp_path / "no").exists()
+
+
+def test_names_are_there_when_asked_for():
+    code = (
+        "import sys, colonnade; assert 'torch' not in sys.modules; "
+        "assert colonnade.errors.ConfigError and not hasattr(colonnade, 'Tabel'); "
+        "assert set(colonnade.__all__) <= set(dir(colonnade)); "
+        "from colonnade import *; assert Table and Predictor and colonnade.__version__"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_commit_may_be_named(colonnade, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from browser import CHROMIUM, look, sheets
+from browser import CHROMIUM, look, on_paper
 from run_records import write_run
 
 from colonnade.report.comparison import compare_page
@@ -45,13 +45,18 @@ def test_odd_runs_are_drawn_too(tmp_path):
 
 
 def test_a_comparison_is_drawn_and_fits(tmp_path):
-    runs = [read_run(write_run(tmp_path / name, lr=lr)) for name, lr in (("a", 0.1), ("b", 0.2))]
+    runs = [
+        read_run(write_run(tmp_path / f"run{i}", lr=i / 10, name="a" * 30 * i)) for i in range(1, 7)
+    ]
     write_page(compare_page(runs), tmp_path / "page.html")
     seen = look(tmp_path / "page.html", 390, tmp_path)
     assert seen["console"] == [] and seen["scroll"] <= 390
     assert len(seen["charts"]) >= 4 and all(chart["shapes"] for chart in seen["charts"])
 
 
-def test_on_paper(tmp_path):
+def test_on_paper_nothing_is_cut(tmp_path):
     write_page(run_page(read_run(write_run(tmp_path / "run"))), tmp_path / "run.html")
-    assert 2 <= sheets(tmp_path / "run.html", tmp_path) <= 7
+    sheets, charts = on_paper(tmp_path / "run.html", tmp_path)
+    assert 3 <= sheets <= 8
+    assert len(charts) == 11 and all(200 < drawing <= card for drawing, card in charts)
+    assert max(card for _, card in charts) <= 700  # A4 without its margins

@@ -48,4 +48,3 @@ def demo(
         f"[bold]test AUC {summary['metrics']['test_auc']:.4f}[/bold], the best any model could reach on "
         f"this stream is {best:.4f}; {time.perf_counter() - started:.0f} s in all"
     )
-    console.print(f"see it drawn: colonnade report {folder}", markup=False)

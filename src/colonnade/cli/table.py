@@ -78,4 +78,5 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
             "stopped as asked; everything is committed, the same command goes on from here"
         )
     if folder is not None:
-        console.print(f"run folder: {folder}")
+        console.print(f"run folder: {folder}", markup=False)
+        console.print(f"to see it drawn: colonnade report {folder}", markup=False, soft_wrap=True)

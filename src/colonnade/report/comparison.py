@@ -118,7 +118,8 @@ def compare_page(runs: Sequence[RunRecord]) -> str:
     page.heading("Settings that differ")
     different = different_settings(runs)
     if different:
-        page.numbers(["setting", *names], [[line.name, *line.values] for line in different])
+        rows = [[line.name, *line.values] for line in different]
+        page.numbers(["setting", *names], rows, wraps=True)
     else:
         page.charts([], "None: all settings are the same.")
     page.heading("Curves")

@@ -14,16 +14,27 @@
   }, figure.layout, { xaxis: axis(figure.layout.xaxis), yaxis: axis(figure.layout.yaxis) });
   const config = { displayModeBar: false, responsive: true, scrollZoom: false };
   const charts = [];
+  // With a viewBox a drawing can be scaled by style sheets, as the one for paper does.
+  const scalable = (place) => place.querySelectorAll("svg.main-svg").forEach((svg) => {
+    svg.setAttribute("viewBox", `0 0 ${svg.getAttribute("width")} ${svg.getAttribute("height")}`);
+  });
   figures.forEach((figure, number) => {
     const place = document.getElementById("chart-" + number);
     charts.push(place);
-    Plotly.newPlot(place, figure.data, layoutOf(figure), config);
+    Plotly.newPlot(place, figure.data, layoutOf(figure), config).then(() => {
+      scalable(place);
+      place.on("plotly_afterplot", () => scalable(place));
+    });
   });
-  // Paper has its own width: charts are drawn for it, and for the screen again afterwards.
-  const fit = () => charts.forEach((place) => {
-    Plotly.relayout(place, { width: place.clientWidth, "font.color": ink });
-  });
-  const unfit = () => charts.forEach((place) => Plotly.relayout(place, { width: null, autosize: true }));
-  window.addEventListener("beforeprint", fit);
-  window.addEventListener("afterprint", unfit);
+  // Paper has its own width, which no script is told: charts are drawn for columns of A4, then scaled to fit.
+  const widthOnPaper = (card) => {
+    const cards = [...card.parentElement.children], last = cards.length - 1;
+    return cards.indexOf(card) === last && last % 2 === 0 ? 670 : 325;
+  };
+  window.addEventListener("beforeprint", () => charts.forEach((place) => {
+    Plotly.relayout(place, { width: widthOnPaper(place.closest(".card")) });
+  }));
+  window.addEventListener("afterprint", () => charts.forEach((place) => {
+    Plotly.relayout(place, { width: null, autosize: true });
+  }));
 })();

@@ -62,9 +62,11 @@ class Page:
         note: str = "",
         wide: Sequence[int] = (),
         best: Mapping[int, Sequence[int]] | None = None,
+        wraps: bool = False,
     ) -> None:
-        """A table of numbers; columns `wide` are left out on phones; `best`: by row, the columns to mark."""
-        marked = best or {}
+        """A table of numbers; columns `wide` are left out on phones; `best`: by row, the columns to mark; `wraps`:
+        its cells are words, which may be cut into lines."""
+        marked, kind = best or {}, "numbers words" if wraps else "numbers"
         head = "".join(_cell("th", name, i in wide) for i, name in enumerate(columns))
         body = "".join(
             "<tr>"
@@ -79,7 +81,7 @@ class Page:
             f'<p class="note">{escape(note)}</p>' if note else ""
         )
         self._body.append(
-            f'<div class="grid single"><div class="card long">{titled}<table class="numbers">'
+            f'<div class="grid single"><div class="card long">{titled}<table class="{kind}">'
             f"<thead><tr>{head}</tr></thead>"
             f"<tbody>{body}</tbody></table></div></div>"
         )

@@ -22,8 +22,8 @@ from colonnade.train.record import Counters, Record, Watched
 
 PLAIN_SECONDS = 10.0
 """Between lines where the output is no terminal."""
-MIN_SECONDS = 0.25
-"""Between lines: one costs about a millisecond."""
+MIN_SECONDS = 0.5
+"""Between lines: they cost one to two milliseconds together."""
 TRAFFIC_LINES = 10
 """One batch's traffic is counted for so many lines: it costs a millisecond or more."""
 SHOWN_METRICS = ("auc", "loss", "recall", "ndcg", "entropy")
