@@ -189,6 +189,7 @@ def prepare(
         raise ConfigError(
             "this model's collection is open already, so a run folder cannot back its rows; build the model anew"
         )
+    plan = None if collection.is_open else _plan(config, collection, mesh)
     if folder is not None:
         if not read_only:
             _check_same_run(folder, config)
@@ -208,8 +209,7 @@ def prepare(
             read_only=read_only,
             at=None if at is None else resolve(folder, at),
         )
-    if not collection.is_open:
-        plan = _plan(config, collection, mesh)
+    if plan is not None:
         collection.open(
             plan,
             mesh,
