@@ -30,7 +30,7 @@ def cases() -> list[Case]:
         ("inspect", "nowhere"): "nowhere",
         ("export", "nowhere", "there"): "nowhere",
         ("predict", "nowhere", "--path", "x.csv", "--output", "scores.csv"): "nowhere",
-        ("predict", "nowhere", "--part", "test", "--output", "scores.xlsx"): "scores.xlsx",
+        ("predict", "nowhere", "--part", "test", "--output", "scores.xlsx"): "nowhere",
         ("convert",): "convert",
         ("convert", "crito", "a", "b"): "criteo",
         ("convert", "csv", "nowhere.csv", "out.parquet"): "nowhere.csv",
