@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from colonnade.table import Feature, Table, Uniform
     from colonnade.topology.mesh import Mesh, close_mesh, open_mesh
     from colonnade.topology.world import World
+    from colonnade.train.export import export_run
+    from colonnade.train.fit import Fitted, fit, load_run
+    from colonnade.train.mirror import fetch_run
+    from colonnade.train.transfer import load_export, load_rows, to_embedding, trained_ids
 
 _HOMES = {
     "batch": ("Batch", "Ids"),
@@ -44,6 +48,10 @@ _HOMES = {
     "table": ("Feature", "Table", "Uniform"),
     "topology.mesh": ("Mesh", "close_mesh", "open_mesh"),
     "topology.world": ("World",),
+    "train.export": ("export_run",),
+    "train.fit": ("Fitted", "fit", "load_run"),
+    "train.mirror": ("fetch_run",),
+    "train.transfer": ("load_export", "load_rows", "to_embedding", "trained_ids"),
 }  # fmt: skip
 """By module: the names it gives. They are imported when first asked for, so that `colonnade --help` needs no torch."""
 
@@ -62,6 +70,7 @@ __all__ = [
     "Concat",
     "EmbeddingCollection",
     "Feature",
+    "Fitted",
     "Ids",
     "Interaction",
     "Mesh",
@@ -76,7 +85,15 @@ __all__ = [
     "World",
     "build_plan",
     "close_mesh",
+    "export_run",
+    "fetch_run",
+    "fit",
+    "load_export",
+    "load_rows",
+    "load_run",
     "open_mesh",
+    "to_embedding",
+    "trained_ids",
 ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.functional_validators import BeforeValidator
 
 from colonnade.errors import ConfigError
@@ -68,6 +68,29 @@ class ModelConfig(Section):
     """Whether the last MLP also sees the field vectors beside their dots (dlrm)."""
 
 
+class ScheduleConfig(Section):
+    """The learning rate is `lr` times a factor of the step. For others, pass torch schedulers to `colonnade.fit`."""
+
+    name: Literal["constant", "linear", "cosine", "exponential"] = "constant"
+    """How the factor goes from 1 to `final`."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the factor first rises to 1, evenly."""
+    total_steps: int | None = Field(None, ge=1)
+    """Step from which the factor is `final`; default: the last of the run, where its length is known."""
+    final: float = Field(0.0, ge=0)
+    """Factor at the end (more than 0 for exponential)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ScheduleConfig:
+        if self.name == "exponential" and not self.final > 0:
+            raise ValueError("got final=0, wanted more than 0 for exponential, e.g. 0.01")
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"got total_steps={self.total_steps}, wanted more than warmup_steps={self.warmup_steps}"
+            )
+        return self
+
+
 class RowsConfig(Section):
     optimizer: Literal[
         "sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "adamw", "ftrl", "lamb"
@@ -101,6 +124,12 @@ class RowsConfig(Section):
     """bfloat16: keep each weight's lower half beside the state, so that updates are those of float32."""
     max_norm: float | None = Field(None, gt=0)
     """Updated rows longer than this are shrunk to it."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Of the rows' learning rate."""
+    clip_norm: float | None = Field(None, gt=0)
+    """All rows' summed gradients together are scaled down to this 2-norm, over all tables and ranks."""
+    clip_value: float | None = Field(None, gt=0)
+    """Every element of a row's summed gradient is first clamped to +-this."""
 
 
 OPTIMIZER_SETTINGS = (
@@ -115,6 +144,10 @@ class DenseConfig(Section):
     """Learning rate of the dense network."""
     weight_decay: float = Field(0.0, ge=0)
     """torch's weight_decay of that optimizer."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Of the dense network's learning rate."""
+    clip_norm: float | None = Field(None, gt=0)
+    """The dense gradients together are scaled down to this 2-norm."""
 
 
 class PlanConfig(Section):
@@ -135,16 +168,46 @@ class TrainConfig(Section):
     """Passes over the training data."""
     max_steps: int | None = Field(None, ge=0)
     """Stop after this many steps even if the epochs are not over."""
+    accumulate: int = Field(1, ge=1)
+    """Micro-batches per step, of batch_size / accumulate samples each: less memory, the same model to rounding."""
+    evaluate_steps: int = Field(0, ge=0)
+    """Steps between evaluations; 0: at the end of each epoch only."""
+    patience: int = Field(0, ge=0)
+    """Stop early after this many evaluations without a better score on the validation part; 0: never."""
+    min_delta: float = Field(0.0, ge=0)
+    """A score is better only if it is so by more than this."""
+    progressive: bool = False
+    """Epoch e trains on day e of the data set's days, and is tested on the next day before training on it."""
     commit_steps: int = Field(0, ge=0)
-    """Steps between commits; 0: at the end of each epoch only."""
+    """Steps between commits; 0: at the end of each epoch, and at each best score."""
     keep_commits: int = Field(2, ge=1)
-    """Newest commits kept."""
+    """Newest commits kept, beside the best."""
+    mirror: str | None = None
+    """URL (s3://, gs://, file:// ...) that commits are copied to; a run folder without commits is fetched from it."""
+    warm_start: str | None = None
+    """Run folder, or FOLDER@best, @last or @step, whose weights a new run starts from where names and widths agree."""
+    warm_start_skip: list[str] = []
+    """Tables and dense parameters that start anew although the other run has some of that name."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Of rows, dense weights and the readers' order."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """What NaN or inf in a loss or gradient does: end the run, or skip that step on every rank."""
     threads: int = Field(0, ge=0)
     """Threads per rank, torch's and Colonnade's; 0: the machine's processors shared among its ranks."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"got accumulate={self.accumulate}, wanted a divisor of batch_size={self.batch_size}"
+            )
+        if self.progressive and self.epochs > 1:
+            raise ValueError(
+                f"got epochs={self.epochs} with progressive, which trains on each day once; leave epochs out"
+            )
+        if self.progressive and self.patience:
+            raise ValueError("got patience with progressive, which has no score to wait for")
+        return self
 
 
 class RunConfig(Section):
@@ -154,6 +217,15 @@ class RunConfig(Section):
     dense: DenseConfig = DenseConfig()
     plan: PlanConfig = PlanConfig()
     train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        if self.train.accumulate > 1 and self.plan.staleness_steps:
+            raise ValueError(
+                "got train.accumulate with plan.staleness_steps; bounded staleness counts batches: "
+                "leave one of them out"
+            )
+        return self
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:
@@ -215,6 +287,8 @@ def _explain(problem: Any) -> str:
             section = section.model_fields[part].annotation
         return _unknown(name, section.model_fields, name)
     said = problem["msg"].removeprefix("Value error, ")
+    if not name:  # a check of several sections together
+        return said
     return (
         f"{name}: {said}"
         if said.startswith("got ")

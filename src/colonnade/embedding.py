@@ -6,7 +6,9 @@ and nowhere else. Legend: B samples, T tables.
 
 from __future__ import annotations
 
+import json
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +20,7 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.consistency import consistency
 from colonnade.data.lookahead import Lookahead
-from colonnade.errors import BudgetExceeded, ConfigError, IdRangeError
+from colonnade.errors import BudgetExceeded, CheckpointError, ConfigError, IdRangeError
 from colonnade.exchange import EXCHANGES
 from colonnade.exchange.contract import RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import declare
@@ -30,6 +32,8 @@ from colonnade.store.dram import open_dram
 from colonnade.store.mapped import MappedRows
 from colonnade.table import CLOCK_BYTES, Feature, Table
 from colonnade.topology.mesh import Mesh
+
+PACKED = torch.contiguous_format
 
 
 class EmbeddingCollection(nn.Module):
@@ -65,6 +69,10 @@ class EmbeddingCollection(nn.Module):
         self.live: list[Ticket] = []  # forward done, not yet stepped
         self.pushed: Pushed | None = None  # gradients of `live` that have reached their owners
         self.step = 0  # updates applied
+        self.committed: tuple[str, int] | None = (
+            None  # (run, step) of the newest commit of the rows
+        )
+        self._expected: tuple[str, int] | None = None  # that of a state_dict loaded before opening
         self._opened = False
         self._served: MappedRows | None = None
 
@@ -79,11 +87,14 @@ class EmbeddingCollection(nn.Module):
         *,
         backings: Sequence[Backing] = (),
         policies: Mapping[str, RowPolicy] | None = None,
+        committed: tuple[str, int] | None = None,
     ) -> EmbeddingCollection:
         """Lay the rows out as planned. Once, before the first batch; every rank calls it.
 
         `backings`: one per table, for rows that memory has no room for and for commits.
         `policies`: by table, who decides after each update which rows are forgotten (admission, eviction).
+        `committed`: the run and step whose commit the backings hold. Raises CheckpointError where a state_dict that
+        was loaded before belongs to other rows.
         """
         if self._opened:
             raise ConfigError("this collection is open already; build a new one to change its plan")
@@ -99,6 +110,11 @@ class EmbeddingCollection(nn.Module):
                 "the memory budget does not hold every row, and there is nowhere to put the rest; "
                 "open the collection with backings (a run folder has them), or raise the plan's dram_bytes"
             )
+        if self._expected not in (None, committed):
+            raise CheckpointError(_other_rows(self._expected, committed or ("", 0)))
+        self.committed, self._expected = committed, None
+        if committed is not None:
+            self.step = committed[1]
         keep_freed_memory()
         self.consistency = consistency(self.plan.staleness_steps)
         self.exchange = EXCHANGES[self.plan.exchange](self.declaration, self.mesh)
@@ -123,6 +139,30 @@ class EmbeddingCollection(nn.Module):
         self.exchange = EXCHANGES["rows"](self.declaration, self.mesh)
         self._served, self._opened = rows, True
         return self
+
+    def get_extra_state(self) -> Tensor:
+        """In a state_dict: never rows, but a token (JSON as bytes) of the commit that holds them: run and step. No run
+        where the rows have changed since the last commit, or there is none."""
+        run = self.committed[0] if self.committed and self.committed[1] == self.step else ""
+        token = json.dumps({"run": run, "step": self.step}).encode()
+        return torch.frombuffer(bytearray(token), dtype=torch.uint8).clone()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raises CheckpointError for a token of rows that are not those here; warns where they were not committed."""
+        token = json.loads(bytes(state.cpu().numpy()))
+        said = (token["run"], token["step"])
+        if not said[0]:
+            if said[1] and (self.committed, self.step) != (None, said[1]):
+                warnings.warn(
+                    f"this state_dict was taken after {said[1]} steps whose rows were not committed: it holds the "
+                    "dense weights only, and the rows stay as they are here. Commit to a run folder to keep rows",
+                    stacklevel=2,
+                )
+        elif not self._opened:
+            self._expected = said
+        elif self.committed != said or self.step != said[1]:
+            here = self.committed if self.committed else ("", self.step)
+            raise CheckpointError(_other_rows(said, here))
 
     def __getstate__(self) -> dict:
         if self._opened:
@@ -319,8 +359,9 @@ class EmbeddingCollection(nn.Module):
         t = self._number(table)
         kind = self.tables[t]
         for ids, records in self.store.scan(t):
-            weights = records[:, : kind.width * kind.itemsize].contiguous()
-            clocks = records[:, -CLOCK_BYTES:].contiguous()
+            # Copied even where one row is contiguous already: its clock may lie at any byte.
+            weights = records[:, : kind.width * kind.itemsize].clone(memory_format=PACKED)
+            clocks = records[:, -CLOCK_BYTES:].clone(memory_format=PACKED)
             yield Rows(
                 ids, weights.view(self.declaration.dtype), clocks.view(torch.int64).flatten()
             )
@@ -354,6 +395,10 @@ class EmbeddingCollection(nn.Module):
         numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in found]
         self.exchange.fetch(ticket, RowSource(views, torch.cat(numbers), True, found))
         return self.exchange.values(ticket, self.handle)
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened
 
     def ensure_open(self) -> None:
         """Open with everything on this process, in memory, unless `open` was called."""
@@ -391,6 +436,15 @@ class Pushed:
 
     gradients: RowGradients | None
     recorded: int
+
+
+def _other_rows(said: tuple[str, int] | None, here: tuple[str, int]) -> str:
+    run, step = said or ("", 0)
+    rows = f"step {here[1]} of run {here[0]}" if here[0] else f"no commit (step {here[1]})"
+    return (
+        f"got a state_dict whose rows are the commit of step {step} of run {run}, the rows here are {rows}; "
+        f"open that run at step {step}, or leave the keys ending in _extra_state out to load the dense weights alone"
+    )
 
 
 def _all_finite(values: Tensor) -> bool:

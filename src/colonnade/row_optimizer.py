@@ -112,6 +112,14 @@ class RowOptimizer(Optimizer):
         self._gradient_scale *= min(1.0, max_norm / (norm + 1e-6))  # as torch's
         return torch.tensor(norm)
 
+    def scale_grad_(self, factor: float) -> None:
+        """Between the last backward and `step()`: multiply the rows' gradients. The same on every rank."""
+        if not 0 <= factor < math.inf:
+            raise ConfigError(
+                f"scale_grad_: got factor={factor}, wanted a finite number, 0 or more"
+            )
+        self._gradient_scale *= factor
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients recorded since the last step."""
         self.collection.pushed, self._gradient_scale = None, 1.0

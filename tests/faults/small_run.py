@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from colonnade import close_mesh, open_mesh
@@ -65,16 +66,19 @@ def digest(folder: Path, step: int | None = None) -> str:
     state = load_state(folder / "commits" / f"{step:012d}" / "dense")
     for name, value in sorted(state["model"].items()):
         found.update(name.encode() + value.numpy().tobytes())
-    found.update(str(state["position"]).encode())
+    for what in ("position", "best", "days"):
+        found.update(str(state[what]).encode())
     return found.hexdigest()
 
 
 def main(folder: str, settings: str, kill_at: str = "0") -> None:
     mesh = open_mesh()
     config = override(build_config(CONFIG), json.loads(settings))
-    run = open_run(
-        config, mesh, Path(folder), disk=KillingDisk(int(kill_at)) if int(kill_at) else None
-    )
+    data = open_source("synthetic", **config.data.options)
+    if config.train.patience:
+        data = replace(data, validation=data.test)
+    disk = KillingDisk(int(kill_at)) if int(kill_at) else None
+    run = open_run(config, mesh, Path(folder), disk=disk, data=data)
     print(f"started at {run.resumed_at}", flush=True)
     run.train()
     run.close()

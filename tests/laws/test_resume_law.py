@@ -22,6 +22,17 @@ VARIANTS = {
     "tiered": {"plan.dram": 60_000},
     "stale": {"plan.staleness_steps": 2, "plan.dram": 90_000},
     "sgd": {"rows.optimizer": "sgd", "rows.lr": 0.5, "plan.lookahead": 0},
+    "decisions": {
+        "train.accumulate": 4,
+        "train.evaluate_steps": 3,
+        "train.patience": 3,
+        "train.min_delta": 0.02,
+        "train.keep_commits": 1,
+        "rows.clip_norm": 0.05,
+        "rows.schedule.name": "linear",
+        "rows.schedule.warmup_steps": 5,
+        "dense.schedule.name": "cosine",
+    },
 }
 
 
@@ -88,7 +99,7 @@ def undisturbed(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("kill_at", [1, 30, 61, 97, 140, 222, 300])
+@pytest.mark.parametrize("kill_at", [1, 30, 61, 64, 97, 140, 149, 222, 300])
 def test_killed_inside_a_change_of_the_disk(undisturbed, kill_at, tmp_path):
     variant = list(VARIANTS)[kill_at % len(VARIANTS)]
     children = start(tmp_path, VARIANTS[variant], kill_at)

@@ -70,7 +70,7 @@ def colonnade(monkeypatch, capsys):
         (["inspect", "nowhere"], "nowhere"),
         (["inspect", "."], "neither a run folder"),
         (["export", "nowhere", "out"], "nowhere"),
-        (["export", "nowhere", "out", "--at", "soon"], "a committed step, best or last"),
+        (["export", "nowhere", "out", "--at", "soon"], "nowhere"),
         (["predict", "nowhere"], "--output"),
         (["predict", "nowhere", "--output", "x.csv"], "nothing to score"),
         (["predict", "nowhere", "--output", "x.csv", "--part", "test"], "nowhere"),
@@ -233,3 +233,14 @@ def test_names_are_there_when_asked_for():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_commit_may_be_named(colonnade, tmp_path):
+    folder = str(tmp_path / "run")
+    assert colonnade("train", "--run", folder, *SMALL, "--set", "train.commit_steps=4")[0] == 0
+    for at, step in (("last", 6), ("4", 4), ("6", 6)):
+        status, said, _ = colonnade("evaluate", folder, "--at", at)
+        assert status == 0 and f"step {step}, test" in said
+    for at, words in (("best", "no commit is known to be the best"), ("5", "it has [4, 6]")):
+        status, _, said = colonnade("evaluate", folder, "--at", at)
+        assert status == 2 and words in said and said.count("\n") == 1

@@ -225,7 +225,7 @@ def test_a_large_evaluation_takes_less_than_a_second():
     evaluation.add(scores, labels, weights, groups)
     start = time.perf_counter()
     found = evaluation.result()
-    assert time.perf_counter() - start < 2.0  # 0.3 s alone on a machine
+    assert time.perf_counter() - start < 4.0  # 0.3 s on a machine of its own
     assert set(found) >= {"auc", "group_auc", "normalized_entropy", "calibration"}
 
 

@@ -17,7 +17,10 @@ EXAMPLES = (
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Run folder with at least one commit.")],
-    at: Annotated[int | None, typer.Option(help="A committed step; default: the newest.")] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(help="best, last or a committed step; best goes by the validation part."),
+    ] = None,
     part: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
 ) -> None:
     """AUC and log loss of a run's commit, made by any number of ranks; changes nothing in the folder."""

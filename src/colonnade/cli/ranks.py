@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
 
     from colonnade.config import RunConfig
     from colonnade.topology.mesh import Mesh
-    from colonnade.train.run import Run
-
-REPEAT_SECONDS = 2.0  # a terminal and torchrun may both deliver the same Ctrl-C
 
 
 def train(
@@ -51,6 +47,7 @@ def _train_here(
     config: RunConfig, folder: Path, mesh: Mesh, console: Console | None, at: int | None
 ) -> dict[str, Any]:
     from colonnade.cli.table import show_plan
+    from colonnade.train.interrupt import stop_on_signals
     from colonnade.train.run import open_run
 
     run = open_run(config, mesh, folder, console=console, at=at)
@@ -60,26 +57,10 @@ def _train_here(
             show_plan(console, collection.plan, collection.tables)
             if run.resumed_at is not None:
                 console.print(f"resuming {folder} at step {run.resumed_at}")
-        _stop_on_signals(run)
-        return run.summary(run.train())
+        with stop_on_signals(run.trainer):
+            return run.summary(run.train())
     finally:
         run.close()
-
-
-def _stop_on_signals(run: Run) -> None:
-    """The first Ctrl-C or SIGTERM asks all ranks to commit and end; a later one is obeyed at once."""
-    asked_at = 0.0
-
-    def ask(number: int, frame: object) -> None:
-        nonlocal asked_at
-        now = time.monotonic()
-        if asked_at and now - asked_at > REPEAT_SECONDS:
-            raise KeyboardInterrupt
-        asked_at = asked_at or now
-        run.trainer.stop_asked = True
-
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
 
 
 def _run_torchrun(command: list[str], ranks: int, folder: Path) -> None:

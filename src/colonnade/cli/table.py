@@ -69,6 +69,10 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
     for name, value in summary["metrics"].items():
         if name.endswith(("auc", "log_loss")):
             console.print(f"{name.replace('_', ' ')}: {value:.4f}")
+    if summary["stopped_early"]:
+        console.print(
+            f"stopped early: scores no longer got better; the best step is {summary['best_step']}"
+        )
     if summary["stopped"]:
         console.print(
             "stopped as asked; everything is committed, the same command goes on from here"

@@ -29,6 +29,8 @@ from colonnade.models.build import build_model
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.predict.serving import exported
 from colonnade.store.mapped import MappedRows, open_mapped
+from colonnade.train.commits import dense_weights, load_dense
+from colonnade.train.run import OWN
 
 FORMAT = "colonnade export"
 AHEAD = 2
@@ -77,9 +79,9 @@ class Predictor:
         folder = exported(path, at=at)
         said = _read_model(folder)
         config = build_config(said["config"]) if said.get("config") else None
-        schema = _schema(said, config) if model is None or said.get("schema") else None
+        schema = _schema(said, config)
         if model is None:
-            if config is None or schema is None:
+            if config is None or config.data.name == OWN or schema is None:
                 raise CheckpointError(
                     f"{folder} does not say how its network is built, since it was not trained by `colonnade train`; "
                     "give the network: Predictor.open(path, model=...)"
@@ -192,7 +194,7 @@ def _schema(said: Mapping[str, Any], config: RunConfig | None) -> Schema | None:
             categorical=tuple(Column(**column) for column in values["categorical"]),
             labels=tuple(values["labels"]),
         )
-    if config is None:
+    if config is None or config.data.name == OWN:
         return None
     if "schema" in config.data.options:
         return load_declaration(config.data.options["schema"]).schema
@@ -228,7 +230,7 @@ def _load_dense(model: nn.Module, path: Path) -> None:
         raise CheckpointError(
             f"{path}: cannot be read: {' '.join(str(error).split())}; export again"
         ) from None
-    mine = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    mine = dense_weights(model)
     for name in [*mine, *weights]:
         got = tuple(weights[name].shape) if name in weights else None
         wanted = tuple(mine[name].shape) if name in mine else None
@@ -236,4 +238,4 @@ def _load_dense(model: nn.Module, path: Path) -> None:
             raise CheckpointError(
                 f"{path}: got {name} of shape {got}, this network has {wanted}; give the network it was trained as"
             )
-    model.load_state_dict(weights, strict=False)
+    load_dense(model, weights)

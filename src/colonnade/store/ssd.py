@@ -86,6 +86,13 @@ class SsdBacking:
         with self._lock:
             return sum(part.num_live for part in self._segments.values())
 
+    def end_writing(self) -> None:
+        """Let go of the lock and stay open for reading. What was not committed is read here, and nowhere later."""
+        with self._lock:
+            if self._lock_file is not None:
+                self._lock_file.close()
+                self._lock_file = None
+
     def close(self) -> None:
         """Let go of the lock. What was not committed is gone with the next opening for writing."""
         with self._lock:

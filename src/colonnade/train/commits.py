@@ -11,7 +11,9 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +30,13 @@ from colonnade.store.shards import Shards
 from colonnade.store.ssd import SsdBacking, open_ssd
 from colonnade.table import Table
 from colonnade.topology.mesh import Mesh
+from colonnade.train.mirror import Mirror
+from colonnade.train.schedules import restore_schedule
 
 if TYPE_CHECKING:
     from colonnade.train.trainer import Trainer
 
-FORMAT = 1
+FORMAT = 2
 READ_THREADS = 8  # an SSD answers most random reads per second from about six in flight
 
 
@@ -47,9 +51,13 @@ class Commits:
         *,
         keep: int,
         disk: Disk,
+        run: str = "",
     ) -> None:
+        """`run` names the run in its commits, wherever its folder lies."""
         self.folder, self.mesh, self.backings = folder, mesh, tuple(backings)
         self.keep, self.disk = keep, disk
+        self.run = run
+        self.mirror: Mirror | None = None
 
     def write(self, trainer: Trainer, held: Sequence[dict]) -> None:
         """Collective, between steps. Raises StorageError on every rank if one of them could not write;
@@ -74,14 +82,26 @@ class Commits:
                     "version": __version__,
                     "step": step,
                     "num_ranks": self.mesh.num_ranks,
+                    "run": self.run,
+                    "best_step": trainer.best.step,
                     "model": fingerprint(trainer.collection.declaration, trainer.model),
+                    "schema": asdict(trainer.data.train.schema),
                 }
-                content = json.dumps(header, indent=2).encode()
+                content = json.dumps(header, indent=2, default=str).encode()
                 write_durably(self.disk, _header_path(self.folder, step), content)
             except (ColonnadeError, OSError) as error:
                 problem = error
         self._agree(problem, step)
+        trainer.collection.committed = (self.run, step)
         self._prune()
+        if self.mirror is not None and self.mesh.rank == 0:
+            self.mirror.send(step, kept_steps(self.folder, self.keep), trainer.progress.say)
+
+    def end_writing(self) -> None:
+        """Let the folder go, for other runs to open; rows can still be read as they were committed."""
+        for backing in self.backings:
+            if isinstance(backing, SsdBacking):
+                backing.end_writing()
 
     def close(self) -> None:
         """Let go of the stores; what was not committed is given up."""
@@ -97,9 +117,11 @@ class Commits:
                 ) from problem
 
     def _prune(self) -> None:
-        """Drop all but the newest commits: first their word, then their bytes."""
-        steps = committed_steps(self.folder)
-        kept, dropped = steps[-self.keep :], steps[: -self.keep]
+        """Drop all but the newest commits and the best: first their word, then their bytes."""
+        kept = kept_steps(self.folder, self.keep)
+        dropped = [step for step in committed_steps(self.folder) if step not in kept]
+        # Every rank has looked before the first file goes.
+        self.mesh.barrier()
         if self.mesh.rank == 0:
             for step in dropped:
                 self.disk.unlink(_header_path(self.folder, step))
@@ -124,6 +146,14 @@ def committed_steps(folder: Path) -> list[int]:
     """Steps that every rank has committed, ascending."""
     found = (folder / "commits").glob("*.json")
     return sorted(int(path.stem) for path in found if path.stem.isdigit())
+
+
+def kept_steps(folder: Path, keep: int) -> list[int]:
+    """Of the committed steps, those that stay: the newest `keep`, and the best as each of these knew it."""
+    steps = committed_steps(folder)
+    newest = steps[-keep:]
+    best = {read_header(folder, step).get("best_step") for step in newest}
+    return [step for step in steps if step in newest or step in best]
 
 
 def open_commits(
@@ -157,6 +187,8 @@ def open_commits(
     newest = torch.tensor(steps[-1] if steps else -1)
     mesh.broadcast("control", newest)
     step = None if newest < 0 else int(newest)
+    run = "" if step is None else read_header(folder, step).get("run", "")
+    run = mesh.all_gather_bytes("control", (run or uuid.uuid4().hex).encode())[0].decode()
     ranks_then = mesh.num_ranks if step is None else read_header(folder, step)["num_ranks"]
     same = ranks_then == mesh.num_ranks
     if read_only and not same:
@@ -168,7 +200,7 @@ def open_commits(
             Shards(stores, table.rows)
             for table, stores in zip(tables, zip(*shards, strict=True), strict=True)
         ]
-        return Commits(folder, mesh, readers, keep=keep, disk=disk), step
+        return Commits(folder, mesh, readers, keep=keep, disk=disk, run=run), step
     backings = open_stores(
         folder, tables, mesh.rank, mesh.num_ranks, disk, step if same else None, read_only
     )
@@ -177,32 +209,34 @@ def open_commits(
             _adopt(folder, tables, rank, ranks_then, disk, step, backings, mesh)
         for backing in backings:
             backing.commit(step)
-    return Commits(folder, mesh, backings, keep=keep, disk=disk), step
+    return Commits(folder, mesh, backings, keep=keep, disk=disk, run=run), step
 
 
 def restore(trainer: Trainer, folder: Path, step: int) -> None:
     """Every rank: put dense weights, optimizers, position, random state and held reads back to `step`."""
     header = read_header(folder, step)
-    wanted = fingerprint(trainer.collection.declaration, trainer.model)
-    if header["model"] != wanted:
-        raise CheckpointError(
-            f"{folder} was committed by another model: {_difference(header['model'], wanted)}. "
-            "Train the same model, or give this run another folder"
-        )
+    check_model(folder, header, trainer.collection.declaration, trainer.model)
     place = folder / "commits" / f"{step:012d}"
     dense = load_state(place / "dense")
-    trainer.model.load_state_dict(dense["model"])
+    load_dense(trainer.model, dense["model"])
     # What was learned comes from the commit; learning rates and the like are this run's configuration.
-    chosen = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in trainer.dense_optimizer.param_groups
-    ]
+    chosen = [_settings(group) for group in trainer.dense_optimizer.param_groups]
     trainer.dense_optimizer.load_state_dict(dense["dense_optimizer"])
     for group, settings in zip(trainer.dense_optimizer.param_groups, chosen, strict=True):
         group.update(settings)
     trainer.position = Position(*dense["position"])
-    trainer.best = dense["best"]
-    trainer.collection.step = step
+    trainer.best.restore(dense["best"])
+    trainer.days = dense["days"]
+    groups = {"rows": dense["row_groups"], "dense": dense["dense_optimizer"]["param_groups"]}
+    said = dense["lr_schedules"] or [{}] * len(trainer.lr_schedules)
+    if len(said) != len(trainer.lr_schedules):
+        raise CheckpointError(
+            f"{folder} was committed with {len(said)} learning rate schedules, this run has "
+            f"{len(trainer.lr_schedules)}; give as many"
+        )
+    for schedule, state in zip(trainer.lr_schedules, said, strict=True):
+        of = groups["rows" if schedule.optimizer is trainer.rows else "dense"]
+        restore_schedule(schedule, state, of, step)
     ranks = [load_state(place / f"rank-{rank}") for rank in range(header["num_ranks"])]
     if trainer.mesh.rank < len(ranks):
         torch.set_rng_state(ranks[trainer.mesh.rank]["random"])
@@ -228,7 +262,7 @@ def resolve(folder: Path, at: int | str | None) -> int:
                 "not evaluated yet. Ask for the last"
             )
         at = best
-    if isinstance(at, str) and at.isdigit():
+    if isinstance(at, str) and at.isdecimal():
         at = int(at)
     if at not in steps:
         raise CheckpointError(
@@ -262,6 +296,18 @@ def open_recorded_stores(folder: Path, header: dict[str, Any], number: int) -> l
     return stores
 
 
+def check_model(
+    folder: Path, header: Mapping[str, Any], declaration: Declaration, model: torch.nn.Module
+) -> None:
+    """Raises CheckpointError, naming the first difference, unless the commit is of such a model."""
+    wanted = fingerprint(declaration, model)
+    if header["model"] != wanted:
+        raise CheckpointError(
+            f"{folder} was committed by another model: {difference(header['model'], wanted)}. "
+            "Train the same model, or give this run another folder"
+        )
+
+
 def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, Any]:
     """What must agree for a commit to belong to a model; plain JSON, so that a difference can be named."""
     return {
@@ -275,8 +321,23 @@ def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, A
             for table in declaration.tables
         },
         "features": {f.name: [f.table, f.pooling] for f in declaration.features},
-        "dense": {name: list(value.shape) for name, value in model.state_dict().items()},
+        "dense": {name: list(value.shape) for name, value in dense_weights(model).items()},
     }
+
+
+def dense_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state_dict without what only names a commit (`EmbeddingCollection.get_extra_state`)."""
+    return {
+        name: value
+        for name, value in model.state_dict().items()
+        if not name.endswith("_extra_state")
+    }
+
+
+def load_dense(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Put `dense_weights` back."""
+    kept = {k: v for k, v in model.state_dict().items() if k.endswith("_extra_state")}
+    model.load_state_dict({**kept, **weights})
 
 
 def identity_of(table: Table) -> str:
@@ -331,11 +392,27 @@ def _adopt(folder, tables, rank, num_ranks, disk, step, backings, mesh) -> None:
 
 def _dense_state(trainer: Trainer) -> dict[str, Any]:
     return {
-        "model": trainer.model.state_dict(),
+        "model": dense_weights(trainer.model),
         "dense_optimizer": trainer.dense_optimizer.state_dict(),
+        "dense_optimizer_name": type(trainer.dense_optimizer).__qualname__,
+        "dense_parameters": parameter_names(trainer.model, trainer.dense_optimizer),
+        "row_groups": [_settings(group) for group in trainer.rows.param_groups],
+        "lr_schedules": [schedule.state_dict() for schedule in trainer.lr_schedules],
         "position": (trainer.position.epoch, trainer.position.step),
-        "best": trainer.best,
+        "best": trainer.best.state(),
+        "days": trainer.days,
     }
+
+
+def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Of an optimizer's parameters, in its order; "" for one that is not the model's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group without its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _header_path(folder: Path, step: int) -> Path:
@@ -366,7 +443,7 @@ def load_state(path: Path) -> dict[str, Any]:
     return torch.load(io.BytesIO(read_verified(path)), weights_only=True)
 
 
-def _difference(saved: Any, wanted: Any, path: str = "") -> str:
+def difference(saved: Any, wanted: Any, path: str = "") -> str:
     """The first place where two plain values differ, in words."""
     if isinstance(saved, dict) and isinstance(wanted, dict):
         for key in [*saved, *wanted]:
@@ -376,5 +453,5 @@ def _difference(saved: Any, wanted: Any, path: str = "") -> str:
             if key not in wanted:
                 return f"it has {here}, this model has not"
             if saved[key] != wanted[key]:
-                return _difference(saved[key], wanted[key], here)
+                return difference(saved[key], wanted[key], here)
     return f"{path} was {saved}, is {wanted}"

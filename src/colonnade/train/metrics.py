@@ -128,7 +128,7 @@ class Evaluation:
         """By name, as the functions of this file: auc, group_auc (with groups), log_loss, normalized_entropy,
         calibration, expected_calibration_error, num_samples (a count, weights aside), positive_rate (weighted)."""
         probability, label, weight, group = self.columns()
-        *columns, _ = _columns(probability, label, weight)
+        columns = _columns(probability, label, weight)[:3]
         _, labels, weights = columns
         found = {
             "auc": _auc(*columns),

@@ -3,33 +3,60 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade import _native
 from colonnade.config import RunConfig, dump_config, load_config, override
 from colonnade.data import Splits, num_steps, open_source
 from colonnade.data.tables import lasting_options
-from colonnade.errors import CheckpointError, WorldError
+from colonnade.embedding import EmbeddingCollection
+from colonnade.errors import (
+    CheckpointError,
+    ColonnadeError,
+    ConfigError,
+    StorageError,
+    WorldError,
+)
 from colonnade.models.build import build_model
-from colonnade.plan.plan import build_plan
+from colonnade.plan.plan import Plan, build_plan
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
 from colonnade.topology.mesh import Mesh
-from colonnade.train.commits import Commits, open_commits, restore
+from colonnade.train.commits import (
+    Commits,
+    committed_steps,
+    difference,
+    fingerprint,
+    open_commits,
+    resolve,
+    restore,
+)
 from colonnade.train.dense import DenseGradients
 from colonnade.train.machine import machine_facts
-from colonnade.train.objective import Probability
+from colonnade.train.mirror import Mirror, explained, fetch_run, mirrored_steps, open_url
+from colonnade.train.objective import Objective, Probability
 from colonnade.train.progress import Progress
 from colonnade.train.record import table_sizes
+from colonnade.train.schedules import build_schedule
 from colonnade.train.trainer import Outcome, Schedule, Trainer
+from colonnade.train.warm_start import plan_warm_start, warm_start
+
+OWN = "own"
+"""data.name of a run whose model and data came from Python (`colonnade.fit`)."""
+
+OptimizerMaker = Callable[[Sequence[nn.Parameter]], Optimizer]
+ScheduleMaker = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau | None]
 
 DENSE_OPTIMIZERS = {
     "adam": torch.optim.Adam,
@@ -56,6 +83,8 @@ class Run:
             outcome = self.trainer.train()
         finally:
             self.trainer.progress.close()
+        if self.commits is not None and self.commits.mirror is not None:
+            self.commits.mirror.close()
         if self.folder is not None and self.mesh.rank == 0:
             text = json.dumps(self.summary(outcome), indent=2)
             write_durably(Disk(), self.folder / "summary.json", text.encode(), checked=False)
@@ -87,15 +116,20 @@ def open_run(
     console: Console | None = None,
     disk: Disk | None = None,
     read_only: bool = False,
-    at: int | None = None,
+    at: int | str | None = None,
     data: Splits | None = None,
 ) -> Run:
-    """Collective. A folder with commits is resumed at the newest, or at step `at`. Raises before anything is
-    written where ranks disagree or the folder is another run's.
+    """Collective. A folder with commits is resumed at the newest, or at `at`: a step, "best" or "last". Raises
+    before anything is written where ranks disagree or the folder is another run's.
 
     Without a folder nothing is written, and every row must fit in memory.
     """
     agree_on(config, mesh)
+    if config.data.name == OWN:
+        raise ConfigError(
+            f"{folder} was trained by colonnade.fit on a model and data of your own; go on with it there, or "
+            "read it with colonnade.load_run"
+        )
     set_threads(config.train.threads, mesh)
     if data is None:
         data = open_source(config.data.name, config.data.path, **config.data.options)
@@ -103,19 +137,66 @@ def open_run(
         lasting = {"data.options": lasting_options(config.data.options, data)}
         config = override(config, lasting)
     model = build_model(data.train.schema, config)
-    collection = model.embeddings
-    plan = build_plan(
-        collection.tables,
-        mesh.num_ranks,
-        dram_bytes=config.plan.dram,
-        lookahead=config.plan.lookahead,
-        staleness_steps=config.plan.staleness_steps,
-        exchange=config.plan.exchange,
+    return prepare(
+        model,
+        data,
+        config,
+        mesh,
+        folder,
+        objective=Probability(),
+        console=console,
+        disk=disk,
+        read_only=read_only,
+        at=at,
     )
+
+
+def prepare(
+    model: nn.Module,
+    data: Splits,
+    config: RunConfig,
+    mesh: Mesh,
+    folder: Path | None,
+    *,
+    objective: Objective,
+    dense_optimizer: OptimizerMaker | None = None,
+    dense_schedule: ScheduleMaker | None = None,
+    row_schedule: ScheduleMaker | None = None,
+    console: Console | None = None,
+    disk: Disk | None = None,
+    read_only: bool = False,
+    at: int | str | None = None,
+) -> Run:
+    """Collective: the one way from a model and its data to a run, whoever built them; as `open_run`."""
+    collection = find_collection(model)
+    _agree_on_model(fingerprint(collection.declaration, model), mesh)
+    if not read_only:
+        check_data(data, config, objective)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    rows = RowOptimizer(collection, clip_value=config.rows.clip_value)
+    make = dense_optimizer or partial(_dense_optimizer, config=config)
+    optimizer = make(parameters or [nn.Parameter(torch.empty(0))])
+    run_steps = total_steps(config, data)
+    schedules = [
+        row_schedule(rows) if row_schedule else build_schedule(rows, config.rows.schedule, run_steps),
+        dense_schedule(optimizer) if dense_schedule else build_schedule(optimizer, config.dense.schedule, run_steps),
+    ]  # fmt: skip
+    disk = disk or Disk()
     commits, step = None, None
+    if collection.is_open and (folder is not None or read_only):
+        raise ConfigError(
+            "this model's collection is open already, so a run folder cannot back its rows; build the model anew"
+        )
     if folder is not None:
         if not read_only:
             _check_same_run(folder, config)
+            _fetch_if_bare(folder, config, mesh, console)
+    taken = None
+    if config.train.warm_start is not None and not read_only:
+        if folder is None or not committed_steps(folder):
+            skip = config.train.warm_start_skip
+            taken = plan_warm_start(model, collection.tables, config.train.warm_start, skip)
+    if folder is not None:
         commits, step = open_commits(
             folder,
             collection.tables,
@@ -123,22 +204,30 @@ def open_run(
             keep=config.train.keep_commits,
             disk=disk,
             read_only=read_only,
-            at=at,
+            at=None if at is None else resolve(folder, at),
         )
-    collection.open(plan, mesh, backings=commits.backings if commits else ())
-    dense = DenseGradients(list(model.parameters()), mesh)
+    if not collection.is_open:
+        plan = _plan(config, collection, mesh)
+        collection.open(
+            plan,
+            mesh,
+            backings=commits.backings if commits else (),
+            committed=(commits.run, step) if commits and step is not None else None,
+        )
+    dense = DenseGradients(parameters, mesh)
     trainer = Trainer(
         model,
         collection,
         data,
         _schedule(config),
-        objective=Probability(),
-        dense_optimizer=_dense_optimizer(model, config),
-        rows=RowOptimizer(collection),
+        objective=objective,
+        dense_optimizer=optimizer,
+        rows=rows,
         dense=dense,
+        lr_schedules=[schedule for schedule in schedules if schedule is not None],
         progress=Progress(
-            total_steps=_total_steps(config, data),
-            console=console or Console(),
+            total_steps=run_steps,
+            console=console or Console(quiet=True),
             folder=folder if mesh.rank == 0 and not read_only else None,
             is_quiet=console is None or mesh.rank > 0,
         ),
@@ -146,15 +235,80 @@ def open_run(
     )
     if folder is not None and step is not None:
         restore(trainer, folder, step)
-    dense.synchronise()
+    elif taken is not None:
+        warm_start(trainer, taken)
+        if console is not None:
+            console.print(str(taken), highlight=False)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    dense.synchronise([*frozen, *model.buffers()])
     dense.attach()
-    if folder is not None and mesh.rank == 0 and not read_only:
-        files = disk or Disk()
-        write_durably(files, folder / "config.yaml", dump_config(config).encode(), checked=False)
-        write_durably(files, folder / "plan.json", plan.to_json().encode(), checked=False)
-        facts = json.dumps(machine_facts(folder), indent=2).encode()
-        write_durably(files, folder / "machine.json", facts, checked=False)
+    if folder is not None and not read_only:
+        if mesh.rank == 0:
+            plan_text = collection.plan.to_json()
+            write_durably(disk, folder / "config.yaml", dump_config(config).encode(), checked=False)
+            write_durably(disk, folder / "plan.json", plan_text.encode(), checked=False)
+            facts = json.dumps(machine_facts(folder), indent=2).encode()
+            write_durably(disk, folder / "machine.json", facts, checked=False)
+        if commits is not None and config.train.mirror is not None:
+            commits.mirror = Mirror(folder, config.train.mirror)
     return Run(config, mesh, trainer, folder, commits, step)
+
+
+def _plan(config: RunConfig, collection: EmbeddingCollection, mesh: Mesh) -> Plan:
+    return build_plan(
+        collection.tables,
+        mesh.num_ranks,
+        dram_bytes=config.plan.dram,
+        lookahead=config.plan.lookahead,
+        staleness_steps=config.plan.staleness_steps,
+        exchange=config.plan.exchange,
+    )
+
+
+def find_collection(model: nn.Module) -> EmbeddingCollection:
+    """The one EmbeddingCollection inside a model."""
+    found = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{type(model).__name__} has {len(found)} EmbeddingCollections among its modules, wanted one; "
+            "declare all tables in one collection"
+        )
+    return found[0]
+
+
+def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
+    """Raises ConfigError where the settings ask for a part that the data has not."""
+    if config.train.mirror is not None:
+        open_url(config.train.mirror)
+    if config.train.progressive and not data.days:
+        raise ConfigError(
+            "train.progressive needs data with days (Splits.days); this data set has none"
+        )
+    if config.train.patience and data.validation is None:
+        raise ConfigError(
+            f"train.patience={config.train.patience} waits for a better {objective.monitor} on the validation part, "
+            "and this data set has none; give it one, or set patience to 0"
+        )
+
+
+def _fetch_if_bare(folder: Path, config: RunConfig, mesh: Mesh, console: Console | None) -> None:
+    """Collective: a folder without commits gets the newest one of its mirror, if there is one."""
+    url = config.train.mirror
+    if url is None:
+        return
+    problem = ""
+    if mesh.rank == 0 and not committed_steps(folder):
+        try:
+            with explained(url, "read"):
+                steps = mirrored_steps(*open_url(url))
+            if steps:
+                step = fetch_run(url, folder)
+                if console is not None:
+                    console.print(f"fetched the commit of step {step} from {url}", highlight=False)
+        except ColonnadeError as error:
+            problem = str(error)
+    if said := mesh.all_gather_bytes("control", problem.encode())[0].decode():
+        raise StorageError(said)
 
 
 def set_threads(wanted: int, mesh: Mesh) -> None:
@@ -177,6 +331,17 @@ def agree_on(config: RunConfig, mesh: Mesh) -> None:
                     f"rank {rank} was started with {name}={settings.get(name)!r}, rank 0 with {value!r}; "
                     "start every rank with the same configuration"
                 )
+
+
+def _agree_on_model(mine: Mapping[str, Any], mesh: Mesh) -> None:
+    """Collective. Raises WorldError on every rank where they have built different models."""
+    texts = mesh.all_gather_bytes("control", json.dumps(mine).encode())
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise WorldError(
+                f"rank {rank} built another model than rank 0: {difference(json.loads(texts[0]), json.loads(text))}; "
+                "build the same tables, features and dense network on every rank"
+            )
 
 
 def load_run_config(folder: Path) -> RunConfig:
@@ -202,6 +367,7 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
         "data.name",
         "data.options",
         "train.seed",
+        "train.progressive",
     )
     before, now = _flatten(load_config(path).model_dump()), _flatten(config.model_dump())
     for name in [*now, *before]:
@@ -218,22 +384,33 @@ def _schedule(config: RunConfig) -> Schedule:
         batch_size=train.batch_size,
         epochs=train.epochs,
         max_steps=train.max_steps,
+        accumulate=train.accumulate,
+        evaluate_steps=train.evaluate_steps,
+        patience=train.patience,
+        min_delta=train.min_delta,
+        progressive=train.progressive,
+        rows_clip_norm=config.rows.clip_norm,
+        dense_clip_norm=config.dense.clip_norm,
         commit_steps=train.commit_steps,
         skip_non_finite=train.on_non_finite == "skip",
     )
 
 
-def _dense_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+def _dense_optimizer(
+    parameters: Sequence[nn.Parameter], *, config: RunConfig
+) -> torch.optim.Optimizer:
     chosen = DENSE_OPTIMIZERS[config.dense.optimizer]
-    return chosen(model.parameters(), lr=config.dense.lr, weight_decay=config.dense.weight_decay)
+    return chosen(parameters, lr=config.dense.lr, weight_decay=config.dense.weight_decay)
 
 
-def _total_steps(config: RunConfig, data: Splits) -> int | None:
-    """None: nobody knows before the end."""
-    most = config.train.max_steps
-    if data.train.num_samples is None:
+def total_steps(config: RunConfig, data: Splits) -> int | None:
+    """Of the whole run; None: nobody knows before the end."""
+    most, train = config.train.max_steps, config.train
+    parts = data.days if train.progressive else (data.train,) * train.epochs
+    counts = [part.num_samples for part in parts]
+    steps = sum(num_steps(count, train.batch_size) for count in counts if count is not None)
+    if any(count is None for count in counts):
         return most
-    steps = config.train.epochs * num_steps(data.train.num_samples, config.train.batch_size)
     return steps if most is None else min(steps, most)
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade.batch import Batch
 from colonnade.data.contract import Position, Source, Splits
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import NonFiniteError
 from colonnade.row_optimizer import RowOptimizer
+from colonnade.train.best import Best
 from colonnade.train.commits import Commits
 from colonnade.train.dense import DenseGradients
 from colonnade.train.objective import Objective
@@ -24,13 +27,20 @@ from colonnade.train.progress import Progress
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """When things happen. All counts are of global steps or epochs."""
+    """When things happen, and the limits of a step. All counts are of global steps or epochs."""
 
     batch_size: int
     epochs: int = 1
     max_steps: int | None = None
+    accumulate: int = 1
+    evaluate_steps: int = 0
+    patience: int = 0
+    min_delta: float = 0.0
+    progressive: bool = False
     commit_steps: int = 0
     skip_non_finite: bool = False
+    rows_clip_norm: float | None = None
+    dense_clip_norm: float | None = None
 
 
 @dataclass(slots=True)
@@ -42,7 +52,10 @@ class Outcome:
     seconds: float = 0.0
     skipped: int = 0
     stopped: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
+    stopped_early: bool = False  # the score had not been better for `patience` evaluations
+    best_step: int | None = None  # of the best score, where the data has a validation part
+    metrics: dict[str, float] = field(default_factory=dict)  # of the best step, else the last
+    days: list[dict[str, float]] = field(default_factory=list)  # progressive validation, by day
 
 
 class Trainer:
@@ -60,71 +73,98 @@ class Trainer:
         rows: RowOptimizer,
         dense: DenseGradients,
         progress: Progress,
+        lr_schedules: Sequence[LRScheduler | ReduceLROnPlateau] = (),
         commits: Commits | None = None,
     ) -> None:
         self.model, self.collection, self.data, self.schedule = model, collection, data, schedule
         self.objective = objective
         self.dense_optimizer, self.rows, self.dense = dense_optimizer, rows, dense
+        self.lr_schedules = tuple(lr_schedules)
         self.progress, self.commits = progress, commits
         self.mesh = collection.mesh
         self.phases = Phases()
-        self.position = Position()  # of the next batch to train on
+        self.position = Position()  # of the next batch to train on, in steps of `batch_size`
         self.held: list = []  # reads a resumed run must use as they were
-        self.best: dict[str, float] = {}
+        self.best = Best(f"validation_{objective.monitor}", schedule.min_delta)
+        self.days: list[dict[str, float]] = []  # progressive validation: what each day gave
         self.stop_asked = False
 
     def train(self) -> Outcome:
-        """Collective. Goes on from `position`; returns at the end of the epochs, or when a rank asked to stop."""
-        outcome, started = Outcome(metrics=dict(self.best)), time.perf_counter()
+        """Collective. Goes on from `position`; returns at the end of the epochs, when scores no longer get
+        better, or when a rank asked to stop."""
+        outcome, started = Outcome(), time.perf_counter()
         batches = self.collection.lookahead(self._stream())
-        committed = -1
         try:
-            while True:
-                with self.phases("wait for rows"):
-                    batch = next(batches, None)
-                if batch is None:
+            while not self._is_patience_over():
+                done = self.train_step(batches, outcome)
+                if done is None:
                     break
-                stop = self.train_step(batch, outcome)
-                epoch_over = self._advance(batch)
-                step, every = self.collection.step, self.schedule.commit_steps
-                if epoch_over:
-                    self._end_epoch(outcome)
-                if self.commits and (epoch_over or stop or (every and step % every == 0)):
+                batch, stop = done
+                self._advance(batch)
+                step, plan = self.collection.step, self.schedule
+                is_last = step == plan.max_steps
+                is_best = False
+                if batch.ends_epoch or is_last or _is_due(step, plan.evaluate_steps):
+                    is_best = self._evaluate(batch.ends_epoch)
+                is_over = batch.ends_epoch or is_last or stop or self._is_patience_over()
+                if is_over or is_best or _is_due(step, plan.commit_steps):
                     self.commit(batches.fetched)
-                    committed = step
                 if stop:
                     outcome.stopped = True
                     break
         finally:
             batches.close()
-        if self.position.step and not outcome.stopped:  # max_steps ended inside an epoch
-            self._end_epoch(outcome)
-        if self.commits and outcome.steps and committed != self.collection.step:
-            self.commit(())
+        outcome.stopped_early = self._is_patience_over() and not outcome.stopped
+        outcome.best_step = self.best.step
+        outcome.metrics = self.best.metrics | pooled_days(self.days)
+        outcome.days = list(self.days)
         outcome.seconds = time.perf_counter() - started
         return outcome
 
-    def train_step(self, batch: Batch, outcome: Outcome) -> bool:
-        """One step on one batch. Returns whether a rank asked to stop. Never half-applied."""
+    def train_step(self, batches: Iterator[Batch], outcome: Outcome) -> tuple[Batch, bool] | None:
+        """One step on the next batch, or micro-batches. Returns the last of them and whether a rank asked to stop;
+        None at the end of `batches`. Never half-applied."""
+        parts = self.schedule.accumulate
         self.dense.zero()
-        with self.phases("forward"):
-            loss = self.objective.loss(self.model, batch, self.mesh)
-        with self.phases("backward"):
-            loss.backward()
+        total, weight, size = torch.zeros(()), 0.0, 0
+        batch: Batch
+        for _ in range(parts):
+            with self.phases("wait for rows"):
+                coming = next(batches, None)
+            if coming is None:
+                return None
+            batch = coming
+            with self.phases("forward"):
+                loss = self.objective.loss(self.model, batch, self.mesh)
+                if parts > 1:  # of a sum: the weight of the whole step is known at its end
+                    loss = loss * batch.world_weight
+            with self.phases("backward"):
+                loss.backward()
+            total = total + loss.detach() if parts > 1 else loss.detach()
+            weight, size = weight + batch.world_weight, size + batch.size
+            if batch.ends_epoch:
+                break
         with self.phases("agree and reduce dense"):
-            finite = bool(torch.isfinite(loss)) and self.collection.finite()
+            finite = bool(torch.isfinite(total)) and self.collection.finite()
             finite, stop = self.dense.reduce(finite=finite, stop=self.stop_asked)
-        if finite:
+        if parts > 1:
+            total = total / max(weight, 1e-12)
+            self._scale(1 / max(weight, 1e-12))
+        if finite and self._clip(outcome):
             with self.phases("update rows"):
                 self.rows.step(agreed=True)
             with self.phases("update dense"):
                 self.dense_optimizer.step()
-        else:
-            self._not_finite(batch, loss, outcome)
+        elif not finite:
+            self._not_finite(batch, total, outcome)
+        for schedule in self.lr_schedules:
+            if not isinstance(schedule, ReduceLROnPlateau):
+                schedule.step()
         outcome.steps += 1
-        outcome.samples += batch.size
-        self.progress.step(self.collection.step, loss, batch, self.mesh.num_ranks)
-        return stop
+        outcome.samples += size
+        shown = batch if size == batch.size else replace(batch, size=size)
+        self.progress.step(self.collection.step, total, shown, self.mesh.num_ranks)
+        return batch, stop
 
     def commit(self, fetched: tuple[Batch, ...]) -> None:
         """Collective. Afterwards, whatever happens, a run can go on from here to the same bits."""
@@ -138,61 +178,125 @@ class Trainer:
         with self.phases("evaluate"):
             return self.objective.evaluate(self.model, source, self.schedule.batch_size, self.mesh)
 
+    @property
+    def num_epochs(self) -> int:
+        return len(self.data.days) if self.schedule.progressive else self.schedule.epochs
+
     def _stream(self) -> Iterator[Batch]:
         left = self.schedule.max_steps
         if left is not None:
             left -= self.collection.step
-        held, position = list(self.held), self.position
-        while position.epoch < self.schedule.epochs:
-            read = self.data.train.batches(
-                self.schedule.batch_size,
+        held, position, parts = list(self.held), self.position, self.schedule.accumulate
+        while position.epoch < self.num_epochs:
+            source = self.data.train
+            if self.schedule.progressive:
+                source = self.data.days[position.epoch]
+            first = position.step * parts
+            read = source.batches(
+                self.schedule.batch_size // parts,
                 rank=self.mesh.rank,
                 num_ranks=self.mesh.num_ranks,
-                start=position,
+                start=Position(position.epoch, first),
             )
-            for offset, batch in enumerate(_with_end(read)):
-                if left is not None and left <= 0:
-                    return
-                left = None if left is None else left - 1
-                batch.position = Position(position.epoch, position.step + offset)
+            for number, batch in enumerate(_with_end(read), first):
+                if number % parts == 0:
+                    if left is not None and left <= 0:
+                        return
+                    left = None if left is None else left - 1
+                batch.position = Position(position.epoch, number // parts)
                 batch.held = held.pop(0) if held else None
                 yield batch
             position = Position(position.epoch + 1, 0)
 
-    def _advance(self, done: Batch) -> bool:
-        """Move past a batch; True at the end of its epoch."""
+    def _advance(self, done: Batch) -> None:
+        """Move past a step's last batch."""
         at = done.position
         self.position = (
             Position(at.epoch + 1, 0) if done.ends_epoch else Position(at.epoch, at.step + 1)
         )
-        return done.ends_epoch
 
-    def _end_epoch(self, outcome: Outcome) -> None:
-        """Evaluate; with a validation part, test metrics are those of its best epoch."""
-        found: dict[str, float] = {}
+    def _is_patience_over(self) -> bool:
+        return 0 < self.schedule.patience <= self.best.num_since
+
+    def _evaluate(self, ends_epoch: bool) -> bool:
+        """Test metrics are those of the best score of the validation part; without one, the newest.
+        Returns whether this score is the best so far."""
+        found: dict[str, float] = {"epoch": self.position.epoch}
+        if self.schedule.progressive and ends_epoch and self.position.epoch < self.num_epochs:
+            day = self.evaluate(self.data.days[self.position.epoch])
+            self.days.append({"day": self.position.epoch, **day})
+            found |= _prefixed("day", day) | pooled_days(self.days)
         if self.data.validation is not None:
             found |= _prefixed("validation", self.evaluate(self.data.validation))
-        monitor = f"validation_{self.objective.monitor}"
-        score = found.get(monitor)
         if self.data.test is not None:
             found |= _prefixed("test", self.evaluate(self.data.test))
-        if score is None or score > self.best.get(monitor, float("-inf")):
-            self.best = {"epoch": self.position.epoch, **found}
-        outcome.metrics = dict(self.best)
-        self.progress.epoch(self.collection.step, self.position.epoch, found)
+        step = self.collection.step
+        is_best = self.best.hear(found, step)
+        for schedule in self.lr_schedules:
+            if isinstance(schedule, ReduceLROnPlateau) and self.best.monitor in found:
+                schedule.step(found[self.best.monitor])
+        shown = {name: value for name, value in found.items() if name != "epoch"}
+        self.progress.epoch(step, self.position.epoch, shown)
+        return is_best
+
+    def _scale(self, factor: float) -> None:
+        self.dense.scale(factor)
+        self.rows.scale_grad_(factor)
+
+    def _clip(self, outcome: Outcome) -> bool:
+        """Collective. Whether the step may be applied: norms that are no number end it on every rank alike."""
+        if self.schedule.rows_clip_norm is not None:
+            with self.phases("clip rows"):
+                try:
+                    self.rows.clip_grad_norm_(self.schedule.rows_clip_norm, agreed=True)
+                except NonFiniteError as error:
+                    self._refuse(str(error), outcome)
+                    return False
+        if self.schedule.dense_clip_norm is not None:
+            with self.phases("clip dense"):
+                self.dense.clip_norm(self.schedule.dense_clip_norm)
+        return True
 
     def _not_finite(self, batch: Batch, loss: Tensor, outcome: Outcome) -> None:
+        self.rows.zero_grad()
         self.collection.forget()
-        message = (
+        self._refuse(
             f"step {self.collection.step} (epoch {batch.position.epoch}, batch {batch.position.step}): got "
             f"NaN or inf in the loss ({loss.item():g} here) or a gradient on some rank, wanted finite "
-            "numbers; nothing of this step was applied on any rank"
+            "numbers; nothing of this step was applied on any rank",
+            outcome,
         )
+
+    def _refuse(self, message: str, outcome: Outcome) -> None:
         if not self.schedule.skip_non_finite:
             raise NonFiniteError(f"{message}. Lower train lr, or set train.on_non_finite=skip")
         outcome.skipped += 1
         self.collection.step += 1
         self.progress.say(f"skipped {message}")
+
+
+def pooled_days(days: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Progressive validation over all days so far: each metric's mean, weighted with the days' samples.
+
+    For log loss without sample weights that is the log loss of all days' samples; for AUC it is the mean of the
+    days' own, so that a model is not praised for telling days apart. A day without a value (NaN) is left out.
+    """
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for day in days for name in day):
+        if name == "day" or name.startswith("num_"):
+            continue
+        pairs = [(day[name], day.get("num_samples", 1.0)) for day in days if name in day]
+        pairs = [(value, count) for value, count in pairs if not math.isnan(value)]
+        total = sum(count for _, count in pairs)
+        if total:
+            found[f"days_{name}"] = sum(value * count for value, count in pairs) / total
+    if days:
+        found["days_num_samples"] = sum(day.get("num_samples", 0.0) for day in days)
+    return found
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _with_end(batches: Iterator[Batch]) -> Iterator[Batch]:

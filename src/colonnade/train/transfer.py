@@ -1,0 +1,231 @@
+"""Rows in and out: nn.Embedding and nn.EmbeddingBag weights, exported files, records of other runs.
+
+Legend: N rows, D width of a table.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from colonnade import _native
+from colonnade.embedding import EmbeddingCollection
+from colonnade.errors import CheckpointError, ConfigError, DataError, IdRangeError
+from colonnade.table import Part, Table
+
+RUN = 65536  # rows at a time
+
+
+@torch.no_grad()
+def load_rows(
+    collection: EmbeddingCollection,
+    table: str,
+    weights: Tensor | nn.Embedding | nn.EmbeddingBag,
+    ids: Tensor | None = None,
+) -> None:
+    """Collective, between steps: give rows of a table these weights, as if they had just been trained to them.
+
+    weights (N, D), an nn.Embedding or an nn.EmbeddingBag, the same on every rank, which keeps what it owns; ids (N,)
+    int64, each once, by default 0 .. N-1. The rows' optimizer state starts anew (FTRL's is what gives these weights)
+    and their clocks are 1. Parts of a table lie side by side in D. Raises ConfigError, DataError or IdRangeError
+    with nothing changed.
+    """
+    collection.ensure_open()
+    t, kind = _table(collection, table)
+    values = weights.weight if isinstance(weights, nn.Embedding | nn.EmbeddingBag) else weights
+    values = values.detach().cpu()
+    if ids is None:
+        ids = torch.arange(len(values))
+    _check(kind, values, ids)
+    owner = _native.owner_of(ids, kind.rows or 0, collection.mesh.num_ranks)
+    mine = torch.as_tensor(owner) == collection.mesh.rank
+    ids, values = ids[mine], values[mine]
+    for start in range(0, len(ids), RUN):
+        part = slice(start, start + RUN)
+        put_records(collection, t, ids[part], fresh_records(kind, values[part]))
+
+
+def to_embedding(
+    collection: EmbeddingCollection, table: str, ids: Tensor | None = None
+) -> nn.Embedding:
+    """Collective: a copy of rows as a plain nn.Embedding; its row i is that of ids[i].
+
+    By default all rows of a vocabulary table, those never trained included. An open table needs `ids`
+    (`trained_ids` lists those there are).
+    """
+    collection.ensure_open()
+    _, kind = _table(collection, table)
+    if ids is None:
+        if kind.rows is None:
+            raise ConfigError(
+                f"table {table!r} is open: say which ids become rows, e.g. trained_ids(collection, {table!r})"
+            )
+        ids = torch.arange(kind.rows)
+    out = torch.empty(len(ids), kind.width, dtype=getattr(torch, kind.dtype))
+    for start in range(0, len(ids), RUN):
+        out[start : start + RUN] = collection.rows(table, ids[start : start + RUN])
+    return nn.Embedding.from_pretrained(out, freeze=False)
+
+
+def trained_ids(collection: EmbeddingCollection, table: str) -> Tensor:
+    """Collective: (N,) int64 ascending, the ids of all ranks' rows that were ever trained or loaded."""
+    collection.ensure_open()
+    mine = [rows.ids for rows in collection.scan(table)]
+    data = torch.cat([*mine, torch.empty(0, dtype=torch.int64)]).numpy().tobytes()
+    said = collection.mesh.all_gather_bytes("control", data)
+    parts = [torch.from_numpy(np.frombuffer(part, np.int64).copy()) for part in said]
+    return torch.cat(parts).sort().values
+
+
+@torch.no_grad()
+def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path | str) -> None:
+    """Collective: take dense weights and rows from a folder that `export_run` wrote, a run of rows at a time.
+
+    Everything must be there and fit, which is checked first, else CheckpointError with nothing changed; to take what
+    agrees of another model, warm-start a run from its commits instead.
+    """
+    collection.ensure_open()
+    folder = Path(folder)
+    try:
+        said = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+        tables = {table["name"]: table for table in said["tables"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder} is no exported model: {error}; give a folder that `colonnade export` wrote"
+        ) from None
+    for kind in collection.tables:
+        got = tables.get(kind.name)
+        if got is None or got["dim"] != kind.width or (got["rows"] or 0) > (kind.rows or 2**63):
+            raise CheckpointError(
+                f"{folder} has {_words(got)} for table {kind.name!r}, wanted width {kind.width} and "
+                f"{'any' if kind.rows is None else kind.rows} rows"
+            )
+    try:
+        with safe_open(folder / "dense.safetensors", "pt") as file:
+            dense = {name: file.get_tensor(name) for name in file.keys()}
+        own = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+        got_shapes = {name: tuple(value.shape) for name, value in dense.items()}
+        wanted = {name: tuple(value.shape) for name, value in own.items()}
+        if got_shapes != wanted:
+            name = next(n for n in {**wanted, **got_shapes} if got_shapes.get(n) != wanted.get(n))
+            raise CheckpointError(
+                f"{folder}: got dense weights {name} {got_shapes.get(name)}, wanted {wanted.get(name)}"
+            )
+        for kind in collection.tables:
+            _check_file(folder, tables[kind.name], kind)
+        for name, value in own.items():
+            value.copy_(dense[name])
+        for kind in collection.tables:
+            with safe_open(folder / tables[kind.name]["file"], "pt") as file:
+                ids, weights = file.get_slice("ids"), file.get_slice("weights")
+                for start in range(0, tables[kind.name]["count"], RUN):
+                    part = slice(start, start + RUN)
+                    load_rows(collection, kind.name, weights[part], ids[part])
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: could not read it: {error}") from None
+
+
+def _check_file(folder: Path, said: dict, table: Table) -> None:
+    """Raises CheckpointError, SafetensorError where a file of rows is not what model.json says of it."""
+    with safe_open(folder / said["file"], "pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in ("ids", "weights")]
+    wanted = [[said["count"]], [said["count"], table.width]]
+    if shapes != wanted:
+        raise CheckpointError(f"{folder / said['file']}: got shapes {shapes}, wanted {wanted}")
+
+
+def fresh_records(table: Table, weights: Tensor) -> Tensor:
+    """(N, record_bytes) uint8 of rows with these weights (N, D), first optimizer state and clock 1."""
+    num_rows, width = weights.shape
+    compute = getattr(torch, table.compute_dtype)
+    exact = weights.to(compute)
+    state = torch.zeros(num_rows, table.state_floats, dtype=compute)
+    for part in table.parts:
+        value, count = part.optimizer.initial_state(part.dim)
+        state[:, part.state : part.state + count] = value
+        if part.optimizer.name == "ftrl":
+            _solve_ftrl(part, exact[:, part.column : part.column + part.dim], state)
+    stored, low = exact.to(getattr(torch, table.dtype)), torch.empty(num_rows, 0, dtype=torch.uint8)
+    if table.master:  # the bits are (high << 16) + low, low signed (native/kernels/rounding.h)
+        bits = exact.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+        high = ((bits + 0x8000) >> 16 & 0xFFFF).to(torch.int32).to(torch.uint16)
+        stored = high.view(torch.bfloat16)
+        low = (bits & 0xFFFF).to(torch.int32).to(torch.uint16).view(torch.uint8)
+    clocks = torch.ones(num_rows, 1, dtype=torch.int64)
+    parts = [stored, state, low.reshape(num_rows, 2 * width * table.master), clocks]
+    return torch.cat([_bytes(part) for part in parts], dim=1)
+
+
+def put_records(collection: EmbeddingCollection, t: int, ids: Tensor, records: Tensor) -> None:
+    """Rows of table t that this rank owns become these records; they are as new as just trained ones."""
+    num_tables = len(collection.tables)
+    run = max(1, min(RUN, collection.plan.tables[t].capacity_rows))
+    for start in range(0, len(ids), run):
+        part = ids[start : start + run].contiguous()
+        offsets = torch.tensor([0] * (t + 1) + [len(part)] * (num_tables - t))
+        slots = collection.store.acquire(part, offsets)
+        collection.store.native.unpack(t, slots, records[start : start + run].contiguous())
+        collection.store.release(slots, offsets, dirty=True)
+
+
+def _solve_ftrl(part: Part, weights: Tensor, state: Tensor) -> None:
+    """FTRL's weights follow from its state (n, z): the z that gives these weights."""
+    settings = part.optimizer.settings()
+    dim = part.dim
+    root = settings["initial_accumulator"] ** 0.5
+    scale = (root + settings["beta"]) / settings["lr"] + settings["l2"]
+    state[:, part.state + dim : part.state + 2 * dim] = (
+        -weights.sign() * settings["l1"] - weights * scale
+    )
+
+
+def _table(collection: EmbeddingCollection, name: str) -> tuple[int, Table]:
+    names = [table.name for table in collection.tables]
+    if name not in names:
+        raise ConfigError(f"unknown table {name!r}; choose from {', '.join(names)}")
+    return names.index(name), collection.tables[names.index(name)]
+
+
+def _check(table: Table, weights: Tensor, ids: Tensor) -> None:
+    if weights.dim() != 2 or weights.shape[1] != table.width or not weights.is_floating_point():
+        raise ConfigError(
+            f"table {table.name!r}: got weights {tuple(weights.shape)} {weights.dtype}, "
+            f"wanted (N, {table.width}) floats"
+        )
+    if ids.shape != (len(weights),) or ids.dtype != torch.int64:
+        raise ConfigError(
+            f"table {table.name!r}: got ids {tuple(ids.shape)} {ids.dtype}, wanted ({len(weights)},) int64"
+        )
+    finite = torch.isfinite(weights).all(dim=1)
+    if not finite.all():
+        row = int((~finite).to(torch.uint8).argmax())
+        raise DataError(f"table {table.name!r}: got NaN or inf in row {row} of the weights")
+    if not len(ids):
+        return
+    if table.rows is not None and not (ids.min() >= 0 and ids.max() < table.rows):
+        raise IdRangeError(
+            f"table {table.name!r}: got ids {int(ids.min())} .. {int(ids.max())}, wanted 0 .. {table.rows - 1}"
+        )
+    ordered = ids.sort().values
+    if (ordered[1:] == ordered[:-1]).any():
+        twice = int(ordered[:-1][ordered[1:] == ordered[:-1]][0])
+        raise DataError(f"table {table.name!r}: got id {twice} more than once, wanted each once")
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """(N, bytes of a row) uint8."""
+    if not values.numel():
+        return torch.empty(len(values), 0, dtype=torch.uint8)
+    return values.contiguous().view(torch.uint8).reshape(len(values), -1)
+
+
+def _words(table: dict | None) -> str:
+    if table is None:
+        return "nothing"
+    rows = "any" if table["rows"] is None else table["rows"]
+    return f"width {table['dim']} and {rows} rows"

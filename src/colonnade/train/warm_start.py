@@ -1,0 +1,187 @@
+"""A new run that starts from another one's weights, where names and widths agree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade import _native
+from colonnade.errors import CheckpointError, ConfigError
+from colonnade.table import Table
+from colonnade.train.commits import (
+    dense_weights,
+    identity_of,
+    load_dense,
+    load_state,
+    open_recorded_stores,
+    parameter_names,
+    read_header,
+    resolve,
+)
+from colonnade.train.transfer import fresh_records, put_records
+
+if TYPE_CHECKING:
+    from colonnade.train.trainer import Trainer
+
+
+@dataclass(slots=True)
+class Taken:
+    """What a warm start takes over, by name of tables and dense parameters."""
+
+    folder: Path
+    step: int
+    tables: list[str]
+    dense: list[str]
+    new: list[str]
+    dropped: list[str]
+    without_state: list[str] = field(default_factory=list)  # weights only: another optimizer
+    num_rows: int = 0  # taken over on this rank
+
+    def __str__(self) -> str:
+        lines = [
+            f"warm start from {self.folder}@{self.step}: {len(self.dense)} dense parameters and the rows of "
+            f"{len(self.tables)} tables ({self.num_rows:,} here)"
+        ]
+        for words, names in (
+            ("new", self.new),
+            ("not taken over", self.dropped),
+            ("weights without optimizer state", self.without_state),
+        ):
+            if names:
+                lines.append(f"  {words}: {', '.join(names)}")
+        return "\n".join(lines)
+
+
+def plan_warm_start(
+    model: nn.Module, tables: Sequence[Table], source: str, skip: Collection[str] = ()
+) -> Taken:
+    """What a model would take over from `source`: FOLDER, FOLDER@best, FOLDER@last or FOLDER@<step>.
+
+    Tables and dense parameters of both models are taken over, those only here start at their first values, those
+    only there are left. Changes nothing. Raises CheckpointError where one has another width or shape and is not in
+    `skip`; ConfigError for an unknown name there.
+    """
+    folder, step = parse_source(source)
+    own_tables = {table.name: table for table in tables}
+    theirs, own = read_header(folder, step)["model"]["tables"], dense_weights(model)
+    dense = _dense_state(folder, step)["model"]
+    if unknown := sorted(set(skip) - {*theirs, *dense, *own_tables, *own}):
+        raise ConfigError(
+            f"train.warm_start_skip: {unknown[0]!r} is no table or dense parameter of either model"
+        )
+    shared = [n for n in own_tables if n in theirs and n not in skip]
+    alike = [n for n in own if n in dense and n not in skip]
+    _refuse_other_shapes(folder, own_tables, theirs, shared, own, dense, alike)
+    used = {*shared, *alike}
+    return Taken(
+        folder,
+        step,
+        shared,
+        alike,
+        new=[n for n in (*own_tables, *own) if n not in used],
+        dropped=[n for n in (*theirs, *dense) if n not in used],
+    )
+
+
+def warm_start(trainer: Trainer, taken: Taken) -> None:
+    """Collective, before the first step: take over what was planned. Optimizer state comes along where the optimizer
+    is the same; `taken` then says what came without."""
+    dense = _dense_state(taken.folder, taken.step)
+    weights = {name: dense["model"][name] for name in taken.dense}
+    load_dense(trainer.model, {**dense_weights(trainer.model), **weights})
+    _take_dense_state(trainer, dense, taken)
+    header = read_header(taken.folder, taken.step)
+    for table in trainer.collection.tables:
+        if table.name in taken.tables:
+            taken.num_rows += _take_rows(trainer, header, table, taken)
+
+
+def _dense_state(folder: Path, step: int) -> dict[str, Any]:
+    return load_state(folder / "commits" / f"{step:012d}" / "dense")
+
+
+def parse_source(source: str) -> tuple[Path, int]:
+    """(folder, committed step) of "FOLDER" or "FOLDER@best|last|<step>"."""
+    folder, at, name = source.rpartition("@")
+    if at and (name in ("best", "last") or name.isdigit()):
+        return Path(folder), resolve(Path(folder), name)
+    return Path(source), resolve(Path(source), None)
+
+
+def _refuse_other_shapes(
+    folder: Path,
+    tables: Mapping[str, Table],
+    theirs: Mapping[str, Any],
+    shared: list[str],
+    own: Mapping[str, Tensor],
+    dense: Mapping[str, Tensor],
+    alike: list[str],
+) -> None:
+    problems = []
+    for name in shared:
+        dim = tables[name].dim
+        wanted = dict(dim) if isinstance(dim, Mapping) else dim
+        if theirs[name]["dim"] != wanted:
+            problems.append((name, f"width {theirs[name]['dim']}", f"{wanted}"))
+    for name in alike:
+        got, shape = tuple(dense[name].shape), tuple(own[name].shape)
+        if got != shape:
+            problems.append((name, f"shape {got}", f"{shape}"))
+    if problems:
+        said = "; ".join(f"{name} has {got} there, {here} here" for name, got, here in problems)
+        raise CheckpointError(
+            f"{folder} does not fit: {said}. To start these anew: "
+            f"train.warm_start_skip={[name for name, _, _ in problems]}"
+        )
+
+
+def _take_dense_state(trainer: Trainer, dense: Mapping[str, Any], taken: Taken) -> None:
+    """Optimizer state by parameter name, if the optimizer is of the same class."""
+    optimizer = trainer.dense_optimizer
+    if dense.get("dense_optimizer_name") != type(optimizer).__qualname__:
+        taken.without_state.append("dense parameters")
+        return
+    theirs = {name: i for i, name in enumerate(dense["dense_parameters"])}
+    state = optimizer.state_dict()
+    for i, name in enumerate(parameter_names(trainer.model, optimizer)):
+        there = dense["dense_optimizer"]["state"].get(theirs.get(name, -1))
+        if name in taken.dense and there is not None:
+            state["state"][i] = there
+    optimizer.load_state_dict(state)
+
+
+def _take_rows(trainer: Trainer, header: dict[str, Any], table: Table, taken: Taken) -> int:
+    """Copy the rows this rank owns; returns how many."""
+    collection, mesh = trainer.collection, trainer.mesh
+    t = [each.name for each in collection.tables].index(table.name)
+    theirs = header["model"]["tables"]
+    dtype, num_taken = getattr(torch, theirs[table.name]["dtype"].split()[0]), 0
+    stores = open_recorded_stores(taken.folder, header, list(theirs).index(table.name))
+    whole = all(
+        store.identity == identity_of(table) and store.record_bytes == table.record_bytes
+        for store in stores
+    )
+    if not whole:
+        taken.without_state.append(table.name)
+    row_bytes = table.width * dtype.itemsize
+    for store in stores:
+        for rows in store.scan():
+            here = torch.ones(len(rows.ids), dtype=torch.bool)
+            if table.rows is not None:
+                here = (rows.ids >= 0) & (rows.ids < table.rows)
+            ids, records = rows.ids[here], rows.records[here]
+            owner = _native.owner_of(ids, table.rows or 0, mesh.num_ranks)
+            mine = torch.as_tensor(owner) == mesh.rank
+            ids, records = ids[mine], records[mine]
+            if not whole:
+                weights = records[:, :row_bytes].contiguous().view(dtype)
+                records = fresh_records(table, weights.reshape(len(ids), table.width))
+            put_records(collection, t, ids, records)
+            num_taken += len(ids)
+        store.close()
+    return num_taken

@@ -1,0 +1,159 @@
+"""fit: a model and data of one's own, through the same trainer as the command line."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+from own_model import Net, assert_same, rows_of, source, splits
+from ranks import run_ranks
+from small_run import CONFIG
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import colonnade
+from colonnade import Mesh, RowOptimizer
+from colonnade.config import build_config
+from colonnade.data import Splits, open_source
+from colonnade.errors import CheckpointError, ConfigError, DataError, WorldError
+from colonnade.models.build import build_model
+from colonnade.train.commits import committed_steps
+from colonnade.train.run import open_run
+
+
+def test_a_model_of_ones_own_learns():
+    model = Net()
+    found = colonnade.fit(model, splits(3000), epochs=6, batch_size=100, quiet=True)
+    assert found.metrics["test_auc"] > 0.75
+    assert found.outcome.steps == 180 and found.outcome.best_step is not None
+    assert found.run is None
+
+
+def test_fit_is_a_plain_loop_written_down():
+    model, other = Net(), Net()
+    colonnade.fit(model, source(500), batch_size=50, quiet=True)
+    rows = RowOptimizer(other.collection)
+    dense = torch.optim.Adam(other.parameters(), lr=1e-3)
+    for batch in other.collection.lookahead(source(500).batches(50)):
+        dense.zero_grad()
+        loss = binary_cross_entropy_with_logits(other(batch), batch.label)
+        loss.backward()
+        rows.step()
+        dense.step()
+    assert_same(model, other, rtol=1e-5, atol=1e-6)
+
+
+def test_fit_trains_what_open_run_trains():
+    """One path: the command line's model and data handed to fit give the command line's bits."""
+    config = build_config(CONFIG)
+    data = open_source("synthetic", **CONFIG["data"]["options"])
+    model = build_model(data.train.schema, config)
+    colonnade.fit(
+        model, data, batch_size=100, epochs=2, threads=1, dense_lr=config.dense.lr, quiet=True
+    )
+    run = open_run(config, Mesh(), None)
+    run.train()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, run.trainer.model.state_dict()[name]), name
+    for table in model.embeddings.tables:
+        ids = torch.arange(table.rows)
+        one, other = (m.embeddings.rows(table.name, ids) for m in (model, run.trainer.model))
+        assert torch.equal(one, other)
+
+
+def test_a_run_goes_on_to_the_same_bits_and_its_commits_can_be_read(tmp_path):
+    settings = {"batch_size": 50, "quiet": True, "run": tmp_path / "run"}
+    colonnade.fit(Net(), splits(), epochs=1, **settings)
+    model = Net()
+    found = colonnade.fit(model, splits(), epochs=3, **settings)
+    assert found.resumed_at == 12 and found.outcome.steps == 24
+    straight = Net()
+    whole = colonnade.fit(straight, splits(), epochs=3, **settings | {"run": tmp_path / "straight"})
+    assert_same(model, straight)
+    assert found.metrics == whole.metrics
+    read = Net(seed=5)
+    assert colonnade.load_run(read, tmp_path / "run", at="last") == 36
+    assert_same(read, model)
+    best = Net()
+    assert colonnade.load_run(best, tmp_path / "run", at="best") == found.outcome.best_step
+
+
+def on_two_ranks(mesh, folder):
+    model = Net("float64", seed=mesh.rank)  # rank 0's dense weights count
+    model.collection.seed = 0
+    found = colonnade.fit(
+        model, splits(), run=folder, epochs=2, batch_size=50, quiet=True,  # finds its world, as under torchrun
+        mirror=f"file://{folder}-mirror",
+        dense_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )  # fmt: skip
+    return found.metrics, rows_of(model), model.bias.state_dict()
+
+
+def test_two_ranks_train_what_one_trains(tmp_path):
+    wanted = on_two_ranks(Mesh(), tmp_path / "one")
+    for metrics, rows, dense in run_ranks(2, on_two_ranks, tmp_path / "two"):
+        assert metrics == pytest.approx(wanted[0], rel=1e-9)
+        for name, value in rows.items():
+            torch.testing.assert_close(value, wanted[1][name], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(dense["weight"], wanted[2]["weight"], rtol=1e-9, atol=1e-12)
+    read = Net("float64", seed=5)  # and one process reads what two have committed
+    assert colonnade.load_run(read, tmp_path / "two") == 24
+    torch.testing.assert_close(rows_of(read), rows)
+    colonnade.fetch_run(f"file://{tmp_path}/two-mirror", tmp_path / "fetched")
+    fetched = Net("float64", seed=6)
+    assert colonnade.load_run(fetched, tmp_path / "fetched") == 24
+    assert_same(read, fetched)
+
+
+def of_another_width(mesh):
+    with pytest.raises(WorldError, match=r"rank 1 built another model than rank 0: .*more"):
+        colonnade.fit(Net(extra=("more",) * mesh.rank), source(50), mesh=mesh, quiet=True)
+
+
+def test_ranks_with_other_models_are_refused():
+    run_ranks(2, of_another_width)
+
+
+def test_ctrl_c_commits_and_the_same_call_goes_on(tmp_path):
+    def interrupted(output, batch):
+        signal.raise_signal(signal.SIGINT)
+        return output[:, 0] ** 2
+
+    settings = {"run": tmp_path, "batch_size": 50, "quiet": True}
+    before = signal.getsignal(signal.SIGINT)
+    found = colonnade.fit(Net(), source(200), loss=interrupted, **settings)
+    assert found.outcome.stopped and found.outcome.steps == 1
+    assert signal.getsignal(signal.SIGINT) is before
+    again = colonnade.fit(Net(), source(200), **settings)
+    assert again.resumed_at == 1 and again.outcome.steps == 3
+
+
+def test_a_loss_of_ones_own():
+    def squares(output, batch):
+        return (output[:, 0] - batch.label[:, 0]).square()
+
+    model = Net()
+    before = colonnade.fit(model, splits(), loss=squares, epochs=1, batch_size=50, quiet=True)
+    after = colonnade.fit(model, splits(), loss=squares, epochs=5, batch_size=50, quiet=True)
+    assert after.metrics["validation_loss"] < before.metrics["validation_loss"]
+    assert after.outcome.best_step is not None
+    with pytest.raises(DataError, match="wanted one number per sample"):
+        colonnade.fit(Net(), source(50), loss=lambda o, b: o.sum(), batch_size=50, quiet=True)
+
+
+def test_what_cannot_work_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="did you mean epochs"):
+        colonnade.fit(Net(), source(50), epoch=3)
+    with pytest.raises(ConfigError, match="said by the model's tables"):
+        colonnade.fit(Net(), source(50), rows_lr=0.1)
+    with pytest.raises(ConfigError, match="0 EmbeddingCollections"):
+        colonnade.fit(torch.nn.Linear(2, 1), source(50), quiet=True)
+    with pytest.raises(ConfigError, match="no"):
+        colonnade.fit(Net(), Splits(train=source(50)), patience=2, quiet=True)
+    folder = tmp_path / "run"
+    colonnade.fit(Net(), source(50), run=folder, batch_size=50, quiet=True)
+    assert committed_steps(folder) == [1]
+    with pytest.raises(ConfigError, match=r"colonnade\.load_run"):
+        open_run(build_config({"data": {"name": "own"}}), Mesh(), folder)
+    with pytest.raises(CheckpointError, match="another model"):
+        colonnade.load_run(Net(extra=("more",)), folder)
