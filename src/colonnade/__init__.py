@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from colonnade.batch import Batch, Ids
     from colonnade.embedding import EmbeddingCollection
     from colonnade.errors import ColonnadeError
-    from colonnade.interaction import FM, Concat, Interaction
+    from colonnade.interaction import FM, BiInteraction, Concat, Interaction, Sum
     from colonnade.optimizers import (
         FTRL,
         LAMB,
@@ -38,7 +38,7 @@ _HOMES = {
     "batch": ("Batch", "Ids"),
     "embedding": ("EmbeddingCollection",),
     "errors": ("ColonnadeError",),
-    "interaction": ("FM", "Concat", "Interaction"),
+    "interaction": ("FM", "BiInteraction", "Concat", "Interaction", "Sum"),
     "optimizers": (
         "FTRL", "LAMB", "SGD", "Adagrad", "Adam", "AdamW", "RowWiseAdagrad", "RowWiseAdam", "SparseOptimizer",
     ),
@@ -66,6 +66,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Batch",
+    "BiInteraction",
     "ColonnadeError",
     "Concat",
     "EmbeddingCollection",
@@ -80,6 +81,7 @@ __all__ = [
     "RowWiseAdagrad",
     "RowWiseAdam",
     "SparseOptimizer",
+    "Sum",
     "Table",
     "Uniform",
     "World",

@@ -48,7 +48,7 @@ class Section(BaseModel):
 
 class DataConfig(Section):
     name: str = "synthetic"
-    """The source: parquet, csv, criteo, movielens or synthetic."""
+    """The source: parquet, csv, criteo, movielens, movielens_retrieval, gowalla or synthetic."""
     path: str | None = None
     """File or folder; default: the source's folder in $COLONNADE_DATA."""
     options: dict[str, Any] = {}
@@ -56,16 +56,46 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    name: Literal["dlrm", "deepfm"] = "dlrm"
+    """A setting that the chosen model does not have must be left out (none); its default is the model's own."""
+
+    name: Literal[
+        "lr", "fm", "nfm", "wide_deep", "deepfm", "dlrm", "dcn", "dcnv2", "two_tower", "sasrec"
+    ] = "dlrm"
     """The network."""
-    dim: int = Field(16, ge=1)
-    """Width of every embedding row, in elements."""
-    bottom: list[Width] = [64, 32]
+    dim: int | None = Field(None, ge=1)
+    """Width of every embedding row, in elements; default 16. Not of lr, whose rows hold one weight per label."""
+    bottom: list[Width] | None = None
     """Hidden widths of the dense columns' MLP (dlrm)."""
-    top: list[Width] = [128, 64]
-    """Hidden widths of the last MLP."""
-    keep_fields: bool = False
+    top: list[Width] | None = None
+    """Hidden widths of the last MLP; of each tower's (two_tower)."""
+    keep_fields: bool | None = None
     """Whether the last MLP also sees the field vectors beside their dots (dlrm)."""
+    cross_layers: int | None = Field(None, ge=1)
+    """Cross layers (dcn, dcnv2)."""
+    cross_rank: int | None = Field(None, ge=1)
+    """Rank of each cross layer's matrix (dcnv2); default: whole."""
+    cross_experts: int | None = Field(None, ge=1)
+    """Matrices of that rank that each cross layer mixes (dcnv2)."""
+    structure: Literal["parallel", "stacked"] | None = None
+    """Whether the MLP stands beside the cross layers or after them (dcnv2)."""
+    item_columns: list[str] | None = None
+    """Columns that say which item it is, its id first (two_tower); default: item."""
+    query_columns: list[str] | None = None
+    """Columns of who asks (two_tower); default: all that are not the item's."""
+    temperature: float | None = Field(None, gt=0)
+    """Scores are divided by it before the softmax (two_tower, sasrec)."""
+    blocks: int | None = Field(None, ge=1)
+    """Attention blocks (sasrec)."""
+    heads: int | None = Field(None, ge=1)
+    """Attention heads of a block (sasrec); they share `dim`."""
+    max_length: int | None = Field(None, ge=1)
+    """Newest items of a sequence that are looked at (sasrec)."""
+    positions: bool | None = None
+    """Whether places in the sequence have vectors of their own (sasrec); without, its order hardly matters."""
+    dropout: float | None = Field(None, ge=0, lt=1)
+    """Share of activations set to zero in training (sasrec). Above 0, worlds of several sizes agree only on average."""
+    compile: bool = False
+    """torch.compile the dense network: slower to start, then faster."""
 
 
 class ScheduleConfig(Section):
@@ -91,15 +121,19 @@ class ScheduleConfig(Section):
         return self
 
 
-class RowsConfig(Section):
-    optimizer: Literal[
-        "sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "adamw", "ftrl", "lamb"
-    ] = "rowwise_adagrad"
-    """The rows' optimizer."""
-    lr: float = Field(0.02, ge=0)
-    """Learning rate of rows."""
+RowOptimizerName = Literal[
+    "sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "adamw", "ftrl", "lamb"
+]
+OPTIMIZER_SETTINGS = (
+    "eps", "initial_accumulator", "weight_decay", "momentum", "betas", "l1", "l2", "beta", "nesterov",
+)  # fmt: skip
+
+
+class RowOptimizerConfig(Section):
+    """Settings of an optimizer of rows; None: the optimizer's own default."""
+
     eps: float | None = Field(None, gt=0)
-    """Added to the root of the accumulator. This and the next eight: default is the optimizer's own."""
+    """Added to the root of the accumulator."""
     initial_accumulator: float | None = Field(None, ge=0)
     """First value of the accumulator (adagrad, rowwise_adagrad, ftrl)."""
     weight_decay: float | None = Field(None, ge=0)
@@ -116,6 +150,24 @@ class RowsConfig(Section):
     """Of ftrl."""
     nesterov: bool | None = None
     """Of sgd with momentum."""
+
+
+class WideConfig(RowOptimizerConfig):
+    """First-order weights (fm, nfm, wide_deep, deepfm). Without an optimizer of their own, they train as the rows."""
+
+    optimizer: RowOptimizerName | None = None
+    """Their optimizer, e.g. ftrl; default: the rows', with its settings."""
+    lr: float | None = Field(None, ge=0)
+    """Learning rate; default: the rows'."""
+    init_scale: float = Field(0.0, ge=0)
+    """New weights are uniform in +-init_scale."""
+
+
+class RowsConfig(RowOptimizerConfig):
+    optimizer: RowOptimizerName = "rowwise_adagrad"
+    """The rows' optimizer."""
+    lr: float = Field(0.02, ge=0)
+    """Learning rate of rows."""
     init_scale: float | None = Field(None, ge=0)
     """New rows are uniform in +-init_scale; default 1/sqrt(dim)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -130,11 +182,8 @@ class RowsConfig(Section):
     """All rows' summed gradients together are scaled down to this 2-norm, over all tables and ranks."""
     clip_value: float | None = Field(None, gt=0)
     """Every element of a row's summed gradient is first clamped to +-this."""
-
-
-OPTIMIZER_SETTINGS = (
-    "eps", "initial_accumulator", "weight_decay", "momentum", "betas", "l1", "l2", "beta", "nesterov",
-)  # fmt: skip
+    wide: WideConfig = WideConfig()
+    """First-order weights, where the model has them."""
 
 
 class DenseConfig(Section):
@@ -192,6 +241,8 @@ class TrainConfig(Section):
     """Of rows, dense weights and the readers' order."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """What NaN or inf in a loss or gradient does: end the run, or skip that step on every rank."""
+    autocast: Literal["none", "bfloat16"] = "none"
+    """Of the dense network's products; rows, and what is pooled of them, keep their dtype."""
     threads: int = Field(0, ge=0)
     """Threads per rank, torch's and Colonnade's; 0: the machine's processors shared among its ranks."""
 

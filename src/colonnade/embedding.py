@@ -43,10 +43,14 @@ class EmbeddingCollection(nn.Module):
     without a consumer, pooled (B, dim) or, for a sequence, (lookups, dim). Rows are no parameters:
     `parameters()` are the dense ones, and rows change in `RowOptimizer(collection).step()`.
 
+    On the device the module was moved to; ids, rows and their gradients stay on the CPU.
+
     Works in anyone's loop. `collection.lookahead(batches)` prepares coming batches in the background.
     Until `open` is called, everything is on this process, in memory. Opening tells malloc to keep freed memory
     for the next step (`ops.memory`).
     """
+
+    place: Tensor
 
     def __init__(
         self,
@@ -66,6 +70,8 @@ class EmbeddingCollection(nn.Module):
         # A placeholder that makes torch call our backward; no parameter, so that an optimizer over
         # model.parameters() is an optimizer over the dense network.
         self.handle = torch.empty(0, dtype=self.declaration.output_dtype, requires_grad=True)
+        # Says where outputs go: `to` moves it with the module, while rows and their gradients stay in DRAM.
+        self.register_buffer("place", torch.empty(0), persistent=False)
         self.live: list[Ticket] = []  # forward done, not yet stepped
         self.pushed: Pushed | None = None  # gradients of `live` that have reached their owners
         self.step = 0  # updates applied
@@ -174,7 +180,7 @@ class EmbeddingCollection(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self._served is not None:
-            return self.exchange.read(batch, self._served)
+            return self.exchange.read(batch, self._served, self.place.device)
         self.ensure_open()
         ticket, batch.ticket = batch.ticket, None
         if not (self.training and torch.is_grad_enabled()):
@@ -191,7 +197,7 @@ class EmbeddingCollection(nn.Module):
             ticket = self.prepare(batch, purpose="control")
             self.fetch(ticket)
         self.live.append(ticket)
-        return self.exchange.values(ticket, self.handle)
+        return self.exchange.values(ticket, self.handle, self.place.device)
 
     def lookahead(self, batches: Iterable[Batch]) -> Lookahead:
         """The same batches in the same order, each ready to use: its ids have travelled, its rows are resident.
@@ -394,7 +400,7 @@ class EmbeddingCollection(nn.Module):
         ]
         numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in found]
         self.exchange.fetch(ticket, RowSource(views, torch.cat(numbers), True, found))
-        return self.exchange.values(ticket, self.handle)
+        return self.exchange.values(ticket, self.handle, self.place.device)
 
     @property
     def is_open(self) -> bool:

@@ -77,7 +77,7 @@ class FM(Interaction):
         if weights is not None:
             values = values * weights[:, None]
         stats = torch.cat([values, values.square().sum(1, keepdim=True)], dim=1)  # (E, D + 1)
-        return stats.new_zeros(num_samples, stats.shape[1]).index_add(0, segments, stats)
+        return _summed(stats, segments, num_samples)
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         sums, squares = stats[:, :-1], stats[:, -1:]
@@ -85,6 +85,66 @@ class FM(Interaction):
 
     def forward(self, fields: Tensor) -> Tensor:
         return ops.fm([fields], dim=fields.shape[2])
+
+
+class Sum(Interaction):
+    """The sum of a sample's vectors, (B, D): first-order weights of a linear model (D: one per task)."""
+
+    def width(self, dim: int) -> int:
+        return dim
+
+    def needs(self) -> Literal["rows", "fields"]:
+        return "rows"
+
+    def partial(
+        self,
+        values: Tensor,
+        segments: Tensor,
+        num_samples: int,
+        weights: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        if weights is not None:
+            values = values * weights[:, None]
+        return _summed(values, segments, num_samples)
+
+    def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
+        return stats
+
+    def forward(self, fields: Tensor) -> Tensor:
+        return fields.sum(1)
+
+
+class BiInteraction(Interaction):
+    """Bilinear pooling (He and Chua 2017): the sum over pairs of fields of v_i * v_j, elementwise, (B, D).
+
+    Statistics: S = sum v_i and Q = sum v_i^2 (D floats each); the value is (S^2 - Q) / 2. Its elements add up to FM's.
+    """
+
+    def width(self, dim: int) -> int:
+        return 2 * dim
+
+    def needs(self) -> Literal["rows", "fields"]:
+        return "fields"
+
+    def partial(
+        self,
+        values: Tensor,
+        segments: Tensor,
+        num_samples: int,
+        weights: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        if weights is not None:
+            values = values * weights[:, None]
+        return _summed(torch.cat([values, values.square()], dim=1), segments, num_samples)
+
+    def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
+        sums, squares = stats.chunk(2, dim=1)
+        return (sums.square() - squares) / 2
+
+    def forward(self, fields: Tensor) -> Tensor:
+        return (fields.sum(1).square() - fields.square().sum(1)) / 2
 
 
 class Concat(Interaction):
@@ -111,3 +171,8 @@ class Concat(Interaction):
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats
+
+
+def _summed(values: Tensor, segments: Tensor, num_samples: int) -> Tensor:
+    """(E, P) -> (B, P): values added up by sample."""
+    return values.new_zeros(num_samples, values.shape[1]).index_add(0, segments, values)

@@ -1,68 +1,286 @@
-"""The models against plain PyTorch twins with the same weights."""
+"""The models against plain PyTorch twins with the same weights: logits, gradients of the dense network, new rows."""
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import pytest
 import torch
+from plain_models import (
+    MatrixLayer,
+    MixtureLayer,
+    PlainDCN,
+    PlainDeepFM,
+    PlainDLRM,
+    PlainFM,
+    PlainLR,
+    PlainNFM,
+    PlainWideDeep,
+    VectorLayer,
+)
 from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
-from colonnade import Batch, Feature, Ids, RowOptimizer, Table
+from colonnade import SGD, Batch, Feature, Ids, RowOptimizer, Table, Uniform
+from colonnade.errors import ConfigError
+from colonnade.models.dcn import DCN, DCNv2
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.dlrm import DLRM
+from colonnade.models.linear import FM, LR
 from colonnade.models.mlp import mlp
+from colonnade.models.nfm import NFM
+from colonnade.models.wide_deep import WideDeep
 from colonnade.ops.linear import linear
 
-NAMES = ["a", "b", "c"]
-TABLES = [Table(name, 4, rows=20) for name in NAMES]
-FEATURES = [Feature(name, name) for name in NAMES]
+ROWS, DIM, LR_ROWS = 20, 4, 0.5
+# "c" is a bag; "d" reads the rows of "a".
+FEATURES = [
+    Feature("a", "a"),
+    Feature("b", "b"),
+    Feature("c", "c", pooling="mean"),
+    Feature("d", "a"),
+]
 
 
-def batch(size=6, num_dense=3):
-    random = torch.Generator().manual_seed(size)
-    ids = {name: Ids(torch.randint(0, 20, (size,), generator=random)) for name in NAMES}
-    dense = torch.rand(size, num_dense, generator=random)
-    return Batch(size, dense, ids, label=torch.ones(size, 1))
+def tables(kind: str, tasks: int, dtype: str = "float64") -> list[Table]:
+    dims = {"vector": DIM, "weights": tasks, "both": {"deep": DIM, "wide": tasks}}
+    return [
+        Table(
+            name, dims[kind], rows=ROWS, optimizer=SGD(lr=LR_ROWS), initializer=Uniform(scale=0.7), dtype=dtype
+        )
+        for name in "abc"
+    ]  # fmt: skip
 
 
-def vectors_of(model, given):
-    return [model.embeddings.rows(name, given.ids[name].values) for name in NAMES]
+def batch(size=9, num_dense=3, tasks=1, dtype=torch.float64) -> Batch:
+    random = torch.Generator().manual_seed(size + num_dense)
+    ids = {f.name: Ids(torch.randint(0, ROWS, (size,), generator=random)) for f in FEATURES}
+    lengths = torch.randint(0, 4, (size,), generator=random)  # some bags are empty
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ids["c"] = Ids(torch.randint(0, ROWS, (int(offsets[-1]),), generator=random), offsets)
+    dense = torch.randn(size, num_dense, generator=random, dtype=dtype)
+    label = torch.randint(0, 2, (size, tasks), generator=random).to(dtype)
+    return Batch(size, dense, ids, label=label)
 
 
-@pytest.mark.parametrize("keep_fields", [False, True])
-@pytest.mark.parametrize("num_dense", [0, 3])
-def test_dlrm(num_dense, keep_fields):
-    model = DLRM(TABLES, FEATURES, num_dense=num_dense, keep_fields=keep_fields, top=[5])
-    given = batch(num_dense=num_dense)
-    fields = vectors_of(model, given)
-    vectors = ([model.bottom(given.dense)] if num_dense else []) + fields
-    dots = [(vectors[i] * vectors[j]).sum(1, True) for i in range(len(vectors)) for j in range(i)]
-    kept = (fields if keep_fields else []) + ([vectors[0]] if num_dense else [])
-    torch.testing.assert_close(model(given), model.top(torch.cat([*kept, *dots], 1)))
+def dcn_twin(layer, structure="parallel"):
+    return lambda *given: PlainDCN(*given, layer, [5], structure)
 
 
-def test_deepfm():
-    model = DeepFM(TABLES, FEATURES, num_dense=3, top=[5])
-    given = batch()
-    fields = vectors_of(model, given)
-    pairs = sum((fields[i] * fields[j]).sum(1, True) for i in range(3) for j in range(i))
-    deep = model.deep(torch.cat([given.dense, *fields], 1))
-    torch.testing.assert_close(model(given), pairs + deep + model.linear(given.dense))
+CASES = {
+    "lr": (LR, "weights", {}, PlainLR),
+    "fm": (FM, "both", {}, PlainFM),
+    "nfm": (NFM, "both", {"top": [5]}, lambda *given: PlainNFM(*given, [5])),
+    "wide_deep": (WideDeep, "both", {"top": [6, 5]}, lambda *given: PlainWideDeep(*given, [6, 5])),
+    "deepfm": (DeepFM, "both", {"top": [5]}, lambda *given: PlainDeepFM(*given, [5])),
+    "dlrm": (
+        DLRM, "vector", {"bottom": [6], "top": [5]}, lambda *given: PlainDLRM(*given, [6], [5], False)
+    ),
+    "dlrm, fields kept": (
+        DLRM,
+        "vector",
+        {"bottom": [6], "top": [5], "keep_fields": True},
+        lambda *given: PlainDLRM(*given, [6], [5], True),
+    ),
+    "dcn": (DCN, "vector", {"cross_layers": 2, "top": [5]}, dcn_twin(VectorLayer)),
+    "dcnv2": (
+        DCNv2, "vector", {"cross_layers": 2, "top": [5]}, dcn_twin(lambda width: MatrixLayer(width, None))
+    ),
+    "dcnv2, stacked, low rank": (
+        DCNv2,
+        "vector",
+        {"cross_layers": 2, "top": [5], "cross_rank": 3, "structure": "stacked"},
+        dcn_twin(lambda width: MatrixLayer(width, 3), "stacked"),
+    ),
+    "dcnv2, experts": (
+        DCNv2,
+        "vector",
+        {"cross_layers": 2, "top": [5], "cross_rank": 3, "cross_experts": 2},
+        dcn_twin(lambda width: MixtureLayer(width, 3, 2)),
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("build", [DLRM, DeepFM])
-def test_one_batch_can_be_learned(build):
+def build(case: str, num_dense: int = 3, tasks: int = 1, dtype: str = "float64"):
+    model, kind, settings, _ = CASES[case]
     torch.manual_seed(0)
-    model = build(TABLES, FEATURES, num_dense=3)
+    given = {"num_dense": num_dense, "tasks": tasks, **settings}
+    return model(tables(kind, tasks, dtype), FEATURES, **given).to(getattr(torch, dtype))
+
+
+def twin_of(case: str, model, num_dense: int, tasks: int):
+    """The plain model with the same dense weights and the same rows."""
+    _, kind, _, make = CASES[case]
+    plain = make(tables(kind, tasks), FEATURES, num_dense, tasks).double()
+    dense = {name: value for name, value in model.state_dict().items()}
+    left = plain.load_state_dict(dense, strict=False)
+    assert not left.unexpected_keys and all(key.startswith("bags.") for key in left.missing_keys)
+    with torch.no_grad():
+        for name, bag in plain.bags.items():
+            bag.weight.copy_(model.embeddings.rows(name, torch.arange(ROWS)))
+    return plain
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+@pytest.mark.parametrize("num_dense", [0, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_model_is_its_twin(case, num_dense, tasks):
+    model = build(case, num_dense, tasks)
+    with torch.no_grad():  # linear terms start at zero, which would hide them
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    plain, given = twin_of(case, model, num_dense, tasks), batch(num_dense=num_dense, tasks=tasks)
+    logits, wanted = model(given), plain(given)
+    assert logits.shape == (given.size, tasks)
+    torch.testing.assert_close(logits, wanted)
+
+    bce(logits, given.label).backward()
+    bce(wanted, given.label).backward()
+    twins = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, twins[name].grad, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    RowOptimizer(model.embeddings).step()
+    for name, bag in plain.bags.items():
+        stepped = bag.weight.detach() - LR_ROWS * bag.weight.grad
+        torch.testing.assert_close(model.embeddings.rows(name, torch.arange(ROWS)), stepped)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_batch_can_be_learned(case):
+    model = build(case, dtype="float32")
     rows, dense = RowOptimizer(model.embeddings), torch.optim.Adam(model.parameters(), lr=1e-2)
-    given = batch()
-    given.label = (torch.arange(6) % 2).float()[:, None]
-    for _ in range(150):
+    given = batch(dtype=torch.float32)
+    for _ in range(200):
         dense.zero_grad()
-        loss = nn.functional.binary_cross_entropy_with_logits(model(given), given.label)
+        loss = bce(model(given), given.label)
         loss.backward()
         rows.step()
         dense.step()
-    assert loss.item() < 0.05
+        if loss.item() < 0.1:
+            return
+    raise AssertionError(f"loss is still {loss.item()}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_batch_of_none(case):
+    logits = build(case)(batch(size=0))
+    assert logits.shape == (0, 1)
+    logits.sum().backward()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_of_the_dense_network(case):
+    """Near the exact logits, in the rows' dtype, with gradients for everything."""
+    model = build(case, dtype="float32")
+    given = batch(dtype=torch.float32)
+    exact = model(given).detach()
+    model.autocast = torch.bfloat16
+    logits = model(given)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, exact, rtol=0.05, atol=0.1)
+    if case not in ("lr", "fm"):  # whose network has no product that a single dense column notices
+        assert not torch.equal(logits, exact), "nothing was computed in bfloat16"
+    bce(logits, given.label).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    (ticket,) = (t for t in model.embeddings.live if t.gradients)
+    assert all(gradient.dtype == torch.float32 for gradient in ticket.gradients[0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_dense_network_compiles_whole(case):
+    """Lookups stay outside; the network is one graph, whatever the batch's size; logits and gradients are the same."""
+    model = build(case)
+    plain = copy.deepcopy(model)
+    model.compile(backend="aot_eager", fullgraph=True)
+    for size in (9, 12, 15):
+        given = batch(size)
+        found, wanted = model(given), plain(given)
+        torch.testing.assert_close(found, wanted)
+        bce(found, given.label).backward()
+        bce(wanted, given.label).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["deepfm", "dlrm", "dcnv2"])
+def test_the_dense_network_compiles_with_inductor(case):
+    model = build(case, dtype="float32")
+    wanted = model(batch(dtype=torch.float32)).detach()
+    model.compile()
+    found = model(batch(dtype=torch.float32))
+    torch.testing.assert_close(found, wanted)
+    found.sum().backward()
+
+
+def test_a_compiled_model_is_copied_without_its_program():
+    model = build("deepfm")
+    model.compile(backend="eager")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert not torch.equal(model(batch()), other(batch()))
+
+
+@functools.cache
+def no_gpu() -> str:
+    return "" if torch.cuda.is_available() else "torch sees no GPU on this machine"
+
+
+@pytest.mark.skipif(bool(no_gpu()), reason=no_gpu())
+@pytest.mark.parametrize("case", CASES)
+def test_the_dense_network_on_a_gpu(case):
+    """Rows, ids and their gradients stay in DRAM."""
+    model = build(case)
+    plain = copy.deepcopy(model)
+    model.to("cuda")
+    given = batch()
+    found, wanted = model(given), plain(given)
+    assert found.device.type == "cuda"
+    torch.testing.assert_close(found.cpu(), wanted)
+    bce(found, given.label.cuda()).backward()
+    bce(wanted, given.label).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+    for each in (model, plain):
+        RowOptimizer(each.embeddings).step()
+    ids = torch.arange(ROWS)
+    torch.testing.assert_close(model.embeddings.rows("a", ids), plain.embeddings.rows("a", ids))
+
+
+def test_outputs_arrive_where_the_module_was_moved():
+    """Without a GPU: the device that holds no data. Moving the module moves no row."""
+    model = build("deepfm").to("meta")
+    logits = model(batch())
+    assert logits.device.type == "meta" and logits.shape == (9, 1)
+    assert model.embeddings.rows("a", torch.arange(3)).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DeepFM(tables("vector", 1), FEATURES, num_dense=0), ["'a'", "deep", "Table("]),
+        (lambda: DLRM(tables("both", 1), FEATURES, num_dense=0), ["'a'", "no parts"]),
+        (
+            lambda: FM(tables("both", 2), FEATURES, num_dense=0, tasks=1),
+            ["'a.wide'", "2", "1 tasks"],
+        ),
+        (lambda: LR(tables("vector", 1), FEATURES, num_dense=0), ["'a'", "4", "1 tasks"]),
+        (
+            lambda: DCNv2(tables("vector", 1), FEATURES, num_dense=0, cross_experts=2),
+            ["cross_rank"],
+        ),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(make, words):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value)
 
 
 def test_an_mlp_runs_whatever_is_in_it():

@@ -26,10 +26,11 @@ def demo(
     """Train a DLRM on a Criteo-shaped stream made on the spot: no download, no GPU."""
     from rich.console import Console
 
-    from colonnade.cli.train import preset, train_run
+    from colonnade.cli.train import train_run
     from colonnade.config import override
     from colonnade.data import open_source
     from colonnade.train.metrics import ceiling
+    from colonnade.train.presets import preset
 
     console = Console(highlight=False)
     settings = {"data.options.num_train": samples}

@@ -35,7 +35,8 @@ def train(
     data: Annotated[
         str | None,
         typer.Option(
-            help="parquet, csv, criteo, movielens or synthetic, with settings that suit it."
+            help="Data set, with settings that suit it: parquet, csv, criteo, movielens, "
+            "movielens_retrieval, gowalla or synthetic."
         ),
     ] = None,
     path: Annotated[
@@ -63,13 +64,17 @@ def train(
 ) -> None:
     """Train, evaluate after every epoch, commit to the run folder; Ctrl-C commits and ends cleanly."""
     from colonnade.config import OPTIMIZER_SETTINGS, load_config, override
+    from colonnade.train.presets import preset
 
     if config is not None and data is not None:
         raise ConfigError(
             "got both a config file and --data; the file's data section says what to read"
         )
-    chosen = load_config(config) if config is not None else preset(data or "synthetic")
     settings = parse_settings(set_ or [])
+    if config is not None:
+        chosen = load_config(config)
+    else:
+        chosen = preset(data or "synthetic", settings.get("model.name"))
     if config is None and "rows.optimizer" in settings:
         # What suits the data set's own optimizer is not for another one.
         settings = {f"rows.{name}": None for name in OPTIMIZER_SETTINGS} | settings
@@ -96,14 +101,6 @@ def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None
 
 
 WORDS = {"true": True, "false": False, "none": None, "null": None, "~": None, "": None}
-
-
-def preset(name: str) -> RunConfig:
-    from colonnade.train.presets import PRESETS
-
-    if name not in PRESETS:
-        raise ConfigError(f"unknown data set {name!r}; choose from {', '.join(sorted(PRESETS))}")
-    return PRESETS[name]
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from colonnade.data.contract import Column, Position, Schema, Source, Splits, nu
 from colonnade.data.criteo import open_criteo
 from colonnade.data.csv import open_csv
 from colonnade.data.declaration import Declaration, load_declaration
+from colonnade.data.gowalla import open_gowalla
 from colonnade.data.movielens import open_movielens
+from colonnade.data.movielens_retrieval import open_movielens_retrieval
 from colonnade.data.parquet import open_parquet
 from colonnade.data.synthetic import open_synthetic
 from colonnade.data.tables import infer_schema
@@ -38,7 +40,9 @@ __all__ = [
 SOURCES: dict[str, Callable[..., Splits]] = {
     "criteo": open_criteo,
     "csv": open_csv,
+    "gowalla": open_gowalla,
     "movielens": open_movielens,
+    "movielens_retrieval": open_movielens_retrieval,
     "parquet": open_parquet,
     "synthetic": open_synthetic,
 }

@@ -41,11 +41,11 @@ def open_movielens(path: str | Path | None = None, *, seed: int = 0) -> Splits:
     Raises DataError naming file, line or row, and column.
     """
     ratings = locate(path, folder=FOLDER, file="ratings.parquet")
-    users = _read_users(ratings.with_name("users.dat"))
-    movies = _read_movies(ratings.with_name("movies.dat"))
-    user, movie, rating = _read_ratings(ratings)
-    user_row = _rows_of(ratings, "user_id", user, users.ids, "users.dat")
-    movie_row = _rows_of(ratings, "movie_id", movie, movies.ids, "movies.dat")
+    users = read_users(ratings.with_name("users.dat"))
+    movies = read_movies(ratings.with_name("movies.dat"))
+    user, movie, rating = read_ratings(ratings)
+    user_row = rows_of(ratings, "user_id", user, users.ids, "users.dat")
+    movie_row = rows_of(ratings, "movie_id", movie, movies.ids, "movies.dat")
 
     columns = [Column("user", int(users.ids.max()) + 1), Column("movie", int(movies.ids.max()) + 1)]
     ids = {"user": Ids(user), "movie": Ids(movie)}
@@ -129,7 +129,7 @@ def _integer(path: Path, line: int, column: str, field: bytes, *, low: int) -> i
     return int(field)
 
 
-def _read_users(path: Path) -> _Users:
+def read_users(path: Path) -> _Users:
     names = ("user", "sex", "age", "occupation", "zip")
     rows = _read_fields(path, names)
     numbers = {
@@ -146,7 +146,7 @@ def _read_users(path: Path) -> _Users:
     return _Users(torch.tensor([int(row[1]) for row in rows]), fields)
 
 
-def _read_movies(path: Path) -> _Movies:
+def read_movies(path: Path) -> _Movies:
     rows = _read_fields(path, ("movie", "title", "genres"))
     years = []
     for number, _, title, _ in rows:
@@ -172,7 +172,7 @@ def _read_movies(path: Path) -> _Movies:
     return _Movies(ids, {"year": np.array(years)}, genres, genre_names)
 
 
-def _read_ratings(path: Path) -> tuple[Tensor, Tensor, Tensor]:
+def read_ratings(path: Path) -> tuple[Tensor, Tensor, Tensor]:
     """user, movie, rating: (n,) int64 each, in file order."""
     try:
         table = pq.read_table(path, columns=list(RATING_COLUMNS), use_threads=False)
@@ -200,7 +200,7 @@ def _read_ratings(path: Path) -> tuple[Tensor, Tensor, Tensor]:
     return user, movie, rating
 
 
-def _rows_of(path: Path, column: str, ids: Tensor, known: Tensor, file: str) -> Tensor:
+def rows_of(path: Path, column: str, ids: Tensor, known: Tensor, file: str) -> Tensor:
     """For each of `ids` (n,), its row (n,) among `known` (K,) ascending."""
     rows = torch.searchsorted(known, ids).clamp_(max=len(known) - 1)
     strange = known[rows] != ids

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from torch import Tensor
+from torch import Tensor, device
 
 from colonnade import _native
 from colonnade.interaction import Interaction
@@ -131,8 +131,9 @@ class Exchange(Protocol):
 
     def fetch(self, ticket: Ticket, source: RowSource) -> None: ...
 
-    def values(self, ticket: Ticket, handle: Tensor) -> dict[str, Tensor]:
-        """By consumer: (B, P) combined; by feature without a consumer: (B, D) pooled or (E_f, D) sequence.
+    def values(self, ticket: Ticket, handle: Tensor, device: device = ...) -> dict[str, Tensor]:
+        """By consumer: (B, P) combined; by feature without a consumer: (B, D) pooled or (E_f, D) sequence. They are
+        made on the CPU and moved to `device`, where consumers are evaluated.
 
         Differentiable: backward records (lookups, gradient) on the ticket. `handle` requires a gradient, so that
         torch runs that backward.

@@ -43,6 +43,8 @@ from colonnade.store.mapped import MappedRows
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.world import World
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class Wire:
@@ -201,9 +203,11 @@ class RowsExchange:
             (values, send),
         )
 
-    def values(self, ticket: Ticket, handle: Tensor) -> dict[str, Tensor]:
-        """See the contract. On CPU, in the tables' dtype."""
-        return self._found(_Pool.apply(self, ticket, handle))
+    def values(
+        self, ticket: Ticket, handle: Tensor, device: torch.device = CPU
+    ) -> dict[str, Tensor]:
+        """See the contract. In the declared output dtype."""
+        return self._found(_Pool.apply(self, ticket, handle), device)
 
     def _pool(
         self, of: Ticket | Lookups, lookups: _native.Lookups, index: Tensor, bases: Tensor, strides: Tensor
@@ -216,10 +220,11 @@ class RowsExchange:
         )  # fmt: skip
         return tensors
 
-    def _found(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _found(self, tensors: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
         """What a model sees of the outputs, by name."""
         found = {}
-        for output, tensor in zip(self.outputs, tensors, strict=True):
+        for output, pooled in zip(self.outputs, tensors, strict=True):
+            tensor = pooled.to(device)  # once, before the consumers that share it
             for name in output.names:
                 consumer = self.declaration.consumers.get(name)
                 found[name] = tensor if consumer is None else _evaluate(consumer, tensor)
@@ -233,7 +238,7 @@ class RowsExchange:
             reads.work = None
         return self._pool(ticket, ticket.lookups, reads.index, reads.bases, reads.strides)
 
-    def read(self, batch: Batch, rows: MappedRows) -> dict[str, Tensor]:
+    def read(self, batch: Batch, rows: MappedRows, device: torch.device = CPU) -> dict[str, Tensor]:
         """Prediction, in a world of one: what `values` gives, of rows that nobody changes. No plan, no ticket, no
         graph. Raises IdRangeError, DataError as `route` does."""
         lookups = collect(batch, self.declaration, self.consumption)
@@ -243,7 +248,7 @@ class RowsExchange:
             self.route(batch, 0)  # says which
             raise
         pooled = self._pool(lookups, lookups.native, slots, *rows.places())
-        return self._found(pooled)
+        return self._found(pooled, device)
 
     def push(self, tickets: Sequence[Ticket]) -> RowGradients | None:
         """Collective in a world of several: every rank pushes the same tickets, with gradients or without."""

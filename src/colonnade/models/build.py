@@ -2,78 +2,174 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from inspect import signature
+from typing import Any, Literal
 
 import torch
 
-from colonnade.config import OPTIMIZER_SETTINGS, RunConfig
+from colonnade.config import OPTIMIZER_SETTINGS, ModelConfig, RunConfig
 from colonnade.data.contract import Column, Schema
+from colonnade.data.interactions import LOG_Q
 from colonnade.errors import ConfigError
+from colonnade.models.dcn import DCN, DCNv2
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.dlrm import DLRM
+from colonnade.models.fields import DEEP, WIDE
+from colonnade.models.linear import FM, LR
+from colonnade.models.nfm import NFM
+from colonnade.models.sasrec import SASRec
+from colonnade.models.split import SplitModel
+from colonnade.models.two_tower import TwoTower
+from colonnade.models.wide_deep import WideDeep
 from colonnade.optimizers import SPARSE_OPTIMIZERS, SparseOptimizer
 from colonnade.table import Feature, Pooling, Table, Uniform
 
-POOLINGS: dict[str, Pooling] = {"one": "sum", "bag": "mean", "sequence": "sequence"}
-"""By kind of column."""
+DEFAULT_DIM = 16
+AUTOCAST = {"none": None, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A model that a configuration may name. Its settings are the arguments of its constructor."""
+
+    model: type[SplitModel]
+    rows: Literal["vector", "vector and weights", "weights"] = "vector"
+    sequence: Pooling = "mean"
+    """How a column that is a sequence is pooled."""
+
+    @property
+    def settings(self) -> set[str]:
+        """Fields of ModelConfig that it has."""
+        known = set(signature(self.model).parameters) & set(ModelConfig.model_fields)
+        return known | ({"dim"} if self.rows != "weights" else set())
+
+
+KINDS: dict[str, Kind] = {
+    "lr": Kind(LR, "weights"),
+    "fm": Kind(FM, "vector and weights"),
+    "nfm": Kind(NFM, "vector and weights"),
+    "wide_deep": Kind(WideDeep, "vector and weights"),
+    "deepfm": Kind(DeepFM, "vector and weights"),
+    "dlrm": Kind(DLRM),
+    "dcn": Kind(DCN),
+    "dcnv2": Kind(DCNv2),
+    "two_tower": Kind(TwoTower),
+    "sasrec": Kind(SASRec, sequence="sequence"),
+}
+
+
+def build_model(schema: Schema, config: RunConfig) -> SplitModel:
+    """Dense weights from torch's generator, seeded with train.seed. Raises ConfigError for settings that the model
+    does not have, and for data that it cannot take."""
+    given = model_settings(config)
+    given.pop("dim", None)
+    tables, features = build_tables(schema, config)
+    torch.manual_seed(config.train.seed)
+    kind = KINDS[config.model.name]
+    known, log_q = signature(kind.model).parameters, None
+    if LOG_Q in schema.dense:
+        log_q = schema.dense.index(LOG_Q)
+    of_data = {"num_dense": len(schema.dense), "tasks": len(schema.labels), "log_q": log_q}
+    if "tasks" in known and not schema.labels:
+        raise ConfigError(
+            f"{config.model.name} learns labels and this data has none; choose two_tower or sasrec, or other data"
+        )
+    given |= {name: value for name, value in of_data.items() if name in known}
+    model = kind.model(tables, features, seed=config.train.seed, **given)  # type: ignore[call-arg]
+    model.autocast = AUTOCAST[config.train.autocast]
+    if config.model.compile:
+        model.compile()
+    return model
+
+
+def model_settings(config: RunConfig) -> dict[str, Any]:
+    """What the configuration says of the chosen model, by name. Raises ConfigError for what it does not have."""
+    known = KINDS[config.model.name].settings
+    every = config.model.model_dump(exclude={"name", "compile"})
+    given = {name: value for name, value in every.items() if value is not None}
+    if unknown := sorted(set(given) - known):
+        raise ConfigError(
+            f"model.{unknown[0]}: {config.model.name} has no such setting; it takes "
+            f"{', '.join(sorted(known)) or 'none'}; set it to none"
+        )
+    return given
 
 
 def build_row_optimizer(config: RunConfig) -> SparseOptimizer:
     """Raises ConfigError for a setting that the chosen optimizer does not have."""
-    chosen = SPARSE_OPTIMIZERS[config.rows.optimizer]
-    given = {name: getattr(config.rows, name) for name in OPTIMIZER_SETTINGS}
-    given = {name: value for name, value in given.items() if value is not None}
+    rows = config.rows
+    given = {name: getattr(rows, name) for name in OPTIMIZER_SETTINGS}
+    return _optimizer("rows", rows.optimizer, rows.lr, given)
+
+
+def build_wide_optimizer(config: RunConfig) -> SparseOptimizer:
+    """Of first-order weights. Raises ConfigError as `build_row_optimizer` does."""
+    rows, wide = config.rows, config.rows.wide
+    given = {name: getattr(wide, name) for name in OPTIMIZER_SETTINGS}
+    lr = rows.lr if wide.lr is None else wide.lr
+    if wide.optimizer is not None:
+        return _optimizer("rows.wide", wide.optimizer, lr, given)
+    given = {name: getattr(rows, name) if value is None else value for name, value in given.items()}
+    return _optimizer("rows.wide", rows.optimizer, lr, given)
+
+
+def _optimizer(section: str, name: str, lr: float, settings: Mapping[str, Any]) -> SparseOptimizer:
+    chosen = SPARSE_OPTIMIZERS[name]
+    given = {setting: value for setting, value in settings.items() if value is not None}
     known = {setting.name for setting in fields(chosen)}
     if unknown := sorted(set(given) - known):
         raise ConfigError(
-            f"rows.{unknown[0]}: {chosen.name} has no such setting; it takes "
+            f"{section}.{unknown[0]}: {chosen.name} has no such setting; it takes "
             f"{', '.join(sorted(known))}; set it to none"
         )
-    return chosen(lr=config.rows.lr, **given)
+    return chosen(lr=lr, **given)
 
 
 def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[Feature]]:
     """One feature per categorical column, bags mean-pooled; one table for the columns that name it."""
-    optimizer = build_row_optimizer(config)
-    scale = config.rows.init_scale
+    kind = KINDS[config.model.name]
+    if not schema.categorical:
+        raise ConfigError(
+            f"{config.model.name}: the data has no categorical column, and no model here goes without"
+        )
+    poolings: dict[str, Pooling] = {"one": "sum", "bag": "mean", "sequence": kind.sequence}
     first: dict[str, Column] = {}
     for column in schema.categorical:
         first.setdefault(column.table, column)
+    rows = _row_kind(kind, len(schema.labels), config)
     tables = [
         Table(
             column.table,
-            config.model.dim,
             rows=column.cardinality,
-            optimizer=optimizer,
-            initializer=None if scale is None else Uniform(scale=scale),
             dtype=config.rows.dtype,
             master=config.rows.master,
             max_norm=config.rows.max_norm,
+            **rows,
         )
         for column in first.values()
     ]
     features = [
-        Feature(column.name, column.table, pooling=POOLINGS[column.kind])
+        Feature(column.name, column.table, pooling=poolings[column.kind])
         for column in schema.categorical
     ]
     return tables, features
 
 
-def build_model(schema: Schema, config: RunConfig) -> DLRM | DeepFM:
-    """Dense weights from torch's generator, seeded with train.seed."""
-    tables, features = build_tables(schema, config)
-    torch.manual_seed(config.train.seed)
-    num_dense, top, seed = len(schema.dense), config.model.top, config.train.seed
-    tasks = len(schema.labels)
-    if config.model.name == "deepfm":
-        return DeepFM(tables, features, num_dense=num_dense, top=top, tasks=tasks, seed=seed)
-    return DLRM(
-        tables,
-        features,
-        num_dense=num_dense,
-        bottom=config.model.bottom,
-        top=top,
-        tasks=tasks,
-        keep_fields=config.model.keep_fields,
-        seed=seed,
-    )
+def _row_kind(kind: Kind, tasks: int, config: RunConfig) -> dict[str, Any]:
+    """What a table's rows are: dim, optimizer and initializer of `Table`."""
+    scale, wide_scale = config.rows.init_scale, Uniform(scale=config.rows.wide.init_scale)
+    dim = config.model.dim or DEFAULT_DIM
+    if kind.rows == "weights":
+        initializer = Uniform(scale=0.0 if scale is None else scale)
+        return {"dim": tasks, "optimizer": build_row_optimizer(config), "initializer": initializer}
+    initializer = Uniform(scale=dim**-0.5 if scale is None else scale)
+    vector = {"dim": dim, "optimizer": build_row_optimizer(config), "initializer": initializer}
+    if kind.rows == "vector":
+        return vector
+    return {
+        "dim": {DEEP: dim, WIDE: tasks},
+        "optimizer": {DEEP: vector["optimizer"], WIDE: build_wide_optimizer(config)},
+        "initializer": {DEEP: initializer, WIDE: wide_scale},
+    }

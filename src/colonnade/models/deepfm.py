@@ -1,23 +1,26 @@
-"""DeepFM (Guo et al. 2017): a factorization machine and an MLP over the same fields, and a linear dense part.
+"""DeepFM (Guo et al. 2017): a factorization machine and an MLP over the same fields.
 
-Legend: B samples, F fields, D dim.
+Legend: B samples, F fields, D dim, n dense columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from torch import Tensor, cat, nn
+from torch import Tensor, cat
 
-from colonnade.batch import Batch
 from colonnade.embedding import EmbeddingCollection
-from colonnade.interaction import FM, Concat
+from colonnade.interaction import FM, Concat, Sum
+from colonnade.models.fields import DEEP, dims_of, first_order
+from colonnade.models.linear_term import LinearTerm
 from colonnade.models.mlp import mlp
+from colonnade.models.scorer import Scorer
 from colonnade.table import Feature, Table
 
 
-class DeepFM(nn.Module):
-    """Logits (B, tasks). All fields pooled and of one dim."""
+class DeepFM(Scorer):
+    """Tables have the parts deep (D, one for all) and wide (tasks): an id is routed once for both. With several
+    tasks, these share the pairs."""
 
     def __init__(
         self,
@@ -30,16 +33,18 @@ class DeepFM(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        names = [feature.name for feature in features]
+        deep = dims_of(tables, features, DEEP)
+        wide = first_order(tables, features, tasks)
+        names = list(deep)
         self.embeddings = EmbeddingCollection(
-            tables, features, consumers={"fm": (FM(), names), "deep": (Concat(), names)}, seed=seed
+            tables,
+            features,
+            consumers={"fm": (FM(), names), "deep": (Concat(), names), "linear": (Sum(), wide)},
+            seed=seed,
         )
-        dims = {table.name: table.width for table in tables}
-        self.deep = mlp([num_dense + sum(dims[f.table] for f in features), *top, tasks])
-        self.linear = nn.Linear(num_dense, tasks) if num_dense else None
+        self.linear = LinearTerm(num_dense, tasks)
+        self.deep = mlp([num_dense + sum(deep.values()), *top, tasks])
 
-    def forward(self, batch: Batch) -> Tensor:
-        looked_up = self.embeddings(batch)
-        dense = batch.dense.to(looked_up["deep"].dtype)
-        logits = looked_up["fm"] + self.deep(cat([dense, looked_up["deep"]], dim=1))
-        return logits if self.linear is None else logits + self.linear(dense)
+    def network(self, fields: Mapping[str, Tensor], dense: Tensor) -> Tensor:
+        deep = self.deep(cat([dense, fields["deep"]], dim=1))
+        return fields["fm"] + deep + fields["linear"] + self.linear(dense)

@@ -5,20 +5,21 @@ Legend: B samples, n dense columns, F fields, D dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from colonnade.batch import Batch
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import Concat
+from colonnade.models.fields import dims_of
 from colonnade.models.mlp import mlp
+from colonnade.models.scorer import Scorer
 from colonnade.ops.interaction import pairwise_dot
 from colonnade.table import Feature, Table
 
 
-class DLRM(nn.Module):
-    """Logits (B, tasks). All fields pooled and of one dim; `num_dense` may be 0 (then there is no bottom MLP)."""
+class DLRM(Scorer):
+    """All fields pooled and of one dim; `num_dense` may be 0 (then there is no bottom MLP)."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class DLRM(nn.Module):
         self.embeddings = EmbeddingCollection(
             tables,
             features,
-            consumers={"fields": (Concat(), [f.name for f in features])},
+            consumers={"fields": (Concat(), list(dims_of(tables, features)))},
             seed=seed,
         )
         self.bottom = mlp([num_dense, *bottom, self.dim], last_relu=True) if num_dense else None
@@ -50,9 +51,8 @@ class DLRM(nn.Module):
             [len(self.kept) * self.dim + num_vectors * (num_vectors - 1) // 2, *top, tasks]
         )
 
-    def forward(self, batch: Batch) -> Tensor:
-        fields = self.embeddings(batch)["fields"]  # (B, F * D)
-        vectors = [fields]
+    def network(self, fields: Mapping[str, Tensor], dense: Tensor) -> Tensor:
+        vectors = [fields["fields"]]  # (B, F * D)
         if self.bottom is not None:
-            vectors = [self.bottom(batch.dense.to(fields.dtype)), fields]
+            vectors = [self.bottom(dense), *vectors]
         return self.top(pairwise_dot(vectors, dim=self.dim, kept=self.kept))

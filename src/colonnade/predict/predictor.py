@@ -42,7 +42,7 @@ class Predictor:
     """Scores batches: no training state, no graph; rows are mapped from files, which processes share.
 
     Gives the bits that `colonnade evaluate` scores of the same commit, for the same batches. Any thread may call it;
-    calls wait for one another. `model` is the network itself: a retrieval model's towers, for example.
+    calls wait for one another. `model` is the network itself, for a retrieval model's queries and items.
     """
 
     def __init__(
@@ -104,9 +104,16 @@ class Predictor:
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
-        """Probabilities (B, T) float64. Raises IdRangeError, DataError for a batch that does not fit."""
+        """Probabilities (B, T) float64. Raises IdRangeError, DataError for a batch that does not fit, ConfigError
+        of a retrieval model."""
         with self._lock:
-            return torch.sigmoid(self.model(batch).double())
+            logits = self.model(batch)
+        if not isinstance(logits, Tensor):
+            raise ConfigError(
+                f"{type(self.model).__name__} gives no logits but vectors to search with; use "
+                "predictor.model.queries(batch) and predictor.model.items(batch)"
+            )
+        return torch.sigmoid(logits.double())
 
     def scores(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
         """Each batch and its probabilities, in order. Coming batches are read meanwhile, in a thread; close the

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from colonnade.batch import Batch
 from colonnade.data.contract import Source
 from colonnade.errors import ConfigError, DataError
+from colonnade.models.retriever import Contrast, Retriever
+from colonnade.topology.gather import gather
 from colonnade.topology.mesh import Mesh
 from colonnade.train.evaluate import evaluate
+from colonnade.train.retrieval import evaluate_retrieval
 
 
 class Objective(Protocol):
@@ -45,10 +49,53 @@ class Probability:
         return evaluate(model, source, batch_size, mesh)
 
 
+class Retrieval:
+    """The model is a `Retriever`: softmax cross entropy of each positive against candidates of all ranks."""
+
+    monitor = "ndcg@20"
+
+    def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
+        assert isinstance(model, Retriever)
+        return contrastive_loss(model(batch), model.temperature, mesh)
+
+    def evaluate(
+        self, model: nn.Module, source: Source, batch_size: int, mesh: Mesh
+    ) -> dict[str, float]:
+        assert isinstance(model, Retriever)
+        return evaluate_retrieval(model, source, batch_size, mesh)
+
+
+def objective_of(model: nn.Module) -> Objective:
+    """What a model of colonnade.models is trained for."""
+    return Retrieval() if isinstance(model, Retriever) else Probability()
+
+
+def contrastive_loss(contrast: Contrast, temperature: float, mesh: Mesh) -> Tensor:
+    """Collective, and its backward too. This rank's part of the weighted mean over all ranks' positions.
+
+    At each position: -log of the positive's share in the softmax over it and all candidates that its sample has not
+    taken. Scores are products over `temperature`, less the log of how often an item is drawn.
+    """
+    queries = contrast.queries
+    candidates = gather(mesh, contrast.candidates)
+    ids = gather(mesh, contrast.candidate_ids)
+    log_q = gather(mesh, contrast.candidate_log_q).to(queries)
+    weight = contrast.weight.to(queries)
+    total = mesh.all_reduce("dense", contrast.weight.sum(dtype=torch.float64))
+    positive = (queries * contrast.positives).sum(1, keepdim=True) / temperature
+    positive = positive - contrast.positive_log_q.to(queries)[:, None]
+    others = queries @ candidates.T / temperature - log_q
+    others = others.masked_fill(is_taken(contrast, ids).to(queries.device), float("-inf"))
+    losses = torch.cat([positive, others], dim=1).logsumexp(1) - positive[:, 0]
+    return (losses * weight).sum() / max(float(total), 1e-12)
+
+
 def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
     """Binary cross entropy; this rank's part of the mean over the global batch: the ranks' losses add up to it.
 
-    logits (B, tasks), batch.label (B, tasks). Raises ConfigError, DataError where they do not fit.
+    logits (B, tasks), batch.label (B, tasks). A NaN label is one nobody knows: it adds nothing, and the divisor, the
+    batch's weight times its tasks, does not depend on how many there are. Raises ConfigError, DataError where they
+    do not fit.
     """
     if batch.label is None:
         raise DataError("the batch has no label; training needs one column of labels per task")
@@ -57,8 +104,27 @@ def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
             f"got logits {tuple(logits.shape)} for labels {tuple(batch.label.shape)}; "
             "the model's tasks and the data's label columns must agree"
         )
-    weight = None if batch.sample_weight is None else batch.sample_weight[:, None].to(logits.dtype)
-    total = binary_cross_entropy_with_logits(
-        logits, batch.label.to(logits.dtype), weight=weight, reduction="sum"
-    )
+    label = batch.label.to(logits)
+    weight = None if batch.sample_weight is None else batch.sample_weight[:, None].to(logits)
+    unknown = label.isnan()
+    if bool(unknown.any()):
+        known = ~unknown
+        weight = None if weight is None else weight.expand_as(label)[known]
+        logits_known, label = logits[known], label[known]
+    else:
+        logits_known = logits
+    total = binary_cross_entropy_with_logits(logits_known, label, weight=weight, reduction="sum")
     return total / max(batch.world_weight * logits.shape[1], 1e-12)
+
+
+def is_taken(contrast: Contrast, candidate_ids: Tensor) -> Tensor:
+    """candidate_ids (M,) -> (P, M) bool: which of them each position's sample has taken."""
+    samples, items = contrast.taken
+    different, number = torch.unique(candidate_ids, return_inverse=True)
+    num_samples = int(contrast.sample[-1]) + 1 if len(contrast.sample) else 0
+    found = torch.zeros(num_samples, len(different) + 1, dtype=torch.bool)
+    if len(different) and num_samples:
+        place = torch.searchsorted(different, items).clamp_(max=len(different) - 1)
+        place[different[place] != items] = len(different)  # no candidate at all
+        found[samples, place] = True
+    return found[contrast.sample][:, number]

@@ -45,7 +45,7 @@ from colonnade.train.commits import (
 from colonnade.train.dense import DenseGradients
 from colonnade.train.machine import machine_facts
 from colonnade.train.mirror import Mirror, explained, fetch_run, mirrored_steps, open_url
-from colonnade.train.objective import Objective, Probability
+from colonnade.train.objective import Objective, objective_of
 from colonnade.train.progress import Progress
 from colonnade.train.record import table_sizes
 from colonnade.train.schedules import build_schedule
@@ -143,7 +143,7 @@ def open_run(
         config,
         mesh,
         folder,
-        objective=Probability(),
+        objective=objective_of(model),
         console=console,
         disk=disk,
         read_only=read_only,
@@ -363,6 +363,7 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
     fixed = (
         "model.",
         "rows.optimizer",
+        "rows.wide.optimizer",
         "dense.optimizer",
         "data.name",
         "data.options",

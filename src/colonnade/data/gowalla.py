@@ -1,0 +1,99 @@
+"""Gowalla check-ins (Liang et al. 2016; LightGCN's files): which places will a user visit?
+
+`train.txt` trains, but for a tenth of each user's items, drawn by a seed that is fixed, which validate; `valid.txt`, a
+random part of each user's items, tests. Lines are in no order of time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from colonnade.batch import Ids
+from colonnade.data.contract import Column, Splits
+from colonnade.data.counter import stream_key
+from colonnade.data.interactions import (
+    SPLIT_KEY,
+    Interactions,
+    bags_of,
+    hold_out,
+    open_interactions,
+)
+from colonnade.data.lines import excerpt, field_error, open_lines
+from colonnade.data.location import locate
+from colonnade.errors import DataError
+
+FOLDER = "gowalla"
+VALIDATION_FRACTION = 0.1
+LIMIT = 10**8
+"""Users and items are numbered from 0 without large gaps; a larger number is a damaged line."""
+WIDEST = len(str(LIMIT))
+
+
+def open_gowalla(
+    path: str | Path | None = None,
+    *,
+    seed: int = 0,
+    samples: Literal["pairs", "sequences"] = "pairs",
+    max_history: int = 100,
+    max_pairs: int | None = None,
+    negatives: int = 8,
+    order: Literal["shuffled", "file"] = "shuffled",
+) -> Splits:
+    """`path`: the folder with train.txt and valid.txt (a user, then its items, on each line); default
+    `$COLONNADE_DATA/gowalla`. Options as of `movielens_retrieval`. Raises DataError naming file and line."""
+    train_file = locate(path, folder=FOLDER, file="train.txt")
+    read = [read_lists(train_file), read_lists(train_file.with_name("valid.txt"))]
+    num_users = max(int(users.max()) for users, _ in read) + 1
+    num_items = max(int(items.max()) for _, items in read) + 1
+    rest, test = (bags_of(users, items, num_users) for users, items in read)
+    train, validation = hold_out(rest, VALIDATION_FRACTION, stream_key(SPLIT_KEY, 1))
+    found = Interactions(
+        train,
+        validation,
+        test,
+        {"user": Ids(torch.arange(num_users))},
+        {"item": Ids(torch.arange(num_items))},
+        (Column("user", num_users), Column("item", num_items)),
+    )
+    return open_interactions(
+        found,
+        samples=samples,
+        seed=seed,
+        max_history=max_history,
+        max_pairs=max_pairs,
+        negatives=negatives,
+        order=order,
+    )
+
+
+def read_lists(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """users (n,), items (n,) of a file of `user item item ...` lines, in order. A user without items is passed over."""
+    file = open_lines(path)
+    users, items = [], []
+    for number, line in enumerate(file.read(0, file.num_lines).removesuffix(b"\n").split(b"\n"), 1):
+        fields = line.split()
+        for field in fields:
+            if not field.isdigit() or len(field) > WIDEST or int(field) >= LIMIT:
+                raise field_error(
+                    path,
+                    number,
+                    None,
+                    got=excerpt(field),
+                    wanted=f"numbers from 0 to {LIMIT - 1} with blanks between them: a user, then its items",
+                    fix="Repair the line",
+                )
+        if not fields:
+            raise field_error(
+                path, number, None, got="an empty line", wanted="a user", fix="Remove the line"
+            )
+        values = np.array(fields[1:], dtype=np.int64)
+        users.append(np.full(len(values), int(fields[0])))
+        items.append(values)
+    found = torch.from_numpy(np.concatenate(users)), torch.from_numpy(np.concatenate(items))
+    if not len(found[0]):
+        raise DataError(f"{path}: got no item on any line, wanted a user and its items on each")
+    return found

@@ -1,0 +1,83 @@
+"""MovieLens-1M as implicit feedback: which films will a user rate 4 or more?
+
+A user's ratings of 4 and more are parted at random, by a seed that is fixed: a fifth (rounded down) tests; of the rest
+a tenth validates. The files have no times, so nothing here is "next".
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from colonnade.batch import Ids
+from colonnade.data import movielens
+from colonnade.data.contract import Column, Splits
+from colonnade.data.counter import stream_key
+from colonnade.data.interactions import (
+    SPLIT_KEY,
+    Interactions,
+    bags_of,
+    hold_out,
+    open_interactions,
+)
+from colonnade.data.location import locate
+
+TEST_FRACTION = 0.2
+VALIDATION_FRACTION = 0.1
+
+
+def open_movielens_retrieval(
+    path: str | Path | None = None,
+    *,
+    seed: int = 0,
+    samples: Literal["pairs", "sequences"] = "pairs",
+    max_history: int = 100,
+    max_pairs: int | None = None,
+    negatives: int = 8,
+    order: Literal["shuffled", "file"] = "shuffled",
+) -> Splits:
+    """`path` as for `movielens`. Users and items are numbered as users.dat and movies.dat list them by id.
+
+    seed         orders what an epoch reads; the split never depends on it
+    samples      "pairs" (user, item) for two towers; "sequences" of a user's items for a sequence model
+    max_history  most items of a user's history that a sample brings
+    max_pairs    most pairs of a user that an epoch brings, others each epoch if shuffled; default: all
+    negatives    items drawn at random for each sequence
+    order        of a sequence: the file's, or an order drawn for each epoch
+
+    Raises DataError naming file, line or row, and column.
+    """
+    file = locate(path, folder=movielens.FOLDER, file="ratings.parquet")
+    users = movielens.read_users(file.with_name("users.dat"))
+    movies = movielens.read_movies(file.with_name("movies.dat"))
+    user, movie, rating = movielens.read_ratings(file)
+    user_row = movielens.rows_of(file, "user_id", user, users.ids, "users.dat")
+    movie_row = movielens.rows_of(file, "movie_id", movie, movies.ids, "movies.dat")
+    liked = rating >= movielens.POSITIVE_RATING
+    bags = bags_of(user_row[liked], movie_row[liked], len(users.ids))
+    rest, test = hold_out(bags, TEST_FRACTION, stream_key(SPLIT_KEY, 0))
+    train, validation = hold_out(rest, VALIDATION_FRACTION, stream_key(SPLIT_KEY, 1))
+
+    columns = [Column("user", len(users.ids)), Column("item", len(movies.ids))]
+    by_user = {"user": Ids(torch.arange(len(users.ids)))}
+    by_item = {"item": Ids(torch.arange(len(movies.ids)))}
+    for people, place in ((users, by_user), (movies, by_item)):
+        for name, values in people.fields.items():
+            distinct, index = np.unique(values, return_inverse=True)
+            columns.append(Column(name, len(distinct)))
+            place[name] = Ids(torch.from_numpy(index))
+    columns.append(Column("genres", len(movies.genre_names), kind="bag"))
+    by_item["genres"] = movies.genres
+    found = Interactions(train, validation, test, by_user, by_item, tuple(columns))
+    return open_interactions(
+        found,
+        samples=samples,
+        seed=seed,
+        max_history=max_history,
+        max_pairs=max_pairs,
+        negatives=negatives,
+        order=order,
+    )

@@ -1,0 +1,47 @@
+"""What a model's features read: whole rows, or the parts `deep` and `wide` of a table that has them.
+
+A table `Table(name, {"deep": D, "wide": tasks})` holds an id's vector and its first-order weights, one per task,
+so an id is routed once for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from colonnade.errors import ConfigError
+from colonnade.table import Feature, Table
+
+DEEP, WIDE = "deep", "wide"
+
+
+def dims_of(tables: Sequence[Table], features: Sequence[Feature], part: str = "") -> dict[str, int]:
+    """By field, in the order of the features: the width of what it reads of `part`.
+
+    Raises ConfigError for a table without that part.
+    """
+    known = {(table.name, each.name): each.dim for table in tables for each in table.parts}
+    dims = {}
+    for feature in features:
+        if (feature.table, part) not in known:
+            wanted = f"a part {part!r}" if part else "no parts"
+            example = '{"deep": 16, "wide": 1}' if part else "16"
+            raise ConfigError(
+                f"feature {feature.name!r}: this model wants {wanted} in table {feature.table!r}; "
+                f"declare it as Table({feature.table!r}, {example})"
+            )
+        name = f"{feature.name}.{part}" if part else feature.name
+        dims[name] = known[feature.table, part]
+    return dims
+
+
+def first_order(
+    tables: Sequence[Table], features: Sequence[Feature], tasks: int, part: str = WIDE
+) -> list[str]:
+    """Fields of first-order weights. Raises ConfigError unless each has one weight per task."""
+    dims = dims_of(tables, features, part)
+    for name, dim in dims.items():
+        if dim != tasks:
+            raise ConfigError(
+                f"field {name!r}: got {dim} first-order weights for {tasks} tasks, wanted one each"
+            )
+    return list(dims)

@@ -1,0 +1,72 @@
+"""Linear models: logistic regression, and the factorization machine that adds products of pairs.
+
+Legend: B samples, F fields, D dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from colonnade.embedding import EmbeddingCollection
+from colonnade.interaction import FM as SecondOrder
+from colonnade.interaction import Sum
+from colonnade.models.fields import DEEP, dims_of, first_order
+from colonnade.models.linear_term import LinearTerm
+from colonnade.models.scorer import Scorer
+from colonnade.table import Feature, Table
+
+
+class LR(Scorer):
+    """Logistic regression: one weight per id and task, and one per dense column. Tables have dim = tasks."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        *,
+        num_dense: int,
+        tasks: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        wide = first_order(tables, features, tasks, part="")
+        self.embeddings = EmbeddingCollection(
+            tables, features, consumers={"linear": (Sum(), wide)}, seed=seed
+        )
+        self.linear = LinearTerm(num_dense, tasks)
+
+    def network(self, fields: Mapping[str, Tensor], dense: Tensor) -> Tensor:
+        return fields["linear"] + self.linear(dense)
+
+
+class FM(Scorer):
+    """Factorization machine (Rendle 2010): logistic regression, and <v_i, v_j> of all pairs of fields.
+
+    Tables have the parts deep (D) and wide (tasks). Dense columns have first-order weights only; with several
+    tasks, these share the pairs.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        *,
+        num_dense: int,
+        tasks: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        deep = list(dims_of(tables, features, DEEP))
+        wide = first_order(tables, features, tasks)
+        self.embeddings = EmbeddingCollection(
+            tables,
+            features,
+            consumers={"fm": (SecondOrder(), deep), "linear": (Sum(), wide)},
+            seed=seed,
+        )
+        self.linear = LinearTerm(num_dense, tasks)
+
+    def network(self, fields: Mapping[str, Tensor], dense: Tensor) -> Tensor:
+        return fields["fm"] + fields["linear"] + self.linear(dense)

@@ -1,0 +1,49 @@
+"""Neural factorization machine (He and Chua 2017): an MLP over the elementwise products of all pairs of fields.
+
+Legend: B samples, D dim, n dense columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, cat
+
+from colonnade.embedding import EmbeddingCollection
+from colonnade.interaction import BiInteraction, Sum
+from colonnade.models.fields import DEEP, dims_of, first_order
+from colonnade.models.linear_term import LinearTerm
+from colonnade.models.mlp import mlp
+from colonnade.models.scorer import Scorer
+from colonnade.table import Feature, Table
+
+
+class NFM(Scorer):
+    """Tables have the parts deep (D, one for all) and wide (tasks). The paper's dropout and batch normalisation are
+    left out: the second would make a sample's logit depend on its batch."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        *,
+        num_dense: int,
+        top: Sequence[int] = (128, 64),
+        tasks: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        deep = dims_of(tables, features, DEEP)
+        wide = first_order(tables, features, tasks)
+        self.embeddings = EmbeddingCollection(
+            tables,
+            features,
+            consumers={"pairs": (BiInteraction(), list(deep)), "linear": (Sum(), wide)},
+            seed=seed,
+        )
+        self.linear = LinearTerm(num_dense, tasks)
+        self.top = mlp([num_dense + next(iter(deep.values())), *top, tasks])
+
+    def network(self, fields: Mapping[str, Tensor], dense: Tensor) -> Tensor:
+        deep = self.top(cat([dense, fields["pairs"]], dim=1))
+        return deep + fields["linear"] + self.linear(dense)

@@ -1,0 +1,47 @@
+"""What every model here is: embeddings, and a dense network that is kept apart from them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.embedding import EmbeddingCollection
+
+
+class SplitModel(nn.Module):
+    """`network` is everything dense, so that it alone is compiled (`compile`) or computes in bfloat16 (`autocast`);
+    rows, and what is pooled of them, keep their dtype. `to` moves the network, and what it is given, to a device."""
+
+    embeddings: EmbeddingCollection
+    autocast: torch.dtype | None = None
+    """Of products in `network`; None: that of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._compiled: Callable[..., Any] | None = None
+
+    @abstractmethod
+    def network(self, *given: Any) -> Any:
+        """Tensors in, a tensor or a tuple of them out."""
+
+    def run(self, like: Tensor, *given: Any) -> Any:
+        """`network(*given)`, compiled and in the precision asked for; what it gives is of the dtype of `like`."""
+        network = self._compiled or self.network
+        if self.autocast is None:
+            return network(*given)
+        with torch.autocast(like.device.type, self.autocast):
+            found = network(*given)
+        if isinstance(found, tuple):
+            return tuple(each.to(like.dtype) for each in found)
+        return found.to(like.dtype)
+
+    def compile(self, **options: Any) -> None:  # type: ignore[override]
+        """`torch.compile` of the network, with its options; lookups, which are no torch code, stay outside."""
+        self._compiled = torch.compile(self.network, **options)
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "_compiled": None}  # type: ignore[misc]

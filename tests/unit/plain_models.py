@@ -1,0 +1,196 @@
+"""The models again, in plain PyTorch: nn.EmbeddingBag, nn.Linear, and the papers' formulas written out.
+
+Parameters are named as the models', so that `load_state_dict` gives a twin the same dense weights.
+Legend: B samples, F fields, D dim, n dense columns.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from colonnade import Batch, Feature, Table
+
+
+def stack(widths, last_relu=False) -> nn.Sequential:
+    layers = []
+    for a, b in pairwise(widths):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*(layers if last_relu else layers[:-1]))
+
+
+class Term(nn.Module):
+    def __init__(self, num_dense, tasks):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(tasks, num_dense))
+        self.bias = nn.Parameter(torch.randn(tasks))
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class Plain(nn.Module):
+    """`bags`: one nn.EmbeddingBag per table, whole rows; subclasses see the fields' vectors (B, F, D)."""
+
+    def __init__(self, tables: list[Table], features: list[Feature]):
+        super().__init__()
+        self.features = features
+        self.bags = nn.ModuleDict(
+            {
+                t.name: nn.EmbeddingBag(t.rows, t.width, mode="mean", dtype=torch.float64)
+                for t in tables
+            }
+        )
+
+    def fields(self, batch: Batch) -> Tensor:
+        found = []
+        for feature in self.features:
+            ids = batch.ids[feature.name]
+            offsets = torch.arange(batch.size) if ids.offsets is None else ids.offsets[:-1]
+            found.append(self.bags[feature.table](ids.values, offsets))
+        return torch.stack(found, 1)
+
+
+def pairs(vectors: Tensor) -> list[Tensor]:
+    """v_i * v_j of all pairs, (B, D) each."""
+    return [vectors[:, i] * vectors[:, j] for i in range(vectors.shape[1]) for j in range(i)]
+
+
+class PlainLR(Plain):
+    def __init__(self, tables, features, num_dense, tasks):
+        super().__init__(tables, features)
+        self.linear = Term(num_dense, tasks)
+
+    def forward(self, batch):
+        return self.fields(batch).sum(1) + self.linear(batch.dense)
+
+
+class PlainFM(PlainLR):
+    def forward(self, batch):
+        fields, tasks = self.fields(batch), len(self.linear.bias)
+        deep, wide = fields[..., :-tasks], fields[..., -tasks:]
+        second = sum(pair.sum(1, keepdim=True) for pair in pairs(deep))
+        return wide.sum(1) + second + self.linear(batch.dense)
+
+
+class PlainNFM(PlainLR):
+    def __init__(self, tables, features, num_dense, tasks, top):
+        super().__init__(tables, features, num_dense, tasks)
+        self.top = stack([num_dense + tables[0].width - tasks, *top, tasks])
+
+    def forward(self, batch):
+        fields, tasks = self.fields(batch), len(self.linear.bias)
+        deep, wide = fields[..., :-tasks], fields[..., -tasks:]
+        hidden = self.top(torch.cat([batch.dense, sum(pairs(deep))], 1))
+        return hidden + wide.sum(1) + self.linear(batch.dense)
+
+
+class PlainWideDeep(PlainLR):
+    NAME = "top"
+    HAS_FM = False
+
+    def __init__(self, tables, features, num_dense, tasks, top):
+        super().__init__(tables, features, num_dense, tasks)
+        width = num_dense + len(features) * (tables[0].width - tasks)
+        setattr(self, self.NAME, stack([width, *top, tasks]))
+
+    def forward(self, batch):
+        fields, tasks = self.fields(batch), len(self.linear.bias)
+        deep, wide = fields[..., :-tasks], fields[..., -tasks:]
+        hidden = getattr(self, self.NAME)(torch.cat([batch.dense, deep.flatten(1)], 1))
+        logits = hidden + wide.sum(1) + self.linear(batch.dense)
+        if self.HAS_FM:
+            logits = logits + sum(pair.sum(1, keepdim=True) for pair in pairs(deep))
+        return logits
+
+
+class PlainDeepFM(PlainWideDeep):
+    NAME = "deep"
+    HAS_FM = True
+
+
+class PlainDLRM(Plain):
+    def __init__(self, tables, features, num_dense, tasks, bottom, top, keep_fields):
+        super().__init__(tables, features)
+        dim, num_fields = tables[0].width, len(features)
+        self.bottom = stack([num_dense, *bottom, dim], last_relu=True) if num_dense else None
+        vectors = num_fields + (num_dense > 0)
+        kept = (num_fields if keep_fields else 0) + (num_dense > 0)
+        self.keep_fields = keep_fields
+        self.top = stack([kept * dim + vectors * (vectors - 1) // 2, *top, tasks])
+
+    def forward(self, batch):
+        fields = self.fields(batch)
+        vectors, kept = fields, [fields.flatten(1)] if self.keep_fields else []
+        if self.bottom is not None:
+            dense = self.bottom(batch.dense)
+            vectors = torch.cat([dense[:, None], fields], 1)
+            kept = [*kept, dense]
+        dots = [pair.sum(1, keepdim=True) for pair in pairs(vectors)]
+        return self.top(torch.cat([*kept, *dots], 1))
+
+
+class VectorLayer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(1, width)), nn.Parameter(torch.ones(width))
+
+    def forward(self, first, x):
+        return first * (x * self.weight).sum(1, keepdim=True) + self.bias + x
+
+
+class MatrixLayer(nn.Module):
+    def __init__(self, width, rank):
+        super().__init__()
+        if rank is None:
+            self.layers = nn.ModuleList([nn.Linear(width, width)])
+        else:
+            self.layers = nn.ModuleList(
+                [nn.Linear(width, rank, bias=False), nn.Linear(rank, width)]
+            )
+
+    def forward(self, first, x):
+        factor = x
+        for layer in self.layers:
+            factor = layer(factor)
+        return first * factor + x
+
+
+class MixtureLayer(nn.Module):
+    """An expert at a time, as the paper writes it."""
+
+    def __init__(self, width, rank, experts):
+        super().__init__()
+        self.down = nn.Parameter(torch.ones(experts * rank, width))
+        self.core = nn.Parameter(torch.ones(experts, rank, rank))
+        self.up = nn.Parameter(torch.ones(experts, rank, width))
+        self.bias = nn.Parameter(torch.ones(width))
+        self.gate = nn.Linear(width, experts, bias=False)
+
+    def forward(self, first, x):
+        gates, total = self.gate(x).softmax(1), x
+        for k, (core, up) in enumerate(zip(self.core, self.up, strict=True)):
+            down = self.down.reshape(len(self.core), -1, x.shape[1])[k]
+            expert = first * (torch.tanh(torch.tanh(x @ down.T) @ core) @ up + self.bias)
+            total = total + gates[:, k : k + 1] * expert
+        return total
+
+
+class PlainDCN(Plain):
+    def __init__(self, tables, features, num_dense, tasks, layers, top, structure="parallel"):
+        super().__init__(tables, features)
+        width = num_dense + len(features) * tables[0].width
+        self.cross = nn.ModuleList(layers(width) for _ in range(2))
+        self.top = stack([width, *top], last_relu=True)
+        self.is_parallel = structure == "parallel"
+        self.last = nn.Linear(top[-1] + width * self.is_parallel, tasks)
+
+    def forward(self, batch):
+        first = x = torch.cat([batch.dense, self.fields(batch).flatten(1)], 1)
+        for layer in self.cross:
+            x = layer(first, x)
+        if self.is_parallel:
+            return self.last(torch.cat([x, self.top(first)], 1))
+        return self.last(self.top(x))

@@ -1,0 +1,212 @@
+"""Implicit feedback: splits, pairs, sequences, queries; the readers' law; bad files."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from movielens_files import write_movielens
+
+from colonnade.batch import Ids
+from colonnade.data import Position, open_source
+from colonnade.data.interactions import bags_of, hold_out, join, newest
+from colonnade.errors import DataError
+
+
+def lists_of(ids: Ids) -> list[list[int]]:
+    offsets = ids.offsets.tolist()
+    return [ids.values[a:b].tolist() for a, b in pairwise(offsets)]
+
+
+def bags(lists) -> Ids:
+    sizes = torch.tensor([0, *map(len, lists)])
+    return Ids(torch.tensor([i for one in lists for i in one], dtype=torch.int64), sizes.cumsum(0))
+
+
+LISTS = st.lists(st.lists(st.integers(0, 40), unique=True, max_size=12), min_size=1, max_size=8)
+
+
+@given(lists=LISTS, fraction=st.sampled_from([0.0, 0.1, 0.2, 0.5, 1.0]), key=st.integers(0, 2**63))
+def test_held_out_and_kept_make_the_whole(lists, fraction, key):
+    kept, held = hold_out(bags(lists), fraction, key)
+    for whole, one, other in zip(lists, lists_of(kept), lists_of(held), strict=True):
+        assert sorted(one + other) == sorted(whole)
+        assert len(other) == math.floor(fraction * len(whole) + 1e-9)
+        assert [item for item in whole if item in one] == one  # in order
+    again = hold_out(bags(lists), fraction, key)
+    assert torch.equal(again[0].values, kept.values)
+
+
+@given(lists=LISTS, most=st.integers(1, 13))
+def test_newest_and_join(lists, most):
+    assert lists_of(newest(bags(lists), most)) == [one[-most:] for one in lists]
+    assert lists_of(join(bags(lists), bags(lists[::-1]))) == [
+        a + b for a, b in zip(lists, lists[::-1], strict=True)
+    ]
+
+
+def test_an_item_counts_once_for_a_user():
+    users, items = torch.tensor([1, 0, 1, 1]), torch.tensor([5, 5, 7, 5])
+    assert lists_of(bags_of(users, items, 3)) == [[5], [5, 7], []]
+
+
+def gowalla(folder, train=None, valid="0 4\n1 6 5\n"):
+    (folder / "train.txt").write_text(
+        train or "0 0 1 2 3 7\n1 0 1 2 3 4 8 9 10 11 12\n2 5 6\n3 1\n"
+    )
+    (folder / "valid.txt").write_text(valid)
+    return folder
+
+
+@pytest.fixture
+def opened(tmp_path):
+    def open_them(**options):
+        return open_source("gowalla", gowalla(tmp_path), **options)
+
+    return open_them
+
+
+def test_the_split_of_gowalla(opened):
+    found = opened().train.found
+    assert lists_of(found.test) == [[4], [6, 5], [], []]
+    assert [len(one) for one in lists_of(found.validation)] == [0, 1, 0, 0]
+    whole = lists_of(join(found.train, found.validation))
+    assert [sorted(one) for one in whole] == [
+        [0, 1, 2, 3, 7], [0, 1, 2, 3, 4, 8, 9, 10, 11, 12], [5, 6], [1],
+    ]  # fmt: skip
+    assert lists_of(opened(seed=3).train.found.train) == lists_of(found.train)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "file"])
+def test_a_pair_brings_other_items_as_history(opened, order):
+    source = opened(max_history=3, order=order).train
+    lists, seen = lists_of(source.found.train), []
+    counts = torch.bincount(source.found.train.values)
+    for batch in source.batches(5, start=Position(2, 0)):
+        for s, history in enumerate(lists_of(batch.ids["history"])):
+            user, item = int(batch.ids["user"].values[s]), int(batch.ids["item"].values[s])
+            others = [i for i in lists[user] if i != item]
+            assert len(history) == min(3, len(others)) and set(history) <= set(others)
+            assert len(set(history)) == len(history)
+            assert float(batch.dense[s]) == pytest.approx(math.log(counts[item] / counts.sum()))
+            seen.append((user, item))
+        assert torch.equal(batch.group, batch.ids["user"].values)
+    assert sorted(seen) == sorted((u, i) for u, one in enumerate(lists) for i in one)
+
+
+def test_an_epoch_brings_so_many_pairs_of_a_user(opened):
+    source = opened(max_pairs=3).train
+    lists = lists_of(source.found.train)
+    epochs = []
+    for epoch in range(6):
+        users = torch.cat([b.group for b in source.batches(4, start=Position(epoch, 0))])
+        assert torch.bincount(users).tolist() == [min(3, len(one)) for one in lists]
+        assert len(users) == source.num_samples
+        epochs.append(
+            {
+                int(i)
+                for b in source.batches(4, start=Position(epoch, 0))
+                for i in b.ids["item"].values
+            }
+        )
+    assert set.union(*epochs) == {item for one in lists for item in one}  # in time, all of them
+
+
+@pytest.mark.parametrize("order", ["shuffled", "file"])
+def test_a_sequence_is_learned_place_by_place(opened, order):
+    source = opened(samples="sequences", max_history=4, negatives=6, order=order).train
+    lists = lists_of(source.found.train)
+    users = []
+    for batch in source.batches(2):
+        columns = zip(
+            *(lists_of(batch.ids[n]) for n in ("history", "target", "negative")), strict=True
+        )
+        for user, (history, target, negative) in zip(batch.group.tolist(), columns, strict=True):
+            sequence = [history[0], *target]
+            assert history == sequence[:-1] and set(sequence) <= set(lists[user])
+            assert len(sequence) == min(5, len(lists[user])) == len(set(sequence))
+            if order == "file":
+                assert sequence == lists[user][-5:]
+            assert len(negative) == 6 and all(0 <= item < 13 for item in negative)
+            users.append(user)
+    assert sorted(users) == [0, 1, 2]  # user 3 has one item: nothing to learn
+
+
+@pytest.mark.parametrize("samples", ["pairs", "sequences"])
+def test_queries_rank_what_was_held_out(opened, samples):
+    splits = opened(samples=samples, max_history=2)
+    found = splits.test.truth, splits.test.seen
+    (batch,) = splits.test.batches(10)
+    assert batch.group.tolist() == [0, 1] and batch.size == splits.test.num_samples
+    assert lists_of(batch.key.truth) == lists_of(found[0])[:2]
+    train, validation = (
+        lists_of(p) for p in (splits.train.found.train, splits.train.found.validation)
+    )
+    assert lists_of(batch.key.seen) == [a + b for a, b in zip(train, validation, strict=True)][:2]
+    assert lists_of(batch.ids["history"]) == [one[-2:] for one in train[:2]]
+    (batch,) = splits.validation.batches(10)
+    assert lists_of(batch.key.seen) == [train[1]]
+
+
+@pytest.mark.parametrize("samples", ["pairs", "sequences"])
+def test_the_readers_law(opened, samples):
+    """Ranks' blocks are the batch of one rank; a step can be read alone; epochs differ."""
+    source = opened(samples=samples).train
+
+    def shown(batch):
+        return {name: lists_of(ids) if ids.offsets is not None else ids.values.tolist()
+                for name, ids in batch.ids.items()}  # fmt: skip
+
+    whole = [shown(b) for b in source.batches(3, start=Position(1, 0))]
+    ranks = [
+        [shown(b) for b in source.batches(3, rank=r, num_ranks=2, start=Position(1, 0))]
+        for r in (0, 1)
+    ]
+    for one, first, second in zip(whole, *ranks, strict=True):
+        assert one == {name: first[name] + second[name] for name in one}
+    assert [shown(b) for b in source.batches(3, start=Position(1, 1))] == whole[1:]
+    assert [shown(b) for b in source.batches(3)] != whole
+
+
+def test_movielens_as_implicit_feedback(tmp_path):
+    folder = write_movielens(tmp_path)
+    splits = open_source("movielens_retrieval", folder)
+    schema = splits.train.schema
+    assert [c.name for c in schema.categorical] == [
+        "user", "item", "sex", "age", "occupation", "zip3", "year", "genres", "history",
+    ]  # fmt: skip
+    assert schema.labels == () and schema.dense == ("log_q",)
+    tables = {c.table for c in schema.categorical}
+    assert "history" not in tables and "item" in tables
+    batch = next(splits.train.batches(4))
+    assert set(batch.ids) == {c.name for c in schema.categorical}
+    assert set(splits.test.catalogue) == {"item", "year", "genres"}
+
+
+def test_real_movielens(shared_data):
+    splits = open_source("movielens_retrieval", shared_data / "ml-1m")
+    found = splits.train.found
+    sizes = [len(part.values) for part in (found.train, found.validation, found.test)]
+    assert sum(sizes) == 575_281  # ratings of 4 and 5
+    assert splits.test.num_samples == 6034
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ("0 1 2\n1 x 3\n", ["train.txt, line 2", "'x'", "numbers"]),
+        ("0 1 2\n\n1 3\n", ["train.txt, line 2", "empty"]),
+        ("0 -1\n", ["train.txt, line 1", "'-1'"]),
+        ("0 99999999999999999999\n", ["train.txt, line 1", "99999999999999999999"]),
+        ("0\n1\n", ["train.txt", "no item"]),
+    ],
+)
+def test_bad_files_name_their_line(tmp_path, train, words):
+    with pytest.raises(DataError) as caught:
+        open_source("gowalla", gowalla(tmp_path, train))
+    for word in words:
+        assert word in str(caught.value)
