@@ -48,7 +48,7 @@ class Section(BaseModel):
 
 class DataConfig(Section):
     name: str = "synthetic"
-    """The source: parquet, csv, criteo, movielens or synthetic."""
+    """The source: parquet, csv, criteo, movielens, movielens_retrieval, gowalla or synthetic."""
     path: str | None = None
     """File or folder; default: the source's folder in $COLONNADE_DATA."""
     options: dict[str, Any] = {}

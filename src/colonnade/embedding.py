@@ -180,7 +180,7 @@ class EmbeddingCollection(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self._served is not None:
-            return self.exchange.read(batch, self._served)
+            return self.exchange.read(batch, self._served, self.place.device)
         self.ensure_open()
         ticket, batch.ticket = batch.ticket, None
         if not (self.training and torch.is_grad_enabled()):

@@ -70,7 +70,7 @@ def colonnade(monkeypatch, capsys):
         (["inspect", "nowhere"], "nowhere"),
         (["inspect", "."], "neither a run folder"),
         (["export", "nowhere", "out"], "nowhere"),
-        (["export", "nowhere", "out", "--at", "soon"], "a committed step, best or last"),
+        (["export", "nowhere", "out", "--at", "soon"], "nowhere"),
         (["predict", "nowhere"], "--output"),
         (["predict", "nowhere", "--output", "x.csv"], "nothing to score"),
         (["predict", "nowhere", "--output", "x.csv", "--part", "test"], "nowhere"),

@@ -16,9 +16,11 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 from small_run import CONFIG
 
-from colonnade import Batch, Concat, EmbeddingCollection, Feature, Ids, Mesh, Predictor, Table
+from colonnade import Batch, Concat, EmbeddingCollection, Feature, Ids, Mesh, Predictor, Table, fit
 from colonnade.config import build_config, override
+from colonnade.data import open_tensors
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, DataError, IdRangeError
+from colonnade.models.deepfm import DeepFM
 from colonnade.store.dram import open_dram
 from colonnade.store.mapped import open_mapped
 from colonnade.train.export import export_run
@@ -209,6 +211,28 @@ def test_a_network_of_ones_own_is_served(tmp_path):
         collection.serve(collection._served)
     with pytest.raises(ConfigError, match="serves exported rows"):
         collection.rows("user", torch.arange(3))
+
+
+def test_a_model_trained_from_python_is_given_again(tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    ids = {n: torch.randint(0, 60, (512,), generator=generator) for n in ("user", "item")}
+    label = torch.randint(0, 2, (512, 1), generator=generator).float()
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        tables = [Table("user", 4, rows=60), Table("item", 4)]
+        features = [Feature("user", "user"), Feature("item", "item")]
+        return DeepFM(tables, features, num_dense=0, top=[8])
+
+    data = open_tensors(ids, cardinalities={"user": 60}, label=label)
+    model = build()
+    fit(model, data, run=tmp_path / "run", batch_size=64, quiet=True)
+    with pytest.raises(CheckpointError, match="give the network"):
+        Predictor.open(tmp_path / "run")
+    with Predictor.open(tmp_path / "run", model=build()) as predictor, torch.no_grad():
+        for batch in data.batches(64):
+            wanted = torch.sigmoid(model.eval()(batch).double())
+            assert torch.equal(predictor(batch), wanted)
 
 
 def test_a_run_is_exported_once_and_again_when_it_has_changed(folder, tmp_path):

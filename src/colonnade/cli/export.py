@@ -21,10 +21,9 @@ def export(
     ] = None,
 ) -> None:
     """Write weights as safetensors: dense.safetensors, one file of ids and rows per table, model.json."""
-    from colonnade.cli.words import step_asked
     from colonnade.train.export import export_run
 
-    said = export_run(run, destination, at=step_asked(at))
+    said = export_run(run, destination, at=at)
     rows = sum(table["count"] for table in said["tables"])
     size = sum(path.stat().st_size for path in destination.iterdir())
     typer.echo(

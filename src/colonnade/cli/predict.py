@@ -59,7 +59,6 @@ def predict(
         TimeRemainingColumn,
     )
 
-    from colonnade.cli.words import step_asked
     from colonnade.predict import Predictor
     from colonnade.predict.inputs import TABLES, open_inputs
     from colonnade.predict.scores import ScoreFile
@@ -69,7 +68,7 @@ def predict(
             "nothing to score: give --path FILE, or --part test for the model's own data"
         )
     console = Console(stderr=True, highlight=False)
-    with Predictor.open(model, at=step_asked(at)) as predictor:
+    with Predictor.open(model, at=at) as predictor:
         config = predictor.config
         assert config is not None  # of a model that could be built
         both_tables = data in TABLES and config.data.name in TABLES  # one schema reads either

@@ -35,7 +35,8 @@ def train(
     data: Annotated[
         str | None,
         typer.Option(
-            help="parquet, csv, criteo, movielens or synthetic, with settings that suit it."
+            help="Data set, with settings that suit it: parquet, csv, criteo, movielens, "
+            "movielens_retrieval, gowalla or synthetic."
         ),
     ] = None,
     path: Annotated[

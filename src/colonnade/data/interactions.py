@@ -91,8 +91,8 @@ def open_interactions(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairSource:
-    """A sample per training interaction, at most `max_pairs` of a user, in an order per epoch: its user, its item, and as
-    history up to `max_history` others of the user's: those that follow it in the user's list, round to its beginning.
+    """A sample per training interaction, at most `max_pairs` of a user, in an order per epoch: its user, its item, and
+    as history up to `max_history` others of the user's: those that follow it in their list, round to its beginning.
 
     order "file": lists are as they stand in the file; "shuffled": in an order per epoch, for data whose files say
     nothing of time, so that a history is any part of the user's other items.

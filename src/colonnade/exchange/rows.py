@@ -220,7 +220,7 @@ class RowsExchange:
         )  # fmt: skip
         return tensors
 
-    def _found(self, tensors: Sequence[Tensor], device: torch.device = CPU) -> dict[str, Tensor]:
+    def _found(self, tensors: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
         """What a model sees of the outputs, by name."""
         found = {}
         for output, pooled in zip(self.outputs, tensors, strict=True):
@@ -238,7 +238,7 @@ class RowsExchange:
             reads.work = None
         return self._pool(ticket, ticket.lookups, reads.index, reads.bases, reads.strides)
 
-    def read(self, batch: Batch, rows: MappedRows) -> dict[str, Tensor]:
+    def read(self, batch: Batch, rows: MappedRows, device: torch.device = CPU) -> dict[str, Tensor]:
         """Prediction, in a world of one: what `values` gives, of rows that nobody changes. No plan, no ticket, no
         graph. Raises IdRangeError, DataError as `route` does."""
         lookups = collect(batch, self.declaration, self.consumption)
@@ -248,7 +248,7 @@ class RowsExchange:
             self.route(batch, 0)  # says which
             raise
         pooled = self._pool(lookups, lookups.native, slots, *rows.places())
-        return self._found(pooled)
+        return self._found(pooled, device)
 
     def push(self, tickets: Sequence[Ticket]) -> RowGradients | None:
         """Collective in a world of several: every rank pushes the same tickets, with gradients or without."""

@@ -22,7 +22,11 @@ SEQUENCES = ("history", "target", "negative")
 
 
 class Block(nn.Module):
-    """Causal attention, then a network on each place; the input of each is normalised, and added to what it gives."""
+    """Causal attention, then a network on each place; the input of each is normalised, and added to what it gives.
+
+    It starts as the mean of what a place sees (values and output are the identity, the network gives zero): a useful
+    model of sequences from the first step, which the rest refines.
+    """
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -31,6 +35,13 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.hidden = nn.Sequential(nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim))
         self.drop = nn.Dropout(dropout)
+        with torch.no_grad():
+            for weight in (self.qkv.weight[2 * dim :], self.out.weight):
+                weight.copy_(torch.eye(dim))
+            for layer in (self.qkv, self.out):
+                layer.bias.zero_()
+            for parameter in self.hidden[2].parameters():
+                parameter.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, L, D) -> (B, L, D). A place sees itself and those before it."""
@@ -47,9 +58,9 @@ class SASRec(Retriever):
     `target` there is learned against the sample's, and all other samples', `negative`.
 
     Vectors of what comes next and of items have length one, as two towers' do: scores of a bounded size learn in a
-    tenth of the epochs. Rows enter as they are, not times sqrt(D), so that a place is made of what attention finds more
-    than of its own item. Only the newest `max_length` items of a sequence are looked at. Sequences begin at place 0, so padding stands where
-    causal attention does not look.
+    tenth of the epochs. Rows enter as they are, not times sqrt(D), so that a place is made of what attention finds
+    more than of its own item. Only the newest `max_length` items of a sequence are looked at. Sequences begin at
+    place 0, so padding stands where causal attention does not look.
     """
 
     def __init__(

@@ -30,6 +30,7 @@ from colonnade.ops.memory import keep_freed_memory
 from colonnade.predict.serving import exported
 from colonnade.store.mapped import MappedRows, open_mapped
 from colonnade.train.commits import dense_weights, load_dense
+from colonnade.train.run import OWN
 
 FORMAT = "colonnade export"
 AHEAD = 2
@@ -41,7 +42,7 @@ class Predictor:
     """Scores batches: no training state, no graph; rows are mapped from files, which processes share.
 
     Gives the bits that `colonnade evaluate` scores of the same commit, for the same batches. Any thread may call it;
-    calls wait for one another. `model` is the network itself: a retrieval model's towers, for example.
+    calls wait for one another. `model` is the network itself, for a retrieval model's queries and items.
     """
 
     def __init__(
@@ -78,9 +79,9 @@ class Predictor:
         folder = exported(path, at=at)
         said = _read_model(folder)
         config = build_config(said["config"]) if said.get("config") else None
-        schema = _schema(said, config) if model is None or said.get("schema") else None
+        schema = _schema(said, config)
         if model is None:
-            if config is None or schema is None:
+            if config is None or config.data.name == OWN or schema is None:
                 raise CheckpointError(
                     f"{folder} does not say how its network is built, since it was not trained by `colonnade train`; "
                     "give the network: Predictor.open(path, model=...)"
@@ -103,9 +104,16 @@ class Predictor:
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
-        """Probabilities (B, T) float64. Raises IdRangeError, DataError for a batch that does not fit."""
+        """Probabilities (B, T) float64. Raises IdRangeError, DataError for a batch that does not fit, ConfigError
+        of a retrieval model."""
         with self._lock:
-            return torch.sigmoid(self.model(batch).double())
+            logits = self.model(batch)
+        if not isinstance(logits, Tensor):
+            raise ConfigError(
+                f"{type(self.model).__name__} gives no logits but vectors to search with; use "
+                "predictor.model.queries(batch) and predictor.model.items(batch)"
+            )
+        return torch.sigmoid(logits.double())
 
     def scores(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
         """Each batch and its probabilities, in order. Coming batches are read meanwhile, in a thread; close the
@@ -193,7 +201,7 @@ def _schema(said: Mapping[str, Any], config: RunConfig | None) -> Schema | None:
             categorical=tuple(Column(**column) for column in values["categorical"]),
             labels=tuple(values["labels"]),
         )
-    if config is None:
+    if config is None or config.data.name == OWN:
         return None
     if "schema" in config.data.options:
         return load_declaration(config.data.options["schema"]).schema

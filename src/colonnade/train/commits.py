@@ -274,7 +274,7 @@ def resolve(folder: Path, at: int | str | None) -> int:
                 "not evaluated yet. Ask for the last"
             )
         at = best
-    if isinstance(at, str) and at.isdigit():
+    if isinstance(at, str) and at.isdecimal():
         at = int(at)
     if at not in steps:
         raise CheckpointError(
