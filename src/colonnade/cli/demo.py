@@ -26,6 +26,7 @@ def demo(
     """Train a DLRM on a Criteo-shaped stream made on the spot: no download, no GPU."""
     from rich.console import Console
 
+    from colonnade.cli.report import report
     from colonnade.cli.train import train_run
     from colonnade.config import override
     from colonnade.data import open_source
@@ -48,3 +49,4 @@ def demo(
         f"[bold]test AUC {summary['metrics']['test_auc']:.4f}[/bold], the best any model could reach on "
         f"this stream is {best:.4f}; {time.perf_counter() - started:.0f} s in all"
     )
+    report(folder)
