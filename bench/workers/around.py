@@ -139,7 +139,8 @@ def reader_of(name: str, file: str) -> Callable[[Around], Block]:
                 if batch is None:
                     epoch = source.batches(config.train.batch_size)
                     batch = next(epoch)
-                assert batch.size == config.train.batch_size
+                if batch.size != config.train.batch_size:
+                    raise AssertionError("the file is no whole number of batches")
 
         return block
 
