@@ -70,6 +70,9 @@ class Commits:
             trainer.collection.store.commit(step)
             rank_state = {
                 "random": torch.get_rng_state(),
+                "random_gpus": torch.cuda.get_rng_state_all()
+                if torch.cuda.is_initialized()
+                else [],
                 "held": list(held),
                 "source": trainer.position.state,
             }
@@ -243,6 +246,9 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     ranks = [load_state(place / f"rank-{rank}") for rank in range(header["num_ranks"])]
     if trainer.mesh.rank < len(ranks):
         torch.set_rng_state(ranks[trainer.mesh.rank]["random"])
+        of_gpus = ranks[trainer.mesh.rank].get("random_gpus", [])
+        if of_gpus and len(of_gpus) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(of_gpus)
     sources = [state.get("source") for state in ranks]
     if len(ranks) != trainer.mesh.num_ranks and any(state is not None for state in sources):
         raise CheckpointError(
@@ -452,7 +458,9 @@ def _dump(state: dict[str, Any]) -> bytes:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    return torch.load(io.BytesIO(read_verified(path)), weights_only=True)
+    # On the CPU wherever it was: a commit made beside a GPU is read on machines without one.
+    data = io.BytesIO(read_verified(path))
+    return torch.load(data, weights_only=True, map_location="cpu")
 
 
 def difference(saved: Any, wanted: Any, path: str = "") -> str:
