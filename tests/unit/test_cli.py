@@ -37,7 +37,7 @@ def colonnade(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train", "--data", "netflix"], "choose from criteo, csv, movielens, parquet, synthetic"),
+        (["train", "--data", "netflix"], "choose from criteo, csv"),
         (["train", "--set", "train.epoch=3"], "did you mean train.epochs"),
         (["train", "--set", "epochs"], "name=value"),
         (["train", "--set", "=3"], "name=value"),

@@ -20,7 +20,7 @@ from colonnade import Batch, Concat, EmbeddingCollection, Feature, Ids, Mesh, Pr
 from colonnade.config import build_config, override
 from colonnade.data import open_tensors
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, DataError, IdRangeError
-from colonnade.models.deepfm import DeepFM
+from colonnade.models.dlrm import DLRM
 from colonnade.store.dram import open_dram
 from colonnade.store.mapped import open_mapped
 from colonnade.train.export import export_run
@@ -64,7 +64,9 @@ def folder(tmp_path_factory) -> Path:
     ("settings", "num_ranks"),
     [
         ({}, 1),
-        ({"model.name": "deepfm"}, 1),
+        ({"model.name": "deepfm", "model.bottom": None}, 1),
+        ({"model.name": "dcnv2", "model.bottom": None}, 1),
+        ({"model.name": "lr", "model.bottom": None, "model.top": None, "model.dim": None}, 1),
         ({"plan.dram": 90_000}, 2),
         ({"rows.dtype": "bfloat16", "rows.master": True, "rows.optimizer": "adam"}, 1),
     ],
@@ -222,7 +224,7 @@ def test_a_model_trained_from_python_is_given_again(tmp_path):
         torch.manual_seed(0)
         tables = [Table("user", 4, rows=60), Table("item", 4)]
         features = [Feature("user", "user"), Feature("item", "item")]
-        return DeepFM(tables, features, num_dense=0, top=[8])
+        return DLRM(tables, features, num_dense=0, top=[8])
 
     data = open_tensors(ids, cardinalities={"user": 60}, label=label)
     model = build()
