@@ -37,6 +37,7 @@ class Batch:
     group: Tensor | None = None  # (B,) int64: for per-group metrics
     key: Any = None
     position: Any = None  # data.contract.Position of this batch in its source
+    state: Any = None  # of its source behind this batch, where the source has one: Position.state
     ends_epoch: bool = False  # the last one of its epoch
     ticket: Any = field(
         default=None, repr=False

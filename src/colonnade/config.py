@@ -53,6 +53,8 @@ class DataConfig(Section):
     """File or folder; default: the source's folder in $COLONNADE_DATA."""
     options: dict[str, Any] = {}
     """What the source itself takes, by name (colonnade.data documents each)."""
+    readers: int = Field(0, ge=0)
+    """Processes per rank that read training batches ahead; 0: the lookahead's thread reads them."""
 
 
 class ModelConfig(Section):

@@ -4,6 +4,7 @@ ColonnadeError
 +-- ConfigError          a setting or a model declaration that cannot work      (ValueError)
 +-- DataError            input that does not fit the schema: file, row, column  (ValueError)
 |   +-- IdRangeError     an id outside its vocabulary table
++-- ReaderLost           a process that reads ahead of training ended
 +-- BudgetExceeded       the rows one window must hold do not fit in the memory budget
 +-- StorageError         bytes at rest: full disk, torn or flipped record, wrong table  (OSError)
 |   +-- CorruptionError  a checksum does not match; names file and record
@@ -31,6 +32,10 @@ class DataError(ColonnadeError, ValueError):
 
 class IdRangeError(DataError):
     """An id outside `0 .. rows - 1` of a vocabulary table."""
+
+
+class ReaderLost(ColonnadeError, RuntimeError):
+    """A process that reads ahead of training ended without a word."""
 
 
 class BudgetExceeded(ColonnadeError):

@@ -39,6 +39,11 @@ def open_tables(folder, kind, **options):
 
 SOURCES = {
     "synthetic": lambda p: open_source("synthetic", num_train=61, max_cardinality=50).train,
+    "synthetic, everything": lambda p: (
+        open_source(
+            "synthetic", num_train=61, cardinalities=[5, 9], bags=[8], sequences=[9, 3], tasks=2
+        ).train
+    ),
     "criteo, streamed": lambda p: open_source("criteo", write_criteo(p, 61), test_fraction=0).train,
     "criteo, test": lambda p: open_source("criteo", write_criteo(p, 300)).test,
     "criteo, shuffled": lambda p: open_source("criteo", write_criteo(p, 76), shuffle=True).train,
@@ -111,7 +116,10 @@ def test_a_batch_is_what_batch_py_and_the_schema_say(source):
     for batch in source.batches(16):
         assert batch.dense.shape == (batch.size, len(source.schema.dense))
         assert batch.dense.dtype == torch.float32 and batch.dense.isfinite().all()
-        assert batch.label.shape == (batch.size, 1) and batch.label.dtype == torch.float32
+        assert (
+            batch.label.shape == (batch.size, len(source.schema.labels))
+            and batch.label.dtype == torch.float32
+        )
         assert ((batch.label == 0) | (batch.label == 1)).all()
         assert list(batch.ids) == [column.name for column in source.schema.categorical]
         for column in source.schema.categorical:

@@ -52,6 +52,37 @@ def test_values_are_those_of_the_slow_definition(tmp_path):
     assert {column.cardinality for column in source.schema.categorical} == {None}
 
 
+@pytest.mark.parametrize("run_lines", [1, 7, 64, 1000])
+@pytest.mark.parametrize("batch_size", [1, 5, 64, 300])
+def test_lines_parsed_together_are_the_lines_parsed_alone(
+    tmp_path, monkeypatch, run_lines, batch_size
+):
+    monkeypatch.setattr("colonnade.data.criteo.RUN_LINES", run_lines)
+    write_criteo(tmp_path, 300)
+    source = open_criteo(tmp_path, test_fraction=0, hash_rows=97).train
+    lines = [source._read(i, i + 1) for i in range(300)]
+    seen = 0
+    for batch in source.batches(batch_size):
+        alone = lines[seen : seen + batch.size]
+        seen += batch.size
+        assert torch.equal(batch.dense, torch.cat([one.dense for one in alone]))
+        assert torch.equal(batch.label, torch.cat([one.label for one in alone]))
+        for name in CATEGORIES:
+            values = torch.cat([one.ids[name].values for one in alone])
+            assert torch.equal(batch.ids[name].values, values)
+    assert seen == 300
+
+
+def test_batches_before_the_line_at_fault_are_read(tmp_path):
+    lines = [line.encode() for line in GOOD]
+    lines[399] = b"2" + lines[399][1:]
+    (tmp_path / "train.txt").write_bytes(b"\n".join(lines) + b"\n")
+    batches = open_criteo(tmp_path, test_fraction=0).train.batches(64)
+    assert [next(batches).size for _ in range(6)] == [64] * 6
+    with pytest.raises(DataError, match="line 400, column label"):
+        next(batches)
+
+
 def test_hashed_ids_are_mix64_modulo_rows(tmp_path):
     write_criteo(tmp_path, 50)
     (plain,) = open_criteo(tmp_path, test_fraction=0).train.batches(50)

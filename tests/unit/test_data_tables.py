@@ -234,6 +234,16 @@ def test_integers_of_every_width_are_ids_as_they_are(arrow, tmp_path):
     assert batch.dense[:, 0].tolist() == [1, 0, 7, 1]
 
 
+def test_columns_with_a_dot_in_their_names(tmp_path):
+    """Parquet's own reader takes a dot for the path into a struct."""
+    columns = {"a": [1.0, 2.0], "a.b": [3.0, 4.0], "s": [{"x": 1}, {"x": 2}], "c.d.e": ["x", "y"]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    schema = [Number("ab", column="a.b"), Number("a"), Category("c", column="c.d.e")]
+    (batch,) = open_source("parquet", tmp_path, schema=schema).train.batches(9)
+    assert batch.dense.tolist() == [[3, 1], [4, 2]]
+    assert batch.ids["c"].values.tolist() == [hash_text(b"x"), hash_text(b"y")]
+
+
 def test_an_unsigned_id_beyond_63_bits_wraps(tmp_path):
     pq.write_table(pa.table({"a": pa.array([2**64 - 1, 2**63], pa.uint64())}), tmp_path / "a.pq")
     (batch,) = open_source("parquet", tmp_path / "a.pq", schema=[Category("a")]).train.batches(9)
@@ -447,8 +457,9 @@ def test_an_inferred_schema_reads_the_file(tmp_path, kind):
 
 def test_integers_are_categories_unless_they_are_nearly_all_different(tmp_path):
     n = 1200
-    table = pa.table({"y": [0.0, 1.0] * (n // 2), "views": range(n), "item_id": range(n), 
-                      "day": [i % 7 for i in range(n)], "when": pa.array([0] * n, pa.timestamp("s")), "vector": [[1.0, 2.0]] * n})  # fmt: skip
+    columns = {"y": [0.0, 1.0] * (n // 2), "views": range(n), "item_id": range(n)}
+    columns |= {"day": [i % 7 for i in range(n)], "vector": [[1.0, 2.0]] * n}
+    table = pa.table(columns | {"when": pa.array([0] * n, pa.timestamp("s"))})
     pq.write_table(table, tmp_path / "a.parquet")
     kinds = {field.name: type(field) for field in infer_schema(tmp_path).fields}
     assert kinds == {"y": Label, "views": Number, "item_id": Category, "day": Category}

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from colonnade.cli import (
     bench,
     compare,
+    convert,
     demo,
     doctor,
     evaluate,
@@ -82,6 +83,8 @@ EPILOGS = {
 }
 for _name, _verb in VERBS.items():
     app.command(_name, epilog=EPILOGS.get(_name))(_verb)
+    if _name == "predict":
+        app.add_typer(convert.app, name="convert", cls=Verbs, epilog=convert.EXAMPLES)
 app.command("rank", hidden=True)(ranks.rank)
 
 

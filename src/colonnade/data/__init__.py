@@ -8,6 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from colonnade.data.batches import open_batches
 from colonnade.data.contract import Column, Position, Schema, Source, Splits, num_steps
 from colonnade.data.criteo import open_criteo
 from colonnade.data.csv import open_csv
@@ -33,6 +34,7 @@ __all__ = [
     "infer_schema",
     "load_declaration",
     "num_steps",
+    "open_batches",
     "open_source",
     "open_tensors",
 ]

@@ -34,22 +34,30 @@ def check_names(
     path: Path, names: Sequence[str], declaration: Declaration, split_by: str | None
 ) -> None:
     """Raises DataError for a name that is there twice, and for a column that is not there."""
-    repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if repeated is not None:
-        raise DataError(
-            f"{path}: got two columns named {repeated!r}, wanted each name once. Rename one of them"
-        )
+    there = set(names)
+    refuse_repeated(path, names)
     for field in declaration.fields:
         for column in field.columns:
-            if column not in names:
+            if column not in there:
                 raise DataError(
                     f"{path}: got no column {column!r}, which the field {field.name!r} reads; "
                     f"{nearest(column, list(names))}"
                 )
-    if split_by is not None and split_by not in names:
+    if split_by is not None and split_by not in there:
         raise DataError(
             f"{path}: got no column {split_by!r}, which split_by names; {nearest(split_by, list(names))}"
         )
+
+
+def refuse_repeated(path: Path, names: Sequence[str]) -> None:
+    """Raises DataError."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise DataError(
+                f"{path}: got two columns named {name!r}, wanted each name once. Rename one of them"
+            )
+        seen.add(name)
 
 
 def settle(declaration: Declaration, found: Mapping[str, Dtype | None]) -> Declaration:

@@ -9,8 +9,8 @@ no state but a `Position`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from colonnade.batch import Batch
 from colonnade.errors import ConfigError
@@ -18,10 +18,15 @@ from colonnade.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """The next batch to read: `step` counts global batches from the start of `epoch`."""
+    """The next batch to read: `step` counts global batches from the start of `epoch`.
+
+    `state`: what a source of the user's own (data/batches.py) needs besides, on this rank: `Batch.state` of the
+    batch before. Plain values and tensors; None where there is nothing.
+    """
 
     epoch: int = 0
     step: int = 0
+    state: Any = field(default=None, compare=False)
 
 
 START = Position()

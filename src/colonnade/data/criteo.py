@@ -10,8 +10,9 @@ no 8 digits spell.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,7 +22,6 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
@@ -37,8 +37,8 @@ DENSE = tuple(f"I{i}" for i in range(1, 14))
 CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
 NAMES = ("label", *DENSE, *CATEGORIES)
 MISSING_ID = 1 << 32
-LOAD_LINES = 1 << 16
-"""Lines parsed at a time when a whole file is loaded."""
+RUN_LINES = 1 << 13
+"""Lines parsed at a time, whatever the batch size: a call costs much for few, and more than a cache holds for many."""
 
 _TYPES = {name: pa.int64() for name in NAMES[:14]} | {name: pa.binary() for name in CATEGORIES}
 
@@ -128,10 +128,40 @@ class CriteoSource:
         start: Position = START,
     ) -> Iterator[Batch]:
         blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        return (self.read(begin, end) for begin, end in blocks)
+        return chain.from_iterable(map(self._read_run, _runs(blocks)))
 
     def read(self, begin: int, end: int) -> Batch:
         """Samples begin .. end-1 of this source."""
+        parts = [
+            self._read(at, min(at + RUN_LINES, end)) for at in range(begin, end, RUN_LINES)
+        ] or [self._read(begin, end)]
+        if len(parts) == 1:
+            return parts[0]
+        return Batch(
+            size=end - begin,
+            dense=torch.cat([part.dense for part in parts]),
+            ids={
+                name: Ids(torch.cat([part.ids[name].values for part in parts]))
+                for name in CATEGORIES
+            },
+            label=torch.cat([part.label for part in parts if part.label is not None]),
+        )
+
+    def _read_run(self, spans: list[tuple[int, int]]) -> Iterator[Batch]:
+        """One batch per span; spans lie end to end."""
+        first, end = spans[0][0], spans[-1][1]
+        try:
+            run = self.read(first, end)
+        except DataError:
+            # Those before the line at fault are whole: each is yielded, or refused, in its turn.
+            run = None
+        for begin, stop in spans:
+            if run is None or len(spans) == 1:
+                yield self.read(begin, stop) if run is None else run
+            else:
+                yield _part(run, begin - first, stop - first)
+
+    def _read(self, begin: int, end: int) -> Batch:
         first = self.start + begin
         lines = self.file.read(first, self.start + end)
         label, dense, ids = parse(lines, end - begin, path=self.file.path, first_line=first + 1)
@@ -146,16 +176,31 @@ class CriteoSource:
         )
 
 
-def _load(source: CriteoSource, *, shuffle_key: int) -> TensorSource:
-    parts = list(source.batches(LOAD_LINES))
-    labels: list[Tensor] = [part.label for part in parts if part.label is not None]
-    columns = Columns(
-        dense=torch.cat([part.dense for part in parts]),
-        ids={
-            name: Ids(torch.cat([part.ids[name].values for part in parts])) for name in CATEGORIES
-        },
-        label=torch.cat(labels),
+def _runs(spans: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Neighbours that lie end to end, together, as long as they are at most RUN_LINES."""
+    run: list[tuple[int, int]] = []
+    for span in spans:
+        if run and (span[0] != run[-1][1] or span[1] - run[0][0] > RUN_LINES):
+            yield run
+            run = []
+        run.append(span)
+    if run:
+        yield run
+
+
+def _part(batch: Batch, begin: int, end: int) -> Batch:
+    assert batch.label is not None
+    return Batch(
+        size=end - begin,
+        dense=batch.dense[begin:end],
+        ids={name: Ids(ids.values[begin:end]) for name, ids in batch.ids.items()},
+        label=batch.label[begin:end],
     )
+
+
+def _load(source: CriteoSource, *, shuffle_key: int) -> TensorSource:
+    whole = source.read(0, source.num_samples)
+    columns = Columns(dense=whole.dense, ids=whole.ids, label=whole.label)
     return TensorSource(source.schema, columns, shuffle_key=shuffle_key)
 
 
@@ -169,6 +214,22 @@ def parse(
     if num_lines == 0:
         empty = np.zeros((0, 1), np.float32), np.zeros((0, 13), np.float32)
         return *empty, np.zeros((len(CATEGORIES), 0), np.int64)
+    table, ids = parse_columns(lines, num_lines, path=path, first_line=first_line)
+    counts = np.stack([pc.fill_null(table.column(i), 0).to_numpy() for i in range(1, 14)], axis=1)
+    return (
+        table.column(0).to_numpy().astype(np.float32).reshape(-1, 1),
+        np.log1p(np.maximum(counts, 0)).astype(np.float32),
+        ids,
+    )
+
+
+def parse_columns(
+    lines: bytes, num_lines: int, *, path: Path, first_line: int
+) -> tuple[pa.Table, NDArray[np.int64]]:
+    """`num_lines` (1 or more) whole lines -> label (0 or 1) and I1 .. I13 as int64 with nulls, ids (26, B).
+
+    The categories' columns of the table are the fields as they stand. Raises DataError at the first field at fault.
+    """
     try:
         table = pyarrow.csv.read_csv(
             pa.BufferReader(lines),
@@ -189,16 +250,11 @@ def parse(
     label = table.column(0)
     if label.null_count or not np.isin(label.to_numpy(), (0, 1)).all():
         _raise_fault(lines, path, first_line, "a label that is neither 0 nor 1")
-    counts = np.stack([pc.fill_null(table.column(i), 0).to_numpy() for i in range(1, 14)], axis=1)
     ids = np.empty((len(CATEGORIES), num_lines), dtype=np.int64)
     for i in range(len(CATEGORIES)):
         if not _hex_ids(table.column(14 + i), out=ids[i]):
             _raise_fault(lines, path, first_line, f"column {CATEGORIES[i]} is not hexadecimal")
-    return (
-        label.to_numpy().astype(np.float32).reshape(-1, 1),
-        np.log1p(np.maximum(counts, 0)).astype(np.float32),
-        ids,
-    )
+    return table, ids
 
 
 def _hex_ids(column: pa.ChunkedArray, out: NDArray[np.int64]) -> bool:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.csv
 from numpy.typing import NDArray
 
-from colonnade.data.columns import check_names, settle
+from colonnade.data.columns import check_names, refuse_repeated, settle
 from colonnade.data.contract import Splits
 from colonnade.data.declaration import Declaration, load_declaration
 from colonnade.data.fields import (
@@ -30,7 +30,7 @@ from colonnade.data.fields import (
     Weight,
 )
 from colonnade.data.fields import Sequence as SequenceField
-from colonnade.data.files import Files, find_files
+from colonnade.data.files import Files, bind_files, find_files
 from colonnade.data.infer import infer
 from colonnade.data.lines import excerpt, field_error
 from colonnade.data.parquet import one_array
@@ -40,6 +40,7 @@ from colonnade.errors import ConfigError, DataError
 
 ENDINGS = (".csv", ".tsv", ".tab", ".txt")
 TABBED = (".tsv", ".tab")
+CARRIAGE_RETURN = 0x0D
 
 
 def open_csv(
@@ -126,8 +127,6 @@ def build_dialect(
         one = isinstance(value, str) and len(value) == 1 and value.isascii() and value not in "\r\n"
         if value is not None and not one:
             raise ConfigError(f"got {what}={value!r}, wanted one ASCII character")
-    if delimiter is not None and delimiter == quote:
-        raise ConfigError(f"got delimiter and quote both {quote!r}, wanted two characters")
     for what, texts in (("names", names), ("null_values", null_values)):
         fits = isinstance(texts, Sequence) and not isinstance(texts, str)
         if texts is not None and not (fits and all(isinstance(text, str) for text in texts)):
@@ -146,7 +145,7 @@ def _bind(tables: Sequence[CsvTable], declaration: Declaration, split_by: str | 
         bound.append(CsvTable(table.rows, table.names, table.dialect, types))
     if not any(len(table.lengths) for table in tables):
         raise DataError(f"{tables[0].path}: got no row after the header, wanted at least one")
-    return Files(declaration, tuple(bound), split_by)
+    return bind_files(declaration, bound, split_by)
 
 
 def text_types(declaration: Declaration) -> dict[str, pa.DataType]:
@@ -215,15 +214,27 @@ class CsvTable:
                     strings_can_be_null=True,
                 ),
             )
-            if table.num_rows == self.lengths[block]:
+            if table.num_rows == self.lengths[block] and not self._has_empty_row(text):
                 return table
         except (pa.ArrowException, ValueError) as error:
             reason = str(error).splitlines()[0]
         self._raise_fault(text, block, types, reason)
 
+    def _has_empty_row(self, text: bytes) -> bool:
+        """pyarrow would read one as missing values only. Of a single column it is one."""
+        if len(self.names) == 1:
+            return False
+        suspects = (b"\n\n", b"\n\r\n")
+        if not text.startswith((b"\n", b"\r\n")) and not any(each in text for each in suspects):
+            return False
+        bounds = np.concatenate([[-1], row_ends(text, self._quote_code)])
+        gaps = np.diff(bounds)
+        carried = np.frombuffer(text, np.uint8)[bounds[1:] - 1] == CARRIAGE_RETURN
+        return bool(((gaps == 1) | ((gaps == 2) & carried)).any())
+
     def place(self, block: int, row: int) -> str:
         text = self.rows.read(block)
-        ends = row_ends(text, None if self.dialect.quote is None else ord(self.dialect.quote))
+        ends = row_ends(text, self._quote_code)
         begin = int(ends[row - 1]) + 1 if row else 0
         before = int(self.rows.lines[block]) + text.count(b"\n", 0, begin)
         return f"line {before + 1}"
@@ -232,8 +243,8 @@ class CsvTable:
         self, text: bytes, block: int, types: Mapping[str, pa.DataType], reason: str
     ) -> NoReturn:
         """Name the first row and field at fault in a block that the fast reader refused for `reason`."""
-        dialect, line, begin = self.dialect, int(self.rows.lines[block]) + 1, 0
-        ends = row_ends(text, None if dialect.quote is None else ord(dialect.quote)).tolist()
+        line, begin = int(self.rows.lines[block]) + 1, 0
+        ends = row_ends(text, self._quote_code).tolist()
         for end in [*ends, len(text)]:
             row = text[begin:end]
             if begin < len(text):
@@ -266,7 +277,17 @@ class CsvTable:
                 wanted="UTF-8",
                 fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
             ) from None
-        fields = self._fields(text)
+        try:
+            fields = self._fields(text)
+        except csv.Error as error:
+            raise field_error(
+                self.path,
+                line,
+                None,
+                got=f"{excerpt(row)} ({error})",
+                wanted="quotes around whole fields",
+                fix="Repair the row, or say that the file has no quotes: quote: none",
+            ) from None
         if len(fields) != len(self.names):
             raise field_error(
                 self.path,
@@ -301,19 +322,22 @@ class CsvTable:
                 )
 
     @property
+    def _quote_code(self) -> int | None:
+        return None if self.dialect.quote is None else ord(self.dialect.quote)
+
+    @property
     def _delimiter(self) -> str:
         return self.dialect.delimiter_of(self.path)
 
     def _fields(self, row: str) -> list[str]:
         if self.dialect.quote is None:
             return row.split(self._delimiter)
-        reader = csv.reader([row], delimiter=self._delimiter, quotechar=self.dialect.quote)
-        return next(iter(reader), [""]) if "\n" not in row else _spanning(row, self)
-
-
-def _spanning(row: str, table: CsvTable) -> list[str]:
-    lines = row.splitlines(keepends=True)
-    return next(csv.reader(lines, delimiter=table._delimiter, quotechar=table.dialect.quote), [""])
+        lines = row.splitlines(keepends=True) if "\n" in row else [row]
+        reader = csv.reader(lines, delimiter=self._delimiter, quotechar=self.dialect.quote)
+        records = [record for record in reader if record] or [[""]]
+        if len(records) > 1:
+            raise csv.Error("a quote inside a field that does not begin with one")
+        return records[0]
 
 
 INTEGER = re.compile(r"[ \t]*-?[0-9]+[ \t]*")
@@ -333,6 +357,10 @@ def _is_utf8(field: bytes) -> bool:
 
 def open_text(path: Path, dialect: Dialect) -> CsvTable:
     """Index the file and read its header. Raises DataError."""
+    if dialect.delimiter_of(path) == dialect.quote:
+        raise ConfigError(
+            f"{path}: got delimiter and quote both {dialect.quote!r}, wanted two characters"
+        )
     rows = open_rows(path, dialect.quote, has_header=dialect.names is None, block_bytes=BLOCK_BYTES)
     if dialect.names is not None:
         return CsvTable(rows, list(dialect.names), dialect, {})
@@ -344,7 +372,13 @@ def open_text(path: Path, dialect: Dialect) -> CsvTable:
             fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
         ) from None  # fmt: skip
     table = CsvTable(rows, [], dialect, {})
-    names = table._fields(header)
+    try:
+        names = table._fields(header)
+    except csv.Error as error:
+        raise field_error(
+            path, 1, None, got=f"{excerpt(rows.head)} ({error})", wanted="quotes around whole names",
+            fix="Repair the header, or say that the file has no quotes: quote: none",
+        ) from None  # fmt: skip
     if names == [""]:
         raise field_error(
             path, 1, None, got="an empty line", wanted="a header with the names of the columns",
@@ -360,14 +394,6 @@ def infer_csv(tables: Sequence[CsvTable], label: str | None) -> Declaration:
         raise DataError(
             f"{tables[0].path}: got no row after the header, wanted at least one to infer a schema from"
         )
-    check_repeated(first)
+    refuse_repeated(first.path, first.names)
     table = first.parse(first.rows.read(0), 0, None, {})
     return infer(first.path, {name: one_array(table.column(name)) for name in first.names}, label)
-
-
-def check_repeated(table: CsvTable) -> None:
-    repeated = next((n for i, n in enumerate(table.names) if n in table.names[:i]), None)
-    if repeated is not None:
-        raise DataError(
-            f"{table.path}: got two columns named {repeated!r}, wanted each name once. Rename one of them"
-        )

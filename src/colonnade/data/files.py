@@ -51,17 +51,9 @@ class Files:
 
     declaration: Declaration
     files: tuple[TableFile, ...]
-    split_by: str | None = None  # column whose ids go into Chunk.part
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """(blocks of all files,)"""
-        return np.concatenate([np.empty(0, np.int64), *(file.lengths for file in self.files)])
-
-    @property
-    def bounds(self) -> NDArray[np.int64]:
-        """(files + 1,): file i has the blocks bounds[i] .. bounds[i + 1] - 1."""
-        return np.cumsum([0, *(len(file.lengths) for file in self.files)])
+    split_by: str | None  # column whose ids go into Chunk.part
+    lengths: NDArray[np.int64]  # (blocks of all files,)
+    bounds: NDArray[np.int64]  # (files + 1,): file i has the blocks bounds[i] .. bounds[i + 1] - 1
 
     def read(self, block: int) -> Chunk:
         """Raises DataError naming file, row and column."""
@@ -99,6 +91,15 @@ class Files:
                 f"{file.path}, from {file.place(local, 0)} on: cannot be read as declared "
                 f"({str(error).splitlines()[0]})"
             ) from None
+
+
+def bind_files(
+    declaration: Declaration, files: Sequence[TableFile], split_by: str | None = None
+) -> Files:
+    """`declaration` settled; every file has what it reads."""
+    lengths = np.concatenate([file.lengths for file in files])
+    bounds = np.cumsum([0, *(len(file.lengths) for file in files)])
+    return Files(declaration, tuple(files), split_by, lengths, bounds)
 
 
 def find_files(path: str | Path | Sequence[str | Path], endings: tuple[str, ...]) -> list[Path]:

@@ -12,17 +12,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from colonnade.data.columns import check_names, check_types, settle
+from colonnade.data.columns import check_names, check_types, refuse_repeated, settle
 from colonnade.data.contract import Splits
 from colonnade.data.declaration import Declaration, load_declaration
 from colonnade.data.encode import dtype_in
 from colonnade.data.fields import Dtype
-from colonnade.data.files import Files, find_files
+from colonnade.data.files import Files, bind_files, find_files
 from colonnade.data.infer import infer
 from colonnade.data.tabular import Splitting
 from colonnade.errors import ConfigError, DataError
 
 ENDINGS = (".parquet", ".pq", ".parq")
+SCHEMA_KEY = b"colonnade.schema"
+"""Of a footer's metadata: a declaration as YAML."""
 
 
 def open_parquet(
@@ -43,7 +45,8 @@ def open_parquet(
     """Samples under a declared schema, or one inferred from the first file.
 
     path                 a file, a folder (every file below it), a pattern, or several of these; natural order of names
-    schema               a Declaration, its fields, plain values, or the path of a YAML file; None: inferred
+    schema               a Declaration, its fields, plain values, or the path of a YAML file; None: what the footer
+                         declares, as `colonnade convert criteo` writes it, else inferred
     label                the label's column, where the schema is inferred; default: one named label, click, target or y
     validation, test     files of their own
     validation_fraction, test_fraction
@@ -80,21 +83,29 @@ def open_parquet(
         None if each is None else _files(find_files(each, ENDINGS), declaration)
         for each in (validation, test)
     ]
-    chosen = Files(declaration, tuple(files), split_by)
+    chosen = bind_files(declaration, files, split_by)
     return how.split(chosen, path if isinstance(path, str | Path) else str(files[0].path), *others)
 
 
 def _files(paths: list[Path], declaration: Declaration) -> Files:
     files = [open_table(path) for path in paths]
-    return Files(settle_types(files, declaration, None), tuple(files))
+    return bind_files(settle_types(files, declaration, None), files)
 
 
 def infer_parquet(files: Sequence[ParquetTable], label: str | None) -> Declaration:
-    """From the first row group that is there."""
+    """What the first file's footer declares (`colonnade convert` writes it); else from its first row group."""
     first = next((file for file in files if len(file.lengths)), None)
     if first is None:
         raise DataError(f"{files[0].path}: got no row, wanted at least one to infer a schema from")
-    return infer(first.path, first.read(0, list(first.types)), label)
+    declared = (first.metadata.metadata or {}).get(SCHEMA_KEY)
+    if declared is None or label is not None:
+        return infer(first.path, first.read(0, list(first.types)), label)
+    try:
+        return Declaration.from_yaml(declared.decode())
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{first.path}: its footer declares a schema that cannot be read ({error}). Give one with schema"
+        ) from None
 
 
 def settle_types(
@@ -171,10 +182,6 @@ def open_table(path: Path) -> ParquetTable:
     )
     groups = np.flatnonzero(lengths)
     names = list(schema.names)
-    repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if repeated is not None:
-        raise DataError(
-            f"{path}: got two columns named {repeated!r}, wanted each name once. Rename one of them"
-        )
+    refuse_repeated(path, names)
     types = dict(zip(names, schema.types, strict=True))
     return ParquetTable(path, num_bytes, metadata, types, groups, lengths[groups])

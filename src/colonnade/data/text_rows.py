@@ -68,7 +68,7 @@ def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: i
     lines: list[int] = []
     num_bytes = num_lines = block_lines = 0
     in_quotes, head, pending = False, b"", b""
-    open_line, last = 0, NEWLINE
+    quote_line, last = 0, NEWLINE
     needs_head = has_header
     try:
         with path.open("rb") as file:
@@ -79,9 +79,9 @@ def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: i
                         offsets[0] = len(BOM)
                 ends = row_ends(text, code, in_quotes)
                 newlines = text.count(b"\n")
-                if code is not None and text.count(code) % 2:
-                    in_quotes = not in_quotes
-                    open_line = num_lines + newlines + 1 if in_quotes else 0
+                if code is not None and (quotes := text.count(code)):
+                    in_quotes ^= quotes % 2 == 1
+                    quote_line = num_lines + text.count(b"\n", 0, text.rfind(code)) + 1
                 if needs_head and len(ends):
                     cut = int(ends[0]) + 1
                     head = (pending + text[:cut])[offsets[0] :]
@@ -107,7 +107,7 @@ def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: i
         )
     if in_quotes:
         raise DataError(
-            f"{path}: got a quote that is never closed (an odd number of {quote}, the last before line {open_line}), "
+            f"{path}: got a quote that is never closed (an odd number of {quote}, the last in line {quote_line}), "
             "wanted them in pairs. Close it, or say that the file has no quotes: quote: none"
         )
     if needs_head:

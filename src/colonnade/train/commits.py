@@ -68,7 +68,11 @@ class Commits:
         try:
             self.disk.make_dir(place)
             trainer.collection.store.commit(step)
-            rank_state = {"random": torch.get_rng_state(), "held": list(held)}
+            rank_state = {
+                "random": torch.get_rng_state(),
+                "held": list(held),
+                "source": trainer.position.state,
+            }
             write_durably(self.disk, place / f"rank-{self.mesh.rank}", _dump(rank_state))
             if self.mesh.rank == 0:
                 write_durably(self.disk, place / "dense", _dump(_dense_state(trainer)))
@@ -224,7 +228,6 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     trainer.dense_optimizer.load_state_dict(dense["dense_optimizer"])
     for group, settings in zip(trainer.dense_optimizer.param_groups, chosen, strict=True):
         group.update(settings)
-    trainer.position = Position(*dense["position"])
     trainer.best.restore(dense["best"])
     trainer.days = dense["days"]
     groups = {"rows": dense["row_groups"], "dense": dense["dense_optimizer"]["param_groups"]}
@@ -240,6 +243,15 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     ranks = [load_state(place / f"rank-{rank}") for rank in range(header["num_ranks"])]
     if trainer.mesh.rank < len(ranks):
         torch.set_rng_state(ranks[trainer.mesh.rank]["random"])
+    sources = [state.get("source") for state in ranks]
+    if len(ranks) != trainer.mesh.num_ranks and any(state is not None for state in sources):
+        raise CheckpointError(
+            f"{folder} was committed by {len(ranks)} ranks in the middle of an epoch of data sets of their own, and "
+            f"this run has {trainer.mesh.num_ranks}; go on with {len(ranks)}, or from a commit at the end of an epoch"
+        )
+    source = None if len(ranks) != trainer.mesh.num_ranks else sources[trainer.mesh.rank]
+    epoch, step_of_epoch = dense["position"]
+    trainer.position = Position(epoch, step_of_epoch, source)
     num_held = min(len(state["held"]) for state in ranks)
     trainer.held = [[state["held"][i] for state in ranks] for i in range(num_held)]
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from colonnade.data.batches import batches_of
 from colonnade.data.contract import Source
 from colonnade.errors import ConfigError, DataError
 from colonnade.topology.mesh import Mesh
@@ -29,7 +30,7 @@ def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> d
     columns: list[Tensor] = []  # (B, 2 T + 1) float64: scores, labels, weight
     groups: list[Tensor] = []
     try:
-        for batch in source.batches(batch_size, rank=mesh.rank, num_ranks=mesh.num_ranks):
+        for batch in batches_of(source, batch_size, mesh, purpose="evaluate"):
             if batch.label is None:
                 raise DataError("the batch has no label; evaluation compares scores with labels")
             logits = model(batch)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.config import DenseConfig, PlanConfig, RowsConfig, RunConfig, TrainConfig, override
+from colonnade.data.batches import batches_of
 from colonnade.data.contract import Source, Splits
 from colonnade.errors import ConfigError, DataError
 from colonnade.plan.plan import build_plan
@@ -174,7 +175,7 @@ class MeanLoss:
         model.eval()
         total = torch.zeros(3, dtype=torch.float64)  # loss, weight, samples
         try:
-            for batch in source.batches(batch_size, rank=mesh.rank, num_ranks=mesh.num_ranks):
+            for batch in batches_of(source, batch_size, mesh, purpose="evaluate"):
                 weight = batch.sample_weight
                 here = [
                     float(self._sum(model, batch)),

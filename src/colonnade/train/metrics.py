@@ -144,8 +144,9 @@ class Evaluation:
         return found
 
 
-def ceiling(batches: Iterable[Batch]) -> dict[str, float]:
-    """What a model that knew the truth would reach: the batches' `key` is the true probability (data/synthetic.py)."""
+def ceiling(batches: Iterable[Batch], *, task: int = 0) -> dict[str, float]:
+    """What a model that knew the truth would reach: the batches' `key` is the true probability (data/synthetic.py),
+    (B,), or (B, tasks) of several tasks."""
     truth = Evaluation()
     for batch in batches:
         if not isinstance(batch.key, Tensor) or batch.label is None:
@@ -153,7 +154,9 @@ def ceiling(batches: Iterable[Batch]) -> dict[str, float]:
                 "got a batch without labels or without true probabilities in its key; "
                 "only synthetic streams have a ceiling that is known"
             )
-        truth.add(batch.key, batch.label, batch.sample_weight)
+        truth.add(
+            batch.key.reshape(batch.size, -1)[:, task], batch.label[:, task], batch.sample_weight
+        )
     return truth.result()
 
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from colonnade import _native
 from colonnade.config import RunConfig, dump_config, load_config, override
 from colonnade.data import Splits, num_steps, open_source
+from colonnade.data.processes import read_ahead
 from colonnade.data.tables import lasting_options
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import (
@@ -136,6 +137,7 @@ def open_run(
         # What the run folder records opens the same data tomorrow: an inferred schema is written out.
         lasting = {"data.options": lasting_options(config.data.options, data)}
         config = override(config, lasting)
+    data = read_ahead(data, config.data.readers)
     model = build_model(data.train.schema, config)
     return prepare(
         model,

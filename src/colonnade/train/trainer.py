@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade.batch import Batch
+from colonnade.data.batches import batches_of
 from colonnade.data.contract import Position, Source, Splits
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import NonFiniteError
@@ -192,11 +193,12 @@ class Trainer:
             if self.schedule.progressive:
                 source = self.data.days[position.epoch]
             first = position.step * parts
-            read = source.batches(
+            read = batches_of(
+                source,
                 self.schedule.batch_size // parts,
-                rank=self.mesh.rank,
-                num_ranks=self.mesh.num_ranks,
-                start=Position(position.epoch, first),
+                self.mesh,
+                purpose="route",
+                start=Position(position.epoch, first, position.state),
             )
             for number, batch in enumerate(_with_end(read), first):
                 if number % parts == 0:
@@ -212,7 +214,9 @@ class Trainer:
         """Move past a step's last batch."""
         at = done.position
         self.position = (
-            Position(at.epoch + 1, 0) if done.ends_epoch else Position(at.epoch, at.step + 1)
+            Position(at.epoch + 1, 0)
+            if done.ends_epoch
+            else Position(at.epoch, at.step + 1, done.state)
         )
 
     def _is_patience_over(self) -> bool:

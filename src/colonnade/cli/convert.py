@@ -1,0 +1,135 @@
+"""`colonnade convert`: text to Parquet."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from colonnade.data.convert import Conversion
+
+EXAMPLES = (
+    "[bold]Examples[/bold]\n\n  colonnade convert criteo train.txt train.parquet\n\n"
+    "  colonnade convert csv clicks.csv clicks.parquet --null NA\n\n"
+    "  colonnade train --data parquet --path clicks.parquet"
+)
+app = typer.Typer(
+    help="Turn text into Parquet: typed, checked, about a quarter of the size, and several times faster to read.",
+    no_args_is_help=True,
+)
+
+ROWS_PER_GROUP = 1 << 17  # as colonnade.data.convert, which takes seconds to import
+Target = Annotated[Path, typer.Argument(help="The Parquet file to write.", metavar="DST")]
+RowsPerGroup = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Rows that are read at once; readers hold at least one group in memory."
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace the file where it is there already.")]
+
+
+@app.command()
+def criteo(
+    source: Annotated[
+        Path, typer.Argument(help="A Criteo text file with labels, or its folder.", metavar="SRC")
+    ],
+    target: Target,
+    rows_per_group: RowsPerGroup = ROWS_PER_GROUP,
+    force: Force = False,
+) -> None:
+    """Criteo display-ads text: columns label, I1 .. I13 (empty = null), C1 .. C26 (integers; empty = 4294967296)."""
+    from colonnade.data.convert import check_target, open_criteo_conversion
+
+    check_target(source, target, overwrite=force)
+    run(open_criteo_conversion(source), target, rows_per_group, force)
+
+
+@app.command()
+def csv(
+    source: Annotated[Path, typer.Argument(help="A delimited text file.", metavar="SRC")],
+    target: Target,
+    delimiter: Annotated[
+        str | None,
+        typer.Option(help="One character; default: tab for .tsv and .tab, else a comma."),
+    ] = None,
+    quote: Annotated[
+        str, typer.Option(help="Around fields that hold delimiters or newlines; '' for none.")
+    ] = '"',
+    names: Annotated[
+        str | None,
+        typer.Option(help="Columns' names, separated by commas, where the file has no header."),
+    ] = None,
+    null: Annotated[
+        list[str] | None,
+        typer.Option(help="A text that is a missing value, such as NA. Repeatable."),
+    ] = None,
+    rows_per_group: RowsPerGroup = ROWS_PER_GROUP,
+    force: Force = False,
+) -> None:
+    """CSV: every column as integers, numbers or text, whichever holds all its values unchanged; empty = null."""
+    from colonnade.data.convert import check_target, open_csv_conversion
+
+    check_target(source, target, overwrite=force)
+    with bars() as progress:
+        task = progress.add_task("reading")
+        conversion = open_csv_conversion(
+            source,
+            delimiter=TAB.get(delimiter or "", delimiter),
+            quote=quote or None,
+            names=None if names is None else names.split(","),
+            null_values=null or (),
+            on_rows=lambda rows, total: progress.update(task, advance=rows, total=total),
+        )
+    run(conversion, target, rows_per_group, force)
+
+
+TAB = {"\\t": "\t", "tab": "\t"}
+"""How one types it."""
+
+
+def bars() -> Progress:
+    """Rows done of rows there are."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn(),
+        console=Console(highlight=False), transient=True,
+    )  # fmt: skip
+
+
+def run(conversion: Conversion, target: Path, rows_per_group: int, force: bool) -> None:
+    """Write it under a progress bar, and say what came of it."""
+    from rich.console import Console
+
+    from colonnade.data.convert import write_parquet
+
+    console = Console(highlight=False)
+    started = time.perf_counter()
+    with bars() as progress:
+        task = progress.add_task(target.name, total=conversion.num_rows)
+        write_parquet(
+            conversion,
+            target,
+            rows_per_group=rows_per_group,
+            overwrite=force,
+            on_rows=lambda rows: progress.advance(task, rows),
+        )
+    size = target.expanduser().stat().st_size
+    console.print(
+        f"wrote {target}: {conversion.num_rows:,} rows, {len(conversion.schema)} columns, {size / 2**20:,.1f} MiB "
+        f"in {time.perf_counter() - started:.1f} s",
+        soft_wrap=True,
+    )

@@ -1,0 +1,203 @@
+"""Reader processes: the batches of the source itself, in its order, whatever happens to the processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from criteo_files import criteo_lines
+from hypothesis import given
+from hypothesis import strategies as st
+from test_data_contract import open_columns, same
+
+from colonnade import Mesh
+from colonnade.batch import Batch, Ids
+from colonnade.config import build_config, override
+from colonnade.data import Position, Schema, open_source
+from colonnade.data import processes as module
+from colonnade.data.block import pack, unpack
+from colonnade.data.contract import START
+from colonnade.data.criteo import open_criteo
+from colonnade.data.processes import ProcessSource
+from colonnade.errors import ConfigError, DataError, ReaderLost
+from colonnade.train.run import open_run
+
+
+@given(st.lists(st.integers(0, 5), max_size=4), st.booleans())
+def test_a_block_gives_back_what_was_packed(sizes, shared):
+    def bag(size):
+        offsets = torch.arange(size + 1) * 2
+        return Ids(torch.arange(2 * size), offsets, torch.rand(2 * size, dtype=torch.float64))
+
+    batches = [
+        Batch(
+            size,
+            torch.rand(size, 3),
+            {"one": Ids(torch.arange(size)), "bag": bag(size)},
+            label=torch.rand(size, 2) if size % 2 else None,
+            key=torch.rand(size, dtype=torch.float64) if size % 2 else None,
+        )
+        for size in sizes
+    ]
+    block = pack(batches, shared=shared)
+    assert all(same(a, b) for a, b in zip(unpack(block), batches, strict=True))
+    starts = [t.data_ptr() % 8 for b in unpack(block) for t in (b.dense, b.ids["one"].values)]
+    assert not any(starts)
+
+
+def test_processes_read_what_the_source_reads(monkeypatch):
+    """Runs of 2 steps on 2 processes; an epoch that ends inside a run; bags, weights, groups."""
+    monkeypatch.setattr(module, "RUN_SAMPLES", 7)
+    source = open_columns()
+    wanted = list(source.batches(7, rank=1, num_ranks=2, start=Position(3, 1)))
+    found = ProcessSource(source, 2).batches(7, rank=1, num_ranks=2, start=Position(3, 1))
+    assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_an_epoch_of_nothing_and_bad_arguments():
+    source = ProcessSource(open_source("synthetic", num_train=20, max_cardinality=9).train, 1)
+    assert source.num_samples == 20 and len(source.schema.categorical) == 26
+    assert list(source.batches(10, start=Position(0, 2))) == []  # an end at once
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        source.batches(0)
+    with pytest.raises(ConfigError, match="num_processes=0"):
+        ProcessSource(source.source, 0).batches(4)
+
+
+def test_an_error_is_raised_here_when_its_batch_has_its_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "RUN_SAMPLES", 64)
+    lines = criteo_lines(200)
+    lines[150] = lines[150] + "\tmore"
+    (tmp_path / "train.txt").write_text("\n".join(lines) + "\n")
+    source = open_criteo(tmp_path, test_fraction=0).train
+
+    def read(of) -> tuple[list[Batch], str]:
+        batches = []
+        with pytest.raises(DataError) as caught:
+            for batch in of.batches(16):
+                batches.append(batch)
+        assert type(caught.value) is DataError
+        return batches, str(caught.value)
+
+    (found, said), (wanted, words) = read(ProcessSource(source, 2)), read(source)
+    assert said == words and "line 151" in said
+    assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+class Peculiar(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def test_errors_travel_as_they_are_or_are_quoted():
+    plain = module._portable(DataError("file, line 3"))
+    assert type(plain) is DataError and str(plain) == "file, line 3"
+    quoted = module._portable(Peculiar(1, 2))
+    assert type(quoted) is RuntimeError and str(quoted) == "Peculiar: 1 and 2"
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Batches of one sample, each noted in a folder when it is made."""
+
+    folder: Path
+    schema = Schema((), ())
+    num_samples = 1000
+
+    def batches(self, batch_size, *, rank=0, num_ranks=1, start=START) -> Iterator[Batch]:
+        for step in range(start.step, 1000):
+            (self.folder / str(step)).touch()
+            yield Batch(1, torch.full((1, 1), float(step)), {})
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_readers_are_ahead_by_a_bound_outlive_ctrl_c_and_are_missed_when_killed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "RUN_SAMPLES", 3)
+    batches = ProcessSource(Noted(tmp_path), 2).batches(1)
+    assert float(next(batches).dense) == 0
+    most = (
+        3 * 2 * (module.RUNS_AHEAD + 1)
+    )  # a run in the queue's hands may have been asked for again
+    wait_until(lambda: len(list(tmp_path.iterdir())) >= 3 * 2 * module.RUNS_AHEAD)
+    time.sleep(0.5)
+    assert len(list(tmp_path.iterdir())) <= most
+
+    readers = multiprocessing.active_children()
+    assert len(readers) == 2
+    for reader in readers:
+        os.kill(reader.pid, signal.SIGINT)
+    assert [float(next(batches).dense) for _ in range(40)] == list(range(1, 41))
+
+    os.kill(readers[0].pid, signal.SIGKILL)
+    with pytest.raises(ReaderLost, match=str(readers[0].pid)):
+        list(batches)
+
+
+def test_a_run_with_readers_is_the_run_without(tmp_path):
+    values = {
+        "data": {"options": {"num_train": 600, "num_test": 100, "cardinalities": [50, 9]}},
+        "model": {"dim": 4, "bottom": [4], "top": [4]},
+        "train": {"batch_size": 100, "threads": 1, "max_steps": 3},
+    }
+    found = []
+    for readers, steps in ((0, [None]), (1, [3, None])):
+        for most in steps:
+            folder = tmp_path / str(readers)
+            changes = {"data.readers": readers, "train.max_steps": most}
+            run = open_run(override(build_config(values), changes), Mesh(), folder)
+            metrics = run.train().metrics
+            run.close()
+        weights = {name: v.tolist() for name, v in run.trainer.model.named_parameters()}
+        found.append((metrics, weights))
+    assert found[0] == found[1]
+
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import multiprocessing
+from test_data_processes import Noted
+from colonnade.data.processes import ProcessSource
+if __name__ == "__main__":
+    batches = ProcessSource(Noted(Path(sys.argv[1])), 2).batches(1)
+    next(batches)
+    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+def test_readers_end_with_a_killed_parent(tmp_path):
+    (tmp_path / "notes").mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    places = [str(Path(__file__).parent), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "notes")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    readers = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(readers) == 2
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers))
