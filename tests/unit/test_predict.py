@@ -18,8 +18,9 @@ from small_run import CONFIG
 
 from colonnade import Batch, Concat, EmbeddingCollection, Feature, Ids, Mesh, Predictor, Table, fit
 from colonnade.config import build_config, override
-from colonnade.data import open_tensors
+from colonnade.data import Column, Schema, open_tensors
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, DataError, IdRangeError
+from colonnade.models.build import build_model
 from colonnade.models.dlrm import DLRM
 from colonnade.store.dram import open_dram
 from colonnade.store.mapped import open_mapped
@@ -334,3 +335,28 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
         (out / "model.json").write_text(text)
         with pytest.raises(CheckpointError, match=words):
             Predictor.open(out)
+
+
+def test_a_retrieval_model_is_searched_not_scored(tmp_path):
+    schema = Schema(dense=(), categorical=(Column("user", 30), Column("item", 40)))
+    config = build_config({"model": {"name": "two_tower", "dim": 4, "top": [4]}})
+    model, twin = build_model(schema, config), build_model(schema, config)
+    for number, rows in enumerate((30, 40)):
+        path = tmp_path / f"{number}.safetensors"
+        width = model.embeddings.tables[number].width
+        save_file({"ids": torch.arange(rows), "weights": torch.randn(rows, width)}, path)
+    rows = open_mapped(
+        model.embeddings.tables, [tmp_path / "0.safetensors", tmp_path / "1.safetensors"], seed=0
+    )
+    model.embeddings.serve(rows)
+    predictor = Predictor(model.eval(), rows, schema=schema, config=config, step=0, folder=tmp_path)
+    ids = {"user": Ids(torch.arange(5)), "item": Ids(torch.arange(5))}
+    batch = Batch(5, dense=torch.zeros(5, 0), ids=ids)
+    with pytest.raises(ConfigError, match=r"TwoTower gives no logits.*model\.queries"):
+        predictor(batch)
+    with torch.inference_mode():
+        queries, items = predictor.model.queries(batch), predictor.model.items(batch)
+    assert queries.shape == items.shape and len(queries) == 5
+    assert not torch.equal(
+        queries, twin.eval().queries(batch)
+    )  # the exported rows, not first values
