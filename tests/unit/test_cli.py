@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from colonnade.cli import main
+from colonnade.cli import convert, main
 from colonnade.config import RunConfig
+from colonnade.data import convert as data_convert
 
 SMALL = [
     "--set", "data.options.num_train=3000", "--set", "data.options.num_test=500",
@@ -37,7 +38,7 @@ def colonnade(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train", "--data", "netflix"], "choose from criteo, csv, gowalla, movielens"),
+        (["train", "--data", "netflix"], "choose from criteo, csv"),
         (["train", "--set", "train.epoch=3"], "did you mean train.epochs"),
         (["train", "--set", "epochs"], "name=value"),
         (["train", "--set", "=3"], "name=value"),
@@ -75,6 +76,8 @@ def colonnade(monkeypatch, capsys):
         (["predict", "nowhere", "--output", "x.csv"], "nothing to score"),
         (["predict", "nowhere", "--output", "x.csv", "--part", "test"], "nowhere"),
         (["predict", ".", "--output", "x.csv", "--part", "test"], "neither a run folder"),
+        (["convert", "csw", "a", "b"], "did you mean csv?"),
+        (["convert", "csv", "nowhere.csv", "b.parquet"], "nowhere.csv"),
         (["settings", "trian"], "did you mean train?"),
         (["settings", "plan.drma"], "did you mean plan.dram?"),
     ],
@@ -131,7 +134,7 @@ def test_doctor_says_what_follows(colonnade):
         assert words in said
 
 
-VERBS = "demo train evaluate predict report compare inspect export settings doctor bench".split()
+VERBS = "demo train evaluate predict convert report compare inspect export settings doctor bench".split()
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -139,6 +142,10 @@ def test_help_teaches(verb, colonnade):
     status, said, _ = colonnade(verb, "--help")
     assert status == 0
     assert verb == "doctor" or f"colonnade {verb}" in said.split("Examples")[1]
+
+
+def test_converting_knows_its_default():
+    assert convert.ROWS_PER_GROUP == data_convert.ROWS_PER_GROUP
 
 
 def test_help_needs_no_torch():

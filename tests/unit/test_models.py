@@ -113,7 +113,11 @@ def twin_of(case: str, model, num_dense: int, tasks: int):
     """The plain model with the same dense weights and the same rows."""
     _, kind, _, make = CASES[case]
     plain = make(tables(kind, tasks), FEATURES, num_dense, tasks).double()
-    dense = {name: value for name, value in model.state_dict().items()}
+    dense = {
+        name: value
+        for name, value in model.state_dict().items()
+        if not name.endswith("_extra_state")
+    }
     left = plain.load_state_dict(dense, strict=False)
     assert not left.unexpected_keys and all(key.startswith("bags.") for key in left.missing_keys)
     with torch.no_grad():

@@ -18,9 +18,10 @@ from small_run import CONFIG
 
 from colonnade import Batch, Concat, EmbeddingCollection, Feature, Ids, Mesh, Predictor, Table, fit
 from colonnade.config import build_config, override
-from colonnade.data import open_tensors
+from colonnade.data import Column, Schema, open_tensors
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, DataError, IdRangeError
-from colonnade.models.deepfm import DeepFM
+from colonnade.models.build import build_model
+from colonnade.models.dlrm import DLRM
 from colonnade.store.dram import open_dram
 from colonnade.store.mapped import open_mapped
 from colonnade.train.export import export_run
@@ -64,7 +65,9 @@ def folder(tmp_path_factory) -> Path:
     ("settings", "num_ranks"),
     [
         ({}, 1),
-        ({"model.name": "deepfm"}, 1),
+        ({"model.name": "deepfm", "model.bottom": None}, 1),
+        ({"model.name": "dcnv2", "model.bottom": None}, 1),
+        ({"model.name": "lr", "model.bottom": None, "model.top": None, "model.dim": None}, 1),
         ({"plan.dram": 90_000}, 2),
         ({"rows.dtype": "bfloat16", "rows.master": True, "rows.optimizer": "adam"}, 1),
     ],
@@ -222,7 +225,7 @@ def test_a_model_trained_from_python_is_given_again(tmp_path):
         torch.manual_seed(0)
         tables = [Table("user", 4, rows=60), Table("item", 4)]
         features = [Feature("user", "user"), Feature("item", "item")]
-        return DeepFM(tables, features, num_dense=0, top=[8])
+        return DLRM(tables, features, num_dense=0, top=[8])
 
     data = open_tensors(ids, cardinalities={"user": 60}, label=label)
     model = build()
@@ -332,3 +335,28 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
         (out / "model.json").write_text(text)
         with pytest.raises(CheckpointError, match=words):
             Predictor.open(out)
+
+
+def test_a_retrieval_model_is_searched_not_scored(tmp_path):
+    schema = Schema(dense=(), categorical=(Column("user", 30), Column("item", 40)))
+    config = build_config({"model": {"name": "two_tower", "dim": 4, "top": [4]}})
+    model, twin = build_model(schema, config), build_model(schema, config)
+    for number, rows in enumerate((30, 40)):
+        path = tmp_path / f"{number}.safetensors"
+        width = model.embeddings.tables[number].width
+        save_file({"ids": torch.arange(rows), "weights": torch.randn(rows, width)}, path)
+    rows = open_mapped(
+        model.embeddings.tables, [tmp_path / "0.safetensors", tmp_path / "1.safetensors"], seed=0
+    )
+    model.embeddings.serve(rows)
+    predictor = Predictor(model.eval(), rows, schema=schema, config=config, step=0, folder=tmp_path)
+    ids = {"user": Ids(torch.arange(5)), "item": Ids(torch.arange(5))}
+    batch = Batch(5, dense=torch.zeros(5, 0), ids=ids)
+    with pytest.raises(ConfigError, match=r"TwoTower gives no logits.*model\.queries"):
+        predictor(batch)
+    with torch.inference_mode():
+        queries, items = predictor.model.queries(batch), predictor.model.items(batch)
+    assert queries.shape == items.shape and len(queries) == 5
+    assert not torch.equal(
+        queries, twin.eval().queries(batch)
+    )  # the exported rows, not first values

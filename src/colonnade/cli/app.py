@@ -83,7 +83,8 @@ EPILOGS = {
 }
 for _name, _verb in VERBS.items():
     app.command(_name, epilog=EPILOGS.get(_name))(_verb)
-app.add_typer(convert.app, name="convert", cls=Verbs)
+    if _name == "predict":
+        app.add_typer(convert.app, name="convert", cls=Verbs, epilog=convert.EXAMPLES)
 app.command("rank", hidden=True)(ranks.rank)
 
 

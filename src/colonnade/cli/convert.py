@@ -13,12 +13,17 @@ if TYPE_CHECKING:
 
     from colonnade.data.convert import Conversion
 
-
+EXAMPLES = (
+    "[bold]Examples[/bold]\n\n  colonnade convert criteo train.txt train.parquet\n\n"
+    "  colonnade convert csv clicks.csv clicks.parquet --null NA\n\n"
+    "  colonnade train --data parquet --path clicks.parquet"
+)
 app = typer.Typer(
     help="Turn text into Parquet: typed, checked, about a quarter of the size, and several times faster to read.",
     no_args_is_help=True,
 )
 
+ROWS_PER_GROUP = 1 << 17  # as colonnade.data.convert, which takes seconds to import
 Target = Annotated[Path, typer.Argument(help="The Parquet file to write.", metavar="DST")]
 RowsPerGroup = Annotated[
     int,
@@ -35,7 +40,7 @@ def criteo(
         Path, typer.Argument(help="A Criteo text file with labels, or its folder.", metavar="SRC")
     ],
     target: Target,
-    rows_per_group: RowsPerGroup = 131_072,
+    rows_per_group: RowsPerGroup = ROWS_PER_GROUP,
     force: Force = False,
 ) -> None:
     """Criteo display-ads text: columns label, I1 .. I13 (empty = null), C1 .. C26 (integers; empty = 4294967296)."""
@@ -64,14 +69,14 @@ def csv(
         list[str] | None,
         typer.Option(help="A text that is a missing value, such as NA. Repeatable."),
     ] = None,
-    rows_per_group: RowsPerGroup = 131_072,
+    rows_per_group: RowsPerGroup = ROWS_PER_GROUP,
     force: Force = False,
 ) -> None:
     """CSV: every column as integers, numbers or text, whichever holds all its values unchanged; empty = null."""
     from colonnade.data.convert import check_target, open_csv_conversion
 
     check_target(source, target, overwrite=force)
-    with open_progress() as progress:
+    with bars() as progress:
         task = progress.add_task("reading")
         conversion = open_csv_conversion(
             source,
@@ -88,8 +93,8 @@ TAB = {"\\t": "\t", "tab": "\t"}
 """How one types it."""
 
 
-def open_progress() -> Progress:
-    """Bars on the terminal that go when the work is done."""
+def bars() -> Progress:
+    """Rows done of rows there are."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -100,22 +105,20 @@ def open_progress() -> Progress:
     )
 
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rows"),
-        TimeRemainingColumn(),
-        console=Console(highlight=False),
-        transient=True,
-    )
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn(),
+        console=Console(highlight=False), transient=True,
+    )  # fmt: skip
 
 
 def run(conversion: Conversion, target: Path, rows_per_group: int, force: bool) -> None:
     """Write it under a progress bar, and say what came of it."""
+    from rich.console import Console
+
     from colonnade.data.convert import write_parquet
 
+    console = Console(highlight=False)
     started = time.perf_counter()
-    with open_progress() as progress:
+    with bars() as progress:
         task = progress.add_task(target.name, total=conversion.num_rows)
         write_parquet(
             conversion,
@@ -125,7 +128,7 @@ def run(conversion: Conversion, target: Path, rows_per_group: int, force: bool) 
             on_rows=lambda rows: progress.advance(task, rows),
         )
     size = target.expanduser().stat().st_size
-    progress.console.print(
+    console.print(
         f"wrote {target}: {conversion.num_rows:,} rows, {len(conversion.schema)} columns, {size / 2**20:,.1f} MiB "
         f"in {time.perf_counter() - started:.1f} s",
         soft_wrap=True,

@@ -11,6 +11,7 @@ from rich.table import Table as Grid
 
 from colonnade.plan.plan import Plan, explain
 from colonnade.table import Table
+from colonnade.train.progress import SHOWN_METRICS
 
 MAX_LINES = 12
 
@@ -67,7 +68,7 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
     rate = summary["samples"] * summary["num_ranks"] / trained
     console.print(f"{summary['steps']:,} steps, {rate:,.0f} samples/s while training")
     for name, value in summary["metrics"].items():
-        if name.endswith(("auc", "log_loss")):
+        if name.split("@")[0].endswith(SHOWN_METRICS):
             console.print(f"{name.replace('_', ' ')}: {value:.4f}")
     if summary["stopped_early"]:
         console.print(

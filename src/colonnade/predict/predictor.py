@@ -26,6 +26,7 @@ from colonnade.data.contract import Column, Schema
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.models.build import build_model
+from colonnade.models.retriever import Retriever
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.predict.serving import exported
 from colonnade.store.mapped import MappedRows, open_mapped
@@ -106,13 +107,13 @@ class Predictor:
     def __call__(self, batch: Batch) -> Tensor:
         """Probabilities (B, T) float64. Raises IdRangeError, DataError for a batch that does not fit, ConfigError
         of a retrieval model."""
-        with self._lock:
-            logits = self.model(batch)
-        if not isinstance(logits, Tensor):
+        if isinstance(self.model, Retriever):
             raise ConfigError(
                 f"{type(self.model).__name__} gives no logits but vectors to search with; use "
                 "predictor.model.queries(batch) and predictor.model.items(batch)"
             )
+        with self._lock:
+            logits = self.model(batch)
         return torch.sigmoid(logits.double())
 
     def scores(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
