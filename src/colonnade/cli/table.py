@@ -67,7 +67,7 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
     rate = summary["samples"] * summary["num_ranks"] / trained
     console.print(f"{summary['steps']:,} steps, {rate:,.0f} samples/s while training")
     for name, value in summary["metrics"].items():
-        if name.endswith(("auc", "log_loss")):
+        if name.endswith(("auc", "log_loss", "@20")):
             console.print(f"{name.replace('_', ' ')}: {value:.4f}")
     if summary["stopped"]:
         console.print(
