@@ -33,7 +33,10 @@ def colonnade(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train", "--data", "netflix"], "choose from criteo, gowalla, movielens, movielens_retrieval"),
+        (
+            ["train", "--data", "netflix"],
+            "choose from criteo, gowalla, movielens, movielens_retrieval",
+        ),
         (["train", "--set", "train.epoch=3"], "did you mean train.epochs"),
         (["train", "--set", "epochs"], "name=value"),
         (["train", "--set", "=3"], "name=value"),

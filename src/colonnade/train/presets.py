@@ -30,15 +30,16 @@ PRESETS: dict[str, RunConfig] = {
         {
             "data": {
                 "name": "movielens_retrieval",
-                "options": {"max_history": 100, "max_pairs": 20},
+                "options": {"max_history": 200, "max_pairs": 20},
             },
             "model": {
                 "name": "two_tower",
                 "dim": 64,
+                "query_columns": ["history", "sex", "age", "occupation"],
                 "item_columns": ["item", "year", "genres"],
-                "temperature": 0.2,
+                "temperature": 0.15,
             },
-            "rows": {"optimizer": "adam", "lr": 0.005, "init_scale": 0.05},
+            "rows": {"optimizer": "adam", "lr": 0.003, "init_scale": 0.05},
             "dense": {"lr": 1e-3},
             "train": {"batch_size": 1024, "epochs": 15},
         }
@@ -66,6 +67,7 @@ PRESETS: dict[str, RunConfig] = {
 SEQUENCES: dict[str, Any] = {
     "data.options": {"samples": "sequences", "max_history": 50, "negatives": 16},
     "model.dim": 64,
+    "rows.lr": 0.005,
     "model.blocks": 1,
     "model.max_length": 50,
     "model.positions": False,
