@@ -184,7 +184,7 @@ def test_movielens_as_implicit_feedback(tmp_path):
     assert "history" not in tables and "item" in tables
     batch = next(splits.train.batches(4))
     assert set(batch.ids) == {c.name for c in schema.categorical}
-    assert set(splits.test.catalogue) == {"item", "year", "genres"}
+    assert set(splits.test.catalogue.ids) == {"item", "year", "genres"}
 
 
 def test_real_movielens(shared_data):

@@ -135,7 +135,7 @@ def test_two_towers_are_plain_torch():
         torch.cat([batch.dense[:, :1], user[batch.ids["user"].values], history], 1), layers[0]
     )
     vector = tower(torch.cat([item[ids], year[batch.ids["year"].values]], 1), layers[1])
-    scores = query @ vector.T / 0.1 - batch.dense[:, 1]
+    scores = query @ vector.T / 0.1  # how likely an item is is taken off what it adds
     offsets, past = batch.ids["history"].offsets, batch.ids["history"].values
     taken = torch.tensor(
         [[int(i) in past[a:b].tolist() for i in ids] for a, b in pairwise(offsets)]
@@ -156,6 +156,22 @@ def test_two_towers_are_plain_torch():
     ):
         found = model.embeddings.rows(name, torch.arange(len(rows)))
         torch.testing.assert_close(found, (rows - 0.5 * gradient).detach())
+
+
+def test_an_item_that_occurs_often_scores_higher():
+    model, batch = two_tower(), pair_batch()
+    with torch.no_grad():
+        queries = model.queries(
+            Batch(8, batch.dense, {n: batch.ids[n] for n in ("user", "history")})
+        )
+        columns = {n: batch.ids[n] for n in ("item", "year")}
+        items = model.items(Batch(8, batch.dense[:, 1:], columns))
+        contrast = model(batch)
+    scores = queries @ items.T / model.temperature
+    cosines = queries[:, :-1] @ items[:, :-1].T / model.temperature
+    torch.testing.assert_close(scores, cosines + batch.dense[:, 1])
+    torch.testing.assert_close(contrast.queries, queries)
+    torch.testing.assert_close(contrast.candidates, items)
 
 
 def sasrec(dtype="float64", **settings):

@@ -68,7 +68,7 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
     rate = summary["samples"] * summary["num_ranks"] / trained
     console.print(f"{summary['steps']:,} steps, {rate:,.0f} samples/s while training")
     for name, value in summary["metrics"].items():
-        if name.split("@")[0].endswith(SHOWN_METRICS):
+        if name.split("@")[0].endswith(SHOWN_METRICS) and value == value:  # NaN: undefined here
             console.print(f"{name.replace('_', ' ')}: {value:.4f}")
     if summary["stopped_early"]:
         console.print(

@@ -16,7 +16,7 @@ from torch import Tensor
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
 from colonnade.data.counter import permutation, stream_key, words
-from colonnade.data.tensors import take_ids
+from colonnade.data.tensors import Columns, take_ids
 
 LOG_Q = "log_q"
 """Dense column of a pair: log of its item's share of the training interactions."""
@@ -47,9 +47,9 @@ class Interactions:
         return rows_of(next(iter(self.items.values())))
 
     def log_shares(self) -> Tensor:
-        """(I,) float32: log of each item's share of `train`; -inf for an item without any."""
+        """(I,) float32: log of each item's share of `train`; of an item without any, as if it had half of one."""
         counts = torch.bincount(self.train.values, minlength=self.num_items).double()
-        return (counts / counts.sum()).log().float()
+        return (counts.clamp(min=0.5) / max(len(self.train.values), 1)).log().float()
 
 
 def open_interactions(
@@ -70,13 +70,14 @@ def open_interactions(
         train: PairSource | SequenceSource = PairSource(
             schema, found, max_history, max_pairs, order, seed
         )
-        catalogue = dict(found.items)
+        catalogue = Columns(dense=found.log_shares()[:, None], ids=dict(found.items))
     else:
         names = ("history", "target", "negative")
         columns = tuple(Column(name, found.num_items, "sequence", table="item") for name in names)
         schema = Schema((), columns, labels=())
         train = SequenceSource(schema, found, max_history, negatives, order, seed)
-        catalogue = {"target": Ids(torch.arange(found.num_items))}
+        items = {"target": Ids(torch.arange(found.num_items))}
+        catalogue = Columns(dense=torch.empty(found.num_items, 0), ids=items)
     users = {} if samples == "sequences" else found.users
 
     def queries(truth: Ids, seen: Ids) -> QuerySource:
@@ -203,14 +204,14 @@ class SequenceSource:
 @dataclass(frozen=True, slots=True, eq=False)
 class QuerySource:
     """A sample per user with something held out, in the order of users: the user's columns, their newest training items
-    as `history`, and as `key` what is `Held`. `catalogue`: the columns of all items, (I,) each."""
+    as `history`, and as `key` what is `Held`. `catalogue`: all items."""
 
     schema: Schema
     users: Mapping[str, Ids]
     history: Ids
     truth: Ids
     seen: Ids
-    catalogue: Mapping[str, Ids]
+    catalogue: Columns
     max_history: int
 
     @property

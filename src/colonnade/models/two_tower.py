@@ -22,11 +22,13 @@ from colonnade.table import Feature, Table
 
 
 class TwoTower(Retriever):
-    """Vectors of length one. Learns from pairs: the other samples' items, of all ranks, are a sample's negatives, but
-    for those in the query itself (columns that share the item's table: what was taken before).
+    """Learns from pairs: the other samples' items, of all ranks, are a sample's negatives, but for those in the query
+    itself (columns that share the item's table: what was taken before).
 
-    Those are drawn as often as items occur; where dense column `log_q` says how often (its log), it is taken off the
-    scores in training (Bengio and Senecal 2003), so that the model learns what is likely rather than what is unusual.
+    Vectors have length one. Where dense column `log_q` says how often an item occurs (its log), scores are
+    cosine / temperature + log_q: one more element of the vectors. Negatives are drawn that often, so the logQ
+    correction of training (Bengio and Senecal 2003) takes the same term off, and the towers learn how much likelier
+    than its share an item is. Correcting without the term learns less from as many samples: rare items weigh 1 / q.
     """
 
     def __init__(
@@ -93,6 +95,8 @@ class TwoTower(Retriever):
                 "name its column first in item_columns"
             )
         queries, items = self._vectors(batch)
+        log_q = self._log_q(batch)
+        queries, items = self._asking(queries), self._offering(items, log_q)
         ids, sample = batch.ids[self.item_id].values, torch.arange(batch.size)
         taken = [(sample, ids)]
         for name in self.taken:
@@ -100,21 +104,35 @@ class TwoTower(Retriever):
             counts = torch.ones_like(sample) if bag.offsets is None else bag.offsets.diff()
             taken.append((sample.repeat_interleave(counts), bag.values))
         samples, items_taken = (torch.cat(column) for column in zip(*taken, strict=True))
-        log_q = torch.zeros(batch.size) if self.log_q is None else batch.dense[:, self.log_q]
         weight = torch.ones(batch.size) if batch.sample_weight is None else batch.sample_weight
         return Contrast(
             queries, items, weight, sample, (samples, items_taken), items, ids, log_q, log_q
         )
 
     def queries(self, batch: Batch) -> Tensor:
-        return self._vectors(self.filled(batch))[0]
+        return self._asking(self._vectors(self.filled(batch))[0])
 
     def items(self, batch: Batch) -> Tensor:
-        wanted = len(self.dense_columns) + (self.log_q is not None)
-        dense = torch.zeros(batch.size, wanted)  # nothing of the item's
-        filled = self.filled(batch)
-        filled.dense = dense
-        return self._vectors(filled)[1]
+        """The batch has the column `log_q`, where the model has, and may have no other dense one."""
+        filled, log_q = self.filled(batch), self._log_q(batch)
+        filled.dense = torch.zeros(batch.size, len(self.dense_columns) + 1)  # nothing of the item's
+        return self._offering(self._vectors(filled)[1], log_q)
+
+    def _log_q(self, batch: Batch) -> Tensor:
+        """(B,). Of a batch of items it is the only column."""
+        if self.log_q is None:
+            return torch.zeros(batch.size)
+        return batch.dense[:, min(self.log_q, batch.dense.shape[1] - 1)]
+
+    def _asking(self, queries: Tensor) -> Tensor:
+        if self.log_q is None:
+            return queries
+        return cat([queries, queries.new_ones(len(queries), 1)], dim=1)
+
+    def _offering(self, items: Tensor, log_q: Tensor) -> Tensor:
+        if self.log_q is None:
+            return items
+        return cat([items, self.temperature * log_q.to(items)[:, None]], dim=1)
 
     def _vectors(self, batch: Batch) -> tuple[Tensor, Tensor]:
         fields = self.embeddings(batch)

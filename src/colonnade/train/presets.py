@@ -36,24 +36,29 @@ PRESETS: dict[str, RunConfig] = {
     ),
     "movielens_retrieval": build_config(
         {
-            "data": {"name": "movielens_retrieval"},
+            "data": {
+                "name": "movielens_retrieval",
+                "options": {"max_history": 200, "max_pairs": 20},
+            },
             "model": {
                 "name": "two_tower",
-                "dim": 32,
+                "dim": 64,
+                "query_columns": ["history", "sex", "age", "occupation"],
                 "item_columns": ["item", "year", "genres"],
+                "temperature": 0.15,
             },
-            "rows": {"lr": 0.05, "initial_accumulator": 1e-6, "init_scale": 0.05},
+            "rows": {"optimizer": "adam", "lr": 0.003, "init_scale": 0.05},
             "dense": {"lr": 1e-3},
-            "train": {"batch_size": 2048, "epochs": 10},
+            "train": {"batch_size": 1024, "epochs": 15},
         }
     ),
     "gowalla": build_config(
         {
-            "data": {"name": "gowalla"},
-            "model": {"name": "two_tower", "dim": 64},
-            "rows": {"lr": 0.05, "initial_accumulator": 1e-6, "init_scale": 0.05},
+            "data": {"name": "gowalla", "options": {"max_history": 100, "max_pairs": 20}},
+            "model": {"name": "two_tower", "dim": 64, "temperature": 0.1},
+            "rows": {"optimizer": "adam", "lr": 0.005, "init_scale": 0.05},
             "dense": {"lr": 1e-3},
-            "train": {"batch_size": 2048, "epochs": 10},
+            "train": {"batch_size": 2048, "epochs": 15},
         }
     ),
     "criteo": build_config(
@@ -69,28 +74,22 @@ PRESETS: dict[str, RunConfig] = {
     "parquet": build_config({"data": {"name": "parquet"}, **TABLES}),
 }
 
+SEQUENCES: dict[str, Any] = {
+    "data.options": {"samples": "sequences", "max_history": 50, "negatives": 16},
+    "model.dim": 64,
+    "rows.lr": 0.005,
+    "model.blocks": 1,
+    "model.max_length": 50,
+    "model.positions": False,
+    "model.dropout": 0.1,
+    "model.temperature": 0.2,
+    "train.batch_size": 64,
+    "train.epochs": 30,
+}
+
 MODEL_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    "movielens": {},
-    "movielens_retrieval": {
-        "sasrec": {
-            "data.options.samples": "sequences",
-            "data.options.negatives": 8,
-            "model.dim": 32,
-            "model.max_length": 100,
-            "model.positions": False,
-            "train.batch_size": 128,
-            "train.epochs": 100,
-        },
-    },
-    "gowalla": {
-        "sasrec": {
-            "data.options.samples": "sequences",
-            "model.dim": 64,
-            "model.positions": False,
-            "train.batch_size": 256,
-            "train.epochs": 50,
-        },
-    },
+    "movielens_retrieval": {"sasrec": SEQUENCES},
+    "gowalla": {"sasrec": {**SEQUENCES, "model.temperature": 0.1, "train.batch_size": 256}},
 }
 """By data set and model: what differs from the data set's own preset beyond the model's own defaults."""
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colonnade.batch import Batch, Ids
+from colonnade.batch import Ids
 from colonnade.data.contract import Source
-from colonnade.data.interactions import Held, rows_of
-from colonnade.data.tensors import take_ids
+from colonnade.data.interactions import Held
+from colonnade.data.tensors import Columns
 from colonnade.errors import ConfigError, NonFiniteError
 from colonnade.models.retriever import Retriever
 from colonnade.topology.mesh import Mesh
@@ -118,12 +118,7 @@ def evaluate_retrieval(
     return {**means, "num_samples": float(len(pooled))}
 
 
-def _catalogue(model: Retriever, columns: dict[str, Ids]) -> Tensor:
+def _catalogue(model: Retriever, columns: Columns) -> Tensor:
     """(I, D)."""
-    num_items = rows_of(next(iter(columns.values())))
-    found = []
-    for begin in range(0, num_items, CHUNK):
-        chosen = torch.arange(begin, min(begin + CHUNK, num_items))
-        ids = {name: take_ids(column, chosen) for name, column in columns.items()}
-        found.append(model.items(Batch(len(chosen), torch.zeros(len(chosen), 0), ids)))
-    return torch.cat(found)
+    chunks = torch.arange(columns.num_samples).split(CHUNK)
+    return torch.cat([model.items(columns.take(chosen)) for chosen in chunks])
