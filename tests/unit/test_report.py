@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from random import Random
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from run_records import write_run
@@ -180,3 +182,33 @@ def test_which_way_a_metric_is_better(metric, judged, best):
     assert is_judged(metric) is judged
     if best is not None:
         assert best_of(metric, [(1, 0.2), (2, 0.4)])[0] == best
+
+
+JUNK = [None, "x", -1, 1e300, [], {}, [1], {"a": 1}, True, {"a": {"b": 2}}, [[]], 10**30]
+
+
+def altered(value, random):
+    """The same with some values replaced and some left out."""
+    if random.random() < 0.05:
+        return random.choice(JUNK)
+    if isinstance(value, dict):
+        return {k: altered(v, random) for k, v in value.items() if random.random() > 0.02}
+    return [altered(v, random) for v in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "plan.json", "summary.json", "machine.json", "config.yaml"]
+)
+def test_files_that_training_never_wrote_still_make_a_page(name, tmp_path):
+    random = Random(name)
+    folder = write_run(tmp_path / "run", steps=60, tables=3, evaluations=2)
+    path = folder / name
+    whole = path.read_text()
+    for _ in range(40):
+        if name.endswith(".jsonl"):
+            lines = [json.loads(line) for line in whole.splitlines()]
+            path.write_text("".join(json.dumps(altered(line, random)) + "\n" for line in lines))
+        else:  # YAML reads JSON
+            path.write_text(json.dumps(altered(yaml.safe_load(whole), random)))
+        run = read_run(folder)
+        assert figures_in(run_page(run)) is not None and compare_page([run, run])

@@ -144,7 +144,8 @@ def _rate(run: RunRecord) -> float | None:
 
 
 def _machine(run: RunRecord) -> dict[str, Any]:
-    versions = run.machine.get("versions", {})
+    versions = run.machine.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
     return {
         "machine.processor": run.machine.get("processor"),
         "machine.processors": run.machine.get("processors"),

@@ -16,6 +16,13 @@ from typing import Any
 import yaml
 
 from colonnade.errors import CheckpointError
+from colonnade.report.sound import (
+    is_number,
+    sound_config,
+    sound_facts,
+    sound_line,
+    sound_summary,
+)
 from colonnade.train.commits import committed_steps
 from colonnade.train.record import FILE_NAME, read_lines
 
@@ -78,17 +85,18 @@ def read_run(folder: Path) -> RunRecord:
             f"{folder} is no run folder: it has neither config.yaml nor {FILE_NAME}. "
             "Give a folder that `colonnade train` wrote"
         )
-    lines = read_lines(folder / FILE_NAME)
-    summary = _load(folder / "summary.json")
+    read = [sound_line(line) for line in read_lines(folder / FILE_NAME)]
+    lines = [line for line in read if line is not None]
+    summary = sound_summary(_load(folder / "summary.json"))
     if summary and lines:
         written = (folder / "summary.json").stat().st_mtime
         if float(lines[-1].get("time") or 0) > written + 1:  # of an earlier call
             summary = {}
     return RunRecord(
         folder,
-        _load(folder / "config.yaml"),
-        _load(folder / "plan.json"),
-        _load(folder / "machine.json"),
+        sound_config(_load(folder / "config.yaml")),
+        sound_facts(_load(folder / "plan.json")),
+        sound_facts(_load(folder / "machine.json")),
         summary,
         tuple(lines),
         tuple(committed_steps(folder)),
@@ -101,7 +109,7 @@ def metrics_of(run: RunRecord) -> dict[str, dict[str, list[tuple[int, float]]]]:
     for line in run.of_kind("evaluate"):
         for name, value in line.items():
             part, _, metric = name.partition("_")
-            if metric and _is_number(value):
+            if metric and is_number(value):
                 found[metric][part].append((line["step"], value))
     return {metric: dict(parts) for metric, parts in found.items()}
 
@@ -127,7 +135,7 @@ def sums_of(run: RunRecord, kind: str) -> dict[str, float]:
     total: dict[str, float] = defaultdict(float)
     for line in run.of_kind(kind):
         for name, value in line.items():
-            if name not in ("step", "time") and _is_number(value):
+            if name not in ("step", "time") and is_number(value):
                 total[name] += value
     return dict(total)
 
@@ -189,12 +197,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _mean(values: list[Any]) -> float | None:
-    known = [value for value in values if _is_number(value)]
+    known = [value for value in values if is_number(value)]
     return sum(known) / len(known) if known else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _load(path: Path) -> dict[str, Any]:
