@@ -49,7 +49,7 @@ from tables import around
 from workers.loop import PHASES, Case
 
 import colonnade
-from colonnade.data.synthetic import open_synthetic
+from colonnade.data.sets.synthetic import open_synthetic
 
 DIMS = (16, 64)
 OTHER_MODELS = {"deepfm": "DeepFM", "dcnv2": "DCN-v2"}

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from colonnade.data.declaration import Declaration
-from colonnade.data.fields import (
+from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.fields import (
     Bag,
     Bucket,
     Category,

@@ -64,7 +64,7 @@ SOURCES = {
 
 @pytest.fixture(params=SOURCES)
 def source(request, tmp_path, monkeypatch):
-    monkeypatch.setattr("colonnade.data.csv_table.BLOCK_BYTES", 500)
+    monkeypatch.setattr("colonnade.data.tabular.csv_table.BLOCK_BYTES", 500)
     return SOURCES[request.param](tmp_path)
 
 
@@ -194,7 +194,7 @@ def test_spans_of_all_ranks_tile_the_rest_of_the_epoch(num_samples, batch_size, 
 
 
 def test_an_unknown_source_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="'creteo'; choose from criteo, csv, movielens"):
+    with pytest.raises(ConfigError, match="'creteo'; choose from criteo, csv, gowalla"):
         open_source("creteo")
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from colonnade.data import Position, open_source
 from colonnade.data.counter import GAMMA, mix64, words
-from colonnade.data.criteo import (
+from colonnade.data.lines import STRIDE, open_lines
+from colonnade.data.sets.criteo import (
     CATEGORIES,
     DENSE,
     MISSING_ID,
@@ -25,7 +26,6 @@ from colonnade.data.criteo import (
     open_criteo,
     parse,
 )
-from colonnade.data.lines import STRIDE, open_lines
 from colonnade.errors import ColonnadeError, ConfigError, DataError
 
 
@@ -57,7 +57,7 @@ def test_values_are_those_of_the_slow_definition(tmp_path):
 def test_lines_parsed_together_are_the_lines_parsed_alone(
     tmp_path, monkeypatch, run_lines, batch_size
 ):
-    monkeypatch.setattr("colonnade.data.criteo.RUN_LINES", run_lines)
+    monkeypatch.setattr("colonnade.data.sets.criteo.RUN_LINES", run_lines)
     write_criteo(tmp_path, 300)
     source = open_criteo(tmp_path, test_fraction=0, hash_rows=97).train
     lines = [source._read(i, i + 1) for i in range(300)]

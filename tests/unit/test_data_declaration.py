@@ -11,8 +11,8 @@ from table_files import DECLARATION
 
 from colonnade.data import load_declaration
 from colonnade.data.contract import Column, Schema
-from colonnade.data.declaration import Declaration
-from colonnade.data.fields import (
+from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.fields import (
     Bag,
     Bucket,
     Category,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.data.counter import stream_key
-from colonnade.data.hashing import (
+from colonnade.data.tabular.hashing import (
     HASH_VERSION,
     SLICE,
     cross_ids,

@@ -13,7 +13,7 @@ from movielens_files import write_movielens
 
 from colonnade.batch import Ids
 from colonnade.data import Position, open_source
-from colonnade.data.interactions import bags_of, hold_out, join, newest
+from colonnade.data.sets.interactions import bags_of, hold_out, join, newest
 from colonnade.errors import DataError
 
 

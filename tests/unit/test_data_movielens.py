@@ -13,7 +13,7 @@ from movielens_files import MOVIES, USERS, write_movielens
 
 from colonnade.batch import Batch
 from colonnade.data import Column, Source, Splits, open_source
-from colonnade.data.movielens import open_movielens
+from colonnade.data.sets.movielens import open_movielens
 from colonnade.errors import DataError
 
 RATINGS = ([7, 1, 4, 7, 2], [3, 1, 5, 5, 1], [4, 3, 5, 1, 4])

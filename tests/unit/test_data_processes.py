@@ -26,8 +26,8 @@ from colonnade.data import Position, Schema, open_source
 from colonnade.data import processes as module
 from colonnade.data.block import pack, unpack
 from colonnade.data.contract import START
-from colonnade.data.criteo import open_criteo
 from colonnade.data.processes import ProcessSource
+from colonnade.data.sets.criteo import open_criteo
 from colonnade.errors import ConfigError, DataError, ReaderLost
 from colonnade.train.run import open_run
 

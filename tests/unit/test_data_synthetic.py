@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from colonnade.data import open_source
 from colonnade.data.counter import GAMMA, permutation, stream_key
-from colonnade.data.synthetic import (
+from colonnade.data.sets.synthetic import (
     CHUNK,
     CRITEO_CARDINALITIES,
     TEST_START,
@@ -22,7 +22,7 @@ from colonnade.data.synthetic import (
     _build_field,
     open_synthetic,
 )
-from colonnade.data.synthetic_law import (
+from colonnade.data.sets.synthetic_law import (
     HALF_EFFECT_RANK,
     KNOT_BITS,
     LONGEST,

@@ -19,8 +19,8 @@ from table_files import DECLARATION, cut, samples, write_csv, write_folder, writ
 
 from colonnade.data import Position, infer_schema, open_source
 from colonnade.data.counter import mix64, stream_key
-from colonnade.data.declaration import Declaration
-from colonnade.data.fields import (
+from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.fields import (
     Bag,
     Bucket,
     Category,
@@ -32,9 +32,9 @@ from colonnade.data.fields import (
     Sequence,
     Weight,
 )
-from colonnade.data.hashing import MISSING_ID, hash_text
-from colonnade.data.tables import kind_of, lasting_options
-from colonnade.data.tabular import TableSource
+from colonnade.data.tabular.hashing import MISSING_ID, hash_text
+from colonnade.data.tabular.source import TableSource
+from colonnade.data.tabular.tables import kind_of, lasting_options
 from colonnade.errors import ConfigError, DataError
 
 WRITE = {"csv": write_csv, "parquet": write_parquet}
@@ -43,7 +43,7 @@ WRITE = {"csv": write_csv, "parquet": write_parquet}
 @pytest.fixture(params=WRITE)
 def kind(request, monkeypatch):
     """With blocks of a few rows."""
-    monkeypatch.setattr("colonnade.data.csv_table.BLOCK_BYTES", 400)
+    monkeypatch.setattr("colonnade.data.tabular.csv_table.BLOCK_BYTES", 400)
     return request.param
 
 
@@ -466,7 +466,7 @@ def test_no_more_than_two_windows_are_read_ahead(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("window", [0, 20])
 def test_a_position_is_reached_without_reading_what_is_before_it(window, tmp_path, monkeypatch):
-    monkeypatch.setattr("colonnade.data.window.READ_SAMPLES", 20)
+    monkeypatch.setattr("colonnade.data.tabular.window.READ_SAMPLES", 20)
     folder = write_folder(tmp_path, "parquet", 200, files=1)
     source = open_source("parquet", folder, schema=DECLARATION, shuffle_window=window).train
     whole = order_of(source)

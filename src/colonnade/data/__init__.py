@@ -10,32 +10,63 @@ from typing import Any
 
 from colonnade.data.batches import open_batches
 from colonnade.data.contract import Column, Position, Schema, Source, Splits, num_steps
-from colonnade.data.criteo import open_criteo
-from colonnade.data.csv import open_csv
-from colonnade.data.declaration import Declaration, load_declaration
-from colonnade.data.gowalla import open_gowalla
-from colonnade.data.movielens import open_movielens
-from colonnade.data.movielens_retrieval import open_movielens_retrieval
-from colonnade.data.parquet import open_parquet
-from colonnade.data.synthetic import open_synthetic
-from colonnade.data.tables import infer_schema
+from colonnade.data.processes import ProcessSource
+from colonnade.data.sets.criteo import open_criteo
+from colonnade.data.sets.gowalla import open_gowalla
+from colonnade.data.sets.movielens import open_movielens
+from colonnade.data.sets.movielens_retrieval import open_movielens_retrieval
+from colonnade.data.sets.synthetic import open_synthetic
+from colonnade.data.tabular.csv import open_csv
+from colonnade.data.tabular.declaration import Declaration, load_declaration
+from colonnade.data.tabular.fields import (
+    Bag,
+    Bucket,
+    Category,
+    Cross,
+    Group,
+    Key,
+    Label,
+    Number,
+    Sequence,
+    Weight,
+)
+from colonnade.data.tabular.parquet import open_parquet
+from colonnade.data.tabular.tables import infer_schema
 from colonnade.data.tensors import TensorSource, open_tensors
 from colonnade.errors import ColonnadeError, ConfigError
 
 __all__ = [
     "SOURCES",
+    "Bag",
+    "Bucket",
+    "Category",
     "Column",
+    "Cross",
     "Declaration",
+    "Group",
+    "Key",
+    "Label",
+    "Number",
     "Position",
+    "ProcessSource",
     "Schema",
+    "Sequence",
     "Source",
     "Splits",
     "TensorSource",
+    "Weight",
     "infer_schema",
     "load_declaration",
     "num_steps",
     "open_batches",
+    "open_criteo",
+    "open_csv",
+    "open_gowalla",
+    "open_movielens",
+    "open_movielens_retrieval",
+    "open_parquet",
     "open_source",
+    "open_synthetic",
     "open_tensors",
 ]
 

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from colonnade.data.columns import refuse_repeated
-from colonnade.data.criteo import CATEGORIES, DENSE, FILE, FOLDER, parse_columns
-from colonnade.data.csv import CsvTable, build_dialect, open_text
 from colonnade.data.lines import LineFile, open_lines
 from colonnade.data.location import locate
-from colonnade.data.parquet import SCHEMA_KEY
+from colonnade.data.sets.criteo import CATEGORIES, DENSE, FILE, FOLDER, parse_columns
+from colonnade.data.tabular.columns import refuse_repeated
+from colonnade.data.tabular.csv import CsvTable, build_dialect, open_text
+from colonnade.data.tabular.parquet import SCHEMA_KEY
 from colonnade.errors import DataError, StorageError
 
 ROWS_PER_GROUP = 1 << 17

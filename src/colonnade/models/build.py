@@ -11,7 +11,7 @@ import torch
 
 from colonnade.config import OPTIMIZER_SETTINGS, ModelConfig, RunConfig
 from colonnade.data.contract import Column, Schema
-from colonnade.data.interactions import LOG_Q
+from colonnade.data.sets.interactions import LOG_Q
 from colonnade.errors import ConfigError
 from colonnade.models.dcn import DCN, DCNv2
 from colonnade.models.deepfm import DeepFM

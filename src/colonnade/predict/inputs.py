@@ -10,15 +10,15 @@ from typing import Any
 from colonnade.batch import Batch
 from colonnade.data import SOURCES, open_source
 from colonnade.data.contract import START, Position, Schema, Source, Splits
-from colonnade.data.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
-from colonnade.data.csv import ENDINGS as CSV
-from colonnade.data.csv import open_csv
-from colonnade.data.declaration import load_declaration
 from colonnade.data.lines import LineFile, open_lines
 from colonnade.data.location import locate
-from colonnade.data.parquet import ENDINGS as PARQUET
-from colonnade.data.parquet import open_parquet
-from colonnade.data.tables import kind_of
+from colonnade.data.sets.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
+from colonnade.data.tabular.csv import ENDINGS as CSV
+from colonnade.data.tabular.csv import open_csv
+from colonnade.data.tabular.declaration import load_declaration
+from colonnade.data.tabular.parquet import ENDINGS as PARQUET
+from colonnade.data.tabular.parquet import open_parquet
+from colonnade.data.tabular.tables import kind_of
 from colonnade.errors import ConfigError
 
 TABLES = ("csv", "parquet")

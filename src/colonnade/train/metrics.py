@@ -145,8 +145,8 @@ class Evaluation:
 
 
 def ceiling(batches: Iterable[Batch], *, task: int = 0) -> dict[str, float]:
-    """What a model that knew the truth would reach: the batches' `key` is the true probability (data/synthetic.py),
-    (B,), or (B, tasks) of several tasks."""
+    """What a model that knew the truth would reach: the batches' `key` is the true probability
+    (data/sets/synthetic.py), (B,), or (B, tasks) of several tasks."""
     truth = Evaluation()
     for batch in batches:
         if not isinstance(batch.key, Tensor) or batch.label is None:

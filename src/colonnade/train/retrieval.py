@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colonnade.batch import Ids
 from colonnade.data.contract import Source
-from colonnade.data.interactions import Held
+from colonnade.data.sets.interactions import Held
 from colonnade.data.tensors import Columns
 from colonnade.errors import ConfigError, NonFiniteError
 from colonnade.models.retriever import Retriever

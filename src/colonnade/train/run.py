@@ -19,7 +19,7 @@ from colonnade import _native
 from colonnade.config import RunConfig, dump_config, load_config, override
 from colonnade.data import Splits, num_steps, open_source
 from colonnade.data.processes import read_ahead
-from colonnade.data.tables import lasting_options
+from colonnade.data.tabular.tables import lasting_options
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import (
     CheckpointError,

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from colonnade.data.contract import Column, Schema
-from colonnade.data.fields import (
+from colonnade.data.tabular.fields import (
     Bag,
     Bucket,
     Categorical,
@@ -37,7 +37,7 @@ from colonnade.data.fields import (
     field_to_dict,
     nearest,
 )
-from colonnade.data.hashing import HASH_VERSION
+from colonnade.data.tabular.hashing import HASH_VERSION
 from colonnade.errors import ConfigError
 
 

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
-from colonnade.data.arrow import typed
-from colonnade.data.chunk import Bags, Chunk, Longs
-from colonnade.data.declaration import Declaration
-from colonnade.data.encode_ids import encode_ids, encode_name, encode_part, encode_several
-from colonnade.data.encode_numbers import (
+from colonnade.data.tabular.arrow import typed
+from colonnade.data.tabular.chunk import Bags, Chunk, Longs
+from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.encode_ids import encode_ids, encode_name, encode_part, encode_several
+from colonnade.data.tabular.encode_numbers import (
     encode_bucket,
     encode_label,
     encode_number,
     encode_weight,
     number_fault,
 )
-from colonnade.data.fields import Bucket, Category, Cross, Group, Key, Weight
-from colonnade.data.hashing import cross_ids, rows_of
+from colonnade.data.tabular.fields import Bucket, Category, Cross, Group, Key, Weight
+from colonnade.data.tabular.hashing import cross_ids, rows_of
 
 
 def encode(

@@ -17,11 +17,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from colonnade.data.chunk import Chunk, Longs
-from colonnade.data.declaration import Declaration
-from colonnade.data.encode import encode
-from colonnade.data.encode_ids import encode_part
-from colonnade.data.encode_numbers import Fault
+from colonnade.data.tabular.chunk import Chunk, Longs
+from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.encode import encode
+from colonnade.data.tabular.encode_ids import encode_part
+from colonnade.data.tabular.encode_numbers import Fault
 from colonnade.errors import ConfigError, DataError
 
 T = TypeVar("T")

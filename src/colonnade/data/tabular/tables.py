@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from colonnade.data import csv, parquet
 from colonnade.data.contract import Splits
-from colonnade.data.declaration import Declaration
-from colonnade.data.files import find_files
-from colonnade.data.tabular import TableSource
+from colonnade.data.tabular import csv, parquet
+from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.files import find_files
+from colonnade.data.tabular.source import TableSource
 from colonnade.errors import ConfigError
 
 

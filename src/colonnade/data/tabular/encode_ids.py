@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from colonnade.data.arrow import is_list, is_text, typed
-from colonnade.data.chunk import Bags, Longs, gather
-from colonnade.data.encode_numbers import Fault, missing_fault, parse
-from colonnade.data.fields import Bag, Category, Group, Key, Sequence
-from colonnade.data.hashing import MISSING_ID, hash_texts, rows_of, text_buffers
+from colonnade.data.tabular.arrow import is_list, is_text, typed
+from colonnade.data.tabular.chunk import Bags, Longs, gather
+from colonnade.data.tabular.encode_numbers import Fault, missing_fault, parse
+from colonnade.data.tabular.fields import Bag, Category, Group, Key, Sequence
+from colonnade.data.tabular.hashing import MISSING_ID, hash_texts, rows_of, text_buffers
 
 
 def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from colonnade.data.fields import Dtype
+from colonnade.data.tabular.fields import Dtype
 
 
 def is_text(kind: pa.DataType) -> bool:

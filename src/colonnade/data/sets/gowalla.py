@@ -15,15 +15,15 @@ import torch
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
 from colonnade.data.counter import stream_key
-from colonnade.data.interactions import (
+from colonnade.data.lines import excerpt, field_error, open_lines
+from colonnade.data.location import locate
+from colonnade.data.sets.interactions import (
     SPLIT_KEY,
     Interactions,
     bags_of,
     hold_out,
     open_interactions,
 )
-from colonnade.data.lines import excerpt, field_error, open_lines
-from colonnade.data.location import locate
 from colonnade.errors import DataError
 
 FOLDER = "gowalla"

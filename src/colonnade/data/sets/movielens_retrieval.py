@@ -13,17 +13,17 @@ import numpy as np
 import torch
 
 from colonnade.batch import Ids
-from colonnade.data import movielens
 from colonnade.data.contract import Column, Splits
 from colonnade.data.counter import stream_key
-from colonnade.data.interactions import (
+from colonnade.data.location import locate
+from colonnade.data.sets import movielens
+from colonnade.data.sets.interactions import (
     SPLIT_KEY,
     Interactions,
     bags_of,
     hold_out,
     open_interactions,
 )
-from colonnade.data.location import locate
 
 TEST_FRACTION = 0.2
 VALIDATION_FRACTION = 0.1

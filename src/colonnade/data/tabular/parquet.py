@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from colonnade.data.arrow import dtype_in, one_array
-from colonnade.data.columns import check_names, check_types, refuse_repeated, settle
 from colonnade.data.contract import Splits
-from colonnade.data.declaration import Declaration, load_declaration
-from colonnade.data.fields import Dtype
-from colonnade.data.files import Files, bind_files, find_days, find_files
-from colonnade.data.infer import infer
-from colonnade.data.tabular import Splitting
+from colonnade.data.tabular.arrow import dtype_in, one_array
+from colonnade.data.tabular.columns import check_names, check_types, refuse_repeated, settle
+from colonnade.data.tabular.declaration import Declaration, load_declaration
+from colonnade.data.tabular.fields import Dtype
+from colonnade.data.tabular.files import Files, bind_files, find_days, find_files
+from colonnade.data.tabular.infer import infer
+from colonnade.data.tabular.source import Splitting
 from colonnade.errors import ConfigError, DataError
 
 ENDINGS = (".parquet", ".pq", ".parq")

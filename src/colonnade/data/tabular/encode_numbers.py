@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from colonnade.data.arrow import is_text
-from colonnade.data.chunk import Floats, Longs
-from colonnade.data.fields import Bucket, Field, Label, Number, Weight
+from colonnade.data.tabular.arrow import is_text
+from colonnade.data.tabular.chunk import Floats, Longs
+from colonnade.data.tabular.fields import Bucket, Field, Label, Number, Weight
 
 FIX = "Repair or remove the row"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from colonnade.data.arrow import dtype_in, is_list, is_number, is_text
-from colonnade.data.declaration import Declaration
-from colonnade.data.fields import (
+from colonnade.data.tabular.arrow import dtype_in, is_list, is_number, is_text
+from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.fields import (
     Bag,
     Bucket,
     Category,
@@ -23,7 +23,7 @@ from colonnade.data.fields import (
     Weight,
     nearest,
 )
-from colonnade.data.fields import Sequence as SequenceField
+from colonnade.data.tabular.fields import Sequence as SequenceField
 from colonnade.errors import DataError
 
 Named = Category | Bag | SequenceField | Group | Key

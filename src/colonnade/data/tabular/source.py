@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch
-from colonnade.data.chunk import Chunk, join
 from colonnade.data.contract import START, Position, Schema, Splits, spans
 from colonnade.data.counter import mix64, stream_key
-from colonnade.data.declaration import Declaration
-from colonnade.data.files import Files
-from colonnade.data.window import Windows, windows
+from colonnade.data.tabular.chunk import Chunk, join
+from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.files import Files
+from colonnade.data.tabular.window import Windows, windows
 from colonnade.errors import ConfigError
 
 SPLIT_KEY = 0x53504C49

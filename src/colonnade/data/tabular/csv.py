@@ -9,12 +9,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from colonnade.data.arrow import one_array
-from colonnade.data.columns import check_names, refuse_repeated, settle
 from colonnade.data.contract import Splits
-from colonnade.data.csv_table import CsvTable, build_dialect, open_text
-from colonnade.data.declaration import Declaration, load_declaration
-from colonnade.data.fields import (
+from colonnade.data.tabular.arrow import one_array
+from colonnade.data.tabular.columns import check_names, refuse_repeated, settle
+from colonnade.data.tabular.csv_table import CsvTable, build_dialect, open_text
+from colonnade.data.tabular.declaration import Declaration, load_declaration
+from colonnade.data.tabular.fields import (
     Bag,
     Bucket,
     Category,
@@ -25,10 +25,10 @@ from colonnade.data.fields import (
     Number,
     Weight,
 )
-from colonnade.data.fields import Sequence as SequenceField
-from colonnade.data.files import Files, bind_files, find_days, find_files
-from colonnade.data.infer import infer, label_of
-from colonnade.data.tabular import Splitting
+from colonnade.data.tabular.fields import Sequence as SequenceField
+from colonnade.data.tabular.files import Files, bind_files, find_days, find_files
+from colonnade.data.tabular.infer import infer, label_of
+from colonnade.data.tabular.source import Splitting
 from colonnade.errors import ConfigError, DataError
 
 ENDINGS = (".csv", ".tsv", ".tab")

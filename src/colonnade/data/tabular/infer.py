@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from colonnade.data.arrow import dtype_in, is_integer, is_list, is_number, is_text
-from colonnade.data.declaration import Declaration
-from colonnade.data.encode_numbers import read_numbers
-from colonnade.data.fields import Bag, Category, Field, Label, Number, nearest
+from colonnade.data.tabular.arrow import dtype_in, is_integer, is_list, is_number, is_text
+from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.encode_numbers import read_numbers
+from colonnade.data.tabular.fields import Bag, Category, Field, Label, Number, nearest
 from colonnade.errors import ConfigError
 
 LABELS = ("label", "click", "clicked", "target", "y")

@@ -9,7 +9,7 @@ hashed into N rows         rows=N                 N; mix64(id) mod N; a missing 
 0 .. N-1 as they are       cardinality=N          N, then one for missing values
 a known list of values     vocabulary=[...]       one each, then `unknown_rows`, then one for missing values
 
-Integers are ids as they are; a text's id is its 64-bit hash (data/hashing.py). The row for missing values
+Integers are ids as they are; a text's id is its 64-bit hash (hashing.py). The row for missing values
 is there unless `missing: error`.
 """
 

@@ -27,7 +27,7 @@ import torch
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
 from colonnade.data.counter import permutation, stream_key, words
-from colonnade.data.synthetic_law import (
+from colonnade.data.sets.synthetic_law import (
     KNOT_BITS,
     LOW_BITS,
     MAX_FIELDS,

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.csv
 from numpy.typing import NDArray
 
-from colonnade.data.arrow import one_array
 from colonnade.data.lines import excerpt, field_error
-from colonnade.data.text_rows import BLOCK_BYTES, TextRows, open_rows, row_ends
+from colonnade.data.tabular.arrow import one_array
+from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, open_rows, row_ends
 from colonnade.errors import ConfigError, DataError
 
 TABBED = (".tsv", ".tab")

@@ -1,0 +1,1 @@
+"""Known data sets, and streams made to order: one file each."""
