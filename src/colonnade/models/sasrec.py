@@ -57,8 +57,8 @@ class SASRec(Retriever):
     """Features history, target and negative are sequences of one table: at each place of `history`, the item of
     `target` there is learned against the sample's, and all other samples', `negative`.
 
-    Vectors of what comes next and of items have length one, as two towers' do: scores of a bounded size learn in a
-    tenth of the epochs. Rows enter as they are, not times sqrt(D), so that a place is made of what attention finds
+    Vectors of what comes next and of items have length one, as two towers' do: scores of a bounded size learn
+    faster. Rows enter as they are, not times sqrt(D), so that a place is made of what attention finds
     more than of its own item. Only the newest `max_length` items of a sequence are looked at. Sequences begin at
     place 0, so padding stands where causal attention does not look.
     """

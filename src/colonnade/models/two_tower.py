@@ -28,7 +28,7 @@ class TwoTower(Retriever):
     Vectors have length one. Where dense column `log_q` says how often an item occurs (its log), scores are
     cosine / temperature + log_q: one more element of the vectors. Negatives are drawn that often, so the logQ
     correction of training (Bengio and Senecal 2003) takes the same term off, and the towers learn how much likelier
-    than its share an item is. Correcting without the term learns less from as many samples: rare items weigh 1 / q.
+    than its share an item is. Correcting without the term starts slower: rare items then weigh 1 / q.
     """
 
     def __init__(

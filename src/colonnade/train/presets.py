@@ -49,7 +49,7 @@ PRESETS: dict[str, RunConfig] = {
             },
             "rows": {"optimizer": "adam", "lr": 0.003, "init_scale": 0.05},
             "dense": {"lr": 1e-3},
-            "train": {"batch_size": 1024, "epochs": 15},
+            "train": {"batch_size": 1024, "epochs": 20},
         }
     ),
     "gowalla": build_config(
