@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.data.contract import Splits
+from colonnade.data.tabular import csv, parquet
 from colonnade.data.tabular.declaration import Declaration
 from colonnade.data.tabular.files import find_files
-from colonnade.data.tabular.source import TableSource, csv, parquet
 from colonnade.errors import ConfigError
 
 
