@@ -10,6 +10,7 @@ from colonnade.data.contract import Splits
 from colonnade.data.tabular import csv, parquet
 from colonnade.data.tabular.declaration import Declaration
 from colonnade.data.tabular.files import find_files
+from colonnade.data.tabular.source import TableSource
 from colonnade.errors import ConfigError
 
 
