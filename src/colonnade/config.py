@@ -245,6 +245,8 @@ class TrainConfig(Section):
     """What NaN or inf in a loss or gradient does: end the run, or skip that step on every rank."""
     autocast: Literal["none", "bfloat16"] = "none"
     """Of the dense network's products; rows, and what is pooled of them, keep their dtype."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the dense network computes; rows stay in main memory. cuda: ranks of a host share its GPUs in turn."""
     threads: int = Field(0, ge=0)
     """Threads per rank, torch's and Colonnade's; 0: the machine's processors shared among its ranks."""
 

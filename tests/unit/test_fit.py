@@ -128,6 +128,25 @@ def test_ctrl_c_commits_and_the_same_call_goes_on(tmp_path):
     assert again.resumed_at == 1 and again.outcome.steps == 3
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there():
+    with pytest.raises(ConfigError, match=r"train\.device=cuda, but torch sees no GPU"):
+        colonnade.fit(Net(), source(100), device="cuda", quiet=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU on this machine")
+def test_the_dense_network_on_a_gpu_trains_what_the_processor_trains():
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = Net()
+        colonnade.fit(model, splits(), epochs=1, batch_size=64, device=device, quiet=True)
+        found.append(rows_of(model).values())
+        assert next(model.parameters()).device.type == device
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
 def test_a_loss_of_ones_own():
     def squares(output, batch):
         return (output[:, 0] - batch.label[:, 0]).square()

@@ -174,6 +174,8 @@ def prepare(
     _agree_on_model(fingerprint(collection.declaration, model), mesh)
     if not read_only:
         check_data(data, config, objective)
+    if not read_only:  # reading a run needs no GPU because it was trained on one
+        move_network(model, config.train.device, mesh)
     parameters = [p for p in model.parameters() if p.requires_grad]
     rows = RowOptimizer(collection, clip_value=config.rows.clip_value)
     make = dense_optimizer or partial(_dense_optimizer, config=config)
@@ -313,6 +315,18 @@ def _fetch_if_bare(folder: Path, config: RunConfig, mesh: Mesh, console: Console
         raise StorageError(said)
 
 
+def move_network(model: nn.Module, device: str, mesh: Mesh) -> None:
+    """The dense network to where it computes. Raises ConfigError where there is no such device."""
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "got train.device=cuda, but torch sees no GPU on this machine; leave it out to compute on the "
+                "processor, or install a CUDA build of torch"
+            )
+        here = mesh.rank % mesh.world.ranks_per_host
+        model.to(f"cuda:{here % torch.cuda.device_count()}")
+
+
 def set_threads(wanted: int, mesh: Mesh) -> None:
     """Threads per rank: `wanted`, or this machine's processors shared among its ranks."""
     if wanted:
@@ -372,9 +386,11 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
         "train.seed",
         "train.progressive",
     )
+    free = ("model.compile", "data.options.threads")
     before, now = _flatten(load_config(path).model_dump()), _flatten(config.model_dump())
     for name in [*now, *before]:
-        if name.startswith((*fixed, "train.batch_size")) and before.get(name) != now.get(name):
+        is_fixed = name.startswith((*fixed, "train.batch_size")) and name not in free
+        if is_fixed and before.get(name) != now.get(name):
             raise CheckpointError(
                 f"{folder} holds a run with {name}={before.get(name)!r}, this one has {now.get(name)!r}; "
                 "give it another folder (--run), or the same settings to go on with it"
