@@ -85,7 +85,7 @@ CSV = {
     "a label of 2": (
         "a,y\n1,1\n1,2\n",
         [*NUMBER, Label("y")],
-        "line 3, column y: got 2, wanted a label from 0 to 1",
+        "line 3, column y: got 2, wanted a label that is 0 or 1",
     ),
     "a label in words": (
         "a,y\n1,yes\n",
@@ -358,7 +358,7 @@ PARQUET = {
     "a label of 2": (
         {"a": [1.0, 1.0], "y": [1, 2]},
         [*NUMBER, Label("y")],
-        "row 1, column y: got 2, wanted a label from 0 to 1",
+        "row 1, column y: got 2, wanted a label that is 0 or 1",
     ),
     "null label": (
         {"a": [1.0, 1.0], "y": [1, None]},

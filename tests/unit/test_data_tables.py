@@ -261,11 +261,11 @@ def test_labels_that_are_true_and_false(tmp_path):
     assert batch.label.flatten().tolist() == [1, 0, 1]
     ids = batch.ids["vip"].values.tolist()
     assert ids == [hash_text(b"true"), hash_text(b"false"), MISSING_ID]
-    path.write_text("label,x\ntrue,1.5\n 0 ,2.5\n0.25,2.5\n,0\n")
+    path.write_text("label,x\ntrue,1.5\n 0 ,2.5\n1.0,2.5\n,0\n")
     schema = [Label("label", missing="unknown"), Number("x")]
     (batch,) = open_source("csv", path, schema=schema).train.batches(9)
     torch.testing.assert_close(
-        batch.label.flatten(), torch.tensor([1, 0, 0.25, math.nan]), equal_nan=True
+        batch.label.flatten(), torch.tensor([1, 0, 1.0, math.nan]), equal_nan=True
     )
 
 

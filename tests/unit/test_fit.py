@@ -128,6 +128,21 @@ def test_ctrl_c_commits_and_the_same_call_goes_on(tmp_path):
     assert again.resumed_at == 1 and again.outcome.steps == 3
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_cut_by_max_steps_and_gone_on_with_is_never_cut(staleness, tmp_path):
+    models = []
+    for folder, cuts in (("whole", [None]), ("cut", [7, 8, None])):
+        for max_steps in cuts:
+            torch.manual_seed(0)
+            model = Net()
+            colonnade.fit(
+                model, splits(), run=tmp_path / folder, epochs=2, batch_size=50, quiet=True,
+                staleness_steps=staleness, max_steps=max_steps,
+            )  # fmt: skip
+        models.append(model)
+    assert_same(*models)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there():
     with pytest.raises(ConfigError, match=r"train\.device=cuda, but torch sees no GPU"):

@@ -161,22 +161,25 @@ def _data(path: Path) -> None:
         ) from None
     _facts({"file": str(path), "rows": num_rows, "on disk": bytes_words(path.stat().st_size)})
     _table(("column", "type"), [(field.name, str(field.type)) for field in schema])
-    _suggest(path)
+    _suggest(path, schema.names)
 
 
-def _suggest(path: Path) -> None:
+def _suggest(path: Path, columns: Sequence[str]) -> None:
     """The schema that training would infer; why there is none, where it would refuse."""
     from colonnade.data import infer_schema
 
     try:
-        suggested = infer_schema(path).to_yaml()
+        suggested = infer_schema(path)
     except (ConfigError, DataError) as error:
         typer.echo(f"no schema suggested: {error}")
         return
     typer.echo(
         "suggested schema (save, correct and give it with --set data.options.schema=FILE):\n"
     )
-    typer.echo(suggested)
+    typer.echo(suggested.to_yaml())
+    left_out = [name for name in columns if name not in suggested.columns]
+    if left_out:
+        typer.echo(f"left out, because no field reads their type: {', '.join(left_out)}")
 
 
 def _facts(values: dict[str, Any]) -> None:

@@ -103,8 +103,19 @@ def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None
 WORDS = {"true": True, "false": False, "none": None, "null": None, "~": None, "": None}
 
 
+def _as_yaml(text: str) -> Any:
+    """`[user, item]` without quotes, as in a YAML file; text where it is no YAML."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """`["train.epochs=3"]` -> {"train.epochs": 3}. Values are read as Python literals, else as text."""
+    """`["train.epochs=3"]` -> {"train.epochs": 3}. Values are Python literals, or lists and
+    mappings as in YAML, else text."""
     settings: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
@@ -113,5 +124,5 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         try:
             settings[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            settings[name] = WORDS.get(text.lower(), text)
+            settings[name] = _as_yaml(text) if text[:1] in "[{" else WORDS.get(text.lower(), text)
     return settings

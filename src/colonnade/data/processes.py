@@ -14,6 +14,7 @@ begins inside a row group.
 from __future__ import annotations
 
 import signal
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 import pyarrow as pa
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from colonnade.batch import Batch
@@ -77,7 +79,8 @@ class ProcessSource:
             worker_init_fn=_settle,
         )
         with _interrupts_held():
-            found = iter(loader)
+            with _child_signals_as_they_were():
+                found = iter(loader)
         try:
             while True:
                 block, error = next(found, (None, None))
@@ -87,11 +90,12 @@ class ProcessSource:
                     raise error
                 if block is None:
                     return
-        except RuntimeError as lost:
-            if not str(lost).startswith("DataLoader worker"):
+        except (RuntimeError, ConnectionError, EOFError) as lost:
+            # The pipe may break before torch can tell that its process has ended.
+            if isinstance(lost, RuntimeError) and not str(lost).startswith("DataLoader worker"):
                 raise
             raise ReaderLost(
-                f"a reader process ended without a word: {str(lost).splitlines()[0]}. If it was killed for memory, "
+                f"a reader process ended without a word: {(str(lost) or type(lost).__name__).splitlines()[0]}. If it was killed for memory, "
                 "use fewer readers or smaller batches; in a script, start training under "
                 '`if __name__ == "__main__":`'
             ) from lost
@@ -167,6 +171,23 @@ def _settle(worker: int) -> None:
     """In a reader, first. A Ctrl-C is for the process that trains; it ends its readers. One process is one core."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pa.set_cpu_count(1)
+
+
+@contextmanager
+def _child_signals_as_they_were() -> Iterator[None]:
+    """torch would have SIGCHLD raise RuntimeError in the main thread, wherever it is: in the middle of an update, say.
+    A reader that is lost is noticed when its next batches are due, and becomes ReaderLost there."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not hasattr(signal, "SIGCHLD"):
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        # So that another DataLoader of this process, which may want it, sets it again.
+        torch.utils.data._utils.signal_handling._SIGCHLD_handler_set = False
 
 
 @contextmanager

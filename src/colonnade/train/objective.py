@@ -104,6 +104,11 @@ def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
             f"got logits {tuple(logits.shape)} for labels {tuple(batch.label.shape)}; "
             "the model's tasks and the data's label columns must agree"
         )
+    if bool(((batch.label < 0) | (batch.label > 1)).any()):  # NaN is neither
+        raise DataError(
+            f"got labels from {batch.label.nan_to_num().min():g} to {batch.label.nan_to_num().max():g}, wanted 0 to 1 "
+            "for cross entropy; make labels of numbers with `at_least`, or pass a loss of your own to colonnade.fit"
+        )
     label = batch.label.to(logits)
     weight = None if batch.sample_weight is None else batch.sample_weight[:, None].to(logits)
     unknown = label.isnan()

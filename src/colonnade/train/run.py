@@ -46,7 +46,7 @@ from colonnade.train.commits import (
 from colonnade.train.dense import DenseGradients
 from colonnade.train.machine import machine_facts
 from colonnade.train.mirror import Mirror, explained, fetch_run, mirrored_steps, open_url
-from colonnade.train.objective import Objective, objective_of
+from colonnade.train.objective import Objective, Retrieval, objective_of
 from colonnade.train.progress import Progress
 from colonnade.train.record import table_sizes
 from colonnade.train.schedules import build_schedule
@@ -288,6 +288,14 @@ def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
         raise ConfigError(
             "train.progressive needs data with days (Splits.days); this data set has none"
         )
+    if isinstance(objective, Retrieval):
+        for part in ("validation", "test"):
+            source = getattr(data, part)
+            if source is not None and getattr(source, "catalogue", None) is None:
+                raise ConfigError(
+                    f"the {part} part has no catalogue of items to rank, by which a retrieval model is judged; leave "
+                    "that part out (test_fraction=0), or use data that has one (movielens_retrieval, gowalla)"
+                )
     if config.train.patience and data.validation is None:
         raise ConfigError(
             f"train.patience={config.train.patience} waits for a better {objective.monitor} on the validation part, "

@@ -96,14 +96,14 @@ class Trainer:
         outcome, started = Outcome(), time.perf_counter()
         batches = self.collection.lookahead(self._stream())
         try:
-            while not self._is_patience_over():
+            while not (self._is_patience_over() or self._is_at_its_end()):
                 done = self.train_step(batches, outcome)
                 if done is None:
                     break
                 batch, stop = done
                 self._advance(batch)
                 step, plan = self.collection.step, self.schedule
-                is_last = step == plan.max_steps
+                is_last = self._is_at_its_end()
                 is_best = False
                 if batch.ends_epoch or is_last or _is_due(step, plan.evaluate_steps):
                     is_best = self._evaluate(batch.ends_epoch)
@@ -186,7 +186,9 @@ class Trainer:
     def _stream(self) -> Iterator[Batch]:
         left = self.schedule.max_steps
         if left is not None:
-            left -= self.collection.step
+            # Under bounded staleness the last steps' successors are read meanwhile, as they are in a longer run: a
+            # commit holds what was read.
+            left += self.collection.consistency.reads_ahead - self.collection.step
         held, position, parts = list(self.held), self.position, self.schedule.accumulate
         while position.epoch < self.num_epochs:
             source = self.data.train
@@ -218,6 +220,10 @@ class Trainer:
             if done.ends_epoch
             else Position(at.epoch, at.step + 1, done.state)
         )
+
+    def _is_at_its_end(self) -> bool:
+        most = self.schedule.max_steps
+        return most is not None and self.collection.step >= most
 
     def _is_patience_over(self) -> bool:
         return 0 < self.schedule.patience <= self.best.num_since

@@ -35,7 +35,7 @@ class Chunk:
     label: Floats | None = None  # (S, t)
     weight: Floats | None = None  # (S,)
     group: Longs | None = None  # (S,)
-    key: Longs | None = None  # (S,)
+    key: NDArray | None = None  # (S,): integers, or texts as objects
     part: Longs | None = None  # (S,): ids by which samples are dealt to splits
 
     @property
@@ -70,7 +70,7 @@ class Chunk:
             label=None if label is None else torch.from_numpy(label),
             sample_weight=None if weight is None else torch.from_numpy(weight),
             group=None if group is None else torch.from_numpy(group),
-            key=None if key is None else torch.from_numpy(key),
+            key=key if key is None or key.dtype == object else torch.from_numpy(key),
         )
 
     def _single(self) -> tuple[NDArray | None, ...]:

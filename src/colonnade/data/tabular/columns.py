@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from colonnade.data.tabular.arrow import dtype_in, is_list, is_number, is_text
+from colonnade.data.tabular.arrow import dtype_in, is_integer, is_list, is_number, is_text
 from colonnade.data.tabular.declaration import Declaration
 from colonnade.data.tabular.fields import (
     Bag,
@@ -97,6 +97,9 @@ def _wanted(field: Field, kind: pa.DataType) -> tuple[str, str]:
     """("", "") where the type suits the field; else what would, and what to do."""
     if pa.types.is_null(kind):
         return "", ""  # all values are missing
+    if isinstance(field, Label) and field.positive is not None:
+        is_named = is_text(kind) or is_integer(kind)
+        return ("", "") if is_named else ("texts or integers", "Leave positive out")
     if isinstance(field, Number | Bucket | Label | Weight):
         if is_number(kind):
             return "", ""

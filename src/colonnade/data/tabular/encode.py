@@ -10,7 +10,13 @@ import pyarrow as pa
 from colonnade.data.tabular.arrow import typed
 from colonnade.data.tabular.chunk import Bags, Chunk, Longs
 from colonnade.data.tabular.declaration import Declaration
-from colonnade.data.tabular.encode_ids import encode_ids, encode_name, encode_part, encode_several
+from colonnade.data.tabular.encode_ids import (
+    encode_ids,
+    encode_key,
+    encode_name,
+    encode_part,
+    encode_several,
+)
 from colonnade.data.tabular.encode_numbers import (
     encode_bucket,
     encode_label,
@@ -67,6 +73,6 @@ def encode(
         label,
         None if weight is None else encode_weight(weight, columns[weight.column]),
         None if group is None else encode_name(group, columns[group.column]),
-        None if key is None else encode_name(key, columns[key.column]),
+        None if key is None else encode_key(key, columns[key.column]),
         None if split_by is None else encode_part(split_by, columns[split_by]),
     )

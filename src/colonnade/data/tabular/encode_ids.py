@@ -49,7 +49,7 @@ def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
 def _as_integers(field: Category | Bag | Sequence | Group | Key, array: pa.Array) -> pa.Array:
     """Where the schema says integers: texts that spell them, and floats that are whole, as pandas makes them."""
     if field.dtype == "integer" and is_text(array.type):
-        return parse(field, array, pa.int64(), "an integer")
+        return _parse_integers(field, array)
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), None, array)
         try:
@@ -165,6 +165,29 @@ def encode_name(field: Group | Key, array: pa.Array) -> Longs:
     missing = _is_missing(array)
     if missing is not None:
         raise Fault(int(missing.argmax()), field.column, "nothing", "a value")
+    return open_ids(array)
+
+
+def _parse_integers(field: Category | Bag | Sequence | Group | Key, array: pa.Array) -> pa.Array:
+    """Texts that spell integers, "31.0" too: so pandas writes integers beside missing ones."""
+    try:
+        return parse(field, array, pa.int64(), "an integer")
+    except Fault:
+        trimmed = pc.utf8_trim_whitespace(array.cast(pa.string()))
+        whole = pc.replace_substring_regex(trimmed, r"^(-?[0-9]+)\.0+$", r"\1")
+        return parse(field, whole, pa.int64(), "an integer")
+
+
+def encode_key(field: Key, array: pa.Array) -> NDArray:
+    """(S,) what predictions are joined on, as it stands in the file: integers, or texts as objects."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    array = _as_integers(field, array)
+    missing = _is_missing(array)
+    if missing is not None:
+        raise Fault(int(missing.argmax()), field.column, "nothing", "a value")
+    if is_text(array.type) or pa.types.is_integer(array.type):
+        return array.to_numpy(zero_copy_only=False)
     return open_ids(array)
 
 

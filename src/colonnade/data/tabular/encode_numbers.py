@@ -108,7 +108,10 @@ def missing_fault(field: Field, row: int) -> Fault:
 
 def encode_label(field: Label, array: pa.Array) -> Floats:
     """(S,) float32, NaN where nobody knows."""
-    x = read_numbers(field, array)
+    if field.positive is not None:
+        x = _is_positive(field, array)
+    else:
+        x = read_numbers(field, array)
     missing = np.isnan(x)
     if missing.any() and field.missing == "error":
         raise Fault(int(missing.argmax()), field.column, "nothing", "a label",
@@ -116,15 +119,25 @@ def encode_label(field: Label, array: pa.Array) -> Floats:
     if field.at_least is not None:
         x = np.where(missing, np.nan, x >= field.at_least)
     elif field.kind == "binary":
-        bad = (x < 0) | (x > 1)
+        bad = (x != 0) & (x != 1) & ~missing
         if bad.any():
             row = int(bad.argmax())
-            raise Fault(row, field.column, f"{x[row]:g}", "a label from 0 to 1",
-                        "Declare at_least= to make one of a number, or `kind: number`")  # fmt: skip
+            raise Fault(row, field.column, f"{x[row]:g}", "a label that is 0 or 1",
+                        "Declare at_least= to make one of a number, or `kind: number` for your own loss")  # fmt: skip
     elif np.isinf(x).any():
         row = int(np.isinf(x).argmax())
         raise Fault(row, field.column, f"{x[row]:g}", "a finite number")
     return x.astype(np.float32)
+
+
+def _is_positive(field: Label, array: pa.Array) -> NDArray[np.float64]:
+    """(S,): 1.0 where the value is the positive one, NaN where there is none."""
+    texts = pc.utf8_trim_whitespace(array.cast(pa.string()))
+    missing = pc.or_kleene(pc.is_null(texts), pc.equal(texts, "")).fill_null(True)
+    found = pc.equal(texts, str(field.positive)).fill_null(False)
+    x = found.to_numpy(zero_copy_only=False).astype(np.float64)
+    x[missing.to_numpy(zero_copy_only=False)] = np.nan
+    return x
 
 
 def encode_weight(field: Weight, array: pa.Array) -> Floats:

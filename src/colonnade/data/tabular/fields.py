@@ -251,10 +251,16 @@ class Label(Field):
     name: str = dataclasses.field(kw_only=False)
     at_least: Real | None = None
     """Given: the label is 1 where the number is at least this, else 0."""
+    positive: Value | None = None
+    """Given: the label is 1 where the value is this one (a text such as yes, or an integer), else 0."""
     kind: Literal["binary", "number"] = "binary"
-    """binary: from 0 to 1. number: any."""
+    """binary: 0 or 1. number: any, for a loss of your own."""
     missing: Literal["error", "unknown"] = "error"
     """unknown: becomes NaN, a label nobody knows."""
+
+    def _check(self) -> None:
+        if self.at_least is not None and self.positive is not None:
+            raise self._refusal("positive", "Wanted one of at_least and positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +280,7 @@ class Group(Field):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key(Field):
-    """What metrics and predictions are joined on; never enters the model: an integer, or a text's hash."""
+    """What predictions are joined on, as it stands in the file: an integer or a text. Never enters the model."""
 
     name: str = dataclasses.field(kw_only=False)
     dtype: Dtype | None = None

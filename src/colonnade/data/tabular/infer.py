@@ -29,9 +29,9 @@ def infer(path: Path, columns: Mapping[str, pa.Array], label: str | None) -> Dec
     integers, booleans   an open category; but a number where more than half of 1,000 or more rows are distinct
                          and the name does not say id, key, code or hash
     lists of these       an open bag
-    anything else        left out (dates, structs, lists of floats)
+    anything else        left out (dates, structs, lists of floats, bytes)
 
-    Raises ConfigError where no column is the label, or its values are not from 0 to 1.
+    Raises ConfigError where no column is the label, or its values are not 0 and 1.
     """
     if label is None:
         label = label_of(columns, None)
@@ -62,14 +62,14 @@ def label_of(columns: Mapping[str, pa.Array], label: str | None) -> str | None:
 def _label(path: Path, name: str, array: pa.Array) -> Label:
     if not is_number(array.type):
         raise ConfigError(
-            f"{path}, column {name}: got {array.type} as the label, wanted numbers from 0 to 1. "
-            "Name another column, or declare a schema"
+            f"{path}, column {name}: got {array.type} as the label, wanted 0 and 1. Name another column, or declare a "
+            f"schema with `{name}: {{type: label, positive: 'yes'}}`, which says which value is 1"
         )
     plain = Label(_word(name), column=name)
     x = read_numbers(plain, array)
-    if (x < 0).any() or (x > 1).any():
+    if not np.isin(x[~np.isnan(x)], (0, 1)).all():
         raise ConfigError(
-            f"{path}, column {name}: got labels from {np.nanmin(x):g} to {np.nanmax(x):g}, wanted 0 to 1. Declare a "
+            f"{path}, column {name}: got labels from {np.nanmin(x):g} to {np.nanmax(x):g}, wanted 0 and 1. Declare a "
             f"schema with `{name}: {{type: label, at_least: {np.nanmedian(x):g}}}`, which says from where on it is 1"
         )
     unknown = bool(np.isnan(x).any())
@@ -82,7 +82,10 @@ def _field(name: str, array: pa.Array) -> Field | None:
         dtype = dtype_in(kind)
         return None if dtype is None else Bag(word, column=name, dtype=dtype)
     if is_text(kind):
-        text = array.cast(pa.string())
+        try:
+            text = array.cast(pa.string())
+        except pa.ArrowInvalid:  # bytes that are no text
+            return None
         barred = pc.sum(pc.match_substring(text, "|")).as_py() or 0
         if barred > 0.1 * max(len(text) - text.null_count, 1):
             return Bag(word, column=name, dtype="text")

@@ -77,7 +77,7 @@ def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: i
         with path.open("rb") as file:
             while text := file.read(block_bytes):
                 if num_bytes == 0:
-                    _refuse_other_kinds(path, text)
+                    _refuse_other_kinds(path)
                     if text.startswith(BOM):
                         offsets[0] = len(BOM)
                 ends = row_ends(text, code, in_quotes)
@@ -151,7 +151,9 @@ def _has_empty_row(text: bytes, before: int, ends: NDArray[np.int64], begin: int
     return bool(((lengths == 0) | ((lengths == 1) & returns)).any())
 
 
-def _refuse_other_kinds(path: Path, text: bytes) -> None:
+def _refuse_other_kinds(path: Path) -> None:
+    with path.open("rb") as file:
+        text = file.read(4)
     if text.startswith(GZIP_MAGIC):
         raise DataError(
             f"{path}: got a gzip file (it starts with 1f 8b), wanted plain text. Unpack it first: gunzip {path.name}"
