@@ -113,7 +113,7 @@ def bare_loop(around: Around) -> Block:
             loss = weighted_loss(model(batch), batch)
             loss.backward()
             finite = bool(torch.isfinite(loss)) and collection.finite()
-            finite, _ = dense.reduce(finite=finite, stop=False)
+            finite, _, _ = dense.reduce(finite=finite, stop=False, loss=loss.detach())
             assert finite
             rows.step(agreed=True)
             optimizer.step()

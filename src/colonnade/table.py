@@ -76,6 +76,8 @@ class Table:
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("a table needs a name; got ''. Write Table('item', dim=16)")
+        # torch.bfloat16 says the same as "bfloat16".
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.dtype not in ITEM_BYTES:
             raise ConfigError(
                 f"table {self.name!r}: got dtype={self.dtype!r}; choose from {', '.join(sorted(ITEM_BYTES))}"

@@ -214,7 +214,7 @@ def train(
         dense.zero()
         loss = loss_of(model, batch)
         loss.backward()
-        finite, _ = dense.reduce(finite=collection.finite(), stop=False)
+        finite, _, _ = dense.reduce(finite=collection.finite(), stop=False)
         assert finite
         rows.step(agreed=True)
         optimizer.step()

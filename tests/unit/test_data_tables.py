@@ -102,7 +102,10 @@ def read_slowly(declaration, rows):
         elif isinstance(field, Label | Weight):
             read[field.name] = values
         else:
-            read[field.name] = [hash_text(v.encode()) if isinstance(v, str) else v for v in values]
+            is_key = isinstance(field, Key)  # as it stands in the file
+            read[field.name] = [
+                hash_text(v.encode()) if isinstance(v, str) and not is_key else v for v in values
+            ]
     return read
 
 

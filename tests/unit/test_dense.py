@@ -40,15 +40,16 @@ def check(mesh, device):
     for step in range(2):  # `zero` starts each step anew
         dense.zero()
         model(torch.full((4, 3), 1.0 + mesh.rank + step)).backward()
-        answers = dense.reduce(finite=True, stop=mesh.rank == 1)
+        answers = dense.reduce(finite=True, stop=mesh.rank == 1, loss=mesh.rank + 1.0)
     reference = Mixed(device)
     for rank in range(mesh.num_ranks):
         reference(torch.full((4, 3), 2.0 + rank)).backward()
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
-    assert answers == (True, mesh.num_ranks > 1)
+    whole = sum(range(1, mesh.num_ranks + 1))  # of the ranks' parts of the loss
+    assert answers == (True, mesh.num_ranks > 1, whole)
     model.one.weight.grad[0, 0] = float("nan")
-    assert dense.reduce(finite=True, stop=False) == (False, False)
+    assert dense.reduce(finite=True, stop=False)[:2] == (False, False)
     dense.zero()
     assert dense.reduce(finite=mesh.rank != 1, stop=False)[0] == (mesh.num_ranks == 1)
     return True

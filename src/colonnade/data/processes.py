@@ -95,7 +95,8 @@ class ProcessSource:
             if isinstance(lost, RuntimeError) and not str(lost).startswith("DataLoader worker"):
                 raise
             raise ReaderLost(
-                f"a reader process ended without a word: {(str(lost) or type(lost).__name__).splitlines()[0]}. If it was killed for memory, "
+                f"a reader process ended without a word{_of_whom(found)}: "
+                f"{(str(lost) or type(lost).__name__).splitlines()[0]}. If it was killed for memory, "
                 "use fewer readers or smaller batches; in a script, start training under "
                 '`if __name__ == "__main__":`'
             ) from lost
@@ -171,6 +172,17 @@ def _settle(worker: int) -> None:
     """In a reader, first. A Ctrl-C is for the process that trains; it ends its readers. One process is one core."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pa.set_cpu_count(1)
+
+
+def _of_whom(loader: object) -> str:
+    """The pids of processes that ended otherwise than by their own."""
+    workers = getattr(
+        loader, "_workers", ()
+    )  # torch keeps them to itself; without, nobody is named
+    for worker in workers:
+        worker.join(0.2)
+    pids = [str(worker.pid) for worker in workers if worker.exitcode not in (None, 0)]
+    return f" (pid {', '.join(pids)})" if pids else ""
 
 
 @contextmanager

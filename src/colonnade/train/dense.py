@@ -2,7 +2,7 @@
 
 DDP rebuilds its buckets after the first step, which changes the order of sums at three or more ranks and
 after a restart; a flat buffer in parameter order never does. The ranks' word that all is finite, and that
-somebody asked to stop, ride at its end.
+somebody asked to stop, and their parts of the loss, ride at its end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from colonnade.topology.mesh import Mesh
 
-SIGNALS = 2  # not finite, stop asked
+SIGNALS = 3  # not finite, stop asked, loss
 
 
 class DenseGradients:
@@ -55,15 +55,19 @@ class DenseGradients:
         for buffer in self.buffers:
             buffer.zero_()
 
-    def reduce(self, *, finite: bool, stop: bool) -> tuple[bool, bool]:
-        """Collective: sum the gradients over ranks, in place. Returns (all finite everywhere, anybody stops)."""
+    def reduce(
+        self, *, finite: bool, stop: bool, loss: Tensor | float = 0.0
+    ) -> tuple[bool, bool, float]:
+        """Collective: sum the gradients over ranks, in place. `loss`: this rank's part of it. Returns (all finite
+        everywhere, anybody stops, the whole loss)."""
         self._signals[0], self._signals[1] = float(not finite), float(stop)
+        self._signals[2] = loss
         for buffer in self.buffers:
             self._sum_over_ranks(buffer)
         # A NaN or inf of any rank survives the sum, so every rank sees the same answer.
         sums = [float(buffer.sum(dtype=torch.float64)) for buffer in self.buffers]
-        unhealthy, stops = self._signals.tolist()
-        return unhealthy == 0 and all(map(math.isfinite, sums)), stops > 0
+        unhealthy, stops, whole = self._signals.tolist()
+        return unhealthy == 0 and all(map(math.isfinite, sums)), stops > 0, whole
 
     def scale(self, factor: float) -> None:
         """Multiply every gradient."""

@@ -76,7 +76,8 @@ class Mirror:
 
 
 def fetch_run(url: str, folder: Path | str, *, at: int | None = None) -> int:
-    """Copy a commit (the newest, or step `at`) from a mirror into `folder`, which must hold none; returns its step.
+    """Copy a commit (the newest, or step `at`), and the best that it knows of, from a mirror into `folder`, which
+    must hold none; returns its step.
 
     The folder's commit counts when the last file is there; a fetch cut short is simply done again. Raises
     CheckpointError where there is no such commit, StorageError where the URL cannot be read.
@@ -91,24 +92,39 @@ def fetch_run(url: str, folder: Path | str, *, at: int | None = None) -> int:
         if step not in steps:
             raise CheckpointError(f"{url} holds no commit of step {step}; it has {steps or 'none'}")
         assert step is not None
-        disk = Disk()
-        small = f"{root}/commits/{step:012d}/files"
-        for path in files.find(small):
-            _get(disk, files, path, folder / _inside(small, path))
-        local_header = folder / "commits" / f"{step:012d}.json"
-        header_bytes = files.cat_file(f"{root}/commits/{step:012d}.json")
-        # Under another name first: the rows it speaks of are not there yet.
-        waiting = local_header.with_suffix(".fetched")
-        disk.make_dir(waiting.parent)
-        write_durably(disk, waiting, header_bytes, checked=False)
-        header = json.loads(read_verified(waiting))
-        for _, segments in _row_files(folder, header):
-            for segment, _, checksum in segments:
-                name = f"{root}/{_relative(folder, segment)}-{checksum}"
-                _get(disk, files, name, segment)
-        disk.rename(waiting, local_header)
-        disk.sync_dir(local_header.parent)
+        there: set[Path] = set()
+        header = _fetch_commit(files, root, folder, step, there)
+        best = header.get("best_step")
+        if best is not None and best != step and best in steps:
+            _fetch_commit(files, root, folder, best, there)
     return step
+
+
+def _fetch_commit(
+    files: Any, root: str, folder: Path, step: int, there: set[Path]
+) -> dict[str, Any]:
+    """One commit's files, its header last; returns the header. `there`: segments that a newer commit brought."""
+    disk = Disk()
+    small = f"{root}/commits/{step:012d}/files"
+    for path in files.find(small):
+        _get(disk, files, path, folder / _inside(small, path))
+    local_header = folder / "commits" / f"{step:012d}.json"
+    header_bytes = files.cat_file(f"{root}/commits/{step:012d}.json")
+    # Under another name first: the rows it speaks of are not there yet.
+    waiting = local_header.with_suffix(".fetched")
+    disk.make_dir(waiting.parent)
+    write_durably(disk, waiting, header_bytes, checked=False)
+    header = json.loads(read_verified(waiting))
+    for _, segments in _row_files(folder, header):
+        for segment, _, checksum in segments:
+            if segment in there:
+                continue
+            there.add(segment)
+            name = f"{root}/{_relative(folder, segment)}-{checksum}"
+            _get(disk, files, name, segment)
+    disk.rename(waiting, local_header)
+    disk.sync_dir(local_header.parent)
+    return header
 
 
 def open_url(url: str) -> tuple[Any, str]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -54,7 +53,7 @@ class Progress:
         self._samples, self._since, self._said, self._started = 0, 0.0, 0.0, 0.0
         self._first = self._at = self._num_lines = 0
         self._is_first = True
-        self._last: tuple[int, torch.Tensor, Batch, int, float] | None = None
+        self._last: tuple[int, float, Batch, float] | None = None
 
     def open(self, done_steps: int, watched: Watched | None = None) -> None:
         """Start at `done_steps` and append to the folder's files; `watched`: whose counters go there."""
@@ -66,11 +65,11 @@ class Progress:
         self._at = self._first = done_steps
         self._since = self._said = self._started = time.perf_counter()
 
-    def step(self, step: int, loss: torch.Tensor, batch: Batch, num_ranks: int) -> None:
-        """After every step; `loss` is this rank's share of it."""
+    def step(self, step: int, loss: float, batch: Batch, num_ranks: int) -> None:
+        """After every step; `loss` is the mean over the global batch."""
         self._samples += batch.size * num_ranks
         now = time.perf_counter()
-        self._last = (step, loss.detach(), batch, num_ranks, now)
+        self._last = (step, loss, batch, now)
         if step % self.every or step - self._at < self.every // 2:
             return
         if self._is_first or now - self._since >= MIN_SECONDS:
@@ -81,11 +80,11 @@ class Progress:
         """Show and write what the last step left."""
         if self._last is None:
             return
-        step, loss, batch, num_ranks, now = self._last
+        step, loss, batch, now = self._last
         self._last, self._at = None, step
         rate = self._samples / max(now - self._since, 1e-9)
         self._samples, self._since = 0, now
-        value = loss.item() * num_ranks
+        value = loss
         epoch = str(batch.position.epoch + 1)
         self._bars.update(
             self._task, completed=step, epoch=epoch, loss=f"{value:.4f}", rate=f"{rate:,.0f}"

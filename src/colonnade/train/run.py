@@ -380,7 +380,7 @@ def load_run_config(folder: Path) -> RunConfig:
 def _check_same_run(folder: Path, config: RunConfig) -> None:
     """Refuse a folder of a run that cannot go on with these settings. Learning rates and the plan may change."""
     path = folder / "config.yaml"
-    if not path.exists():
+    if not path.exists() or not committed_steps(folder):
         return
     if not path.read_text(encoding="utf-8").strip():
         raise CheckpointError(f"{path} is empty, wanted the run's settings; restore it from a copy")

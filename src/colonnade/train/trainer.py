@@ -147,9 +147,9 @@ class Trainer:
                 break
         with self.phases("agree and reduce dense"):
             finite = bool(torch.isfinite(total)) and self.collection.finite()
-            finite, stop = self.dense.reduce(finite=finite, stop=self.stop_asked)
+            finite, stop, whole = self.dense.reduce(finite=finite, stop=self.stop_asked, loss=total)
         if parts > 1:
-            total = total / max(weight, 1e-12)
+            total, whole = total / max(weight, 1e-12), whole / max(weight, 1e-12)
             self._scale(1 / max(weight, 1e-12))
         if finite and self._clip(outcome):
             with self.phases("update rows"):
@@ -164,7 +164,7 @@ class Trainer:
         outcome.steps += 1
         outcome.samples += size
         shown = batch if size == batch.size else replace(batch, size=size)
-        self.progress.step(self.collection.step, total, shown, self.mesh.num_ranks)
+        self.progress.step(self.collection.step, whole, shown, self.mesh.num_ranks)
         return batch, stop
 
     def commit(self, fetched: tuple[Batch, ...]) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from colonnade.data.contract import Splits
-from colonnade.data.tabular.arrow import one_array
+from colonnade.data.tabular.arrow import is_number, one_array
 from colonnade.data.tabular.columns import check_names, refuse_repeated, settle
 from colonnade.data.tabular.csv_table import CsvTable, build_dialect, open_text
 from colonnade.data.tabular.declaration import Declaration, load_declaration
@@ -143,6 +144,13 @@ def infer_csv(tables: Sequence[CsvTable], label: str | None) -> Declaration:
     refuse_repeated(first.path, first.names)
     table = first.parse(first.rows.read(0), 0, None, {})
     columns = {name: one_array(table.column(name)) for name in first.names}
+    numbers = [n for n, a in columns.items() if is_number(a.type)]
+    spelled = first.parse(first.rows.read(0), 0, numbers, dict.fromkeys(numbers, pa.string()))
+    for name in numbers:  # 007 is not 7, and no float is an integer of 20 digits
+        texts = one_array(spelled.column(name))
+        kinds = "0[0-9]+|-?[0-9]{19,}" if pa.types.is_floating(columns[name].type) else "0[0-9]+"
+        if pc.any(pc.match_substring_regex(texts, rf"^\s*({kinds})\s*$")).as_py():
+            columns[name] = texts
     # pyarrow sees true and false; a field that is no label reads them as text.
     labels = [label_of(columns, label)]
     columns = {

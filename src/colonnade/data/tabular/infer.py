@@ -90,10 +90,15 @@ def _field(name: str, array: pa.Array) -> Field | None:
         if barred > 0.1 * max(len(text) - text.null_count, 1):
             return Bag(word, column=name, dtype="text")
         return Category(word, column=name, dtype="text")
+    words = word.lower().replace("-", "_").split("_")
+    is_id = any(each in ID_WORDS for each in words) or word.lower().endswith("id")
+    if is_id and pa.types.is_floating(kind):  # integers beside missing ones, as pandas writes them
+        x = array.to_numpy(zero_copy_only=False)
+        x = x[~np.isnan(x)]
+        if (x == np.round(x)).all() and (np.abs(x) < 2.0**53).all():
+            return Category(word, column=name, dtype="integer")
     if is_integer(kind):
         num_distinct = pc.count_distinct(array).as_py()
-        words = word.lower().replace("-", "_").split("_")
-        is_id = any(each in ID_WORDS for each in words) or word.lower().endswith("id")
         if is_id or len(array) < 1000 or num_distinct <= len(array) / 2:
             return Category(word, column=name, dtype="integer")
     elif not is_number(kind):
