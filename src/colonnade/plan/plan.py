@@ -28,6 +28,11 @@ class TablePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
+    """Where each table's rows live, what travels between ranks, how late reads may be: one choice per axis, for one run.
+
+    `build_plan` makes one; it prints, compares, and round-trips through JSON.
+    """
+
     num_ranks: int
     dram_bytes: int | None
     """Memory for rows on each rank; None: as much as they take."""
