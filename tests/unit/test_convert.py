@@ -115,7 +115,7 @@ def test_no_value_of_a_csv_file_is_changed(tmp_path_factory, rows, data):
 
 def test_a_type_fits_all_blocks(tmp_path, monkeypatch):
     """What the last block says counts too, and a schema of kinds is what a person would choose."""
-    monkeypatch.setattr("colonnade.data.tabular.csv.BLOCK_BYTES", 64)
+    monkeypatch.setattr("colonnade.data.tabular.csv_table.BLOCK_BYTES", 64)
     lines = [f"{i},{i},{i},{i:03}" for i in range(50)]
     (tmp_path / "in.csv").write_text("\n".join(["a,b,c,d", *lines, "7,2.5,NA,7"]) + "\n")
     seen = []

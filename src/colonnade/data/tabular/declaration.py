@@ -157,7 +157,12 @@ class Declaration:
         """One line per field; `from_yaml` and `load_declaration` read it."""
         values = self.to_dict()
         values["fields"] = {name: _Line(line) for name, line in values["fields"].items()}
-        return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=1 << 30, allow_unicode=True)
+        text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=1 << 30, allow_unicode=True)
+        if any(
+            line_break in text for line_break in "\x85\u2028\u2029"
+        ):  # YAML reads them as spaces
+            return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=1 << 30)
+        return text
 
     @staticmethod
     def from_yaml(text: str) -> Declaration:
