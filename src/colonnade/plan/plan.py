@@ -28,7 +28,7 @@ class TablePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Where each table's rows live, what travels between ranks, how late reads may be: one choice per axis, for one run.
+    """Where each table's rows live, what travels between ranks, how late reads may be: one choice per axis, for a run.
 
     `build_plan` makes one; it prints, compares, and round-trips through JSON.
     """
