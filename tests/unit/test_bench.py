@@ -13,12 +13,12 @@ sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
 
 import harness  # noqa: E402
 import train  # noqa: E402
-from colonnade.models.dcn import DCNv2  # noqa: E402
 from harness import BenchError, Measured  # noqa: E402
 from workers.loop import PHASES, Case  # noqa: E402
 from workers.network import DCNv2Network, DeepFMNetwork, DenseNetwork  # noqa: E402
 
 from colonnade import Batch, Feature, Ids, Table  # noqa: E402
+from colonnade.models.dcn import DCNv2  # noqa: E402
 from colonnade.models.deepfm import DeepFM  # noqa: E402
 from colonnade.models.dlrm import DLRM  # noqa: E402
 
