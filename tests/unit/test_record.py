@@ -103,7 +103,7 @@ def batch(size: int = 8) -> Batch:
 def test_a_loss_that_is_not_finite_is_null(tmp_path):
     found = progress(tmp_path, Console(file=io.StringIO()), every=1)
     found.open(0)
-    found.step(1, torch.tensor(float("nan")), batch(), 1)
+    found.step(1, float("nan"), batch(), 1)
     found.close()
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert line["loss"] is None and line["kind"] == "train"
@@ -116,7 +116,7 @@ def test_a_file_gets_plain_lines_now_and_then(tmp_path, monkeypatch):
     found = progress(tmp_path, Console(file=text, force_terminal=False), every=10)
     found.open(0)
     for step in range(1, 101):
-        found.step(step, torch.tensor(0.25), batch(), 2)
+        found.step(step, 0.5, batch(), 2)
     found.epoch(100, 1, {"test_auc": 0.75, "test_num_samples": 3.0})
     found.close()
     lines = text.getvalue().splitlines()
@@ -132,7 +132,7 @@ def test_bars_fit_the_terminal(width, tmp_path):
     found = progress(tmp_path, console, every=1)
     found.open(0)
     for step in range(1, 50):
-        found.step(step, torch.tensor(0.25), batch(4096), 1)
+        found.step(step, 0.25, batch(4096), 1)
     shown = [found._bars.get_renderable()]
     found.close()
     with console.capture() as capture:
@@ -145,7 +145,7 @@ def test_a_step_costs_microseconds(tmp_path):
     """Without the lines, which time limits to one in MIN_SECONDS."""
     found = progress(tmp_path, Console(file=io.StringIO()))
     found.open(0)
-    loss, one = torch.tensor(0.5), batch()
+    loss, one = 0.5, batch()
     best = np.inf
     for _ in range(5):
         started = time.perf_counter()
