@@ -11,6 +11,7 @@ import time
 import pytest
 
 from colonnade.cli import convert, main
+from colonnade.cli.train import parse_settings
 from colonnade.config import RunConfig
 from colonnade.data import convert as data_convert
 
@@ -251,3 +252,24 @@ def test_a_commit_may_be_named(colonnade, tmp_path):
     for at, words in (("best", "no commit is known to be the best"), ("5", "it has [4, 6]")):
         status, _, said = colonnade("evaluate", folder, "--at", at)
         assert status == 2 and words in said and said.count("\n") == 1
+
+
+def test_lists_are_written_with_or_without_quotes():
+    wanted = {"model.item_columns": ["item", "year"]}
+    for text in ("[item, year]", '["item", "year"]', "['item','year']"):
+        assert parse_settings([f"model.item_columns={text}"]) == wanted
+
+
+def test_a_run_that_never_committed_may_be_tried_again_with_other_settings(colonnade, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("label,x,u\n" + "1,2,a\n0,3,b\n" * 20 + "1,oops,a\n")
+    schema = tmp_path / "s.yaml"
+    schema.write_text("fields: {label: {type: label}, x: {type: number}, u: {type: category}}\n")
+    arguments = (
+        "train", "--data", "csv", "--path", str(path), "--run", str(tmp_path / "run"),
+        "--set", f"data.options.schema={schema}", "--set", "train.batch_size=4",
+    )  # fmt: skip
+    status, _, said = colonnade(*arguments)
+    assert status == 2 and "line 42" in said
+    schema.write_text("fields: {label: {type: label}, x: {type: category}, u: {type: category}}\n")
+    assert colonnade(*arguments)[0] == 0

@@ -574,3 +574,26 @@ def test_a_kind_that_its_name_does_not_say(tmp_path):
         kind_of(tmp_path / "data.bin")
     with pytest.raises(DataError, match="without a file that ends in"):
         kind_of(tmp_path)
+
+
+def test_a_label_may_be_a_word(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("answer,x\nyes,1\n no ,2\n,3\n")
+    schema = [Label("answer", positive="yes", missing="unknown"), Number("x")]
+    (batch,) = open_source("csv", path, schema=schema).train.batches(9)
+    torch.testing.assert_close(
+        batch.label.flatten(), torch.tensor([1, 0, math.nan]), equal_nan=True
+    )
+    with pytest.raises(ConfigError, match="one of at_least and positive"):
+        Label("answer", positive="yes", at_least=1.0)
+
+
+def test_inferred_ids_lose_nothing(tmp_path):
+    """Leading zeros and integers of 20 digits are texts; integers that pandas wrote as floats are integers."""
+    path = tmp_path / "a.csv"
+    path.write_text(f"label,zip,user_id,big\n1,00501,3.0,{10**20}\n0,501,4.0,5\n1,7,,7\n")
+    found = {f.name: f for f in infer_schema(path).fields}
+    assert [found[name].dtype for name in ("zip", "user_id", "big")] == ["text", "integer", "text"]
+    (batch,) = open_source("csv", path).train.batches(9)
+    assert len(set(batch.ids["zip"].values.tolist())) == 3
+    assert batch.ids["user_id"].values.tolist() == [3, 4, MISSING_ID]

@@ -93,3 +93,7 @@ def test_a_field_must_be_named_with_its_part():
             [Feature("a", "t")],
             consumers={"c": (Concat(), ["a"])},
         )
+
+
+def test_a_dtype_may_be_torchs():
+    assert Table("a", 4, dtype=torch.bfloat16) == Table("a", 4, dtype="bfloat16")
