@@ -95,6 +95,12 @@ __attribute__((target("sse4.2"))) std::uint32_t sse42(std::uint32_t crc, const u
   std::uint64_t rest = crc;
   for (; n >= 8; n -= 8, at += 8) rest = _mm_crc32_u64(rest, word(at));
   crc = static_cast<std::uint32_t>(rest);
+  if (n >= 4) {
+    std::uint32_t value;
+    std::memcpy(&value, at, 4);
+    crc = _mm_crc32_u32(crc, value);
+    n -= 4, at += 4;
+  }
   for (; n; --n, ++at) crc = _mm_crc32_u8(crc, *at);
   return crc;
 }

@@ -1,8 +1,11 @@
 #include "dram.h"
 
 #include <algorithm>
+#include <limits>
+#include <exception>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 #include "threads.h"
 
@@ -38,11 +41,17 @@ void check_parts(std::span<const std::int64_t> offsets, std::int64_t num_tables,
 }
 
 Dram::Dram(std::span<const TableSettings> tables, const RowFormat& format) : format_(format) {
-  if (format.num_ranks < 1) refuse("num_ranks " + std::to_string(format.num_ranks) + ", wanted 1 or more");
-  if (format.rank < 0 || format.rank >= format.num_ranks) {
-    refuse("rank " + std::to_string(format.rank) + ", wanted 0 .. " + std::to_string(format.num_ranks - 1));
+  for (const auto& settings : tables) {
+    const auto num_owners = settings.num_owners, place = settings.place;
+    if (num_owners < 1 || num_owners > std::numeric_limits<std::int32_t>::max())
+      refuse("num_owners " + std::to_string(num_owners) + ", wanted 1 .. 2^31 - 1");
+    if (place != VocabularyShare::kNone && (place < 0 || place >= num_owners)) {
+      refuse("place " + std::to_string(place) + ", wanted 0 .. " + std::to_string(num_owners - 1) +
+             ", or -1 for a table without rows here");
+    }
   }
   tables_.reserve(tables.size());
+  mutexes_ = std::make_unique<std::mutex[]>(tables.size());
   for (const auto& settings : tables) tables_.emplace_back(settings, format);
 }
 
@@ -64,6 +73,27 @@ std::vector<Dram::Run> Dram::runs(std::span<const std::int64_t> offsets, std::si
   return all;
 }
 
+Dram::Lock Dram::lock(std::int64_t table) const {
+  at(table);
+  ++num_waiting_;
+  Lock held(mutexes_[table]);
+  --num_waiting_;
+  return held;
+}
+
+template <class Visit>
+void Dram::for_each_group(std::span<const Run> runs, const Visit& visit) {
+  const auto most = static_cast<std::size_t>(num_threads());
+  for (std::size_t first = 0, last = 0; first < runs.size(); first = last) {
+    std::vector<Lock> locks;
+    while (last < runs.size() && (last - first < most || runs[last].table == runs[last - 1].table)) {
+      if (last == first || runs[last].table != runs[last - 1].table) locks.push_back(lock(runs[last].table));
+      ++last;
+    }
+    visit(static_cast<std::int64_t>(first), static_cast<std::int64_t>(last));
+  }
+}
+
 void Dram::check_slots(std::int64_t table, std::span<const std::uint32_t> slots) const {
   const auto capacity = static_cast<std::uint64_t>(at(table).settings().capacity_rows);
   for (std::size_t i = 0; i < slots.size(); ++i) {
@@ -79,64 +109,92 @@ void Dram::check_slots(std::int64_t table, std::span<const std::uint32_t> slots)
 void Dram::refuse_id(std::int64_t table, std::span<const std::int64_t> ids) const {
   const auto& rows = at(table);
   const auto& share = rows.share();
-  const auto where = std::ranges::find_if(ids, [&](auto id) { return share.is_outside(id) || !share.owns(id); });
+  const bool is_open = rows.settings().rows == 0;  // and without rows here
+  const auto where =
+      std::ranges::find_if(ids, [&](auto id) { return is_open || share.is_outside(id) || !share.owns(id); });
   const std::string id = "table " + std::to_string(table) + " position " + std::to_string(where - ids.begin()) +
                          " id " + std::to_string(*where) + " rows " + std::to_string(rows.settings().rows);
-  if (share.is_outside(*where)) throw std::out_of_range(id);
-  refuse(id + ": rank " +
+  if (!is_open && share.is_outside(*where)) throw std::out_of_range(id);
+  if (!share.has_rows()) refuse(id + ": no row of this table is here");
+  refuse(id + ": owner " +
          std::to_string(vocabulary_owner(static_cast<std::uint64_t>(*where),
-                                         static_cast<std::uint32_t>(format_.num_ranks))) +
-         " owns it, this is rank " + std::to_string(format_.rank));
+                                         static_cast<std::uint32_t>(rows.settings().num_owners))) +
+         " has it, this is owner " + std::to_string(rows.settings().place));
 }
 
 Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
-                       std::span<std::uint32_t> slots, bool is_birth) {
+                       std::span<const std::uint8_t> next_use, std::span<std::uint32_t> slots, bool is_birth,
+                       const TableSink& sink) {
   const auto runs = this->runs(offsets, ids.size(), "ids");
+  if (!next_use.empty() && next_use.size() != ids.size())
+    refuse("next_use: got " + std::to_string(next_use.size()) + " codes, wanted " + std::to_string(ids.size()));
+  const auto hints = [&](std::int64_t begin, std::int64_t end) {
+    return next_use.empty() ? next_use : next_use.subspan(begin, end - begin);
+  };
   const auto part = [&](auto span, std::int64_t t) {
     return span.subspan(offsets[t], offsets[t + 1] - offsets[t]);
   };
-  const auto num_runs = static_cast<std::int64_t>(runs.size());
-
-  const std::scoped_lock lock(mutex_);
+  const std::scoped_lock acquiring(acquiring_);
   std::vector<TableRows::Found> found(tables_.size()), found_in_run(runs.size());
-  std::vector<TableRows::Evicted> evicted(tables_.size());
   Acquired acquired;
   std::int64_t num_missing = 0;
 
-  for_each_unit(num_runs, [&](std::int64_t r) {
-    const auto [t, begin, end] = runs[r];
-    found_in_run[r] =
-        tables_[t].pin_resident(ids.subspan(begin, end - begin), slots.subspan(begin, end - begin));
+  for_each_group(runs, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t r = first; r < last; ++r) {
+      const std::int64_t t = runs[r].table;
+      if (runs[r].begin == offsets[t]) tables_[t].tick(offsets[t + 1] - offsets[t], !next_use.empty());
+    }
+    for_each_unit(last - first, [&](std::int64_t i) {
+      const auto [t, begin, end] = runs[first + i];
+      found_in_run[first + i] = tables_[t].pin_resident(ids.subspan(begin, end - begin), hints(begin, end),
+                                                        slots.subspan(begin, end - begin));
+    });
+    for (std::int64_t r = first; r < last; ++r) {
+      found[runs[r].table] += found_in_run[r];
+      tables_[runs[r].table].pinned(found_in_run[r].newly_pinned);
+    }
   });
   try {
-    std::int64_t num_evictions = 0;
-    for (std::int64_t r = 0; r < num_runs; ++r) found[runs[r].table] += found_in_run[r];
     for (std::int64_t t = 0; t < num_tables(); ++t) {
-      const auto& rows = tables_[t];
+      const Lock held = lock(t);
+      auto& rows = tables_[t];
       const std::int64_t wanted = offsets[t + 1] - offsets[t];
       if (found[t].outside || found[t].foreign) refuse_id(t, part(ids, t));
       if (found[t].overpinned)
         refuse("table " + std::to_string(t) + ": no memory for one more pin of a row; release some batches first");
-      if (!rows.has_room(found[t])) {
-        const std::int64_t pinned_by_others =
-            rows.num_pinned() - (wanted - found[t].missing - found[t].newly_pinned);
+      if (!rows.has_room(found[t], wanted)) {
+        const std::int64_t pinned_by_others = rows.num_others(found[t], wanted);
         throw NoRoom("table " + std::to_string(t) + " needs " + std::to_string(wanted) + " slots of " +
                      std::to_string(rows.settings().capacity_rows) + ", " + std::to_string(pinned_by_others) +
                      " pinned");
       }
       num_missing += found[t].missing;
-    }
-    for (std::size_t t = 0; t < tables_.size(); ++t) {
-      tables_[t].reserve(found[t], evicted[t]);
-      num_evictions += static_cast<std::int64_t>(evicted[t].dirty_ids.capacity());
+      rows.reserve(found[t]);
     }
     acquired.missing.reserve(static_cast<std::size_t>(num_missing));
-    acquired.evicted_offsets.reserve(tables_.size() + 1);
-    acquired.evicted_ids.reserve(static_cast<std::size_t>(num_evictions));
-    acquired.evicted_records.reserve(tables_.size());
-    for (const auto& rows : tables_) acquired.record_bytes.push_back(rows.layout().record_bytes());
+    std::vector<std::pair<std::int64_t, std::int64_t>> evicted(tables_.size());
+    std::vector<std::exception_ptr> failed(tables_.size());
+    for_each_unit(num_tables(), [&](std::int64_t t) {
+      if (found[t].missing == 0) return;
+      try {
+        const Lock held = lock(t);
+        evicted[t] = tables_[t].evict(found[t], [&](const LeftRows& rows) { sink(t, rows); });
+      } catch (...) {
+        failed[t] = std::current_exception();
+      }
+    });
+    for (const auto& error : failed) {
+      if (error) std::rethrow_exception(error);
+    }
+    for (const auto& [num, num_dirty] : evicted) {
+      acquired.num_evicted += num;
+      acquired.num_evicted_dirty += num_dirty;
+    }
   } catch (...) {
-    for (const auto& [t, begin, end] : runs) tables_[t].unpin(slots.subspan(begin, end - begin));
+    for (std::int64_t t = 0; t < num_tables(); ++t) {
+      const Lock held = lock(t);
+      tables_[t].unpin(part(slots, t), found[t]);
+    }
     throw;
   }
 
@@ -144,7 +202,9 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
     if (slots[i] == kNoSlot) acquired.missing.push_back(static_cast<std::int32_t>(i));
   }
   for_each_unit(num_tables(), [&](std::int64_t t) {
-    tables_[t].admit(part(ids, t), part(slots, t), found[t], evicted[t]);
+    if (offsets[t] == offsets[t + 1]) return;
+    const Lock held = lock(t);
+    tables_[t].admit(part(ids, t), hints(offsets[t], offsets[t + 1]), part(slots, t), found[t]);
   });
   if (is_birth) {
     for_each_run(static_cast<std::int64_t>(acquired.missing.size()), kRun / 16,
@@ -157,43 +217,53 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
                    }
                  });
   }
-  acquired.evicted_offsets.push_back(0);
-  for (auto& lost : evicted) {
-    acquired.evicted_ids.insert(acquired.evicted_ids.end(), lost.dirty_ids.begin(), lost.dirty_ids.end());
-    acquired.evicted_offsets.push_back(static_cast<std::int64_t>(acquired.evicted_ids.size()));
-    acquired.evicted_records.push_back(std::move(lost.records));
-    acquired.num_evicted += lost.num;
-  }
   return acquired;
+}
+
+void Dram::resume(std::int64_t table, std::span<const std::uint32_t> slots, std::span<const std::uint8_t> heats) {
+  check_slots(table, slots);
+  if (heats.size() != slots.size())
+    refuse("heats: got " + std::to_string(heats.size()) + ", wanted " + std::to_string(slots.size()));
+  const Lock held = lock(table);
+  at(table).resume(slots, heats);
+}
+
+void Dram::recall(std::int64_t table, std::span<const std::uint32_t> slots, std::int64_t steps) {
+  check_slots(table, slots);
+  const Lock held = lock(table);
+  at(table).recall(slots, steps);
 }
 
 void Dram::release(std::span<const std::uint32_t> slots, std::span<const std::int64_t> offsets,
                    bool is_dirty) {
   const auto runs = this->runs(offsets, slots.size(), "slots");
-  const auto num_runs = static_cast<std::int64_t>(runs.size());
   std::vector<std::int64_t> unpinned(runs.size());
-  const std::scoped_lock lock(mutex_);
   const auto slots_of = [&](std::int64_t r) {
     return slots.subspan(runs[r].begin, runs[r].end - runs[r].begin);
   };
-  for_each_unit(num_runs,
-                [&](std::int64_t r) { unpinned[r] = tables_[runs[r].table].can_release(slots_of(r)); });
-  for (std::int64_t r = 0; r < num_runs; ++r) {
-    const std::int64_t t = runs[r].table;
-    if (!unpinned[r] || !tables_[t].holds(offsets[t + 1] - offsets[t]))
-      refuse("release: a slot of table " + std::to_string(t) + " is not pinned");
-  }
-  for_each_unit(num_runs, [&](std::int64_t r) {
-    const auto [t, begin, end] = runs[r];
-    if (!tables_[t].is_direct()) {
-      unpinned[r] = tables_[t].release(slots_of(r), is_dirty);
-    } else if (begin == offsets[t]) {
-      unpinned[r] = tables_[t].release(slots.subspan(begin, offsets[t + 1] - begin), is_dirty);
-    } else {
-      unpinned[r] = 0;
+  for_each_group(runs, [&](std::int64_t first, std::int64_t last) {
+    for_each_unit(last - first, [&](std::int64_t i) {
+      unpinned[first + i] = tables_[runs[first + i].table].can_release(slots_of(first + i));
+    });
+    for (std::int64_t r = first; r < last; ++r) {
+      const std::int64_t t = runs[r].table;
+      if (!unpinned[r] || !tables_[t].holds(offsets[t + 1] - offsets[t]))
+        refuse("release: a slot of table " + std::to_string(t) + " is not pinned");
     }
   });
-  for (std::int64_t r = 0; r < num_runs; ++r) tables_[runs[r].table].unpinned(unpinned[r]);
+  for_each_group(runs, [&](std::int64_t first, std::int64_t last) {
+    for_each_unit(last - first, [&](std::int64_t i) {
+      const auto [t, begin, end] = runs[first + i];
+      if (!tables_[t].is_direct()) {
+        unpinned[first + i] = tables_[t].release(slots_of(first + i), is_dirty);
+      } else if (begin == offsets[t]) {
+        unpinned[first + i] = tables_[t].release(slots.subspan(begin, offsets[t + 1] - begin), is_dirty);
+      } else {
+        unpinned[first + i] = 0;
+      }
+    });
+    for (std::int64_t r = first; r < last; ++r) tables_[runs[r].table].unpinned(unpinned[r]);
+  });
 }
 
 void Dram::birth(std::int64_t table, std::span<const std::int64_t> ids,
@@ -236,7 +306,8 @@ std::vector<std::int32_t> Dram::read(std::int64_t table, std::span<const std::in
   const auto& layout = rows.layout();
   std::vector<std::int32_t> absent;
   Buffer<std::uint32_t> slots(ids.size());
-  const std::scoped_lock lock(mutex_);
+  const std::scoped_lock acquiring(acquiring_);
+  const Lock held = lock(table);
   for_each_run(static_cast<std::int64_t>(ids.size()), kRun, [&](std::int64_t begin, std::int64_t end) {
     rows.for_each_slot(ids.subspan(begin, end - begin), [&](std::int64_t i, std::uint32_t slot) {
       slots[begin + i] = slot;
@@ -264,32 +335,95 @@ void Dram::birth_values(std::int64_t table, std::span<const std::int64_t> ids, s
 std::vector<std::pair<std::int64_t, std::uint32_t>> Dram::resident(std::int64_t table,
                                                                    bool only_dirty) const {
   const auto& rows = at(table);
-  const std::scoped_lock lock(mutex_);
+  const Lock held = lock(table);
   return rows.resident(only_dirty);
 }
 
 void Dram::clean(std::int64_t table, std::span<const std::uint32_t> slots) {
   check_slots(table, slots);
-  const std::scoped_lock lock(mutex_);
+  const Lock held = lock(table);
   at(table).clean(slots);
 }
 
-void Dram::erase(std::int64_t table, std::span<const std::int64_t> ids) {
+void Dram::erase(std::int64_t table, std::span<const std::int64_t> ids, const TableSink& sink) {
   auto& rows = at(table);
-  const std::scoped_lock lock(mutex_);
-  for (const auto id : ids) rows.erase(id);
+  const std::scoped_lock acquiring(acquiring_);
+  const Lock held = lock(table);
+  for (const auto id : ids) rows.erase(id, [&](const LeftRows& left) { sink(table, left); });
+}
+
+void Dram::write_dirty(std::int64_t table, std::int64_t most, const TableSink& sink) {
+  auto& rows = at(table);
+  const Lock held = lock(table);
+  rows.write_dirty(most, [&](const LeftRows& left) { sink(table, left); });
+}
+
+void Dram::begin_snapshot() {
+  if (has_snapshot_.exchange(true)) refuse("begin_snapshot: one is being taken already; end it first");
+  for (std::int64_t t = 0; t < num_tables(); ++t) {
+    const Lock held = lock(t);
+    tables_[t].begin_snapshot();
+  }
+}
+
+void Dram::save(std::span<const std::uint32_t> slots, std::span<const std::int64_t> offsets, const TableSink& sink) {
+  if (!has_snapshot_) return;
+  check_parts(offsets, num_tables(), static_cast<std::int64_t>(slots.size()), "slots");
+  for (std::int64_t t = 0; t < num_tables(); ++t) {
+    const auto mine = slots.subspan(offsets[t], offsets[t + 1] - offsets[t]);
+    check_slots(t, mine);
+    const Lock held = lock(t);
+    tables_[t].save(mine, [&](const LeftRows& left) { sink(t, left); });
+  }
+}
+
+bool Dram::save_some(std::int64_t table, std::int64_t most, const TableSink& sink) {
+  auto& rows = at(table);
+  while (num_waiting_ > 0) std::this_thread::yield();
+  const Lock held(mutexes_[table]);
+  return has_snapshot_ && rows.save_some(most, [&](const LeftRows& left) { sink(table, left); });
+}
+
+void Dram::end_snapshot() {
+  if (!has_snapshot_) return;
+  for (std::int64_t t = 0; t < num_tables(); ++t) {
+    const Lock held = lock(t);
+    tables_[t].end_snapshot();
+  }
+  has_snapshot_ = false;
+}
+
+void Dram::drop(std::int64_t table, std::span<const std::int64_t> ids) {
+  auto& rows = at(table);
+  const Lock held = lock(table);
+  for (const auto id : ids) rows.drop(id);
 }
 
 std::int64_t Dram::num_rows(std::int64_t table) const {
   const auto& rows = at(table);
-  const std::scoped_lock lock(mutex_);
+  const Lock held = lock(table);
   return rows.num_rows();
 }
 
+std::uint64_t Dram::num_looked(std::int64_t table) const {
+  const auto& rows = at(table);
+  const Lock held = lock(table);
+  return rows.num_looked();
+}
+
+double Dram::pinned_share(std::int64_t table) const {
+  const auto& rows = at(table);
+  const Lock held = lock(table);
+  if (!rows.can_evict()) return 0.0;
+  return static_cast<double>(rows.num_pinned()) / static_cast<double>(std::max<std::int64_t>(1, rows.settings().capacity_rows));
+}
+
 std::int64_t Dram::resident_bytes() const {
-  const std::scoped_lock lock(mutex_);
   std::int64_t bytes = 0;
-  for (const auto& rows : tables_) bytes += rows.resident_bytes();
+  for (std::int64_t t = 0; t < num_tables(); ++t) {
+    const Lock held = lock(t);
+    bytes += tables_[t].resident_bytes();
+  }
   return bytes;
 }
 

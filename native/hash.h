@@ -24,16 +24,16 @@ COLONNADE_INLINE constexpr std::uint64_t scale_down(std::uint64_t x, std::uint64
   return static_cast<std::uint64_t>((static_cast<unsigned __int128>(x) * n) >> 64);
 }
 
-// Open tables: the owner rank is a fraction of the hash, so hash order groups owners.
-COLONNADE_INLINE constexpr std::uint32_t open_owner(std::int64_t id, std::uint32_t num_ranks) {
-  return static_cast<std::uint32_t>(scale_down(mix64(static_cast<std::uint64_t>(id)), num_ranks));
+// Open tables: the owner is a fraction of the hash, so hash order groups owners.
+COLONNADE_INLINE constexpr std::uint32_t open_owner(std::int64_t id, std::uint32_t num_owners) {
+  return static_cast<std::uint32_t>(scale_down(mix64(static_cast<std::uint64_t>(id)), num_owners));
 }
 
-// Vocabulary tables: every block of num_ranks consecutive ids is dealt once to each rank, in an order
-// rotated by a hash of the block, so that local row numbers id / num_ranks are dense.
-COLONNADE_INLINE constexpr std::uint32_t vocabulary_owner(std::uint64_t id, std::uint32_t num_ranks) {
-  const std::uint64_t block = id / num_ranks, place = id % num_ranks;
-  return static_cast<std::uint32_t>((place + mix64(block) % num_ranks) % num_ranks);
+// Vocabulary tables: every block of num_owners consecutive ids is dealt once to each owner, in an order
+// rotated by a hash of the block, so that local row numbers id / num_owners are dense.
+COLONNADE_INLINE constexpr std::uint32_t vocabulary_owner(std::uint64_t id, std::uint32_t num_owners) {
+  const std::uint64_t block = id / num_owners, place = id % num_owners;
+  return static_cast<std::uint32_t>((place + mix64(block) % num_owners) % num_owners);
 }
 
 }  // namespace colonnade

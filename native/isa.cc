@@ -9,7 +9,7 @@ namespace {
 
 std::vector<const Kernels*> available() {
   std::vector<const Kernels*> found;
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(COLONNADE_ONLY_PORTABLE)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     found.push_back(&avx512::kernels);

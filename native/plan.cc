@@ -26,9 +26,9 @@ constexpr std::int64_t kFew = 32;                             // sorted by compa
 constexpr std::int64_t kSharedTable = 1 << 15;                // lookups from which threads share one table
 constexpr int kPrefixBits = 8;  // of hash, beyond those that count the lookups: 1 in 256 meets another id
 
-void check_ranks(std::int64_t num_ranks) {
-  if (num_ranks < 1 || num_ranks > std::numeric_limits<std::int32_t>::max()) {
-    throw std::invalid_argument("num_ranks: got " + std::to_string(num_ranks) + ", wanted 1 .. 2^31 - 1");
+void check_owners(std::int64_t num_owners) {
+  if (num_owners < 1 || num_owners > std::numeric_limits<std::int32_t>::max()) {
+    throw std::invalid_argument("num_owners: got " + std::to_string(num_owners) + ", wanted 1 .. 2^31 - 1");
   }
 }
 
@@ -39,7 +39,8 @@ struct Range {
 struct TableOrder {
   std::span<const std::int32_t> features;
   std::vector<Range> lookups;  // neighbours joined
-  std::int64_t rows;
+  std::int64_t rows, num_owners;
+  std::int64_t first_block;         // of the plan's
   std::int64_t begin = 0, end = 0;  // the table's entries in the plan
   bool out_of_range = false;
   std::int64_t num_unique = -1;  // not counted yet
@@ -73,10 +74,9 @@ void for_each_chunk(std::size_t chunks, const Visit& visit) noexcept {
 
 class Planner {
  public:
-  Planner(const Lookups& lookups, std::span<const std::int64_t> table_rows, std::int64_t num_ranks)
+  Planner(const Lookups& lookups, std::span<const std::int64_t> table_rows, std::span<const std::int64_t> num_owners)
       : lookups_(lookups),
         ids_(lookups.ids().data()),
-        num_ranks_(num_ranks),
         by_table_(lookups.by_table(static_cast<std::int64_t>(table_rows.size()))),
         tables_(table_rows.size()) {
     std::int64_t next = 0;
@@ -85,6 +85,9 @@ class Planner {
       table.features = std::span(by_table_.features)
                            .subspan(by_table_.first[t], by_table_.first[t + 1] - by_table_.first[t]);
       table.rows = table_rows[t];
+      table.num_owners = num_owners[t];
+      table.first_block = num_blocks_;
+      num_blocks_ += num_owners[t];
       table.begin = next;
       for (const auto f : table.features) {
         const Range range{lookups.first(f), lookups.last(f)};
@@ -114,7 +117,7 @@ class Planner {
   Plan make() {
     const auto num_lookups = lookups_.num_lookups();
     const auto num_tables = static_cast<std::int64_t>(tables_.size());
-    Plan plan{Buffer<std::int64_t>(num_lookups), Buffer<std::int64_t>(num_tables * num_ranks_ + 1),
+    Plan plan{Buffer<std::int64_t>(num_lookups), Buffer<std::int64_t>(num_blocks_ + 1),
               Buffer<std::int32_t>(num_lookups), Buffer<std::int32_t>(num_lookups + 1),
               Buffer<std::int32_t>(num_lookups)};
     entries_ = reinterpret_cast<std::uint32_t*>(plan.entries.data());
@@ -223,8 +226,8 @@ class Planner {
   // they are, if the desk has one chunk.
   std::int64_t sort(TableOrder& table, const Desk& desk) noexcept {
     if (table.rows == 0) return sort(table, desk, HashOrder{});
-    if (num_ranks_ == 1) return sort(table, desk, DirectOrder{static_cast<std::uint64_t>(table.rows)});
-    return sort(table, desk, DealtOrder(table.rows, num_ranks_));
+    if (table.num_owners == 1) return sort(table, desk, DirectOrder{static_cast<std::uint64_t>(table.rows)});
+    return sort(table, desk, DealtOrder(table.rows, table.num_owners));
   }
 
   template <class Order>
@@ -395,7 +398,7 @@ class Planner {
     run.is_written = true;
   }
 
-  // counts[r] += how many of the ids, which are in order of their owners, rank r owns.
+  // counts[r] += how many of the ids, which are in order of their owners, owner r has.
   template <class Owner>
   static void count_owners(std::span<const std::int64_t> ids, const Owner& owner, std::int64_t* counts) {
     if (ids.empty()) return;
@@ -412,21 +415,22 @@ class Planner {
     std::int64_t* const offsets = plan.block_offsets.data();
     std::fill_n(offsets, plan.block_offsets.size(), 0);
     const auto num_tables = static_cast<std::int64_t>(tables_.size());
-    const auto num_ranks = static_cast<std::uint32_t>(num_ranks_);
-    for_each_unit(num_ranks_ > 1 ? num_tables : 0, [&](std::int64_t t) {
+    for_each_unit(num_blocks_ > num_tables ? num_tables : 0, [&](std::int64_t t) {
       const auto& table = tables_[t];
+      if (table.num_owners == 1) return;
+      const auto num_owners = static_cast<std::uint32_t>(table.num_owners);
       const std::span<const std::int64_t> ids(plan.unique_ids.data() + table.first_unique, table.num_unique);
-      std::int64_t* const counts = offsets + t * num_ranks_ + 1;
+      std::int64_t* const counts = offsets + table.first_block + 1;
       if (table.rows == 0) {
-        count_owners(ids, [=](std::int64_t id) { return open_owner(id, num_ranks); }, counts);
+        count_owners(ids, [=](std::int64_t id) { return open_owner(id, num_owners); }, counts);
       } else {
-        const VocabularyDeal deal(num_ranks);
+        const VocabularyDeal deal(num_owners);
         count_owners(
             ids, [&](std::int64_t id) { return deal(static_cast<std::uint64_t>(id)).first; }, counts);
       }
     });
-    if (num_ranks_ == 1) {
-      for (std::int64_t t = 0; t < num_tables; ++t) offsets[t + 1] = tables_[t].num_unique;
+    for (const auto& table : tables_) {
+      if (table.num_owners == 1) offsets[table.first_block + 1] = table.num_unique;
     }
     for (std::size_t b = 1; b < plan.block_offsets.size(); ++b) offsets[b] += offsets[b - 1];
   }
@@ -447,7 +451,7 @@ class Planner {
 
   const Lookups& lookups_;
   const std::int64_t* ids_;
-  std::int64_t num_ranks_;
+  std::int64_t num_blocks_ = 0;
   Lookups::ByTable by_table_;
   std::vector<TableOrder> tables_;
   std::vector<std::size_t> order_;  // of tables with lookups
@@ -460,21 +464,26 @@ class Planner {
 
 }  // namespace
 
-Plan make_plan(const Lookups& lookups, std::span<const std::int64_t> table_rows, std::int64_t num_ranks) {
-  check_ranks(num_ranks);
+Plan make_plan(const Lookups& lookups, std::span<const std::int64_t> table_rows,
+               std::span<const std::int64_t> num_owners) {
+  if (num_owners.size() != table_rows.size()) {
+    throw std::invalid_argument("num_owners: got " + std::to_string(num_owners.size()) + " elements, wanted one for each of " +
+                                std::to_string(table_rows.size()) + " tables");
+  }
+  for (const auto owners : num_owners) check_owners(owners);
   for (std::size_t t = 0; t < table_rows.size(); ++t) {
     if (table_rows[t] < 0) {
       throw std::invalid_argument("table_rows: got " + std::to_string(table_rows[t]) + " for table " +
                                   std::to_string(t) + ", wanted 0 (open) or more");
     }
   }
-  return Planner(lookups, table_rows, num_ranks).make();
+  return Planner(lookups, table_rows, num_owners).make();
 }
 
-void owner_of(std::span<const std::int64_t> ids, std::int64_t rows, std::int64_t num_ranks,
+void owner_of(std::span<const std::int64_t> ids, std::int64_t rows, std::int64_t num_owners,
               std::span<std::int32_t> out) {
-  check_ranks(num_ranks);
-  const auto n = static_cast<std::uint32_t>(num_ranks);
+  check_owners(num_owners);
+  const auto n = static_cast<std::uint32_t>(num_owners);
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (rows == 0) {
       out[i] = static_cast<std::int32_t>(open_owner(ids[i], n));

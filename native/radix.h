@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <utility>
+#include <vector>
 
 namespace colonnade {
 
@@ -63,6 +65,19 @@ inline void place_digits(std::span<Counters> chunks, std::size_t values) {
 template <class Word>
 void scatter(std::span<const Word> words, int shift, std::size_t values, Counters& counters, Word* out) {
   for (const Word word : words) out[counters.counts[word >> shift & (values - 1)]++] = word;
+}
+
+// By their bits from `shift` on, key_bits of them, on this thread.
+inline void radix_sort(std::vector<std::uint64_t>& words, int shift, int key_bits) {
+  const Digits digits(static_cast<std::int64_t>(words.size()), key_bits);
+  std::vector<std::uint64_t> sorted(words.size());
+  const auto counters = std::make_unique<Counters>();
+  for (int pass = 0; pass < digits.passes; ++pass, shift += digits.width) {
+    count_digits(std::span<const std::uint64_t>(words), shift, digits.values(), *counters);
+    place_digits({counters.get(), 1}, digits.values());
+    scatter(std::span<const std::uint64_t>(words), shift, digits.values(), *counters, sorted.data());
+    words.swap(sorted);
+  }
 }
 
 }  // namespace colonnade

@@ -1,4 +1,4 @@
-// Two bits for each row of a table that indexes directly: whether it was born, and whether it is dirty.
+// One bit for each row of a table that indexes directly: whether it was born.
 #pragma once
 
 #include <bit>
@@ -8,37 +8,30 @@
 
 namespace colonnade {
 
-// Bits of 64 rows side by side in two words: one cache line has both bits of 256 rows. Only one thread may set bits.
+// Only one thread may set bits.
 class RowBits {
  public:
   RowBits() = default;
   explicit RowBits(std::int64_t rows)
-      : slab_(checked_bytes(16, static_cast<std::size_t>((rows + 63) / 64))),
+      : slab_(checked_bytes(8, static_cast<std::size_t>((rows + 63) / 64))),
         words_(reinterpret_cast<std::uint64_t*>(slab_.data())) {}
 
   const Slab& slab() const { return slab_; }
 
   struct View {
     const std::uint64_t* words;
-    bool is_born(std::uint64_t row) const { return words[row / 64 * 2] >> (row % 64) & 1; }
+    bool is_born(std::uint64_t row) const { return words[row / 64] >> (row % 64) & 1; }
   };
   View view() const { return {words_}; }
 
-
   bool is_born(std::uint64_t row) const { return view().is_born(row); }
-  bool is_dirty(std::uint64_t row) const { return words_[row / 64 * 2 + 1] & bit(row); }
-  void bear(std::uint64_t row) { words_[row / 64 * 2] |= bit(row); }
-  void soil(std::uint64_t row) { words_[row / 64 * 2 + 1] |= bit(row); }
-  void clean(std::uint64_t row) { words_[row / 64 * 2 + 1] &= ~bit(row); }
-  void forget(std::uint64_t row) {
-    words_[row / 64 * 2] &= ~bit(row);
-    clean(row);
-  }
+  void bear(std::uint64_t row) { words_[row / 64] |= bit(row); }
+  void forget(std::uint64_t row) { words_[row / 64] &= ~bit(row); }
 
   template <class Visit>  // visit(row) for every row that was born, ascending
   void for_each_born(std::int64_t rows, const Visit& visit) const {
     for (std::int64_t w = 0; w < (rows + 63) / 64; ++w) {
-      for (std::uint64_t left = words_[2 * w]; left; left &= left - 1)
+      for (std::uint64_t left = words_[w]; left; left &= left - 1)
         visit(static_cast<std::uint64_t>(w * 64 + std::countr_zero(left)));
     }
   }

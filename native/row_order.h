@@ -9,58 +9,58 @@
 
 namespace colonnade {
 
-// vocabulary_owner and local row of ids below 2^63 for two ranks or more, without a division.
+// vocabulary_owner and local row of ids below 2^63 for two owners or more, without a division.
 class VocabularyDeal {
  public:
-  explicit VocabularyDeal(std::uint32_t num_ranks)
-      : num_ranks_(num_ranks),
-        shift_(std::bit_width(num_ranks - 1) - 1),
+  explicit VocabularyDeal(std::uint32_t num_owners)
+      : num_owners_(num_owners),
+        shift_(std::bit_width(num_owners - 1) - 1),
         inverse_(static_cast<std::uint64_t>(((static_cast<unsigned __int128>(1) << (64 + shift_)) - 1) /
-                                                num_ranks +
+                                                num_owners +
                                             1)) {}
 
-  std::uint64_t num_ranks() const { return num_ranks_; }
+  std::uint64_t num_owners() const { return num_owners_; }
 
   // (owner, local row)
   std::pair<std::uint32_t, std::uint64_t> operator()(std::uint64_t id) const {
     const std::uint64_t local = quotient(id), hash = mix64(local), half = hash >> 1;
-    const std::uint64_t rotation = within((half - quotient(half) * num_ranks_) * 2 + (hash & 1));
-    return {static_cast<std::uint32_t>(within(id - local * num_ranks_ + rotation)), local};
+    const std::uint64_t rotation = within((half - quotient(half) * num_owners_) * 2 + (hash & 1));
+    return {static_cast<std::uint32_t>(within(id - local * num_owners_ + rotation)), local};
   }
 
  private:
-  // n / num_ranks for n < 2^63 (Granlund and Montgomery 1994, theorem 4.2).
+  // n / num_owners for n < 2^63 (Granlund and Montgomery 1994, theorem 4.2).
   std::uint64_t quotient(std::uint64_t n) const {
     return static_cast<std::uint64_t>(static_cast<unsigned __int128>(n) * inverse_ >> 64) >> shift_;
   }
-  std::uint64_t within(std::uint64_t x) const { return x < num_ranks_ ? x : x - num_ranks_; }
+  std::uint64_t within(std::uint64_t x) const { return x < num_owners_ ? x : x - num_owners_; }
 
-  std::uint64_t num_ranks_;
+  std::uint64_t num_owners_;
   int shift_;
-  std::uint64_t inverse_;  // 2^(64 + shift) / num_ranks, rounded up
+  std::uint64_t inverse_;  // 2^(64 + shift) / num_owners, rounded up
 };
 
 // Rows in their order of a plan: by owner, then by local row (vocabulary) or by hash, as one number.
-struct DirectOrder {  // a vocabulary of one rank
+struct DirectOrder {  // a vocabulary of one owner
   std::uint64_t rows;
   std::uint64_t key(std::int64_t id) const { return static_cast<std::uint64_t>(id); }
   int key_bits() const { return std::bit_width(rows - 1); }
   bool has(std::int64_t id) const { return static_cast<std::uint64_t>(id) < rows; }
 };
-struct DealtOrder {  // a vocabulary of several ranks
+struct DealtOrder {  // a vocabulary of several owners
   std::uint64_t rows;
   VocabularyDeal deal;
-  std::uint64_t share;  // most rows of one rank
+  std::uint64_t share;  // most rows of one owner
 
-  DealtOrder(std::int64_t rows, std::int64_t num_ranks)
+  DealtOrder(std::int64_t rows, std::int64_t num_owners)
       : rows(static_cast<std::uint64_t>(rows)),
-        deal(static_cast<std::uint32_t>(num_ranks)),
-        share((this->rows - 1) / static_cast<std::uint64_t>(num_ranks) + 1) {}
+        deal(static_cast<std::uint32_t>(num_owners)),
+        share((this->rows - 1) / static_cast<std::uint64_t>(num_owners) + 1) {}
   std::uint64_t key(std::int64_t id) const {
     const auto [owner, local] = deal(static_cast<std::uint64_t>(id));
     return owner * share + local;
   }
-  int key_bits() const { return std::bit_width(deal.num_ranks() * share - 1); }
+  int key_bits() const { return std::bit_width(deal.num_owners() * share - 1); }
   bool has(std::int64_t id) const { return static_cast<std::uint64_t>(id) < rows; }
 };
 struct HashOrder {

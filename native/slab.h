@@ -23,6 +23,9 @@ class Slab {
  public:
   Slab() = default;
   explicit Slab(std::size_t bytes);  // throws NoRoom; 0 bytes: no memory
+  // In a file of its own in `directory`, which has no name and goes with the slab: memory that is mounted as files, or
+  // the page cache. Its blocks are taken at once, for a full disk would otherwise be found by a touch. Throws NoRoom.
+  Slab(std::size_t bytes, const std::string& directory);
   // From here on, a first touch brings 2 MiB at once: twice as fast where accesses are random, and wasteful
   // where only a little will be touched.
   void ask_for_huge_pages(std::size_t touched_bytes = 0) const noexcept;  // touched: in small pages, perhaps

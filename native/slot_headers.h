@@ -1,4 +1,4 @@
-// Nine bytes for each slot of a table whose rows lie anywhere: id, pins, flags.
+// Nine bytes for each slot of a table whose rows lie anywhere: id, pins, whether a row is there.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,6 @@ class SlotHeaders {
 
   bool is_resident(std::uint32_t slot) const { return flags(slot) & kResident; }
   bool is_pinned(std::uint32_t slot) const { return flags(slot) & kPins; }
-  bool is_dirty(std::uint32_t slot) const { return flags(slot) & kDirty; }
 
   // A free slot becomes that of a row, pinned once.
   std::uint32_t take(std::int64_t id) noexcept {
@@ -78,20 +77,18 @@ class SlotHeaders {
     --flags(slot);
     return pins == 1;
   }
-  void use(std::uint32_t slot, bool is_dirty) noexcept { flags(slot) |= is_dirty ? kUsed | kDirty : kUsed; }
-  void clean(std::uint32_t slot) noexcept { flags(slot) &= static_cast<std::uint8_t>(~kDirty); }
 
-  // Second chance: false for pinned rows, free slots, and once after a row was used. True: nobody asks it again.
+  // False for pinned rows and free slots. True: nobody asks it again.
   bool give_up(std::uint32_t slot) noexcept {
     std::uint8_t& word = flags(slot);
     if (!(word & kResident) || (word & kPins)) return false;
-    const bool is_used = word & kUsed;
-    word &= static_cast<std::uint8_t>(is_used ? ~kUsed : ~kResident);
-    return !is_used;
+    word &= static_cast<std::uint8_t>(~kResident);
+    return true;
   }
+  void take_back(std::uint32_t slot) noexcept { flags(slot) |= kResident; }  // what was given up
 
  private:
-  static constexpr std::uint8_t kPins = 0x1f, kMany = 31, kUsed = 0x20, kDirty = 0x40, kResident = 0x80;
+  static constexpr std::uint8_t kPins = 0x1f, kMany = 31, kResident = 0x80;
 
   // Slots whose pins are kMany, and how many these are.
   struct ManyPins {

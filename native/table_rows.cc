@@ -9,7 +9,8 @@ namespace colonnade {
 
 namespace {
 
-constexpr std::int64_t kVictims = 64;  // rows evicted together, their cache lines fetched first
+constexpr std::int64_t kVictims = 256;  // rows evicted together, their cache lines fetched first
+constexpr std::int64_t kLeft = 256;     // rows handed over together
 
 [[noreturn]] void refuse(const std::string& message) {
   throw std::invalid_argument("dram: " + message);
@@ -19,8 +20,8 @@ constexpr std::int64_t kVictims = 64;  // rows evicted together, their cache lin
 
 TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
     : settings_(settings),
-      share_(settings.rows, format.num_ranks, format.rank),
-      index_(static_cast<std::uint64_t>(format.num_ranks)) {
+      share_(settings.rows, settings.num_owners, settings.place),
+      index_(static_cast<std::uint64_t>(settings.num_owners)) {
   if (settings.state_elements < 0) refuse("state_elements " + std::to_string(settings.state_elements));
   std::int64_t dim = 0;
   for (const auto& part : settings.parts) {
@@ -39,8 +40,9 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
   if (settings.capacity_rows < 0 || settings.capacity_rows >= kNoSlot) {
     refuse("capacity_rows " + std::to_string(settings.capacity_rows) + ", wanted 0 .. 2^32 - 2");
   }
-  is_direct_ = settings.rows != 0 && share_.num_places() <= settings.capacity_rows;
+  is_direct_ = settings.rows != 0 && share_.has_rows() && share_.num_places() <= settings.capacity_rows;
   if (is_direct_) settings_.capacity_rows = share_.num_places();
+  if (!share_.has_rows()) settings_.capacity_rows = 0;
 
   const auto capacity = static_cast<std::size_t>(settings_.capacity_rows);
   const auto weights_stride =
@@ -49,12 +51,17 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
   const auto lows_offset = checked_bytes(state_item, static_cast<std::size_t>(settings.state_elements));
   const auto state_bytes = lows_offset + (format.is_split ? 2 * static_cast<std::size_t>(dim) : 0);
   const auto state_stride = (state_bytes + 4 + state_item - 1) / state_item * state_item;
-  weights_slab_ = Slab(checked_bytes(weights_stride, capacity));
-  states_slab_ = Slab(checked_bytes(state_stride, capacity));
+  const auto slab = [&](std::size_t bytes) {
+    return settings.directory.empty() ? Slab(bytes) : Slab(bytes, settings.directory);
+  };
+  weights_slab_ = slab(checked_bytes(weights_stride, capacity));
+  states_slab_ = slab(checked_bytes(state_stride, capacity));
+  bits_ = DirtyBits(settings_.capacity_rows);
   if (is_direct_) {
-    bits_ = RowBits(settings_.capacity_rows);
+    born_ = RowBits(settings_.capacity_rows);
   } else {
     headers_ = SlotHeaders(settings_.capacity_rows);
+    if (settings_.can_evict) worth_ = SlotWorth(settings_.capacity_rows);
   }
   layout_ = {.dtype = format.dtype,
              .is_split = format.is_split,
@@ -69,24 +76,27 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
              .seed = settings.seed,
              .ids = headers_.slab().data(),
              .ids_stride = SlotHeaders::kStride,
-             .num_ranks = static_cast<std::uint64_t>(format.num_ranks),
-             .rank = static_cast<std::uint64_t>(format.rank)};
+             .num_owners = static_cast<std::uint64_t>(settings.num_owners),
+             .place = static_cast<std::uint64_t>(settings.place)};
   if (is_direct_) {  // rows are touched anywhere
     weights_slab_.ask_for_huge_pages();
     states_slab_.ask_for_huge_pages();
-    bits_.slab().ask_for_huge_pages();
+    born_.slab().ask_for_huge_pages();
   }
 }
 
 // Slots fill up from the start: a table of few rows keeps to small pages.
 void TableRows::ask_for_huge_pages(std::int64_t slots) noexcept {
-  if (!has_huge_rows_ && static_cast<std::size_t>(slots * layout_.weights_stride) >= 2 * kHugePageBytes) {
+  const auto filled = [](const Slab& slab, std::int64_t bytes) {  // and what lies before it in its huge page
+    return reinterpret_cast<std::uintptr_t>(slab.data()) % kHugePageBytes + static_cast<std::size_t>(bytes);
+  };
+  if (!has_huge_rows_ && filled(weights_slab_, slots * layout_.weights_stride) >= 3 * kHugePageBytes) {
     const std::int64_t touched = headers_.num_touched();
     weights_slab_.ask_for_huge_pages(static_cast<std::size_t>(touched * layout_.weights_stride));
     states_slab_.ask_for_huge_pages(static_cast<std::size_t>(touched * layout_.state_stride));
     has_huge_rows_ = true;
   }
-  if (!has_huge_headers_ && static_cast<std::size_t>(slots * SlotHeaders::kStride) >= kHugePageBytes) {
+  if (!has_huge_headers_ && filled(headers_.slab(), slots * SlotHeaders::kStride) >= 2 * kHugePageBytes) {
     headers_.slab().ask_for_huge_pages(static_cast<std::size_t>(headers_.num_touched() * SlotHeaders::kStride));
     has_huge_headers_ = true;
   }
@@ -94,13 +104,15 @@ void TableRows::ask_for_huge_pages(std::int64_t slots) noexcept {
 
 std::int64_t TableRows::resident_bytes() const {
   const std::int64_t row = layout_.weights_stride + layout_.state_stride;
-  return is_direct_ ? num_rows_ * row + settings_.capacity_rows / 4
-                    : headers_.num_touched() * (row + SlotHeaders::kStride) + index_.bytes();
+  const std::int64_t bits = bits_.bytes(num_slots());
+  if (is_direct_) return num_rows_ * row + settings_.capacity_rows / 8 + bits;
+  return headers_.num_touched() * (row + SlotHeaders::kStride) + index_.bytes() + bits +
+         (can_evict() ? worth_.bytes(headers_.num_touched()) : 0);
 }
 
-TableRows::Found TableRows::pin_resident(std::span<const std::int64_t> ids,
+TableRows::Found TableRows::pin_resident(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
                                          std::span<std::uint32_t> slots) noexcept {
-  return is_direct_ ? pin_direct(ids, slots) : pin_hashed(ids, slots);
+  return is_direct_ ? pin_direct(ids, slots) : pin_hashed(ids, next_use, slots);
 }
 
 TableRows::Found TableRows::pin_direct(std::span<const std::int64_t> ids,
@@ -108,7 +120,7 @@ TableRows::Found TableRows::pin_direct(std::span<const std::int64_t> ids,
   Found found;
   const std::size_t n = ids.size();
   const VocabularyShare share = share_;  // copies: the compiler knows that writing slots changes nothing of these
-  const RowBits::View bits = bits_.view();
+  const RowBits::View bits = born_.view();
   std::int64_t num_outside = 0, num_foreign = 0, num_here = 0;
   if (share.is_whole()) {
     for (std::size_t i = 0; i < n; ++i) {
@@ -138,21 +150,25 @@ TableRows::Found TableRows::pin_direct(std::span<const std::int64_t> ids,
   return found;
 }
 
-TableRows::Found TableRows::pin_hashed(std::span<const std::int64_t> ids,
+TableRows::Found TableRows::pin_hashed(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
                                        std::span<std::uint32_t> slots) noexcept {
   Found found;
-  index_.for_each(ids, headers_, [&](std::int64_t i, std::uint32_t slot) {
+  const bool has_worth = can_evict();
+  const Fetched fetched{headers_, has_worth ? &worth_ : nullptr};
+  index_.for_each(ids, fetched, [&](std::int64_t i, std::uint32_t slot) {
     slots[i] = slot;
     if (slot == kNoSlot) {
       ++found.missing;
-      if (settings_.rows == 0) return;
-      if (share_.is_outside(ids[i])) {
+      if (settings_.rows == 0) {
+        found.foreign += !share_.has_rows();
+      } else if (share_.is_outside(ids[i])) {
         ++found.outside;
       } else {
         found.foreign += !share_.owns(ids[i]);
       }
       return;
     }
+    if (has_worth) worth_.use(slot, next_use.empty() ? next_use::kUnknown : next_use[i]);
     switch (headers_.pin(slot)) {
       case SlotHeaders::Pin::first:
         ++found.newly_pinned;
@@ -168,46 +184,53 @@ TableRows::Found TableRows::pin_hashed(std::span<const std::int64_t> ids,
   return found;
 }
 
-void TableRows::unpin(std::span<std::uint32_t> slots) noexcept {
+void TableRows::unpin(std::span<std::uint32_t> slots, const Found& found) noexcept {
+  std::int64_t unpinned = 0;
   for (auto& slot : slots) {
-    if (slot != kNoSlot && !is_direct_) headers_.unpin(slot);
+    if (slot != kNoSlot && !is_direct_) unpinned += headers_.unpin(slot);
     slot = kNoSlot;
   }
+  num_pinned_ -= is_direct_ ? found.newly_pinned : unpinned;
 }
 
-void TableRows::reserve(const Found& found, Evicted& evicted) {
-  if (is_direct_) return;
-  const std::int64_t num_lost = num_evictions(found);
-  evicted.dirty_ids.reserve(static_cast<std::size_t>(num_lost));
-  if (num_lost) evicted.records = Buffer<std::byte>(static_cast<std::size_t>(num_lost * layout_.record_bytes()));
-  index_.reserve(num_rows_ - num_lost + found.missing);
+void TableRows::drop(std::int64_t id) noexcept {
+  const std::uint32_t slot = find(id);
+  if (slot == kNoSlot) return;
+  if (!is_direct_) return free_slot(slot);
+  --num_rows_;
+  born_.forget(slot);
+  bits_.clean(slot);
 }
 
-void TableRows::admit(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots, const Found& found,
-                      Evicted& evicted) noexcept {
-  num_pinned_ += found.newly_pinned;
+void TableRows::reserve(const Found& found) {
+  if (!is_direct_) index_.reserve(num_rows_ - num_evictions(found) + found.missing);
+}
+
+void TableRows::admit(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
+                      std::span<std::uint32_t> slots, const Found& found) noexcept {
   if (found.missing == 0) return;
   if (!is_direct_) {
     index_.grow(headers_);
-    evict(num_evictions(found), evicted);
     ask_for_huge_pages(std::min(settings_.capacity_rows, headers_.num_touched() + found.missing));
-    admit_hashed(ids, slots);
+    admit_hashed(ids, next_use, slots);
     return;
   }
   num_pinned_ += found.missing;
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (slots[i] != kNoSlot) continue;
     const std::uint64_t place = share_.place_of(ids[i]);
-    num_rows_ += !bits_.is_born(place);  // not if the caller named it twice
-    bits_.bear(place);
+    num_rows_ += !born_.is_born(place);  // not if the caller named it twice
+    born_.bear(place);
     slots[i] = static_cast<std::uint32_t>(place);
   }
 }
 
-void TableRows::admit_hashed(std::span<const std::int64_t> ids, std::span<std::uint32_t> slots) noexcept {
+void TableRows::admit_hashed(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
+                             std::span<std::uint32_t> slots) noexcept {
   std::int64_t missing[SlotIndex::kBlock];  // positions
   std::int64_t absent[SlotIndex::kBlock];   // their ids
   std::int64_t n = 0;
+  const bool has_worth = can_evict();
   const auto admit_missing = [&] {
     index_.for_each({absent, static_cast<std::size_t>(n)}, headers_, [&](std::int64_t i, std::uint32_t slot) {
       if (slot == kNoSlot) {
@@ -215,6 +238,7 @@ void TableRows::admit_hashed(std::span<const std::int64_t> ids, std::span<std::u
         index_.insert(absent[i], slot);
         ++num_rows_;
         ++num_pinned_;
+        if (has_worth) worth_.begin(slot, next_use.empty() ? next_use::kUnknown : next_use[missing[i]]);
       } else {  // the caller named it twice
         headers_.pin(slot);
       }
@@ -231,39 +255,103 @@ void TableRows::admit_hashed(std::span<const std::int64_t> ids, std::span<std::u
   admit_missing();
 }
 
-// Second chance: the hand passes over pinned rows, forgives a used row once, and takes the others.
-void TableRows::evict(std::int64_t rows, Evicted& evicted) noexcept {
-  if (rows == 0) return;
-  std::byte* record = evicted.records.data();
-  std::uint32_t victims[kVictims];
-  while (rows > 0) {
-    std::int64_t n = 0;
-    for (; n < std::min(rows, kVictims); hand_ = hand_ + 1 == headers_.num_touched() ? 0 : hand_ + 1) {
-      const auto slot = static_cast<std::uint32_t>(hand_);
-      if (!headers_.give_up(slot)) continue;
-      victims[n++] = slot;
-      index_.prefetch(headers_(slot));
-      if (headers_.is_dirty(slot)) {
-        __builtin_prefetch(layout_.state_of(slot), 0, 2);
-        __builtin_prefetch(layout_.weights_of(slot), 0, 2);
-      }
+void TableRows::resume(std::span<const std::uint32_t> slots, std::span<const std::uint8_t> heats) noexcept {
+  if (!can_evict()) return;
+  for (std::size_t i = 0; i < slots.size(); ++i) worth_.resume(slots[i], heats[i]);
+}
+
+void TableRows::recall(std::span<const std::uint32_t> slots, std::int64_t steps) noexcept {
+  if (!can_evict()) return;
+  for (const auto slot : slots) worth_.recall(slot, layout_.clock_of(slot), steps);
+}
+
+// Gives rows to the sink, a run at a time.
+void TableRows::hand_over(std::span<const std::uint32_t> slots, bool is_for_commit, const RowSink& sink) const {
+  std::int64_t ids[kLeft];
+  std::uint8_t heats[kLeft];
+  for (std::size_t begin = 0; begin < slots.size(); begin += kLeft) {
+    const auto run = slots.subspan(begin, std::min<std::size_t>(kLeft, slots.size() - begin));
+    for (std::size_t i = 0; i < run.size(); ++i) {
+      ids[i] = id_of(run[i]);
+      heats[i] = can_evict() ? worth_.at_rest(run[i]) : 0;
     }
-    for (std::int64_t i = 0; i < n; ++i) {
-      const std::uint32_t slot = victims[i];
-      const std::int64_t id = headers_(slot);
-      if (is_newer(slot)) {
-        layout_.pack(slot, record);
-        record += layout_.record_bytes();
-        evicted.dirty_ids.push_back(id);
-      }
-      index_.erase(id, slot);
-      headers_.give(slot);
-    }
-    rows -= n;
-    num_rows_ -= n;
-    evicted.num += n;
+    sink({{ids, run.size()}, {heats, run.size()}, is_for_commit, run, &layout_});
   }
-  evicted.records.shrink(evicted.dirty_ids.size() * static_cast<std::size_t>(layout_.record_bytes()));
+}
+
+std::pair<std::int64_t, std::int64_t> TableRows::evict(const Found& found, const RowSink& sink) {
+  std::int64_t left = num_evictions(found), num_evicted = 0, num_dirty = 0;
+  std::uint32_t victims[kVictims], dirty[kVictims], to_save[kVictims];
+  while (left > 0) {
+    const std::int64_t n =
+        worth_.choose({victims, static_cast<std::size_t>(std::min(left, kVictims))}, left, headers_);
+    for (std::int64_t i = 0; i < n; ++i) {
+      index_.prefetch(headers_(victims[i]));
+      __builtin_prefetch(layout_.state_of(victims[i]) + layout_.clock_offset, 0, 2);
+    }
+    std::size_t num_newer = 0, num_saves = 0;
+    for (std::int64_t i = 0; i < n; ++i) {
+      if (layout_.clock_of(victims[i]) == 0) continue;
+      if (bits_.is_to_save(victims[i])) {
+        to_save[num_saves++] = victims[i];
+      } else if (bits_.is_dirty(victims[i])) {
+        dirty[num_newer++] = victims[i];
+      }
+    }
+    try {
+      hand_over({to_save, num_saves}, true, sink);
+      hand_over({dirty, num_newer}, false, sink);
+    } catch (...) {
+      for (std::int64_t i = 0; i < n; ++i) headers_.take_back(victims[i]);
+      throw;
+    }
+    for (std::int64_t i = 0; i < n; ++i) free_slot(victims[i]);
+    left -= n;
+    num_evicted += n;
+    num_dirty += static_cast<std::int64_t>(num_newer + num_saves);
+  }
+  return {num_evicted, num_dirty};
+}
+
+// Of a row that nobody has pinned.
+void TableRows::free_slot(std::uint32_t slot) noexcept {
+  bits_.clean(slot);
+  bits_.saved(slot);
+  index_.erase(headers_(slot), slot);
+  headers_.give(slot);
+  --num_rows_;
+}
+
+void TableRows::write_dirty(std::int64_t most, const RowSink& sink) {
+  std::vector<std::uint32_t> slots;
+  bits_.for_each_dirty(0, num_slots(), [&](std::uint32_t slot) {
+    if (layout_.clock_of(slot) != 0) slots.push_back(slot);
+    return static_cast<std::int64_t>(slots.size()) < most;
+  });
+  hand_over(slots, false, sink);
+  clean(slots);
+}
+
+void TableRows::save(std::span<const std::uint32_t> slots, const RowSink& sink) {
+  std::vector<std::uint32_t> to_save;
+  for (const auto slot : slots) {
+    if (bits_.is_to_save(slot) && layout_.clock_of(slot) != 0) to_save.push_back(slot);
+  }
+  hand_over(to_save, true, sink);
+  // The others too: a row that was never updated, or forgotten and born again, is none of the snapshot's, and an update
+  // that comes now must not make it one.
+  for (const auto slot : slots) bits_.saved(slot);
+}
+
+bool TableRows::save_some(std::int64_t most, const RowSink& sink) {
+  std::vector<std::uint32_t> slots;
+  const std::int64_t next = bits_.for_each_to_save(snapshot_cursor_, num_slots(), [&](std::uint32_t slot) {
+    slots.push_back(slot);
+    return static_cast<std::int64_t>(slots.size()) < most;
+  });
+  save(slots, sink);
+  snapshot_cursor_ = next;
+  return next < num_slots();
 }
 
 bool TableRows::can_release(std::span<const std::uint32_t> slots) const noexcept {
@@ -271,7 +359,7 @@ bool TableRows::can_release(std::span<const std::uint32_t> slots) const noexcept
   const auto capacity = static_cast<std::uint64_t>(settings_.capacity_rows);
   bool can = true;
   if (is_direct_) {
-    const RowBits::View bits = bits_.view();
+    const RowBits::View bits = born_.view();
     for (const auto slot : slots) {
       const bool is_slot = slot < capacity;
       can &= is_slot & bits.is_born(is_slot ? slot : 0);
@@ -296,13 +384,19 @@ std::int64_t TableRows::release(std::span<const std::uint32_t> slots, bool is_di
     return static_cast<std::int64_t>(slots.size());
   }
   std::int64_t unpinned = 0;
+  const bool has_worth = can_evict();
   constexpr std::size_t kAhead = 32;
   for (std::size_t i = 0; i < slots.size(); ++i) {
-    if (i + kAhead < slots.size()) headers_.fetch(slots[i + kAhead]);
+    if (i + kAhead < slots.size()) {
+      headers_.fetch(slots[i + kAhead]);
+      if (has_worth) worth_.fetch(slots[i + kAhead]);
+    }
     const std::uint32_t slot = slots[i];
     if (!headers_.is_pinned(slot)) continue;  // the same slot twice: pinned once, released once
-    unpinned += headers_.unpin(slot);
-    headers_.use(slot, is_dirty);
+    if (is_dirty) bits_.soil(slot);
+    if (!headers_.unpin(slot)) continue;
+    ++unpinned;
+    if (has_worth) worth_.released(slot);
   }
   return unpinned;
 }
@@ -311,7 +405,7 @@ std::uint32_t TableRows::find(std::int64_t id) const noexcept {
   if (!is_direct_) return index_.find(id, headers_);
   if (share_.is_outside(id) || !share_.owns(id)) return kNoSlot;
   const std::uint64_t place = share_.place_of(id);
-  return bits_.is_born(place) ? static_cast<std::uint32_t>(place) : kNoSlot;
+  return born_.is_born(place) ? static_cast<std::uint32_t>(place) : kNoSlot;
 }
 
 void TableRows::birth_values(std::int64_t id, std::byte* weights, std::uint16_t* lows) const noexcept {
@@ -361,7 +455,7 @@ std::vector<std::pair<std::int64_t, std::uint32_t>> TableRows::resident(bool onl
   std::vector<std::pair<std::int64_t, std::uint32_t>> rows;
   if (!only_dirty) rows.reserve(static_cast<std::size_t>(num_rows_));
   if (is_direct_) {
-    bits_.for_each_born(settings_.capacity_rows, [&](std::uint64_t place) {
+    born_.for_each_born(settings_.capacity_rows, [&](std::uint64_t place) {
       const auto slot = static_cast<std::uint32_t>(place);
       if (!only_dirty || is_newer(slot)) rows.emplace_back(share_.id_of(place), slot);
     });
@@ -376,29 +470,21 @@ std::vector<std::pair<std::int64_t, std::uint32_t>> TableRows::resident(bool onl
 }
 
 void TableRows::clean(std::span<const std::uint32_t> slots) noexcept {
-  for (const auto slot : slots) {
-    if (is_direct_) {
-      bits_.clean(slot);
-    } else {
-      headers_.clean(slot);
-    }
-  }
+  for (const auto slot : slots) bits_.clean(slot);
 }
 
-void TableRows::erase(std::int64_t id) noexcept {
+void TableRows::erase(std::int64_t id, const RowSink& sink) {
   const std::uint32_t slot = find(id);
   if (slot == kNoSlot) return;
+  if (bits_.is_to_save(slot)) save({&slot, 1}, sink);
   if (is_direct_ ? num_pinned_ > 0 : headers_.is_pinned(slot)) {
     birth(id, slot);
     return;
   }
+  if (!is_direct_) return free_slot(slot);
   --num_rows_;
-  if (is_direct_) {
-    bits_.forget(slot);
-  } else {
-    index_.erase(id, slot);
-    headers_.give(slot);
-  }
+  born_.forget(slot);
+  bits_.clean(slot);
 }
 
 }  // namespace colonnade

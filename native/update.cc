@@ -193,8 +193,8 @@ void update(Dram& dram, std::span<const std::uint32_t> given_slots, const Segmen
       task.seed = layout.seed;
       task.ids = layout.ids;
       task.ids_stride = layout.ids_stride;
-      task.num_ranks = layout.num_ranks;
-      task.rank = layout.rank;
+      task.num_owners = layout.num_owners;
+      task.place = layout.place;
       tasks.push_back(task);
     }
     const auto capacity = static_cast<std::uint32_t>(dram.capacity_rows(t));

@@ -24,9 +24,14 @@ def free_port() -> int:
 
 
 def run_ranks(
-    num_ranks: int, function: Callable, *arguments: Any, timeout: float = 240
+    num_ranks: int,
+    function: Callable,
+    *arguments: Any,
+    timeout: float = 240,
+    ranks_per_host: int | None = None,
 ) -> list[Any]:
-    """`function(mesh, *arguments)` on every rank; what each returned, in rank order.
+    """`function(mesh, *arguments)` on every rank; what each returned, in rank order. `ranks_per_host`: as if they were
+    on several hosts.
 
     The function lives at the top of a test module. Raises AssertionError with the ranks' output if one fails.
     """
@@ -37,13 +42,16 @@ def run_ranks(
         environment = {
             **os.environ,
             "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(ranks_per_host or num_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(
                 [
-                    *(str(place) for place in (HERE, HERE / "laws", HERE / "faults")),
+                    *(
+                        str(HERE / room)
+                        for room in ("", "laws", "contracts", "faults", "unit", "distributed")
+                    ),
                     str(Path(module_file).parent),
                     *filter(None, [os.environ.get("PYTHONPATH")]),
                 ]

@@ -81,6 +81,7 @@ class Colonnade:
         self.parts = _native.Parts(self.each, int32(*[0] * n), int32(*[dim] * n), int32(*[0] * n))
         self.reads = _native.Reads(self.each, int32(*[0] * n), int32(*[dim] * n))
         self.declared_rows = torch.full((n,), 0 if is_open else tables.rows)
+        self.undealt = torch.ones(n, dtype=torch.int64)
         self.dram = _native.Dram(
             self.parts,
             [self.state_elements] * n,
@@ -92,8 +93,8 @@ class Colonnade:
             [0] * n,
             FLOAT,
             False,
-            1,
-            0,
+            [1] * n,
+            [0] * n,
         )
         bring_to_life(self.dram, tables.rows)
         self.bases = torch.tensor([self.dram.weights_address(t) for t in range(n)])
@@ -139,7 +140,7 @@ class Colonnade:
             ids = next(batches).view(-1)
             laps.start()
             lookups = self.lookups(workload, ids)
-            plan = _native.make_plan(lookups, self.declared_rows, 1)
+            plan = _native.make_plan(lookups, self.declared_rows, self.undealt)
             laps("plan")
             slots, index = self.acquire(plan)
             laps("slots")
@@ -218,7 +219,10 @@ class Bare:
         self.loops.update(self.rows, batch, task, setting)
 
     def plan(self, workload: Workload, ids: Tensor) -> Lookup:
-        plan = _native.make_plan(self.system.lookups(workload, ids), self.system.declared_rows, 1)
+        system = self.system
+        plan = _native.make_plan(
+            system.lookups(workload, ids), system.declared_rows, system.undealt
+        )
         slots, index = self.system.acquire(plan)
         self.system.dram.release(slots, plan.block_offsets, False)
         return Lookup(index, slots, torch.as_tensor(plan.block_offsets).clone())

@@ -7,6 +7,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
@@ -150,8 +151,12 @@ struct HeldLookups {
 void bind_plan(nb::module_& m);
 void bind_dram(nb::module_& m);
 void bind_pool(nb::module_& m);
+void bind_retention(nb::module_& m);
+void bind_tiered(nb::module_& m);
 void bind_update(nb::module_& m);
 void bind_files(nb::module_& m);
 void bind_interaction(nb::module_& m);
+void bind_log(nb::module_& m);
+void bind_packing(nb::module_& m);
 
 }  // namespace colonnade

@@ -7,15 +7,44 @@ namespace colonnade {
 
 namespace {
 
+// What an acquire did, and the rows that left.
+struct Collected {
+  Acquired acquired;
+  std::vector<std::vector<int64_t>> ids;       // by table
+  std::vector<std::vector<uint8_t>> records, heats;
+  std::vector<size_t> record_bytes;
+
+  explicit Collected(const Dram& dram) : ids(dram.num_tables()), records(dram.num_tables()), heats(dram.num_tables()) {
+    for (int64_t t = 0; t < dram.num_tables(); ++t)
+      record_bytes.push_back(static_cast<size_t>(dram.layout(t).record_bytes()));
+  }
+  TableSink sink() {
+    return [this](int64_t t, const LeftRows& rows) {
+      const size_t before = records[t].size();
+      records[t].resize(before + rows.ids.size() * record_bytes[t]);
+      for (size_t i = 0; i < rows.ids.size(); ++i)
+        rows.pack(i, reinterpret_cast<std::byte*>(records[t].data() + before + i * record_bytes[t]));
+      ids[t].insert(ids[t].end(), rows.ids.begin(), rows.ids.end());
+      heats[t].insert(heats[t].end(), rows.heats.begin(), rows.heats.end());
+    };
+  }
+};
+
+// For tables without anything below: no row that is newer ever leaves.
+void nowhere(int64_t, const LeftRows&) {}
+
 void make_dram(Dram* self, const Parts& parts, const std::vector<int64_t>& state_elements,
                const std::vector<int64_t>& rows, const std::vector<int64_t>& capacity_rows,
                const std::vector<uint64_t>& seeds, const std::vector<double>& init_scales,
                const std::vector<double>& initial_states, const std::vector<int64_t>& initial_counts,
-               const std::string& dtype, bool split, int64_t num_ranks, int64_t rank) {
+               const std::string& dtype, bool split, const std::vector<int64_t>& num_owners,
+               const std::vector<int64_t>& places, bool can_evict,
+               const std::vector<std::string>& directories) {
   const auto n = static_cast<size_t>(parts.num_tables());
   const auto num_parts = parts.all().size();
-  if (state_elements.size() != n || rows.size() != n || capacity_rows.size() != n || seeds.size() != n) {
-    throw std::invalid_argument("Dram: state_elements, rows, capacity_rows and seeds need one element for each of " +
+  if (state_elements.size() != n || rows.size() != n || capacity_rows.size() != n || seeds.size() != n ||
+      num_owners.size() != n || places.size() != n || (!directories.empty() && directories.size() != n)) {
+    throw std::invalid_argument("Dram: state_elements, rows, capacity_rows, seeds, num_owners, places and directories need one element for each of " +
                                 std::to_string(n) + " tables");
   }
   if (init_scales.size() != num_parts || initial_states.size() != num_parts ||
@@ -25,7 +54,8 @@ void make_dram(Dram* self, const Parts& parts, const std::vector<int64_t>& state
   }
   std::vector<TableSettings> tables;
   for (size_t t = 0; t < n; ++t) {
-    tables.push_back({{}, state_elements[t], rows[t], capacity_rows[t], seeds[t]});
+    tables.push_back({{}, state_elements[t], rows[t], capacity_rows[t], seeds[t], can_evict,
+                      directories.empty() ? std::string() : directories[t], num_owners[t], places[t]});
     auto p = static_cast<size_t>(parts.first(static_cast<int64_t>(t)));
     for (const auto& part : parts.of(static_cast<int64_t>(t))) {
       tables.back().parts.push_back(
@@ -33,7 +63,7 @@ void make_dram(Dram* self, const Parts& parts, const std::vector<int64_t>& state
       ++p;
     }
   }
-  new (self) Dram(tables, {dtype_named(dtype), split, num_ranks, rank});
+  new (self) Dram(tables, {dtype_named(dtype), split});
 }
 
 auto split(const std::vector<std::pair<int64_t, uint32_t>>& rows) {
@@ -62,40 +92,70 @@ std::span<const uint32_t> slots_in(const In& slots) {
 }  // namespace
 
 void bind_dram(nb::module_& m) {
-  nb::class_<Acquired>(m, "Acquired")
+  nb::class_<Collected>(m, "Acquired")
       .def_prop_ro(
-          "missing", [](const Acquired& self) { return tensor(self.missing); }, kOwned)
+          "missing", [](const Collected& self) { return tensor(self.acquired.missing); }, kOwned)
       .def_prop_ro(
-          "evicted_offsets", [](const Acquired& self) { return tensor(self.evicted_offsets); }, kOwned)
+          "evicted_ids",
+          [](const Collected& self) {
+            nb::list all;
+            for (const auto& ids : self.ids) all.append(tensor(ids));
+            return all;
+          })
       .def_prop_ro(
-          "evicted_ids", [](const Acquired& self) { return tensor(self.evicted_ids); }, kOwned)
+          "evicted_heats",
+          [](const Collected& self) {
+            nb::list all;
+            for (const auto& heats : self.heats) all.append(tensor(heats));
+            return all;
+          })
       .def_prop_ro(
           "evicted_records",
           [](nb::handle handle) {
-            auto& self = nb::cast<Acquired&>(handle);
-            nb::list records;
-            for (size_t t = 0; t < self.evicted_records.size(); ++t) {
-              const auto rows = static_cast<size_t>(self.evicted_offsets[t + 1] - self.evicted_offsets[t]);
-              records.append(Made<uint8_t>(self.evicted_records[t].data(),
-                                           {rows, static_cast<size_t>(self.record_bytes[t])}, handle));
-            }
-            return records;
+            auto& self = nb::cast<Collected&>(handle);
+            nb::list all;
+            for (size_t t = 0; t < self.records.size(); ++t)
+              all.append(Made<uint8_t>(self.records[t].data(), {self.ids[t].size(), self.record_bytes[t]}, handle));
+            return all;
           })
-      .def_ro("num_evicted", &Acquired::num_evicted);
+      .def_prop_ro("num_evicted", [](const Collected& self) { return self.acquired.num_evicted; });
 
   nb::class_<Dram>(m, "Dram")
       .def("__init__", &make_dram, "parts"_a, "state_elements"_a, "rows"_a, "capacity_rows"_a, "seeds"_a,
-           "init_scales"_a, "initial_states"_a, "initial_counts"_a, "dtype"_a, "split"_a, "num_ranks"_a, "rank"_a)
+           "init_scales"_a, "initial_states"_a, "initial_counts"_a, "dtype"_a, "split"_a, "num_owners"_a, "places"_a,
+           "can_evict"_a = true, "directories"_a = std::vector<std::string>())
       .def(
           "acquire",
-          [](Dram& self, In ids, In offsets, Out slots, bool birth) {
+          [](Dram& self, In ids, In offsets, Out slots, bool birth, std::optional<In> next_use) {
             const auto i = elements<const int64_t>(ids, "ids", {-1});
             const auto o = elements<const int64_t>(offsets, "offsets", {-1});
             const auto s = elements<int32_t>(slots, "slots", {length(i)});
+            std::span<const uint8_t> hints;
+            if (next_use) hints = elements<const uint8_t>(*next_use, "next_use", {length(i)});
             nb::gil_scoped_release release;
-            return self.acquire(i, o, {reinterpret_cast<uint32_t*>(s.data()), s.size()}, birth);
+            auto collected = std::make_unique<Collected>(self);
+            collected->acquired = self.acquire(i, o, hints, {reinterpret_cast<uint32_t*>(s.data()), s.size()}, birth,
+                                               collected->sink());
+            return collected;
           },
-          "ids"_a, "offsets"_a, "slots"_a, "birth"_a)
+          "ids"_a, "offsets"_a, "slots"_a, "birth"_a, "next_use"_a = nb::none())
+      .def(
+          "resume",
+          [](Dram& self, int64_t table, In slots, In heats) {
+            const auto s = slots_in(slots);
+            const auto h = elements<const uint8_t>(heats, "heats", {length(s)});
+            nb::gil_scoped_release release;
+            self.resume(table, s, h);
+          },
+          "table"_a, "slots"_a, "heats"_a)
+      .def(
+          "recall",
+          [](Dram& self, int64_t table, In slots, int64_t steps) {
+            const auto s = slots_in(slots);
+            nb::gil_scoped_release release;
+            self.recall(table, s, steps);
+          },
+          "table"_a, "slots"_a, "steps"_a)
       .def(
           "release",
           [](Dram& self, In slots, In offsets, bool dirty) {
@@ -180,7 +240,7 @@ void bind_dram(nb::module_& m) {
           [](Dram& self, int64_t table, In ids) {
             const auto i = elements<const int64_t>(ids, "ids", {-1});
             nb::gil_scoped_release release;
-            self.erase(table, i);
+            self.erase(table, i, nowhere);
           },
           "table"_a, "ids"_a)
       .def(
@@ -192,6 +252,8 @@ void bind_dram(nb::module_& m) {
       .def(
           "stride_bytes", [](const Dram& self, int64_t table) { return self.layout(table).weights_stride; },
           "table"_a)
+      .def("num_looked", &Dram::num_looked, nb::call_guard<nb::gil_scoped_release>(), "table"_a)
+      .def("pinned_share", &Dram::pinned_share, nb::call_guard<nb::gil_scoped_release>(), "table"_a)
       .def("num_rows", &Dram::num_rows, nb::call_guard<nb::gil_scoped_release>(), "table"_a)
       .def("resident_bytes", &Dram::resident_bytes, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -26,7 +26,11 @@ NB_MODULE(_native, m) {
   bind_plan(m);
   bind_dram(m);
   bind_pool(m);
+  bind_retention(m);
   bind_update(m);
   bind_files(m);
   bind_interaction(m);
+  bind_log(m);
+  bind_packing(m);
+  bind_tiered(m);
 }

@@ -48,24 +48,25 @@ void bind_plan(nb::module_& m) {
 
   m.def(
       "make_plan",
-      [](const HeldLookups& lookups, In table_rows, int64_t num_ranks) {
+      [](const HeldLookups& lookups, In table_rows, In num_owners) {
         const auto rows = elements<const int64_t>(table_rows, "table_rows", {-1});
+        const auto owners = elements<const int64_t>(num_owners, "num_owners", {length(rows)});
         nb::gil_scoped_release release;
-        return make_plan(*lookups.lookups, rows, num_ranks);
+        return make_plan(*lookups.lookups, rows, owners);
       },
-      "lookups"_a, "table_rows"_a, "num_ranks"_a);
+      "lookups"_a, "table_rows"_a, "num_owners"_a);
   m.def(
       "owner_of",
-      [](In ids, int64_t rows, int64_t num_ranks) {
+      [](In ids, int64_t rows, int64_t num_owners) {
         const auto i = elements<const int64_t>(ids, "ids", {-1});
         std::vector<int32_t> owners(i.size());
         {
           nb::gil_scoped_release release;
-          owner_of(i, rows, num_ranks, owners);
+          owner_of(i, rows, num_owners, owners);
         }
         return tensor(std::move(owners));
       },
-      "ids"_a, "rows"_a, "num_ranks"_a);
+      "ids"_a, "rows"_a, "num_owners"_a);
   m.def(
       "take",
       [](In values, In index, Out out) {

@@ -88,7 +88,7 @@ struct UpdateTask {
   std::uint64_t seed;
   const std::byte* ids;
   std::int64_t ids_stride;
-  std::uint64_t num_ranks, rank;
+  std::uint64_t num_owners, place;
 };
 
 typedef std::uint32_t Clock;  // stops at its largest value

@@ -97,8 +97,8 @@ class Rows {
         is_rounded_(kIsNarrow && is_16_bit(task.dtype) && !task.is_split),
         is_last_(task.is_last),
         seed_(task.seed),
-        num_ranks_(task.num_ranks),
-        rank_(task.rank) {}
+        num_owners_(task.num_owners),
+        place_(task.place) {}
 
   COLONNADE_INLINE_MEMBER T* state(std::int64_t u) const {
     return reinterpret_cast<T*>(states_ + slots_[u] * state_stride_);
@@ -179,9 +179,9 @@ class Rows {
       __builtin_memcpy(&id, ids_ + slot * ids_stride_, 8);
       return id;
     }
-    if (num_ranks_ == 1) return slot;
-    const std::uint64_t place = (rank_ + num_ranks_ - mix64(slot) % num_ranks_) % num_ranks_;
-    return static_cast<std::int64_t>(slot * num_ranks_ + place);
+    if (num_owners_ == 1) return slot;
+    const std::uint64_t within = (place_ + num_owners_ - mix64(slot) % num_owners_) % num_owners_;
+    return static_cast<std::int64_t>(slot * num_owners_ + within);
   }
 
   const std::uint32_t* slots_;
@@ -190,7 +190,7 @@ class Rows {
   std::int64_t row_stride_, state_stride_, ids_stride_, dim_, state_bytes_, row_bytes_, column_;
   Dtype dtype_;
   bool is_rounded_, is_last_;
-  std::uint64_t seed_, num_ranks_, rank_;
+  std::uint64_t seed_, num_owners_, place_;
 };
 
 // An optimizer is made from a task's settings, and has

@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <optional>
 #include <stdexcept>
+#include <thread>
 
 #include "check.h"
+#include "left_rows.h"
 
 using namespace colonnade;
 
@@ -43,11 +46,12 @@ void nothing_is_lost(std::int64_t rows, std::int64_t capacity, std::int64_t univ
     const std::vector<std::int64_t> ids(chosen.begin(), chosen.end());
     const std::int64_t offsets[] = {0, static_cast<std::int64_t>(ids.size())};
     std::vector<std::uint32_t> slots(ids.size());
-    const Acquired acquired = dram.acquire(ids, offsets, slots, false);
+    Left left(dram);
+    const Acquired acquired = dram.acquire(ids, offsets, {}, slots, false, left.sink());
     num_evicted += acquired.num_evicted;
-    for (std::size_t i = 0; i < acquired.evicted_ids.size(); ++i) {
-      const auto id = acquired.evicted_ids[i];
-      below[id] = clock_in(acquired.evicted_records[0].data() + i * kRecordBytes);
+    for (std::size_t i = 0; i < left.tables[0].ids.size(); ++i) {
+      const auto id = left.tables[0].ids[i];
+      below[id] = clock_in(left.tables[0].records.data() + i * kRecordBytes);
       CHECK(below[id] == clocks[id]);
     }
     for (const auto position : acquired.missing) {
@@ -74,18 +78,18 @@ void refused_acquires_leave_no_trace() {
   Dram dram(settings, {Dtype::float32});
   const std::int64_t first_ids[] = {1, 2, 7}, first_offsets[] = {0, 2, 3};
   std::uint32_t first_slots[3];
-  dram.acquire(first_ids, first_offsets, first_slots, true);
+  dram.acquire(first_ids, first_offsets, {}, first_slots, true, nowhere);
   const std::int64_t ids[] = {1, 3, 8, 9, 10, 11}, offsets[] = {0, 2, 6};
   std::uint32_t slots[6];
-  CHECK_THROWS(dram.acquire(ids, offsets, slots, true), NoRoom, "table 1 needs 4 slots of 4, 1 pinned");
+  CHECK_THROWS(dram.acquire(ids, offsets, {}, slots, true, nowhere), NoRoom, "table 1 needs 4 slots of 4, 1 pinned");
   const std::int64_t outside[] = {1, 3, 8, 100, 10, 11};
-  CHECK_THROWS(dram.acquire(outside, offsets, slots, true), std::out_of_range,
+  CHECK_THROWS(dram.acquire(outside, offsets, {}, slots, true, nowhere), std::out_of_range,
                "table 1 position 1 id 100 rows 100");
   CHECK(std::all_of(slots, slots + 6, [](auto slot) { return slot == kNoSlot; }));
   CHECK(dram.num_rows(0) == 2 && dram.num_rows(1) == 1);
   dram.release(first_slots, first_offsets, false);
   CHECK_THROWS(dram.release(first_slots, first_offsets, false), std::invalid_argument, "not pinned");
-  dram.acquire(ids, offsets, slots, true);
+  dram.acquire(ids, offsets, {}, slots, true, nowhere);
   CHECK(dram.num_rows(1) == 4);
 }
 
@@ -100,12 +104,123 @@ void births_depend_on_seed_and_id_alone() {
     dram.birth_values(0, ids, reinterpret_cast<std::byte*>(born.data()));
     std::vector<std::uint32_t> slots(ids.size());
     const std::int64_t offsets[] = {0, 1'000};
-    dram.acquire(ids, offsets, slots, true);
+    dram.acquire(ids, offsets, {}, slots, true, nowhere);
     CHECK(dram.read(0, ids, reinterpret_cast<std::byte*>(read.data())).empty());
     CHECK(born == read);
     if (wanted.empty()) wanted = born;
     CHECK(born == wanted);
   });
+}
+
+// A row all of whose weights are its clock.
+void set_row(const Dram& dram, std::uint32_t slot, std::uint64_t clock) {
+  const RowLayout& layout = dram.layout(0);
+  for (int i = 0; i < 4; ++i)
+    std::memcpy(layout.weights_of(slot) + 4 * i, std::vector<float>{static_cast<float>(clock)}.data(), 4);
+  layout.clock_of(slot) = static_cast<std::uint32_t>(clock);
+}
+
+// A snapshot is of its moment while rows are trained, leave and are forgotten, and another thread saves.
+void snapshots_are_of_their_moment(std::int64_t rows, std::int64_t capacity, std::int64_t universe) {
+  const TableSettings settings = table(rows, capacity);
+  Dram dram({&settings, 1}, {Dtype::float32});
+  Random random(static_cast<std::uint64_t>(universe));
+  std::map<std::int64_t, std::uint64_t> clocks, below, committed;
+  Left left(dram);
+  std::size_t num_read = 0;
+  const auto look_below = [&] {  // rows that left most recently
+    const std::scoped_lock lock(left.mutex);
+    for (; num_read < left.tables[0].ids.size(); ++num_read) {
+      const std::byte* record = left.tables[0].records.data() + num_read * kRecordBytes;
+      const std::uint64_t clock = clock_in(record);
+      float weights[4];
+      std::memcpy(weights, record, 16);
+      for (const float weight : weights) CHECK(weight == static_cast<float>(clock));
+      const auto id = left.tables[0].ids[num_read];
+      below[id] = clock;
+      if (left.tables[0].is_for_commit[num_read]) committed[id] = clock;
+    }
+  };
+  for (int round = 0; round < 30; ++round) {
+    std::optional<std::thread> saver;
+    std::map<std::int64_t, std::uint64_t> wanted;
+    const bool is_beside = round % 3 > 0;
+    for (int step = 0; step < 20; ++step) {
+      if (step == 8) {
+        look_below();
+        wanted = clocks;
+        committed = below;
+        dram.begin_snapshot();
+        CHECK_THROWS(dram.begin_snapshot(), std::invalid_argument, "already");
+        if (is_beside) {
+          saver.emplace([&] {
+            while (dram.save_some(0, 5, left.sink())) std::this_thread::yield();
+          });
+        }
+      }
+      std::set<std::int64_t> chosen;
+      while (static_cast<std::int64_t>(chosen.size()) < capacity / 3)
+        chosen.insert(static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(universe))));
+      const std::vector<std::int64_t> ids(chosen.begin(), chosen.end());
+      const std::int64_t offsets[] = {0, static_cast<std::int64_t>(ids.size())};
+      std::vector<std::uint32_t> slots(ids.size());
+      const Acquired acquired = dram.acquire(ids, offsets, {}, slots, true, left.sink());
+      look_below();
+      for (const auto position : acquired.missing) set_row(dram, slots[position], below[ids[position]]);
+      const bool is_dirty = random.below(3);
+      if (is_dirty) dram.save(slots, offsets, left.sink());
+      for (std::size_t i = 0; i < ids.size(); ++i) {
+        CHECK(dram.layout(0).clock_of(slots[i]) == clocks[ids[i]]);
+        if (is_dirty) set_row(dram, slots[i], ++clocks[ids[i]]);
+      }
+      dram.release(slots, offsets, is_dirty);
+      if (step % 5 == 4) {
+        const std::int64_t gone[] = {static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(universe)))};
+        dram.erase(0, gone, left.sink());
+        look_below();
+        clocks.erase(gone[0]);
+        below.erase(gone[0]);
+      }
+    }
+    if (saver) saver->join();
+    const bool is_abandoned = round % 5 == 4;
+    while (!is_abandoned && dram.save_some(0, 7, left.sink())) {
+    }
+    dram.end_snapshot();
+    look_below();
+    if (is_abandoned) {  // the next one has what was not saved
+      wanted = clocks;
+      committed = below;
+      dram.begin_snapshot();
+      while (dram.save_some(0, 7, left.sink())) {
+      }
+      dram.end_snapshot();
+      look_below();
+    }
+    for (const auto& [id, clock] : wanted) CHECK(committed[id] == clock);
+  }
+}
+
+// An append that fails loses nothing: who was to leave stays, and nobody is pinned.
+void sinks_may_fail() {
+  const TableSettings settings = table(0, 8);
+  Dram dram({&settings, 1}, {Dtype::float32});
+  const std::int64_t ids[] = {1, 2, 3, 4, 5, 6, 7, 8}, offsets[] = {0, 8};
+  std::uint32_t slots[8];
+  dram.acquire(ids, offsets, {}, slots, true, nowhere);
+  for (const auto slot : slots) set_row(dram, slot, 1);
+  dram.release(slots, offsets, true);
+  const TableSink full = [](std::int64_t, const LeftRows&) { throw NoRoom("full"); };
+  const std::int64_t others[] = {11, 12, 1, 2}, other_offsets[] = {0, 4};
+  std::uint32_t other_slots[4];
+  CHECK_THROWS(dram.acquire(others, other_offsets, {}, other_slots, true, full), NoRoom, "full");
+  CHECK(dram.resident(0, true).size() == 8 && dram.num_rows(0) == 8);
+  CHECK_THROWS(dram.release(other_slots, other_offsets, false), std::invalid_argument, "not pinned");
+  CHECK_THROWS(dram.write_dirty(0, 100, full), NoRoom, "full");
+  CHECK(dram.resident(0, true).size() == 8);
+  Left left(dram);
+  dram.acquire(others, other_offsets, {}, other_slots, true, left.sink());
+  CHECK(left.tables[0].ids.size() == 2);
 }
 
 }  // namespace
@@ -116,6 +231,8 @@ int main() {
   nothing_is_lost(0, 50, 400);
   nothing_is_lost(1'000, 300, 1'000);
   nothing_is_lost(300, 300, 300);
+  for (const std::int64_t rows : {0, 200, 60}) snapshots_are_of_their_moment(rows, 60, rows ? rows : 150);
+  sinks_may_fail();
   refused_acquires_leave_no_trace();
   births_depend_on_seed_and_id_alone();
 }

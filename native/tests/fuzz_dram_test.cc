@@ -8,6 +8,7 @@
 #include "../dram.h"
 #include "../row_index.h"
 #include "fuzz.h"
+#include "left_rows.h"
 
 using namespace colonnade;
 
@@ -45,8 +46,6 @@ class Session {
   explicit Session(std::uint64_t seed) : fuzz_(seed) {
     format_.dtype = fuzz_.pick({Dtype::float32, Dtype::float64, Dtype::bfloat16, Dtype::float16});
     format_.is_split = format_.dtype == Dtype::bfloat16 && fuzz_.one_in(2);
-    format_.num_ranks = fuzz_.pick<std::int64_t>({1, 1, 2, 3});
-    format_.rank = static_cast<std::int64_t>(fuzz_.below(static_cast<std::uint64_t>(format_.num_ranks)));
     const std::int64_t rows[] = {0, 97,
                                  fuzz_.pick<std::int64_t>({1, 40, std::numeric_limits<std::int64_t>::max()})};
     for (const auto n : rows) {
@@ -62,6 +61,10 @@ class Session {
                          n,
                          fuzz_.pick<std::int64_t>({0, 1, 13, 50, 120}),
                          seed});
+      auto& table = tables_.back();
+      table.num_owners = fuzz_.pick<std::int64_t>({1, 1, 2, 3});
+      table.place = fuzz_.one_in(8) ? VocabularyShare::kNone
+                                    : static_cast<std::int64_t>(fuzz_.below(static_cast<std::uint64_t>(table.num_owners)));
     }
     dram_.emplace(tables_, format_);
   }
@@ -94,7 +97,7 @@ class Session {
     for (std::int64_t t = 0; t < kTables; ++t) {  // nothing is left pinned: all of it can go
       std::vector<std::int64_t> ids;
       for (const auto& [id, slot] : dram_->resident(t, false)) ids.push_back(id);
-      dram_->erase(t, ids);
+      dram_->erase(t, ids, nowhere);
       CHECK(dram_->num_rows(t) == 0 && dram_->resident(t, false).empty());
     }
   }
@@ -115,10 +118,11 @@ class Session {
     return std::ranges::any_of(rows, [id](const auto& row) { return row.first == id; });
   }
   bool is_mine(std::int64_t t, std::int64_t id) const {
+    if (tables_[t].place == VocabularyShare::kNone) return false;
     if (tables_[t].rows == 0) return true;
     return id >= 0 && id < tables_[t].rows &&
-           vocabulary_owner(static_cast<std::uint64_t>(id), static_cast<std::uint32_t>(format_.num_ranks)) ==
-               static_cast<std::uint32_t>(format_.rank);
+           vocabulary_owner(static_cast<std::uint64_t>(id), static_cast<std::uint32_t>(tables_[t].num_owners)) ==
+               static_cast<std::uint32_t>(tables_[t].place);
   }
   // Of any table, now and then of none.
   std::int64_t any_table() {
@@ -153,14 +157,17 @@ class Session {
     request.slots.assign(request.ids.size(), 7);
     const bool is_birth = fuzz_.one_in(2);
     Acquired acquired;
+    Left left(*dram_);
+    std::vector<std::uint8_t> hints(fuzz_.one_in(3) ? request.ids.size() : 0);
+    for (auto& code : hints) code = static_cast<std::uint8_t>(fuzz_.next());
+    if (fuzz_.one_in(20)) hints.push_back(1);
+    is_wrong |= !hints.empty() && hints.size() != request.ids.size();
     if (!accepts(is_wrong,
-                 [&] { acquired = dram_->acquire(request.ids, request.offsets, request.slots, is_birth); }))
+                 [&] { acquired = dram_->acquire(request.ids, request.offsets, hints, request.slots, is_birth, left.sink()); }))
       return;
     std::int64_t num_evicted = 0;
     for (std::int64_t t = 0; t < kTables; ++t) {
-      const auto evicted = acquired.evicted_offsets[t + 1] - acquired.evicted_offsets[t];
-      CHECK(static_cast<std::int64_t>(acquired.evicted_records[t].size()) ==
-            evicted * dram_->layout(t).record_bytes());
+      const auto evicted = static_cast<std::int64_t>(left.tables[t].ids.size());
       num_evicted += evicted;
       for (std::int64_t i = request.offsets[t]; i < request.offsets[t + 1]; ++i) {
         CHECK(request.slots[i] < dram_->capacity_rows(t));
@@ -171,7 +178,7 @@ class Session {
       CHECK(dram_->num_rows(t) <= dram_->capacity_rows(t));
     }
     CHECK(num_evicted <= acquired.num_evicted &&
-          num_evicted == static_cast<std::int64_t>(acquired.evicted_ids.size()));
+          num_evicted == acquired.num_evicted_dirty);
     requests_.push_back(std::move(request));
     for (const auto& held : requests_) {  // who is pinned stays where it is
       for (std::int64_t t = 0; t < kTables; ++t) {
@@ -210,7 +217,7 @@ class Session {
     const std::int64_t t = any_table();
     std::vector<std::int64_t> ids(fuzz_.pick<std::size_t>({0, 1, 17}));
     for (auto& id : ids) id = any_id();
-    if (!accepts(!is_table(t), [&] { dram_->erase(t, ids); })) return;
+    if (!accepts(!is_table(t), [&] { dram_->erase(t, ids, nowhere); })) return;
     std::set<std::int64_t> pinned;
     for (const auto& held : requests_)
       pinned.insert(held.ids.begin() + held.offsets[t], held.ids.begin() + held.offsets[t + 1]);
@@ -301,13 +308,15 @@ void fuzz_settings(std::uint64_t seed) {
   for (auto n = fuzz.below(3); n > 0; --n)
     table.parts.push_back(
         {.dim = number(3), .state = number(0), .init_scale = fuzz.real(), .initial_count = number(2)});
-  RowFormat format{fuzz.pick({Dtype::float32, Dtype::bfloat16}), fuzz.one_in(3), number(1), number(0)};
+  table.num_owners = number(1);
+  table.place = number(0);
+  const RowFormat format{fuzz.pick({Dtype::float32, Dtype::bfloat16}), fuzz.one_in(3)};
   std::optional<Dram> dram;
   if (!is_accepted([&] { dram.emplace(std::span(&table, 1), format); })) return;
   const std::int64_t id = fuzz.id(), offsets[] = {0, 1};
   std::uint32_t slot = 0;
   if (dram->layout(0).record_bytes() > 1 << 20) return;  // a row that could be, of gigabytes
-  if (is_accepted([&] { dram->acquire({&id, 1}, offsets, {&slot, 1}, true); }))
+  if (is_accepted([&] { dram->acquire({&id, 1}, offsets, {}, {&slot, 1}, true, nowhere); }))
     dram->release({&slot, 1}, offsets, true);
 }
 

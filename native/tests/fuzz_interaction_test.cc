@@ -183,13 +183,13 @@ void fuzz_numbers(std::uint64_t seed) {
   std::vector<std::int64_t> ids(fuzz.below(50));
   for (auto& id : ids) id = fuzz.id();
   const std::int64_t rows = fuzz.pick<std::int64_t>({0, 0, 3, std::numeric_limits<std::int64_t>::max()});
-  const std::int64_t num_ranks =
+  const std::int64_t num_owners =
       fuzz.pick<std::int64_t>({-1, 0, 1, 3, (std::int64_t{1} << 31) - 1, std::int64_t{1} << 31});
   std::vector<std::int32_t> owners(ids.size());
-  if (is_accepted([&] { owner_of(ids, rows, num_ranks, owners); })) {
-    for (const auto owner : owners) CHECK(owner >= 0 && owner < num_ranks);
+  if (is_accepted([&] { owner_of(ids, rows, num_owners, owners); })) {
+    for (const auto owner : owners) CHECK(owner >= 0 && owner < num_owners);
   } else {
-    CHECK(num_ranks < 1 || num_ranks >> 31 ||
+    CHECK(num_owners < 1 || num_owners >> 31 ||
           std::ranges::any_of(ids, [&](auto id) { return rows && (id < 0 || id >= rows); }));
   }
 }

@@ -8,6 +8,7 @@
 #include "../pool.h"
 #include "../update.h"
 #include "fuzz.h"
+#include "left_rows.h"
 
 using namespace colonnade;
 
@@ -281,15 +282,18 @@ void fuzz_batch(std::uint64_t seed) {
 
   auto rows = c.rows;
   c.damage_if(kRows, rows);
-  auto num_ranks = fuzz.pick<std::int64_t>({1, 2, 3, 64});
-  if (c.wrong == kRows && fuzz.one_in(4)) num_ranks = fuzz.pick<std::int64_t>({0, -1, std::int64_t{1} << 31});
+  std::vector<std::int64_t> num_owners(rows.size());
+  std::int64_t num_blocks = 0;
+  for (auto& owners : num_owners) num_blocks += owners = fuzz.pick<std::int64_t>({1, 2, 3, 64});
+  if (c.wrong == kRows && fuzz.one_in(4) && !rows.empty())
+    num_owners[fuzz.below(rows.size())] = fuzz.pick<std::int64_t>({0, -1, std::int64_t{1} << 31});
   if (!c.accepts([&] {
-        const Plan plan = make_plan(lookups, rows, num_ranks);
-        check_plan(plan, lookups, static_cast<std::int64_t>(rows.size()) * num_ranks);
+        const Plan plan = make_plan(lookups, rows, num_owners);
+        check_plan(plan, lookups, num_blocks);
       }))
     return;
   if (c.wrong == kRows) return;
-  const Plan plan = make_plan(lookups, rows, 1);
+  const Plan plan = make_plan(lookups, rows, std::vector<std::int64_t>(rows.size(), 1));
   const std::int64_t num_tables = static_cast<std::int64_t>(rows.size()), num_unique = plan.num_unique();
 
   // Rows, all parts of a table born alike.
@@ -310,7 +314,7 @@ void fuzz_batch(std::uint64_t seed) {
   c.damage_if(kOffsets, offsets);
   std::vector<std::uint32_t> slots(num_unique);
   if (!c.accepts(
-          [&] { dram.acquire({plan.unique_ids.data(), plan.unique_ids.size()}, offsets, slots, true); })) {
+          [&] { dram.acquire({plan.unique_ids.data(), plan.unique_ids.size()}, offsets, {}, slots, true, nowhere); })) {
     for (std::int64_t t = 0; t < num_tables; ++t) CHECK(dram.num_rows(t) == 0);
     return;
   }

@@ -42,21 +42,25 @@ Batch random_batch(Random& random) {
   return batch;
 }
 
-void check_plan(const Batch& batch, const Plan& plan, std::int64_t num_ranks) {
-  const auto num_tables = static_cast<std::int64_t>(batch.rows.size());
+void check_plan(const Batch& batch, const Plan& plan, const std::vector<std::int64_t>& num_owners) {
+  std::vector<std::pair<std::size_t, std::int64_t>> blocks;  // (table, owner)
+  for (std::size_t t = 0; t < num_owners.size(); ++t) {
+    for (std::int64_t owner = 0; owner < num_owners[t]; ++owner) blocks.emplace_back(t, owner);
+  }
   CHECK(plan.entries.size() == batch.ids.size() && plan.inverse.size() == batch.ids.size());
   CHECK(plan.segment_offsets[0] == 0);
   CHECK(plan.segment_offsets[plan.num_unique()] == static_cast<std::int32_t>(batch.ids.size()));
-  CHECK(plan.block_offsets[0] == 0 && plan.block_offsets[num_tables * num_ranks] == plan.num_unique());
+  CHECK(plan.block_offsets.size() == blocks.size() + 1 && plan.block_offsets[0] == 0 &&
+        plan.block_offsets[blocks.size()] == plan.num_unique());
   std::vector<char> seen(batch.ids.size(), 0);
-  for (std::int64_t block = 0; block < num_tables * num_ranks; ++block) {
-    const std::int64_t t = block / num_ranks, rank = block % num_ranks;
+  for (std::size_t block = 0; block < blocks.size(); ++block) {
+    const auto [t, wanted] = blocks[block];
     CHECK(plan.block_offsets[block] <= plan.block_offsets[block + 1]);
     for (std::int64_t u = plan.block_offsets[block]; u < plan.block_offsets[block + 1]; ++u) {
       const std::int64_t id = plan.unique_ids[u];
       std::int32_t owner = -1;
-      owner_of({&id, 1}, batch.rows[t], num_ranks, {&owner, 1});
-      CHECK(owner == rank);
+      owner_of({&id, 1}, batch.rows[t], num_owners[t], {&owner, 1});
+      CHECK(owner == wanted);
       if (u > plan.block_offsets[block]) {
         const std::int64_t before = plan.unique_ids[u - 1];
         CHECK(batch.rows[t]
@@ -70,7 +74,7 @@ void check_plan(const Batch& batch, const Plan& plan, std::int64_t num_ranks) {
         CHECK(batch.ids[e] == id && plan.inverse[e] == u && !seen[e]++);
         const auto f = std::upper_bound(batch.feature_offsets.begin(), batch.feature_offsets.end(), e) -
                        batch.feature_offsets.begin() - 1;
-        CHECK(batch.tables[f] == t);
+        CHECK(static_cast<std::size_t>(batch.tables[f]) == t);
       }
     }
   }
@@ -98,11 +102,11 @@ void ids_outside() {
   batch.poolings = {2, 2};
   batch.ids = {-5, 3, 9, 10, -1};
   batch.feature_offsets = {0, 1, 5};
-  CHECK_THROWS(make_plan(batch.lookups(), batch.rows, 2), std::out_of_range,
+  CHECK_THROWS(make_plan(batch.lookups(), batch.rows, std::vector<std::int64_t>{2, 2}), std::out_of_range,
                "table 1 feature 1 position 2 id 10 rows 10");
   batch.ids[3] = 0;
   batch.rows[1] = 1;
-  CHECK_THROWS(make_plan(batch.lookups(), batch.rows, 1), std::out_of_range, "position 0 id 3 rows 1");
+  CHECK_THROWS(make_plan(batch.lookups(), batch.rows, std::vector<std::int64_t>{3, 1}), std::out_of_range, "position 0 id 3 rows 1");
 }
 
 }  // namespace
@@ -112,10 +116,11 @@ int main() {
   for (int i = 0; i < 60; ++i) {
     const Batch batch = random_batch(random);
     const Lookups lookups = batch.lookups();
-    const auto num_ranks = static_cast<std::int64_t>(1 + random.below(4));
+    std::vector<std::int64_t> num_owners(batch.rows.size());
+    for (auto& owners : num_owners) owners = static_cast<std::int64_t>(1 + random.below(4));
     for (const int threads : {1, 3}) {
       set_num_threads(threads);
-      check_plan(batch, make_plan(lookups, batch.rows, num_ranks), num_ranks);
+      check_plan(batch, make_plan(lookups, batch.rows, num_owners), num_owners);
     }
   }
   deals_as_defined(random);

@@ -8,6 +8,7 @@
 #include "../pool.h"
 #include "../update.h"
 #include "check.h"
+#include "left_rows.h"
 
 using namespace colonnade;
 
@@ -60,7 +61,7 @@ void check_batch(std::int64_t batch_size, std::int64_t dim, bool is_mean, bool i
   Batch<T> batch(batch_size, dim, is_mean, random);
   const Lookups lookups = batch.lookups(is_weighted);
   const std::int64_t rows = 0;
-  const Plan plan = make_plan(lookups, {&rows, 1}, 1);
+  const Plan plan = make_plan(lookups, {&rows, 1}, std::vector<std::int64_t>{1});
   const std::int64_t offsets[] = {0, plan.num_unique()};
   const auto num_lookups = lookups.num_lookups();
 
@@ -101,7 +102,7 @@ void check_batch(std::int64_t batch_size, std::int64_t dim, bool is_mean, bool i
         .seed = 9};
     Dram dram({&settings, 1}, {kDtype<T>});
     std::vector<std::uint32_t> slots(plan.num_unique());
-    dram.acquire({plan.unique_ids.data(), plan.unique_ids.size()}, offsets, slots, true);
+    dram.acquire({plan.unique_ids.data(), plan.unique_ids.size()}, offsets, {}, slots, true, nowhere);
     const RowLayout& layout = dram.layout(0);
     const auto row = [&](std::int64_t u) { return reinterpret_cast<T*>(layout.weights_of(slots[u])); };
 

@@ -5,6 +5,7 @@
 
 #include "../dram.h"
 #include "check.h"
+#include "left_rows.h"
 
 using namespace colonnade;
 
@@ -41,10 +42,10 @@ void threads_share_it() {
           return std::span(all).subspan(offsets[t], offsets[t + 1] - offsets[t]);
         };
         std::vector<std::uint32_t> slots(ids.size());
-        dram.acquire(ids, offsets, slots, true);
+        dram.acquire(ids, offsets, {}, slots, true, nowhere);
         for (int t = 0; t < 2; ++t) {
           const std::span<const std::int64_t> mine = part(ids, t);
-          if (random.below(2)) dram.erase(t, mine.first(mine.size() / 2));
+          if (random.below(2)) dram.erase(t, mine.first(mine.size() / 2), nowhere);
           std::vector<float> read(mine.size() * 4), born(mine.size() * 4);
           CHECK(dram.read(t, mine, reinterpret_cast<std::byte*>(read.data())).empty());
           dram.birth_values(t, mine, reinterpret_cast<std::byte*>(born.data()));
@@ -57,7 +58,7 @@ void threads_share_it() {
         for (int t = 0; t < 2; ++t) {
           std::vector<std::int64_t> any(20);
           for (auto& id : any) id = static_cast<std::int64_t>(random.below(600));
-          dram.erase(t, any);
+          dram.erase(t, any, nowhere);
           std::vector<float> read(any.size() * 4);
           dram.read(t, any, reinterpret_cast<std::byte*>(read.data()));
         }
@@ -68,7 +69,7 @@ void threads_share_it() {
   for (int t = 0; t < 2; ++t) {  // nothing is left pinned: all of it can go
     std::vector<std::int64_t> all(600);
     for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<std::int64_t>(i);
-    dram.erase(t, all);
+    dram.erase(t, all, nowhere);
     CHECK(dram.num_rows(t) == 0);
   }
 }

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from colonnade.batch import Batch, Ids
     from colonnade.embedding import EmbeddingCollection
     from colonnade.errors import ColonnadeError
+    from colonnade.exchange.codec import Codecs
     from colonnade.interaction import FM, BiInteraction, Concat, Interaction, Sum
     from colonnade.optimizers import (
         FTRL,
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     )
     from colonnade.plan.plan import Plan, build_plan
     from colonnade.predict import Predictor
+    from colonnade.retention import (
+        AgeEviction,
+        CountMinAdmission,
+        MaxRowsEviction,
+        RandomAdmission,
+    )
     from colonnade.row_optimizer import RowOptimizer
     from colonnade.table import Feature, Table, Uniform
     from colonnade.topology.mesh import Mesh, close_mesh, open_mesh
@@ -38,12 +45,14 @@ _HOMES = {
     "batch": ("Batch", "Ids"),
     "embedding": ("EmbeddingCollection",),
     "errors": ("ColonnadeError",),
+    "exchange.codec": ("Codecs",),
     "interaction": ("FM", "BiInteraction", "Concat", "Interaction", "Sum"),
     "optimizers": (
         "FTRL", "LAMB", "SGD", "Adagrad", "Adam", "AdamW", "RowWiseAdagrad", "RowWiseAdam", "SparseOptimizer",
     ),
     "plan.plan": ("Plan", "build_plan"),
     "predict": ("Predictor",),
+    "retention": ("AgeEviction", "CountMinAdmission", "MaxRowsEviction", "RandomAdmission"),
     "row_optimizer": ("RowOptimizer",),
     "table": ("Feature", "Table", "Uniform"),
     "topology.mesh": ("Mesh", "close_mesh", "open_mesh"),
@@ -65,18 +74,23 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AgeEviction",
     "Batch",
     "BiInteraction",
+    "Codecs",
     "ColonnadeError",
     "Concat",
+    "CountMinAdmission",
     "EmbeddingCollection",
     "Feature",
     "Fitted",
     "Ids",
     "Interaction",
+    "MaxRowsEviction",
     "Mesh",
     "Plan",
     "Predictor",
+    "RandomAdmission",
     "RowOptimizer",
     "RowWiseAdagrad",
     "RowWiseAdam",

@@ -65,26 +65,67 @@ class Plan:
 
     num_unique: int
     unique_ids: Array  # (U,) int64
-    block_offsets: Array  # (T * N + 1,) int64: block t * N + r = rows of table t that rank r owns
+    block_offsets: Array  # (sum of num_owners + 1,) int64: unique rows of each table and owner
     inverse: Array  # (E,) int32: the unique row of each lookup
     segment_offsets: Array  # (U + 1,) int32
     entries: (
         Array  # (E,) int32: positions of the lookups, grouped by unique row, ascending inside a row
     )
 
-def make_plan(lookups: Lookups, table_rows: Array, num_ranks: int) -> Plan:
-    """table_rows (T,) int64; 0 = open table. Owner of an id: `owner_of` below.
+def make_plan(lookups: Lookups, table_rows: Array, num_owners: Array) -> Plan:
+    """table_rows (T,) int64; 0 = open table. num_owners (T,) int64; owner of an id: `owner_of` below.
 
     IndexError "table <t> feature <f> position <i> id <id> rows <rows>" for an id outside a vocabulary table.
     """
 
-def owner_of(ids: Array, rows: int, num_ranks: int) -> Array:
-    """(N,) int32. Open table: (mix64(id) * num_ranks) >> 64. Vocabulary table: with q, m = divmod(id, num_ranks),
-    (m + mix64(q)) mod num_ranks, so each rank's local row number is q: dense and free of id patterns.
+def owner_of(ids: Array, rows: int, num_owners: int) -> Array:
+    """(N,) int32. Open table: (mix64(id) * num_owners) >> 64. Vocabulary table: with q, m = divmod(id, num_owners),
+    (m + mix64(q)) mod num_owners, so each owner's local row number is q: dense and free of id patterns.
     mix64 is the splitmix64 finaliser."""
 
 def take(values: Array, index: Array, out: Array) -> None:
     """out[i] = values[index[i]], all int32: slots by unique row -> slots by lookup. IndexError outside values."""
+
+def pack_ids(
+    ids: Array,  # (E,) int64
+    firsts: Array,  # (L,) int64: list k is ids[firsts[k] : lasts[k]]
+    lasts: Array,  # (L,) int64
+    rows: Array,  # (L,) int64: of its table; 0 = open
+    num_owners: Array,  # (L,) int64
+    places: Array,  # (L,) int64: the owner's that has the ids of the list, 0 .. num_owners - 1
+    is_ascending: bool,
+) -> tuple[Array, Array]:
+    """Lists of ids as they travel: (bytes (uint8), where each list ends in them (L,) int64). The format is told in
+    native/packing.h. is_ascending: each list strictly ascends as `Plan.unique_ids` does inside a block; otherwise ids
+    come in any order, any number of times. Ids must be their owner's: others come back as some of its own."""
+
+def unpack_ids(
+    data: Array, rows: Array, num_owners: Array, places: Array, is_ascending: bool
+) -> tuple[Array, Array, int]:
+    """L lists from the beginning of `data` (uint8) on: (ids int64, counts (L,) int64, bytes read). Never reads beyond
+    its end; takes at most 1,024 times its bytes of memory. ValueError "message of ids: got ..." for what `pack_ids`
+    does not make, and for ids that the owner does not have."""
+
+def encode_rows(
+    codec: str,  # bf16, fp16, int8
+    values: Array,  # (n, W) float32
+    dims: Array,  # (parts,) int32, W together
+    ids: Array
+    | None,  # (n,) int64: rounded at random by (seed, id, step, column); None: to nearest
+    seed: int,
+    step: int,
+    out: Array,  # (n, bytes of a row) uint8
+) -> None:
+    """Rows as they travel: exchange/codec.py tells the formats. The bits of exchange/codec_reference.py."""
+
+def decode_rows(codec: str, coded: Array, dims: Array, values: Array) -> None:
+    """What `encode_rows` made, or any bytes -> values (n, W) float32."""
+
+def pack_numbers(values: Array) -> Array:
+    """(n,) int64, as unsigned -> uint8: blocks of 128 at the width of their largest, told by a byte."""
+
+def unpack_numbers(data: Array, count: int) -> tuple[Array, int]:
+    """(`count` numbers from the beginning of `data` on, bytes read). ValueError as `unpack_ids`."""
 
 class Parts:
     """What the rows of T tables consist of: P parts, each some columns with an optimizer of their own.
@@ -101,7 +142,7 @@ class Parts:
     ) -> None: ...
 
 class Dram:
-    """Rows of T tables in this process's memory: index, slab on huge pages, pins, dirty bits, second-chance eviction.
+    """Rows of T tables in this process's memory: index, slab on huge pages, pins, dirty bits, eviction by worth.
 
     A slot has two planes: weights (the row's D elements of `dtype`) and state (optimizer state elements of the
     compute dtype, then, with `split`, D uint16 low halves, then a uint32 clock that stops at its largest value).
@@ -109,7 +150,8 @@ class Dram:
     `split` (bfloat16 only): a row's float32 master is (high << 16) + low, low signed: high is the master
     rounded to nearest, so nothing is lost.
     Vocabulary tables whose capacity covers their share index directly, are never evicted and pay 2 bits per row;
-    all others hash, and pay at most 16 bytes per row beyond weights, state and clock.
+    all others hash, and pay at most 16.1 bytes per row beyond weights, state and clock, 18.2 where rows may leave.
+    While a commit is written every slot pays a bit more.
     Thread-safe: a lock inside; `pool` and `update` take no lock, pinned slots do not move.
     """
 
@@ -129,16 +171,36 @@ class Dram:
         initial_counts: list[int],  # the others start at 0
         dtype: str,  # "float32" | "float64" | "bfloat16" | "float16"
         split: bool,
-        num_ranks: int,  # vocabulary tables index by id // num_ranks
-        rank: int,
+        num_owners: list[
+            int
+        ],  # by table: its rows are dealt to so many; vocabulary tables index by id // num_owners
+        places: list[
+            int
+        ],  # by table: which of them this rank is; -1: it has no rows of it, and refuses ids
+        can_evict: bool = True,  # whether rows of hashed tables may leave; else a full table refuses
+        directories: list[
+            str
+        ] = ...,  # by table: rows lie in files mapped from there, "": in memory; []: all in memory
     ) -> None: ...
-    def acquire(self, ids: Array, offsets: Array, slots: Array, birth: bool) -> Acquired:
+    def acquire(
+        self,
+        ids: Array,
+        offsets: Array,
+        slots: Array,
+        birth: bool,
+        next_use: Array | None = None,  # (U,) uint8: `Batch.next_use` by row
+    ) -> Acquired:
         """Pin every row, giving slots (U,) int32 (out); ids are unique inside a table's part. Rows not resident get
         a slot, evicting unpinned rows where the table is full. With `birth`, missing rows are born here; without,
         the caller must `unpack` or `birth` them before anyone reads.
 
-        MemoryError("table <t> needs <n> slots of <capacity>, <p> pinned") changes no row; p: rows pinned that are
-        not among the n. IndexError for an id outside a vocabulary table changes nothing either."""
+        MemoryError("table <t> needs <n> slots of <capacity>, <p> pinned") changes no row; p: rows that cannot leave
+        and are not among the n. IndexError for an id outside a vocabulary table changes nothing either."""
+    def resume(self, table: int, slots: Array, heats: Array) -> None:
+        """Rows just acquired that had been here before, and their heat then, (N,) uint8: their counts go on."""
+    def recall(self, table: int, slots: Array, steps: int) -> None:
+        """Rows just acquired and unpacked that only processes before this one used, in `steps` steps: so often as their
+        clocks say."""
     def release(self, slots: Array, offsets: Array, dirty: bool) -> None:
         """ValueError, nothing changed, if a slot is not pinned."""
     def birth(self, ids: Array, slots: Array, table: int) -> None: ...
@@ -160,6 +222,10 @@ class Dram:
     def erase(self, table: int, ids: Array) -> None:
         """Forget rows: their next read is their first value. A row in use by a batch is born again in place, with
         clock 0; the others give their slot back. Ids that are absent are passed over."""
+    def num_looked(self, table: int) -> int:
+        """Slots looked at to choose who leaves, ever."""
+    def pinned_share(self, table: int) -> float:
+        """Of the slots of a table whose rows may leave; 0.0 for others."""
     def weights_address(self, table: int) -> int: ...
     def stride_bytes(self, table: int) -> int: ...
     def num_rows(self, table: int) -> int: ...
@@ -167,14 +233,14 @@ class Dram:
         """Bytes of rows, state and index in use."""
 
 class Acquired:
-    """What an acquire did beyond pinning. Empty arrays when nothing."""
+    """What an acquire did beyond pinning."""
 
-    missing: Array  # (M,) int32 positions in ids, ascending: slot assigned, content undefined unless born
-    evicted_offsets: Array  # (T + 1,) int64 into the next two
-    evicted_ids: Array  # (V,) int64: dirty rows that lost their slot
-    evicted_records: list[
+    missing: Array  # (M,) int32: positions in ids, ascending, of the rows that were not there
+    evicted_ids: list[
         Array
-    ]  # by table, (V_t, record_bytes) uint8, packed before the slot was reused
+    ]  # by table, (V,) int64: rows that lost their slot and are newer than below
+    evicted_heats: list[Array]  # by table, (V,) uint8
+    evicted_records: list[Array]  # by table, (V, record_bytes) uint8
     num_evicted: int  # clean ones included
 
 class Reads:
@@ -204,6 +270,58 @@ def pool(
 
     Outputs of 1 MiB and more are written around the cache where every row is whole cache lines
     (address, stride and width multiples of 64 bytes): lay them out so."""
+
+class Retention:
+    """Which rows of a table stay. `by`: "recency", "frequency" or "norm"; 0 rows, age or halving: without limit, never.
+    num_shares: the ranks among which ids are dealt by hash. Of rows alike, the one with the smaller mix64 of its id
+    leaves first. Another thread may call `save_some`; all else is one thread at a time."""
+
+    bytes: int
+    work: int  # rows touched, ever
+    def __init__(
+        self, by: str, max_rows: int, max_age: int, halve_steps: int, num_shares: int
+    ) -> None: ...
+    def hear(self, ids: Array, norms: Array | None, step: int) -> Array:
+        """ids (N,) unique were updated in `step`, which never descends; norms (N,) float64, squared, by norm only.
+        Returns the ids (M,) that leave."""
+    def remove(self, ids: Array) -> None: ...
+    def state(self) -> tuple[Array, Array, Array]:
+        """ids (R,) int64, steps (R,) int32, values (R,) int32 (uint32 bits), first who leaves first."""
+    def restore(self, ids: Array, steps: Array, values: Array) -> None:
+        """Instead of what is there, in any order. ValueError for an id twice."""
+    def begin_snapshot(self) -> None:
+        """`save_some` gives the rows as they are now; a snapshot before this one is over."""
+    def save_some(self, most: int) -> tuple[Array, Array, Array]:
+        """As `state`, of about `most` rows and those that changed meanwhile, in no order; none: it is over."""
+    def __len__(self) -> int: ...
+
+class CountMinSketch:
+    """How often ids were seen: see `colonnade.retention.CountMinAdmission`. Another thread may call `saved`; all else
+    is one thread at a time."""
+
+    counters: Array  # ((end - first) * depth * width,) uint8, a view
+    step: int  # up to which counts have been halved
+    work: int  # counters touched, ever
+    def __init__(
+        self,
+        threshold: int,
+        depth: int,
+        width: int,
+        num_blocks: int,
+        first_block: int,
+        end_block: int,
+        halve_steps: int,
+    ) -> None: ...
+    def hear(self, ids: Array, step: int) -> Array:
+        """ids (N,) unique were seen in `step`, which never descends: (N,) uint8, 1 for those seen `threshold` times.
+        ValueError for an id of another block."""
+    def begin_snapshot(self) -> None:
+        """`saved` gives the counters as they are now; a snapshot before this one is over."""
+    def saved(self) -> Array:
+        """As `counters`, when the snapshot began; it is over. Takes its time, a block at a time."""
+
+def squared_norms(address: int, stride_bytes: int, dim: int, dtype: str, slots: Array) -> Array:
+    """(N,) float64: the sum of squares of each row's weights at address + slot * stride_bytes."""
 
 class OutputGradients:
     """Gradients as `pool` laid its outputs out; one entry per lookup. Keeps `lookups`; borrows the gradient memory."""
@@ -301,33 +419,189 @@ class RowIndex:
 
 def frame_records(
     ids: Array,  # (N,) int64
-    records: Array | None,  # (N, record_bytes) uint8; None: tombstones
+    records: Array,  # (N, record_bytes) uint8
     record_bytes: int,
     first_place: int,  # segment number << 32 | record number of the first
-    frames: Array,  # out (N, 16 + record_bytes rounded up to 8) uint8
+    frames: Array,  # out (N, 4 + record_bytes rounded up to 4) uint8
 ) -> None:
     """Records as they lie in a segment file; the bytes are defined in store/format.md."""
 
-def check_records(frames: Array, record_bytes: int, first_place: int) -> int:
-    """The first frame whose checksum or flags are wrong; -1 if none."""
+def check_records(
+    ids: Array,  # (N,) int64
+    frames: Array,  # (N, stride) uint8
+    record_bytes: int,
+    first_place: int,
+) -> int:
+    """The first frame whose checksum is wrong for its id and place; -1 if none."""
 
-class SegmentRead:
-    """Reads under way; keeps their arrays alive, and waits for them when dropped."""
+class PageReader:
+    """Reads rows of any number of logs, page by page; one per rank. Thread-safe; finishes what was asked for when it
+    goes.
 
-    def wait(self) -> tuple[str, int, int] | None:
-        """None: done. Otherwise (kind, place, errno) of the lowest place that failed; kinds: "system",
-        "truncated", "checksum", "other_id"."""
+    kind: "ring" (io_uring), "threads" (pread), or "auto": the first that this system has. depth: reads in flight at
+    most, 1 to 1024. ValueError for others, RuntimeError for "ring" where there is none."""
 
-class SegmentReader:
-    """A few threads that do nothing but pread. Thread-safe."""
+    kind: str  # "ring" or "threads"
+    def __init__(self, kind: str = "auto", depth: int = 64) -> None: ...
+    def counts(self) -> dict[str, int | float]:
+        """Since the beginning: reads, pages (of 4 KiB), bytes, rows, busy_seconds (with something to read)."""
 
-    def __init__(self, num_threads: int) -> None: ...
-    def read(
+class LogRead:
+    """Reads under way; keeps their output alive, and waits for them when dropped."""
+
+    def wait(self) -> tuple[Array, tuple[str, int, int] | None]:
+        """(found (N,) bool, fault): rows not found are untouched in `out`. fault None: done. Otherwise (kind, place,
+        errno) of the lowest place that failed, and every row that could be read is in `out`; kinds: "system",
+        "truncated", "checksum" (other bytes, another id's or of another place)."""
+    def is_done(self) -> bool: ...
+
+class Chunk:
+    """Some bytes of a segment file, in the order of the file, on their way to the disk."""
+
+    segment: int
+    offset: int  # in the file; a multiple of 4096
+    data: memoryview  # address and length: multiples of 4096; at offset 0 the first 64 bytes are the caller's to fill
+    is_last: bool  # of its segment; then zeros follow the last record up to a multiple of 4096
+
+class RowLog:
+    """One table's rows at rest: an append-only log of segments, and the index of what is live in it.
+
+    A place is segment << 32 | record, -1 nowhere. A new row is in a write buffer, read as fast as memory, until its
+    chunk is `written`. Thread-safe; nothing here waits for a disk but `LogRead.wait` and `detach`.
+    ids (N,) int64: IndexError for one outside a vocabulary, ValueError for another rank's; then nothing has changed."""
+
+    pending_bytes: int  # of full chunks that are not written yet
+    num_rows: int
+    index_bytes: int
+    def __init__(
         self,
-        ids: Array,  # (N,) int64
-        places: Array,  # (N,) int64; -1 or a tombstone's place: not read, out untouched
-        out: Array,  # (N, record_bytes) uint8
-        segments: Array,  # (K,) int64 ascending numbers
-        fds: Array,  # (K,) int32, open until the read is done
-    ) -> SegmentRead:
-        """Returns at once. A frame is checked (checksum, place, id) before a byte of it reaches `out`."""
+        record_bytes: int,
+        rows: int,  # 0: open table
+        num_owners: int,  # rows are dealt to so many, of whom this is `place`
+        place: int,
+        segment_bytes: int,  # a segment ends before it is longer, but holds one record
+        chunk_bytes: int,  # a multiple of 4096, at least a frame
+        num_streams: int,  # which write buffers there are: rows of one stream share segments
+        first_segment: int,
+    ) -> None: ...
+    def write(
+        self, ids: Array, records: Array, heats: Array | None, stream: int, for_commit: bool = False
+    ) -> None:
+        """records (N, record_bytes) uint8, heats (N,) uint8; None: a row keeps its heat, a new one has 0. Of equal ids
+        the last wins. Memory only.
+
+        for_commit: the row becomes part of the frozen content too, in the place of what that has of it. A row of the
+        frozen content that has changed since `freeze` must be written so before it is written otherwise or deleted."""
+    def delete(self, ids: Array) -> int:
+        """How many were there. The frozen content keeps them."""
+    def places(self, ids: Array, out: Array) -> None:
+        """out (N,) int64."""
+    def heats(self, ids: Array, out: Array) -> None:
+        """out (N,) uint8; 0 nowhere."""
+    def touch(self, ids: Array, heats: Array) -> None:
+        """heats (N,) uint8; ids that are nowhere are passed over."""
+    def read(self, reader: PageReader, ids: Array, out: Array, demand: bool) -> LogRead:
+        """out (N, record_bytes) uint8. The content is that of the call; rows in write buffers and mapped files are
+        copied in the call, others are read. A frame is checked (checksum, place, id) before a byte of it reaches `out`.
+        ValueError: a row's segment is written but not attached."""
+    def next_chunk(self) -> Chunk | None:
+        """The oldest full chunk that nobody took."""
+    def written(self, chunk: Chunk) -> None:
+        """It is in its file: its rows are read there from now on, and its memory is given back. ValueError unless the
+        segment is attached."""
+    def attach(self, segment: int, fd: int, address: int = 0) -> None:
+        """fd stays open until `detach`, and may be open with O_DIRECT. address: where all of the file is mapped, to
+        read it there."""
+    def detach(self, segment: int) -> None:
+        """Returns when no read uses fd or mapping any more; its rows cannot be read until it is attached again."""
+    def seal(self) -> list[int]:
+        """End the segments that take rows, and say which: their last chunks become available."""
+    def sealed(self, segment: int) -> tuple[int, int, int]:
+        """(num_records, num_bytes, checksum): bytes without the padding, sum of the records' crcs. ValueError unless
+        sealed; the checksum of a loaded segment is 0."""
+    def keys(self, segment: int) -> Array:
+        """ids (n,) int64 in the order of the records; ValueError if loaded or forgotten."""
+    def forget_keys(self, segment: int) -> None: ...
+    def segments(self) -> tuple[Array, Array, Array, Array]:
+        """number, num_records, num_live (S,) int64, is_sealed (S,) uint8; ascending number."""
+    def live(self, segment: int) -> Array:
+        """(ceil(n / 8),) uint8: bit r % 8 of byte r // 8 says whether record r is live."""
+    def freeze(self) -> None:
+        """Keep the content as it is now beside the current one, for a commit. ValueError if it is frozen."""
+    def frozen_live(self, segment: int) -> Array:
+        """As `live`. ValueError unless frozen."""
+    def frozen_segments(self) -> list[int]:
+        """Ascending numbers of segments with rows of the frozen content."""
+    def thaw(self) -> None:
+        """The frozen content is needed no more."""
+    def load(self, segment: int, ids: Array, live: Array, fd: int) -> None:
+        """A sealed segment of a commit: ids of all its records, live as `live` gives it, fd -1: attach later.
+        ValueError, nothing changed, naming a record whose id is live elsewhere. Later segments get later numbers."""
+    def rewrite(
+        self,
+        segment: int,
+        ids: Array,
+        frames: Array,
+        first_record: int,
+        stream: int,
+        hot_stream: int,
+    ) -> int:
+        """ids (n,) and frames (n, stride) uint8 of a sealed segment, as read from its files: appends those of rows that
+        still lie there, hottest first, to `hot_stream` those hotter than seven in eight of the rows moved lately, and
+        says how many. The frozen content moves with them. ValueError "record <r>: ..." where
+        a checksum is wrong: nothing changed."""
+    def forget(self, segment: int) -> None:
+        """ValueError unless all of it is written and nothing in it is live, in the frozen content neither."""
+    def counts(self) -> dict[str, int]:
+        """Since the beginning: rows_written, rows_rewritten, rows_deleted, bytes_framed, rows_copied (read from
+        memory), rows_planned (read from files), rows_absent."""
+
+class AcquireJob:
+    """Rows of one `TieredRows.acquire` that may still be on their way."""
+
+    is_done: bool
+    def counts(self) -> dict[str, int]:
+        """Rows: resident, read (from files), copied (from the logs' memory), born, evicted_clean, evicted_dirty; bytes
+        of records: bytes_read, bytes_evicted."""
+
+class TieredRows:
+    """Rows of all tables: those in use in a Dram, the others in a log each. Thread-safe. Keeps its parts alive.
+
+    A fault is (table, kind, place, errno) as in `LogRead.wait`; after one every wait says it again.
+    """
+
+    def __init__(
+        self,
+        dram: Dram,
+        logs: list[RowLog] | list[RowLog | None],
+        reader: PageReader,
+        steps: int = 0,
+    ) -> None:
+        """logs: by table; None where no row is here.
+
+        steps: that the rows at rest were trained for before; their clocks count how often they were used in
+        these."""
+    def acquire(
+        self, ids: Array, offsets: Array, slots: Array, next_use: Array | None = None
+    ) -> AcquireJob:
+        """As `Dram.acquire`. Rows that leave go to their logs; those missing are read from there, or born. Anything
+        raised leaves nothing pinned."""
+    def wait(self, job: AcquireJob) -> tuple[int, str, int, int] | None:
+        """Until the rows of this acquire and of all before it are there."""
+    def settle(self) -> tuple[int, str, int, int] | None:
+        """Until no row is on its way."""
+    def fault(self) -> tuple[int, str, int, int] | None: ...
+    def read(self, table: int, ids: Array, out: Array) -> tuple[int, str, int, int] | None:
+        """Weights (N, D) of rows wherever they are; without a trace, ahead of reads for acquires."""
+    def erase(self, table: int, ids: Array) -> None:
+        """Forget rows, in memory and in the log. Rows in use are born again in place."""
+    def write_dirty(self, table: int, rows: int) -> int:
+        """About `rows` rows that are newer than in their log go there and stay; how many did. 0: there are none."""
+    def begin_snapshot(self) -> None:
+        """All rows newer than in their logs are to be saved as they are now. ValueError while one is being taken."""
+    def before_update(self, slots: Array, offsets: Array) -> None:
+        """Save those of these rows that a snapshot still needs."""
+    def save_some(self, rows: int) -> int:
+        """Save about `rows` rows that a snapshot still needs; how many were. 0: there are none."""
+    def end_snapshot(self) -> None:
+        """What was not saved is newer than in its log again."""

@@ -38,6 +38,10 @@ class Batch:
     key: Any = None
     position: Any = None  # data.contract.Position of this batch in its source
     state: Any = None  # of its source behind this batch, where the source has one: Position.state
+    # By feature name, (E,) uint8 by lookup: how many batches from now the id is next looked up. 0: unknown; 255: never
+    # again; else code c: 2^((c - 1) / 8) batches at most. `data.next_use` makes them; choosing who leaves memory uses
+    # them, in a world of one rank.
+    next_use: Mapping[str, Tensor] | None = None
     ends_epoch: bool = False  # the last one of its epoch
     ticket: Any = field(
         default=None, repr=False

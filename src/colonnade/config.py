@@ -9,41 +9,55 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic.functional_validators import BeforeValidator
+from pydantic import Field, ValidationError, model_validator
+from pydantic.functional_validators import AfterValidator, BeforeValidator, PlainValidator
 
 from colonnade.errors import ConfigError
+from colonnade.retention_config import AdmissionConfig, EvictionConfig, OpenTableConfig
+from colonnade.section import Section
+from colonnade.sizes import Place, Said, absolute, parse_bytes, parse_place, positive_bytes
 
-UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-         "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
+
+def _lookahead(value: Any) -> Any:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not is_count and value != "auto":
+        raise ValueError(f"got {value!r}, wanted a number of batches, 0 or more, or auto")
+    return value
 
 
-def parse_bytes(value: Any) -> Any:
-    """`"2GiB"`, `"500 MB"` or a number of bytes. Raises ValueError naming the units."""
-    if not isinstance(value, str):
-        return value
-    text = value.strip().lower().replace("_", "")
-    number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
-    unit = text[len(number) :].strip()
-    try:
-        return int(float(number) * UNITS[unit])
-    except (KeyError, ValueError):
+LEAST_RATE = 2**20
+"""Bytes per second below which a run would seem to hang: a commit waits for what is not written."""
+
+
+def _rate(value: Any) -> Any:
+    count = parse_bytes(value)
+    is_number = isinstance(count, int | float) and not isinstance(count, bool)
+    if not is_number or count < LEAST_RATE:
         raise ValueError(
-            f"got {value!r}, wanted a size such as 512MiB, 2GiB or a number of bytes"
-        ) from None
+            f"got {value!r}, wanted at least 1MiB, which is per second, such as 50MB; leave it out for no limit"
+        )
+    return count
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _distinct(texts: list[str]) -> list[str]:
+    paths = [parse_place(text).path for text in texts]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ValueError(f"got {path} twice, wanted directories that differ")
+    return texts
 
 
 Width = Annotated[int, Field(ge=1)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+Size = Annotated[int, BeforeValidator(positive_bytes), Said("bytes")]
+Rate = Annotated[int, BeforeValidator(_rate), Said("bytes")]
+PlaceText = Annotated[str, AfterValidator(absolute), Said("directory[:bytes]")]
 
 
 class DataConfig(Section):
@@ -55,6 +69,8 @@ class DataConfig(Section):
     """What the source itself takes, by name (colonnade.data documents each)."""
     readers: int = Field(0, ge=0)
     """Processes per rank that read training batches ahead; 0: the lookahead's thread reads them."""
+    next_use: bool = False
+    """Read each epoch once before training on it: rows needed soonest stay in memory; fewer reads, the same bits."""
 
 
 class ModelConfig(Section):
@@ -180,6 +196,12 @@ class RowsConfig(RowOptimizerConfig):
     """Updated rows longer than this are shrunk to it."""
     wide: WideConfig = WideConfig()
     """First-order weights, where the model has them."""
+    admission: AdmissionConfig = AdmissionConfig()
+    """Of every open table's rows."""
+    eviction: EvictionConfig = EvictionConfig()
+    """Of every open table's rows; max_rows is of each of them."""
+    tables: dict[str, OpenTableConfig] = {}
+    """By name: open tables that have both of their own."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Of the rows' learning rate."""
     clip_norm: float | None = Field(None, gt=0)
@@ -201,15 +223,133 @@ class DenseConfig(Section):
     """The dense gradients together are scaled down to this 2-norm."""
 
 
+CodecChoice = Literal["exact", "bf16", "fp16", "int8"]
+
+
+class MemoryConfig(Section):
+    """What each rank may use of each tier. A run whose rows all fit in memory needs none of it."""
+
+    hbm: Size | None = None
+    """GPU memory for rows, above dram, e.g. 40GiB; needs train.device=cuda. Default: no row is kept there."""
+    dram: Size | None = None
+    """Memory for rows, e.g. 2GiB; rows beyond it rest in files. Default: no limit."""
+    mapped: PlaceText | None = None
+    """Directory on byte-addressable memory (DAX, CXL), or any, /path:10GiB, for tables that DRAM has no room for."""
+    ssd: Annotated[list[PlaceText], BeforeValidator(_listed), AfterValidator(_distinct)] = []
+    """Where rows rest: /path:64GiB, or a list of such over which files are striped. Default: the run folder."""
+    tables: dict[str, Size] = {}
+    """Memory of single tables, by name, taken out of dram; the others share the rest."""
+
+    @property
+    def mapped_place(self) -> Place | None:
+        return None if self.mapped is None else parse_place(self.mapped)
+
+    @property
+    def ssd_places(self) -> tuple[Place, ...]:
+        return tuple(map(parse_place, self.ssd))
+
+    @model_validator(mode="after")
+    def _check(self) -> MemoryConfig:
+        paths = [place.path for place in self.ssd_places]
+        if self.mapped_place is not None and self.mapped_place.path in paths:
+            raise ValueError(
+                f"got {self.mapped_place.path} as mapped and as ssd, wanted one tier in a directory"
+            )
+        taken = sum(self.tables.values())
+        if self.dram is not None and taken > self.dram:
+            raise ValueError(
+                f"got {taken:,} bytes for single tables out of dram={self.dram:,}; raise dram, or give them less"
+            )
+        return self
+
+
+class WireConfig(Section):
+    """Anything but exact trades accuracy for bytes between ranks; a run on one rank is always exact."""
+
+    values: CodecChoice = "exact"
+    """Of rows on their way to the samples: exact, bf16, fp16 or int8 (a scale for each part of a row), to nearest."""
+    gradients: CodecChoice = "exact"
+    """Of gradients on their way to the rows, rounded at random so that sums are right on the mean."""
+
+
+ExchangeChoice = Literal["rows", "pooled", "replicated", "auto"]
+ShardingChoice = Literal["row_wise", "host_wise", "table_wise", "replicated", "auto"]
+
+
+def _same_copies(exchange: str | None, sharding: str | None) -> None:
+    """Raises ValueError where one says that every rank has all rows, and the other that not."""
+    if exchange == "replicated" and sharding not in (None, "row_wise", "replicated", "auto"):
+        raise ValueError(
+            f"got exchange=replicated with sharding={sharding}; replicated rows are on every rank: leave sharding out"
+        )
+    if sharding == "replicated" and exchange not in (None, "rows", "replicated", "auto"):
+        raise ValueError(
+            f"got sharding=replicated with exchange={exchange}; of replicated rows only gradients travel: leave "
+            "exchange out"
+        )
+
+
+class TablePlanConfig(Section):
+    """Of one table; what is left out is as plan.sharding and plan.exchange say."""
+
+    sharding: ShardingChoice | None = None
+    """Which ranks have its rows."""
+    exchange: ExchangeChoice | None = None
+    """What of it travels between ranks."""
+    ranks: list[Annotated[int, Field(ge=0)]] | None = None
+    """The rank of table_wise, or those of one host for host_wise; default: where most room is."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TablePlanConfig:
+        _same_copies(self.exchange, self.sharding)
+        if self.ranks is None:
+            return self
+        if self.sharding not in ("table_wise", "host_wise"):
+            raise ValueError(
+                f"got ranks={self.ranks} with sharding={self.sharding}, wanted sharding=table_wise or host_wise"
+            )
+        if len(set(self.ranks)) != len(self.ranks) or not self.ranks:
+            raise ValueError(f"got ranks={self.ranks}, wanted at least one, each once")
+        if self.sharding == "table_wise" and len(self.ranks) > 1:
+            raise ValueError(f"got ranks={self.ranks}, wanted the one rank of a table_wise table")
+        return self
+
+
 class PlanConfig(Section):
-    dram: Bytes | None = Field(None, ge=1)
-    """Memory for rows on each rank, e.g. 2GiB; rows beyond it rest in files. Default: no limit."""
-    lookahead: int = Field(2, ge=0)
-    """Batches whose ids travel and whose rows become resident ahead of training."""
+    memory: MemoryConfig = MemoryConfig()
+    """What each rank may use of each tier."""
+    placement: Literal["even", "profiled"] = "even"
+    """Which tables get the memory: all alike, or those whose rows are read most, by a profile of a sample."""
+    lookahead: Annotated[int | Literal["auto"], PlainValidator(_lookahead)] = 2
+    """Batches whose ids travel and whose rows become resident ahead of training; auto: as deep as reads are slow."""
+    write_budget: Rate | None = None
+    """Bytes per second that rows may be written to files with, on each rank. Default: no limit."""
     staleness_steps: int = Field(0, ge=0)
     """0: synchronous. k: every read misses exactly the newest k updates of rows."""
-    exchange: str = "rows"
-    """What travels between ranks."""
+    exchange: ExchangeChoice = "rows"
+    """What travels between ranks: rows, what owners pool of them, gradients alone; auto: the fastest by prediction."""
+    sharding: ShardingChoice = "row_wise"
+    """Which ranks have a table's rows: all, those of one host, one, each a copy; auto: as is foretold to be fastest."""
+    wire: WireConfig = WireConfig()
+    """What rows look like while they travel."""
+    tables: dict[str, TablePlanConfig] = {}
+    """By name: tables with a sharding, exchange or ranks of their own."""
+
+    @model_validator(mode="after")
+    def _check(self) -> PlanConfig:
+        _same_copies(self.exchange, self.sharding)
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_names(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            for old in RENAMED.keys() & {f"plan.{name}" for name in values}:
+                raise ValueError(_renamed(old))
+        return values
+
+
+RENAMED = {"plan.dram": "plan.memory.dram"}
 
 
 class TrainConfig(Section):
@@ -246,7 +386,9 @@ class TrainConfig(Section):
     autocast: Literal["none", "bfloat16"] = "none"
     """Of the dense network's products; rows, and what is pooled of them, keep their dtype."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the dense network computes; rows stay in main memory. cuda: ranks of a host share its GPUs in turn."""
+    """Where the dense network computes, with plan.memory.hbm rows too. cuda: ranks of a host share its GPUs in turn."""
+    timeout: float = Field(300.0, gt=0)
+    """Seconds that a rank which does not come is waited for before it is lost; for commits and starts 12 times that."""
     threads: int = Field(0, ge=0)
     """Threads per rank, torch's and Colonnade's; 0: the machine's processors shared among its ranks."""
 
@@ -280,7 +422,26 @@ class RunConfig(Section):
                 "got train.accumulate with plan.staleness_steps; bounded staleness counts batches: "
                 "leave one of them out"
             )
+        if self.plan.memory.hbm is not None and self.train.device == "cpu":
+            raise ValueError(
+                "got plan.memory.hbm with train.device=cpu, which has no memory of its own; set train.device=cuda on a "
+                "machine with a GPU, or leave hbm out"
+            )
+        if self.plan.memory.hbm is not None and "auto" in (self.plan.exchange, self.plan.sharding):
+            raise ValueError(
+                "got plan.exchange or plan.sharding=auto with plan.memory.hbm, whose rows are not foretold; name an "
+                "exchange and a sharding, or leave hbm out"
+            )
+        if self.plan.memory.hbm is not None and self.plan.placement == "profiled":
+            raise ValueError(
+                "got plan.placement=profiled with plan.memory.hbm, whose rows it does not foretell; leave placement "
+                "out, or hbm"
+            )
         return self
+
+
+OPEN_SECTIONS = (["data", "options"], ["plan", "memory", "tables"], ["plan", "tables"])
+"""Whose keys are the user's."""
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:
@@ -318,12 +479,16 @@ def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     values = config.model_dump()
     for name, value in settings.items():
         *sections, key = name.split(".")
+        if name in RENAMED:
+            raise ConfigError(_renamed(name))
         place = values
         for depth, section in enumerate(sections):
+            if sections[:depth] == ["plan", "tables"]:
+                place.setdefault(section, TablePlanConfig().model_dump())
             if not isinstance(place.get(section), dict):
                 raise ConfigError(_unknown(".".join(sections[: depth + 1]), place, name))
             place = place[section]
-        if key not in place and sections != ["data", "options"]:
+        if key not in place and sections not in OPEN_SECTIONS:
             raise ConfigError(_unknown(name, place, name))
         place[key] = value
     return build_config(values)
@@ -339,10 +504,11 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         section: Any = RunConfig
         for part in where[:-1]:
-            section = section.model_fields[part].annotation
+            by_name = get_args(section)  # of a setting by table: (str, section)
+            section = by_name[1] if by_name else section.model_fields[part].annotation
         return _unknown(name, section.model_fields, name)
     said = problem["msg"].removeprefix("Value error, ")
-    if not name:  # a check of several sections together
+    if not name or said.startswith("unknown setting"):  # a check of several settings together
         return said
     return (
         f"{name}: {said}"
@@ -351,9 +517,25 @@ def _explain(problem: Any) -> str:
     )
 
 
+def _renamed(name: str) -> str:
+    return f"unknown setting {name!r}; it is now {RENAMED[name]}"
+
+
 def _unknown(name: str, known: Mapping[str, Any], path: str) -> str:
     key = name.split(".")[-1]
     prefix = name[: len(name) - len(key)]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    inner = {
+        inside: f"{section}.{inside}"
+        for section, value in known.items()
+        for inside in (value if isinstance(value, Mapping) else _fields(value))
+    }
+    if not near and (inside := difflib.get_close_matches(key, inner, n=1, cutoff=0.7)):
+        near = [inner[inside[0]]]
     hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"
     return f"unknown setting {path!r}; {hint}"
+
+
+def _fields(field: Any) -> Mapping[str, Any]:
+    """Of a field that is a section: its settings."""
+    return getattr(getattr(field, "annotation", None), "model_fields", {})

@@ -11,25 +11,30 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.consistency import consistency
-from colonnade.data.lookahead import Lookahead
+from colonnade.data.lookahead import Lookahead, Window
 from colonnade.errors import BudgetExceeded, CheckpointError, ConfigError, IdRangeError
-from colonnade.exchange import EXCHANGES
+from colonnade.exchange import open_exchange
 from colonnade.exchange.contract import RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import declare
+from colonnade.exchange.rows import RowsExchange
 from colonnade.interaction import Interaction
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.store.contract import Backing, RowView
-from colonnade.store.dram import open_dram
+from colonnade.store.dram import DramStore, open_dram
+from colonnade.store.hbm import HbmStore, open_hbm
 from colonnade.store.mapped import MappedRows
+from colonnade.store.policies import RowRetention, open_policies
 from colonnade.table import CLOCK_BYTES, Feature, Table
 from colonnade.topology.mesh import Mesh
 
@@ -43,7 +48,8 @@ class EmbeddingCollection(nn.Module):
     without a consumer, pooled (B, dim) or, for a sequence, (lookups, dim). Rows are no parameters:
     `parameters()` are the dense ones, and rows change in `RowOptimizer(collection).step()`.
 
-    On the device the module was moved to; ids, rows and their gradients stay on the CPU.
+    On the device the module was moved to; ids, rows and their gradients stay on the CPU. With `Plan.hbm_bytes` rows and
+    gradients are there, too, where the module lies when it is opened.
 
     Works in anyone's loop. `collection.lookahead(batches)` prepares coming batches in the background.
     Until `open` is called, everything is on this process, in memory. Opening tells malloc to keep freed memory
@@ -70,7 +76,7 @@ class EmbeddingCollection(nn.Module):
         # A placeholder that makes torch call our backward; no parameter, so that an optimizer over
         # model.parameters() is an optimizer over the dense network.
         self.handle = torch.empty(0, dtype=self.declaration.output_dtype, requires_grad=True)
-        # Says where outputs go: `to` moves it with the module, while rows and their gradients stay in DRAM.
+        # Says where outputs go: `to` moves it with the module, while rows stay where they were opened.
         self.register_buffer("place", torch.empty(0), persistent=False)
         self.live: list[Ticket] = []  # forward done, not yet stepped
         self.pushed: Pushed | None = None  # gradients of `live` that have reached their owners
@@ -98,7 +104,8 @@ class EmbeddingCollection(nn.Module):
         """Lay the rows out as planned. Once, before the first batch; every rank calls it.
 
         `backings`: one per table, for rows that memory has no room for and for commits.
-        `policies`: by table, who decides after each update which rows are forgotten (admission, eviction).
+        `policies`: by table, who decides after each update which rows are forgotten, where it is not the table's own
+        admission and eviction. What such a policy remembers is its own: commits do not hold it.
         `committed`: the run and step whose commit the backings hold. Raises CheckpointError where a state_dict that
         was loaded before belongs to other rows.
         """
@@ -114,7 +121,7 @@ class EmbeddingCollection(nn.Module):
         if self.plan.needs_backing and not backings:
             raise ConfigError(
                 "the memory budget does not hold every row, and there is nowhere to put the rest; "
-                "open the collection with backings (a run folder has them), or raise the plan's dram_bytes"
+                "open the collection with backings (a run folder has them), or raise plan.memory.dram"
             )
         if self._expected not in (None, committed):
             raise CheckpointError(_other_rows(self._expected, committed or ("", 0)))
@@ -123,17 +130,47 @@ class EmbeddingCollection(nn.Module):
             self.step = committed[1]
         keep_freed_memory()
         self.consistency = consistency(self.plan.staleness_steps)
-        self.exchange = EXCHANGES[self.plan.exchange](self.declaration, self.mesh)
-        self.store = open_dram(
+        self.exchange = open_exchange(
+            self.declaration,
+            self.mesh,
+            exchanges=[table.exchange for table in self.plan.tables],
+            shardings=self.plan.shardings,
+            codecs=self.plan.codecs,
+            seed=self.seed,
+        )
+        self.shards = tuple(table.sharding.shard_of(self.mesh.rank) for table in self.plan.tables)
+        memory = open_dram(
             self.tables,
             [table.capacity_rows for table in self.plan.tables],
             seed=self.seed,
-            num_ranks=self.mesh.num_ranks,
-            rank=self.mesh.rank,
+            shards=self.shards,
             backings=backings,
+            directories=[
+                Path(self.plan.mapped.path) if self.plan.mapped and table.tier == "mapped" else None
+                for table in self.plan.tables
+            ],
         )
-        self.policies = {self._number(name): policy for name, policy in (policies or {}).items()}
-        self._starved = threading.Event()
+        self.store: DramStore | HbmStore = memory
+        if self.plan.hbm_bytes is not None:
+            slots = [
+                0 if shard.place is None else table.hbm_rows
+                for shard, table in zip(self.shards, self.plan.tables, strict=True)
+            ]
+            self.store = open_hbm(memory, slots, self.place.device, seed=self.seed)
+        own = open_policies(self.tables, self.shards, seed=self.seed)
+        given = {self._number(name): policy for name, policy in (policies or {}).items()}
+        if both := sorted(self.tables[t].name for t in set(own) & set(given)):
+            raise ConfigError(
+                f"table {both[0]!r}: got a policy for a table with admission or eviction of its own; give one of them"
+            )
+        self.policies: dict[int, RowPolicy] = {**own, **given}
+        self._window = Window(
+            stall_seconds=lambda: self.store.sources.stall_seconds,
+            share=self.store.pinned_share,
+            starved=threading.Event(),
+            crowded=threading.Event(),
+            closing=threading.Event(),
+        )
         self._opened = True
         return self
 
@@ -142,7 +179,7 @@ class EmbeddingCollection(nn.Module):
         if self._opened:
             raise ConfigError("this collection is open already; build a new one to predict with")
         self.mesh = Mesh()
-        self.exchange = EXCHANGES["rows"](self.declaration, self.mesh)
+        self._reader = RowsExchange(self.declaration, self.mesh)
         self._served, self._opened = rows, True
         return self
 
@@ -180,7 +217,7 @@ class EmbeddingCollection(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self._served is not None:
-            return self.exchange.read(batch, self._served, self.place.device)
+            return self._reader.read(batch, self._served, self.place.device)
         self.ensure_open()
         ticket, batch.ticket = batch.ticket, None
         if not (self.training and torch.is_grad_enabled()):
@@ -211,27 +248,35 @@ class EmbeddingCollection(nn.Module):
             prepare=self.prepare,
             fetch=self.fetch,
             drop=self.drop,
-            starved=self._starved,
+            window=self._window,
             depth=self.plan.lookahead,
             reads_ahead=self.consistency.reads_ahead,
+            is_alone=self.mesh.num_ranks == 1,
         )
 
     def prepare(self, batch: Batch, *, purpose: str = "route") -> Ticket:
-        """Collective, any one thread: ids travel, owners make the rows resident and pin them."""
+        """Collective, any one thread: ids travel, owners make the rows resident and pin them. While a lookahead
+        closes, rows that have no room are left out: the ticket is good for `drop` alone."""
         self.ensure_open()
         ticket = self.exchange.route(batch, self.step, purpose=purpose)
         batch.world_weight = ticket.weight
         while True:
             seen = self.store.releases
             try:
-                ticket.slots = self.store.acquire(ticket.owned_ids, ticket.owned_offsets)
+                ticket.slots, ticket.job = self.store.acquire(
+                    ticket.owned_ids, ticket.owned_offsets, ticket.next_use
+                )
                 self.exchange.place(ticket)
                 if batch.held is not None:
                     self.exchange.restore(ticket, batch.held)
                 return ticket
             except BudgetExceeded:
                 # Rows of batches in flight may leave soon; not if training itself waits for this one.
-                waiting = self._starved.is_set()
+                waiting = self._window.starved.is_set()
+                if not waiting and threading.current_thread() is not threading.main_thread():
+                    self._window.crowded.set()
+                if self._window.closing.is_set() and not waiting:
+                    return ticket  # without rows. Not an error: other ranks' threads wait for this one's ids
                 if not self.store.wait_for_release(seen, 0.05) and waiting:
                     raise
                 if threading.current_thread() is threading.main_thread():
@@ -239,6 +284,7 @@ class EmbeddingCollection(nn.Module):
 
     def fetch(self, ticket: Ticket) -> None:
         """Collective, training thread: read the rows as they are now."""
+        self.store.wait(ticket.job)
         source = RowSource(self.store.views(), ticket.pinned, not self.consistency.reads_ahead)
         self.exchange.fetch(ticket, source)
 
@@ -247,7 +293,7 @@ class EmbeddingCollection(nn.Module):
         return all(
             _all_finite(part)
             for ticket in self.live
-            for gradients in ticket.gradients
+            for gradients, _ in ticket.recorded()
             for part in gradients
         )
 
@@ -257,15 +303,15 @@ class EmbeddingCollection(nn.Module):
         Once per step: `push` then applies what is here. RuntimeError if a backward came in between.
         """
         for ticket in self.live:
-            for gradients, versions in zip(ticket.gradients, ticket.versions, strict=False):
+            for gradients, versions in ticket.recorded():
                 if [gradient._version for gradient in gradients] != versions:
                     raise RuntimeError(
                         "a gradient given to backward was changed in place before step(); rows keep no copy of "
                         "it: give backward a tensor of its own"
                     )
-        recorded = sum(len(ticket.gradients) for ticket in self.live)
+        recorded = sum(ticket.num_backwards for ticket in self.live)
         if self.pushed is None:
-            self.pushed = Pushed(self.exchange.push(self.live), recorded)
+            self.pushed = Pushed(self.exchange.push(self.live, self.step), recorded)
         elif self.pushed.recorded != recorded:
             raise RuntimeError(
                 "backward was called after the gradients were clipped; clip between the last backward "
@@ -277,13 +323,10 @@ class EmbeddingCollection(nn.Module):
         """Collective: the sum of squares of all rows' summed gradients, over all ranks."""
         gradients, square = self.collect(), 0.0
         if gradients is not None:
-            summed, values = self.exchange.summed(gradients)
+            summed, square = self.exchange.squared_norm(gradients)
             self.pushed = Pushed(summed, self.pushed.recorded if self.pushed else 0)
-            square = _native.squared_norm(
-                values.data_ptr(), values.numel(), self.tables[0].compute_dtype
-            )
-        total = self.mesh.all_reduce("push", torch.tensor([square], dtype=torch.float64))
-        return float(total)
+        total = torch.tensor([square], dtype=torch.float64)
+        return float(self.mesh.all_reduce("push", total, counts_as="control"))
 
     def push(self, optimizers: Tensor, settings: Tensor) -> None:
         """Collective: push what backward recorded, apply it once, release the rows.
@@ -292,17 +335,16 @@ class EmbeddingCollection(nn.Module):
         """
         gradients, tickets = self.collect(), self.live
         if gradients is not None:
-            _native.update(
-                self.store.native, gradients.slots, gradients.offsets,
-                gradients.segment_offsets, gradients.entries, gradients.source,
-                self.declaration.native_parts, optimizers, settings,
-            )  # fmt: skip
+            for ticket in tickets:  # one whose values were restored was never fetched
+                self.store.wait(ticket.job)
+            self.store.before_update(gradients.slots, gradients.offsets)
+            self.exchange.update(self.store, gradients, optimizers, settings)
         self.live, self.pushed = [], None
         for t, policy in self.policies.items():
             self._ask(policy, t, tickets)
         for ticket in tickets:
             self.store.release(ticket.pinned, ticket.owned_offsets, dirty=True)
-            ticket.slots, ticket.is_done = None, True
+            ticket.finish()
         self.step += 1
 
     def keep(self, tickets: Sequence[Ticket]) -> None:
@@ -320,10 +362,13 @@ class EmbeddingCollection(nn.Module):
     def drop(self, ticket: Ticket) -> None:
         """Give a prepared batch up: nothing of it is applied, its rows are unpinned."""
         self.exchange.drop(ticket)
-        ticket.is_done = True
-        if ticket.slots is not None:
-            self.store.release(ticket.slots, ticket.owned_offsets, dirty=False)
-            ticket.slots = None
+        slots = ticket.slots
+        ticket.finish()
+        if slots is not None:
+            try:
+                self.store.wait(ticket.job)  # its rows may still be on their way into their slots
+            finally:
+                self.store.release(slots, ticket.owned_offsets, dirty=False)
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
         """Collective, every rank with the same ids (N,): their weights (N, dim) as they are now.
@@ -338,8 +383,9 @@ class EmbeddingCollection(nn.Module):
             raise IdRangeError(
                 f"table {table!r}: got ids {int(unique[0])} .. {int(unique[-1])}, wanted 0 .. {rows - 1}"
             )
-        owner = torch.as_tensor(_native.owner_of(unique, rows or 0, self.mesh.num_ranks))
-        owned = owner == self.mesh.rank
+        owned = self.shards[t].owns(unique, rows)
+        if self.mesh.rank not in self.plan.tables[t].sharding.holders:
+            owned[:] = False  # another's copy of a replicated row
         num_owned = int(owned.sum())
         offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(self.tables) - t))
         compute, dtype = self.declaration.compute_dtype, self.declaration.dtype
@@ -353,14 +399,15 @@ class EmbeddingCollection(nn.Module):
         its first value. A row that a batch in flight uses is born again in place. Ids never trained are passed over."""
         self.ensure_open()
         t = self._number(table)
-        owner = torch.as_tensor(
-            _native.owner_of(ids, self.tables[t].rows or 0, self.mesh.num_ranks)
-        )
-        self.store.delete(t, ids[owner == self.mesh.rank].unique())
+        mine = ids[self.shards[t].owns(ids, self.tables[t].rows)].unique()
+        self.store.delete(t, mine)
+        policy = self.policies.get(t)
+        if isinstance(policy, RowRetention):
+            policy.drop(mine)
 
     def scan(self, table: str) -> Iterator[Rows]:
-        """This rank's trained rows, each once, a run at a time, in memory or below it. Changes nothing; the table must
-        not be trained meanwhile."""
+        """This rank's trained rows, each once, a run at a time, in memory or below it; of a replicated table every rank
+        has them all. Changes nothing; the table must not be trained meanwhile."""
         self.ensure_open()
         t = self._number(table)
         kind = self.tables[t]
@@ -380,14 +427,38 @@ class EmbeddingCollection(nn.Module):
 
     def _ask(self, policy: RowPolicy, t: int, tickets: Sequence[Ticket]) -> None:
         """The policy hears of the rows of table t that were just updated here, and names those to forget."""
-        ids, slots = [], []
+        ids, slots = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int32)]
         for ticket in tickets:
             first, last = ticket.owned_offsets[t : t + 2].tolist()
             ids.append(ticket.owned_ids[first:last])
             slots.append(ticket.pinned[first:last])
         updated, where = torch.cat(ids), torch.cat(slots)
-        clocks = torch.as_tensor(self.store.native.clocks(t, where))
-        self.store.delete(t, policy.forget(updated, clocks, self.step).unique())
+        if len(tickets) > 1:  # a row of several batches was updated once
+            _, first_of = np.unique(updated.numpy(), return_index=True)
+            updated, where = updated[first_of], where[first_of]
+        clocks = self.store.clocks(t, where)
+        if isinstance(policy, RowRetention) and policy.reads_norms:
+            left = policy.forget(
+                updated,
+                clocks,
+                self.step,
+                self.exchange.squared_norms(self.store.views()[t], where),
+            )
+        else:
+            left = policy.forget(updated, clocks, self.step)
+        self.store.delete(t, left.unique())
+
+    def adopt(self, t: int, ids: Tensor, records: Tensor) -> None:
+        """Between steps: these rows of table t came here from elsewhere. They are admitted, and others may have to
+        leave for them. ids (N,) unique; records (N, record_bytes) uint8."""
+        policy = self.policies.get(t)
+        if isinstance(policy, RowRetention):
+            norms, table = None, self.tables[t]
+            if policy.reads_norms:
+                every = torch.arange(len(ids), dtype=torch.int32)
+                rows = RowView(records.data_ptr(), table.record_bytes, table.width, table.dtype)
+                norms = self.exchange.squared_norms(rows, every)
+            self.store.delete(t, policy.adopt(ids, self.step, norms).unique())
 
     def _read_only(self, batch: Batch) -> dict[str, Tensor]:
         """Evaluation: sees every update, leaves no trace; any number of training batches may be in flight."""
@@ -455,6 +526,6 @@ def _other_rows(said: tuple[str, int] | None, here: tuple[str, int]) -> str:
 
 def _all_finite(values: Tensor) -> bool:
     dtype = str(values.dtype).removeprefix("torch.")
-    if dtype not in ("float32", "float64"):
+    if dtype not in ("float32", "float64") or values.device.type != "cpu":
         return bool(torch.isfinite(values).all())
     return _native.all_finite(values.data_ptr(), values.numel(), dtype)

@@ -124,16 +124,21 @@ class RowOptimizer(Optimizer):
         """Forget gradients recorded since the last step."""
         self.collection.pushed, self._gradient_scale = None, 1.0
         for ticket in self.collection.live:
-            ticket.gradients.clear()
+            ticket.forget()
 
     def _agree(self) -> None:
         """Collective: all gradients of all ranks are finite, and which batches have any; else NonFiniteError."""
         live = self.collection.live
-        said = [float(not self.collection.finite()), *(float(bool(t.gradients)) for t in live)]
-        heard = self.collection.mesh.all_reduce("push", torch.tensor(said)).tolist()
+        said = [float(not self.collection.finite()), *(float(t.num_backwards > 0) for t in live)]
+        heard = self._sum(said)
         self.collection.keep([t for t, used in zip(live, heard[1:], strict=True) if used])
         if heard[0]:
             self._refuse("an embedding gradient")
+
+    def _sum(self, said: list[float]) -> list[float]:
+        """Collective: over all ranks."""
+        mesh = self.collection.mesh
+        return mesh.all_reduce("push", torch.tensor(said), counts_as="control").tolist()
 
     def _refuse(self, what: str) -> NoReturn:
         self.zero_grad()
@@ -152,8 +157,7 @@ class RowOptimizer(Optimizer):
         except ConfigError as found:
             error, settings = found, torch.empty(0)
         if not agreed and self.collection.mesh.num_ranks > 1:
-            said = torch.tensor([float(error is not None)])
-            if float(self.collection.mesh.all_reduce("push", said)) and error is None:
+            if self._sum([float(error is not None)])[0] and error is None:
                 error = ConfigError(
                     "another rank has settings that no rule can use; no row was changed"
                 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from colonnade.errors import ConfigError
 from colonnade.optimizers import RowWiseAdagrad, SparseOptimizer
+from colonnade.retention import Admission, Eviction
 
 Pooling = Literal["sum", "mean", "sqrtn", "sequence"]
 POOLINGS = ("sum", "mean", "sequence", "sqrtn")  # a pooling's place is its number in the core
@@ -72,6 +73,10 @@ class Table:
     master: bool = field(default=False, kw_only=True)
     max_norm: float | None = field(default=None, kw_only=True)
     """An updated row (of each part) that is longer than this is shrunk to it, as in nn.Embedding."""
+    admission: Admission | None = field(default=None, kw_only=True)
+    """Of an open table: from which update on a row stays (`CountMinAdmission`, `RandomAdmission`). None: the first."""
+    eviction: Eviction | None = field(default=None, kw_only=True)
+    """Of an open table: which rows leave (`AgeEviction`, `MaxRowsEviction`). None: none."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -116,6 +121,18 @@ class Table:
                     )  # fmt: skip
         if self.max_norm is not None and not self.max_norm > 0:
             raise ConfigError(f"table {self.name!r}: got max_norm={self.max_norm}, wanted more than 0")  # fmt: skip
+        for what, wanted in (("admission", Admission), ("eviction", Eviction)):
+            value = getattr(self, what)
+            if value is not None and not isinstance(value, wanted):
+                names = [kind.__name__ for kind in get_args(wanted)]
+                raise ConfigError(
+                    f"table {self.name!r}: got {what}={value!r}, wanted {'(...) or '.join(names)}(...)"
+                )
+            if value is not None and self.rows is not None:
+                raise ConfigError(
+                    f"table {self.name!r}: got {what} with rows={self.rows}; a vocabulary table has room for every id: "
+                    f"leave rows out for an open table, or {what} for one whose rows all stay"
+                )
         is_number = isinstance(self.rows, int) and not isinstance(self.rows, bool)
         if self.rows is not None and (not is_number or not 1 <= self.rows < 2**62):
             raise ConfigError(

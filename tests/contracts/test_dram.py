@@ -1,12 +1,38 @@
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
+import pytest
 import torch
 from resident import TABLES, ResidentContract
 
-from colonnade import Feature, _native
+from colonnade import Feature, Table, _native
+from colonnade.errors import StorageError
 from colonnade.exchange.layout import declare
 from colonnade.store.dram import open_dram
-from colonnade.store.ssd import open_ssd
+from colonnade.store.log import open_log
+from colonnade.store.writer import LogWriter
+
+
+def open_logs(place, step=None):
+    """One by table; they share a reader and a writer."""
+    reader, writer = _native.PageReader(), LogWriter()
+    return [
+        open_log(
+            place / table.name,
+            table_name=table.name,
+            record_bytes=table.record_bytes,
+            identity="contract",
+            step=step,
+            rows=table.rows,
+            reader=reader,
+            writer=writer,
+            segment_bytes=4096,
+            chunk_bytes=4096,
+        )
+        for table in TABLES
+    ]
 
 
 def add_one(store, slots, offsets):
@@ -32,21 +58,47 @@ def add_one(store, slots, offsets):
 
 
 class TestDramOverFiles(ResidentContract):
+    def directories(self, place):
+        return []
+
     def train(self, store, slots, offsets):
         add_one(store, slots, offsets)
 
     def open(self, place, capacity_rows):
-        backings = [
-            open_ssd(
-                place / table.name,
-                table_name=table.name,
-                record_bytes=table.record_bytes,
-                identity="contract",
-                step=None,
-            )
-            for table in TABLES
-        ]
-        return open_dram(TABLES, capacity_rows or [97, 97], seed=1, num_ranks=1, backings=backings)
+        return open_dram(
+            TABLES,
+            capacity_rows or [97, 97],
+            seed=1,
+            backings=open_logs(place),
+            directories=self.directories(place),
+        )
+
+
+class TestMappedOverFiles(TestDramOverFiles):
+    """Rows in files mapped from a directory, in place."""
+
+    def directories(self, place):
+        return [place / "mapped"] * len(TABLES)
+
+    def test_files_have_no_names_and_go_with_the_store(self, tmp_path):
+        store = self.open(tmp_path, None)
+        assert list((tmp_path / "mapped").iterdir()) == []
+        mapped = str(tmp_path / "mapped")
+        assert sum(mapped in line for line in Path("/proc/self/maps").read_text().splitlines()) >= 2
+        del store
+        gc.collect()
+        assert mapped not in Path("/proc/self/maps").read_text()
+
+    def test_a_directory_that_cannot_hold_them_is_refused(self, tmp_path):
+        (tmp_path / "mapped").write_text("a file")
+        with pytest.raises(StorageError, match=r"mapped files: .*mapped.*name another directory"):
+            self.open(tmp_path, None)
+        full = [Path("/dev/full/no"), None]
+        with pytest.raises(StorageError, match="mapped files"):
+            open_dram(TABLES, [97, 97], seed=1, directories=full)
+        with pytest.raises(StorageError, match=r"could not map a file of .* bytes for rows"):
+            huge = [Table("huge", 2**16)]  # a petabyte
+            open_dram(huge, [2**32 - 2], seed=1, directories=[tmp_path])
 
 
 class TestDramOnItsOwn(ResidentContract):
@@ -56,4 +108,4 @@ class TestDramOnItsOwn(ResidentContract):
     test_too_many_rows_are_refused_and_nothing_changes = None
 
     def open(self, place, capacity_rows):
-        return open_dram(TABLES, [97, 97], seed=1, num_ranks=1)
+        return open_dram(TABLES, [97, 97], seed=1)

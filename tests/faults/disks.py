@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,29 +13,33 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from colonnade import _native
 from colonnade.store.disk import Change, Disk
-from colonnade.store.ssd import SsdBacking, open_ssd
+from colonnade.store.log import LogBacking, open_log
+from colonnade.store.stripes import Stripe
 
 RECORD_BYTES = 24
-READER = _native.SegmentReader(2)
 Rows = dict[int, bytes]
 
 
-def open_store(directory: Path, step: int | None, **arguments) -> SsdBacking:
-    """The story's store: small segments, so that it rolls over and compacts."""
-    return open_ssd(
+def open_store(directory: Path, step: int | None, **arguments) -> LogBacking:
+    """The story's store: small segments, so that it rolls over and collects garbage."""
+    return open_log(
         directory,
         step=step,
         **dict(
             table_name="t",
             record_bytes=RECORD_BYTES,
             identity="i",
-            reader=READER,
             segment_bytes=700,
+            chunk_bytes=4096,
         )
         | arguments,
     )
+
+
+def stripes_beside(directory: Path) -> tuple[Stripe, ...]:
+    """Two directories that take the segments of the story's store."""
+    return tuple(Stripe(directory.with_name(f"{directory.name}-{n}"), n) for n in (1, 2))
 
 
 def make_records(ids: list[int], salt: int) -> torch.Tensor:
@@ -44,7 +49,7 @@ def make_records(ids: list[int], salt: int) -> torch.Tensor:
     return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint8))
 
 
-def content(store: SsdBacking) -> Rows:
+def content(store: LogBacking) -> Rows:
     """Every row of the story's ids, read; a scan must agree."""
     ids = list(range(80))
     out = torch.zeros(len(ids), RECORD_BYTES, dtype=torch.uint8)
@@ -67,10 +72,11 @@ class Act:
     """One call to the store, and what it does to a dict of rows and to the set of commits."""
 
     name: str
-    call: Callable[[SsdBacking], object]
+    call: Callable[[LogBacking], object]
     rows: Callable[[Rows], Rows] = dict
     commits: int | None = None
     keeps: list[int] | None = None  # prune
+    freezes: bool = False
 
 
 def write(ids: list[int], salt: int) -> Act:
@@ -95,6 +101,16 @@ def commit(step: int) -> Act:
     return Act(f"commit {step}", lambda store: store.commit(step), commits=step)
 
 
+def collect() -> Act:
+    """All there is to do, whatever the collector's thread has done meanwhile."""
+    return Act("collect", lambda store: store.collect())
+
+
+def freeze() -> Act:
+    """The next commit is of the rows as they are now."""
+    return Act("freeze", lambda store: store.freeze(), freezes=True)
+
+
 def prune(keeps: list[int]) -> Act:
     return Act(f"prune {keeps}", lambda store: store.prune(keeps), keeps=keeps)
 
@@ -108,12 +124,18 @@ STORY = [
     prune([20]),
     write(list(range(30)), 3),  # more than half of the first segment dies
     write(list(range(60, 70)), 3),
+    collect(),
     commit(30),
     delete(list(range(10, 40))),
     commit(40),
     prune([30, 40]),
     commit(50),
+    collect(),
     write([2, 69, 70], 4),
+    freeze(),
+    write([2, 3, 71], 6),
+    delete([1]),
+    commit(55),
     delete([0]),
     commit(60),
     prune([60]),
@@ -129,6 +151,7 @@ class Telling:
     by_step: dict[int, Rows] = field(default_factory=dict)
     may: set[int] = field(default_factory=set)
     must: set[int] = field(default_factory=set)
+    frozen: Rows | None = None
 
     def copy(self) -> Telling:
         """As far as now; `by_step` is shared."""
@@ -137,7 +160,7 @@ class Telling:
     def begin(self, act: Act) -> None:
         if act.commits is not None:
             self.may.add(act.commits)
-            self.by_step[act.commits] = dict(self.rows)
+            self.by_step[act.commits] = dict(self.rows if self.frozen is None else self.frozen)
         if act.keeps is not None:
             self.must &= set(act.keeps)
 
@@ -145,6 +168,9 @@ class Telling:
         self.rows = act.rows(self.rows)
         if act.commits is not None:
             self.must.add(act.commits)
+            self.frozen = None
+        if act.freezes:
+            self.frozen = dict(self.rows)
         if act.keeps is not None:
             self.may &= set(act.keeps)
 
@@ -174,8 +200,14 @@ class TracingDisk(UnsyncedDisk):
         self.telling = telling
         self.changes: list[Change] = []
         self.tellings: list[Telling] = []
+        self._lock = threading.Lock()
 
     def perform(self, change, action):
+        # One at a time: the writer and the collector change the disk beside the story.
+        with self._lock:
+            return self._perform(change, action)
+
+    def _perform(self, change, action):
         result = super().perform(change, action)
         self.tellings.append(self.telling.copy())
         self.changes.append(
@@ -191,8 +223,11 @@ class TracingDisk(UnsyncedDisk):
 
 
 def write_half(change: Change) -> None:
+    """The file may be open for whole pages only; half of one arrives all the same."""
     if change.verb == "append":
-        os.pwrite(change.file.fd, change.data[: len(change.data) // 2], change.offset)
+        fd = os.open(f"/proc/self/fd/{change.file.fd}", os.O_WRONLY)
+        os.pwrite(fd, change.data[: len(change.data) // 2], change.offset)
+        os.close(fd)
 
 
 class FailingDisk(UnsyncedDisk):

@@ -1,6 +1,8 @@
 """A small real run in a process of its own, that can be killed; and what it left, as one digest.
 
 python small_run.py FOLDER SETTINGS_JSON [KILL_AT]     KILL_AT: SIGKILL before that change of the disk
+FAULT="rank 1 SIGKILL push 9" does so before that rank's 9th call of that purpose, once (FOLDER/fault); purposes
+"start" and "end" are before the world is joined and after training.
 """
 
 from __future__ import annotations
@@ -11,15 +13,20 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
+import torch
+
 from colonnade import close_mesh, open_mesh
-from colonnade.config import build_config, override
-from colonnade.data import open_source
+from colonnade.config import RunConfig, build_config, override
+from colonnade.data import Splits, open_source
 from colonnade.models.build import build_model
 from colonnade.store.disk import Change, Disk
-from colonnade.train.commits import committed_steps, load_state, open_stores, read_header
+from colonnade.topology.presence import Presence
+from colonnade.train.commits import committed_steps, load_state, read_header
 from colonnade.train.run import load_run_config, open_run
+from colonnade.train.stores import open_recorded_stores
 
 CONFIG = {
     "data": {
@@ -29,6 +36,19 @@ CONFIG = {
     "model": {"dim": 4, "bottom": [8], "top": [8]},
     "train": {"batch_size": 100, "epochs": 2, "commit_steps": 4, "threads": 1},
 }
+
+
+def opened(config: RunConfig) -> Splits:
+    """The data; of open tables where rows are to be evicted."""
+    data = open_source("synthetic", **config.data.options)
+    if config.rows.eviction.max_rows or config.rows.eviction.age_steps:
+        whole = data.train.schema
+        columns = tuple(replace(column, cardinality=None) for column in whole.categorical)
+        schema = replace(whole, categorical=columns)
+        for source in (data.train, data.test):
+            kind = type("Open", (type(source),), {"schema": schema, "__slots__": ()})
+            object.__setattr__(source, "__class__", kind)
+    return data
 
 
 class KillingDisk(Disk):
@@ -46,15 +66,15 @@ class KillingDisk(Disk):
 
 def digest(folder: Path, step: int | None = None) -> str:
     """Of everything a commit (the newest) holds: rows with optimizer state and clock, dense state, position."""
-    data = open_source("synthetic", **CONFIG["data"]["options"])
-    tables = build_model(data.train.schema, load_run_config(folder)).embeddings.tables
+    config = load_run_config(folder)
+    tables = build_model(opened(config).train.schema, config).embeddings.tables
     step = committed_steps(folder)[-1] if step is None else step
-    num_ranks = read_header(folder, step)["num_ranks"]
+    header = read_header(folder, step)
+    run = header["run"]
     found = hashlib.sha256(str(step).encode())
     rows: dict[str, list] = {}
-    for rank in range(num_ranks):
-        stores = open_stores(folder, tables, rank, num_ranks, Disk(), step, read_only=True)
-        for table, store in zip(tables, stores, strict=True):
+    for number, table in enumerate(tables):
+        for store in open_recorded_stores(folder, header, number):
             for batch in store.scan():
                 rows.setdefault(table.name, []).extend(
                     zip(batch.ids.tolist(), map(bytes, batch.records.numpy()), strict=True)
@@ -63,7 +83,16 @@ def digest(folder: Path, step: int | None = None) -> str:
     for name in sorted(rows):
         for row_id, record in sorted(rows[name]):
             found.update(f"{name}/{row_id}/".encode() + record)
-    state = load_state(folder / "commits" / f"{step:012d}" / "dense")
+    for path in sorted((folder / "commits" / f"{step:012d}").glob("retention-*")):
+        for name, parts in load_state(path, run).items():
+            remembered = {what: torch.cat(of) for what, of in parts.items() if of}
+            if "ids" in remembered:  # rows are in no order
+                order = remembered["ids"].argsort()
+                columns = ("ids", "steps", "values")
+                remembered |= {what: remembered[what][order] for what in columns}
+            for what, values in sorted(remembered.items()):
+                found.update(f"{path.name}/{name}/{what}/".encode() + values.numpy().tobytes())
+    state = load_state(folder / "commits" / f"{step:012d}" / "dense", run)
     for name, value in sorted(state["model"].items()):
         found.update(name.encode() + value.numpy().tobytes())
     for what in ("position", "best", "days"):
@@ -71,16 +100,36 @@ def digest(folder: Path, step: int | None = None) -> str:
     return found.hexdigest()
 
 
+def fail(folder: Path, purpose: str, number: int = 0) -> None:
+    """Once: what FAULT says."""
+    said = os.environ.get("FAULT", "").split()
+    if not said or (said[1], said[3]) != (os.environ["RANK"], purpose) or int(said[4]) != number:
+        return
+    done = folder.parent / f"{folder.name}.fault"
+    if not done.exists():
+        done.write_text(str(os.getpid()))
+        os.kill(os.getpid(), getattr(signal, said[2]))
+
+
 def main(folder: str, settings: str, kill_at: str = "0") -> None:
-    mesh = open_mesh()
+    fail(Path(folder), "start")
+    enter = Presence.enter
+
+    def enter_or_fail(presence: Presence, purpose: str) -> None:
+        fail(Path(folder), purpose, presence._calls.get(purpose, 0))
+        enter(presence, purpose)
+
+    Presence.enter = enter_or_fail  # type: ignore[method-assign]
+    mesh = open_mesh(timeout=timedelta(seconds=float(os.environ.get("LIMIT", "60"))))
     config = override(build_config(CONFIG), json.loads(settings))
-    data = open_source("synthetic", **config.data.options)
+    data = opened(config)
     if config.train.patience:
         data = replace(data, validation=data.test)
     disk = KillingDisk(int(kill_at)) if int(kill_at) else None
     run = open_run(config, mesh, Path(folder), disk=disk, data=data)
     print(f"started at {run.resumed_at}", flush=True)
     run.train()
+    fail(Path(folder), "end")
     run.close()
     close_mesh(mesh)
 

@@ -80,17 +80,17 @@ def traced(tmp_path_factory):
     """The trace of a run that keeps all its commits, and the digest of each commit."""
     folder = tmp_path_factory.mktemp("traced")
     disk = Traced()
-    settings = {"plan.dram": 90_000, "plan.staleness_steps": 1, "train.keep_commits": 2}
+    settings = {"plan.memory.dram": 90_000, "plan.staleness_steps": 1, "train.keep_commits": 2}
     config = override(build_config(CONFIG), settings)
     run = open_run(config, Mesh(), folder, disk=disk)
     digests: dict[int, str] = {}
-    write = run.commits.write
+    write = run.commits._write
 
-    def write_and_digest(trainer, held):
-        write(trainer, held)
-        digests[trainer.collection.step] = digest(folder)
+    def write_and_digest(trainer, captured):  # on the commit's thread: training goes on meanwhile
+        write(trainer, captured)
+        digests[captured.step] = digest(folder)
 
-    run.commits.write = write_and_digest
+    run.commits._write = write_and_digest
     run.train()
     run.close()
     return folder, disk.changes, digests

@@ -1,4 +1,7 @@
-"""A byte that differs from what was written is named, and never read as a row."""
+"""A byte that differs from what was written is named, and never read as a row.
+
+Headers, key lists, bitmaps and manifests are checked when a store is opened, rows whenever they are read.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from colonnade import _native
 from colonnade.errors import CheckpointError, CorruptionError, StorageError
 from colonnade.store import durable
 from colonnade.store.disk import Disk
-from colonnade.store.manifest import file_name
-from colonnade.store.segment import HEADER, frame_dtype
+from colonnade.store.key_list import key_list_bytes, open_key_list, read_key_list
+from colonnade.store.manifest import describe, file_name
+from colonnade.store.segment import HEADER, SegmentShape
 
-STRIDE = frame_dtype(RECORD_BYTES).itemsize
+STRIDE = SegmentShape(RECORD_BYTES, b"").stride
 IDS = list(range(12))
 
 
@@ -33,7 +37,7 @@ def make_store(directory: Path, salt: int = 1) -> dict[int, bytes]:
             rows |= dict(zip(ids, map(bytes, records.numpy()), strict=True))
             del rows[ids[-1]]
         assert content(store) == rows
-    assert len(list(directory.glob("segment-*"))) == 2
+    assert len(list(directory.glob("segment-*.rows"))) == 2
     return rows
 
 
@@ -45,6 +49,26 @@ def refused(directory: Path, path: Path, *words: str) -> None:
         for word in (path.name, *words):
             assert word in str(caught.value), caught.value
         assert sorted(directory.iterdir()) == before
+
+
+def found_when_read(
+    directory: Path, path: Path, records: list[int], rows: dict[int, bytes]
+) -> None:
+    """Scans and `verify` name the first bad record; reads name one of them or give rows as they were written."""
+    first = f"{path.name}: record {records[0]}: "
+    named = tuple(f"{path}: record {record}: " for record in records)
+    with open_store(directory, 2, read_only=True) as store:
+        for read in (store.verify, lambda: list(store.scan())):
+            with pytest.raises(CorruptionError, match=first):
+                read()
+        for i, wanted in rows.items():
+            out = torch.zeros(1, RECORD_BYTES, dtype=torch.uint8)
+            try:
+                assert store.read(torch.tensor([i]), out).wait().all()
+                assert bytes(out[0].numpy()) == wanted
+            except CorruptionError as error:
+                assert str(error).startswith(named)
+                assert not out.any()
 
 
 def flip(path: Path, offset: int, bits: int) -> None:
@@ -67,15 +91,16 @@ def test_a_flipped_bit_in_a_segment(tmp_path, name):
         if offset < HEADER.size:
             refused(tmp_path, path)
         else:
-            refused(tmp_path, path, f"record {(offset - HEADER.size) // STRIDE}:")
+            found_when_read(tmp_path, path, [(offset - HEADER.size) // STRIDE], rows)
         flip(path, offset, bits)
     with open_store(tmp_path, 2) as store:
         assert content(store) == rows
 
 
-def test_a_flipped_bit_in_a_manifest(tmp_path):
+@pytest.mark.parametrize("name", [file_name(2), "live-2.bits", "segment-00000001.keys"])
+def test_a_flipped_bit_in_what_opening_reads(tmp_path, name):
     make_store(tmp_path)
-    path = tmp_path / file_name(2)
+    path = tmp_path / name
     for offset in range(path.stat().st_size):
         bits = 1 << offset % 8
         flip(path, offset, bits)
@@ -85,10 +110,11 @@ def test_a_flipped_bit_in_a_manifest(tmp_path):
 
 
 def test_a_bit_that_flips_under_an_open_store(tmp_path):
-    """Every byte of a record, of a tombstone's neighbour too: `wait` names it, others still read."""
+    """Every byte of a record: `wait` names it, others still read."""
     rows = make_store(tmp_path)
     with open_store(tmp_path, 2) as store:
         path, record = tmp_path / "segment-00000001.rows", 3
+        assert store.read(torch.tensor([1]), torch.zeros(1, RECORD_BYTES, dtype=torch.uint8)).wait()
         for offset in range(HEADER.size + record * STRIDE, HEADER.size + (record + 1) * STRIDE):
             flip(path, offset, 0x10)
             out = torch.zeros(len(IDS), RECORD_BYTES, dtype=torch.uint8)
@@ -110,9 +136,12 @@ def test_rotten_rows_are_not_carried_into_a_new_segment(tmp_path):
     with open_store(tmp_path, 2) as store:
         flip(tmp_path / "segment-00000001.rows", HEADER.size + 16, 1)  # the payload of id 0
         others = IDS[1:8]
-        store.write(torch.tensor(others), make_records(others, 9))  # now compaction wants the rest
-        with pytest.raises(CorruptionError, match=r"segment-00000001\.rows: record 0: "):
-            store.commit(3)
+        store.write(torch.tensor(others), make_records(others, 9))  # now collection wants the rest
+        for call in (store.collect, lambda: store.commit(3)):
+            with pytest.raises(
+                CorruptionError, match=r"segment-00000001\.rows: record 0: .*--at STEP"
+            ):
+                call()
         assert store.commits() == [1, 2]
         out = torch.zeros(len(others), RECORD_BYTES, dtype=torch.uint8)
         assert store.read(torch.tensor(others), out).wait().all()
@@ -129,11 +158,16 @@ def test_a_torn_tail(tmp_path):
     for tail in (b"\0", bytes(STRIDE), data[-STRIDE:]):
         path.write_bytes(data + tail)
         refused(tmp_path, path, "its manifest says")
-    path = tmp_path / file_name(2)
-    data = path.read_bytes()
-    for length in range(len(data)):
-        path.write_bytes(data[:length])
+    path.write_bytes(data)
+    for name in (file_name(2), "live-2.bits", "segment-00000002.keys"):
+        path = tmp_path / name
+        data = path.read_bytes()
+        for length in range(len(data)):
+            path.write_bytes(data[:length])
+            refused(tmp_path, path)
+        path.write_bytes(data + b"\0")
         refused(tmp_path, path)
+        path.write_bytes(data)
 
 
 def test_a_file_that_shrinks_under_an_open_store(tmp_path):
@@ -149,11 +183,18 @@ def test_a_file_that_shrinks_under_an_open_store(tmp_path):
             store.read(torch.tensor([2, 1, 5]), out).wait()
 
 
-def test_a_missing_segment(tmp_path):
+@pytest.mark.parametrize(
+    "name", ["segment-00000001.rows", "segment-00000001.keys", "live-2.bits", "manifest-2.json"]
+)
+def test_a_missing_file(tmp_path, name):
     make_store(tmp_path)
-    path = tmp_path / "segment-00000001.rows"
+    path = tmp_path / name
     path.unlink()
-    refused(tmp_path, path, "missing")
+    if name.startswith("manifest"):
+        with pytest.raises(CheckpointError, match="step 2 was not committed here"):
+            open_store(tmp_path, 2)
+    else:
+        refused(tmp_path, path, "missing")
 
 
 def test_whole_segments_in_the_wrong_place(tmp_path):
@@ -167,33 +208,51 @@ def test_whole_segments_in_the_wrong_place(tmp_path):
     make_store(tmp_path / "other", salt=5)
     shutil.copy(tmp_path / "other" / second.name, second)
     refused(tmp_path, second, "rows of another commit")
+    second.write_bytes(data[1])
+    for name in ("live-2.bits", "segment-00000002.keys"):
+        whole = (tmp_path / name).read_bytes()
+        other = shutil.copy(tmp_path / name.replace("2", "1"), tmp_path / name)
+        refused(tmp_path, other)
+        other.write_bytes(whole)
+    open_store(tmp_path, 2).close()
 
 
 def test_whole_records_in_the_wrong_place(tmp_path):
-    make_store(tmp_path)
+    rows = make_store(tmp_path)
     path = tmp_path / "segment-00000001.rows"
     data = bytearray(path.read_bytes())
     a, b = (slice(HEADER.size + r * STRIDE, HEADER.size + (r + 1) * STRIDE) for r in (1, 2))
     data[a], data[b] = data[b], data[a]
     path.write_bytes(data)
-    refused(tmp_path, path, "record 1:")
+    found_when_read(tmp_path, path, [1, 2], rows)
 
 
 def test_versions_to_come(tmp_path):
     make_store(tmp_path)
     path = tmp_path / "segment-00000001.rows"
     data = path.read_bytes()
-    head = data[:8] + (2).to_bytes(4, "little") + data[12:60]
+    head = data[:8] + (3).to_bytes(4, "little") + data[12:60]
     crc = _native.crc32c(np.frombuffer(head, np.uint8))
     path.write_bytes(head + crc.to_bytes(4, "little") + data[64:])
-    with pytest.raises(CheckpointError, match="segment format 2, wanted 1"):
+    with pytest.raises(CheckpointError, match="segment format 3, wanted 2"):
         open_store(tmp_path, 2)
     path.write_bytes(data)
     path = tmp_path / file_name(2)
-    content = durable.read_verified(path).replace(b'"version": 1', b'"version": 2')
+    content = durable.read_verified(path).replace(b'"version": 2', b'"version": 3')
     durable.write_durably(Disk(), path, content)
-    with pytest.raises(CheckpointError, match="version 2, wanted 1"):
+    with pytest.raises(CheckpointError, match="version 3, wanted 2"):
         open_store(tmp_path, 2)
+
+
+def test_key_lists_that_contradict_each_other(tmp_path):
+    """Whole files, but an id is live in two segments."""
+    make_store(tmp_path)
+    checksum = int(describe(tmp_path, 2)["segments"][1]["checksum"], 16)
+    path = tmp_path / "segment-00000002.keys"
+    ids = read_key_list(open_key_list(path), 2, 6, checksum).ids()
+    ids[2] = 1
+    path.write_bytes(key_list_bytes(2, ids, checksum))
+    refused(tmp_path, path, "does not fit the other segments")
 
 
 def test_an_older_manifest_that_is_altered_stops_the_writer_before_it_removes_anything(tmp_path):

@@ -23,11 +23,12 @@ from disks import (
     content,
     make_records,
     open_store,
+    stripes_beside,
     write,
 )
 
 from colonnade.store.disk import Change, Disk
-from colonnade.store.manifest import committed_steps
+from colonnade.store.manifest import committed_steps, describe, files_of
 
 
 def go_on(directory: Path, steps: list[int], telling: Telling) -> None:
@@ -45,7 +46,8 @@ def go_on(directory: Path, steps: list[int], telling: Telling) -> None:
         assert content(store) == rows
 
 
-def test_a_trace_of_writes_and_syncs_cut_at_every_point(tmp_path):
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_trace_of_writes_and_syncs_cut_at_every_point(tmp_path, stride):
     directory = tmp_path / "store"
     directory.mkdir()
     telling = Telling()
@@ -62,8 +64,8 @@ def test_a_trace_of_writes_and_syncs_cut_at_every_point(tmp_path):
     rng = np.random.default_rng(0)
     crashed = CrashDisk(directory)
     num_states = 0
-    for change, so_far in zip(disk.changes, disk.tellings, strict=True):
-        for num_bytes in cuts_of(change):
+    for number, (change, so_far) in enumerate(zip(disk.changes, disk.tellings, strict=True)):
+        for num_bytes in cuts_of(change) if number % stride == 0 else ():
             torn = crashed.copy()
             if num_bytes:
                 torn.apply(change, num_bytes=num_bytes)
@@ -84,7 +86,7 @@ def test_a_trace_of_writes_and_syncs_cut_at_every_point(tmp_path):
             path.name == "LOCK"
             or path.read_bytes() == crashed.files[crashed.names[path.name]].content
         )
-    assert num_states > 300
+    assert num_states > 300 / stride
 
 
 def cuts_of(change: Change) -> list[int]:
@@ -94,13 +96,13 @@ def cuts_of(change: Change) -> list[int]:
     return sorted({0, 1, len(change.data) // 2, len(change.data) - 1})
 
 
-def told_until_killed(directory: Path, number: int) -> tuple[Telling, bool]:
+def told_until_killed(directory: Path, number: int, **arguments) -> tuple[Telling, bool]:
     """Tell the story in a child that dies at its n-th change of the disk; did it die?"""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            store = open_store(directory, None, disk=KillingDisk(number))
+            store = open_store(directory, None, disk=KillingDisk(number), **arguments)
             for act in STORY:
                 os.write(write_end, b"b")
                 act.call(store)
@@ -120,7 +122,8 @@ def told_until_killed(directory: Path, number: int) -> tuple[Telling, bool]:
     return telling, was_killed
 
 
-def test_killed_at_every_change_of_the_disk(tmp_path):
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_every_change_of_the_disk(tmp_path, stride):
     number, was_killed = 1, True
     while was_killed:
         directory = tmp_path / str(number)
@@ -128,7 +131,31 @@ def test_killed_at_every_change_of_the_disk(tmp_path):
         steps = committed_steps(directory)
         check_commits(directory, steps, telling)
         go_on(directory, steps, telling)
-        number += 1
+        number += stride
+    assert number > 60
+
+
+def test_killed_with_several_directories(tmp_path):
+    number, was_killed = 3, True
+    while was_killed:
+        directory = tmp_path / str(number)
+        stripes = stripes_beside(directory)
+        telling, was_killed = told_until_killed(directory, number, stripes=stripes)
+        steps = committed_steps(directory)
+        check_commits(directory, steps, telling)
+        newest = max(steps, default=None)
+        with open_store(directory, newest, stripes=stripes) as store:
+            rows = telling.by_step[newest] if newest is not None else {}
+            assert content(store) == rows
+            write([5, 71], 9).call(store)
+            store.commit(1000)
+            store.prune([1000])
+            rows = content(store)
+        with open_store(directory, 1000, stripes=stripes) as store:  # and leftovers are gone
+            assert content(store) == rows
+            left = {p for s in stripes for p in s.directory.glob("segment-*")}
+            assert left == {f.path for f in files_of(directory, describe(directory, 1000))}
+        number += 9
     assert number > 60
 
 

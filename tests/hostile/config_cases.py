@@ -21,12 +21,19 @@ BAD_VALUES = {
     "rows.dtype": ["float8", "float64", "32"],
     "rows.init_scale": ["-1", "inf"],
     "rows.max_norm": ["0", "-1"],
+    "rows.admission.updates": ["1", "256", "2.5", "often"],
+    "rows.admission.probability": ["0", "1", "nan", "-0.5"],
+    "rows.admission.error": ["0", "0.9", "x"],
+    "rows.eviction.max_rows": ["0", "-1", "many", "1.5"],
+    "rows.eviction.age_steps": ["0", "x"],
+    "rows.eviction.by": ["size", "lfu"],
+    "rows.tables": ["5", "[a]"],
     "dense.optimizer": ["adamm", "lbfgs"],
     "dense.lr": ["-0.1", "nan", "x"],
     "plan.dram": ["3XB", "-1", "0", "GiB", "1.5.2GiB"],
     "plan.lookahead": ["-1", "x", "1.5"],
     "plan.staleness_steps": ["-1", "x"],
-    "plan.exchange": ["pooled", "rwos"],
+    "plan.exchange": ["poled", "rwos"],
     "train.batch_size": ["0", "-8", "1.5", "many", "none"],
     "train.epochs": ["-1", "0.5"],
     "train.max_steps": ["-1", "x"],
@@ -36,11 +43,21 @@ BAD_VALUES = {
     "train.on_non_finite": ["ignore"],
     "train.threads": ["-1", "x"],
 }
+SMALL = (
+    "--data",
+    "synthetic",
+    "--set",
+    "data.options.num_train=9000",
+    "--set",
+    "data.options.num_test=100",
+)
 MISSPELT = {
     "train.epoch": "train.epochs",
     "train.batchsize": "train.batch_size",
     "model.dims": "model.dim",
     "rows.learning_rate": "unknown setting",
+    "rows.eviction.max_row": "rows.eviction.max_rows",
+    "rows.evictions": "rows.eviction",
     "plan.dramm": "plan.dram",
     "data.nam": "data.name",
     "trian.epochs": "train",
@@ -57,6 +74,18 @@ YAML = {
     "a number": (b"3\n", "sections"),
     "text": (b"just words\n", "sections"),
     "binary": (bytes(range(128, 256)), "not YAML"),
+    "a table with an unknown setting": (
+        b"rows:\n  tables: {C1: {evict: {}}}\n",
+        "rows.tables.C1.eviction",
+    ),
+    "counts without ids": (b"rows:\n  admission: {updates: 3}\n", "expected_ids"),
+    "two admissions": (
+        b"rows:\n  admission: {updates: 3, expected_ids: 9, probability: 0.5}\n",
+        "wanted one of them",
+    ),
+    "two evictions": (b"rows:\n  eviction: {max_rows: 3, age_steps: 2}\n", "wanted one of them"),
+    "halving of no counts": (b"rows:\n  eviction: {max_rows: 3, halve_steps: 2}\n", "by=frequency"),
+    "an order without a limit": (b"rows:\n  eviction: {by: norm}\n", "max_rows"),
     "an unknown section": (b"trainer:\n  epochs: 3\n", "train"),
     "an unknown key": (b"train:\n  epoch: 3\n", "train.epochs"),
     "a section that is a number": (b"train: 3\n", "train"),
@@ -93,8 +122,73 @@ def cases() -> list[Case]:
             )
         )
     found += [
+        Case(
+            "eviction without an open table",
+            train("synthetic", None, "rows.eviction.max_rows=9"),
+            ("rows.eviction", "no open table"),
+        ),
+        Case(
+            "eviction of a table that is not there",
+            ("train", "run.yaml", "--run", "run"),
+            ("rows.tables.word", "no open table of that name"),
+            {
+                "run.yaml": b"data: {name: synthetic}\nrows:\n  tables: {word: {eviction: {age_steps: 3}}}\n"
+            },
+        ),
         Case("yaml nowhere", ("train", "nowhere.yaml"), ("nowhere.yaml",)),
         Case("yaml is a folder", ("train", "place", "--run", "run"), ("place",), {"place/x": b""}),
+        Case(
+            "plan.memory.ssd is a file",
+            train("synthetic", None, "plan.memory.ssd=place/rows:1GiB"),
+            ("plan.memory.ssd", "place is a file"),
+            {"place": b""},
+        ),
+        Case(
+            "plan.memory.mapped beyond its disk",
+            train("synthetic", None, "plan.memory.mapped=here:900TiB"),
+            ("plan.memory.mapped", "the file system has"),
+        ),
+        Case(
+            "--dram of no size",
+            ("train", "--data", "synthetic", "--run", "run", "--dram", "much"),
+            ("plan.memory.dram", "much"),
+        ),
+        Case("plan of a file that is not there", ("plan", "nowhere.yaml"), ("nowhere.yaml",)),
+        Case("plan of a data set nobody knows", ("plan", "--data", "netflix"), ("netflix",)),
+        Case(
+            "plan with memory below one batch",
+            ("plan", *SMALL, "--dram", "300KiB"),
+            ("plan.memory.dram", "for a batch", "C"),
+        ),
+        Case(
+            "plan with memory below a row of each table",
+            ("plan", *SMALL, "--dram", "1KiB"),
+            ("plan.memory.dram", "one row of each of 26 tables"),
+        ),
+        Case(
+            "plan with a file for a directory",
+            ("plan", *SMALL, "--dram", "4MiB", "--set", "plan.memory.ssd=place:1GiB"),
+            ("plan.memory.ssd", "place is a file"),
+            {"place": b""},
+        ),
+        Case(
+            "plan of no samples",
+            ("plan", "--data", "synthetic", "--set", "data.options.num_train=0", "--dram", "4MiB"),
+            ("num_train",),
+        ),
+        Case("plan for no ranks", ("plan", *SMALL, "--ranks", "0"), ("--ranks",)),
+        Case("plan of no lookups", ("plan", *SMALL, "--sample", "0"), ("--sample",)),
+        Case(
+            "a profiled run with memory below one batch",
+            train(
+                "synthetic",
+                None,
+                "plan.placement=profiled",
+                "plan.memory.dram=300KiB",
+                "data.options.num_train=9000",
+            ),
+            ("plan.memory.dram", "for a batch"),
+        ),
         Case("--set without =", ("train", "--set", "epochs"), ("name=value",)),
         Case(
             "--set of a setting of another optimizer",

@@ -5,9 +5,10 @@ Everything follows from (seed, step, sample), so any rank of any world can make 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,25 +18,31 @@ from colonnade import (
     FTRL,
     SGD,
     Adam,
+    AgeEviction,
     Batch,
     Concat,
+    CountMinAdmission,
     EmbeddingCollection,
     Feature,
     Ids,
+    MaxRowsEviction,
     Mesh,
+    RandomAdmission,
     RowOptimizer,
     RowWiseAdagrad,
     Table,
     Uniform,
     build_plan,
 )
-from colonnade.store.ssd import open_ssd
+from colonnade.store.absent import AbsentRows
+from colonnade.store.log import open_log
+from colonnade.topology.sharding import Sharding
 from colonnade.train.dense import DenseGradients
 
 DIM = 5
 
 
-def tables(dtype: str = "float64") -> list[Table]:
+def tables(dtype: str = "float64", stays: str | None = None) -> list[Table]:
     adagrad = RowWiseAdagrad(lr=0.1, eps=1e-6, weight_decay=1e-3)
     adam = Adam(
         lr=0.01, eps=1e-3
@@ -43,7 +50,7 @@ def tables(dtype: str = "float64") -> list[Table]:
     scale = Uniform(scale=0.5)
     user = {"deep": adagrad, "wide": FTRL(lr=0.1, l1=1e-4)}
     momentum = SGD(lr=0.1, momentum=0.9)
-    return [
+    declared = [
         Table(
             "user", {"deep": DIM, "wide": 1}, rows=53, optimizer=user, initializer=scale, dtype=dtype
         ),
@@ -51,6 +58,24 @@ def tables(dtype: str = "float64") -> list[Table]:
         Table("tag", DIM, rows=11, optimizer=adam, initializer=scale, dtype=dtype, max_norm=1.0),
         Table("wide", 3, optimizer=adagrad, initializer=scale, dtype=dtype),
     ]  # fmt: skip
+    given = STAYS[stays] if stays else {}
+    return [replace(table, **given.get(table.name, {})) for table in declared]
+
+
+STAYS: dict[str, dict[str, dict[str, Any]]] = {
+    "counted and frequent": {
+        "item": {
+            "admission": CountMinAdmission(updates=2, expected_ids=100, error=0.1, halve_steps=3),
+            "eviction": MaxRowsEviction(rows=20, by="frequency", halve_steps=4),
+        },
+        "wide": {"eviction": MaxRowsEviction(rows=9, by="norm")},
+    },
+    "by chance and recent": {
+        "item": {"admission": RandomAdmission(probability=0.5), "eviction": AgeEviction(steps=2)},
+        "wide": {"eviction": MaxRowsEviction(rows=9, by="recency")},
+    },
+}
+"""Admission and eviction by name, by open table."""
 
 
 def features() -> list[Feature]:
@@ -66,11 +91,11 @@ def features() -> list[Feature]:
 class Net(nn.Module):
     """FM and values over the pooled fields, the mean of a sequence: every path into a loss."""
 
-    def __init__(self, dtype: str = "float64", seed: int = 3) -> None:
+    def __init__(self, dtype: str = "float64", seed: int = 3, stays: str | None = None) -> None:
         super().__init__()
         fields = ["user.deep", "item", "seen", "tags"]
         self.embeddings = EmbeddingCollection(
-            tables(dtype),
+            tables(dtype, stays),
             features(),
             consumers={"fm": (FM(), fields), "deep": (Concat(), fields[::-1])},
             seed=seed,
@@ -83,7 +108,7 @@ class Net(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         found = self.embeddings(batch)
         sizes = batch.ids["history"].offsets.diff()
-        samples = torch.arange(batch.size).repeat_interleave(sizes)
+        samples = torch.arange(batch.size).repeat_interleave(sizes).to(found["history"].device)
         history = found["history"].new_zeros(batch.size, 3).index_add(0, samples, found["history"])
         deep = torch.tanh(self.first(found["deep"]))
         return self.last(torch.cat([deep, history], 1)) + found["fm"] + found["user.wide"]
@@ -162,17 +187,21 @@ def probe_ids() -> dict[str, Tensor]:
     }
 
 
-def open_backings(folder: Path, mesh: Mesh, tables: Sequence[Table]):
-    """One file store per table for this rank, empty."""
+def open_backings(
+    folder: Path, mesh: Mesh, tables: Sequence[Table], shardings: Sequence[Sharding] = ()
+):
+    """One file store per table for this rank, empty; none where it has no rows of it."""
     return [
-        open_ssd(
+        AbsentRows(table.name, table.record_bytes)
+        if shardings and shardings[t].shard_of(mesh.rank).place is None
+        else open_log(
             folder / f"{mesh.rank}-of-{mesh.num_ranks}" / table.name,
             table_name=table.name,
             record_bytes=table.record_bytes,
             identity=table.name,
             step=None,
         )
-        for table in tables
+        for t, table in enumerate(tables)
     ]
 
 
@@ -183,23 +212,33 @@ def train(
     size: int = 23,
     dtype: str = "float64",
     dram_bytes: int | None = None,
+    hbm_bytes: int | None = None,
+    device: str = "cpu",
     lookahead: int = 2,
     staleness: int = 0,
     folder: Path | None = None,
     evaluate_every: int = 0,
     sizes: Sequence[int] | None = None,
+    stays: str | None = None,
+    shardings: Mapping[str, Sharding] | None = None,
+    exchanges: Mapping[str, str] | None = None,
 ) -> Trained:
-    """Every rank calls it; every rank returns the same. Step t has `sizes[t]` (or `size`) samples in all."""
-    model = Net(dtype)
+    """Every rank calls it; every rank returns the same, on the CPU. Step t has `sizes[t]` (or `size`) samples."""
+    model = Net(dtype, stays=stays).to(device)
     collection = model.embeddings
     plan = build_plan(
         collection.tables,
         mesh.num_ranks,
         dram_bytes=dram_bytes,
+        hbm_bytes=hbm_bytes,
         lookahead=lookahead,
         staleness_steps=staleness,
+        shardings=shardings,
+        exchanges=exchanges,
     )
-    backings = [] if folder is None else open_backings(folder, mesh, collection.tables)
+    backings = (
+        [] if folder is None else open_backings(folder, mesh, collection.tables, plan.shardings)
+    )
     collection.open(plan, mesh, backings=backings)
     rows = RowOptimizer(collection)
     dense = DenseGradients(list(model.parameters()), mesh)
@@ -218,14 +257,14 @@ def train(
         assert finite
         rows.step(agreed=True)
         optimizer.step()
-        losses.append(float(mesh.all_reduce("control", loss.detach().clone())))
+        losses.append(float(mesh.all_reduce("control", loss.detach().cpu().clone())))
         if evaluate_every and t % evaluate_every == 0:
             model.eval()
             with torch.no_grad():
                 loss_of(model, share_of(global_batch(999, 31), mesh.rank, mesh.num_ranks))
             model.train()
     found = Trained(
-        losses, {k: v.clone() for k, v in model.state_dict().items()}, all_rows(collection)
+        losses, {k: v.cpu().clone() for k, v in model.state_dict().items()}, all_rows(collection)
     )
     for backing in backings:
         backing.close()
@@ -236,7 +275,7 @@ def loss_of(model: Net, batch: Batch) -> Tensor:
     """This rank's part of the mean over the global batch."""
     logits = model(batch)
     total = nn.functional.binary_cross_entropy_with_logits(
-        logits, batch.label.to(logits.dtype), reduction="sum"
+        logits, batch.label.to(logits.device, logits.dtype), reduction="sum"
     )
     return total / max(batch.world_weight, 1e-12)
 

@@ -19,9 +19,18 @@ SCRIPT = Path(__file__).resolve().parents[1] / "faults" / "small_run.py"
 
 VARIANTS = {
     "plain": {},
-    "tiered": {"plan.dram": 60_000},
-    "stale": {"plan.staleness_steps": 2, "plan.dram": 90_000},
+    "tiered": {"plan.memory.dram": 60_000},
+    "stale": {"plan.staleness_steps": 2, "plan.memory.dram": 90_000},
     "sgd": {"rows.optimizer": "sgd", "rows.lr": 0.5, "plan.lookahead": 0},
+    "open": {
+        "plan.memory.dram": 60_000,
+        "rows.admission.updates": 2,
+        "rows.admission.expected_ids": 2000,
+        "rows.admission.halve_steps": 9,
+        "rows.eviction.max_rows": 150,
+        "rows.eviction.by": "frequency",
+        "rows.eviction.halve_steps": 7,
+    },
     "decisions": {
         "train.accumulate": 4,
         "train.evaluate_steps": 3,
@@ -109,7 +118,7 @@ def test_killed_inside_a_change_of_the_disk(undisturbed, kill_at, tmp_path):
     assert digest(tmp_path) == undisturbed(variant, 1)
 
 
-@pytest.mark.parametrize("variant", ["tiered", "stale"])
+@pytest.mark.parametrize("variant", ["tiered", "stale", "open"])
 def test_killed_at_random_moments(undisturbed, variant, tmp_path):
     chance = random.Random(variant)
     for _ in range(4):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from scenario import assert_same_bits, tables, train
+from scenario import STAYS, assert_same_bits, tables, train
 
 from colonnade import Mesh, _native, build_plan
 from colonnade.errors import BudgetExceeded
@@ -61,9 +63,38 @@ def test_budget_under_staleness(staleness, tmp_path):
     assert_same_bits(wanted, found)
 
 
+@pytest.mark.parametrize("stays", list(STAYS))
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_budget_and_lookahead_where_rows_come_and_go(stays, staleness, tmp_path):
+    settings = {"sizes": SIZES, "stays": stays, "staleness": staleness}
+    wanted = train(Mesh(), **settings)
+    for number, (dram_bytes, lookahead) in enumerate([(30_000, 0), (60_000, 5), (None, 1)]):
+        if staleness and dram_bytes == 30_000:
+            dram_bytes = 100_000
+        found = train(
+            Mesh(),
+            dram_bytes=dram_bytes,
+            lookahead=lookahead,
+            folder=tmp_path / str(number),
+            evaluate_every=2,
+            **settings,
+        )
+        assert_same_bits(wanted, found)
+    other = train(Mesh(), sizes=SIZES, staleness=staleness)
+    assert not torch.equal(other.rows["item"], wanted.rows["item"])  # rows did come and go
+
+
 def test_a_budget_below_one_batch_is_refused_and_names_the_table(tmp_path):
-    with pytest.raises(BudgetExceeded, match=r"'user'.* budget holds \d+ "):
+    with pytest.raises(BudgetExceeded, match=r"'user'.* budget holds \d+ ") as caught:
         train(Mesh(), sizes=[200], dram_bytes=2_000, folder=tmp_path)
+    # Nothing is in flight: what cannot help is not advised.
+    said = str(caught.value)
+    assert "lower the batch size" in said and "lookahead" not in said and "in flight" not in said
+    found = re.search(
+        r"needs (\d+) rows .* holds (\d+) \(([\d,]+) bytes\).* needs ([\d,]+) bytes", said
+    )
+    needed, held, held_bytes, bytes_that_do = (int(n.replace(",", "")) for n in found.groups())
+    assert bytes_that_do * held == held_bytes * needed
 
 
 def test_different_seeds_differ():

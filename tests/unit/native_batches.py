@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import numpy as np
 import torch
@@ -63,8 +64,13 @@ class RandomBatch:
             self.weights,
         )
 
-    def plan(self, num_ranks: int = 1) -> _native.Plan:
-        return _native.make_plan(self.lookups(), torch.tensor(self.table_rows), num_ranks)
+    def owners(self, pattern: Sequence[int] = (1,)) -> list[int]:
+        """(T,): owners of each table, over and over as in `pattern`."""
+        return list(islice(cycle(pattern), len(self.table_rows)))
+
+    def plan(self, pattern: Sequence[int] = (1,)) -> _native.Plan:
+        owners = torch.tensor(self.owners(pattern), dtype=torch.int64)
+        return _native.make_plan(self.lookups(), torch.tensor(self.table_rows), owners)
 
     def outputs(self, f: int) -> int:
         if self.poolings[f] == "sequence":

@@ -23,15 +23,17 @@ def write_run(
     lr: float = 0.1,
     loss: float = 0.6,
     name: str = "dlrm",
+    tiers: bool = True,
 ) -> Path:
-    """`finished` False: as a killed run leaves it, its last line cut short."""
+    """`finished` False: as a killed run leaves it, its last line cut short. `tiers` False: as versions left it that
+    did not count them."""
     folder.mkdir(parents=True)
     names = [f"C{i}" for i in range(tables)]
     config = {
         "data": {"name": "synthetic", "path": None, "options": {"seed": 1}},
         "model": {"name": name, "dim": 16, "top": [128, 64]},
         "rows": {"optimizer": "adagrad", "lr": lr, "eps": None},
-        "plan": {"dram": 64 << 20},
+        "plan": {"memory": {"dram": 64 << 20}},
         "train": {"batch_size": 4096, "epochs": evaluations},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -76,7 +78,8 @@ def write_run(
             "wait for rows": 0.05,
             "forward": 0.4,
             "backward": 0.7,
-            "agree and reduce dense": 0.05,
+            "check gradients": 0.03,
+            "exchange: dense gradients": 0.02,
             "update rows": 0.2,
             "update dense": 0.1,
             "total": 1.6,
@@ -85,8 +88,30 @@ def write_run(
         lines.append(
             {**at, "kind": "rows", "resident": 9000, "read": 700, "born": 300, "evicted": 650}
         )
+        if tiers:
+            read, written = 700 * every // 20, 650 * every // 20
+            dram = {
+                "hits": 9000,
+                "misses": 1000,
+                "rows_written": 1000,
+                "held_bytes": 12 << 20,
+                "live_bytes": 12 << 20,
+            }
+            ssd = {
+                "hits": read, "misses": 300, "reads": read // 2, "read_bytes": read * 5000, "row_bytes": read * 76,
+                "rows_written": written, "rows_moved": written // 4, "payload_bytes": written * 76,
+                "written_bytes": written * 76 * 3 // 2, "lifetime_bytes": step // every * written * 114,
+                "held_bytes": 500_000, "live_bytes": 400_000, "stall_seconds": 0.02,
+            }  # fmt: skip
+            waited = 0.05 * (1 + math.sin(step / 30)) / 2
+            lines.append(
+                {**at, "kind": "tiers", "seconds": 1.6, "waited": waited, "dram": dram, "ssd": ssd}
+            )
         if ranks > 1:
-            lines.append({**at, "kind": "sent", "route": 10**6, "fetch": 10**7, "push": 10**7})
+            by_link = {"local": 10**6, "remote": 10**7}
+            sent = {purpose: by_link for purpose in ("route", "fetch", "push", "dense")}
+            messages = {purpose: {"local": 20, "remote": 40} for purpose in sent}
+            lines.append({**at, "kind": "sent", "bytes": sent, "messages": messages})
         if step % (10 * every) == every:
             lines.append(
                 {

@@ -23,6 +23,8 @@ SMALL = [
 
 @pytest.fixture
 def colonnade(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")  # a long path breaks no line
+
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["colonnade", *arguments])
         try:
@@ -46,7 +48,7 @@ def colonnade(monkeypatch, capsys):
         (["train", "--set", "model.bottom=[-3]"], "model.bottom"),
         (["train", "--set", "rows.lr=inf"], "rows.lr"),
         (["train", "--set", "train.seed=99999999999999999999999"], "train.seed"),
-        (["train", "--set", "plan.dram=3XB"], "wanted a size"),
+        (["train", "--set", "plan.memory.dram=3XB"], "wanted a size"),
         (["train", "--set", "data.options.num_train=abc"], "num_train"),
         (["train", "--set", "data.options.numtrain=5"], "num_train"),
         (["train", "nowhere.yaml"], "nowhere.yaml"),
@@ -71,6 +73,7 @@ def colonnade(monkeypatch, capsys):
         (["compare", "nowhere", "nowhere2"], "nowhere"),
         (["inspect", "nowhere"], "nowhere"),
         (["inspect", "."], "neither a run folder"),
+        (["verify", "nowhere"], "nowhere"),
         (["export", "nowhere", "out"], "nowhere"),
         (["export", "nowhere", "out", "--at", "soon"], "nowhere"),
         (["predict", "nowhere"], "--output"),
@@ -80,7 +83,7 @@ def colonnade(monkeypatch, capsys):
         (["convert", "csw", "a", "b"], "did you mean csv?"),
         (["convert", "csv", "nowhere.csv", "b.parquet"], "nowhere.csv"),
         (["settings", "trian"], "did you mean train?"),
-        (["settings", "plan.drma"], "did you mean plan.dram?"),
+        (["settings", "plan.memory.drma"], "did you mean plan.memory.dram?"),
     ],
 )
 def test_errors_are_one_line(colonnade, arguments, words, tmp_path, monkeypatch):
@@ -135,7 +138,7 @@ def test_doctor_says_what_follows(colonnade):
         assert words in said
 
 
-VERBS = "demo train evaluate predict convert report compare inspect export settings doctor bench".split()
+VERBS = "demo train evaluate predict convert report compare inspect export verify settings doctor bench".split()
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -165,7 +168,7 @@ def test_settings_lists_every_field_with_its_words(colonnade, monkeypatch):
         for name, field in part.annotation.model_fields.items():
             line = next(line for line in said.splitlines() if line.startswith(f"{section}.{name} "))
             assert not field.description or field.description.split("\n")[0][:40] in line
-    _, said, _ = colonnade("settings", "plan.dram")
+    _, said, _ = colonnade("settings", "plan.memory.dram")
     assert "bytes | none" in said and len(said.splitlines()) == 2
 
 
@@ -189,6 +192,51 @@ def test_output_that_nobody_reads_is_no_traceback():
     command = f"{sys.executable} -m colonnade settings | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("setting") and done.stderr == ""
+
+
+def test_verify_names_what_is_damaged(colonnade, tmp_path):
+    folder = tmp_path / "run"
+    ssd = f"plan.memory.ssd={tmp_path / 'disk'}"
+    assert colonnade("train", "--run", str(folder), *SMALL, "--set", ssd)[0] == 0
+    status, said, err = colonnade("verify", str(folder))
+    assert status == 0 and "step 6: whole; " in said and err == ""
+    rows = sorted((tmp_path / "disk").rglob("segment-*.rows"))[3]
+    keys = sorted((tmp_path / "disk").rglob("segment-*.keys"))[5]
+    state = folder / "commits" / "000000000006" / "rank-0"
+    for path in (rows, keys, state):
+        data = bytearray(path.read_bytes())
+        data[-20] ^= 4
+        path.write_bytes(data)
+    missing = sorted(folder.rglob("live-6.bits"))[9]
+    missing.unlink()
+    status, said, err = colonnade("verify", str(folder), "--at", "last")
+    damaged = "".join(line for line in said.splitlines() if line.startswith("damaged"))
+    assert status == 2 and "5 of" in err and "files are damaged" in err
+    for path in (rows, keys, keys.with_suffix(".rows"), state, missing):
+        assert str(path) in damaged, path
+
+
+def test_a_state_of_another_commit_is_no_part_of_this_one(colonnade, tmp_path):
+    folder = tmp_path / "run"
+    arguments = ("train", "--run", str(folder), *SMALL)
+    assert colonnade(*arguments, "--set", "train.commit_steps=4")[0] == 0
+    older, newer = (folder / "commits" / f"{step:012d}" / "dense" for step in (4, 6))
+    newer.write_bytes(older.read_bytes())
+    status, said, err = colonnade("verify", str(folder))
+    assert status == 2 and f"{newer}: got the state dense of step 4" in said
+    status, _, err = colonnade("evaluate", str(folder))
+    assert status == 2 and f"{newer}: got the state dense of step 4" in err
+
+
+def test_verify_finds_directories_that_moved(colonnade, tmp_path):
+    folder = str(tmp_path / "run")
+    ssd = f"plan.memory.ssd={tmp_path / 'disk'}"
+    assert colonnade("train", "--run", folder, *SMALL, "--set", ssd)[0] == 0
+    (tmp_path / "disk").rename(tmp_path / "moved")
+    status, said, err = colonnade("verify", folder)
+    assert status == 2 and "--set plan.memory.ssd=" in said and "damaged or missing" in err
+    status, said, _ = colonnade("verify", folder, "--directory", str(tmp_path / "moved"))
+    assert status == 0 and "whole" in said
 
 
 def test_from_a_run_to_scores_and_pages(colonnade, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,9 +13,9 @@ from colonnade.config import (
     dump_config,
     load_config,
     override,
-    parse_bytes,
 )
 from colonnade.errors import ConfigError
+from colonnade.sizes import Place, parse_bytes, parse_place
 from colonnade.train.presets import PRESETS
 
 
@@ -26,9 +27,43 @@ from colonnade.train.presets import PRESETS
         ({"plan": {"staleness": 3}}, ["plan.staleness", "plan.staleness_steps"]),
         ({"train": {"batch_size": 0}}, ["train.batch_size", "0"]),
         ({"train": {"epochs": "many"}}, ["train.epochs", "many"]),
-        ({"plan": {"dram": "2 potatoes"}}, ["plan.dram", "2 potatoes", "GiB"]),
+        ({"plan": {"memory": {"dram": "2 potatoes"}}}, ["plan.memory.dram", "2 potatoes", "GiB"]),
         ({"model": {"name": "transformer"}}, ["model.name", "dlrm"]),
         ({"train": 3}, ["train", "3"]),
+        ({"plan": {"dram": "2GiB"}}, ["plan.dram", "it is now plan.memory.dram"]),
+        ({"plan": {"dramm": "2GiB"}}, ["plan.dramm", "did you mean plan.memory.dram"]),
+        ({"plan": {"memory": {"drm": 3}}}, ["plan.memory.drm", "did you mean plan.memory.dram"]),
+        ({"plan": {"memory": {"ssd": "/a:0"}}}, ["plan.memory.ssd", "/a:0", "at least 1 byte"]),
+        ({"plan": {"memory": {"ssd": [":3GiB"]}}}, ["plan.memory.ssd", "a directory and a size"]),
+        ({"plan": {"memory": {"ssd": ["/a", "/a/:3"]}}}, ["/a", "differ"]),
+        ({"plan": {"memory": {"ssd": "/a", "mapped": "/a:1"}}}, ["/a", "one tier in a directory"]),
+        ({"plan": {"memory": {"mapped": "/a:5ZB"}}}, ["plan.memory.mapped", "5ZB", "GiB"]),
+        ({"plan": {"memory": {"hbm": "1GiB"}}}, ["plan.memory.hbm", "device=cpu", "device=cuda"]),
+        (
+            {
+                "plan": {"memory": {"hbm": "1GiB"}, "placement": "profiled"},
+                "train": {"device": "cuda"},
+            },
+            ["plan.memory.hbm", "placement=profiled", "leave"],
+        ),
+        (
+            {"plan": {"memory": {"dram": 5, "tables": {"t": 6}}}},
+            ["plan.memory", "6 bytes", "raise dram"],
+        ),
+        ({"plan": {"lookahead": "far"}}, ["plan.lookahead", "far", "auto"]),
+        ({"plan": {"lookahead": True}}, ["plan.lookahead", "auto"]),
+        (
+            {"plan": {"write_budget": 0}},
+            ["plan.write_budget: got 0, wanted", "1MiB", "leave it out"],
+        ),
+        ({"plan": {"write_budget": "1MB"}}, ["plan.write_budget: got '1MB', wanted at least 1MiB"]),
+        ({"plan": {"memory": {"dram": 0}}}, ["plan.memory.dram: got 0, wanted", "leave it out"]),
+        (
+            {"plan": {"memory": {"dram": -5}}},
+            ["plan.memory.dram: got -5, wanted", "1 byte", "2GiB"],
+        ),
+        ({"plan": {"memory": {"dram": 1.5}}}, ["plan.memory.dram: got 1.5, wanted"]),
+        ({"plan": {"memory": {"tables": {"t": 0}}}}, ["plan.memory.tables.t: got 0, wanted"]),
     ],
 )
 def test_errors_name_the_setting_and_the_remedy(values, words):
@@ -44,6 +79,28 @@ def test_override_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean train"):
         override(RunConfig(), {"trian.epochs": 3})
     assert override(RunConfig(), {"train.epochs": 3}).train.epochs == 3
+
+
+def test_places_have_a_path_and_perhaps_a_size(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert parse_place("/a:64GiB") == Place("/a", 64 << 30)
+    assert parse_place("/a") == Place("/a", None)
+    assert parse_place("/a:b") == Place("/a:b", None)  # a colon may be part of a name
+    assert parse_place("rows:5") == Place(str(tmp_path / "rows"), 5)
+    config = override(
+        RunConfig(),
+        {
+            "plan.memory.ssd": "rows:1KiB",
+            "plan.memory.mapped": "/m",
+            "plan.memory.tables.t": "1KiB",
+        },
+    )
+    memory = config.plan.memory
+    assert memory.ssd_places == (Place(str(tmp_path / "rows"), 1024),)
+    assert memory.mapped_place == Place("/m") and memory.tables == {"t": 1024}
+    assert build_config(yaml.safe_load(dump_config(config))) == config
+    monkeypatch.chdir("/")
+    assert build_config(yaml.safe_load(dump_config(config))) == config  # wherever it is read
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

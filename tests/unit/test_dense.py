@@ -1,14 +1,28 @@
-"""Dense gradients in flat buffers: by dtype and device, with the ranks' signals at the end of the first."""
+"""Dense gradients in buckets: laid out once, summed while backward runs, with the ranks' signals at the end."""
 
 from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from colonnade import Mesh
-from colonnade.train.dense import DenseGradients
+from colonnade import Mesh, World
+from colonnade.errors import PeerLost
+from colonnade.topology.reduction import sent, sum_in_order, sum_over_ranks
+from colonnade.topology.traffic import Traffic
+from colonnade.train import dense as dense_module
+from colonnade.train.dense import DenseGradients, bucket_layout
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+WAYS = ("whole", "scattered", "by host")
+SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
 
 
 class Mixed(nn.Module):
@@ -26,10 +40,59 @@ class Mixed(nn.Module):
         return self.three(self.two(hidden).float().to(self.three.weight.device)).sum()
 
 
+class Odd(nn.Module):
+    """Parameters used twice, in some steps only, never, and frozen; of three dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.twice = nn.Linear(3, 3)
+        self.sometimes = nn.Linear(3, 3)
+        self.never = nn.Linear(5, 5)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.rounded = nn.Parameter(torch.ones(3, dtype=HALF))
+        self.top = nn.Linear(3, 1, dtype=DOUBLE)
+
+    def forward(self, inputs, uses_all=True, reenters=False):
+        def layers(hidden):
+            return self.twice(hidden).tanh()
+
+        hidden = inputs
+        for _ in range(2):
+            hidden = checkpoint(layers, hidden, use_reentrant=True) if reenters else layers(hidden)
+        if uses_all:
+            hidden = hidden + self.sometimes(hidden)
+        return self.top((self.frozen(hidden) * self.rounded).double()).sum()
+
+
 def attached(model, mesh):
-    dense = DenseGradients(list(model.parameters()), mesh)
+    dense = DenseGradients([p for p in model.parameters() if p.requires_grad], mesh)
     dense.attach()
     return dense
+
+
+def inputs_of(rank, step, part=0):
+    random = torch.Generator().manual_seed(100 * step + 10 * part + rank)
+    return torch.randn(4, 3, generator=random).requires_grad_()
+
+
+# ---- the layout
+
+
+def test_the_layout_is_in_reverse_order_and_has_every_parameter_once():
+    whole = dense_module.BUCKET_BYTES // 4
+    kinds = [(SINGLE, CPU), (SINGLE, CPU), (DOUBLE, CPU), (SINGLE, CPU), (SINGLE, GPU)]
+    layout = bucket_layout(kinds, [10, whole, 3, whole // 2, 5])
+    assert layout == [[4], [2], [3, 1], [0]]  # as they are full
+    for dtype in (HALF, torch.float16):  # has no room for a loss
+        assert bucket_layout([(dtype, CPU)] * 2, [3, 4]) == [[1, 0], []]
+    assert bucket_layout([], []) == [[]]
+    many = bucket_layout([(SINGLE, CPU)] * 1000, [whole // 3] * 1000)
+    assert [number for bucket in many for number in bucket] == list(reversed(range(1000)))
+    assert {len(bucket) for bucket in many[:-1]} == {4}  # 3 x a third is a little less than all
+
+
+# ---- what a step gives
 
 
 def check(mesh, device):
@@ -37,10 +100,16 @@ def check(mesh, device):
     model = Mixed(device)
     dense = attached(model, mesh)
     dense.synchronise()
-    for step in range(2):  # `zero` starts each step anew
+    for step in range(
+        3
+    ):  # `zero` starts each step anew; the last one's buckets leave during backward
         dense.zero()
-        model(torch.full((4, 3), 1.0 + mesh.rank + step)).backward()
-        answers = dense.reduce(finite=True, stop=mesh.rank == 1, loss=mesh.rank + 1.0)
+        dense.begin()
+        model(torch.full((4, 3), float(mesh.rank + step))).backward()
+        time.sleep(0.1)  # whatever may leave has left
+        answers = dense.reduce(
+            finite=True, stop=mesh.rank == 1, loss=mesh.rank + 1.0 - 5 * (step < 2)
+        )
     reference = Mixed(device)
     for rank in range(mesh.num_ranks):
         reference(torch.full((4, 3), 2.0 + rank)).backward()
@@ -52,19 +121,242 @@ def check(mesh, device):
     assert dense.reduce(finite=True, stop=False)[:2] == (False, False)
     dense.zero()
     assert dense.reduce(finite=mesh.rank != 1, stop=False)[0] == (mesh.num_ranks == 1)
+    nothing = attached(nn.Identity(), mesh)
+    nothing.zero()
+    assert nothing.reduce(finite=True, stop=False, loss=2.0) == (True, False, 2.0 * mesh.num_ranks)
     return True
+
+
+def step_of(model, dense, rank, step, *, parts, is_overlapped, **options):
+    dense.zero()
+    for part in range(parts):
+        if is_overlapped and part == parts - 1:
+            dense.begin()
+        model(inputs_of(rank, step, part), **options).backward()
+    answer = dense.reduce(finite=True, stop=False, loss=1.0)
+    return answer, [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def bits_at_any_time(mesh):
+    """With and without overlap, in one bucket and in many, for parameters of every kind and several backwards."""
+    cases = [
+        {"parts": 1},
+        {"parts": 1, "uses_all": False},  # a parameter without a gradient
+        {"parts": 3},
+        {"parts": 1, "uses_all": True},
+    ]
+    found = []
+    for bucket_bytes in (1 << 20, 32):
+        dense_module.BUCKET_BYTES = bucket_bytes
+        for is_overlapped in (False, True):
+            model = Odd()
+            dense = attached(model, mesh)
+            found.append(
+                [
+                    step_of(model, dense, mesh.rank, step, is_overlapped=is_overlapped, **case)
+                    for step, case in enumerate(cases)
+                ]
+            )
+    for other in found[1:]:
+        for (answer, gradients), (same_answer, same) in zip(found[0], other, strict=True):
+            assert answer == same_answer == (True, False, mesh.num_ranks)
+            for one, another in zip(gradients, same, strict=True):
+                assert (one is None and another is None) or torch.equal(one, another)
+    for step, case in enumerate(cases):  # and they are the sums
+        reference = Odd()
+        parts, options = case["parts"], {k: v for k, v in case.items() if k != "parts"}
+        for rank in range(mesh.num_ranks):
+            for part in range(parts):
+                reference(inputs_of(rank, step, part), **options).backward()
+        for mine, theirs in zip(found[0][step][1], reference.parameters(), strict=True):
+            if mine is not None:
+                wanted = torch.zeros_like(mine) if theirs.grad is None else theirs.grad
+                torch.testing.assert_close(
+                    mine, wanted, rtol=2e-2 if mine.dtype == HALF else 1e-5, atol=1e-5
+                )
+    return [[gradients for _, gradients in steps] for steps in found[:1]]
+
+
+def leaves_while_backward_runs(mesh):
+    """The first layer's backward waits until the last layer's bucket is the sum over ranks; and order is fixed."""
+    dense_module.BUCKET_BYTES = 32
+    layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    dense = attached(layers, mesh)
+    order, reduce = [], dense_module._reduce
+
+    def noted(bucket, mesh):
+        reduce(bucket, mesh)
+        order.append((bucket.numbers, threading.current_thread().name))
+
+    dense_module._reduce = noted
+    seen = []
+
+    def early(_):
+        if dense._thread is not None:
+            until = time.monotonic() + 30
+            while len(order) < 3 and time.monotonic() < until:
+                time.sleep(0.001)
+        seen.append(len(order))
+
+    layers[0].weight.register_hook(early)  # before its gradient is added
+    for _ in range(2):  # the first is watched
+        order.clear()
+        dense.zero()
+        dense.begin()
+        layers(torch.ones(2, 4)).sum().backward()
+        dense.reduce(finite=True, stop=False)
+        assert order == [([n], "dense") for n in (3, 2, 1, 0)]
+    dense_module._reduce = reduce
+    assert seen == [0, 3]
+
+
+def reenters(mesh):
+    """Checkpointing that runs a backward inside backward adds a parameter's gradients one by one."""
+    model, other = Odd(), Odd()
+    dense, plain = attached(model, mesh), attached(other, mesh)
+    for step in range(3):
+        options = {"parts": 1, "reenters": True}
+        _, mine = step_of(model, dense, mesh.rank, step, is_overlapped=True, **options)
+        _, same = step_of(other, plain, mesh.rank, step, is_overlapped=False, **options)
+        for one, another in zip(mine, same, strict=True):
+            assert (one is None and another is None) or torch.equal(one, another)
+    assert max(dense._expected) == 2
+
+
+def gradients_elsewhere(mesh):
+    """zero_grad and create_graph put gradients elsewhere; they come back."""
+    model = nn.Linear(3, 1, bias=False)
+    dense = attached(model, mesh)
+    for is_graph in (False, True, True):
+        dense.zero()
+        dense.begin()
+        if not is_graph:
+            model.zero_grad(set_to_none=True)
+        (model(torch.ones(2, 3)).sum() ** 2).backward(create_graph=is_graph)
+        dense.reduce(finite=True, stop=False)
+        assert model.weight.grad is dense._views[0] and not model.weight.grad.requires_grad
+        total = float(model.weight.detach().sum()) * 8 * mesh.num_ranks
+        torch.testing.assert_close(model.weight.grad, torch.full((1, 3), total))
+
+
+def on_two(mesh):
+    assert check(mesh, "cpu")
+    leaves_while_backward_runs(mesh)
+    dense_module.BUCKET_BYTES = 32
+    reenters(mesh)
+    gradients_elsewhere(mesh)
+    return bits_at_any_time(mesh)
 
 
 def test_on_one_rank():
     assert check(Mesh(), "cpu")
-
-
-def on_two(mesh):
-    return check(mesh, "cpu")
+    gradients_elsewhere(Mesh())
+    dense = attached(nn.Linear(3, 1), Mesh())
+    assert not dense._hooks and dense._thread is None
 
 
 def test_on_two_ranks():
-    assert run_ranks(2, on_two) == [True, True]
+    one, other = run_ranks(2, on_two)
+    for mine, theirs in zip(one[0], other[0], strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+
+
+def values_of(rank, size, dtype):
+    random = torch.Generator().manual_seed(rank)
+    return (torch.randn(size, generator=random) * 10 ** (rank + 1.0)).to(dtype)
+
+
+def on_every_way(mesh, sizes=(4, 8, 40_000)):  # the last in pieces
+    """Collective, four ranks as 2 x 2: by any way and layout of hosts the same bits; what is sent is as foretold."""
+    one_host = World(ranks_per_host=mesh.num_ranks)
+    layouts = [*product([mesh.world], WAYS), *product([one_host], WAYS[:2])]
+    for (world, way), size, dtype in product(layouts, sizes, (torch.float32, torch.bfloat16)):
+        again = replace(mesh, world=world, traffic=Traffic())
+        values = values_of(mesh.rank, size, dtype)
+        sum_over_ranks(again, values, way)
+        foretold, counted = sent(way, world, size * dtype.itemsize), again.traffic
+        for link in ("local", "remote"):
+            assert counted.sent_bytes["dense", link] == getattr(foretold, f"{link}_bytes")
+            assert counted.messages["dense", link] == getattr(foretold, f"{link}_messages")
+        parts = torch.stack([values_of(rank, size, dtype) for rank in range(mesh.num_ranks)])
+        assert torch.equal(values, sum_in_order(parts.view(2, 2, -1)))
+
+
+def on_four(mesh):
+    on_every_way(mesh)
+    bits = []
+    for world in (mesh.world, World(ranks_per_host=4)):  # 2 x 2, and one host
+        dense_module.choose_way = lambda world, size: "scattered"
+        if world.num_hosts > 1:
+            dense_module.choose_way = lambda world, size: "by host"
+        again = replace(mesh, world=world)
+        bits.append(bits_at_any_time(again))
+    return bits
+
+
+def test_on_hosts():
+    """Any layout of four ranks on hosts gives the same bits, on every rank."""
+    found = [bits for of_rank in run_ranks(4, on_four, ranks_per_host=2) for bits in of_rank]
+    for one, other in pairwise(found):
+        for mine, theirs in zip(one[0], other[0], strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                assert (a is None and b is None) or torch.equal(a, b)
+
+
+# ---- errors
+
+
+def raises_in_backward(mesh):
+    """Rank 1's backward fails after its first bucket has left."""
+    dense_module.BUCKET_BYTES = 32
+    layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    dense = attached(layers, mesh)
+
+    def fail(_):
+        if dense._thread is not None and mesh.rank == 1:
+            raise ZeroDivisionError("in backward")
+
+    layers[1].weight.register_hook(fail)
+    began = time.monotonic()
+    try:
+        for _ in range(2):
+            dense.zero()
+            dense.begin()
+            layers(torch.ones(2, 4)).sum().backward()
+            dense.reduce(finite=True, stop=False)
+    except ZeroDivisionError:
+        return (
+            "raised",
+            0.0,
+        )  # its thread has a bucket on the wire, or waits for one that never comes
+    except PeerLost:
+        return "lost", time.monotonic() - began
+    return "done", 0.0
+
+
+def test_an_error_in_backward_leaves_nobody_waiting():
+    (lost, seconds), (raised, _) = run_ranks(2, raises_in_backward, timeout=60)
+    assert (lost, raised) == ("lost", "raised")
+    assert seconds < 30
+
+
+def test_a_gradient_that_comes_too_late_is_told(monkeypatch):
+    """A parameter that gets a second gradient after its bucket has left: never summed wrongly."""
+    monkeypatch.setattr(dense_module, "BUCKET_BYTES", 8)
+    monkeypatch.setattr(dense_module, "sum_over_ranks", lambda mesh, values, way: None)
+    model = Odd()
+    dense = attached(model, Mesh(World(ranks_per_host=2)))
+    step_of(model, dense, 0, 0, parts=1, is_overlapped=True)
+    with pytest.raises(
+        RuntimeError, match=r"got 2 gradients in one backward, 1 at most.*use_reent"
+    ):
+        step_of(model, dense, 0, 1, parts=1, is_overlapped=True, reenters=True)
+    with pytest.raises(RuntimeError, match="in the middle of a step"):
+        dense.zero()
+
+
+# ---- devices, clipping
 
 
 def on_two_with_a_gpu(mesh):

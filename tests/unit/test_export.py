@@ -14,6 +14,7 @@ from small_run import CONFIG
 from colonnade import Mesh
 from colonnade.config import build_config, override
 from colonnade.errors import CheckpointError, ConfigError
+from colonnade.store.manifest import describe, files_of
 from colonnade.train.commits import committed_steps
 from colonnade.train.export import export_run
 from colonnade.train.run import open_run
@@ -34,7 +35,11 @@ def train(mesh, folder, settings):
 
 @pytest.mark.parametrize(
     ("settings", "num_ranks"),
-    [({}, 1), ({"plan.dram": 90_000}, 2), ({"rows.dtype": "bfloat16", "rows.master": True}, 1)],
+    [
+        ({}, 1),
+        ({"plan.memory.dram": 90_000}, 2),
+        ({"rows.dtype": "bfloat16", "rows.master": True}, 1),
+    ],
 )
 def test_exported_rows_are_the_runs(settings, num_ranks, tmp_path):
     folder, out = tmp_path / "run", tmp_path / "out"
@@ -74,7 +79,8 @@ def test_an_older_step_and_what_is_not_there(tmp_path):
 def test_nothing_is_left_of_an_export_that_fails(tmp_path):
     folder = tmp_path / "run"
     train(Mesh(), folder, {})
-    victim = next(iter(sorted((folder / "rows" / "0-of-1" / "003").glob("segment-*"))))
+    place = folder / "rows" / "0-of-1" / "003"
+    victim = next(files_of(place, describe(place, committed_steps(folder)[-1]))).path
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(bytes(data))

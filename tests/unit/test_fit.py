@@ -106,7 +106,7 @@ def test_two_ranks_train_what_one_trains(tmp_path):
 
 
 def of_another_width(mesh):
-    with pytest.raises(WorldError, match=r"rank 1 built another model than rank 0: .*more"):
+    with pytest.raises(WorldError, match=r"ranks disagree: .*more"):
         colonnade.fit(Net(extra=("more",) * mesh.rank), source(50), mesh=mesh, quiet=True)
 
 

@@ -65,7 +65,18 @@ def a_dram():
     """Table 0 direct, table 1 hashed; rows 1, 2 of the one and 5 of the other are pinned."""
     parts = _native.Parts(int32(0, 1), int32(0, 0), int32(4, 4), int32(0, 0))
     dram = _native.Dram(
-        parts, [1, 8], [9, 0], [9, 10], [1, 2], [0.1] * 2, [0.0] * 2, [0, 0], "float32", False, 1, 0
+        parts,
+        [1, 8],
+        [9, 0],
+        [9, 10],
+        [1, 2],
+        [0.1] * 2,
+        [0.0] * 2,
+        [0, 0],
+        "float32",
+        False,
+        [1, 1],
+        [0, 0],
     )
     slots = torch.empty(3, dtype=torch.int32)
     dram.acquire(longs(1, 2, 5), longs(0, 2, 3), slots, True)

@@ -27,14 +27,19 @@ def one_hot(ids, *, tables=(0,)):
 
 
 @settings(max_examples=80, deadline=None)
-@given(batches(), st.sampled_from([1, 2, 5]))
-def test_equals_twin(batch, num_ranks):
+@given(batches(), st.lists(st.sampled_from([1, 1, 2, 5]), min_size=1, max_size=4))
+def test_equals_twin(batch, pattern):
+    """Tables dealt to any numbers of owners, side by side."""
     wanted = reference.make_plan(
-        batch.ids, batch.feature_offsets, batch.feature_tables, batch.table_rows, num_ranks
+        batch.ids,
+        batch.feature_offsets,
+        batch.feature_tables,
+        batch.table_rows,
+        batch.owners(pattern),
     )
     for isa, num_threads in everywhere():
         with running_on(isa, num_threads):
-            plan = batch.plan(num_ranks)
+            plan = batch.plan(pattern)
         for name in reference.Plan._fields:
             assert torch.equal(getattr(plan, name), getattr(wanted, name)), name
         assert plan.num_unique == len(wanted.unique_ids)
@@ -70,7 +75,7 @@ def test_ids_with_one_hash_prefix_are_told_apart():
     ids = [unmix64(0x123456789ABC << 16 | low) for low in range(600)]
     rng = np.random.default_rng(1)
     lookups = rng.permutation(ids * 3)
-    plan = _native.make_plan(one_hot(lookups), torch.tensor([0]), 1)
+    plan = _native.make_plan(one_hot(lookups), torch.tensor([0]), torch.tensor([1]))
     assert plan.unique_ids.tolist() == ids  # ascending hash
     assert plan.segment_offsets.tolist() == list(range(0, 1801, 3))
     assert (plan.entries.view(-1, 3).diff() > 0).all()
@@ -80,24 +85,24 @@ def test_ids_with_one_hash_prefix_are_told_apart():
 SHARED = 40_000  # lookups of one table, more than those from which threads share a table
 
 
-def grouped(ids, feature_offsets, feature_tables, table_rows, num_ranks):
+def grouped(ids, feature_offsets, feature_tables, table_rows, num_owners):
     """reference.make_plan by sorting arrays: for batches too large for its loops."""
     ids, start = np.asarray(ids), 0
     unique, counts, entries, lengths = [], [0], [], []
     inverse = np.empty(len(ids), np.int32)
-    for t, rows in enumerate(table_rows):
+    for t, (rows, dealt_to) in enumerate(zip(table_rows, num_owners, strict=True)):
         features = [f for f in range(len(feature_tables)) if feature_tables[f] == t]
         lookups = [np.arange(feature_offsets[f], feature_offsets[f + 1]) for f in features]
         lookups = np.concatenate([np.empty(0, np.int64), *lookups])
         mine, which = np.unique(ids[lookups], return_inverse=True)
-        owners = reference.owner_of(torch.from_numpy(mine), rows, num_ranks).numpy()
+        owners = reference.owner_of(torch.from_numpy(mine), rows, dealt_to).numpy()
         hashes = reference.mix64(torch.from_numpy(mine)).numpy().view(np.uint64)
-        order = np.lexsort((mine // num_ranks if rows else hashes, owners))
+        order = np.lexsort((mine // dealt_to if rows else hashes, owners))
         row = np.argsort(order)[which]
         inverse[lookups] = start + row
         start += len(mine)
         unique.append(mine[order])
-        counts += np.bincount(owners, minlength=num_ranks).tolist()
+        counts += np.bincount(owners, minlength=dealt_to).tolist()
         entries.append(lookups[np.argsort(row, kind="stable")])
         lengths.append(np.bincount(row, minlength=len(mine)))
     return reference.Plan(
@@ -115,12 +120,12 @@ def grouped(ids, feature_offsets, feature_tables, table_rows, num_ranks):
     sizes=st.lists(st.sampled_from([0, 1, 31, 33, 700, SHARED, 2 * SHARED]), min_size=1, max_size=5),
     hot=st.sampled_from([0, 0.3, 1]),
     spread=st.sampled_from([1, 2**20, 2**60]),
-    num_ranks=st.integers(1, 7),
+    owners=st.lists(st.integers(1, 7), min_size=3, max_size=3),
     seed=st.integers(0, 2**32 - 1),
 )  # fmt: skip
-def test_tables_that_threads_share(table_rows, sizes, hot, spread, num_ranks, seed):
+def test_tables_that_threads_share(table_rows, sizes, hot, spread, owners, seed):
     """Any sizes of tables, one hot row among them, with several features in any order."""
-    rng = np.random.default_rng(seed)
+    rng, owners = np.random.default_rng(seed), owners[: len(table_rows)]
     feature_tables = rng.integers(0, len(table_rows), size=len(sizes)).tolist()
     ids = []
     for t, size in zip(feature_tables, sizes, strict=True):
@@ -129,7 +134,7 @@ def test_tables_that_threads_share(table_rows, sizes, hot, spread, num_ranks, se
         ids.append(np.where(rng.random(size) < hot, 0, drawn))
     ids = np.concatenate(ids)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    wanted = grouped(ids, offsets, feature_tables, table_rows, num_ranks)
+    wanted = grouped(ids, offsets, feature_tables, table_rows, owners)
     lookups = _native.Lookups(
         torch.from_numpy(ids),
         torch.from_numpy(offsets),
@@ -141,15 +146,15 @@ def test_tables_that_threads_share(table_rows, sizes, hot, spread, num_ranks, se
     )
     for num_threads in (1, 2, 3):
         with running_on(_native.isa(), num_threads):
-            plan = _native.make_plan(lookups, torch.tensor(table_rows), num_ranks)
+            plan = _native.make_plan(lookups, torch.tensor(table_rows), torch.tensor(owners))
         for name in reference.Plan._fields:
             assert torch.equal(getattr(plan, name), getattr(wanted, name)), name
 
 
 @settings(max_examples=30, deadline=None)
-@given(batches(), st.integers(1, 4))
-def test_grouped_equals_twin(batch, num_ranks):
-    arguments = batch.feature_offsets, batch.feature_tables, batch.table_rows, num_ranks
+@given(batches(), st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_grouped_equals_twin(batch, pattern):
+    arguments = batch.feature_offsets, batch.feature_tables, batch.table_rows, batch.owners(pattern)
     quick = grouped(batch.ids, *arguments)
     for name, wanted in reference.make_plan(batch.ids, *arguments)._asdict().items():
         assert torch.equal(getattr(quick, name), wanted), name
@@ -159,10 +164,10 @@ def test_shared_tables_ids_with_one_hash_prefix_are_told_apart():
     """As above, with runs that cross the threads' parts of the table, beside ids of any hash."""
     ids = [unmix64(0x123456789ABC << 16 | low) for low in range(2 * SHARED)]
     lookups = np.random.default_rng(1).permutation(ids + list(range(100)))
-    wanted = grouped(lookups, [0, len(lookups)], [0], [0], 3)
+    wanted = grouped(lookups, [0, len(lookups)], [0], [0], [3])
     for num_threads in (1, 2, 3):
         with running_on(_native.isa(), num_threads):
-            plan = _native.make_plan(one_hot(lookups), torch.tensor([0]), 3)
+            plan = _native.make_plan(one_hot(lookups), torch.tensor([0]), torch.tensor([3]))
         for name in reference.Plan._fields:
             assert torch.equal(getattr(plan, name), getattr(wanted, name)), name
 
@@ -173,21 +178,26 @@ def test_id_outside_a_shared_vocabulary(num_threads):
     ids[SHARED + 7] = ids[-1] = 10
     with running_on(_native.isa(), num_threads):
         with pytest.raises(IndexError, match=r"^table 0 feature 1 position 7 id 10 rows 10$"):
-            _native.make_plan(one_hot(ids, tables=(0, 0)), torch.tensor([10]), 2)
+            _native.make_plan(one_hot(ids, tables=(0, 0)), torch.tensor([10]), torch.tensor([2]))
         with pytest.raises(IndexError, match=r"^table 1 feature 1 position 7 id 10 rows 10$"):
-            _native.make_plan(one_hot(ids, tables=(0, 1)), torch.tensor([10, 10]), 1)
+            _native.make_plan(
+                one_hot(ids, tables=(0, 1)), torch.tensor([10, 10]), torch.tensor([1, 1])
+            )
 
 
 def test_nothing_to_plan():
-    plan = _native.make_plan(one_hot([], tables=()), torch.tensor([], dtype=torch.int64), 3)
+    none = torch.tensor([], dtype=torch.int64)
+    plan = _native.make_plan(one_hot([], tables=()), none, none)
     assert plan.num_unique == 0 and plan.block_offsets.tolist() == [0]
-    plan = _native.make_plan(one_hot([], tables=(1, 1)), torch.tensor([5, 0]), 2)
+    plan = _native.make_plan(one_hot([], tables=(1, 1)), torch.tensor([5, 0]), torch.tensor([3, 1]))
     assert plan.block_offsets.tolist() == [0] * 5 and plan.segment_offsets.tolist() == [0]
 
 
 def test_arrays_outlive_the_plan():
-    entries = _native.make_plan(one_hot([3, 1, 3]), torch.tensor([5]), 1).entries
-    _native.make_plan(one_hot([0, 0, 0]), torch.tensor([5]), 1)  # would reuse freed memory
+    entries = _native.make_plan(one_hot([3, 1, 3]), torch.tensor([5]), torch.tensor([1])).entries
+    _native.make_plan(
+        one_hot([0, 0, 0]), torch.tensor([5]), torch.tensor([1])
+    )  # would reuse freed memory
     assert entries.tolist() == [1, 0, 2]
 
 
@@ -196,7 +206,9 @@ def test_arrays_outlive_the_plan():
 def test_id_outside_its_vocabulary(bad, num_ranks):
     ids = [1, 2, 3, 4, 5, 6, bad, bad]
     with pytest.raises(IndexError, match=rf"^table 1 feature 1 position 2 id {bad} rows 10$"):
-        _native.make_plan(one_hot(ids, tables=(0, 1)), torch.tensor([0, 10]), num_ranks)
+        _native.make_plan(
+            one_hot(ids, tables=(0, 1)), torch.tensor([0, 10]), torch.tensor([2, num_ranks])
+        )
 
 
 @pytest.mark.parametrize(
@@ -240,12 +252,12 @@ def test_lookups_that_cannot_be(change, message):
 
 
 def test_plan_that_cannot_be():
-    with pytest.raises(ValueError, match="num_ranks: got 0"):
-        _native.make_plan(one_hot([1]), torch.tensor([0]), 0)
+    with pytest.raises(ValueError, match="num_owners: got 0"):
+        _native.make_plan(one_hot([1]), torch.tensor([0]), torch.tensor([0]))
     with pytest.raises(ValueError, match="feature 0 names table 2 of 2"):
-        _native.make_plan(one_hot([1], tables=(2,)), torch.tensor([0, 0]), 1)
+        _native.make_plan(one_hot([1], tables=(2,)), torch.tensor([0, 0]), torch.tensor([1, 1]))
     with pytest.raises(ValueError, match="got -4 for table 1"):
-        _native.make_plan(one_hot([1]), torch.tensor([0, -4]), 1)
+        _native.make_plan(one_hot([1]), torch.tensor([0, -4]), torch.tensor([1, 1]))
 
 
 def test_take():
@@ -304,14 +316,18 @@ def nearly(values, dtype):
     ),
     weights=st.one_of(st.none(), arrays([torch.float32, torch.float64, torch.int64], 8)),
     table_rows=st.one_of(nearly([0, 9], torch.int64), arrays([torch.int64, torch.int32], 4)),
-    num_ranks=st.sampled_from([1, 1, 2, 3, *(n for n in ODD if not 3 < n <= 2**31)]),
+    num_owners=st.one_of(
+        nearly([1, 3], torch.int64),
+        nearly([2, 1], torch.int64),
+        arrays([torch.int64, torch.int32], 4),
+    ),
 )
 def test_anything_is_planned_or_refused(**arguments):
     """No array, however wrong, crashes; what is planned groups every lookup."""
-    table_rows, num_ranks = arguments.pop("table_rows"), arguments.pop("num_ranks")
+    table_rows, num_owners = arguments.pop("table_rows"), arguments.pop("num_owners")
     try:
         lookups = _native.Lookups(**arguments)
-        plan = _native.make_plan(lookups, table_rows, num_ranks)
+        plan = _native.make_plan(lookups, table_rows, num_owners)
     except (ValueError, TypeError, IndexError) as error:
         assert str(error)
         return

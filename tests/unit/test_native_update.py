@@ -277,8 +277,8 @@ def test_update_equals_twin(batch, chosen, rows, dtype, from_rows):
             [0] * num_parts,
             name_of(row_dtype),
             is_split,
-            1,
-            0,
+            [1] * num_tables,
+            [0] * num_tables,
         )
         slots = torch.empty(plan.num_unique, dtype=torch.int32)
         dram.acquire(plan.unique_ids, plan.block_offsets, slots, False)
@@ -313,7 +313,7 @@ def one_hot(ids, rows=0):
     lookups = _native.Lookups(
         ids, torch.tensor([0, len(ids)]), int32(0), torch.zeros(1).byte(), len(ids), None, None
     )
-    return lookups, _native.make_plan(lookups, torch.tensor([rows]), 1)
+    return lookups, _native.make_plan(lookups, torch.tensor([rows]), torch.tensor([1]))
 
 
 def gradients_of(lookups, gradients):
@@ -369,7 +369,7 @@ def test_learns_what_torch_learns(kind, make):
     stepped = [make([row]) for row in rows]
     num_states = optimizers.state_elements(kind, dim)
     dram = _native.Dram(
-        one_part(dim), [num_states], [4], [4], [1], [0.5], [0.0], [0], "float64", False, 1, 0
+        one_part(dim), [num_states], [4], [4], [1], [0.5], [0.0], [0], "float64", False, [1], [0]
     )
     first = torch.empty(4, dim, dtype=torch.float64)
     dram.birth_values(0, torch.arange(4), first)
@@ -450,8 +450,8 @@ def small_update(**change):
         [0, 0],
         "float32",
         False,
-        1,
-        0,
+        [1, 1],
+        [0, 0],
     )
     slots = torch.empty(3, dtype=torch.int32)
     offsets = torch.tensor([0, 2, 3])

@@ -183,7 +183,7 @@ def test_scale_clip_and_max_norm():
     optimizers.update(0, weights, torch.empty(9, 0), torch.zeros(9, dtype=torch.int64), g, s)
     torch.testing.assert_close(weights, wanted, equal_nan=True, rtol=1e-6, atol=1e-6)
     assert weights[0, 0].isnan()
-    assert float(weights[1:].norm(dim=1).max()) <= 1.5
+    assert float(weights[1:].norm(dim=1).max()) <= 1.5 * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("base", [0.0, 0.5, 0.9, 0.999, 0.999999])

@@ -37,7 +37,7 @@ def test_owner_of_one_rank_is_zero():
 
 def test_plan_by_hand():
     plan = reference.make_plan(
-        torch.tensor([4, 2, 4, 9, 2, 4]), [0, 3, 4, 6], [1, 0, 1], [10, 5], 1
+        torch.tensor([4, 2, 4, 9, 2, 4]), [0, 3, 4, 6], [1, 0, 1], [10, 5], [1, 1]
     )
     assert plan.unique_ids.tolist() == [9, 2, 4]
     assert plan.block_offsets.tolist() == [0, 1, 3]
@@ -61,7 +61,7 @@ def test_pool_is_embedding_bag():
         gradients = torch.randn(5, 3, dtype=torch.float64)
         (dense,) = torch.autograd.grad(wanted, table, gradients)
         terms = reference.lookup_gradients(gradients, offsets, pooling, factors)
-        plan = reference.make_plan(ids, [0, 30], [0], [20], 1)
+        plan = reference.make_plan(ids, [0, 30], [0], [20], [1])
         sums = reference.sum_rows(terms, plan.segment_offsets, plan.entries)
         torch.testing.assert_close(sums, dense[plan.unique_ids])
 

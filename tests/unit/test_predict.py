@@ -68,7 +68,7 @@ def folder(tmp_path_factory) -> Path:
         ({"model.name": "deepfm", "model.bottom": None}, 1),
         ({"model.name": "dcnv2", "model.bottom": None}, 1),
         ({"model.name": "lr", "model.bottom": None, "model.top": None, "model.dim": None}, 1),
-        ({"plan.dram": 90_000}, 2),
+        ({"plan.memory.dram": 90_000}, 2),
         ({"rows.dtype": "bfloat16", "rows.master": True, "rows.optimizer": "adam"}, 1),
     ],
 )
@@ -121,7 +121,7 @@ def test_mapped_rows_are_those_of_the_file_or_first_values(tmp_path_factory, dra
         weights.append(torch.randn(len(ids), table.width).to(getattr(torch, table.dtype)))
         paths.append(place / f"{t}.safetensors")
         save_file({"ids": torch.tensor(ids, dtype=torch.int64), "weights": weights[t]}, paths[t])
-    births = open_dram(tables, [1] * len(tables), seed=3, num_ranks=1).native
+    births = open_dram(tables, [1] * len(tables), seed=3).native
     rows = open_mapped(tables, paths, seed=3)
     for call in range(2):  # the second call's first values take the place of the first's
         columns = [torch.tensor(each[call], dtype=torch.int64) for each in asked]
@@ -196,7 +196,7 @@ def test_a_network_of_ones_own_is_served(tmp_path):
     for t, (known, rows) in enumerate(((ids, weights), (torch.arange(50), users))):
         store, table = twin.embeddings.store, collection.tables[t]
         offsets = torch.tensor([0] * (t + 1) + [len(known)] * (2 - t))
-        slots = store.acquire(known, offsets)
+        slots, _ = store.acquire(known, offsets)
         records = torch.zeros(len(known), table.record_bytes, dtype=torch.uint8)
         records[:, : 4 * table.width] = rows.view(torch.uint8).view(len(known), -1)
         store.native.unpack(t, slots, records)

@@ -18,9 +18,10 @@ from colonnade import Batch, Mesh
 from colonnade.config import build_config, override
 from colonnade.data.contract import Position
 from colonnade.report.reading import read_run, sums_of
+from colonnade.store.tier_counts import TierCounts
 from colonnade.train.machine import machine_facts
 from colonnade.train.progress import Progress, _columns
-from colonnade.train.record import Counters, forget_after, read_lines
+from colonnade.train.record import Counters, TiersGained, forget_after, read_lines
 from colonnade.train.run import open_run
 
 
@@ -28,9 +29,11 @@ from colonnade.train.run import open_run
 def finished(tmp_path_factory):
     """A small run, and the run object after its training."""
     folder = tmp_path_factory.mktemp("run") / "run"
-    run = open_run(override(build_config(CONFIG), {"plan.dram": 30_000}), Mesh(), folder)
+    run = open_run(override(build_config(CONFIG), {"plan.memory.dram": 30_000}), Mesh(), folder)
     run.trainer.progress.every = 2
-    run.train()
+    with pytest.MonkeyPatch.context() as patch:  # lines by steps alone, however fast they are
+        patch.setattr("colonnade.train.progress.MIN_SECONDS", 0.0)
+        run.train()
     run.close()
     return folder, run
 
@@ -41,7 +44,9 @@ def test_lines_add_up_to_the_counters(finished):
     assert record.status == "finished" and record.step == 30
     sources = trainer.collection.store.sources
     sums = sums_of(record, "rows")
-    assert sums["resident"] == sources.resident and sums["read"] == sources.read > 0
+    assert (
+        sums["resident"] == sources.resident and sums["read"] == sources.read + sources.copied > 0
+    )
     assert sums["born"] == sources.born
     assert sums["evicted"] == sources.evicted_clean + sources.evicted_dirty > 0
     phases = sums_of(record, "phases")
@@ -53,6 +58,53 @@ def test_lines_add_up_to_the_counters(finished):
         assert line["lr"] == {"rows": 0.02, "dense": 0.001} and line["samples_per_second"] > 0
     assert record.of_kind("train")[-1]["step"] == 30
     assert [line["epoch"] for line in record.of_kind("evaluate")] == [1, 2]
+
+
+def test_tiers_add_up_to_the_stores_own_counts(finished):
+    folder, run = finished
+    record, store = read_run(folder), run.trainer.collection.store
+    sources, summary = store.sources, json.loads((folder / "summary.json").read_text())["tiers"]
+    lines = record.of_kind("tiers")
+    assert len(lines) >= 15 and list(lines[0]["tiers"]) == ["dram", "ssd"]
+
+    def total(tier, name):
+        return sum(line["tiers"][tier][name] for line in lines)
+
+    assert total("dram", "hits") == sources.resident == summary["dram"]["hits"]
+    assert total("dram", "misses") == sources.read + sources.copied + sources.born
+    assert total("ssd", "hits") >= sources.read + sources.copied > 0  # evaluation reads too
+    assert 0 < total("ssd", "written_bytes") <= summary["ssd"]["lifetime_bytes"]
+    assert total("ssd", "written_bytes") >= total("ssd", "payload_bytes") > 0
+    # Rows that wait to be written live in no file yet: collection may have just moved them.
+    live = sum(len(backing) * backing.shape.stride for backing in run.commits.backings)
+    ids = sum(len(backing) * 8 for backing in run.commits.backings)  # in key lists, at most
+    assert 0 < live <= summary["ssd"]["live_bytes"] <= live + ids
+    assert summary["ssd"]["held_bytes"] > 0
+    for line in lines:
+        assert 0 <= line["waited"] <= line["seconds"] and "hit_rate" not in line["tiers"]["ssd"]
+
+
+def test_the_line_of_tiers_is_short():
+    dram = TierCounts(hits=931, misses=69)
+    ssd = TierCounts(hits=60, misses=9, reads=2400, read_bytes=20_000_000, written_bytes=8_000_000)
+    gained = TiersGained(2.0, 0.04, {"dram": dram, "ssd": ssd}, {"dram": 0, "ssd": 10})
+    assert gained.words() == "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
+    assert gained.plain()["ssd"]["lifetime_bytes"] == 10
+    idle = TiersGained(1.0, 0.0, {"dram": TierCounts(), "ssd": TierCounts()}, {"dram": 0, "ssd": 0})
+    assert idle.words() == "dram - | ssd 0 reads/s 0.0 MB/s | wait 0 %"
+
+
+def test_no_words_of_tiers_where_all_rows_are_in_memory(tmp_path):
+    out = io.StringIO()
+    run = open_run(
+        override(build_config(CONFIG), {"train.max_steps": 3}),
+        Mesh(),
+        None,
+        console=Console(file=out),
+    )
+    assert Counters(run.trainer).tiers() is None
+    run.train()
+    assert "dram" not in out.getvalue()
 
 
 def test_traffic_and_tables_are_counted(finished):
@@ -139,6 +191,11 @@ def test_bars_fit_the_terminal(width, tmp_path):
         console.print(*shown)
     lines = capture.get().splitlines()
     assert len(lines) == 1 and len(lines[0]) <= width and len(_columns(width)) >= 3
+    found._bars.words = "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
+    with console.capture() as capture:
+        console.print(found._bars.get_renderable())
+    lines = capture.get().splitlines()
+    assert len(lines) == 2 and len(lines[1]) <= width and lines[1].startswith("dram 93.1 %")
 
 
 def test_a_step_costs_microseconds(tmp_path):

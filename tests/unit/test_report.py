@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from run_records import write_run
 
 from colonnade.errors import CheckpointError, StorageError
-from colonnade.report import figures
+from colonnade.report import figures, tiers
 from colonnade.report.comparison import compare_page, different_settings, figure_lines, names_of
 from colonnade.report.page import write_page
 from colonnade.report.reading import best_of, is_judged, metrics_of, read_run, sums_of, tables_of
@@ -74,6 +74,37 @@ def test_every_state_of_a_run_makes_a_page(settings, status, words, tmp_path):
     assert not re.search(
         r"\bnan\b|\binf\b|\bNone\b", re.sub("<[^>]*>", " ", head.split("</style>")[1])
     )
+
+
+def test_tiers_are_shown_where_there_are_some(tmp_path):
+    run = read_run(write_run(tmp_path / "run", steps=400, every=20, finished=False))
+    found = tiers.totals(run)
+    assert list(found) == ["dram", "ssd"]
+    lines = run.of_kind("tiers")
+    ssd = found["ssd"]
+    assert ssd.reads == sum(line["tiers"]["ssd"]["reads"] for line in lines) > 0
+    assert ssd.lifetime_bytes == lines[-1]["tiers"]["ssd"]["lifetime_bytes"]
+    assert ssd.held_bytes == 500_000
+    assert found["dram"].hit_rate == 0.9 and ssd.write_amplification == pytest.approx(1.5)
+    words = dict(zip(tiers.TIER_LINES, tiers.tier_words(ssd), strict=True))
+    assert (
+        words["write amp."] == "1.50x"
+        and words["space amp."] == "1.25x"
+        and words["hit rate"] == "70.0%"
+    )
+    assert set(tiers.tier_words(found["dram"])) >= {"-", "90.0%"}
+    charts = [chart for chart in tiers.charts(run) if chart is not None]
+    assert len(charts) == 6
+    rates = charts[0]["data"]
+    assert [trace["name"] for trace in rates] == ["dram", "ssd"] and set(rates[0]["y"]) == {90.0}
+    # The summary of a run that came to its end says it at once.
+    (tmp_path / "run" / "summary.json").write_text(
+        json.dumps({"tiers": {"dram": {"hits": 5}, "ssd": {"hits": 7}}})
+    )
+    assert tiers.totals(read_run(tmp_path / "run"))["ssd"].hits == 7
+    old = read_run(write_run(tmp_path / "old", tiers=False))
+    assert tiers.totals(old) == {} and tiers.charts(old) == [None] * 6
+    assert "<h2>Tiers</h2>" not in run_page(old) and "<h2>Tiers</h2>" in run_page(run)
 
 
 def test_headline_takes_the_test_value_of_the_best_validated_step(tmp_path):

@@ -25,12 +25,14 @@ def test_a_report_is_drawn_and_fits(width, tmp_path):
     titles = [chart["title"] for chart in seen["charts"]]
     assert titles == [
         "Training loss", "AUC", "Log loss", "Learning rates", "Throughput", "Phases of a step",
-        "Phases of a step over time", "Row sources", "Bytes sent", "Table sizes", "Table traffic",
+        "Phases of a step over time", "Row sources", "Bytes sent", "Hit rates", "Reads from below",
+        "Bytes to and from below", "Time spent waiting for rows", "Write amplification", "Lifetime bytes written",
+        "Table sizes", "Table traffic",
     ]  # fmt: skip
     for chart in seen["charts"]:
         assert chart["svgs"] >= 1 and chart["shapes"] >= 1, chart
         assert chart["width"] <= chart["room"] + 1, chart
-    for heading in ("run" + "finished", "Quality", "Speed", "Rows", "Tables", "Settings"):
+    for heading in ("run" + "finished", "Quality", "Speed", "Rows", "Tiers", "Tables", "Settings"):
         assert heading in seen["titles"]
 
 
@@ -58,5 +60,5 @@ def test_on_paper_nothing_is_cut(tmp_path):
     write_page(run_page(read_run(write_run(tmp_path / "run"))), tmp_path / "run.html")
     sheets, charts = on_paper(tmp_path / "run.html", tmp_path)
     assert 3 <= sheets <= 8
-    assert len(charts) == 11 and all(200 < drawing <= card for drawing, card in charts)
+    assert len(charts) == 17 and all(200 < drawing <= card for drawing, card in charts)
     assert max(card for _, card in charts) <= 700  # A4 without its margins

@@ -9,7 +9,7 @@ import torch
 
 from colonnade import SGD, Batch, EmbeddingCollection, Feature, Ids, RowOptimizer, Table, build_plan
 from colonnade.errors import ConfigError
-from colonnade.store.ssd import open_ssd
+from colonnade.store.log import open_log
 
 TABLE = Table("item", 4, optimizer=SGD(lr=1.0, momentum=0.5))
 
@@ -19,7 +19,7 @@ def opened(place=None, dram_bytes=None, **changes):
     backings = []
     if place is not None:
         backings = [
-            open_ssd(
+            open_log(
                 place,
                 table_name="item",
                 record_bytes=TABLE.record_bytes,

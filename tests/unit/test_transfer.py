@@ -27,7 +27,7 @@ from colonnade import (
 )
 from colonnade.errors import CheckpointError, ConfigError, DataError, IdRangeError
 from colonnade.plan.plan import build_plan
-from colonnade.store.ssd import open_ssd
+from colonnade.store.log import open_log
 
 FAST = {"batch_size": 50, "quiet": True, "threads": 1}
 
@@ -121,7 +121,7 @@ def test_ftrl_keeps_the_weights_it_is_given():
 
 def test_more_rows_than_memory_holds(tmp_path):
     table = Table("item", 4, optimizer=Adam(lr=0.1))
-    backing = open_ssd(
+    backing = open_log(
         tmp_path, table_name="item", record_bytes=table.record_bytes, identity="x", step=None
     )
     plan = build_plan([table], dram_bytes=100 * (table.record_bytes + 16))

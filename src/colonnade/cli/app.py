@@ -20,11 +20,13 @@ from colonnade.cli import (
     evaluate,
     export,
     inspect,
+    plan,
     predict,
     ranks,
     report,
     settings,
     train,
+    verify,
 )
 from colonnade.errors import ColonnadeError, ConfigError
 
@@ -59,12 +61,14 @@ app = typer.Typer(
 VERBS: dict[str, Any] = {
     "demo": demo.demo,
     "train": train.train,
+    "plan": plan.plan,
     "evaluate": evaluate.evaluate,
     "predict": predict.predict,
     "report": report.report,
     "compare": compare.compare,
     "inspect": inspect.inspect,
     "export": export.export,
+    "verify": verify.verify,
     "settings": settings.settings,
     "doctor": doctor.doctor,
     "bench": bench.bench,
@@ -72,12 +76,14 @@ VERBS: dict[str, Any] = {
 EPILOGS = {
     "demo": demo.EXAMPLES,
     "train": train.EXAMPLES,
+    "plan": plan.EXAMPLES,
     "evaluate": evaluate.EXAMPLES,
     "predict": predict.EXAMPLES,
     "report": report.EXAMPLES,
     "compare": compare.EXAMPLES,
     "inspect": inspect.EXAMPLES,
     "export": export.EXAMPLES,
+    "verify": verify.EXAMPLES,
     "settings": settings.EXAMPLES,
     "bench": bench.EXAMPLES,
 }

@@ -56,7 +56,7 @@ _NATIVE_PATHS = {
     "portable": "no vector instructions of this processor are used: slower, the same bits",
 }
 _GPU = {
-    True: "the dense network can run there; rows stay in memory and files",
+    True: "the dense network can run there, and rows lie there with plan.memory.hbm",
     False: "the dense network trains on the processor",
 }
 _GLOO = {
@@ -100,7 +100,7 @@ def _memory_follows(facts: Mapping[str, Any]) -> str:
     if not known:
         return ""
     rows = int(min(known) * 0.6 / (16 * 4 + 12 + 16))
-    return f"room for about {rows / 1e6:,.0f} million rows of 16 floats; beyond it set plan.dram"
+    return f"room for about {rows / 1e6:,.0f} million rows of 16 floats; beyond it set plan.memory.dram"
 
 
 def _disk(facts: Mapping[str, Any]) -> str:

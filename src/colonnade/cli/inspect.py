@@ -76,6 +76,7 @@ def _run(path: Path) -> None:
 
 def _commit(path: Path) -> None:
     from colonnade.train.commits import read_header
+    from colonnade.train.stores import shardings_of
 
     if not path.stem.isdecimal() or path.parent.name != "commits":
         raise ConfigError(
@@ -93,10 +94,11 @@ def _commit(path: Path) -> None:
         }
     )
     rows = [
-        (name, str(t["dim"]), "any id" if t["rows"] is None else f"{t['rows']:,}", t["dtype"], t["optimizer"])
-        for name, t in model["tables"].items()
+        (name, str(t["dim"]), "any id" if t["rows"] is None else f"{t['rows']:,}", t["dtype"], t["optimizer"],
+         str(sharding))
+        for (name, t), sharding in zip(model["tables"].items(), shardings_of(header), strict=True)
     ]  # fmt: skip
-    _table(("table", "dim", "ids", "dtype", "optimizer"), rows)
+    _table(("table", "dim", "ids", "dtype", "optimizer", "rows on"), rows)
 
 
 def _export(path: Path) -> None:

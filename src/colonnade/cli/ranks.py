@@ -9,10 +9,11 @@ import os
 import signal
 import sys
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colonnade.errors import ColonnadeError, PeerLost, WorldError
+from colonnade.errors import ColonnadeError, ConfigError, PeerLost, WorldError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,13 +25,23 @@ if TYPE_CHECKING:
 def train(
     config: RunConfig, folder: Path, ranks: int, console: Console, at: int | None = None
 ) -> dict[str, Any]:
-    """Train in this process, or in `ranks` of them; returns the summary of rank 0.
+    """Train in this process, or in `ranks` of them, or as one of torchrun's; returns the summary of rank 0, and {} on
+    the others.
 
     Raises KeyboardInterrupt if it was stopped before the first step.
     """
     from colonnade.config import dump_config
     from colonnade.topology.mesh import Mesh
 
+    if is_under_torchrun():
+        if ranks > 1:
+            raise ConfigError("got --ranks under torchrun, which starts the ranks; leave it out")
+        if at is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            raise ConfigError(
+                "got --at with torchrun --max-restarts, which would go back there again after every restart; go back "
+                "without restarts first"
+            )
+        return _train_as_rank(config, folder, at)
     if ranks == 1:
         return _train_here(config, folder, Mesh(), console, at)
     with tempfile.TemporaryDirectory() as place:
@@ -84,28 +95,46 @@ def _run_torchrun(command: list[str], ranks: int, folder: Path) -> None:
         ) from None
 
 
+def is_under_torchrun() -> bool:
+    """Whether somebody has started this process as one of several ranks."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def rank(config: Path, folder: Path, summary: Path, at: int) -> None:
     """What torchrun runs on every rank; `at` -1: the newest commit."""
+    from colonnade.config import load_config
+
+    found = _train_as_rank(load_config(config), folder, None if at < 0 else at)
+    if found:
+        summary.write_text(json.dumps(found), encoding="utf-8")
+
+
+def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str, Any]:
+    """Ends the process where the run cannot go on: what comes then is up to torchrun."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts there is nothing to save
     from rich.console import Console
 
-    from colonnade.config import load_config
     from colonnade.topology.mesh import close_mesh, open_mesh
+    from colonnade.topology.presence import words_of
 
     _die_with_parent()
-    mesh = open_mesh()
+    mesh = None
     try:
+        mesh = open_mesh(timeout=timedelta(seconds=config.train.timeout))
         console = Console(highlight=False) if mesh.rank == 0 else None
-        found = _train_here(load_config(config), folder, mesh, console, None if at < 0 else at)
-        if mesh.rank == 0:
-            summary.write_text(json.dumps(found), encoding="utf-8")
-    except PeerLost:
-        os._exit(3)  # the rank that failed says why; this one only lost it
+        found = _train_here(config, folder, mesh, console, at)
+    except PeerLost as lost:
+        print(f"error: {lost}", file=sys.stderr, flush=True)
+        os._exit(3)
     except ColonnadeError as error:
-        print(f"error: rank {mesh.rank}: {error}", file=sys.stderr, flush=True)
+        number = os.environ.get("RANK", "0") if mesh is None else mesh.rank
+        print(f"error: rank {number}: {error}", file=sys.stderr, flush=True)
+        if mesh is not None and mesh.presence is not None:
+            mesh.presence.tell(words_of(error))
         # Peers may wait for this rank in a collective; leaving at once is what tells them.
         os._exit(2)
     close_mesh(mesh)
+    return found if mesh.rank == 0 else {}
 
 
 def _die_with_parent() -> None:

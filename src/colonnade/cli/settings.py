@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
 from colonnade.errors import ConfigError
+from colonnade.sizes import Said
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade settings\n\n  colonnade settings train\n\n"
-    "  colonnade settings plan.dram"
+    "  colonnade settings plan.memory.dram"
 )
 
 
 def settings(
     of: Annotated[
         str | None,
-        typer.Argument(help="A section (train) or one setting (plan.dram); default: all."),
+        typer.Argument(help="A section (train) or one setting (plan.memory.dram); default: all."),
     ] = None,
 ) -> None:
     """List settings: name, default, what may stand there, what it means."""
@@ -29,14 +31,10 @@ def settings(
     from colonnade.cli.app import nearest
     from colonnade.config import RunConfig
 
-    lines = [
-        (f"{section}.{name}", field)
-        for section, part in RunConfig.model_fields.items()
-        for name, field in _section(part.annotation).model_fields.items()
-    ]
+    lines = list(_lines(RunConfig))
     names = [name for name, _ in lines]
     if of is not None:
-        chosen = [(n, f) for n, f in lines if n == of or n.split(".")[0] == of]
+        chosen = [(n, f) for n, f in lines if n == of or n.startswith(f"{of}.")]
         if not chosen:
             sections = list(RunConfig.model_fields)
             raise ConfigError(
@@ -56,6 +54,16 @@ def settings(
     Console(highlight=False).print(grid)
 
 
+def _lines(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, field) of every setting, those of sections inside sections after their own line."""
+    for name, field in section.model_fields.items():
+        inner = _section(field.annotation)
+        if prefix or not hasattr(inner, "model_fields"):
+            yield f"{prefix}{name}", field
+        if hasattr(inner, "model_fields"):
+            yield from _lines(inner, f"{prefix}{name}.")
+
+
 def _section(annotation: Any) -> Any:
     """The section's class; of an optional one, what it may be."""
     return next((a for a in get_args(annotation) if hasattr(a, "model_fields")), annotation)
@@ -64,18 +72,23 @@ def _section(annotation: Any) -> Any:
 def _shown(default: Any) -> str:
     if default is None:
         return "none"
+    if hasattr(default, "model_fields_set"):
+        return ""
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _values(annotation: Any) -> str:
     """A type in words."""
+    if hasattr(annotation, "model_fields"):
+        return "a section"
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " | ".join(map(str, inner))
     if origin in (Union, types.UnionType):
         return " | ".join("none" if a is type(None) else _values(a) for a in inner)
     if origin is Annotated:
-        return "bytes" if "parse_bytes" in repr(inner) else _values(inner[0])
+        said = [part.words for part in inner if isinstance(part, Said)]
+        return said[0] if said else _values(inner[0])
     if origin is list:
         return f"list of {_values(inner[0])}" if inner else "list"
     if origin is tuple:

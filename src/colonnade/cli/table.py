@@ -10,6 +10,10 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from colonnade.plan.plan import Plan, explain
+from colonnade.report.tiers import TIER_LINES, tier_words
+from colonnade.report.traffic import COLUMNS, flat, table_lines
+from colonnade.report.words import bytes_words
+from colonnade.store.tier_counts import TierCounts
 from colonnade.table import Table
 from colonnade.train.progress import SHOWN_METRICS
 
@@ -20,8 +24,10 @@ def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
     """One line per table; of many tables the largest."""
     staleness = f"bounded({plan.staleness_steps})" if plan.staleness_steps else "synchronous"
     memory = "no limit" if plan.dram_bytes is None else f"{plan.dram_bytes / 2**20:,.0f} MiB"
+    wire = plan.codecs
+    coded = "" if wire.is_exact else f"values {wire.values}, gradients {wire.gradients}, "
     grid = Grid(
-        title=f"plan: {plan.num_ranks} rank(s), exchange {plan.exchange}, {staleness}, "
+        title=f"plan: {plan.num_ranks} rank(s), exchange {', '.join(plan.exchanges)}, {coded}{staleness}, "
         f"lookahead {plan.lookahead}, memory for rows {memory}",
         title_justify="left",
     )
@@ -36,6 +42,26 @@ def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
         console.print(f"  and {len(order) - MAX_LINES} smaller tables")
 
 
+def _tiers(said: Mapping[str, Mapping[str, Any]]) -> Grid:
+    """One column per tier, from the top: that fits any terminal."""
+    grid = Grid(title="tiers (this rank)", title_justify="left")
+    for name in ("", *said):
+        grid.add_column(name, justify="right" if name else "left")
+    by_tier = [tier_words(TierCounts.of(values)) for values in said.values()]
+    for name, *values in zip(TIER_LINES, *by_tier, strict=True):
+        grid.add_row(name, *values)
+    return grid
+
+
+def _sent(said: Mapping[str, Any], steps: int) -> Grid:
+    grid = Grid(title="what was sent to other ranks (this rank)", title_justify="left")
+    for column, name in enumerate(COLUMNS):
+        grid.add_column(name, justify="left" if column < 2 else "right")
+    for line in table_lines(flat(said["bytes"]), flat(said["messages"]), steps):
+        grid.add_row(*line)
+    return grid
+
+
 def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | None) -> None:
     """Where rows came from, where the time went, and what was reached."""
     sources, total = summary["row_sources"], 0
@@ -45,6 +71,7 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
     names = {
         "resident": "already in memory",
         "read": "read from files",
+        "copied": "not yet in files",
         "born": "new (first value)",
     }
     total = sum(sources[name] for name in names) or 1
@@ -53,6 +80,8 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
     evicted = sources["evicted_clean"] + sources["evicted_dirty"]
     grid.add_row("(evicted meanwhile)", f"{evicted:,}", "")
     console.print(grid)
+    if len(summary.get("tiers") or {}) > 1:
+        console.print(_tiers(summary["tiers"]))
     grid = Grid(title="where the time went (training thread)", title_justify="left")
     for name in ("phase", "seconds", "share"):
         grid.add_column(name, justify="left" if name == "phase" else "right")
@@ -62,11 +91,21 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
     for name, spent in sorted(phases.items(), key=lambda item: -item[1]):
         grid.add_row(name, f"{spent:.2f}", f"{spent / seconds:.1%}")
     console.print(grid)
-    for purpose, count in summary["sent_bytes"].items():
-        console.print(f"sent to other ranks, {purpose}: {count / 2**20:,.1f} MiB")
-    trained = seconds - phases.get("evaluate", 0.0)
-    rate = summary["samples"] * summary["num_ranks"] / trained
-    console.print(f"{summary['steps']:,} steps, {rate:,.0f} samples/s while training")
+    if summary["sent"]["bytes"]:
+        console.print(_sent(summary["sent"], summary["steps"]))
+    console.print(
+        f"{summary['steps']:,} steps, {summary['samples_per_second']:,.0f} samples/s while training"
+    )
+    if "prediction_error" in summary:
+        console.print(
+            f"the plan foretold {summary['predicted_samples_per_second']:,.0f} samples/s: "
+            f"{summary['prediction_error']:+.0%} of what was measured"
+        )
+    if "sent_error" in summary:
+        console.print(
+            f"the plan foretold {bytes_words(summary['predicted_sent_bytes'])} sent by a rank per step for rows and "
+            f"gradients: {summary['sent_error']:+.1%} of what was counted"
+        )
     for name, value in summary["metrics"].items():
         if name.split("@")[0].endswith(SHOWN_METRICS) and value == value:  # NaN: undefined here
             console.print(f"{name.replace('_', ' ')}: {value:.4f}")

@@ -21,9 +21,10 @@ EXAMPLES = (
     "[bold]colonnade settings[/bold] lists all of them.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade train --data movielens --path ml-1m --run runs/films\n\n"
-    "  colonnade train --data criteo --path train.txt --set plan.dram=2GiB --set train.epochs=2\n\n"
+    "  colonnade train --data criteo --path train.txt --dram 2GiB --set train.epochs=2\n\n"
     "  colonnade train mine.yaml --ranks 2\n\n"
-    "  colonnade train --data movielens --run runs/films --set train.epochs=8   (goes on)"
+    "  colonnade train --data movielens --run runs/films --set train.epochs=8   (goes on)\n\n"
+    "  torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m -- colonnade train mine.yaml --run runs/films"
 )
 
 
@@ -55,14 +56,37 @@ def train(
     at: Annotated[
         int | None, typer.Option(help="Go back to this committed step of the run folder first.")
     ] = None,
+    dram: Annotated[
+        str | None, typer.Option(help="Memory for rows on each rank, e.g. 2GiB: plan.memory.dram.")
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", help="Any setting, e.g. --set train.epochs=3 --set plan.dram=2GiB. Repeatable."
+            "--set",
+            help="Any setting, e.g. --set train.epochs=3 --set plan.memory.dram=2GiB. Repeatable.",
         ),
     ] = None,
 ) -> None:
     """Train, evaluate after every epoch, commit to the run folder; Ctrl-C commits and ends cleanly."""
+    from colonnade.cli.ranks import is_under_torchrun
+
+    chosen = choose_config(config, data, path, dram, set_)
+    if run is None and is_under_torchrun():
+        raise ConfigError(
+            "torchrun starts several ranks, and starts them again: say where their run is, with --run"
+        )
+    folder = run or Path("runs") / f"{chosen.data.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    train_run(chosen, folder, ranks, at)
+
+
+def choose_config(
+    config: Path | None,
+    data: str | None,
+    path: str | None,
+    dram: str | None,
+    set_: list[str] | None,
+) -> RunConfig:
+    """What a command line says. Raises ConfigError."""
     from colonnade.config import OPTIMIZER_SETTINGS, load_config, override
     from colonnade.train.presets import preset
 
@@ -71,6 +95,8 @@ def train(
             "got both a config file and --data; the file's data section says what to read"
         )
     settings = parse_settings(set_ or [])
+    if dram is not None:
+        settings["plan.memory.dram"] = dram
     if config is not None:
         chosen = load_config(config)
     else:
@@ -81,10 +107,9 @@ def train(
     if path is not None:
         settings["data.path"] = path
     chosen = override(chosen, settings)
-    folder = run or Path("runs") / f"{chosen.data.name}-{datetime.now():%Y%m%d-%H%M%S}"
     if chosen.data.path is not None:  # the folder is read from other places later
         chosen = override(chosen, {"data.path": str(Path(chosen.data.path).expanduser().resolve())})
-    train_run(chosen, folder, ranks, at)
+    return chosen
 
 
 def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None) -> dict[str, Any]:
@@ -96,7 +121,8 @@ def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None
 
     console = Console(highlight=False)
     summary = launch.train(config, folder, ranks, console, at)
-    show_outcome(console, summary, folder)
+    if summary:
+        show_outcome(console, summary, folder)
     return summary
 
 

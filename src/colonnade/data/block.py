@@ -90,4 +90,6 @@ def _replaced(batch: Batch, kind: type, by: Any) -> Batch:
     }
     plain = ("dense", "label", "sample_weight", "group", "key")
     changed = {name: of(getattr(batch, name)) for name in plain}
+    if batch.next_use is not None:
+        changed["next_use"] = {name: of(codes) for name, codes in batch.next_use.items()}
     return dataclasses.replace(batch, ids=ids, **changed)

@@ -5,6 +5,9 @@ while earlier batches compute.
 
 The delay line is the whole of bounded staleness: a batch is fetched when it enters and used when it
 leaves, `reads_ahead` updates later.
+
+How far ahead: as deep as told, or, with depth "auto", deeper while training waits for reads that were asked for as
+early as the depth allows. Whatever the depth, a window whose rows do not fit memory becomes shallower.
 """
 
 from __future__ import annotations
@@ -12,20 +15,53 @@ from __future__ import annotations
 import copy
 import queue
 import threading
+import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from colonnade import _native
 from colonnade.batch import Batch
+
+SHALLOW, DEEPEST = 2, 64
+STALLED = 0.02  # of the time: worth looking further ahead
+CROWDED = 0.5  # of a table's slots in a window: what is not in it should keep the rest
+LOOKED_AT = 16  # batches between two decisions
+
+
+def next_depth(depth: int, *, stalled: float, window: float) -> int:
+    """How many batches "auto" looks ahead from here on: pure.
+
+    stalled: the part of the time that training waited for reads of batches that had been prepared in time.
+    window: the largest part of any table's slots that the batches in flight have pinned.
+    """
+    if stalled <= STALLED or 2 * window > CROWDED:
+        return depth
+    return min(2 * depth, max(depth, DEEPEST))
+
+
+@dataclass(slots=True)
+class Window:
+    """What the lookahead and the store tell each other."""
+
+    stall_seconds: Callable[[], float]  # that fetches waited for reads, since the store opened
+    share: Callable[[], float]  # of the slots of the fullest table that are pinned
+    starved: (
+        threading.Event
+    )  # training waits for the next batch: nothing will be released meanwhile
+    crowded: threading.Event  # the next batch does not fit beside those in flight
+    closing: threading.Event  # batches that are prepared from here on will be dropped
 
 
 class Lookahead(Iterator[Batch]):
     """`next()` is the moment of reading: everything applied before it is visible to the batch that is fetched.
 
     An error while reading or preparing a batch is raised when that batch's turn comes. With `depth` 0
-    there is no thread: each batch is prepared when it is asked for.
+    there is no thread: each batch is prepared when it is asked for. `depth` changes only where `is_alone`: every rank's
+    thread must prepare as many batches as the others' before it stops.
     """
 
     def __init__(
@@ -35,16 +71,22 @@ class Lookahead(Iterator[Batch]):
         prepare: Callable[[Batch], Any],
         fetch: Callable[[Any], None],
         drop: Callable[[Any], None],
-        starved: threading.Event,
-        depth: int,
+        window: Window,
+        depth: int | Literal["auto"],
         reads_ahead: int,
+        is_alone: bool = True,
     ) -> None:
         self._batches = iter(batches)
         self._prepare = prepare
         self._fetch = fetch
         self._drop = drop
-        self._starved = starved
-        self._depth = depth
+        self._window = window
+        self.depth = SHALLOW if depth == "auto" else depth
+        self._deepens = depth == "auto" and is_alone
+        self._is_alone = is_alone
+        self._surplus = 0  # permits to keep back: the window has become shallower
+        self._has_said = depth == "auto"  # its own choice, nothing to say
+        self._taken, self._since, self._stalled = 0, time.perf_counter(), 0.0
         self._reads_ahead = reads_ahead
         self._ready: queue.Queue = queue.Queue()
         # First in, first out: every rank's thread prepares exactly the batches it has a permit for before
@@ -52,6 +94,7 @@ class Lookahead(Iterator[Batch]):
         self._permits: queue.Queue[bool] = queue.Queue()
         self._line: deque[Batch] = deque()  # fetched, oldest first
         self._handed: Batch | None = None
+        self._was_late = True
         self._ended = False
         self._thread: threading.Thread | None = None
 
@@ -70,7 +113,10 @@ class Lookahead(Iterator[Batch]):
                 self._ended = True
             else:
                 if batch.ticket.reads is None:
+                    before = self._window.stall_seconds()
                     self._fetch(batch.ticket)
+                    if not self._was_late:
+                        self._stalled += self._window.stall_seconds() - before
                 self._line.append(batch)
         if not self._line:
             raise StopIteration
@@ -92,19 +138,21 @@ class Lookahead(Iterator[Batch]):
         for batch in self._line:
             self._give_back(batch)
         self._line.clear()
+        self._window.closing.set()  # the thread may wait for room for a batch that has not enough
         while self._thread is not None and self._thread.is_alive():
             self._drain()
             self._thread.join(0.01)
+        self._window.closing.clear()
         self._drain()
 
     def _take(self) -> Batch | None:
-        if self._depth == 0:
+        if self.depth == 0:
             batch = _next(self._batches)
             if batch is not None:
                 batch.ticket = self._prepare(batch)
             return batch
         if self._thread is None:
-            for _ in range(self._depth):
+            for _ in range(self.depth):
                 self._permits.put(True)
             self._thread = threading.Thread(
                 target=_run,
@@ -115,17 +163,57 @@ class Lookahead(Iterator[Batch]):
             # The thread does not hold this object: left behind without `close`, it stops the thread.
             weakref.finalize(self, self._permits.put, False)
             self._thread.start()
+        self._adapt()
         try:
             item = self._ready.get_nowait()
+            self._was_late = False
         except queue.Empty:
-            self._starved.set()  # from here on, waiting for training to release rows would be a deadlock
+            self._was_late = True
+            self._window.starved.set()  # from here on, waiting for training to release rows would be a deadlock
             item = self._ready.get()
-            self._starved.clear()
-        self._permits.put(True)
+            self._window.starved.clear()
+        if self._surplus > 0:
+            self._surplus -= 1
+        else:
+            self._permits.put(True)
         if isinstance(item, BaseException):
             self._ended = True
             raise item
         return item
+
+    def _adapt(self) -> None:
+        """More permits, or fewer."""
+        if self._window.crowded.is_set():
+            self._window.crowded.clear()
+            self._shrink(max(1, self._ready.qsize()))
+        self._taken += 1
+        if not self._deepens or self._taken < max(LOOKED_AT, 2 * self.depth):
+            return
+        now = time.perf_counter()
+        stalled = self._stalled / max(1e-9, now - self._since)
+        depth = next_depth(self.depth, stalled=stalled, window=self._window.share())
+        for _ in range(depth - self.depth):
+            self._permits.put(True)
+        self.depth = depth
+        self._taken, self._since, self._stalled = 0, now, 0.0
+
+    def _shrink(self, depth: int) -> None:
+        """Batches in flight have pinned so much that the next one waits for their end: `depth` is what fits."""
+        if depth >= self.depth:
+            return
+        if not self._has_said:
+            self._has_said = True
+            warnings.warn(
+                f"looking {self.depth} batches ahead needs more rows at once than the memory budget holds; about "
+                f"{depth} fit. Training goes on, to the same result, perhaps slower: raise plan.memory.dram, or lower "
+                "plan.lookahead or the batch size",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        if self._is_alone:
+            self._surplus += self.depth - depth
+            self.depth = depth
+            self._deepens = False
 
     def _drain(self) -> None:
         while not self._ready.empty():

@@ -2,6 +2,81 @@
 
 from __future__ import annotations
 
-from colonnade.exchange.rows import RowsExchange
+from collections.abc import Sequence
 
-EXCHANGES = {"rows": RowsExchange}
+from colonnade.errors import ConfigError
+from colonnade.exchange.codec import EXACT, Codecs
+from colonnade.exchange.coding import Coding
+from colonnade.exchange.contract import Exchange
+from colonnade.exchange.layout import Declaration
+from colonnade.exchange.pooled import PooledExchange
+from colonnade.exchange.replicated import ReplicatedExchange
+from colonnade.exchange.rows import RowsExchange
+from colonnade.exchange.several import End, SeveralExchanges, part_of
+from colonnade.topology.mesh import Mesh
+from colonnade.topology.sharding import Sharding, row_wise
+
+EXCHANGES: dict[str, type[PooledExchange] | type[RowsExchange]] = {
+    "pooled": PooledExchange,
+    "replicated": ReplicatedExchange,
+    "rows": RowsExchange,
+}
+
+
+def implied_exchange(sharding: Sharding, name: str) -> str:
+    """The exchange of a table for which `name` was asked: of replicated rows, nothing but ids and gradients travels."""
+    return "replicated" if sharding.is_replicated else name
+
+
+def check_exchange(table: str, name: str, sharding: Sharding, num_ranks: int) -> None:
+    """Raises ConfigError where a table's sharding is of another world, or not one for its exchange."""
+    if sharding.ranks[-1] >= num_ranks:
+        raise ConfigError(
+            f"table {table!r}: got a sharding on rank {sharding.ranks[-1]}, wanted ranks 0 .. {num_ranks - 1}"
+        )
+    if sharding.is_replicated and len(sharding.ranks) < num_ranks:
+        raise ConfigError(
+            f"table {table!r}: got copies on {len(sharding.ranks)} of {num_ranks} ranks, wanted one on each: "
+            "replicated(num_ranks)"
+        )
+    if name == "replicated" and not sharding.is_replicated:
+        raise ConfigError(
+            f"table {table!r}: got exchange=replicated for rows that are sharded {sharding.kind}, wanted the sharding "
+            "replicated, which implies it"
+        )
+
+
+def open_exchange(
+    declaration: Declaration,
+    mesh: Mesh,
+    *,
+    exchanges: Sequence[str] | None = None,
+    shardings: Sequence[Sharding] | None = None,
+    codecs: Codecs = EXACT,
+    seed: int = 0,
+) -> Exchange:
+    """One rank's end of what travels. By table: `exchanges`, keys of EXCHANGES, default "rows"; `shardings`, default
+    row_wise. seed: the run's, of the random bits that codecs round gradients with. Raises ConfigError where this
+    cannot work in this world."""
+    num_tables = len(declaration.tables)
+    shardings = shardings or [row_wise(mesh.num_ranks)] * num_tables
+    coding = Coding(codecs, seed)
+    names = [
+        implied_exchange(sharding, name)
+        for sharding, name in zip(shardings, exchanges or ["rows"] * num_tables, strict=True)
+    ]
+    for table, name, sharding in zip(declaration.tables, names, shardings, strict=True):
+        check_exchange(table.name, name, sharding, mesh.num_ranks)
+    looked_up = {feature.table for feature in declaration.features}
+    tables = {
+        name: {t.name for t, of in zip(declaration.tables, names, strict=True) if of == name}
+        for name in sorted(set(names))
+    }
+    used = {name: mine & looked_up for name, mine in tables.items() if mine & looked_up}
+    if len(used) < 2:
+        return EXCHANGES[next(iter(used), names[0])](declaration, mesh, shardings, coding)
+    ends: dict[str, End] = {
+        name: EXCHANGES[name](part_of(declaration, mine), mesh, shardings, coding)
+        for name, mine in used.items()
+    }
+    return SeveralExchanges(declaration, mesh, ends)

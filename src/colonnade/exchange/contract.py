@@ -14,15 +14,15 @@ O unique rows this rank owns and some rank asked for, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, device
 
-from colonnade import _native
 from colonnade.interaction import Interaction
 from colonnade.store.contract import RowView
+from colonnade.topology.traffic import Link
 from colonnade.topology.world import World
 
 
@@ -36,6 +36,7 @@ class Exactness:
 
 
 BITWISE = Exactness("bitwise")
+REASSOCIATED = Exactness("reassociated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,32 +57,44 @@ class RowSource:
     keep: Any = None  # whatever must stay alive with the addresses
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One batch's lookups on this rank, checked: nothing has travelled yet."""
+
+    size: int  # B
+    messages: Sequence[Any]  # by rank, uint8 arrays: what it is asked for (world of one: [])
+    lookups: Any  # the exchange's own
+
+
 @dataclass(slots=True)
 class Ticket:
-    """What `route` learned, needed by everything after it."""
+    """What `route` learned, needed by everything after it. Of several exchanges: `parts`, one for each; gradients are
+    recorded on these, and rows of all of them are acquired and released here."""
 
     step: int
     batch_size: int
-    lookups: _native.Lookups
-    plan: _native.Plan
-    feature_offsets: Tensor  # (F + 1,) int64: lookups by feature
+    lookups: Any  # exchange.layout.Lookups
+    plan: Any  # _native.Plan of them
     owned_ids: Tensor  # (O,) int64, grouped by table
     owned_offsets: Tensor  # (T + 1,) int64
-    owner_plan: (
-        _native.Plan
-    )  # groups what all ranks asked this one for, by row; world of one: `plan`
+    owner_plan: Any  # _native.Plan: groups what all ranks asked this one for, by row
     weight: float  # sum of sample weights over all ranks' batches
-    rows_out: list[int]  # by rank: unique rows it asked of me (world of one: [])
-    rows_in: list[int]  # by rank: unique rows I asked of it
+    next_use: Tensor | None = (
+        None  # (O,) uint8: `Batch.next_use` by row owned here, the soonest of its lookups
+    )
     wire: Any = None  # the exchange's own layout of its buffers
     slots: Tensor | None = None  # (O,) int32 once acquired by the owner's store
+    job: Any = None  # of that acquire: what to wait for before its rows are read or released
     placed: Tensor | None = None  # int32, `slots` by what was asked for, once `place` was called
     reads: Any = None  # fetched values, exchange's own form
+    purpose: str = "route"  # the group it was routed on; "evaluate": nothing is trained of it
     is_done: bool = False  # applied or dropped: its rows are not pinned any more
     gradients: list[list[Tensor]] = field(default_factory=list)  # one list per backward
     versions: list[list[int]] = field(
         default_factory=list
     )  # of these tensors when they were recorded
+
+    parts: Sequence[Ticket] = ()
 
     @property
     def pinned(self) -> Tensor:
@@ -89,39 +102,99 @@ class Ticket:
         assert self.slots is not None
         return self.slots
 
+    def recorded(self) -> Iterator[tuple[Sequence[Tensor], Sequence[int]]]:
+        """Of each backward so far: gradients, and their versions when they were recorded."""
+        yield from zip(self.gradients, self.versions, strict=True)
+        for part in self.parts:
+            yield from part.recorded()
+
+    @property
+    def num_backwards(self) -> int:
+        return len(self.gradients) + sum(part.num_backwards for part in self.parts)
+
+    def record(self, gradients: Sequence[Tensor]) -> None:
+        """What a backward gave, by output. Kept as it is, not copied."""
+        self.gradients.append(list(gradients))
+        self.versions.append([gradient._version for gradient in gradients])
+
+    def forget(self) -> None:
+        """As if no backward had come."""
+        for ticket in (self, *self.parts):
+            ticket.gradients.clear()
+            ticket.versions.clear()
+
+    def finish(self) -> None:
+        """Applied or dropped: no backward may reach it any more."""
+        for ticket in (self, *self.parts):
+            ticket.slots, ticket.is_done = None, True
+
 
 @dataclass(frozen=True, slots=True)
 class RowGradients:
-    """What an owner applies: per owned row (O,), a segment of entries into `source`, to be summed in order."""
+    """What an owner applies: per owned row (O,), a segment of entries into `source`, to be summed in order; or, of
+    rows on a device, sums (device_kernels.Sums) without segments."""
 
     slots: Tensor  # (O,) int32
     offsets: Tensor  # (T + 1,) int64
     segment_offsets: Any  # (O + 1,) int32
     entries: Any  # int32
-    source: _native.OutputGradients | _native.RowGradients
+    source: Any  # _native.OutputGradients, _native.RowGradients or device_kernels.Sums
     keep: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a batch asks for, by table, as a mean over measured batches; what `cost` predicts from."""
+    """What a batch asks for, per rank, as a mean over measured batches; what `cost` predicts from."""
 
-    unique_rows: Mapping[str, float]  # per rank and batch
+    unique_rows: Mapping[str, float]  # by table
     unique_rows_remote: Mapping[str, float]  # of those, owned by other ranks
-    row_bytes: Mapping[str, int]  # weights only
+    row_bytes: Mapping[str, int]  # by table; weights only
+    id_bytes: Mapping[str, float] = field(default_factory=dict)
+    """By table: of one of `unique_rows_remote` as it travels, where that was measured (`packing.measured_id_bytes`);
+    else every row of the table is taken to be as likely."""
+    samples: float = 0.0
+    lookups: Mapping[str, float] = field(default_factory=dict)  # by feature
+    lookups_remote: Mapping[str, float] = field(default_factory=dict)  # of rows of other ranks
+    longest_bags: Mapping[str, int] = field(default_factory=dict)  # by feature: of one sample
+    weighted: Sequence[str] = ()  # features whose lookups have weights
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Per rank and step. Payload only; interfaces add protocol overhead."""
 
-    payload_bytes: Mapping[str, float]  # by purpose: route, fetch, push
-    messages: int
+    payload_bytes: Mapping[tuple[str, Link], float]
+    """What `Mesh.traffic` will count by (purpose, link); purposes are route, fetch, push."""
+    messages: float
     seconds: float
+
+    @classmethod
+    def of(cls, sent: Mapping[str, float], messages: float, world: World) -> Cost:
+        """sent: bytes to all other ranks by purpose, to each as many in the mean over ranks."""
+        others = world.num_ranks - 1
+        near = (world.ranks_per_host - 1) / others if others else 0.0  # of the others, on this host
+        payload: dict[tuple[str, Link], float] = {}
+        for purpose, size in sent.items():
+            payload |= {(purpose, "local"): size * near, (purpose, "remote"): size * (1 - near)}
+        seconds = (
+            sum(payload[purpose, "local"] for purpose in sent) / world.local_bytes_per_second
+            + sum(payload[purpose, "remote"] for purpose in sent)
+            * world.ranks_per_host
+            / world.remote_bytes_per_second
+            + messages * world.message_seconds
+        )
+        return cls(payload, messages, seconds)
+
+    def bytes_over(self, link: Link) -> float:
+        return sum(size for (_, over), size in self.payload_bytes.items() if over == link)
 
 
 class Exchange(Protocol):
-    exactness: Exactness
+    """One rank's end. Every method but `place`, `values`, `hold`, `squared_norms` and `cost` is collective in a world
+    of several."""
+
+    @property
+    def exactness(self) -> Exactness: ...
 
     def route(self, batch: Any, step: int, *, purpose: str = "route") -> Ticket: ...
 
@@ -133,22 +206,41 @@ class Exchange(Protocol):
 
     def values(self, ticket: Ticket, handle: Tensor, device: device = ...) -> dict[str, Tensor]:
         """By consumer: (B, P) combined; by feature without a consumer: (B, D) pooled or (E_f, D) sequence. They are
-        made on the CPU and moved to `device`, where consumers are evaluated.
+        made where the values are and moved to `device`, where consumers are evaluated.
 
         Differentiable: backward records (lookups, gradient) on the ticket. `handle` requires a gradient, so that
         torch runs that backward.
         """
         ...
 
-    def push(self, tickets: Sequence[Ticket]) -> RowGradients | None:
-        """Gradients recorded on the tickets -> sums at the owners, as one application. None: nothing to do."""
+    def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
+        """Gradients recorded on the tickets -> sums at the owners, as one application. None: nothing to do. step:
+        updates applied before, which codecs draw their random bits from."""
         ...
 
-    def summed(self, pushed: RowGradients) -> tuple[RowGradients, Tensor]:
-        """The same gradients with each row's entries added up, and the buffer that holds exactly those sums."""
+    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
+        """The sum of squares of all rows' summed gradients, and gradients that need not be summed again."""
+        ...
+
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        """Apply them to pinned rows of this rank's store: see `_native.update`."""
         ...
 
     def drop(self, ticket: Ticket) -> None: ...
+
+    def hold(self, ticket: Ticket) -> dict[str, Tensor]:
+        """What a fetched ticket has read, for a commit: `restore` takes it in any world."""
+        ...
+
+    def restore(self, ticket: Ticket, held: Sequence[dict[str, Tensor]]) -> None:
+        """Instead of `fetch`: what all ranks of some world held for this step's global batch."""
+        ...
+
+    def squared_norms(self, rows: RowView, slots: Tensor) -> Tensor:
+        """(len(slots),) of rows that lie there: sums of squares of their weights."""
+        ...
 
     def cost(self, load: Load, world: World) -> Cost:
         """Pure."""

@@ -236,6 +236,8 @@ class Lookups:
     feature_offsets: Tensor  # (F + 1,) int64
     native: _native.Lookups
     batch_size: int
+    bags: list[Tensor | None]  # by column, (B + 1,) into its lookups; None: one a sample
+    weights: list[Tensor | None]  # by column, (E_c,)
 
 
 def collect(batch: Batch, declaration: Declaration, consumption: Consumption) -> Lookups:
@@ -287,7 +289,25 @@ def collect(batch: Batch, declaration: Declaration, consumption: Consumption) ->
         bag_offsets,
         all_weights,
     )
-    return Lookups(all_ids, offsets, native, batch.size)
+    return Lookups(all_ids, offsets, native, batch.size, bags, weights)
+
+
+def collect_codes(batch: Batch, declaration: Declaration, consumption: Consumption) -> np.ndarray:
+    """`Batch.next_use`, (E,) uint8 in the order of `collect`; a feature without codes has zeros. Raises DataError."""
+    hints, found = batch.next_use or {}, []
+    for f in consumption.features:
+        name = declaration.features[f].name
+        num_lookups, codes = len(batch.ids[name].values), hints.get(name)
+        if codes is None:
+            found.append(np.zeros(num_lookups, np.uint8))
+        elif codes.dtype != torch.uint8 or tuple(codes.shape) != (num_lookups,):
+            raise DataError(
+                f"feature {name!r}: next_use: got {codes.dtype} of shape {tuple(codes.shape)}, wanted uint8 "
+                f"({num_lookups},), a code for each lookup"
+            )
+        else:
+            found.append(codes.numpy())
+    return np.concatenate(found) if found else np.zeros(0, np.uint8)
 
 
 def _check_ids(feature: Feature, ids: Ids, size: int, compute_dtype: torch.dtype) -> None:

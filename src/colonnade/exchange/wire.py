@@ -1,4 +1,4 @@
-"""The layout of a message, and the count of its bytes. Below every exchange.
+"""The layout of a message. Below every exchange.
 
 Row values and gradients of all tables travel in one buffer of elements: rank by rank, table by table,
 row by row. Legend: N ranks, T tables, R rows on the wire.
@@ -6,8 +6,7 @@ row by row. Legend: N ranks, T tables, R rows on the wire.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -48,17 +47,3 @@ def row_layout(counts: np.ndarray, dims: np.ndarray) -> RowLayout:
     elements = counts * dims[None, :]
     starts = np.concatenate([[0], np.cumsum(elements)[:-1]]).reshape(elements.shape)
     return RowLayout(starts, elements.sum(1).tolist(), counts)
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Payload bytes this rank sent to other ranks, by purpose. What stays on the rank does not count."""
-
-    sent_bytes: Counter[str] = field(default_factory=Counter)
-    messages: Counter[str] = field(default_factory=Counter)
-
-    def count(self, purpose: str, send: Tensor, rows: list[int], rank: int) -> None:
-        """`rows` of `send`'s first dimension go to each rank; `rank` is this one."""
-        width = send.element_size() * (send[0].numel() if send.dim() > 1 and len(send) else 1)
-        self.sent_bytes[purpose] += width * (sum(rows) - rows[rank])
-        self.messages[purpose] += sum(1 for r, n in enumerate(rows) if n and r != rank)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from inspect import signature
 from typing import Any, Literal
 
 import torch
 
-from colonnade.config import OPTIMIZER_SETTINGS, ModelConfig, RunConfig
+from colonnade.config import (
+    OPTIMIZER_SETTINGS,
+    ModelConfig,
+    RunConfig,
+)
 from colonnade.data.contract import Column, Schema
 from colonnade.data.sets.interactions import LOG_Q
 from colonnade.errors import ConfigError
@@ -24,6 +28,15 @@ from colonnade.models.split import SplitModel
 from colonnade.models.two_tower import TwoTower
 from colonnade.models.wide_deep import WideDeep
 from colonnade.optimizers import SPARSE_OPTIMIZERS, SparseOptimizer
+from colonnade.retention import (
+    Admission,
+    AgeEviction,
+    CountMinAdmission,
+    Eviction,
+    MaxRowsEviction,
+    RandomAdmission,
+)
+from colonnade.retention_config import AdmissionConfig, EvictionConfig
 from colonnade.table import Feature, Pooling, Table, Uniform
 
 DEFAULT_DIM = 16
@@ -139,6 +152,7 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
     for column in schema.categorical:
         first.setdefault(column.table, column)
     rows = _row_kind(kind, len(schema.labels), config)
+    retention = build_retention(first.values(), config)
     tables = [
         Table(
             column.table,
@@ -146,6 +160,7 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
             dtype=config.rows.dtype,
             master=config.rows.master,
             max_norm=config.rows.max_norm,
+            **retention[column.table],
             **rows,
         )
         for column in first.values()
@@ -155,6 +170,57 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
         for column in schema.categorical
     ]
     return tables, features
+
+
+def build_retention(columns: Iterable[Column], config: RunConfig) -> dict[str, dict[str, Any]]:
+    """By table: admission and eviction of `Table`. Raises ConfigError where the settings name no open table."""
+    rows, open_tables = config.rows, []
+    found: dict[str, dict[str, Any]] = {}
+    for column in columns:
+        found[column.table] = {}
+        if column.cardinality is None:
+            open_tables.append(column.table)
+            own = rows.tables.get(column.table, rows)
+            found[column.table] = {
+                "admission": _admission(own.admission),
+                "eviction": _eviction(own.eviction),
+            }
+    if unknown := sorted(set(rows.tables) - set(open_tables)):
+        raise ConfigError(
+            f"rows.tables.{unknown[0]}: this data has no open table of that name; it has "
+            f"{', '.join(sorted(open_tables)) or 'none: each of its columns says how many ids there are'}"
+        )
+    for name, setting in (
+        ("admission", _admission(rows.admission)),
+        ("eviction", _eviction(rows.eviction)),
+    ):
+        if setting is not None and not open_tables:
+            raise ConfigError(
+                f"rows.{name}: this data has no open table; each of its columns says how many ids there are, and all "
+                "rows have room. Leave it out"
+            )  # fmt: skip
+    return found
+
+
+def _admission(config: AdmissionConfig) -> Admission | None:
+    if config.probability is not None:
+        return RandomAdmission(probability=config.probability)
+    if config.updates is None or config.expected_ids is None:
+        return None
+    return CountMinAdmission(
+        updates=config.updates,
+        expected_ids=config.expected_ids,
+        error=config.error,
+        halve_steps=config.halve_steps,
+    )
+
+
+def _eviction(config: EvictionConfig) -> Eviction | None:
+    if config.age_steps is not None:
+        return AgeEviction(steps=config.age_steps)
+    if config.max_rows is None:
+        return None
+    return MaxRowsEviction(rows=config.max_rows, by=config.by, halve_steps=config.halve_steps)
 
 
 def _row_kind(kind: Kind, tasks: int, config: RunConfig) -> dict[str, Any]:

@@ -31,7 +31,7 @@ import itertools
 import math
 import operator
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -198,11 +198,11 @@ def power(base: float, exponents: Tensor) -> Tensor:
     The product of base^(i * 256^k) over the four digits i of t to the base 256; each of the 256 numbers of a digit is
     the one before it times base^(256^k)."""
     exponents = exponents.clamp(max=2**32 - 1)
-    product = torch.ones(len(exponents), dtype=torch.float64)
+    product = torch.ones(len(exponents), dtype=torch.float64, device=exponents.device)
     for k in range(4):
-        powers = _powers(base)
+        powers = _powers(base, exponents.device)
         product = product * powers[_shift(exponents, 8 * k) & 0xFF]
-        base = powers[256].item()
+        base = _powers(base, torch.device("cpu"))[256].item()
     return product
 
 
@@ -224,12 +224,7 @@ def round_at_random(
     Column c of a row takes bits 16 (c mod 4) and up of word c // 4 + 1 of the splitmix64 stream that starts at
     mix64(mix64(mix64(id) ^ seed) ^ (clock + 1)).
     """
-    start = mix64(mix64(mix64(ids) ^ _word(seed)) ^ (clocks + 1))
-    columns = torch.arange(column, column + values.shape[1])
-    words = mix64(start[:, None] + (columns // 4 + 1) * _word(GOLDEN))
-    random = torch.empty_like(words)
-    for lane in range(4):
-        random[:, columns % 4 == lane] = _shift(words[:, columns % 4 == lane], 16 * lane) & 0xFFFF
+    random = random_bits(ids, clocks, seed, values.shape[1], column=column)
     bits = values.view(torch.int32).long() & 0xFFFFFFFF
     if dtype == torch.bfloat16:
         rounded = torch.where(values.isnan(), bits >> 16 | 0x40, (bits + random) >> 16)
@@ -244,11 +239,23 @@ def round_at_random(
     return ((rounded ^ 0x8000) - 0x8000).short().view(dtype)
 
 
-@cache
-def _powers(base: float) -> Tensor:
+def random_bits(ids: Tensor, clocks: Tensor, seed: int, dim: int, *, column: int) -> Tensor:
+    """(U, dim) int64: 16 of each stream of `round_at_random`, for the columns from `column` on."""
+    start = mix64(mix64(mix64(ids) ^ _word(seed)) ^ (clocks + 1))
+    columns = torch.arange(column, column + dim, device=ids.device)
+    words = mix64(start[:, None] + (columns // 4 + 1) * _word(GOLDEN))
+    random = torch.empty_like(words)
+    for lane in range(4):
+        mine = slice((lane - column) % 4, None, 4)
+        random[:, mine] = _shift(words[:, mine], 16 * lane) & 0xFFFF
+    return random
+
+
+@lru_cache(256)
+def _powers(base: float, device: torch.device) -> Tensor:
     """(257,) float64: base^i, each the one before it times base."""
     powers = itertools.accumulate([base] * 256, operator.mul, initial=1.0)
-    return torch.tensor(list(powers), dtype=torch.float64)
+    return torch.tensor(list(powers), dtype=torch.float64, device=device)
 
 
 def _mean_squares(g: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""The native operations in plain PyTorch, one function each: their definition, and what tests compare them with.
-The optimizers are in `optimizers`.
+"""The native operations in plain PyTorch, one function each: their definition, and what tests compare them with. Those
+on rows and gradients take tensors of any device: they are what computes on rows in a device's memory. The optimizers
+are in `optimizers`.
 
 Results equal the native ones bit for bit: sums are made in the order written here, every operation rounds
 once, nothing is fused. Words are int64 tensors whose bits are uint64.
@@ -29,18 +30,18 @@ def mix64(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
-def owner_of(ids: Tensor, rows: int, num_ranks: int) -> Tensor:
-    """(N,) int32. `rows` 0, an open table: floor(mix64(id) * num_ranks / 2^64).
+def owner_of(ids: Tensor, rows: int, num_owners: int) -> Tensor:
+    """(N,) int32. `rows` 0, an open table: floor(mix64(id) * num_owners / 2^64).
 
-    Vocabulary table, with q, m = divmod(id, num_ranks): (m + mix64(q)) mod num_ranks, so each run of
-    num_ranks ids is dealt once to each rank, and q numbers the rows of a rank without gaps.
+    Vocabulary table, with q, m = divmod(id, num_owners): (m + mix64(q)) mod num_owners, so each run of
+    num_owners ids is dealt once to each owner, and q numbers the rows of an owner without gaps.
     """
     if rows == 0:
-        owners = [word * num_ranks >> 64 for word in _unsigned(mix64(ids))]
+        owners = [word * num_owners >> 64 for word in _unsigned(mix64(ids))]
     else:
-        blocks = _unsigned(mix64(ids // num_ranks))
+        blocks = _unsigned(mix64(ids // num_owners))
         owners = [
-            (m + h) % num_ranks for m, h in zip((ids % num_ranks).tolist(), blocks, strict=True)
+            (m + h) % num_owners for m, h in zip((ids % num_owners).tolist(), blocks, strict=True)
         ]
     return torch.tensor(owners, dtype=torch.int32)
 
@@ -49,7 +50,7 @@ class Plan(NamedTuple):
     """Unique ids by table, then by owner, then by local row (vocabulary) or hash (open)."""
 
     unique_ids: Tensor  # (U,) int64
-    block_offsets: Tensor  # (T * N + 1,) int64
+    block_offsets: Tensor  # (sum of num_owners + 1,) int64: a block for each table and owner
     inverse: Tensor  # (E,) int32
     segment_offsets: Tensor  # (U + 1,) int32
     entries: Tensor  # (E,) int32, ascending inside a row
@@ -60,13 +61,13 @@ def make_plan(
     feature_offsets: Sequence[int],  # (F + 1,)
     feature_tables: Sequence[int],  # (F,)
     table_rows: Sequence[int],  # (T,); 0 = open
-    num_ranks: int,
+    num_owners: Sequence[int],  # (T,)
 ) -> Plan:
     """The lookups grouped by row. IndexError for an id outside its vocabulary table."""
     unique: list[int] = []
-    counts = [0] * (len(table_rows) * num_ranks)
+    counts: list[int] = []
     segments: list[list[int]] = []
-    for t, rows in enumerate(table_rows):
+    for t, (rows, dealt_to) in enumerate(zip(table_rows, num_owners, strict=True)):
         lookups: dict[int, list[int]] = {}
         for f in range(len(feature_tables)):
             if feature_tables[f] != t:
@@ -80,11 +81,11 @@ def make_plan(
                     )
                 lookups.setdefault(row, []).append(e)
         mine = torch.tensor(list(lookups), dtype=torch.int64)
-        owners = owner_of(mine, rows, num_ranks).tolist()
-        places = (mine // num_ranks).tolist() if rows else _unsigned(mix64(mine))
-        for owner, _, row in sorted(zip(owners, places, lookups, strict=True)):
+        owners = owner_of(mine, rows, dealt_to).tolist()
+        places = (mine // dealt_to).tolist() if rows else _unsigned(mix64(mine))
+        counts += [owners.count(owner) for owner in range(dealt_to)]
+        for _, _, row in sorted(zip(owners, places, lookups, strict=True)):
             unique.append(row)
-            counts[t * num_ranks + owner] += 1
             segments.append(lookups[row])
     inverse = torch.empty(len(ids), dtype=torch.int32)
     for u, segment in enumerate(segments):
@@ -135,14 +136,17 @@ def join(highs: Tensor, lows: Tensor) -> Tensor:
 
 
 def ordered_sum(terms: Tensor, offsets: Tensor) -> Tensor:
-    """(S, D): terms[offsets[s]] + ... + terms[offsets[s + 1] - 1], one after the other; none: zeros."""
-    starts, lengths = offsets[:-1].long(), offsets.diff()
-    sums = terms.new_zeros(len(starts), terms.shape[1])
-    for k in range(int(lengths.max()) if len(lengths) else 0):
-        longer = lengths > k
-        next_terms = terms[starts[longer] + k]
-        sums[longer] = next_terms if k == 0 else sums[longer] + next_terms
-    return sums
+    """(S, D): terms[offsets[s]] + ... + terms[offsets[s + 1] - 1], one after the other; none: zeros.
+
+    On any device: torch gives each element of a sum a thread of its own, which takes the terms in order.
+    """
+    if not len(terms) or len(offsets) == 1:
+        return terms.new_zeros(len(offsets) - 1, terms.shape[1])
+    # Begun at -0.0, which changes no first term, -0.0 neither.
+    sums = torch.segment_reduce(
+        terms.contiguous(), "sum", offsets=offsets.long(), axis=0, unsafe=True, initial=-0.0
+    )
+    return sums.masked_fill_((offsets.diff() == 0)[:, None], 0.0)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -152,7 +156,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def pool(
     rows: Tensor,  # (E, D): what is read of the row of each lookup of one feature
-    offsets: Tensor,  # (B + 1,): which lookups are whose; unused for a sequence
+    offsets: Tensor | None,  # (B + 1,): which lookups are whose; unused for a sequence
     pooling: Pooling,
     weights: Tensor | None = None,  # (E,) of the compute dtype
     dtype: torch.dtype | None = None,  # of the result; None: the compute dtype
@@ -162,8 +166,10 @@ def pool(
     rows = rows.to(compute_dtype(rows.dtype))
     values = rows if weights is None else rows * weights[:, None]
     if pooling != "sequence":
+        assert offsets is not None
         values = ordered_sum(values, offsets)
     if pooling in ("mean", "sqrtn"):
+        assert offsets is not None
         lengths = offsets.diff().clamp(min=1).to(values.dtype)
         values = values / (lengths if pooling == "mean" else _sqrt(lengths))[:, None]
     return values if dtype is None else values.to(dtype)
@@ -171,24 +177,28 @@ def pool(
 
 def lookup_gradients(
     gradients: Tensor,  # (B, D) or (E, D): of what `pool` returned
-    offsets: Tensor,  # (B + 1,)
+    offsets: Tensor | None,  # (B + 1,); unused for a sequence
     pooling: Pooling,
     weights: Tensor | None = None,  # (E,) of the compute dtype
+    *,
+    num_lookups: int | None = None,  # E, where it is known: a device need not be asked
 ) -> Tensor:
     """(E, D) of the compute dtype: coefficient * gradient of the lookup's output.
 
     The coefficient is the lookup's weight (1 without weights) times 1 / n (mean) or 1 / sqrt(n) (sqrtn), n the
     length of its bag: root, reciprocal and product each rounded to the compute dtype."""
-    lengths = offsets.diff()
     terms = gradients.to(compute_dtype(gradients.dtype))
-    if pooling != "sequence":
-        terms = terms.repeat_interleave(lengths, 0)
-    coefficients = terms.new_ones(len(terms)) if weights is None else weights
+    if pooling == "sequence":
+        return terms if weights is None else terms * weights[:, None]
+    assert offsets is not None
+    lengths = offsets.diff()
+    bags = torch.repeat_interleave(lengths, output_size=num_lookups)
+    coefficients = terms.new_ones(len(bags)) if weights is None else weights
     if pooling in ("mean", "sqrtn"):
         divisors = lengths.to(terms.dtype)
         shares = 1 / (divisors if pooling == "mean" else _sqrt(divisors))
-        coefficients = coefficients * shares.repeat_interleave(lengths)
-    return terms * coefficients[:, None]
+        coefficients = coefficients * shares[bags]
+    return terms[bags] * coefficients[:, None]
 
 
 def sum_rows(
@@ -208,17 +218,14 @@ def sum_rows(
 def squared_norm(values: Tensor) -> float:
     """Sum of squares in float64: blocks of 2^16 elements, added in order. Inside a block element i goes to lane
     i mod 32, then the lanes are added as a tree (lane i + lane i + half, and again)."""
-    total = 0.0
-    for block in values.flatten().double().split(2**16):
-        columns = functional.pad(block * block, (0, -len(block) % 32)).view(-1, 32)
-        sums = columns.new_zeros(32)
-        for row in columns:
-            sums = sums + row
-        while len(sums) > 1:
-            half = len(sums) // 2
-            sums = sums[:half] + sums[half:]
-        total += sums.item()
-    return total
+    flat = functional.pad(values.flatten().double(), (0, -values.numel() % 2**16))
+    lanes = (flat * flat).view(-1, 32)
+    ends = torch.arange(0, len(lanes) + 1, 2**16 // 32, device=values.device)
+    sums = ordered_sum(lanes, ends)  # (blocks, 32)
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return float(ordered_sum(sums, torch.tensor([0, len(sums)], device=values.device)))
 
 
 def pack(weights: Tensor, state: Tensor, clocks: Tensor, lows: Tensor | None = None) -> Tensor:
@@ -254,8 +261,10 @@ def crc32c(data: bytes) -> int:
 
 
 def _sqrt(values: Tensor) -> Tensor:
-    """Correctly rounded; torch's may be off by one bit."""
-    return torch.from_numpy(np.sqrt(values.numpy()))
+    """Correctly rounded; torch's may be off by one bit on the CPU."""
+    return (
+        torch.from_numpy(np.sqrt(values.numpy())) if values.device.type == "cpu" else values.sqrt()
+    )
 
 
 def _as(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,24 +6,54 @@ Making, printing and comparing a plan touches no device and no file.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
+import numpy as np
+
+from colonnade.config import PlanConfig
 from colonnade.errors import ConfigError
-from colonnade.exchange import EXCHANGES
-from colonnade.store.budget import capacity_rows, slot_bytes
+from colonnade.exchange import EXCHANGES, implied_exchange
+from colonnade.exchange.codec import CODECS, EXACT, Codecs
+from colonnade.plan.choice import Choice
+from colonnade.plan.forcing import forced_by, settled
+from colonnade.sizes import Place
+from colonnade.store.budget import (
+    capacity_rows,
+    hbm_rows,
+    least_bytes,
+    mapped_tables,
+    slot_bytes,
+)
 from colonnade.table import Table
-from colonnade.topology.sharding import share
+from colonnade.topology.sharding import Shard, Sharding, row_wise, share
+from colonnade.topology.world import World
+
+Tier = Literal["dram", "mapped"]
+
+DEEP = 8
+"""Batches that "auto" looks ahead where several ranks' rows rest in files and nothing is known of their speed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TablePlan:
     name: str
-    sharding: str
+    sharding: Sharding
+    """Which ranks have its rows."""
     capacity_rows: int
-    """Rows of the table that may be in one rank's memory at once."""
+    """Rows of the table that may be in the memory of each rank that has some at once: what the fullest has room for."""
     fits: bool
     """Every row a rank owns has room: nothing of this table is ever evicted."""
+    tier: Tier = "dram"
+    """Where the resident rows lie."""
+    rest: str = "-"
+    """Where the others rest: "run folder", "ssd", or "-" where there are none."""
+    hbm_rows: int = 0
+    """Rows that may be in device memory at once, above those in memory; 0: there is no such tier."""
+    exchange: str = "rows"
+    """What of it travels between ranks: a key of `exchange.EXCHANGES`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,15 +66,37 @@ class Plan:
     num_ranks: int
     dram_bytes: int | None
     """Memory for rows on each rank; None: as much as they take."""
-    lookahead: int
-    """Batches whose ids travel ahead of training."""
+    lookahead: int | Literal["auto"]
+    """Batches whose ids travel ahead of training; "auto": as many as it takes, found while training."""
     staleness_steps: int
-    exchange: str
     tables: tuple[TablePlan, ...]
+    mapped: Place | None = None
+    """Byte-addressable memory that the tables of tier "mapped" lie in."""
+    ssd: tuple[Place, ...] = ()
+    """Directories that rows rest in, striped; none: the run folder."""
+    write_budget: int | None = None
+    """Bytes per second that may be written on each rank."""
+    hbm_bytes: int | None = None
+    """Memory of each rank's device for rows, above memory; None: no row is kept there."""
+    codecs: Codecs = EXACT
+    """What rows and their gradients look like while they travel."""
+    placement: str = "even"
+    prediction: Mapping[str, Any] | None = None
+    """`plan.prediction.Prediction` as plain values, where the plan was made from a profile."""
 
     @property
     def needs_backing(self) -> bool:
         return not all(table.fits for table in self.tables)
+
+    @property
+    def shardings(self) -> tuple[Sharding, ...]:
+        """By table."""
+        return tuple(table.sharding for table in self.tables)
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """All that travel, by name."""
+        return tuple(sorted({table.exchange for table in self.tables}))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -52,8 +104,22 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         values = json.loads(text)
-        tables = tuple(TablePlan(**table) for table in values.pop("tables"))
-        return cls(tables=tables, **values)
+        tables = tuple(
+            TablePlan(**{**table, "sharding": _sharding_from(table["sharding"])})
+            for table in values.pop("tables")
+        )
+        mapped = values.pop("mapped", None)
+        return cls(
+            tables=tables,
+            mapped=None if mapped is None else Place(**mapped),
+            ssd=tuple(Place(**place) for place in values.pop("ssd", ())),
+            codecs=Codecs(**values.pop("codecs", {})),
+            **values,
+        )
+
+
+def _sharding_from(said: dict[str, Any]) -> Sharding:
+    return Sharding(said["kind"], tuple(said["ranks"]))
 
 
 def build_plan(
@@ -61,59 +127,272 @@ def build_plan(
     num_ranks: int = 1,
     *,
     dram_bytes: int | None = None,
-    lookahead: int = 2,
+    hbm_bytes: int | None = None,
+    table_bytes: Mapping[str, int] | None = None,
+    mapped: Place | None = None,
+    ssd: Sequence[Place] = (),
+    lookahead: int | Literal["auto"] = 2,
+    write_budget: int | None = None,
     staleness_steps: int = 0,
     exchange: str = "rows",
+    exchanges: Mapping[str, str] | None = None,
+    shardings: Mapping[str, Sharding] | None = None,
+    codecs: Codecs = EXACT,
 ) -> Plan:
-    """Pure. Raises ConfigError for numbers that cannot work."""
-    if exchange not in EXCHANGES:
+    """Every table alike (`plan.placement` prefers some). Pure. Raises ConfigError for numbers that cannot work.
+
+    By table name: `table_bytes`, memory of single tables, out of `dram_bytes`; `exchanges`, where it is not
+    `exchange`; `shardings`, where rows are not dealt to all ranks.
+    """
+    exchanges, shardings = exchanges or {}, shardings or {}
+    for said in (exchange, *exchanges.values()):
+        if said not in EXCHANGES:
+            raise ConfigError(
+                f"unknown exchange {said!r}; choose from {', '.join(sorted(EXCHANGES))}"
+            )
+    for said in (codecs.values, codecs.gradients):
+        if said not in CODECS:
+            raise ConfigError(f"unknown codec {said!r}; choose from {', '.join(CODECS)}")
+    names = [table.name for table in tables]
+    for name, sharding in shardings.items():
+        if name not in names:
+            raise ConfigError(
+                f"shardings: got {name!r}, wanted a table of this model: {', '.join(names)}"
+            )
+        if sharding.ranks[-1] >= num_ranks:
+            raise ConfigError(
+                f"table {name!r}: got a sharding on rank {sharding.ranks[-1]}, wanted ranks 0 .. {num_ranks - 1}"
+            )
+    ahead = 2 if lookahead == "auto" else lookahead
+    if not isinstance(ahead, int) or ahead < 0 or staleness_steps < 0:
         raise ConfigError(
-            f"unknown exchange {exchange!r}; choose from {', '.join(sorted(EXCHANGES))}"
-        )
-    if lookahead < 0 or staleness_steps < 0:
-        raise ConfigError(
-            f"got lookahead={lookahead}, staleness_steps={staleness_steps}; wanted 0 or more"
+            f"got lookahead={lookahead}, staleness_steps={staleness_steps}; wanted 0 or more (of lookahead, or auto)"
         )
     if dram_bytes is not None and dram_bytes < 1:
         raise ConfigError(
             f"got dram_bytes={dram_bytes}; wanted a positive number of bytes, or None"
         )
-    capacities = capacity_rows(tables, dram_bytes, num_ranks)
-    planned = tuple(
-        TablePlan(
-            name=table.name,
-            sharding="row_wise",
-            capacity_rows=rows,
-            fits=dram_bytes is None
-            or (table.rows is not None and rows >= share(table.rows, num_ranks)),
+    of_tables = [shardings.get(table.name, row_wise(num_ranks)) for table in tables]
+    loads = distinct_loads(of_tables, num_ranks)
+    for shards in loads:
+        held = [
+            table for table, shard in zip(tables, shards, strict=True) if shard.place is not None
+        ]
+        check_budget(tables, held, dram_bytes, table_bytes or {})
+        least = sum(table.record_bytes for table in held)
+        if hbm_bytes is not None and hbm_bytes < least:
+            raise ConfigError(
+                f"plan.memory.hbm: got {hbm_bytes:,} bytes, wanted at least {least:,}: one row of each of "
+                f"{len(held)} tables; and enough for the rows of a window of batches"
+            )
+    on_device = [0] * len(tables)
+    if hbm_bytes is not None:
+        on_device = _fullest(loads, [hbm_rows(tables, hbm_bytes, shards) for shards in loads])
+    share_out = partial(capacity_rows, fixed_bytes=table_bytes)
+    by_load = [share_out(tables, dram_bytes, shards) for shards in loads]
+    chosen: set[int] = set()
+    if mapped is not None:
+        # Of a table's ranks, each has room for it there.
+        left = [
+            set(range(len(tables)))
+            - set(mapped_tables(tables, given, mapped.bytes, shards))
+            - {t for t, shard in enumerate(shards) if shard.place is None}
+            for given, shards in zip(by_load, loads, strict=True)
+        ]
+        chosen = set(range(len(tables))).difference(*left)
+        others = [t for t in range(len(tables)) if t not in chosen]
+        kinds = [tables[t] for t in others]
+        shared = [share_out(kinds, dram_bytes, [shards[t] for t in others]) for shards in loads]
+        by_load = []
+        for shards, given in zip(loads, shared, strict=True):
+            others_have = dict(zip(others, given, strict=True))
+            by_load.append(
+                [
+                    others_have.get(t, shards[t].most_rows(table.rows or 0))
+                    for t, table in enumerate(tables)
+                ]
+            )
+    capacities = _fullest(loads, by_load)
+    rest = "ssd" if ssd else "run folder"
+    planned = []
+    for t, (table, rows) in enumerate(zip(tables, capacities, strict=True)):
+        is_limited = dram_bytes is not None or table.name in (table_bytes or {})
+        sharding = of_tables[t]
+        whole = table.rows is not None and rows >= share(table.rows, sharding.num_owners)
+        fits = whole or not is_limited
+        planned.append(
+            TablePlan(
+                name=table.name,
+                sharding=sharding,
+                exchange=implied_exchange(sharding, exchanges.get(table.name, exchange)),
+                capacity_rows=rows,
+                fits=fits,
+                tier="mapped" if t in chosen else "dram",
+                rest="-" if fits else rest,
+                hbm_rows=on_device[t],
+            )
         )
-        for table, rows in zip(tables, capacities, strict=True)
-    )
-    return Plan(
+    plan = Plan(
         num_ranks=num_ranks,
         dram_bytes=dram_bytes,
         lookahead=lookahead,
         staleness_steps=staleness_steps,
-        exchange=exchange,
-        tables=planned,
+        tables=tuple(planned),
+        mapped=mapped,
+        ssd=tuple(ssd),
+        write_budget=write_budget,
+        hbm_bytes=hbm_bytes,
+        codecs=codecs,
     )
+    if lookahead == "auto" and (num_ranks > 1 or not plan.needs_backing):
+        # Ranks must agree on a depth; and with nothing at rest there is nothing to wait for.
+        return replace(plan, lookahead=DEEP if plan.needs_backing else 2)
+    return plan
+
+
+def plan_of(
+    config: PlanConfig, tables: Sequence[Table], world: World, choice: Choice | None = None
+) -> Plan:
+    """`build_plan` with a configuration's settings. `choice`: what was found for tables of which it leaves something
+    open; without, their rows are dealt to all ranks and travel as rows. Raises ConfigError."""
+    memory = config.memory
+    shardings, exchanges = {}, {}
+    for name, said in forced_by(config, tables, world).items():
+        found = settled(said, world)
+        if found is None and choice is not None:
+            found = choice.shardings[name], choice.exchanges[name]
+        if found is not None:
+            shardings[name], exchanges[name] = found
+    return build_plan(
+        tables,
+        world.num_ranks,
+        dram_bytes=memory.dram,
+        hbm_bytes=memory.hbm,
+        table_bytes=memory.tables,
+        mapped=memory.mapped_place,
+        ssd=memory.ssd_places,
+        lookahead=config.lookahead,
+        write_budget=config.write_budget,
+        staleness_steps=config.staleness_steps,
+        exchanges=exchanges,
+        shardings=shardings,
+        codecs=Codecs(config.wire.values, config.wire.gradients),
+    )
+
+
+def placed_plan(
+    plan: Plan,
+    tables: Sequence[Table],
+    rows: Mapping[str, tuple[int, Tier]],
+    *,
+    lookahead: int,
+    prediction: Mapping[str, Any] | None = None,
+) -> Plan:
+    """`plan` with other rows in memory, by name: (rows, tier); as `plan.placement` gave them."""
+    is_limited = plan.dram_bytes is not None
+    rest = "ssd" if plan.ssd else "run folder"
+    planned = []
+    for table, before in zip(tables, plan.tables, strict=True):
+        count, tier = rows[table.name]
+        whole = table.rows is not None and count >= share(table.rows, before.sharding.num_owners)
+        fits = whole or (before.fits and not is_limited)
+        planned.append(
+            replace(
+                before,
+                capacity_rows=before.capacity_rows if fits and not whole else count,
+                fits=fits,
+                tier=tier,
+                rest="-" if fits else rest,
+            )
+        )
+    return replace(
+        plan,
+        tables=tuple(planned),
+        lookahead=lookahead,
+        placement="profiled",
+        prediction=prediction,
+    )
+
+
+def distinct_loads(shardings: Sequence[Sharding], num_ranks: int) -> list[list[Shard]]:
+    """What ranks have, by table, once for all ranks that have shards of the same tables. Pure."""
+    has = np.zeros((num_ranks, len(shardings)), dtype=bool)
+    for t, sharding in enumerate(shardings):
+        has[list(sharding.ranks), t] = True
+    _, ranks = np.unique(np.packbits(has, axis=1), axis=0, return_index=True)
+    return [[sharding.shard_of(rank) for sharding in shardings] for rank in sorted(ranks.tolist())]
+
+
+def _fullest(loads: Sequence[Sequence[Shard]], rows: Sequence[Sequence[int]]) -> list[int]:
+    """By table: the least that a rank with rows of it has room for; both by load, then by table."""
+    return [
+        min(
+            given[t]
+            for given, shards in zip(rows, loads, strict=True)
+            if shards[t].place is not None
+        )
+        for t in range(len(rows[0]))
+    ]
+
+
+def check_budget(
+    tables: Sequence[Table],
+    held: Sequence[Table],
+    dram_bytes: int | None,
+    table_bytes: Mapping[str, int],
+) -> None:
+    """Raises ConfigError for budgets that hold not even a row of each table that one rank has, or name tables that are
+    not there."""
+    by_name = {table.name: table for table in tables}
+    for name, size in table_bytes.items():
+        if name not in by_name:
+            raise ConfigError(
+                f"plan.memory.tables: got {name!r}, wanted a table of this model: {', '.join(by_name)}"
+            )
+        if size < slot_bytes(by_name[name]):
+            raise ConfigError(
+                f"plan.memory.tables.{name}: got {size:,} bytes, wanted at least {slot_bytes(by_name[name])} for one "
+                "row, and enough for the rows of a window of batches"
+            )
+    if dram_bytes is None:
+        return
+    others = least_bytes([table for table in held if table.name not in table_bytes])
+    singles = sum(table_bytes.get(table.name, 0) for table in held)
+    least = singles + others
+    if dram_bytes < least:
+        given = f" and the {singles:,} bytes of single tables" if singles else ""
+        raise ConfigError(
+            f"plan.memory.dram: got {dram_bytes:,} bytes, wanted at least {least:,}: one row of each of "
+            f"{len(held)} tables{given}; and enough for the rows of a window of batches"
+        )
+
+
+def _travels(table: TablePlan) -> dict[str, str]:
+    return {"sharding": str(table.sharding), "exchange": table.exchange}
 
 
 def explain(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
     """One line per table, in words and numbers, for a person to read."""
     lines = []
     for table, planned in zip(tables, plan.tables, strict=True):
-        owned = "any" if table.rows is None else f"{share(table.rows, plan.num_ranks):,}"
+        owners = planned.sharding.num_owners
+        owned = "any" if table.rows is None else f"{share(table.rows, owners):,}"
         memory = planned.capacity_rows * slot_bytes(table)
-        unbounded = table.rows is None and plan.dram_bytes is None
+        unbounded = table.rows is None and planned.fits
+        hbm = {}
+        if plan.hbm_bytes is not None:
+            hbm = {"rows in hbm": f"{planned.hbm_rows:,}"}
         lines.append(
             {
                 "table": table.name,
                 "dim": " + ".join(str(part.dim) for part in table.parts),
                 "rows per rank": owned,
+                **hbm,
                 "rows in memory": "as trained" if unbounded else f"{planned.capacity_rows:,}",
                 "memory": "as trained" if unbounded else f"{memory / 2**20:,.1f} MiB",
-                "rest": "-" if planned.fits else "file",
+                "tier": planned.tier,
+                "rest": planned.rest,
+                **({} if plan.num_ranks == 1 else _travels(planned)),
                 "optimizer": ", ".join(dict.fromkeys(part.optimizer.name for part in table.parts)),
             }
         )

@@ -30,7 +30,7 @@ from colonnade.models.retriever import Retriever
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.predict.serving import exported
 from colonnade.store.mapped import MappedRows, open_mapped
-from colonnade.train.commits import dense_weights, load_dense
+from colonnade.train.fingerprint import dense_weights, load_dense
 from colonnade.train.run import OWN
 
 FORMAT = "colonnade export"

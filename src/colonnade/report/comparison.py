@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from colonnade import __version__
-from colonnade.report import figures
+from colonnade.report import figures, traffic
 from colonnade.report.page import Page
 from colonnade.report.reading import (
     RunRecord,
@@ -18,7 +18,6 @@ from colonnade.report.reading import (
     is_constant,
     is_judged,
     metrics_of,
-    sums_of,
     tables_of,
 )
 from colonnade.report.words import (
@@ -83,7 +82,7 @@ def figure_lines(runs: Sequence[RunRecord]) -> list[Line]:
     found.append(Line("rows known, rank 0", tuple(map(count_words, rows))))
     sizes = [run.summary.get("resident_bytes") for run in runs]
     found.append(Line("memory for rows, rank 0", tuple(map(bytes_words, sizes))))
-    sent = [sum(sums_of(run, "sent").values()) for run in runs]
+    sent = [sum(traffic.totals(run).values()) for run in runs]
     if any(sent):
         found.append(Line("sent by rank 0", tuple(map(bytes_words, sent))))
     found.append(Line("status", tuple(run.status for run in runs)))

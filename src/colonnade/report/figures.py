@@ -38,14 +38,22 @@ MAX_METRICS = 8
 PHASE_ORDER = (
     "forward",
     "backward",
-    "agree and reduce dense",
+    "check gradients",
+    "push rows",
+    "clip rows",
+    "clip dense",
     "update rows",
     "update dense",
     "wait for rows",
+    "exchange: rows",
+    "exchange: row gradients",
+    "exchange: dense gradients",
+    "exchange: samples",
+    "exchange: other",
     "evaluate",
     "commit",
 )
-PER_STEP = PHASE_ORDER[:6]
+PER_STEP = PHASE_ORDER[:-2]
 
 
 def losses(run: RunRecord) -> Figure | None:
@@ -56,8 +64,8 @@ def losses(run: RunRecord) -> Figure | None:
         return None
     steps, values = thinned(points)
     data = [
-        _line(steps, values, "as it was", FAINT, width=1.2),
-        _line(steps, smoothed(values), "smoothed", COLORS[0], width=2.4),
+        curve(steps, values, "as it was", FAINT, width=1.2),
+        curve(steps, smoothed(values), "smoothed", COLORS[0], width=2.4),
     ]
     bad = len(known) - len(points)
     note = f"Mean over a batch, in nats. {_every(lines)}"
@@ -66,7 +74,7 @@ def losses(run: RunRecord) -> Figure | None:
         note += (
             f" {bad} of {len(known)} recorded losses are not finite, the first at step {first:,}."
         )
-    return _figure("Training loss", note, data, y="loss")
+    return chart("Training loss", note, data, y="loss")
 
 
 def metric_charts(run: RunRecord) -> list[Figure]:
@@ -82,7 +90,7 @@ def metric_charts(run: RunRecord) -> list[Figure]:
         for number, part in enumerate(sorted(parts, key=lambda p: (p not in order, p))):
             points = parts[part]
             steps, values = [p[0] for p in points], [p[1] for p in points]
-            data.append(_line(steps, values, part, COLORS[number % len(COLORS)], markers=True))
+            data.append(curve(steps, values, part, COLORS[number % len(COLORS)], markers=True))
             if is_judged(metric):
                 step, value = best_of(metric, points)
                 note.append(f"best {part} {metric_value(metric, value)} at step {step:,}")
@@ -106,7 +114,7 @@ def metric_charts(run: RunRecord) -> list[Figure]:
         words = metric_words(metric)
         title = words[0].upper() + words[1:]
         found.append(
-            _figure(title, "; ".join(note).capitalize() + "." if note else "", data, y=words)
+            chart(title, "; ".join(note).capitalize() + "." if note else "", data, y=words)
         )
     return found
 
@@ -125,8 +133,8 @@ def learning_rates(run: RunRecord) -> Figure | None:
     data = []
     for number, (name, points) in enumerate(list(moving.items())[: len(COLORS)]):
         steps, values = thinned(points)
-        data.append(_line(steps, values, name.replace(".", " "), COLORS[number]))
-    return _figure("Learning rates", "By param group.", data, y="learning rate")
+        data.append(curve(steps, values, name.replace(".", " "), COLORS[number]))
+    return chart("Learning rates", "By param group.", data, y="learning rate")
 
 
 def throughput(run: RunRecord) -> Figure | None:
@@ -139,9 +147,9 @@ def throughput(run: RunRecord) -> Figure | None:
         return None
     steps, values = thinned(points)
     middle = statistics.median(value for _, value in points)
-    data = [_line(steps, values, "samples/s", COLORS[2])]
+    data = [curve(steps, values, "samples/s", COLORS[2])]
     note = f"Over all ranks, evaluation and commits aside. Median {count_words(middle)} samples/s."
-    return _figure("Throughput", note, data, y="samples per second", from_zero=True)
+    return chart("Throughput", note, data, y="samples per second", from_zero=True)
 
 
 def phases_total(run: RunRecord) -> Figure | None:
@@ -164,7 +172,7 @@ def phases_total(run: RunRecord) -> Figure | None:
         f"{seconds_words(total)} on the training thread in {steps:,} steps; beside each bar its share, "
         "and its time in one step."
     )
-    return _figure("Phases of a step", note, data, x="seconds", bars=len(names), room=0.68)
+    return chart("Phases of a step", note, data, x="seconds", bars=len(names), room=0.68)
 
 
 def phases_over_time(run: RunRecord) -> Figure | None:
@@ -172,7 +180,7 @@ def phases_over_time(run: RunRecord) -> Figure | None:
     lines = run.of_kind("phases")
     if len(lines) < 3:
         return None
-    spans = _spans(lines)
+    spans = steps_between(lines)
     found = [name for name in PER_STEP if any(line.get(name) for line in lines)]
     data = []
     for number, name in enumerate(found):
@@ -182,8 +190,8 @@ def phases_over_time(run: RunRecord) -> Figure | None:
             if span
         ]
         steps, values = thinned(points)
-        data.append(_area(steps, values, name, COLORS[number % len(COLORS)], unit=" ms"))
-    return _figure(
+        data.append(area(steps, values, name, COLORS[number % len(COLORS)], unit=" ms"))
+    return chart(
         "Phases of a step over time",
         "Stacked: together they are the time of a step, evaluation and commits aside.",
         data,
@@ -201,38 +209,14 @@ def row_sources(run: RunRecord) -> Figure | None:
     for number, (name, shown) in enumerate(words.items()):
         points = [(line["step"], 100 * (line.get(name) or 0) / _needed(line)) for line in lines]
         steps, values = thinned(points)
-        data.append(_area(steps, values, shown, COLORS[number], unit=" %"))
+        data.append(area(steps, values, shown, COLORS[number], unit=" %"))
     sums = sums_of(run, "rows")
     total = sum(sums.get(name, 0) for name in words) or 1
     said = ", ".join(f"{sums.get(n, 0) / total:.1%} {shown}" for n, shown in words.items())
     note = f"Of {count_words(total)} rows that batches needed: {said}. {count_words(sums.get('evicted', 0))} evicted."
-    figure = _figure("Row sources", note, data, y="percent of rows needed", from_zero=True)
+    figure = chart("Row sources", note, data, y="percent of rows needed", from_zero=True)
     figure["layout"]["yaxis"]["range"] = [0, 100]
     return figure
-
-
-def sent_bytes(run: RunRecord) -> Figure | None:
-    """None in a world of one."""
-    lines = run.of_kind("sent")
-    purposes = list(
-        dict.fromkeys(n for line in lines for n in line if n not in ("step", "kind", "time"))
-    )
-    if not purposes:
-        return None
-    spans, data = _spans(lines), []
-    for number, purpose in enumerate(purposes):
-        points = [
-            (line["step"], (line.get(purpose) or 0) / 2**20 / span)
-            for line, span in zip(lines, spans, strict=True)
-            if span
-        ]
-        steps, values = thinned(points)
-        data.append(_area(steps, values, purpose, COLORS[number % len(COLORS)], unit=" MiB"))
-    sums = sums_of(run, "sent")
-    note = "Payload that rank 0 sent: " + ", ".join(
-        f"{n} {bytes_words(v)}" for n, v in sums.items()
-    )
-    return _figure("Bytes sent", note + ".", data, y="MiB a step", from_zero=True)
 
 
 def table_sizes(tables: Sequence[TableFigures]) -> Figure | None:
@@ -252,7 +236,7 @@ def table_sizes(tables: Sequence[TableFigures]) -> Figure | None:
     if rest:
         more = bytes_words(sum(t.bytes_in_memory for t in rest))
         note += f" Not drawn: {len(rest):,} smaller tables, {more} in memory."
-    return _figure("Table sizes", note, data, x="MiB", bars=len(names), barmode="group")
+    return chart("Table sizes", note, data, x="MiB", bars=len(names), barmode="group")
 
 
 def table_traffic(tables: Sequence[TableFigures]) -> Figure | None:
@@ -272,7 +256,7 @@ def table_traffic(tables: Sequence[TableFigures]) -> Figure | None:
     )
     if rest:
         note += f" Not drawn: {len(rest):,} tables with fewer rows in a batch."
-    return _figure("Table traffic", note, data, x="per batch", bars=len(names), barmode="overlay")
+    return chart("Table traffic", note, data, x="per batch", bars=len(names), barmode="overlay")
 
 
 def overlaid(runs: Mapping[str, RunRecord]) -> list[Figure]:
@@ -297,11 +281,11 @@ def overlaid(runs: Mapping[str, RunRecord]) -> list[Figure]:
                 values = smoothed(values)
             if steps:
                 color = COLORS[number % len(COLORS)]
-                data.append(_line(steps, values, name, color, markers=len(steps) < 40))
+                data.append(curve(steps, values, name, color, markers=len(steps) < 40))
         if data:
             note = "Smoothed." if title == "training loss" else ""
             is_rate = title == "samples per second"
-            figure = _figure(title[0].upper() + title[1:], note, data, y=title, from_zero=is_rate)
+            figure = chart(title[0].upper() + title[1:], note, data, y=title, from_zero=is_rate)
             figure["layout"]["showlegend"] = True
             found.append(figure)
     return found
@@ -337,14 +321,14 @@ def _needed(line: Mapping[str, Any]) -> float:
     return sum(line.get(name) or 0 for name in ("resident", "read", "born"))
 
 
-def _spans(lines: Sequence[Mapping[str, Any]]) -> list[int]:
+def steps_between(lines: Sequence[Mapping[str, Any]]) -> list[int]:
     """Steps that each line covers."""
     steps = [0, *(line["step"] for line in lines)]
     return [max(0, after - before) for before, after in pairwise(steps)]
 
 
 def _steps(run: RunRecord) -> int:
-    return sum(_spans(run.of_kind("phases")))
+    return sum(steps_between(run.of_kind("phases")))
 
 
 def _every(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -353,7 +337,7 @@ def _every(lines: Sequence[Mapping[str, Any]]) -> str:
     return f"One point in {gap} steps." if gap > 1 else ""
 
 
-def _line(
+def curve(
     x: list, y: list, name: str, color: str, *, width: float = 2.0, markers: bool = False
 ) -> dict:
     trace = {"type": "scatter", "mode": "lines+markers" if markers or len(x) == 1 else "lines"}
@@ -367,7 +351,7 @@ def _line(
     }
 
 
-def _area(x: list, y: list, name: str, color: str, unit: str) -> dict:
+def area(x: list, y: list, name: str, color: str, unit: str) -> dict:
     return {
         "type": "scatter",
         "mode": "lines" if len(x) > 1 else "markers",
@@ -404,7 +388,7 @@ def _pale(color: str) -> str:
     return f"rgba({red},{green},{blue},0.62)"
 
 
-def _figure(
+def chart(
     title: str,
     note: str,
     data: list[dict],

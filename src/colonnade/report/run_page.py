@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from colonnade import __version__
-from colonnade.report import figures
+from colonnade.report import figures, tiers, traffic
 from colonnade.report.page import Page
 from colonnade.report.reading import (
     RunRecord,
@@ -19,6 +19,7 @@ from colonnade.report.reading import (
     metrics_of,
     tables_of,
 )
+from colonnade.report.sound import is_number
 from colonnade.report.words import (
     bytes_words,
     count_words,
@@ -51,12 +52,9 @@ def run_page(run: RunRecord) -> str:
         NO_CHARTS,
     )
     page.heading("Rows")
-    page.charts([figures.row_sources(run), figures.sent_bytes(run)], NO_CHARTS)
-    if run.lines and not run.of_kind("sent"):
-        ranks = _ranks(run)
-        page.charts(
-            [], "One rank: nothing travels." if ranks == 1 else "No bytes sent were recorded."
-        )
+    page.charts([figures.row_sources(run)], NO_CHARTS)
+    _traffic(page, run)
+    _tiers(page, run)
     page.heading("Tables")
     page.charts(
         [figures.table_sizes(tables), figures.table_traffic(tables)],
@@ -169,6 +167,40 @@ def _evaluations(page: Page, run: RunRecord) -> None:
     )
 
 
+def _tiers(page: Page, run: RunRecord) -> None:
+    """Nothing where all rows are in memory, or the record is of a version that did not count."""
+    counts = tiers.totals(run)
+    if len(counts) < 2:
+        return
+    page.heading("Tiers")
+    by_tier = [tiers.tier_words(each) for each in counts.values()]
+    page.numbers(
+        ["", *counts],
+        [list(row) for row in zip(tiers.TIER_LINES, *by_tier, strict=True)],
+        title="What each tier did",
+        note="Of rank 0, since the newest start of the run; lifetime: of its files, from the first step on.",
+    )
+    page.charts(tiers.charts(run), NO_CHARTS)
+
+
+def _traffic(page: Page, run: RunRecord) -> None:
+    page.heading("Traffic")
+    sent = traffic.totals(run)
+    if not sent:
+        ranks = _ranks(run)
+        page.charts(
+            [], "One rank: nothing travels." if ranks == 1 else "No bytes sent were recorded."
+        )
+        return
+    page.numbers(
+        list(traffic.COLUMNS),
+        traffic.table_lines(sent, traffic.totals(run, "messages"), traffic.steps_of(run)),
+        title="What rank 0 sent",
+        note="Payload that left the rank, each byte once; what it passes on for others included.",
+    )
+    page.charts([traffic.sent_bytes(run)], NO_CHARTS)
+
+
 def _table_lines(page: Page, tables: list[TableFigures]) -> None:
     rows = [_table_line(t) for t in tables[:MAX_TABLE_LINES]]
     rest = tables[MAX_TABLE_LINES:]
@@ -221,6 +253,14 @@ def _plan(run: RunRecord) -> dict[str, Any]:
     if "dram_bytes" in plan:
         size = plan.pop("dram_bytes")
         plan["memory for rows"] = "no limit" if size is None else f"{bytes_words(size)} a rank"
+    if is_number(budget := plan.pop("write_budget", None)):
+        plan["write budget"] = f"{bytes_words(budget)}/s a rank"
+    foretold = run.plan.get("prediction")
+    if isinstance(foretold, dict) and is_number(foretold.get("samples_per_second")):
+        measured = run.summary.get("samples_per_second")
+        said = count_words(round(foretold["samples_per_second"]))
+        plan["samples/s foretold"] = f"{said}, measured {count_words(_round(measured))}"
+        plan["what limits"] = foretold.get("limit", "-")
     if tables := run.plan.get("tables"):
         plan["tables"] = len(tables)
         plan["tables with rows beyond memory"] = sum(not t.get("fits", True) for t in tables)

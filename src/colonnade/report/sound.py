@@ -36,13 +36,32 @@ def sound_line(line: Mapping[str, Any]) -> dict[str, Any] | None:
         found["lr"] = numbers(line.get("lr"))
     elif kind == "traffic":
         found |= {name: numbers(line.get(name)) for name in ("lookups", "unique")}
+    elif kind == "sent":
+        found |= sent(line)
     elif kind == "tables":
         found["tables"] = sizes(line.get("tables"))
+    elif kind == "tiers":
+        found["tiers"] = tiers(line)
     return found
 
 
+def tiers(values: Any) -> dict[str, dict[str, Any]]:
+    """By tier: what it counts."""
+    if not isinstance(values, Mapping):
+        return {}
+    return {str(name): numbers(part) for name, part in values.items() if isinstance(part, Mapping)}
+
+
+def sent(line: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Bytes and messages, by purpose and link. Older records have bytes by purpose alone."""
+    if "bytes" in line:
+        return {what: sizes(line.get(what)) for what in ("bytes", "messages")}
+    by_purpose = {n: v for n, v in numbers(line).items() if n not in ("step", "time")}
+    return {"bytes": {name: {"": size} for name, size in by_purpose.items()}, "messages": {}}
+
+
 def sizes(tables: Any) -> dict[str, dict[str, Any]]:
-    """By table: rows and bytes."""
+    """By table, or whatever names them: numbers by name."""
     if not isinstance(tables, Mapping):
         return {}
     return {str(name): numbers(size) for name, size in tables.items()}
@@ -52,7 +71,12 @@ def sound_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
     if not summary:
         return {}
     stopped = summary.get("stopped") is True
-    return {**numbers(summary), "stopped": stopped, "tables": sizes(summary.get("tables"))}
+    return {
+        **numbers(summary),
+        "stopped": stopped,
+        "tables": sizes(summary.get("tables")),
+        "tiers": tiers(summary.get("tiers")),
+    }
 
 
 def sound_facts(facts: Mapping[str, Any]) -> dict[str, Any]:

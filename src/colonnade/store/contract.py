@@ -10,7 +10,7 @@ A *record* is a row at rest: weights | optimizer state | clock (uint64), `Table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,7 @@ class RowView:
     dim: int
     dtype: str
     device: str = "cpu"
+    rows: Tensor | None = None  # (slots, dim) on `device`: operations take it, not the address
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,20 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentEntry:
+    """One immutable segment of a commit."""
+
+    number: int
+    stripe: int  # of the directory it lies in
+    num_bytes: int
+    keys_bytes: int  # of its key list
+    header_crc: int
+    checksum: int  # of the header and all records
+    num_records: int
+    num_live: int  # rows of this commit
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The immutable content of one commit of one table's shard."""
 
@@ -52,22 +67,37 @@ class Manifest:
     table: str
     record_bytes: int
     num_rows: int
-    segments: tuple[tuple[str, int, int], ...]  # (file name, bytes, checksum of its content)
+    lifetime_bytes: int  # written by this store since it began
+    live_bytes: int  # of the live bitmaps' file
+    live_crc: int
+    segments: tuple[SegmentEntry, ...]  # ascending numbers; each holds rows of this commit
 
 
 class Resident(Protocol):
-    """Thread rule: `acquire`, `release`, `read` may be called from different threads; the implementation locks."""
+    """Thread rule: any method may be called from any thread; the implementation locks. Jobs are waited for in the order
+    of their acquires, at least by whoever reads or changes the rows."""
 
-    def acquire(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """Unique ids (U,) -> slots (U,) int32, pinned until released.
+    def acquire(
+        self, ids: Tensor, offsets: Tensor, next_use: Tensor | None = None
+    ) -> tuple[Tensor, object]:
+        """Unique ids (U,) -> slots (U,) int32, pinned until released, and a job.
 
-        Rows not resident are read from the backing; rows found nowhere are born. Raises
-        BudgetExceeded (nothing pinned, nothing moved) when they do not fit; never drops.
+        Rows not resident are read from the backing; rows found nowhere are born. Their values are there once `wait`
+        has returned for the job. Raises BudgetExceeded (nothing pinned, nothing moved) when they do not fit; never
+        drops. next_use (U,) uint8: codes as in `Batch.next_use`, for choosing who leaves.
         """
         ...
 
+    def wait(self, job: object) -> None:
+        """Raises StorageError, CorruptionError naming the file that could not be read; so does every later call."""
+        ...
+
+    def before_update(self, slots: Tensor, offsets: Tensor) -> None:
+        """Before rows change: a commit under way may still need them as they are."""
+        ...
+
     def release(self, slots: Tensor, offsets: Tensor, *, dirty: bool) -> None:
-        """Undo one `acquire`. `dirty`: the rows may have been trained since, which their clocks tell."""
+        """Undo one `acquire`, after its `wait`. `dirty`: the rows may have been trained, which their clocks tell."""
         ...
 
     def read(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
@@ -80,7 +110,7 @@ class Resident(Protocol):
 
 
 class Backing(Protocol):
-    """One table's rows at rest. Missing is not an error."""
+    """One table's rows at rest. Missing is not an error. Any thread may call anything."""
 
     record_bytes: int
 
@@ -89,19 +119,42 @@ class Backing(Protocol):
         ...
 
     def read(self, ids: Tensor, out: Tensor) -> Pending:
-        """ids (N,) unique, out (N, record_bytes) uint8 caller-owned; rows not found are left untouched."""
+        """ids (N,), out (N, record_bytes) uint8 caller-owned; rows not found are left untouched.
+
+        Sees the rows as of the call, whatever is written before `wait`.
+        """
         ...
 
-    def write(self, ids: Tensor, records: Tensor) -> Pending:
-        """Latest write wins. Visible to `read` at once; durable only after `commit`."""
+    def write(
+        self, ids: Tensor, records: Tensor, heat: Tensor | None = None, for_commit: bool = False
+    ) -> Pending:
+        """Latest write wins, of equal ids the last. Visible to `read` at once; durable only after `commit`.
+
+        heat (N,) uint8: how often the rows are used, kept with them. `for_commit`: the rows are what the
+        frozen content (`freeze`) is to hold of these ids.
+        """
         ...
 
     def delete(self, ids: Tensor) -> None: ...
 
     def scan(self) -> Iterator[RowBatch]:
-        """Every live row once."""
+        """Every live row once, as of the call."""
+        ...
+
+    def freeze(self) -> None:
+        """What is there now, and later writes `for_commit`, are what the next `commit` commits. Fast."""
         ...
 
     def commit(self, step: int) -> Manifest:
-        """Durable and immutable from here on."""
+        """Durable and immutable from here on: what was frozen, or what is there now. Ends the freeze."""
         ...
+
+    def thaw(self) -> None:
+        """Give up what was frozen: after a commit that failed."""
+        ...
+
+    def prune(self, keep_steps: Collection[int]) -> None:
+        """Forget the commits not in `keep_steps`."""
+        ...
+
+    def close(self) -> None: ...

@@ -35,6 +35,7 @@ class DiskFile:
         self.path = path
         self.fd = fd
         self.close = weakref.finalize(self, os.close, fd)
+        self.close.atexit = False  # the system does that, and threads may be opening files still
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,25 @@ class Disk:
         self._do(Change("make_dir", path), lambda: path.mkdir(exist_ok=True))
         self.sync_dir(path.parent)
 
-    def create(self, path: Path) -> DiskFile:
-        """A new empty file, open for reading and writing. StorageError if it exists."""
+    def create(self, path: Path, *, direct: bool = False) -> DiskFile:
+        """A new empty file, open for reading and writing. StorageError if it exists.
+
+        `direct`: past the page cache, where the file system can. Then data, offsets and lengths of
+        `append` must be multiples of 4096 bytes, in memory too.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return DiskFile(path, self._do(Change("create", path), lambda: os.open(path, flags, 0o644)))
+        direct_flag = getattr(os, "O_DIRECT", 0) if direct else 0
+
+        def create() -> int:
+            try:
+                return os.open(path, flags | direct_flag, 0o644)
+            except OSError as error:
+                if not direct_flag or error.errno != errno.EINVAL:
+                    raise
+                path.unlink(missing_ok=True)  # some file systems refuse the flag after the creation
+                return os.open(path, flags, 0o644)
+
+        return DiskFile(path, self._do(Change("create", path), create))
 
     def append(self, file: DiskFile, offset: int, data: memoryview | bytes) -> None:
         """Write all of `data`, plain bytes, at `offset`, the end of what is known to be good.
@@ -139,9 +155,13 @@ class Disk:
             raise storage_error(error, change.verb, change.path) from error
 
 
+_GO_ON = (
+    "run the same command with the same --run (or commit again); steps committed, if there are any, "
+    "are intact"
+)
 _REMEDIES = {
-    errno.ENOSPC: "Free space on this file system, then commit again; the last commit is intact",
-    errno.EDQUOT: "Raise the quota or free space, then commit again; the last commit is intact",
+    errno.ENOSPC: f"Free space on this file system or give another directory, then {_GO_ON}",
+    errno.EDQUOT: f"Raise the quota, free space or give another directory, then {_GO_ON}",
     errno.EROFS: "Choose a directory on a writable file system",
     errno.EACCES: "Make the directory writable for this user, or choose another",
     errno.EPERM: "Make the directory writable for this user, or choose another",
@@ -153,9 +173,7 @@ _REMEDIES = {
 
 def storage_error(error: OSError, verb: str, path: Path) -> StorageError:
     """What to tell the user when the system refused `verb` on `path`."""
-    remedy = _REMEDIES.get(
-        error.errno or 0, "Check this disk (`dmesg`), then commit again; the last commit is intact"
-    )
+    remedy = _REMEDIES.get(error.errno or 0, f"Check this disk (`dmesg`), then {_GO_ON}")
     return StorageError(
         error.errno, f"{path}: could not {verb.replace('_', ' ')}: {error.strerror}. {remedy}"
     )

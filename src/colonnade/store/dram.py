@@ -1,4 +1,12 @@
-"""`dram`: rows in this process's memory, over backings that hold the rows memory has no room for.
+"""`dram`: rows in this process's memory, over logs that hold the rows memory has no room for.
+
+    slots, job = store.acquire(ids, offsets)      # ahead of use, on any thread: nothing is waited for
+    store.wait(job)                               # before the rows' values are read
+    store.before_update(slots, offsets)           # before they change
+    store.release(slots, offsets, dirty=True)
+
+    store.begin_commit()                          # between two steps: fast
+    store.finish_commit(100)                      # on another thread, while training goes on
 
 Legend: T tables, U unique rows of a call.
 """
@@ -7,19 +15,28 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.errors import BudgetExceeded
+from colonnade.errors import BudgetExceeded, StorageError
+from colonnade.store.budget import slot_bytes
 from colonnade.store.contract import Backing, Manifest, RowView
+from colonnade.store.log import LogBacking
+from colonnade.store.log_rows import raise_fault
 from colonnade.table import Table
+from colonnade.topology.sharding import Shard
 
 MAX_SLOTS = 2**32 - 2
+WRITTEN_TOGETHER = (
+    4 << 20
+)  # about so many bytes are handed to a log before the writer is asked for room
 
 
 @dataclass(slots=True)
@@ -27,24 +44,42 @@ class RowSources:
     """Where the rows of `acquire` came from, and where evicted ones went. Rows, since the store opened."""
 
     resident: int = 0
-    read: int = 0
+    read: int = 0  # from files
+    copied: int = 0  # from what the logs still hold in memory
     born: int = 0
     evicted_clean: int = 0
     evicted_dirty: int = 0
+    bytes_read: int = 0  # of records, out of files
+    bytes_evicted: int = 0  # of records
+    stall_seconds: float = 0.0  # that `wait` waited for reads
+    room_seconds: float = 0.0  # that `acquire` waited for the writer
 
 
 class DramStore:
     """A `Resident` for all tables of a rank. Without backings nothing is ever evicted.
 
-    One lock orders acquire, read and commit; `release` and the operations on pinned rows take none of it.
+    One lock orders acquire, delete and the beginning of a commit; `release`, `wait`, `before_update` and the
+    operations on pinned rows take none of it. Once a row could not be read, every call says so.
     """
 
     def __init__(
         self, tables: Sequence[Table], native: _native.Dram, backings: Sequence[Backing] = ()
     ) -> None:
+        """backings: one by table; logs (`AbsentRows` where this rank has no rows), or what can only be read."""
         self.tables = tuple(tables)
         self.native = native
         self.backings = tuple(backings)
+        self.logs = {t: each for t, each in enumerate(backings) if isinstance(each, LogBacking)}
+        self.tiers = None
+        if self.logs:
+            logs = list(self.logs.values())
+            steps = max((log.commits()[-1] for log in logs if log.commits()), default=0)
+            by_table = [self.logs[t].log if t in self.logs else None for t in range(len(tables))]
+            self.tiers = _native.TieredRows(native, by_table, logs[0].reader, steps)
+        writers = [log.writer for log in self.logs.values() if log.writer is not None]
+        self._writers = tuple(dict.fromkeys(writers))  # one, where the logs share it
+        largest = max(table.record_bytes for table in self.tables)
+        self._rows_together = max(1, WRITTEN_TOGETHER // largest)
         self.sources = RowSources()
         self._views = [
             RowView(
@@ -55,22 +90,41 @@ class DramStore:
         self._lock = threading.Lock()
         self._released = threading.Condition()
         self._releases = 0
+        self._is_committing = False
 
-    def acquire(self, ids: Tensor, offsets: Tensor) -> Tensor:
+    def acquire(
+        self, ids: Tensor, offsets: Tensor, next_use: Tensor | None = None
+    ) -> tuple[Tensor, _native.AcquireJob | None]:
+        """`Resident.acquire`. Waits where too many evicted rows wait to be written."""
         slots = torch.empty(len(ids), dtype=torch.int32)
+        if self.backings and self.tiers is None and len(ids):
+            raise StorageError(
+                "these rows are open read-only: they can be read, listed and evaluated, not trained"
+            )
+        self._wait_for_room()
         with self._lock:
             try:
-                left = self.native.acquire(ids, offsets, slots, not self.backings)
+                if self.tiers is None:
+                    left = self.native.acquire(ids, offsets, slots, True)
+                    self.sources.born += len(left.missing)
+                    self.sources.resident += len(ids) - len(left.missing)
+                    return slots, None
+                self._check(self.tiers.fault())
+                job = self.tiers.acquire(ids, offsets, slots, next_use)
             except MemoryError as error:
                 raise self._explain(error) from None
-            missing = torch.as_tensor(left.missing)
-            self.sources.resident += len(ids) - len(missing)
-            if self.backings:
-                self._write_evicted(left)
-                self._fill(ids, offsets, slots, missing.long())
-            else:
-                self.sources.born += len(missing)
-        return slots
+            for name, count in job.counts().items():
+                setattr(self.sources, name, getattr(self.sources, name) + count)
+        return slots, job
+
+    def wait(self, job: _native.AcquireJob | None) -> None:
+        """Until the rows of this acquire, and of all before it, are there."""
+        if job is None or self.tiers is None:
+            return
+        start = time.perf_counter()
+        fault = self.tiers.wait(job)
+        self.sources.stall_seconds += time.perf_counter() - start
+        self._check(fault)
 
     def release(self, slots: Tensor, offsets: Tensor, *, dirty: bool) -> None:
         self.native.release(slots, offsets, dirty)
@@ -90,112 +144,218 @@ class DramStore:
 
     def read(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
         found = []
-        with self._lock:
-            for t, table in enumerate(self.tables):
-                mine = ids[offsets[t] : offsets[t + 1]]
-                out = torch.empty(len(mine), table.width, dtype=getattr(torch, table.dtype))
+        for t, table in enumerate(self.tables):
+            mine = ids[offsets[t] : offsets[t + 1]]
+            out = torch.empty(len(mine), table.width, dtype=getattr(torch, table.dtype))
+            if self.tiers is not None:
+                if len(mine):
+                    self._check(self.tiers.read(t, mine, out))
+            elif not self.backings:
                 absent = np.asarray(self.native.read(t, mine, out))
-                if len(absent) == len(mine):
-                    out = self._read_below(t, mine)
-                elif len(absent):
-                    # numpy: its scatter starts no threads, which costs more than these few rows
-                    below = self._read_below(t, torch.from_numpy(mine.numpy()[absent]))
-                    _bytes(out)[absent] = _bytes(below)
-                found.append(out)
+                born = torch.empty(len(absent), table.width, dtype=out.dtype)
+                self.native.birth_values(t, torch.from_numpy(mine.numpy()[absent]), born)
+                _bytes(out)[absent] = _bytes(born)
+            else:
+                out = self._read_below(t, mine)
+            found.append(out)
         return found
 
     def views(self) -> list[RowView]:
         return self._views
+
+    def put(self, t: int, ids: Tensor, records: Tensor) -> None:
+        """Rows of table t, ids (N,) unique, become these records (N, record_bytes) uint8; they are as new as rows just
+        trained. Raises BudgetExceeded where they do not fit at once."""
+        offsets = torch.tensor([0] * (t + 1) + [len(ids)] * (len(self.tables) - t))
+        slots, job = self.acquire(ids, offsets)
+        try:
+            self.wait(job)
+            self.before_update(slots, offsets)
+            self.native.unpack(t, slots, records)
+        finally:
+            self.release(slots, offsets, dirty=True)
+
+    def write_down(self, t: int, ids: Tensor, records: Tensor) -> None:
+        """Rows of table t that come from a level above, as `put`. They take no room: a row in memory changes in place,
+        one that has left it goes to its log. Whoever acquires, writes and deletes rows takes turns. Where it raises,
+        some rows may have changed."""
+        if not len(ids):
+            return
+        if self.tiers is not None:
+            self._check(self.tiers.fault())
+            out = torch.empty(
+                len(ids), self.tables[t].width, dtype=getattr(torch, self.tables[t].dtype)
+            )
+            absent = torch.as_tensor(self.native.read(t, ids, out)).long()
+            self.backings[t].write(ids[absent].contiguous(), records[absent].contiguous())
+            is_here = torch.ones(len(ids), dtype=torch.bool)
+            is_here[absent] = False
+            ids, records = ids[is_here].contiguous(), records[is_here].contiguous()
+        offsets = torch.tensor([0] * (t + 1) + [len(ids)] * (len(self.tables) - t))
+        slots = torch.empty(len(ids), dtype=torch.int32)
+        with self._lock:
+            try:
+                self.native.acquire(ids, offsets, slots, True)
+            except MemoryError as error:
+                raise self._explain(error) from None
+        try:
+            self.before_update(slots, offsets)
+            self.native.unpack(t, slots, records)
+        finally:
+            self.release(slots, offsets, dirty=True)
+
+    def check(self) -> None:
+        """Raises what a read that failed said, at every call from then on."""
+        if self.tiers is not None:
+            self._check(self.tiers.fault())
+
+    def clocks(self, t: int, slots: Tensor) -> Tensor:
+        """(N,) int64 of rows in slots (N,) int32."""
+        return torch.as_tensor(self.native.clocks(t, slots))
+
+    def num_rows(self, t: int) -> int:
+        """Of table t, in memory."""
+        return int(self.native.num_rows(t))
+
+    def resident_bytes(self) -> int:
+        """Of rows, state and index in use."""
+        return int(self.native.resident_bytes())
+
+    def pinned_share(self) -> float:
+        """Of the slots of the table that is fullest of pinned rows; 0 where no row ever leaves."""
+        if self.tiers is None:
+            return 0.0
+        return max(self.native.pinned_share(t) for t in range(len(self.tables)))
 
     def delete(self, t: int, ids: Tensor) -> None:
         """Forget rows of table t, ids (N,) unique: in memory and below it. Rows in use are born again in place."""
         if not len(ids):
             return
         with self._lock:
-            self.native.erase(t, ids)
-            if self.backings:
-                self.backings[t].delete(ids)
+            if self.tiers is None:
+                self.native.erase(t, ids)
+            else:
+                self._check(self.tiers.fault())
+                self.tiers.erase(t, ids)
 
     def scan(self, t: int, run: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
-        """(ids (N,), records (N, record_bytes)) of table t's trained rows, each once, at most `run` at a time."""
-        with self._lock:
-            resident, slots = (torch.as_tensor(part) for part in self.native.resident(t))
+        """(ids (N,), records (N, record_bytes)) of table t's trained rows, each once, at most about `run` at a time.
+
+        Rows newer than their log are written to it first, as `flush` does.
+        """
+        if self.backings:
+            self._flush(t)
+            for batch in self.backings[t].scan():
+                for start in range(0, len(batch.ids), run):
+                    yield batch.ids[start : start + run], batch.records[start : start + run]
+            return
+        resident, slots = (torch.as_tensor(part) for part in self.native.resident(t))
         for start in range(0, len(resident), run):
             part = slots[start : start + run].contiguous()
             records = torch.empty(len(part), self.tables[t].record_bytes, dtype=torch.uint8)
             self.native.pack(t, part, records)
             trained = torch.as_tensor(self.native.clocks(t, part)) > 0
             yield resident[start : start + run][trained], records[trained]
-        known = resident.numpy()
-        for batch in self.backings[t].scan() if self.backings else ():
-            # `resident` ascends: those found there have been listed, perhaps newer.
-            places = np.searchsorted(known, batch.ids.numpy())
-            places[places == len(known)] = 0
-            below = batch.ids.numpy() != known[places] if len(known) else slice(None)
-            yield batch.ids[below], batch.records[below]
 
     def flush(self) -> int:
-        """Write every row newer than its backing; returns how many. They stay resident."""
-        with self._lock:
-            return sum(self._flush(t) for t in range(len(self.backings)))
+        """Write every row newer than its log; returns how many. They stay resident."""
+        return sum(self._flush(t) for t in self.logs)
 
-    def commit(self, step: int) -> list[Manifest]:
-        """Flush, then commit every backing. A failed commit loses nothing: rows stay newer in memory or below."""
-        manifests = []
+    # ---- commits
+
+    def begin_commit(self) -> None:
+        """Between two steps: the rows as they are now are what `finish_commit` makes durable. Nothing is copied yet.
+
+        Raises StorageError where a log cannot take it; then nothing has begun.
+        """
+        if self.tiers is None:
+            return
+        self._check(self.tiers.fault())
+        if self._is_committing:
+            raise StorageError(
+                "got a second begin_commit; finish or abandon the commit under way first"
+            )
         with self._lock:
-            for t, backing in enumerate(self.backings):
-                self._flush(t)
-                manifests.append(backing.commit(step))
+            # Rows that leave from here on say that they belong to the commit; then the logs may freeze.
+            self.tiers.begin_snapshot()
+            self._is_committing = True
+        try:
+            for log in self.logs.values():
+                log.freeze()
+        except BaseException:
+            self.abandon_commit()
+            raise
+
+    def before_update(self, slots: Tensor, offsets: Tensor) -> None:
+        """Training thread: of rows about to change, slots (U,), save those that the commit under way still needs."""
+        if self._is_committing and self.tiers is not None:
+            self.tiers.before_update(slots, offsets)
+
+    def finish_commit(self, step: int) -> list[Manifest]:
+        """Save the other rows of the commit and make it durable; any thread, training may go on.
+
+        Raises StorageError: nothing is lost; call again, or `abandon_commit`.
+        """
+        if self.tiers is None:
+            return []
+        while self.tiers.save_some(self._rows_together):
+            for writer in self._writers:
+                writer.wait_behind()
+        self._check(self.tiers.fault())
+        manifests = [log.commit(step) for log in self.logs.values()]
+        self.tiers.end_snapshot()
+        self._is_committing = False
         return manifests
 
+    def abandon_commit(self) -> None:
+        """Give the commit under way up: its rows are part of the next one. Nothing happens where there is none."""
+        if self.tiers is None or not self._is_committing:
+            return
+        for log in self.logs.values():
+            log.thaw()
+        self.tiers.end_snapshot()
+        self._is_committing = False
+
+    def commit(self, step: int) -> list[Manifest]:
+        """Both halves at once. A failed commit loses nothing: rows stay newer in memory or below."""
+        self.begin_commit()
+        try:
+            return self.finish_commit(step)
+        except BaseException:
+            self.abandon_commit()
+            raise
+
+    # ---- inside
+
     def _flush(self, t: int) -> int:
-        ids, slots = (torch.as_tensor(part) for part in self.native.dirty(t))
-        for start in range(0, len(ids), 65536):
-            part = slots[start : start + 65536].contiguous()
-            records = torch.empty(len(part), self.tables[t].record_bytes, dtype=torch.uint8)
-            self.native.pack(t, part, records)
-            self.backings[t].write(ids[start : start + 65536].contiguous(), records).wait()
-            self.native.clean(t, part)
-        return len(ids)
+        if self.tiers is None or t not in self.logs:
+            return 0
+        self._check(self.tiers.settle())
+        while self._is_committing and self.tiers.save_some(self._rows_together):
+            self._wait_for_room()
+        written = 0
+        while rows := self.tiers.write_dirty(t, self._rows_together):
+            written += rows
+            self._wait_for_room()
+        return written
 
-    def _write_evicted(self, left: _native.Acquired) -> None:
-        offsets = torch.as_tensor(left.evicted_offsets).tolist()
-        evicted = torch.as_tensor(left.evicted_ids)
-        self.sources.evicted_dirty += len(evicted)
-        self.sources.evicted_clean += left.num_evicted - len(evicted)
-        for t, backing in enumerate(self.backings):
-            if offsets[t] < offsets[t + 1]:
-                backing.write(
-                    evicted[offsets[t] : offsets[t + 1]].contiguous(),
-                    torch.as_tensor(left.evicted_records[t]),
-                ).wait()
+    def _wait_for_room(self) -> None:
+        """Until the logs have written enough of what waits in memory. Raises StorageError where a disk refuses it."""
+        for writer in self._writers:
+            before = writer.stall_seconds
+            writer.wait_for_room()
+            self.sources.room_seconds += writer.stall_seconds - before
 
-    def _fill(self, ids: Tensor, offsets: Tensor, slots: Tensor, missing: Tensor) -> None:
-        """Give the rows at positions `missing` their content: from the backing, else their first value."""
-        bounds = torch.searchsorted(missing, offsets).tolist()
-        reads = []
-        for t, backing in enumerate(self.backings):
-            if bounds[t] < bounds[t + 1]:
-                where = missing[bounds[t] : bounds[t + 1]]
-                records = torch.empty(len(where), self.tables[t].record_bytes, dtype=torch.uint8)
-                reads.append((t, where, records, backing.read(ids[where], records)))
-        for t, where, records, pending in reads:
-            found = pending.wait()
-            self.sources.read += int(found.sum())
-            self.sources.born += int(len(where) - found.sum())
-            there, new = where[found], where[~found]
-            if len(there):
-                self.native.unpack(t, slots[there], records[found])
-            if len(new):
-                self.native.birth(ids[new], slots[new], t)
+    def _check(self, fault: tuple[int, str, int, int] | None) -> None:
+        """Raises what a read that failed says, naming the file."""
+        if fault is not None:
+            table, kind, place, error = fault
+            raise_fault((kind, place, error), self.logs[table].path_of)
 
     def _read_below(self, t: int, ids: Tensor) -> Tensor:
-        """Weights (N, D) of rows that are not resident: from the backing, else their first value."""
+        """Weights (N, D) of rows that can only be read: from the backing, else their first value."""
         table = self.tables[t]
         out = torch.empty(len(ids), table.width, dtype=getattr(torch, table.dtype))
-        if not self.backings or not len(self.backings[t]):
-            self.native.birth_values(t, ids, out)
-            return out
         records = torch.empty(len(ids), table.record_bytes, dtype=torch.uint8)
         found = self.backings[t].read(ids, records).wait().numpy()
         # What was not found is overwritten below.
@@ -211,11 +371,16 @@ class DramStore:
         words = (
             str(error).replace(",", "").split()
         )  # table <t> needs <n> slots of <capacity> <p> pinned
-        table, needed, capacity, pinned = words[1], words[3], words[6], words[7]
+        number, needed, capacity, pinned = (int(words[i]) for i in (1, 3, 6, 7))
+        table = self.tables[number]
+        wanted = (needed + pinned) * slot_bytes(table)
+        in_use = f" and {pinned} of these are in use by batches in flight" if pinned else ""
+        lower = "the batch size, the lookahead or the staleness" if pinned else "the batch size"
         return BudgetExceeded(
-            f"table {self.tables[int(table)].name!r}: a batch needs {needed} rows in memory that are not "
-            f"there, the budget holds {capacity} and {pinned} of these are in use by batches in flight. "
-            "Raise plan.dram, or lower the batch size, the lookahead or the staleness"
+            f"table {table.name!r}: a batch needs {needed} rows in memory at once, the budget holds {capacity} "
+            f"({capacity * slot_bytes(table):,} bytes){in_use}. This table needs {wanted:,} bytes on each rank "
+            f"(plan.memory.tables={{{table.name}: {wanted}}}): raise plan.memory.dram by that much less what it has, "
+            f"or lower {lower}"
         )
 
 
@@ -224,28 +389,53 @@ def open_dram(
     capacity_rows: Sequence[int],
     *,
     seed: int,
-    num_ranks: int,
-    rank: int = 0,
+    shards: Sequence[Shard] = (),
     backings: Sequence[Backing] = (),
+    directories: Sequence[Path | None] = (),
 ) -> DramStore:
-    """Reserve address space for `capacity_rows` of each table; memory is used as rows appear."""
+    """Reserve address space for `capacity_rows` of each table; memory is used as rows appear.
+
+    shards: by table, what this rank has of it; none given: all rows of all tables.
+
+    directories: by table, where its rows lie instead of in this process's memory: byte-addressable memory mounted as
+    files (DAX, CXL, persistent memory), else the page cache. Compute works on them in place. They are scratch files
+    without names, taken whole at once; raises StorageError where they cannot be.
+    """
     parts = [(t, part) for t, table in enumerate(tables) for part in table.parts]
     numbers = [(t, part.column, part.dim, part.state) for t, part in parts]
     starts = [part.optimizer.initial_state(part.dim) for _, part in parts]
-    native = _native.Dram(
-        _native.Parts(*torch.tensor(numbers, dtype=torch.int32).T.contiguous()),
-        [table.state_floats for table in tables],
-        [table.rows or 0 for table in tables],
-        [min(rows, MAX_SLOTS) for rows in capacity_rows],
-        [table_seed(seed, table.name) for table in tables],
-        [part.init_scale for _, part in parts],
-        [value for value, _ in starts],
-        [count for _, count in starts],
-        tables[0].dtype,
-        tables[0].master,
-        num_ranks,
-        rank,
-    )
+    shards = shards or [Shard()] * len(tables)
+    directories = [
+        None if shard.place is None else place
+        for shard, place in zip(shards, directories or [None] * len(tables), strict=True)
+    ]
+    try:
+        for place in directories:
+            if place is not None:
+                place.mkdir(parents=True, exist_ok=True)
+        native = _native.Dram(
+            _native.Parts(*torch.tensor(numbers, dtype=torch.int32).T.contiguous()),
+            [table.state_floats for table in tables],
+            [table.rows or 0 for table in tables],
+            [min(rows, MAX_SLOTS) for rows in capacity_rows],
+            [table_seed(seed, table.name) for table in tables],
+            [part.init_scale for _, part in parts],
+            [value for value, _ in starts],
+            [count for _, count in starts],
+            tables[0].dtype,
+            tables[0].master,
+            [shard.num_owners for shard in shards],
+            [-1 if shard.place is None else shard.place for shard in shards],
+            bool(backings),
+            ["" if place is None else str(place) for place in directories],
+        )
+    except (OSError, MemoryError) as error:
+        if not any(directories):
+            raise
+        raise StorageError(
+            f"rows cannot lie in mapped files: {error}. Free space there, name another directory, or lower the "
+            "budget of mapped memory"
+        ) from None
     return DramStore(tables, native, backings)
 
 

@@ -28,7 +28,7 @@ def write_durably(disk: Disk, path: Path, content: bytes, *, checked: bool = Tru
     try:
         file = disk.create(temporary)
         try:
-            disk.append(file, 0, content + (_trailer(content) if checked else b""))
+            disk.append(file, 0, with_trailer(content) if checked else content)
             disk.sync(file)
         finally:
             file.close()
@@ -45,19 +45,34 @@ def read_verified(path: Path) -> bytes:
         data = path.read_bytes()
     except OSError as error:
         raise storage_error(error, "read", path) from error
-    length = len(data) - len(_trailer(b""))
-    content, trailer = data[: max(length, 0)], data[max(length, 0) :]
-    if trailer != _trailer(content):
+    return checked_content(path, data)
+
+
+def checked_content(path: Path, data: bytes) -> bytes:
+    """The content in a durable file's bytes. Raises CorruptionError if a byte differs."""
+    length = max(len(data) - len(trailer(b"")), 0)
+    content, last_line = data[:length], data[length:]
+    if last_line != trailer(content):
         raise CorruptionError(
-            f"{path}: got a last line {trailer!r}, wanted {_trailer(content)!r} for the "
+            f"{path}: got a last line {last_line!r}, wanted {trailer(content)!r} for the "
             f"{len(content)} bytes before it: the file is torn or altered. Restore it from a copy, or "
             "go back to an older commit"
         )
     return content
 
 
-def _trailer(content: bytes) -> bytes:
+def trailer(content: bytes | np.ndarray) -> bytes:
+    """A durable file's last line."""
     return b"\ncrc32c %08x\n" % _native.crc32c(np.frombuffer(content, np.uint8))
+
+
+def with_trailer(content: bytes | np.ndarray) -> memoryview:
+    """A durable file's bytes. numpy copies them without the interpreter's lock, so that training goes on."""
+    last_line = trailer(content)
+    found = np.empty(len(content) + len(last_line), np.uint8)
+    found[: len(content)] = np.frombuffer(content, np.uint8)
+    found[len(content) :] = np.frombuffer(last_line, np.uint8)
+    return found.data
 
 
 def _try_unlink(disk: Disk, path: Path) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colonnade.errors import CheckpointError
-from colonnade.store import segment
-from colonnade.store.contract import Manifest
+from colonnade.errors import CheckpointError, CorruptionError
+from colonnade.store import key_list, live, segment
+from colonnade.store.contract import Manifest, SegmentEntry
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
+from colonnade.store.stripes import Stripes
 
 FORMAT = "colonnade store manifest"
-VERSION = 1
+VERSION = 2
 FILE_NAME = re.compile(r"manifest-(0|[1-9]\d*)\.json")
 
 
@@ -31,9 +34,9 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def write_manifest(
-    disk: Disk, directory: Path, manifest: Manifest, segments: list[segment.Segment], identity: str
+    disk: Disk, directory: Path, manifest: Manifest, stripes: Stripes, identity: str
 ) -> None:
-    """Durable when this returns. `segments` are the manifest's, for the counts people like to read."""
+    """Durable when this returns."""
     fields = {
         "format": FORMAT,
         "version": VERSION,
@@ -42,18 +45,29 @@ def write_manifest(
         "identity": identity,
         "record_bytes": manifest.record_bytes,
         "num_rows": manifest.num_rows,
+        "lifetime_bytes": manifest.lifetime_bytes,
+        "live": {
+            "file": live.file_name(manifest.step),
+            "bytes": manifest.live_bytes,
+            "crc": f"{manifest.live_crc:08x}",
+        },
+        "store": stripes.store_id,
+        "stripes": {str(number): path for number, path in stripes.outside().items()},
         "segments": [
             {
-                "file": file,
-                "bytes": num_bytes,
-                "checksum": f"{checksum:016x}",
-                "records": part.num_records,
-                "live_rows": part.num_live,
+                "file": segment.file_name(entry.number),
+                "stripe": entry.stripe,
+                "bytes": entry.num_bytes,
+                "keys": entry.keys_bytes,
+                "header": f"{entry.header_crc:08x}",
+                "checksum": f"{entry.checksum:016x}",
+                "records": entry.num_records,
+                "live_rows": entry.num_live,
             }
-            for (file, num_bytes, checksum), part in zip(manifest.segments, segments, strict=True)
+            for entry in manifest.segments
         ],
     }
-    write_durably(disk, directory / file_name(manifest.step), json.dumps(fields, indent=1).encode())
+    write_durably(disk, directory / file_name(manifest.step), json.dumps(fields).encode())
 
 
 def describe(directory: Path, step: int) -> dict[str, Any]:
@@ -63,13 +77,48 @@ def describe(directory: Path, step: int) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: missing, but its run's commit names it. Restore it from a copy"
         )
-    return json.loads(read_verified(path))
+    fields = json.loads(read_verified(path))
+    _check_version(path, fields)
+    return fields
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFile:
+    """A file that a manifest names: where it lies, its length, and what tells its content from others of its name."""
+
+    path: Path
+    num_bytes: int
+    content: str
+
+
+def files_of(directory: Path, said: dict[str, Any]) -> Iterator[CommitFile]:
+    """The segments and key lists of a commit, as its manifest, read by `describe`, names them."""
+    stripes = Stripes(directory)
+    stripes.directories |= {int(n): Path(path) for n, path in said["stripes"].items()}
+    for part in said["segments"]:
+        content = f"{part['header']}{part['checksum']}"
+        rows = stripes.find(part["file"], part["stripe"])
+        yield CommitFile(rows, part["bytes"], content)
+        keys = stripes.find(key_list.file_name(number_of(part["file"])), part["stripe"])
+        yield CommitFile(keys, part["keys"], content)
+
+
+def live_file(directory: Path, said: dict[str, Any]) -> Path:
+    return directory / said["live"]["file"]
+
+
+def number_of(file: str) -> int:
+    """Of a segment, by its file's name."""
+    return int(file[8:16])
 
 
 def read_manifest(
     directory: Path, step: int, *, table: str, identity: str, record_bytes: int
-) -> Manifest:
-    """Raises CorruptionError (altered), CheckpointError (absent, or of another table, run or version)."""
+) -> tuple[Manifest, str, dict[int, str]]:
+    """A manifest, the store's id and its stripes outside the directory.
+
+    Raises CorruptionError (altered), CheckpointError (absent, or of another table, run or version).
+    """
     path = directory / file_name(step)
     if not path.exists():
         known = ", ".join(map(str, committed_steps(directory))) or "none"
@@ -77,25 +126,76 @@ def read_manifest(
             f"{directory}: step {step} was not committed here; committed steps: {known}. Open one of "
             "these, or step=None for an empty store"
         )
-    fields = json.loads(read_verified(path))
-    wanted = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": step,
-        "table": table,
-        "identity": identity,
-        "record_bytes": record_bytes,
-    }
+    fields = describe(directory, step)
+    wanted = {"step": step, "table": table, "identity": identity, "record_bytes": record_bytes}
     for name, value in wanted.items():
         if fields.get(name) != value:
             raise CheckpointError(
                 f"{path}: got {name} {fields.get(name)!r}, wanted {value!r}. Name the run, rank and table "
                 "that wrote this directory, or start a new one"
             )
-    return Manifest(
+    segments = tuple(
+        SegmentEntry(
+            number=number_of(part["file"]),
+            stripe=part["stripe"],
+            num_bytes=part["bytes"],
+            keys_bytes=part["keys"],
+            header_crc=int(part["header"], 16),
+            checksum=int(part["checksum"], 16),
+            num_records=part["records"],
+            num_live=part["live_rows"],
+        )
+        for part in fields["segments"]
+    )
+    manifest = Manifest(
         step=step,
         table=table,
         record_bytes=record_bytes,
         num_rows=fields["num_rows"],
-        segments=tuple((s["file"], s["bytes"], int(s["checksum"], 16)) for s in fields["segments"]),
+        lifetime_bytes=fields["lifetime_bytes"],
+        live_bytes=fields["live"]["bytes"],
+        live_crc=int(fields["live"]["crc"], 16),
+        segments=segments,
     )
+    return manifest, fields["store"], {int(n): place for n, place in fields["stripes"].items()}
+
+
+def lost(kept: Iterable[Manifest], stripes: Stripes) -> dict[int, str]:
+    """Step -> the last known directory of a stripe that is gone, of commits with a segment there."""
+    return {
+        m.step: stripes.known.get(entry.stripe, f"stripe {entry.stripe}")
+        for m in kept
+        for entry in m.segments
+        if stripes.lies_in(segment.file_name(entry.number), entry.stripe) is None
+    }
+
+
+def read_live(directory: Path, manifest: Manifest) -> list[live.LiveRecords]:
+    """The live bitmaps of a commit, by segment as the manifest lists them. Raises CorruptionError, StorageError."""
+    path = directory / live.file_name(manifest.step)
+    if not path.exists():
+        raise segment.missing(path)
+    content = read_verified(path)
+    got = (len(content), segment.crc32c(content))
+    if got != (manifest.live_bytes, manifest.live_crc):
+        raise CorruptionError(
+            f"{path}: got {got[0]} bytes of crc {got[1]:08x}, wanted {manifest.live_bytes} of "
+            f"{manifest.live_crc:08x}: they are of another commit. Restore it from a copy, or go back to an "
+            "older commit"
+        )
+    parts = live.parse_live(path, content, manifest.step)
+    said = [(p.segment, p.num_records, p.num_live) for p in parts]
+    if said != [(s.number, s.num_records, s.num_live) for s in manifest.segments]:
+        raise CorruptionError(
+            f"{path}: got other segments than {file_name(manifest.step)} lists. Go back to an older commit"
+        )
+    return parts
+
+
+def _check_version(path: Path, fields: dict[str, Any]) -> None:
+    for name, value in (("format", FORMAT), ("version", VERSION)):
+        if fields.get(name) != value:
+            raise CheckpointError(
+                f"{path}: got {name} {fields.get(name)!r}, wanted {value!r}. Open it with the Colonnade that "
+                "wrote it, or start a new run"
+            )

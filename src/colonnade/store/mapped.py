@@ -218,7 +218,7 @@ def open_mapped(tables: Sequence[Table], paths: Sequence[Path], *, seed: int) ->
 
     seed: the collection's; it decides first values.
     """
-    births = open_dram(tables, [1] * len(tables), seed=seed, num_ranks=1).native
+    births = open_dram(tables, [1] * len(tables), seed=seed).native
     found = []
     for number, (table, path) in enumerate(zip(tables, paths, strict=True)):
         file = open_row_file(path, table)

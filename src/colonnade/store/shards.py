@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,13 +10,13 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.errors import StorageError
 from colonnade.store.contract import Manifest, Pending, RowBatch
-from colonnade.store.ssd import SsdBacking
+from colonnade.store.log import LogBacking
 
 
 class Shards:
     """A `Backing` that only reads: every id is asked of the rank that owned it."""
 
-    def __init__(self, stores: Sequence[SsdBacking], rows: int | None) -> None:
+    def __init__(self, stores: Sequence[LogBacking], rows: int | None) -> None:
         """stores by rank; `rows` of the table, None for an open one."""
         self.stores = tuple(stores)
         self.rows = rows or 0
@@ -38,22 +38,33 @@ class Shards:
         for store in self.stores:
             yield from store.scan()
 
-    def write(self, ids: Tensor, records: Tensor) -> Pending:
-        raise StorageError(
-            "shards of another world are open read-only; adopt them to go on training"
-        )
+    def write(
+        self, ids: Tensor, records: Tensor, heat: Tensor | None = None, for_commit: bool = False
+    ) -> Pending:
+        raise _read_only()
 
     def delete(self, ids: Tensor) -> None:
-        self.write(ids, ids)
+        raise _read_only()
+
+    def freeze(self) -> None:
+        raise _read_only()
 
     def commit(self, step: int) -> Manifest:
-        raise StorageError(
-            "shards of another world are open read-only; adopt them to go on training"
-        )
+        raise _read_only()
+
+    def thaw(self) -> None:
+        """Nothing is ever frozen."""
+
+    def prune(self, keep_steps: Collection[int]) -> None:
+        raise _read_only()
 
     def close(self) -> None:
         for store in self.stores:
             store.close()
+
+
+def _read_only() -> StorageError:
+    return StorageError("shards of another world are open read-only; adopt them to go on training")
 
 
 class ShardsRead(Pending):

@@ -13,7 +13,7 @@ from torch import Tensor
 from colonnade.topology.mesh import Mesh
 
 
-def gather(mesh: Mesh, values: Tensor, purpose: str = "dense") -> Tensor:
+def gather(mesh: Mesh, values: Tensor, purpose: str = "gather") -> Tensor:
     """Collective, and its backward too: (m, ...) of every rank -> (M, ...) in rank order; m may differ, and be 0.
 
     A rank's rows receive the sum of all ranks' gradients, whose order is fixed. Every rank must take part in the

@@ -2,38 +2,82 @@
 
 A gloo or NCCL group must see the same calls in the same order on every rank, so each purpose that
 may run at its own pace has a group of its own: ids of later batches (`route`) travel while rows
-(`fetch`), gradients (`push`) and dense gradients (`dense`) of earlier ones do.
+(`fetch`), gradients (`push`) and dense gradients (`dense`) of earlier ones do, and a `commit` is written.
+Where there are several hosts of several ranks, `dense in host` joins those of one host, and `dense over hosts`
+those that have the same number in theirs.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.errors import PeerLost
+from colonnade.errors import ConfigError
+from colonnade.topology.presence import PATIENCE, Presence, words_of
+from colonnade.topology.rendezvous import Peer, connect, meet, myself, serves_store
+from colonnade.topology.traffic import Traffic, ring_sum, tree_children
+from colonnade.topology.waiting import waiting
 from colonnade.topology.world import World
 
-PURPOSES = ("route", "fetch", "push", "dense", "evaluate", "control")
+PURPOSES = ("route", "fetch", "push", "dense", "gather", "evaluate", "commit", "control")
+TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective under way."""
+
+    presence: Presence
+    purpose: str
+    work: dist.Work
+
+    def wait(self) -> None:
+        """Until it is done. Raises PeerLost."""
+        with waiting(self.purpose):
+            self.presence.wait(self.purpose, self.work)
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """`groups` is empty in a world of one rank; every collective is then the identity."""
+    """`groups` is empty in a world of one rank; every collective is then the identity.
+
+    `purpose` names the group a call is made on; `counts_as`, where it is given, what its bytes are counted as.
+
+    Every collective raises PeerLost, naming the rank, where one is lost or does not come within the timeout; after
+    that none is made any more, on any thread.
+    """
 
     world: World = field(default_factory=World)
     rank: int = 0
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
+    """Every payload byte this rank sent."""
+    presence: Presence | None = None
+    """What ranks know of each other while they run; None in a world of one."""
 
     @property
     def num_ranks(self) -> int:
         return self.world.num_ranks
+
+    @property
+    def peers(self) -> Sequence[Peer]:
+        """Who every rank is; () in a world of one."""
+        return () if self.presence is None else self.presence.peers
+
+    def at(self, step: int) -> None:
+        """What step this rank is in, for others to read."""
+        if self.presence is not None:
+            self.presence.step = step
 
     def all_to_all(
         self,
@@ -43,31 +87,48 @@ class Mesh:
         receive_rows: Sequence[int],
         *,
         wait: bool = True,
-    ) -> tuple[Tensor, dist.Work | None]:
-        """Collective. Returns (received, work); with `wait=False` both buffers belong to the work until it is done."""
+        counts_as: str | None = None,
+    ) -> tuple[Tensor, Call | None]:
+        """Collective. Returns (received, call); with `wait=False` both buffers belong to the call until it is done."""
         if self.num_ranks == 1:
             return send, None
+        width = send.element_size() * (send[0].numel() if send.dim() > 1 and len(send) else 1)
+        counted = counts_as or purpose.partition(" ")[0]
+        for peer, rows in zip(self._members(purpose), send_rows, strict=True):
+            self._count(counted, peer, width * rows)
         received = send.new_empty((sum(receive_rows), *send.shape[1:]))
-        work = self._guarded(
+        call = self._begin(
             purpose,
             lambda group: dist.all_to_all_single(
-                received, send, list(receive_rows), list(send_rows), group=group, async_op=not wait
+                received, send, list(receive_rows), list(send_rows), group=group, async_op=True
             ),
         )
-        return received, work
+        if not wait:
+            return received, call
+        call.wait()
+        return received, None
 
-    def all_reduce(self, purpose: str, values: Tensor) -> Tensor:
+    def all_reduce(self, purpose: str, values: Tensor, *, counts_as: str | None = None) -> Tensor:
         """Collective, in place: the sum over ranks, the same bits on every rank."""
         if self.num_ranks > 1:
-            self._guarded(purpose, lambda group: dist.all_reduce(values, group=group))
+            if values.numel():
+                sent = ring_sum(values.nbytes, values.element_size(), self.rank, self.num_ranks)
+                self._count(counts_as or purpose, (self.rank - 1) % self.num_ranks, *sent)
+            self._begin(
+                purpose, lambda group: dist.all_reduce(values, group=group, async_op=True)
+            ).wait()
         return values
 
     def all_gather(self, purpose: str, values: Tensor) -> list[Tensor]:
         """Collective: every rank's tensor, in rank order; shapes must agree."""
         if self.num_ranks == 1:
             return [values]
+        others, after = self.num_ranks - 1, (self.rank + 1) % self.num_ranks
+        self._count(purpose, after, others * values.nbytes, others)  # a ring: one block a round
         out = [torch.empty_like(values) for _ in range(self.num_ranks)]
-        self._guarded(purpose, lambda group: dist.all_gather(out, values, group=group))
+        self._begin(
+            purpose, lambda group: dist.all_gather(out, values, group=group, async_op=True)
+        ).wait()
         return out
 
     def all_gather_bytes(self, purpose: str, data: bytes) -> list[bytes]:
@@ -86,39 +147,126 @@ class Mesh:
     def broadcast(self, purpose: str, values: Tensor) -> Tensor:
         """Collective, in place: rank 0's tensor."""
         if self.num_ranks > 1:
-            self._guarded(purpose, lambda group: dist.broadcast(values, 0, group=group))
+            for peer in tree_children(self.rank, self.num_ranks):
+                self._count(purpose, peer, values.nbytes)
+            self._begin(
+                purpose, lambda group: dist.broadcast(values, 0, group=group, async_op=True)
+            ).wait()
         return values
 
-    def barrier(self) -> None:
-        self.all_gather("control", torch.zeros(1))
+    def barrier(self, purpose: str = "control") -> None:
+        """Collective: every rank has come here."""
+        self.all_gather(purpose, torch.zeros(1))
 
-    def _guarded(self, purpose, call):
+    def _members(self, purpose: str) -> Sequence[int]:
+        """Ranks of a group, in its order."""
+        local, every = self.world.ranks_per_host, range(self.num_ranks)
+        if purpose == "dense in host":
+            return every[self.world.host(self.rank) * local :][:local]
+        return every[self.rank % local :: local] if purpose == "dense over hosts" else every
+
+    def _count(self, purpose: str, peer: int, num_bytes: int, messages: int = 1) -> None:
+        self.traffic.count(purpose, self.world, self.rank, peer, num_bytes, messages)
+
+    def _begin(self, purpose: str, start: Callable[[dist.ProcessGroup], Any]) -> Call:
+        assert self.presence is not None
+        self.presence.enter(purpose)
         try:
-            return call(self.groups[purpose])
+            return Call(self.presence, purpose, start(self.groups[purpose]))
         except RuntimeError as error:
-            raise PeerLost(
-                f"rank {self.rank} of {self.num_ranks} lost a peer during {purpose!r}; that rank's own words "
-                f"say why. The run goes on from its newest commit. ({str(error).splitlines()[0]})"
-            ) from error
+            raise self.presence.lose(purpose, error) from error
 
 
-def open_mesh(
-    *, timeout: timedelta = timedelta(minutes=5), ranks_per_host: int | None = None
-) -> Mesh:
+_mesh: Mesh | None = None  # the world of this process, once it was joined
+
+
+def open_mesh(*, timeout: timedelta | None = None, ranks_per_host: int | None = None) -> Mesh:
     """Join the world torchrun describes in the environment; without torchrun, a world of one rank.
 
-    Collective: every rank calls it once, first.
+    Collective: every rank calls it first. `timeout` (default: 5 minutes): how long a rank is waited for, here and in
+    every call, before it is lost. Where this process has joined already, the same world. Raises WorldError where ranks
+    cannot work together, PeerLost, naming them, where some do not come.
     """
+    global _mesh
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1:
         return Mesh()
+    if timeout is not None and timeout.total_seconds() <= 0:
+        raise ConfigError(f"got timeout={timeout}, wanted more than 0 seconds")
+    if _mesh is not None and _mesh.presence is not None:
+        if timeout is not None:
+            _mesh.presence.timeout = timeout.total_seconds()
+        return replace(_mesh, traffic=Traffic())
+    limit, rank = timeout or TIMEOUT, int(os.environ["RANK"])
     local = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    server = connect(rank, num_ranks, limit)
+    token, peers = meet(server, rank, num_ranks, myself(local), limit)
+    if num_ranks % local:  # where hosts have told different numbers, `meet` has refused them
+        raise ConfigError(
+            f"got {num_ranks} ranks, {local} on each host, wanted as many on every host; "
+            "give torchrun the same --nproc-per-node everywhere"
+        )
+    presence = Presence(
+        dist.PrefixStore(token, server.clone()), peers, rank, limit,  # type: ignore[attr-defined]
+        place=f"{server.host}:{server.port}",
+        serves=serves_store(rank),
+    )  # fmt: skip
+    presence.start()
+    # Longer than anybody waits: a call that is given up is so by its rank, which can say whose fault it is.
+    longest = limit * (PATIENCE + 1)
     if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timeout)
-        atexit.register(_leave)  # gloo's threads abort a process that ends without it
-    groups = {purpose: dist.new_group(timeout=timeout) for purpose in PURPOSES}
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(token, server),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=longest,
+        )
+    groups = {purpose: dist.new_group(timeout=longest) for purpose in PURPOSES}
     world = World(num_hosts=num_ranks // local, ranks_per_host=local)
-    return Mesh(world, dist.get_rank(), groups)
+    groups |= _host_groups(world, rank, longest)
+    _mesh = Mesh(world, rank, groups, presence=presence)
+    atexit.register(_leave)  # gloo's threads abort a process that ends without it
+    return _mesh
+
+
+def _host_groups(world: World, rank: int, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
+    """Collective: every rank makes every group, in one order, and keeps its own."""
+    hosts, local = world.num_hosts, world.ranks_per_host
+    if hosts == 1 or local == 1:
+        return {}
+    in_host = [
+        dist.new_group(range(host * local, (host + 1) * local), timeout=timeout)
+        for host in range(hosts)
+    ]
+    over_hosts = [
+        dist.new_group(range(number, world.num_ranks, local), timeout=timeout)
+        for number in range(local)
+    ]
+    return {
+        "dense in host": in_host[rank // local],
+        "dense over hosts": over_hosts[rank % local],
+    }
+
+
+@contextmanager
+def host_mesh(mesh: Mesh) -> Iterator[Mesh]:
+    """Collective over all of `mesh`, at both ends: the ranks of this rank's host as a world of their own, with the
+    group "control" alone."""
+    size = mesh.world.ranks_per_host
+    world = replace(mesh.world, num_hosts=1)
+    if mesh.num_ranks == size:
+        yield replace(mesh, world=world)
+        return
+    hosts = [
+        dist.new_group(list(range(host * size, (host + 1) * size)))
+        for host in range(mesh.world.num_hosts)
+    ]
+    mine = hosts[mesh.world.host(mesh.rank)]
+    try:
+        yield Mesh(world, mesh.rank % size, {"control": mine}, presence=mesh.presence)
+    finally:
+        dist.destroy_process_group(mine)
 
 
 def close_mesh(mesh: Mesh) -> None:
@@ -128,5 +276,17 @@ def close_mesh(mesh: Mesh) -> None:
 
 
 def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    global _mesh
+    mesh, _mesh = _mesh, None
+    if mesh is None or mesh.presence is None:
+        return
+    error = getattr(sys, "last_value", None)  # that nobody caught
+    mesh.presence.stop("it ended" if error is None else words_of(error))
+    if not mesh.presence.lost:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return
+    # Calls that were given up still wait in gloo's threads, and to leave in order is to wait for them.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if error is None else 1)

@@ -1,43 +1,64 @@
 """Commits of a run: the one file that makes every rank's commit of a step count.
 
-run/rows/<rank>-of-<ranks>/<table>/   each rank's stores, committed first
+run/rows/<home>/<table>/              each rank's stores (stores.py), committed first
 run/commits/<step>/rank-<r>           each rank's random state and held reads
+run/commits/<step>/retention-<r>      what each rank's admission and eviction remember, where there are any
 run/commits/<step>/dense              dense weights, optimizer states, position (rank 0)
 run/commits/<step>.json               written last, by rank 0: from here on the step is committed
+
+A commit is captured between two steps and written while training goes on: `begin`, later `finish`.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
+import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from colonnade import __version__, _native
 from colonnade.data.contract import Position
 from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, StorageError
-from colonnade.exchange.layout import Declaration
+from colonnade.sizes import Place
+from colonnade.store.absent import AbsentRows
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
-from colonnade.store.manifest import describe
+from colonnade.store.log import LogBacking
 from colonnade.store.shards import Shards
-from colonnade.store.ssd import SsdBacking, open_ssd
+from colonnade.store.writer import LogWriter
 from colonnade.table import Table
 from colonnade.topology.mesh import Mesh
+from colonnade.topology.sharding import Sharding, row_wise
+from colonnade.train.capture import FORMAT, Captured, capture, settings_of
+from colonnade.train.fingerprint import check_model, load_dense
 from colonnade.train.mirror import Mirror
+from colonnade.train.retained import restore_retentions
 from colonnade.train.schedules import restore_schedule
+from colonnade.train.states import dump, load_state
+from colonnade.train.stores import (
+    adopt,
+    home,
+    homes,
+    open_shards,
+    open_stores,
+    shardings_of,
+    to_adopt,
+)
+from colonnade.train.wholeness import check_whole, marks
 
 if TYPE_CHECKING:
     from colonnade.train.trainer import Trainer
 
-FORMAT = 2
-READ_THREADS = 8  # an SSD answers most random reads per second from about six in flight
+JOIN_SECONDS = 0.2  # between two looks at signals while a commit is waited for
+SLOW_SECONDS = 10.0  # from here on whoever waits is told what for
+GIVE_UP_SECONDS = 10.0  # for a commit that is given up to let go of its files
 
 
 class Commits:
@@ -47,7 +68,7 @@ class Commits:
         self,
         folder: Path,
         mesh: Mesh,
-        backings: Sequence[SsdBacking | Shards],
+        backings: Sequence[LogBacking | Shards | AbsentRows],
         *,
         keep: int,
         disk: Disk,
@@ -58,43 +79,72 @@ class Commits:
         self.keep, self.disk = keep, disk
         self.run = run
         self.mirror: Mirror | None = None
+        self.outside: list[Path] = []  # directories of this run beyond its folder
+        self._writing: Thread | None = None
+        self._say: Callable[[str], None] | None = None  # of the commit under way, until it was used
+        self._problem: BaseException | None = None
+
+    def begin(self, trainer: Trainer, held: Sequence[dict]) -> None:
+        """Collective, between steps: capture this step and write it in the background. One at a time: waits for the
+        one before, and raises as `finish` does."""
+        self.finish()
+        captured = capture(trainer, held, self.run)
+        trainer.collection.store.begin_commit()
+        self._say = trainer.progress.say
+        # Not a thread that the process must outlive: one that is given up may hang in a disk's call.
+        self._writing = Thread(
+            target=self._run, args=(trainer, captured), name="commit", daemon=True
+        )
+        self._writing.start()
+
+    def finish(self) -> None:
+        """Collective: wait until the commit under way is there. Raises StorageError on every rank if one of them could
+        not write; the commits made before are then intact and training may go on or end. An interruption gives the
+        commit up, and the stores write nothing from then on."""
+        self._wait()
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
 
     def write(self, trainer: Trainer, held: Sequence[dict]) -> None:
-        """Collective, between steps. Raises StorageError on every rank if one of them could not write;
-        the commits made before are then intact and training may go on or end."""
-        step = trainer.collection.step
+        """Collective, between steps: `begin` and `finish`."""
+        self.begin(trainer, held)
+        self.finish()
+
+    def _run(self, trainer: Trainer, captured: Captured) -> None:
+        try:
+            self._write(trainer, captured)
+        except BaseException as error:
+            self._problem = error
+
+    def _write(self, trainer: Trainer, captured: Captured) -> None:
+        """Collective, on the purpose `commit`."""
+        step, store = captured.step, trainer.collection.store
         place = self.folder / "commits" / f"{step:012d}"
-        problem = None
+        problem: Exception | None = None
         try:
             self.disk.make_dir(place)
-            trainer.collection.store.commit(step)
-            rank_state = {
-                "random": torch.get_rng_state(),
-                "random_gpus": torch.cuda.get_rng_state_all()
-                if torch.cuda.is_initialized()
-                else [],
-                "held": list(held),
-                "source": trainer.position.state,
+            # First: until it is copied, training notes what changes of it.
+            remembered = {
+                name: policy.finish_state() for name, policy in captured.retentions.items()
             }
-            write_durably(self.disk, place / f"rank-{self.mesh.rank}", _dump(rank_state))
-            if self.mesh.rank == 0:
-                write_durably(self.disk, place / "dense", _dump(_dense_state(trainer)))
+            store.finish_commit(step)
+            states = {
+                f"rank-{self.mesh.rank}": captured.rank_state,
+                f"retention-{self.mesh.rank}": remembered or None,
+                "dense": captured.dense_state,
+            }
+            for name, state in states.items():
+                if state is not None:
+                    write_durably(self.disk, place / name, dump(state, self.run, place / name))
         except (ColonnadeError, OSError) as error:
             problem = error
+            store.abandon_commit()
         self._agree(problem, step)
+        captured.header["rows"] = marks(self.folder, self.backings, step, self.mesh)
         if self.mesh.rank == 0:
             try:
-                header = {
-                    "format": FORMAT,
-                    "version": __version__,
-                    "step": step,
-                    "num_ranks": self.mesh.num_ranks,
-                    "run": self.run,
-                    "best_step": trainer.best.step,
-                    "model": fingerprint(trainer.collection.declaration, trainer.model),
-                    "schema": asdict(trainer.data.train.schema),
-                }
-                content = json.dumps(header, indent=2, default=str).encode()
+                content = json.dumps(captured.header, indent=2, default=str).encode()
                 write_durably(self.disk, _header_path(self.folder, step), content)
             except (ColonnadeError, OSError) as error:
                 problem = error
@@ -106,18 +156,45 @@ class Commits:
 
     def end_writing(self) -> None:
         """Let the folder go, for other runs to open; rows can still be read as they were committed."""
+        self._wait()
         for backing in self.backings:
-            if isinstance(backing, SsdBacking):
+            if isinstance(backing, LogBacking):
                 backing.end_writing()
 
     def close(self) -> None:
-        """Let go of the stores; what was not committed is given up."""
+        """Let go of the stores; what was not committed is given up, a commit under way is not."""
+        self._wait()
         for backing in self.backings:
             backing.close()
 
+    def _wait(self) -> None:
+        """Until the commit under way is over, however it ended. In the main thread, signals are heard meanwhile; what
+        they raise ends the commit in bounded time."""
+        if self._writing is None:
+            return
+        began = time.monotonic()
+        try:
+            while self._writing.is_alive():
+                self._writing.join(JOIN_SECONDS)
+                if self._say is not None and time.monotonic() - began > SLOW_SECONDS:
+                    self._say(slow_words(self._writers()))
+                    self._say = None
+        except BaseException:
+            for writer in self._writers():
+                writer.stop()
+            self._writing.join(GIVE_UP_SECONDS)
+            self._writing = None
+            raise
+        self._writing = None
+
+    def _writers(self) -> list[LogWriter]:
+        """One, where this rank's stores are open for writing."""
+        found = [each.writer for each in self.backings if isinstance(each, LogBacking)]
+        return list(dict.fromkeys(writer for writer in found if writer is not None))
+
     def _agree(self, problem: Exception | None, step: int) -> None:
         text = b"" if problem is None else str(problem).encode()
-        for rank, said in enumerate(self.mesh.all_gather_bytes("control", text)):
+        for rank, said in enumerate(self.mesh.all_gather_bytes("commit", text)):
             if said:
                 raise StorageError(
                     f"commit of step {step} failed on rank {rank}: {said.decode()}"
@@ -128,25 +205,40 @@ class Commits:
         kept = kept_steps(self.folder, self.keep)
         dropped = [step for step in committed_steps(self.folder) if step not in kept]
         # Every rank has looked before the first file goes.
-        self.mesh.barrier()
+        self.mesh.barrier("commit")
         if self.mesh.rank == 0:
             for step in dropped:
                 self.disk.unlink(_header_path(self.folder, step))
             # A commit's word must be gone for good before its bytes go.
             self.disk.sync_dir(self.folder / "commits")
-        self.mesh.barrier()
+        self.mesh.barrier("commit")
         for backing in self.backings:
-            assert isinstance(backing, SsdBacking)  # shards of another world are never committed
-            backing.prune([step for step in kept if step in backing.commits()])
+            if isinstance(backing, LogBacking):
+                backing.prune([step for step in kept if step in backing.commits()])
         if self.mesh.rank == 0:
-            worlds = {read_header(self.folder, step)["num_ranks"] for step in kept}
-            for place in (self.folder / "rows").glob("*-of-*"):
-                ranks = place.name.split("-of-")[1]
-                if ranks.isdigit() and int(ranks) not in worlds:
-                    shutil.rmtree(place, ignore_errors=True)
+            remove_others([self.folder / "rows", *self.outside], used_homes(self.folder, kept))
             for old in (self.folder / "commits").iterdir():
-                if old.is_dir() and old.name.isdigit() and int(old.name) not in kept:
+                # Not those to come: another rank may have begun the next commit.
+                is_over = old.name.isdigit() and int(old.name) < kept[-1]
+                if is_over and old.is_dir() and int(old.name) not in kept:
                     shutil.rmtree(old, ignore_errors=True)
+
+
+def slow_words(writers: Sequence[LogWriter]) -> str:
+    """What a commit that takes long waits for."""
+    left = sum(writer.pending_bytes for writer in writers)
+    budget = next((each.bytes_per_second for each in writers if each.bytes_per_second), None)
+    if left == 0:
+        rate = ""
+    elif budget is None:
+        rate = ", as fast as the disk takes them"
+    else:
+        seconds = left / budget
+        rate = f", at plan.write_budget of {budget:,.0f} bytes per second {seconds:,.0f} s more"
+    return (
+        f"waiting for a commit: {left:,} bytes of rows wait in memory to be written{rate}. A second Ctrl-C or SIGTERM "
+        "gives it up: the commit before it stays"
+    )
 
 
 def committed_steps(folder: Path) -> list[int]:
@@ -169,15 +261,21 @@ def open_commits(
     mesh: Mesh,
     *,
     keep: int = 2,
+    shardings: Sequence[Sharding] | None = None,
     disk: Disk | None = None,
     read_only: bool = False,
     at: int | None = None,
+    places: Sequence[Place] = (),
+    write_budget: int | None = None,
 ) -> tuple[Commits, int | None]:
     """Collective. Opens this rank's stores at the newest step all ranks committed; None: a new run.
 
     With `at`, at that step instead; opened for writing, newer commits are then given up.
-    A commit of another number of ranks is carried over: every rank reads all old stores and keeps the
-    rows it owns now.
+    `shardings`: by table, default row_wise over all ranks. A commit of other shardings, of another number of ranks or
+    not, is carried over: every rank reads the old stores of the tables whose rows it gets and keeps those it owns now,
+    of a replicated table from the first copy. `places`: directories outside the run folder that take new rows, each in
+    a folder named by the run; those that have rows of it already are found without being named. `write_budget`: bytes
+    per second.
     """
     disk = disk or Disk()
     steps = committed_steps(folder)
@@ -194,29 +292,67 @@ def open_commits(
     newest = torch.tensor(steps[-1] if steps else -1)
     mesh.broadcast("control", newest)
     step = None if newest < 0 else int(newest)
+    check_whole(folder, step, mesh)
     run = "" if step is None else read_header(folder, step).get("run", "")
     run = mesh.all_gather_bytes("control", (run or uuid.uuid4().hex).encode())[0].decode()
-    ranks_then = mesh.num_ranks if step is None else read_header(folder, step)["num_ranks"]
-    same = ranks_then == mesh.num_ranks
-    if read_only and not same:
-        shards = [
-            open_stores(folder, tables, rank, ranks_then, disk, step, read_only=True)
-            for rank in range(ranks_then)
-        ]
-        readers = [
-            Shards(stores, table.rows)
-            for table, stores in zip(tables, zip(*shards, strict=True), strict=True)
-        ]
+    now = list(shardings or [row_wise(mesh.num_ranks)] * len(tables))
+    then = now if step is None else shardings_of(read_header(folder, step))
+    if len(then) != len(tables):
+        raise CheckpointError(
+            f"{folder} was committed with {len(then)} tables, this model has {len(tables)}; build the same model"
+        )
+    fresh = to_adopt(then, now, mesh.rank)
+    if read_only and fresh and step is not None:
+        readers = open_shards(folder, tables, then, now, mesh.rank, disk, step)
         return Commits(folder, mesh, readers, keep=keep, disk=disk, run=run), step
+    outside = [replace(place, path=str(Path(place.path) / f"colonnade-{run}")) for place in places]
+    if step is not None and not read_only:
+        _give_up_overwritten(folder, mesh, disk, steps[:-1], now, fresh)
     backings = open_stores(
-        folder, tables, mesh.rank, mesh.num_ranks, disk, step if same else None, read_only
+        folder, tables, now, mesh.rank, disk, step, read_only, outside, write_budget, fresh
     )
-    if step is not None and not same:
-        for rank in range(ranks_then):
-            _adopt(folder, tables, rank, ranks_then, disk, step, backings, mesh)
-        for backing in backings:
-            backing.commit(step)
-    return Commits(folder, mesh, backings, keep=keep, disk=disk, run=run), step
+    if step is not None:
+        adopt(folder, tables, then, now, mesh.rank, disk, step, backings, fresh)
+    commits = Commits(folder, mesh, backings, keep=keep, disk=disk, run=run)
+    commits.outside = [Path(place.path) for place in outside]
+    return commits, step
+
+
+def _give_up_overwritten(
+    folder: Path,
+    mesh: Mesh,
+    disk: Disk,
+    older: Sequence[int],
+    now: Sequence[Sharding],
+    fresh: Sequence[int],
+) -> None:
+    """Collective: older commits whose rows lie where other rows are about to, from when the world was like this before,
+    end: first their word, then their bytes."""
+    mine = [str(home(now[t], mesh.rank, t)) for t in fresh]
+    said = mesh.all_gather_bytes("control", json.dumps(mine).encode())
+    taken = {path for each in said for path in json.loads(each)}
+    if taken and mesh.rank == 0:
+        for step in older:
+            if taken & used_homes(folder, [step]):
+                disk.unlink(_header_path(folder, step))
+        disk.sync_dir(folder / "commits")
+    mesh.barrier()
+
+
+def used_homes(folder: Path, steps: Sequence[int]) -> set[str]:
+    """Inside `rows`: all that these commits have."""
+    return {str(each.path) for step in steps for each in homes(read_header(folder, step))}
+
+
+def remove_others(places: Sequence[Path], used: Collection[str]) -> None:
+    """Of directories that hold stores: those that are not `used`."""
+    for place in places:
+        for store in [*place.glob("*-of-*/*"), *place.glob("copy-*/*")]:
+            if str(store.relative_to(place)) not in used:
+                shutil.rmtree(store, ignore_errors=True)
+        for left in [*place.glob("*-of-*"), *place.glob("copy-*")]:
+            with suppress(OSError):
+                left.rmdir()  # unless something is in it
 
 
 def restore(trainer: Trainer, folder: Path, step: int) -> None:
@@ -224,10 +360,10 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     header = read_header(folder, step)
     check_model(folder, header, trainer.collection.declaration, trainer.model)
     place = folder / "commits" / f"{step:012d}"
-    dense = load_state(place / "dense")
+    dense = load_state(place / "dense", header["run"])
     load_dense(trainer.model, dense["model"])
     # What was learned comes from the commit; learning rates and the like are this run's configuration.
-    chosen = [_settings(group) for group in trainer.dense_optimizer.param_groups]
+    chosen = [settings_of(group) for group in trainer.dense_optimizer.param_groups]
     trainer.dense_optimizer.load_state_dict(dense["dense_optimizer"])
     for group, settings in zip(trainer.dense_optimizer.param_groups, chosen, strict=True):
         group.update(settings)
@@ -243,7 +379,9 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     for schedule, state in zip(trainer.lr_schedules, said, strict=True):
         of = groups["rows" if schedule.optimizer is trainer.rows else "dense"]
         restore_schedule(schedule, state, of, step)
-    ranks = [load_state(place / f"rank-{rank}") for rank in range(header["num_ranks"])]
+    ranks = [
+        load_state(place / f"rank-{rank}", header["run"]) for rank in range(header["num_ranks"])
+    ]
     if trainer.mesh.rank < len(ranks):
         torch.set_rng_state(ranks[trainer.mesh.rank]["random"])
         of_gpus = ranks[trainer.mesh.rank].get("random_gpus", [])
@@ -258,6 +396,7 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     source = None if len(ranks) != trainer.mesh.num_ranks else sources[trainer.mesh.rank]
     epoch, step_of_epoch = dense["position"]
     trainer.position = Position(epoch, step_of_epoch, source)
+    restore_retentions(trainer.collection, place, header)
     num_held = min(len(state["held"]) for state in ranks)
     trainer.held = [[state["held"][i] for state in ranks] for i in range(num_held)]
 
@@ -289,148 +428,22 @@ def resolve(folder: Path, at: int | str | None) -> int:
     return int(at)
 
 
-def open_recorded_stores(folder: Path, header: dict[str, Any], number: int) -> list[SsdBacking]:
-    """Table `number`'s stores of every rank of a commit, read-only, as their manifests describe them: nothing
-    needs to be known of the model."""
-    name, step, num_ranks = (
-        list(header["model"]["tables"])[number],
-        header["step"],
-        header["num_ranks"],
-    )
-    stores = []
-    for rank in range(num_ranks):
-        place = folder / "rows" / f"{rank}-of-{num_ranks}" / f"{number:03d}"
-        said = describe(place, step)
-        stores.append(
-            open_ssd(
-                place,
-                table_name=name,
-                record_bytes=said["record_bytes"],
-                identity=said["identity"],
-                step=step,
-                read_only=True,
-            )
-        )
-    return stores
-
-
-def check_model(
-    folder: Path, header: Mapping[str, Any], declaration: Declaration, model: torch.nn.Module
-) -> None:
-    """Raises CheckpointError, naming the first difference, unless the commit is of such a model."""
-    wanted = fingerprint(declaration, model)
-    if header["model"] != wanted:
-        raise CheckpointError(
-            f"{folder} was committed by another model: {difference(header['model'], wanted)}. "
-            "Train the same model, or give this run another folder"
-        )
-
-
-def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, Any]:
-    """What must agree for a commit to belong to a model; plain JSON, so that a difference can be named."""
-    return {
-        "tables": {
-            table.name: {
-                "dim": dict(table.dim) if isinstance(table.dim, Mapping) else table.dim,
-                "rows": table.rows,
-                "optimizer": "+".join(part.optimizer.name for part in table.parts),
-                "dtype": dtype_words(table),
-            }
-            for table in declaration.tables
-        },
-        "features": {f.name: [f.table, f.pooling] for f in declaration.features},
-        "dense": {name: list(value.shape) for name, value in dense_weights(model).items()},
+def lost_words(commits: Commits) -> list[str]:
+    """Collective: what to say of older commits, kept, some of whose rows lie in a directory that is gone."""
+    mine = {
+        str(step): path
+        for backing in commits.backings
+        if isinstance(backing, LogBacking)
+        for step, path in backing.lost_commits().items()
     }
-
-
-def dense_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state_dict without what only names a commit (`EmbeddingCollection.get_extra_state`)."""
-    return {
-        name: value
-        for name, value in model.state_dict().items()
-        if not name.endswith("_extra_state")
-    }
-
-
-def load_dense(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Put `dense_weights` back."""
-    kept = {k: v for k, v in model.state_dict().items() if k.endswith("_extra_state")}
-    model.load_state_dict({**kept, **weights})
-
-
-def identity_of(table: Table) -> str:
-    """What the bytes of a table's records mean."""
-    dims = "+".join(
-        f"{part.name}:{part.dim}" if part.name else f"{part.dim}" for part in table.parts
-    )
-    optimizers = "+".join(part.optimizer.name for part in table.parts)
-    return f"{table.name}/{dims}/{optimizers}/{dtype_words(table)}"
-
-
-def dtype_words(table: Table) -> str:
-    return f"{table.dtype} with master" if table.master else table.dtype
-
-
-def open_stores(
-    folder: Path,
-    tables: Sequence[Table],
-    rank: int,
-    num_ranks: int,
-    disk: Disk,
-    step: int | None,
-    read_only: bool = False,
-) -> list[SsdBacking]:
-    """One rank's stores, by table, as committed at `step`; None: empty. They share reading threads."""
-    reader = _native.SegmentReader(READ_THREADS)
+    found: dict[str, str] = {}
+    for said in commits.mesh.all_gather_bytes("control", json.dumps(mine).encode()):
+        found |= json.loads(said)
     return [
-        open_ssd(
-            folder / "rows" / f"{rank}-of-{num_ranks}" / f"{t:03d}",
-            table_name=table.name,
-            record_bytes=table.record_bytes,
-            identity=identity_of(table),
-            disk=disk,
-            reader=reader,
-            step=step,
-            read_only=read_only,
-        )
-        for t, table in enumerate(tables)
+        f"The commit of step {step} can no longer be opened: {path}, where rows of it lie, is not there. The newest "
+        "commit is intact; to keep the older one too, bring the directory back"
+        for step, path in sorted(found.items(), key=lambda item: int(item[0]))
     ]
-
-
-def _adopt(folder, tables, rank, num_ranks, disk, step, backings, mesh) -> None:
-    """Copy the rows this rank owns now out of one old rank's stores."""
-    old = open_stores(folder, tables, rank, num_ranks, disk, step, True)
-    for table, source, target in zip(tables, old, backings, strict=True):
-        for rows in source.scan():
-            owner = torch.as_tensor(_native.owner_of(rows.ids, table.rows or 0, mesh.num_ranks))
-            mine = owner == mesh.rank
-            target.write(rows.ids[mine], rows.records[mine]).wait()
-        source.close()
-
-
-def _dense_state(trainer: Trainer) -> dict[str, Any]:
-    return {
-        "model": dense_weights(trainer.model),
-        "dense_optimizer": trainer.dense_optimizer.state_dict(),
-        "dense_optimizer_name": type(trainer.dense_optimizer).__qualname__,
-        "dense_parameters": parameter_names(trainer.model, trainer.dense_optimizer),
-        "row_groups": [_settings(group) for group in trainer.rows.param_groups],
-        "lr_schedules": [schedule.state_dict() for schedule in trainer.lr_schedules],
-        "position": (trainer.position.epoch, trainer.position.step),
-        "best": trainer.best.state(),
-        "days": trainer.days,
-    }
-
-
-def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Of an optimizer's parameters, in its order; "" for one that is not the model's."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group without its parameters."""
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _header_path(folder: Path, step: int) -> Path:
@@ -449,29 +462,3 @@ def read_header(folder: Path, step: int) -> dict[str, Any]:
             f"it was written by Colonnade {header.get('version')}"
         )
     return header
-
-
-def _dump(state: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def load_state(path: Path) -> dict[str, Any]:
-    # On the CPU wherever it was: a commit made beside a GPU is read on machines without one.
-    data = io.BytesIO(read_verified(path))
-    return torch.load(data, weights_only=True, map_location="cpu")
-
-
-def difference(saved: Any, wanted: Any, path: str = "") -> str:
-    """The first place where two plain values differ, in words."""
-    if isinstance(saved, dict) and isinstance(wanted, dict):
-        for key in [*saved, *wanted]:
-            here = f"{path}.{key}" if path else str(key)
-            if key not in saved:
-                return f"it has no {here}"
-            if key not in wanted:
-                return f"it has {here}, this model has not"
-            if saved[key] != wanted[key]:
-                return difference(saved[key], wanted[key], here)
-    return f"{path} was {saved}, is {wanted}"

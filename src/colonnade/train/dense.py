@@ -1,83 +1,193 @@
-"""Dense gradients: one flat buffer with a fixed layout, reduced in one call.
+"""Dense gradients: buckets with a fixed layout, each summed over ranks as soon as backward has filled it.
 
 DDP rebuilds its buckets after the first step, which changes the order of sums at three or more ranks and
-after a restart; a flat buffer in parameter order never does. The ranks' word that all is finite, and that
-somebody asked to stop, and their parts of the loss, ride at its end.
+after a restart; these are laid out once, in reverse order of the parameters, and sums keep the order of
+`topology.reduction`, so bits depend neither on when a bucket leaves nor on how it travels. The ranks' word that
+all is finite, and that somebody asked to stop, and their parts of the loss, ride at the end of the last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from colonnade.topology.mesh import Mesh
+from colonnade.topology.reduction import PIECE, Way, choose_way, sum_over_ranks
+from colonnade.topology.waiting import waiting
 
 SIGNALS = 3  # not finite, stop asked, loss
+BUCKET_BYTES = 1 << 20
+"""A bucket takes parameters until it has as much: 8 ms on an uplink of 1 Gbit/s, where its hops take less than one."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Parameters of one dtype and device, neighbours in reverse order, and their gradients as one buffer."""
+
+    numbers: list[int]  # of the parameters
+    gradients: Tensor  # (n,) where the parameters are: each `.grad` is a view of it
+    wire: Tensor  # (m,) on the CPU, m >= n a multiple of the ranks; `gradients` are its first n where they are there
+    way: Way
+    stream: torch.Stream | None  # on a device: of the copies to `wire` and back
+    missing: int = 0  # gradients that backward has yet to add
+    written: list[torch.Event] = field(default_factory=list)  # on a device: when they are
+    ready: threading.Event = field(default_factory=threading.Event)
+    total: float = 0.0  # after the reduction: NaN or inf where any gradient of any rank is
 
 
 class DenseGradients:
-    """The `.grad` of every parameter is a view of one buffer; call `zero` instead of `zero_grad`.
+    """The `.grad` of every parameter is a view of a bucket; call `zero` instead of `zero_grad`.
 
-    Parameters on a GPU have their buffer there; gloo reduces it by way of the CPU.
+    Parameters on a GPU have their buffers there; gloo reduces them by way of the CPU. Per step, on every rank:
+
+        zero()
+        loss.backward(), any number of times
+        begin(), optional; then the step's last backward: buckets leave while it runs, on a thread of their own
+        send(...); anything on other groups of the mesh; wait()      (or `reduce`, which is both)
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:
         self.mesh = mesh
         self.parameters = tuple(parameters)
-        self.buffers: list[Tensor] = []  # one per dtype and device; the first carries the signals
-        self._gradients: list[Tensor] = []  # the same without the signals
+        self.buckets: list[
+            Bucket
+        ] = []  # in the order in which they leave; the last carries the signals
         self._signals = torch.zeros(SIGNALS)
+        self._views: list[Tensor] = []  # by parameter
+        self._bucket_of: list[Bucket] = []  # by parameter
+        self._heard: list[int] = []  # by parameter: gradients that the running backward has added
+        self._expected: list[int] = []  # the most it ever did; [] until one was watched
+        self._lock = threading.Lock()  # backward has a thread for every device
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._is_watching = False
+        self._thread: threading.Thread | None = None
+        self._is_given_up = False
+        self._error: BaseException | None = None
 
     def attach(self) -> None:
-        """Lay the buffers out and point every parameter's gradient into them."""
-        members: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {
-            (torch.float32, torch.device("cpu")): []
-        }
-        for parameter in self.parameters:
-            members.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        self.buffers, self._gradients = [], []
-        for (dtype, device), parameters in members.items():
-            size = sum(p.numel() for p in parameters)
-            extra = 0 if self.buffers else SIGNALS
-            buffer = torch.zeros(size + extra, dtype=dtype, device=device)
+        """Lay the buckets out and point every parameter's gradient into them."""
+        for hook in self._hooks:
+            hook.remove()
+        kinds = [(p.dtype, p.device) for p in self.parameters]
+        layout = bucket_layout(kinds, [p.numel() for p in self.parameters])
+        self.buckets = [
+            self._bucket(numbers, i == len(layout) - 1) for i, numbers in enumerate(layout)
+        ]
+        self._signals = self.buckets[-1].wire[-SIGNALS:]
+        by_number = {number: bucket for bucket in self.buckets for number in bucket.numbers}
+        self._bucket_of = [by_number[number] for number in range(len(self.parameters))]
+        self._views = [torch.empty(0)] * len(self.parameters)
+        for bucket in self.buckets:
             start = 0
-            for parameter in parameters:
-                parameter.grad = buffer[start : start + parameter.numel()].view_as(parameter)
-                start += parameter.numel()
-            self.buffers.append(buffer)
-            self._gradients.append(buffer[:size])
-        self._signals = self.buffers[0][-SIGNALS:]
+            for number in bucket.numbers:
+                parameter = self.parameters[number]
+                stop = start + parameter.numel()
+                self._views[number] = bucket.gradients[start:stop].view_as(parameter)
+                parameter.grad = self._views[number]
+                start = stop
+        self._expected, self._hooks = [], []
+        if self.mesh.num_ranks > 1:
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(self._hook(number))
+                for number, parameter in enumerate(self.parameters)
+            ]
 
     def zero(self) -> None:
-        for buffer in self.buffers:
-            buffer.zero_()
+        if self._thread is not None:
+            self._give_up()
+            raise RuntimeError(
+                "got zero() in the middle of a step: some buckets of the dense gradients have left, and other ranks "
+                "wait for the others. A step that begin() has begun ends with send() and wait(); after an error in "
+                "its backward, leave the world and go on from the newest commit"
+            )
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view
+
+    def begin(self) -> None:
+        """The next backward is the step's last, on every rank: each bucket leaves when it is full, in fixed order.
+
+        The first such backward is only watched: how many gradients does each parameter get? (Checkpointing that
+        re-enters backward adds several.) RuntimeError in backward where a parameter gets one more than ever before
+        and its bucket has left.
+        """
+        if self.mesh.num_ranks == 1:
+            return
+        self._heard = [0] * len(self.parameters)
+        self._is_watching = True
+        if not self._expected:
+            return
+        for bucket in self.buckets:
+            bucket.missing = sum(self._expected[number] for number in bucket.numbers)
+            bucket.ready.clear()
+        self.buckets[-1].missing += 1  # the signals, which `send` brings
+        self._start()
+
+    def send(self, *, finite: bool, stop: bool, loss: Tensor | float = 0.0) -> None:
+        """After the step's last backward: what has not left leaves. `loss`: this rank's part of it."""
+        self._signals[0], self._signals[1] = float(not finite), float(stop)
+        self._signals[2] = loss
+        if self._is_watching:
+            self._is_watching = False
+            before = self._expected or [1] * len(self.parameters)
+            self._expected = [max(pair) for pair in zip(before, self._heard, strict=True)]
+        if self._thread is None:  # none has left
+            for bucket in self.buckets:
+                bucket.ready.clear()
+        for bucket in self.buckets:
+            if bucket.ready.is_set():
+                continue
+            for number in bucket.numbers:
+                self._point(number)
+            if bucket.stream is not None:  # behind what backward has put on its streams
+                bucket.written = [_recorded(bucket.stream.device)]
+            bucket.ready.set()
+        if self._thread is None and self.mesh.num_ranks > 1:
+            self._start()
+
+    def wait(self) -> tuple[bool, bool, float]:
+        """Collective. Gradients are those of all ranks, in place. Returns (all finite everywhere, anybody stops, the
+        whole loss). PeerLost."""
+        if self._thread is None:
+            self._reduce_all()
+        else:
+            with waiting("dense"):
+                self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        # A NaN or inf of any rank survives the sum, so every rank sees the same answer.
+        unhealthy, stops, whole = self._signals.tolist()
+        is_finite = all(math.isfinite(bucket.total) for bucket in self.buckets)
+        return unhealthy == 0 and is_finite, stops > 0, whole
 
     def reduce(
         self, *, finite: bool, stop: bool, loss: Tensor | float = 0.0
     ) -> tuple[bool, bool, float]:
-        """Collective: sum the gradients over ranks, in place. `loss`: this rank's part of it. Returns (all finite
-        everywhere, anybody stops, the whole loss)."""
-        self._signals[0], self._signals[1] = float(not finite), float(stop)
-        self._signals[2] = loss
-        for buffer in self.buffers:
-            self._sum_over_ranks(buffer)
-        # A NaN or inf of any rank survives the sum, so every rank sees the same answer.
-        sums = [float(buffer.sum(dtype=torch.float64)) for buffer in self.buffers]
-        unhealthy, stops, whole = self._signals.tolist()
-        return unhealthy == 0 and all(map(math.isfinite, sums)), stops > 0, whole
+        """Collective: `send`, and `wait`."""
+        self.send(finite=finite, stop=stop, loss=loss)
+        return self.wait()
 
     def scale(self, factor: float) -> None:
         """Multiply every gradient."""
-        for gradient in self._gradients:
-            gradient.mul_(factor)
+        for bucket in self.buckets:
+            bucket.gradients.mul_(factor)
 
     def clip_norm(self, max_norm: float) -> float:
         """After `reduce`, which left the same gradients everywhere: scale them so that their 2-norm, of all
         together, is at most `max_norm`, as torch's clip_grad_norm_. Returns the norm they had."""
-        norms = [float(torch.linalg.vector_norm(part)) for part in self._gradients if len(part)]
+        norms = [
+            float(torch.linalg.vector_norm(bucket.gradients))
+            for bucket in self.buckets
+            if len(bucket.gradients)
+        ]
         norm = math.hypot(*norms)
         if max_norm < norm + 1e-6:
             self.scale(max_norm / (norm + 1e-6))
@@ -94,8 +204,126 @@ class DenseGradients:
                 elif self.mesh.num_ranks > 1:
                     tensor.data.copy_(self.mesh.broadcast("dense", tensor.data.cpu()))
 
-    def _sum_over_ranks(self, buffer: Tensor) -> None:
-        if buffer.device.type == "cpu":
-            self.mesh.all_reduce("dense", buffer)
-        elif self.mesh.num_ranks > 1:
-            buffer.copy_(self.mesh.all_reduce("dense", buffer.cpu()))
+    def _bucket(self, numbers: list[int], is_last: bool) -> Bucket:
+        first = self.parameters[numbers[0]] if numbers else self._signals
+        size = sum(self.parameters[number].numel() for number in numbers)
+        ranks = self.mesh.num_ranks
+        padded = -(-(size + SIGNALS * is_last) // ranks) * ranks
+        wire = torch.zeros(padded, dtype=first.dtype)
+        gradients = wire[:size]
+        stream = None
+        if first.device.type != "cpu":
+            gradients = torch.zeros(size, dtype=first.dtype, device=first.device)
+            stream = torch.Stream(first.device)
+        way = choose_way(self.mesh.world, padded * wire.itemsize)
+        return Bucket(numbers, gradients, wire, way, stream)
+
+    def _hook(self, number: int) -> Callable[[Tensor], None]:
+        def heard(parameter: Tensor) -> None:  # on a thread of backward's
+            if self._is_watching:
+                self._arrived(number)
+
+        return heard
+
+    def _arrived(self, number: int) -> None:
+        """A parameter's gradient has grown by one of those that the running backward adds."""
+        bucket = self._bucket_of[number]
+        with self._lock:
+            self._heard[number] += 1
+            if self._thread is None:
+                return
+            if bucket.ready.is_set():
+                raise RuntimeError(
+                    f"parameter {number} of {len(self.parameters)}, {tuple(self.parameters[number].shape)}, got "
+                    f"{self._heard[number]} gradients in one backward, {self._expected[number]} at most in every "
+                    "one before, and its bucket has left for the other ranks. Let the first step be one that uses "
+                    "every part of the model as often as any later step does (checkpoint with use_reentrant=False)"
+                )
+            self._point(number)
+            if self._heard[number] > self._expected[number]:
+                return
+            if bucket.stream is not None:
+                bucket.written.append(_recorded(bucket.stream.device))
+            bucket.missing -= 1
+            if not bucket.missing:
+                bucket.ready.set()
+
+    def _point(self, number: int) -> None:
+        """A gradient that lies elsewhere (zero_grad, a backward that created a graph) comes into its bucket."""
+        parameter, view = self.parameters[number], self._views[number]
+        if parameter.grad is view:
+            return
+        with torch.no_grad():
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+        parameter.grad = view
+
+    def _start(self) -> None:
+        self._is_given_up = False
+        # No daemon: Python would end it inside gloo when the process does, which aborts.
+        self._thread = threading.Thread(target=self._reduce_all, name="dense")
+        self._thread.start()
+
+    def _reduce_all(self) -> None:
+        """Every bucket, in order. The thread of a step, which ends with it: nothing is left to close."""
+        try:
+            for bucket in self.buckets:
+                while not bucket.ready.wait(0.5):
+                    if not threading.main_thread().is_alive():
+                        return  # the process ends in the middle of a step
+                if self._is_given_up:
+                    return
+                _reduce(bucket, self.mesh)
+        except BaseException as error:  # raised again by `wait`
+            self._error = error
+
+    def _give_up(self) -> None:
+        self._is_given_up, self._is_watching, self._thread = True, False, None
+        for bucket in self.buckets:
+            bucket.ready.set()
+
+
+def bucket_layout(
+    kinds: Sequence[tuple[torch.dtype, torch.device]], sizes: Sequence[int]
+) -> list[list[int]]:
+    """Numbers of the parameters of each bucket, in the order in which backward fills them if it goes through the model
+    from its end to its beginning. Pure. The last may carry signals: it has 32 or 64 bits, or no parameters."""
+    done: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for number in reversed(range(len(kinds))):
+        kind = kinds[number]
+        bucket = filling.setdefault(kind, [])
+        bucket.append(number)
+        if sum(sizes[n] for n in bucket) * kind[0].itemsize >= BUCKET_BYTES:
+            done.append(filling.pop(kind))
+    done = sorted([*done, *filling.values()], key=lambda bucket: -bucket[-1])
+    if not done or kinds[done[-1][0]][0] not in (torch.float32, torch.float64):
+        done.append([])
+    return done
+
+
+def _reduce(bucket: Bucket, mesh: Mesh) -> None:
+    if mesh.num_ranks == 1:
+        bucket.total = float(bucket.gradients.sum(dtype=torch.float64))
+        return
+    size = len(bucket.gradients)
+    if bucket.stream is not None:
+        for event in bucket.written:
+            event.synchronize()
+        bucket.written = []
+        with bucket.stream:
+            bucket.wire[:size].copy_(bucket.gradients)
+    sum_over_ranks(mesh, bucket.wire, bucket.way)
+    bucket.total = sum(float(piece.sum(dtype=torch.float64)) for piece in bucket.wire.split(PIECE))
+    if bucket.stream is not None:
+        with bucket.stream:
+            bucket.gradients.copy_(bucket.wire[:size])
+        bucket.stream.synchronize()
+
+
+def _recorded(device: torch.device) -> torch.Event:
+    event = torch.Event(device)
+    event.record()
+    return event

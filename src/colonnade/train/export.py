@@ -25,13 +25,10 @@ from colonnade import __version__
 from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.store.contract import RowBatch
 from colonnade.store.disk import Disk, storage_error
-from colonnade.store.ssd import SsdBacking
-from colonnade.train.commits import (
-    load_state,
-    open_recorded_stores,
-    read_header,
-    resolve,
-)
+from colonnade.store.log import LogBacking
+from colonnade.train.commits import read_header, resolve
+from colonnade.train.states import load_state
+from colonnade.train.stores import open_recorded_stores
 
 FORMAT = "colonnade export"
 VERSION = 1
@@ -98,7 +95,7 @@ def _write(run_folder: Path, step: int, place: Path) -> dict[str, Any]:
             for store in stores:
                 store.close()
         model["tables"].append(table)
-    dense = load_state(run_folder / "commits" / f"{step:012d}" / "dense")["model"]
+    dense = load_state(run_folder / "commits" / f"{step:012d}" / "dense", header["run"])["model"]
     save_file(
         {name: value.contiguous().clone() for name, value in dense.items()},
         place / "dense.safetensors",
@@ -126,7 +123,7 @@ def _table(number: int, name: str, said: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_rows(path: Path, stores: Sequence[SsdBacking], *, width: int, dtype: str) -> int:
+def write_rows(path: Path, stores: Sequence[LogBacking], *, width: int, dtype: str) -> int:
     """Every live row of one table's shards, ids ascending; returns how many.
 
     Two scans: the first finds each row's place, the second puts it there through a memory map.
@@ -152,7 +149,7 @@ def write_rows(path: Path, stores: Sequence[SsdBacking], *, width: int, dtype: s
     return len(ids)
 
 
-def _scan(stores: Sequence[SsdBacking]) -> Iterator[RowBatch]:
+def _scan(stores: Sequence[LogBacking]) -> Iterator[RowBatch]:
     for store in stores:
         yield from store.scan()
 

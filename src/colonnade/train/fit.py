@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +20,20 @@ from colonnade.data.contract import Source, Splits
 from colonnade.errors import ConfigError, DataError
 from colonnade.plan.plan import build_plan
 from colonnade.topology.mesh import Mesh, open_mesh
-from colonnade.train.commits import (
-    check_model,
-    load_dense,
-    load_state,
-    open_commits,
-    read_header,
-    resolve,
-)
+from colonnade.train.agreement import agree_on_config
+from colonnade.train.commits import open_commits, read_header, resolve
+from colonnade.train.fingerprint import check_model, load_dense
 from colonnade.train.interrupt import stop_on_signals
 from colonnade.train.objective import Objective, objective_of
 from colonnade.train.run import (
     OWN,
     OptimizerMaker,
     ScheduleMaker,
-    agree_on,
     find_collection,
     prepare,
     set_threads,
 )
+from colonnade.train.states import load_state
 from colonnade.train.trainer import Outcome
 
 SampleLoss = Callable[[Any, Batch], Tensor]
@@ -89,9 +85,9 @@ def fit(
                      e.g. {"name": "cosine", "warmup_steps": 100}
     row_schedule     the same for the rows: the RowOptimizer has a param group per table (or part)
     config           settings to start from
-    settings         by name: those of TrainConfig and PlanConfig (epochs, batch_size, patience, dram ...), of
-                     DenseConfig with dense_ (dense_lr, dense_clip_norm) and, of rows, rows_clip_norm, rows_clip_value;
-                     rows' optimizers are declared with the tables
+    settings         by name: those of TrainConfig and PlanConfig (epochs, batch_size, patience, memory ...; dram is
+                     memory.dram), of DenseConfig with dense_ (dense_lr, dense_clip_norm) and, of rows,
+                     rows_clip_norm, rows_clip_value; rows' optimizers are declared with the tables
 
     Ctrl-C commits and ends (`outcome.stopped`); the same call goes on from there.
     Raises ConfigError, DataError, CheckpointError before the first step, NonFiniteError, StorageError while training.
@@ -104,8 +100,8 @@ def fit(
     if isinstance(row_schedule, Mapping):
         chosen["rows.schedule"], row_schedule = dict(row_schedule), None
     wanted = override(config or RunConfig(), chosen)
-    mesh = mesh or open_mesh()
-    agree_on(wanted, mesh)
+    mesh = mesh or open_mesh(timeout=timedelta(seconds=wanted.train.timeout))
+    agree_on_config(wanted, mesh)
     set_threads(wanted.train.threads, mesh)
     if objective is not None and loss is not None:
         raise ConfigError("got both objective and loss, wanted one of them")
@@ -146,12 +142,14 @@ def load_run(
     """
     folder, mesh = Path(run), mesh or open_mesh()
     collection, step = find_collection(model), resolve(folder, at)
-    check_model(folder, read_header(folder, step), collection.declaration, model)
+    header = read_header(folder, step)
+    check_model(folder, header, collection.declaration, model)
     commits, _ = open_commits(folder, collection.tables, mesh, read_only=True, at=step)
-    limit = PlanConfig.model_validate({"dram": dram}).dram
+    limit = PlanConfig.model_validate({"memory": {"dram": dram}}).memory.dram
     plan = build_plan(collection.tables, mesh.num_ranks, dram_bytes=limit)
     collection.open(plan, mesh, backings=commits.backings, committed=(commits.run, step))
-    load_dense(model, load_state(folder / "commits" / f"{step:012d}" / "dense")["model"])
+    dense = load_state(folder / "commits" / f"{step:012d}" / "dense", header["run"])
+    load_dense(model, dense["model"])
     model.eval()
     return step
 
@@ -206,6 +204,7 @@ def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
     known = {
         **{name: f"train.{name}" for name in TrainConfig.model_fields},
         **{name: f"plan.{name}" for name in PlanConfig.model_fields},
+        "dram": "plan.memory.dram",
         **{
             f"dense_{name}": f"dense.{name}"
             for name in DenseConfig.model_fields

@@ -6,7 +6,7 @@ itself, which has no rename, no lock and no cheap small read.)
 
 URL/commits/<step>.json                    written last: from here on the copy counts
 URL/commits/<step>/files/<path>            small files by their path in the run folder
-URL/rows/<rank>-of-<ranks>/<table>/<segment file>-<checksum>    never changed, shared by commits
+URL/rows/<home>/<table>/<segment or key file>-<content>    never changed, shared by commits
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,6 +24,15 @@ import fsspec
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, StorageError
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
+from colonnade.store.manifest import (
+    FILE_NAME,
+    CommitFile,
+    describe,
+    file_name,
+    files_of,
+    live_file,
+)
+from colonnade.train.stores import homes
 
 BESIDE = ("config.yaml", "plan.json", "metrics.jsonl")  # of the run, not of a commit
 
@@ -60,14 +70,15 @@ class Mirror:
         header = json.loads(read_verified(self.folder / "commits" / f"{step:012d}.json"))
         small = [p for p in (self.folder / "commits" / f"{step:012d}").iterdir() if p.is_file()]
         small += [self.folder / name for name in BESIDE if (self.folder / name).exists()]
-        for manifest, segments in _row_files(self.folder, header):
-            small.append(manifest)
-            for segment, num_bytes, checksum in segments:
-                name = f"{_relative(self.folder, segment)}-{checksum}"
+        for shard in _shards(self.folder, header):
+            small += shard.small
+            for file in shard.files:
+                # As if it lay in the store's own directory, where a store looks for copies of its stripes.
+                name = f"{_relative(self.folder, shard.place / file.path.name)}-{file.content}"
                 # A name says the content; the size tells a copy that was cut short.
-                if sizes.get(name) != num_bytes:
-                    _put(files, segment, f"{root}/{name}")
-                    sizes[name] = num_bytes
+                if sizes.get(name) != file.num_bytes:
+                    _put(files, file.path, f"{root}/{name}")
+                    sizes[name] = file.num_bytes
         if is_new:
             for path in small:
                 _put(files, path, f"{place}/files/{_relative(self.folder, path)}")
@@ -115,13 +126,12 @@ def _fetch_commit(
     disk.make_dir(waiting.parent)
     write_durably(disk, waiting, header_bytes, checked=False)
     header = json.loads(read_verified(waiting))
-    for _, segments in _row_files(folder, header):
-        for segment, _, checksum in segments:
-            if segment in there:
-                continue
-            there.add(segment)
-            name = f"{root}/{_relative(folder, segment)}-{checksum}"
-            _get(disk, files, name, segment)
+    for shard in _shards(folder, header):
+        for file in shard.files:
+            path = shard.place / file.path.name
+            if path not in there:
+                there.add(path)
+                _get(disk, files, f"{root}/{_relative(folder, path)}-{file.content}", path)
     disk.rename(waiting, local_header)
     disk.sync_dir(local_header.parent)
     return header
@@ -169,27 +179,31 @@ def _forget(files: Any, root: str, kept: Sequence[int]) -> None:
             small = f"{path}/files"
             for manifest in files.find(f"{small}/rows"):
                 place = PurePosixPath(_inside(small, manifest)).parent
-                said = json.loads(_content(files.cat_file(manifest)))
-                used |= {f"{place}/{s['file']}-{s['checksum']}" for s in said["segments"]}
+                if FILE_NAME.fullmatch(PurePosixPath(manifest).name):
+                    said = json.loads(_content(files.cat_file(manifest)))
+                    used |= {f"{place}/{f.path.name}-{f.content}" for f in files_of(Path(), said)}
     if files.exists(f"{root}/rows"):
         for path in files.find(f"{root}/rows"):
             if _inside(root, path) not in used:
                 files.rm(path)
 
 
-def _row_files(
-    folder: Path, header: dict[str, Any]
-) -> list[tuple[Path, list[tuple[Path, int, str]]]]:
-    """By store of a commit: its manifest, and its segments as (file, bytes, checksum)."""
-    found, num_ranks = [], header["num_ranks"]
-    for rank in range(num_ranks):
-        for number in range(len(header["model"]["tables"])):
-            place = folder / "rows" / f"{rank}-of-{num_ranks}" / f"{number:03d}"
-            manifest = place / f"manifest-{header['step']}.json"
-            said = json.loads(read_verified(manifest))
-            segments = [(place / s["file"], s["bytes"], s["checksum"]) for s in said["segments"]]
-            found.append((manifest, segments))
-    return found
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """One store's part of a commit: its directory, its manifest and bitmaps, its segments and key lists."""
+
+    place: Path
+    small: list[Path]
+    files: list[CommitFile]
+
+
+def _shards(folder: Path, header: dict[str, Any]) -> Iterator[_Shard]:
+    step = header["step"]
+    for each in homes(header):
+        place = folder / "rows" / each.path
+        said = describe(place, step)
+        small = [place / file_name(step), live_file(place, said)]
+        yield _Shard(place, small, list(files_of(place, said)))
 
 
 def _put(files: Any, path: Path, target: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -15,6 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bars
+from rich.text import Text
 
 from colonnade.batch import Batch
 from colonnade.train.record import Counters, Record, Watched
@@ -46,7 +47,7 @@ class Progress:
         self._record = None if folder is None else Record(folder)
         self._counters: Counters | None = None
         self._has_bars = console.is_terminal or console.is_jupyter
-        self._bars = Bars(
+        self._bars = _BarsAndWords(
             *_columns(console.width), console=console, disable=not self._has_bars or is_quiet
         )
         self._task = self._bars.add_task("train", total=total_steps, epoch="1", loss="-", rate="-")
@@ -59,7 +60,8 @@ class Progress:
         """Start at `done_steps` and append to the folder's files; `watched`: whose counters go there."""
         if self._record is not None:
             self._record.open(done_steps)
-            self._counters = None if watched is None else Counters(watched)
+        if watched is not None and not (self._record is None and self.is_quiet):
+            self._counters = Counters(watched)
         self._bars.start()
         self._bars.update(self._task, completed=done_steps)
         self._at = self._first = done_steps
@@ -84,6 +86,9 @@ class Progress:
         self._last, self._at = None, step
         rate = self._samples / max(now - self._since, 1e-9)
         self._samples, self._since = 0, now
+        tiers = None if self._counters is None else self._counters.tiers()
+        words = "" if tiers is None else tiers.words()
+        self._bars.words = words
         value = loss
         epoch = str(batch.position.epoch + 1)
         self._bars.update(
@@ -94,10 +99,12 @@ class Progress:
             of = f"/{self.total_steps}" if self.total_steps else ""
             self.say(
                 f"step {step}{of}  epoch {epoch}  loss {value:.4f}  {rate:,.0f} samples/s"
-                f"{self._left(now, step)}"
+                f"{self._left(now, step)}{words and f'  {words}'}"
             )
         if self._record is not None:
             self._write_step(step, {"loss": value, "samples_per_second": rate}, batch)
+            if tiers is not None:
+                self._record.write(step, "tiers", tiers.plain())
 
     def epoch(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """After an evaluation; `metrics` by part_metric."""
@@ -126,6 +133,9 @@ class Progress:
             return
         if self._counters is not None:
             self._write_counters(self._at)
+            tiers = self._counters.tiers()
+            if tiers is not None:
+                self._record.write(self._at, "tiers", tiers.plain())
         self._record.close()
 
     def _write_step(self, step: int, values: dict, batch: Batch) -> None:
@@ -152,6 +162,17 @@ class Progress:
             return ""
         seconds = (self.total_steps - step) * (now - self._started) / done
         return f"  {seconds / 60:.0f} min left" if seconds >= 90 else f"  {seconds:.0f} s left"
+
+
+class _BarsAndWords(Bars):
+    """Progress bars, and a line of words below them where there are any."""
+
+    words = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.words:
+            yield Text(self.words, style="dim", overflow="ellipsis", no_wrap=True)
 
 
 def _columns(width: int) -> list[ProgressColumn]:

@@ -3,8 +3,14 @@
 run/metrics.jsonl      {"step", "kind", "time", ...}; what each kind holds:
     train      loss; samples_per_second over all ranks; lr by param group of rows and dense network
     phases     seconds of the training thread by phase, and `total` seconds, since the previous such line
-    rows       rows that became needed since the previous such line: resident, read, born; evicted meanwhile
-    sent       payload bytes sent to other ranks since the previous such line, by purpose
+    rows       rows that became needed since the previous such line: resident, read (of files, or of what waits to be
+               written to them), born; evicted meanwhile
+    tiers      where there is a tier below memory: `seconds` since the previous such line, `waited` of them that the
+               training thread spent waiting for rows, and by tier, from the top, `TierCounts`: what was added since
+               then, and of held, live and lifetime bytes what there is now
+    sent       what this rank sent to others since the previous such line: `bytes` of payload and `messages`, each by
+               purpose (route, fetch, push, dense, evaluate, commit, control) and link (local: to ranks of its host,
+               remote: to other hosts)
     traffic    of one batch of this rank, by table: lookups, and the different rows they name
     tables     by table: rows and bytes in memory and in files now
     evaluate   epoch, and metrics named part_metric ("validation_auc")
@@ -20,7 +26,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +35,8 @@ from torch.optim import Optimizer
 
 from colonnade.batch import Batch
 from colonnade.embedding import EmbeddingCollection
-from colonnade.train.phases import Phases
+from colonnade.store.tier_counts import TierCounts, tier_counts
+from colonnade.train.phases import WAITING, Phases
 
 FILE_NAME = "metrics.jsonl"
 MAX_BOARD_NAMES = 64
@@ -84,6 +91,40 @@ class Record:
         self._lines = None
 
 
+@dataclass(frozen=True, slots=True)
+class TiersGained:
+    """What the tiers did in a while."""
+
+    seconds: float
+    waited: float
+    tiers: dict[str, TierCounts]
+    """By name, from the top."""
+    lifetime_bytes: dict[str, int]
+
+    def plain(self) -> dict[str, Any]:
+        """As a line has it."""
+        by_tier = {
+            name: {**counts.plain(), "lifetime_bytes": self.lifetime_bytes[name]}
+            for name, counts in self.tiers.items()
+        }
+        return {"seconds": self.seconds, "waited": self.waited, **by_tier}
+
+    def words(self) -> str:
+        """ "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"; with hbm, its share of all rows first."""
+        seconds = max(self.seconds, 1e-9)
+        parts = []
+        for number, (name, counts) in enumerate(self.tiers.items()):
+            if number == 0 or name == "dram":
+                rate = counts.hit_rate
+                parts.append(f"{name} -" if rate is None else f"{name} {100 * rate:.1f} %")
+            else:
+                moved = (counts.read_bytes + counts.written_bytes) / seconds
+                parts.append(
+                    f"{name} {_short(counts.reads / seconds)} reads/s {_short(moved, 1e6)}B/s"
+                )
+        return " | ".join([*parts, f"wait {100 * min(1.0, self.waited / seconds):.0f} %"])
+
+
 class Counters:
     """What a trainer's counters gained since they were last asked. Costs microseconds, but for `traffic`."""
 
@@ -92,8 +133,10 @@ class Counters:
         self._seconds: dict[str, float] = dict(watched.phases.seconds)
         self._since = time.perf_counter()
         self._rows: dict[str, float] = {}
-        self._sent: dict[str, float] = {}
-        self.rows(), self.sent()  # what was before does not count
+        self._sent: dict[str, dict[str, dict[str, int]]] = {}
+        self._tiers: dict[str, TierCounts] = {}
+        self._tiers_since, self._waited = self._since, 0.0
+        self.rows(), self.sent(), self.tiers()  # what was before does not count
 
     def phases(self) -> dict[str, float]:
         """Seconds by phase, and in all."""
@@ -103,15 +146,44 @@ class Counters:
         return {**gained, "total": total}
 
     def rows(self) -> dict[str, float]:
-        sources = asdict(self._watched.collection.store.sources)
-        sources["evicted"] = sources.pop("evicted_clean") + sources.pop("evicted_dirty")
-        gained, self._rows = _gained(sources, self._rows)
+        sources = self._watched.collection.store.sources
+        now: dict[str, float] = {
+            "resident": sources.resident,
+            "read": sources.read + sources.copied,
+            "born": sources.born,
+            "evicted": sources.evicted_clean + sources.evicted_dirty,
+        }
+        gained, self._rows = _gained(now, self._rows)
         return gained
 
-    def sent(self) -> dict[str, float]:
-        sent = dict(self._watched.collection.exchange.traffic.sent_bytes)
-        gained, self._sent = _gained(sent, self._sent)
-        return gained
+    def tiers(self) -> TiersGained | None:
+        """None: all rows are in memory."""
+        now = time.perf_counter()
+        found = tier_counts(self._watched.collection.store)
+        waited = self._watched.phases.seconds.get(WAITING, 0.0)
+        gained = TiersGained(
+            now - self._tiers_since,
+            waited - self._waited,
+            {
+                name: counts.since(self._tiers.get(name, TierCounts()))
+                for name, counts in found.items()
+            },
+            {name: counts.lifetime_bytes for name, counts in found.items()},
+        )
+        self._tiers, self._tiers_since, self._waited = found, now, waited
+        return gained if len(found) > 1 else None
+
+    def sent(self) -> dict[str, dict[str, dict[str, float]]]:
+        """{"bytes" or "messages": {purpose: {link: number}}}; {} where nothing was sent."""
+        before, self._sent = self._sent, self._watched.collection.mesh.traffic.plain()
+        gained: dict[str, dict[str, dict[str, float]]] = {
+            what: {
+                purpose: _gained(by_link, before.get(what, {}).get(purpose, {}))[0]
+                for purpose, by_link in by_purpose.items()
+            }
+            for what, by_purpose in self._sent.items()
+        }
+        return gained if gained["bytes"] else {}
 
     def learning_rates(self) -> dict[str, float]:
         """By param group; one number where all groups of an optimizer agree."""
@@ -154,7 +226,7 @@ def table_sizes(collection: EmbeddingCollection) -> dict[str, dict[str, int]]:
     """
     store, found = collection.store, {}
     for t, table in enumerate(collection.tables):
-        in_memory = int(store.native.num_rows(t))
+        in_memory = int(store.num_rows(t))
         in_files = len(store.backings[t]) if store.backings else 0
         found[table.name] = {
             "rows_in_memory": in_memory,
@@ -189,6 +261,18 @@ def forget_after(path: Path, step: int) -> None:
     whole = path.read_bytes().endswith(b"\n") or not path.stat().st_size
     if len(kept) < len(lines) or not whole:
         path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+
+def _short(value: float, least: float = 1.0) -> str:
+    """1234 -> "1.2k"; `least`: the smallest unit to use."""
+    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, "k"), (1.0, "")):
+        if value >= size or size <= least:
+            return (
+                f"{value / size:.0f}{unit}"
+                if value >= 10 * size or size == 1
+                else f"{value / size:.1f}{unit}"
+            )
+    return "0"
 
 
 def _gained(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade import _native
-from colonnade.config import RunConfig, dump_config, load_config, override
+from colonnade.config import MemoryConfig, RunConfig, dump_config, load_config, override
 from colonnade.data import Splits, num_steps, open_source
+from colonnade.data.next_use import splits_with_next_use
 from colonnade.data.processes import read_ahead
 from colonnade.data.tabular.tables import lasting_options
 from colonnade.embedding import EmbeddingCollection
@@ -26,19 +28,24 @@ from colonnade.errors import (
     ColonnadeError,
     ConfigError,
     StorageError,
-    WorldError,
 )
 from colonnade.models.build import build_model
-from colonnade.plan.plan import Plan, build_plan
+from colonnade.plan.forcing import is_settled
+from colonnade.plan.plan import plan_of
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
+from colonnade.store.places import check_tiers
+from colonnade.store.tier_counts import tier_counts
+from colonnade.table import Table
 from colonnade.topology.mesh import Mesh
+from colonnade.topology.world import World
+from colonnade.train.agreement import agree_on_config, agree_on_model, agree_on_plan, flatten
+from colonnade.train.checking import checked, mean_sent
 from colonnade.train.commits import (
     Commits,
     committed_steps,
-    difference,
-    fingerprint,
+    lost_words,
     open_commits,
     resolve,
     restore,
@@ -47,11 +54,18 @@ from colonnade.train.dense import DenseGradients
 from colonnade.train.machine import machine_facts
 from colonnade.train.mirror import Mirror, explained, fetch_run, mirrored_steps, open_url
 from colonnade.train.objective import Objective, Retrieval, objective_of
+from colonnade.train.planning import (
+    SAMPLE_LOOKUPS,
+    Planned,
+    plan_for_all,
+    plan_from_sample,
+)
 from colonnade.train.progress import Progress
 from colonnade.train.record import table_sizes
 from colonnade.train.schedules import build_schedule
 from colonnade.train.trainer import Outcome, Schedule, Trainer
 from colonnade.train.warm_start import plan_warm_start, warm_start
+from colonnade.train.wholeness import check_shared
 
 OWN = "own"
 """data.name of a run whose model and data came from Python (`colonnade.fit`)."""
@@ -76,6 +90,8 @@ class Run:
     folder: Path | None
     commits: Commits | None
     resumed_at: int | None
+    sent: dict[str, float] = field(default_factory=dict)
+    """Bytes that a rank sent per step, the mean over ranks, by purpose: once trained."""
 
     def train(self) -> Outcome:
         """Collective. Writes the run folder's summary on rank 0."""
@@ -84,6 +100,7 @@ class Run:
             outcome = self.trainer.train()
         finally:
             self.trainer.progress.close()
+        self.sent = mean_sent(self.mesh, outcome.steps)
         if self.commits is not None and self.commits.mirror is not None:
             self.commits.mirror.close()
         if self.folder is not None and self.mesh.rank == 0:
@@ -92,15 +109,22 @@ class Run:
         return outcome
 
     def summary(self, outcome: Outcome) -> dict[str, Any]:
-        """Plain values: metrics, time by phase, rows by source, bytes by purpose (this rank's)."""
-        collection = self.trainer.collection
+        """Plain values: metrics, time by phase, rows by source, what was sent by purpose and link (this rank's)."""
+        collection, phases = self.trainer.collection, self.trainer.phases.seconds
+        trained = outcome.seconds - phases.get("evaluate", 0.0) - phases.get("commit", 0.0)
+        rate = outcome.samples * self.mesh.num_ranks / max(trained, 1e-9)
         return {
             **asdict(outcome),
+            "samples_per_second": rate,
+            **checked(collection.plan, rate, self.config.train.batch_size, self.sent),
             "num_ranks": self.mesh.num_ranks,
             "phases_seconds": dict(self.trainer.phases.seconds),
             "row_sources": asdict(collection.store.sources),
-            "sent_bytes": dict(collection.exchange.traffic.sent_bytes),
-            "resident_bytes": collection.store.native.resident_bytes(),
+            "tiers": {
+                name: counts.plain() for name, counts in tier_counts(collection.store).items()
+            },
+            "sent": self.mesh.traffic.plain(),
+            "resident_bytes": collection.store.resident_bytes(),
             "tables": table_sizes(collection),
         }
 
@@ -125,7 +149,7 @@ def open_run(
 
     Without a folder nothing is written, and every row must fit in memory.
     """
-    agree_on(config, mesh)
+    agree_on_config(config, mesh)
     if config.data.name == OWN:
         raise ConfigError(
             f"{folder} was trained by colonnade.fit on a model and data of your own; go on with it there, or "
@@ -171,9 +195,15 @@ def prepare(
 ) -> Run:
     """Collective: the one way from a model and its data to a run, whoever built them; as `open_run`."""
     collection = find_collection(model)
-    _agree_on_model(fingerprint(collection.declaration, model), mesh)
+    agree_on_model(
+        model, collection, data, mesh,
+        objective=type(objective).__name__, monitor=objective.monitor, at=at, has_folder=folder is not None,
+    )  # fmt: skip
+    tells_next_use = config.data.next_use and not read_only
     if not read_only:
         check_data(data, config, objective)
+    if tells_next_use:
+        splits_with_next_use(data, config.train.epochs)  # refused before anything is opened
     if not read_only:  # reading a run needs no GPU because it was trained on one
         move_network(model, config.train.device, mesh)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -191,11 +221,29 @@ def prepare(
         raise ConfigError(
             "this model's collection is open already, so a run folder cannot back its rows; build the model anew"
         )
-    plan = None if collection.is_open else _plan(config, collection, mesh)
+    plan = None
+    if not collection.is_open:
+        wanted = config.plan
+        if read_only:  # what was committed is found where it is, and nothing is written
+            memory = MemoryConfig(dram=wanted.memory.dram)
+            wanted = wanted.model_copy(update={"memory": memory})
+        plan = plan_of(wanted, collection.tables, mesh.world)
+        if not read_only:
+            check_tiers(plan.ssd, plan.mapped)
+    agree_on_plan(plan, optimizer, mesh)  # the last word before anything is written
     if folder is not None:
         if not read_only:
+            check_shared(folder, mesh)
             _check_same_run(folder, config)
             _fetch_if_bare(folder, config, mesh, console)
+    device = None
+    is_chosen = plan is not None and not is_settled(config.plan, collection.tables, mesh.world)
+    if plan is not None and not read_only and (is_chosen or config.plan.placement == "profiled"):
+        done = 0 if folder is None else max(committed_steps(folder), default=0)
+        plan, device = plan_for_all(
+            model, collection, data, config, mesh, folder, objective=objective, make_optimizer=make,
+            first_step=done,
+        )  # fmt: skip
     taken = None
     if config.train.warm_start is not None and not read_only:
         if folder is None or not committed_steps(folder):
@@ -210,19 +258,26 @@ def prepare(
             disk=disk,
             read_only=read_only,
             at=None if at is None else resolve(folder, at),
+            shardings=None if plan is None else plan.shardings,
+            places=() if plan is None else plan.ssd,
+            write_budget=None if plan is None else plan.write_budget,
         )
+        for said in lost_words(commits) if step is not None and not read_only else ():
+            if console is not None:
+                console.print(said, style="yellow", highlight=False)
     if plan is not None:
-        collection.open(
-            plan,
-            mesh,
-            backings=commits.backings if commits else (),
-            committed=(commits.run, step) if commits and step is not None else None,
-        )
+        with _closed_on_error(commits):
+            collection.open(
+                plan,
+                mesh,
+                backings=commits.backings if commits else (),
+                committed=(commits.run, step) if commits and step is not None else None,
+            )
     dense = DenseGradients(parameters, mesh)
     trainer = Trainer(
         model,
         collection,
-        data,
+        splits_with_next_use(data, config.train.epochs) if tells_next_use else data,
         _schedule(config),
         objective=objective,
         dense_optimizer=optimizer,
@@ -238,7 +293,8 @@ def prepare(
         commits=commits,
     )
     if folder is not None and step is not None:
-        restore(trainer, folder, step)
+        with _closed_on_error(commits):
+            restore(trainer, folder, step)
     elif taken is not None:
         warm_start(trainer, taken)
         if console is not None:
@@ -251,6 +307,9 @@ def prepare(
             plan_text = collection.plan.to_json()
             write_durably(disk, folder / "config.yaml", dump_config(config).encode(), checked=False)
             write_durably(disk, folder / "plan.json", plan_text.encode(), checked=False)
+            if device is not None:
+                device_text = device.to_json()
+                write_durably(disk, folder / "device.json", device_text.encode(), checked=False)
             facts = json.dumps(machine_facts(folder), indent=2).encode()
             write_durably(disk, folder / "machine.json", facts, checked=False)
         if commits is not None and config.train.mirror is not None:
@@ -258,15 +317,50 @@ def prepare(
     return Run(config, mesh, trainer, folder, commits, step)
 
 
-def _plan(config: RunConfig, collection: EmbeddingCollection, mesh: Mesh) -> Plan:
-    return build_plan(
-        collection.tables,
-        mesh.num_ranks,
-        dram_bytes=config.plan.dram,
-        lookahead=config.plan.lookahead,
-        staleness_steps=config.plan.staleness_steps,
-        exchange=config.plan.exchange,
+@contextmanager
+def _closed_on_error(commits: Commits | None) -> Iterator[None]:
+    """A run that is refused leaves its folder to others."""
+    try:
+        yield
+    except BaseException:
+        if commits is not None:
+            commits.close()
+        raise
+
+
+def plan_run(
+    config: RunConfig, place: Path, world: World, *, lookups: int = SAMPLE_LOOKUPS
+) -> tuple[Planned, tuple[Table, ...]]:
+    """What `open_run` would plan with `plan.placement` profiled, for such a world, on this process alone; and the
+    model's tables. `place`: where the run folder is to lie. Nothing stays written."""
+    if config.data.name == OWN:
+        raise ConfigError(
+            "a model of your own is planned for by colonnade.fit, with placement='profiled'"
+        )
+    if config.plan.memory.hbm is not None:
+        raise ConfigError(
+            "got plan.memory.hbm, which the plan of a sample does not foretell; leave it out to plan memory and disks"
+        )
+    config = override(config, {"plan.placement": "profiled"})
+    set_threads(config.train.threads, Mesh())
+    data = open_source(config.data.name, config.data.path, **config.data.options)
+    model = build_model(data.train.schema, config)
+    collection = find_collection(model)
+    even = plan_of(config.plan, collection.tables, world)
+    check_tiers(even.ssd, even.mapped)
+    move_network(model, config.train.device, Mesh())
+    found = plan_from_sample(
+        model,
+        collection,
+        data,
+        config,
+        objective=objective_of(model),
+        make_optimizer=partial(_dense_optimizer, config=config),
+        world=world,
+        place_of_rows=place,
+        lookups=lookups,
     )
+    return found, collection.tables
 
 
 def find_collection(model: nn.Module) -> EmbeddingCollection:
@@ -344,30 +438,6 @@ def set_threads(wanted: int, mesh: Mesh) -> None:
     _native.set_num_threads(0)
 
 
-def agree_on(config: RunConfig, mesh: Mesh) -> None:
-    """Collective. Raises WorldError on every rank, naming the first difference."""
-    texts = mesh.all_gather_bytes("control", config.model_dump_json().encode())
-    flat = [_flatten(json.loads(text)) for text in texts]
-    for rank, settings in enumerate(flat):
-        for name, value in flat[0].items():
-            if settings.get(name) != value:
-                raise WorldError(
-                    f"rank {rank} was started with {name}={settings.get(name)!r}, rank 0 with {value!r}; "
-                    "start every rank with the same configuration"
-                )
-
-
-def _agree_on_model(mine: Mapping[str, Any], mesh: Mesh) -> None:
-    """Collective. Raises WorldError on every rank where they have built different models."""
-    texts = mesh.all_gather_bytes("control", json.dumps(mine).encode())
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            raise WorldError(
-                f"rank {rank} built another model than rank 0: {difference(json.loads(texts[0]), json.loads(text))}; "
-                "build the same tables, features and dense network on every rank"
-            )
-
-
 def load_run_config(folder: Path) -> RunConfig:
     """The configuration a run folder was trained with. Raises CheckpointError where there is none."""
     if not (folder / "config.yaml").is_file():
@@ -388,6 +458,9 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
         "model.",
         "rows.optimizer",
         "rows.wide.optimizer",
+        "rows.admission",
+        "rows.eviction",
+        "rows.tables",
         "dense.optimizer",
         "data.name",
         "data.options",
@@ -395,7 +468,7 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
         "train.progressive",
     )
     free = ("model.compile", "data.options.threads")
-    before, now = _flatten(load_config(path).model_dump()), _flatten(config.model_dump())
+    before, now = flatten(load_config(path).model_dump()), flatten(config.model_dump())
     for name in [*now, *before]:
         is_fixed = name.startswith((*fixed, "train.batch_size")) and name not in free
         if is_fixed and before.get(name) != now.get(name):
@@ -439,11 +512,3 @@ def total_steps(config: RunConfig, data: Splits) -> int | None:
     if any(count is None for count in counts):
         return most
     return steps if most is None else min(steps, most)
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        path = f"{prefix}{name}"
-        flat |= _flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
-    return flat

@@ -15,14 +15,16 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from colonnade.batch import Batch
 from colonnade.data.batches import batches_of
 from colonnade.data.contract import Position, Source, Splits
+from colonnade.data.lookahead import Lookahead
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import NonFiniteError
 from colonnade.row_optimizer import RowOptimizer
+from colonnade.topology.presence import telling
 from colonnade.train.best import Best
 from colonnade.train.commits import Commits
 from colonnade.train.dense import DenseGradients
 from colonnade.train.objective import Objective
-from colonnade.train.phases import Phases
+from colonnade.train.phases import WAITING, Phases
 from colonnade.train.progress import Progress
 
 
@@ -96,25 +98,13 @@ class Trainer:
         outcome, started = Outcome(), time.perf_counter()
         batches = self.collection.lookahead(self._stream())
         try:
-            while not (self._is_patience_over() or self._is_at_its_end()):
-                done = self.train_step(batches, outcome)
-                if done is None:
-                    break
-                batch, stop = done
-                self._advance(batch)
-                step, plan = self.collection.step, self.schedule
-                is_last = self._is_at_its_end()
-                is_best = False
-                if batch.ends_epoch or is_last or _is_due(step, plan.evaluate_steps):
-                    is_best = self._evaluate(batch.ends_epoch)
-                is_over = batch.ends_epoch or is_last or stop or self._is_patience_over()
-                if is_over or is_best or _is_due(step, plan.commit_steps):
-                    self.commit(batches.fetched)
-                if stop:
-                    outcome.stopped = True
-                    break
+            with telling(self.mesh.presence):
+                self._train(batches, outcome)
         finally:
             batches.close()
+        if self.commits is not None:
+            with self.phases("commit", whole=True):
+                self.commits.finish()
         outcome.stopped_early = self._is_patience_over() and not outcome.stopped
         outcome.best_step = self.best.step
         outcome.metrics = self.best.metrics | pooled_days(self.days)
@@ -122,15 +112,36 @@ class Trainer:
         outcome.seconds = time.perf_counter() - started
         return outcome
 
+    def _train(self, batches: Lookahead, outcome: Outcome) -> None:
+        """Steps, until it is over."""
+        while not (self._is_patience_over() or self._is_at_its_end()):
+            done = self.train_step(batches, outcome)
+            if done is None:
+                break
+            batch, stop = done
+            self._advance(batch)
+            step, plan = self.collection.step, self.schedule
+            is_last = self._is_at_its_end()
+            is_best = False
+            if batch.ends_epoch or is_last or _is_due(step, plan.evaluate_steps):
+                is_best = self._evaluate(batch.ends_epoch)
+            is_over = batch.ends_epoch or is_last or stop or self._is_patience_over()
+            if is_over or is_best or _is_due(step, plan.commit_steps):
+                self.commit(batches.fetched)
+            if stop:
+                outcome.stopped = True
+                break
+
     def train_step(self, batches: Iterator[Batch], outcome: Outcome) -> tuple[Batch, bool] | None:
         """One step on the next batch, or micro-batches. Returns the last of them and whether a rank asked to stop;
         None at the end of `batches`. Never half-applied."""
         parts = self.schedule.accumulate
+        self.mesh.at(self.collection.step)
         self.dense.zero()
         total, weight, size = torch.zeros(()), 0.0, 0
         batch: Batch
-        for _ in range(parts):
-            with self.phases("wait for rows"):
+        for number in range(parts):
+            with self.phases(WAITING):
                 coming = next(batches, None)
             if coming is None:
                 return None
@@ -140,14 +151,20 @@ class Trainer:
                 if parts > 1:  # of a sum: the weight of the whole step is known at its end
                     loss = loss * batch.world_weight
             with self.phases("backward"):
+                if number == parts - 1 or batch.ends_epoch:
+                    self.dense.begin()  # buckets of dense gradients leave while it runs
                 loss.backward()
             total = total + loss.detach() if parts > 1 else loss.detach()
             weight, size = weight + batch.world_weight, size + batch.size
             if batch.ends_epoch:
                 break
-        with self.phases("agree and reduce dense"):
+        with self.phases("check gradients"):
             finite = bool(torch.isfinite(total)) and self.collection.finite()
-            finite, stop, whole = self.dense.reduce(finite=finite, stop=self.stop_asked, loss=total)
+            self.dense.send(finite=finite, stop=self.stop_asked, loss=total)
+        with self.phases("push rows"):
+            self.collection.collect()  # travels beside the dense gradients; applied when all ranks agree
+        with self.phases("check gradients"):
+            finite, stop, whole = self.dense.wait()
         if parts > 1:
             total, whole = total / max(weight, 1e-12), whole / max(weight, 1e-12)
             self._scale(1 / max(weight, 1e-12))
@@ -168,15 +185,15 @@ class Trainer:
         return batch, stop
 
     def commit(self, fetched: tuple[Batch, ...]) -> None:
-        """Collective. Afterwards, whatever happens, a run can go on from here to the same bits."""
+        """Collective. Once this is written, in the background, a run can go on from here to the same bits."""
         if self.commits is None:
             return
-        with self.phases("commit"):
-            self.commits.write(self, [self.collection.exchange.hold(b.ticket) for b in fetched])
+        with self.phases("commit", whole=True):
+            self.commits.begin(self, [self.collection.exchange.hold(b.ticket) for b in fetched])
 
     def evaluate(self, source: Source) -> dict[str, float]:
         """Collective: {"auc", "log_loss", ...} over all of `source`, with every update made so far."""
-        with self.phases("evaluate"):
+        with self.phases("evaluate", whole=True):
             return self.objective.evaluate(self.model, source, self.schedule.batch_size, self.mesh)
 
     @property

@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from colonnade import _native
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, DataError, IdRangeError
 from colonnade.table import Part, Table
@@ -42,8 +41,7 @@ def load_rows(
     if ids is None:
         ids = torch.arange(len(values))
     _check(kind, values, ids)
-    owner = _native.owner_of(ids, kind.rows or 0, collection.mesh.num_ranks)
-    mine = torch.as_tensor(owner) == collection.mesh.rank
+    mine = collection.shards[t].owns(ids, kind.rows)
     ids, values = ids[mine], values[mine]
     for start in range(0, len(ids), RUN):
         part = slice(start, start + RUN)
@@ -75,7 +73,9 @@ def to_embedding(
 def trained_ids(collection: EmbeddingCollection, table: str) -> Tensor:
     """Collective: (N,) int64 ascending, the ids of all ranks' rows that were ever trained or loaded."""
     collection.ensure_open()
-    mine = [rows.ids for rows in collection.scan(table)]
+    t, _ = _table(collection, table)
+    is_told = collection.mesh.rank in collection.plan.tables[t].sharding.holders
+    mine = [rows.ids for rows in collection.scan(table)] if is_told else []
     data = torch.cat([*mine, torch.empty(0, dtype=torch.int64)]).numpy().tobytes()
     said = collection.mesh.all_gather_bytes("control", data)
     parts = [torch.from_numpy(np.frombuffer(part, np.int64).copy()) for part in said]
@@ -162,15 +162,14 @@ def fresh_records(table: Table, weights: Tensor) -> Tensor:
 
 
 def put_records(collection: EmbeddingCollection, t: int, ids: Tensor, records: Tensor) -> None:
-    """Rows of table t that this rank owns become these records; they are as new as just trained ones."""
-    num_tables = len(collection.tables)
+    """Rows of table t that this rank owns become these records; they are as new as just trained ones, and where the
+    table has admission, admitted."""
     run = max(1, min(RUN, collection.plan.tables[t].capacity_rows))
     for start in range(0, len(ids), run):
-        part = ids[start : start + run].contiguous()
-        offsets = torch.tensor([0] * (t + 1) + [len(part)] * (num_tables - t))
-        slots = collection.store.acquire(part, offsets)
-        collection.store.native.unpack(t, slots, records[start : start + run].contiguous())
-        collection.store.release(slots, offsets, dirty=True)
+        part = slice(start, start + run)
+        mine, theirs = ids[part].contiguous(), records[part].contiguous()
+        collection.store.put(t, mine, theirs)
+        collection.adopt(t, mine, theirs)
 
 
 def _solve_ftrl(part: Part, weights: Tensor, state: Tensor) -> None:

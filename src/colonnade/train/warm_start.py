@@ -10,19 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from colonnade import _native
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.table import Table
-from colonnade.train.commits import (
-    dense_weights,
-    identity_of,
-    load_dense,
-    load_state,
-    open_recorded_stores,
-    parameter_names,
-    read_header,
-    resolve,
-)
+from colonnade.train.capture import parameter_names
+from colonnade.train.commits import read_header, resolve
+from colonnade.train.fingerprint import dense_weights, identity_of, load_dense
+from colonnade.train.states import load_state
+from colonnade.train.stores import open_recorded_stores
 from colonnade.train.transfer import fresh_records, put_records
 
 if TYPE_CHECKING:
@@ -102,7 +96,8 @@ def warm_start(trainer: Trainer, taken: Taken) -> None:
 
 
 def _dense_state(folder: Path, step: int) -> dict[str, Any]:
-    return load_state(folder / "commits" / f"{step:012d}" / "dense")
+    run = read_header(folder, step)["run"]
+    return load_state(folder / "commits" / f"{step:012d}" / "dense", run)
 
 
 def parse_source(source: str) -> tuple[Path, int]:
@@ -157,7 +152,7 @@ def _take_dense_state(trainer: Trainer, dense: Mapping[str, Any], taken: Taken) 
 
 def _take_rows(trainer: Trainer, header: dict[str, Any], table: Table, taken: Taken) -> int:
     """Copy the rows this rank owns; returns how many."""
-    collection, mesh = trainer.collection, trainer.mesh
+    collection = trainer.collection
     t = [each.name for each in collection.tables].index(table.name)
     theirs = header["model"]["tables"]
     dtype, num_taken = getattr(torch, theirs[table.name]["dtype"].split()[0]), 0
@@ -175,8 +170,7 @@ def _take_rows(trainer: Trainer, header: dict[str, Any], table: Table, taken: Ta
             if table.rows is not None:
                 here = (rows.ids >= 0) & (rows.ids < table.rows)
             ids, records = rows.ids[here], rows.records[here]
-            owner = _native.owner_of(ids, table.rows or 0, mesh.num_ranks)
-            mine = torch.as_tensor(owner) == mesh.rank
+            mine = collection.shards[t].owns(ids, table.rows)
             ids, records = ids[mine], records[mine]
             if not whole:
                 weights = records[:, :row_bytes].contiguous().view(dtype)

@@ -1,0 +1,231 @@
+"""What `bench exchange` makes of its blocks: cases, ratios, and the tables a person reads.
+
+A block is every rank's answer to it (`workers.exchange_loop.Block`), in rank order. A step takes as long as its
+slowest rank; bytes are those of one host, the mean over hosts; processor time is that of all ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from harness import Measured, print_machine
+from rich.console import Console
+from rich.table import Table as Grid
+
+PEER = "torchrec"
+AUTO = "auto"
+LOSSY = "lossy"
+"""In the names of systems whose outputs are not those of the others."""
+UPLINK = " uplink"
+"""Bytes that the interfaces of the hosts counted, headers and all."""
+PAYLOAD = " payload"
+"""Bytes that Colonnade counted on their way to other hosts or ranks."""
+PREDICTED_PAYLOAD = " predicted payload"
+PREDICTED = " predicted"
+PROCESSOR = " processor"
+EXPOSED = " exposed"
+"""Of a step's time, what it takes less between hosts whose links are not shaped."""
+RESIDENT = " resident"
+"""Memory of the largest rank, with all systems of its kind."""
+MB = 1e6
+
+Block = Sequence[Mapping[str, Any]]
+
+
+def step_seconds(block: Block) -> float:
+    return max(fmean(rank["seconds"]) for rank in block)
+
+
+def median_seconds(blocks: Sequence[Block]) -> float:
+    return median(step_seconds(block) for block in blocks)
+
+
+def cases_of(
+    name: str,
+    system: str,
+    blocks: Sequence[Block],
+    ranks_per_host: int,
+    free_seconds: float | None,
+    predicted: Mapping[str, Any] | None,
+) -> list[Measured]:
+    """The rows of one system in one case. free_seconds: of its step between links that are not shaped; None where that
+    was another system, as `auto` is for other links."""
+    hosts = len(blocks[0]) // ranks_per_host
+    steps = [1e3 * step_seconds(block) for block in blocks]
+    rows = [
+        Measured(name, system, "ms/step", steps),
+        Measured(
+            name + UPLINK,
+            system,
+            "MB/step",
+            [sum(r["sent_bytes"] for r in b) / hosts / MB for b in blocks],
+        ),
+        Measured(
+            name + PROCESSOR,
+            system,
+            "ms/step",
+            [1e3 * sum(r["cpu_seconds"] for r in b) for b in blocks],
+        ),
+        Measured(
+            name + RESIDENT, system, "MB", [max(r["rss_bytes"] for r in b) / MB for b in blocks]
+        ),
+    ]
+    if free_seconds is not None:
+        rows.append(
+            Measured(name + EXPOSED, system, "ms/step", [median(steps) - 1e3 * free_seconds])
+        )
+    for phase in blocks[0][0]["phases"]:
+        spent = [1e3 * fmean(rank["phases"][phase] for rank in block) for block in blocks]
+        rows.append(Measured(f"{name} {phase}", system, "ms/step", spent))
+    for purpose in sorted({p for block in blocks for rank in block for p in rank["payload_bytes"]}):
+        sent = [sum(r["payload_bytes"].get(purpose, 0.0) for r in b) / hosts / MB for b in blocks]
+        rows.append(Measured(f"{name}{PAYLOAD} {purpose}", system, "MB/step", sent))
+    if blocks[0][0]["payload_bytes"]:
+        total = [sum(sum(r["payload_bytes"].values()) for r in b) / hosts / MB for b in blocks]
+        rows.append(Measured(name + PAYLOAD, system, "MB/step", total))
+    if predicted is not None:
+        of_host = sum(predicted["payload_bytes"].values()) * ranks_per_host / MB
+        rows.append(Measured(name + PREDICTED_PAYLOAD, system, "MB/step", [of_host]))
+        if "seconds" in predicted:
+            rows.append(Measured(name + PREDICTED, system, "ms/step", [1e3 * predicted["seconds"]]))
+    return rows
+
+
+def is_peer(system: str) -> bool:
+    return system.startswith(PEER)
+
+
+def names_of(measured: Sequence[Measured]) -> list[str]:
+    """The cases, in order."""
+    uplinks = [m.case.removesuffix(UPLINK) for m in measured if m.case.endswith(UPLINK)]
+    return list(dict.fromkeys(uplinks))
+
+
+def steps_of(measured: Sequence[Measured], case: str) -> dict[str, float]:
+    """ms of a step by system."""
+    return {m.system: m.median for m in measured if m.case == case}
+
+
+def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
+    """The worst case of each; a case that has no peer or no prediction is in none of them."""
+    faster, chosen, bytes_off, time_off = {}, [], [], []
+    found = {(m.case, m.system): m.median for m in measured}
+    for case in names_of(measured):
+        steps = steps_of(measured, case)
+        exact = {n: ms for n, ms in steps.items() if not is_peer(n) and LOSSY not in n}
+        peers = [ms for n, ms in steps.items() if is_peer(n)]
+        if peers and exact and not case.startswith("1x"):
+            faster[case] = min(peers) / min(exact.values())
+        forced = [ms for n, ms in exact.items() if n != AUTO]
+        if AUTO in exact and forced:
+            chosen.append(exact[AUTO] / min(forced))
+        for system, ms in steps.items():
+            for what, wanted, off in (
+                (PREDICTED_PAYLOAD, found.get((case + PAYLOAD, system)), bytes_off),
+                (PREDICTED, ms, time_off),
+            ):
+                said = found.get((case + what, system))
+                if said is not None and wanted:
+                    off.append(abs(said - wanted) / wanted)
+    ratios = {}
+    if faster:
+        ratios["best_vs_torchrec_best"] = min(faster.values())
+        ratios |= {f"best_vs_torchrec_best {case}": ratio for case, ratio in faster.items()}
+    for name, values in (
+        ("choice_within_of_best", chosen),
+        ("predicted_bytes_error", bytes_off),
+        ("predicted_time_error", time_off),
+    ):
+        if values:
+            ratios[name] = max(values)
+    return ratios
+
+
+def print_case(console: Console, measured: Sequence[Measured], case: str) -> None:
+    """Systems of one case, the fastest first."""
+    found = {(m.case, m.system): m for m in measured}
+    grid = Grid(box=None, title_justify="left", padding=(0, 1, 0, 0), title=case)
+    headings = (
+        "system", "ms/step", "spread", "exposed", "uplink MB", "payload MB", "predicted MB", "predicted ms",
+        "processor ms", "resident MB",
+    )  # fmt: skip
+    for heading in headings:
+        grid.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
+
+    def figure(what: str, system: str, form: str = ".1f") -> str:
+        one = found.get((case + what, system))
+        return format(one.median, form) if one else ""
+
+    for system, _ in sorted(steps_of(measured, case).items(), key=lambda pair: pair[1]):
+        one = found[case, system]
+        spread = (max(one.values) - min(one.values)) / one.median
+        grid.add_row(
+            system, f"{one.median:.1f}", f"{spread:.0%}", figure(EXPOSED, system), figure(UPLINK, system, ".2f"),
+            figure(PAYLOAD, system, ".2f"), figure(PREDICTED_PAYLOAD, system, ".2f"), figure(PREDICTED, system),
+            figure(PROCESSOR, system, ".0f"), figure(RESIDENT, system, ".0f"),
+        )  # fmt: skip
+    console.print(grid)
+
+
+def print_result(console: Console, measured: Sequence[Measured], result: Mapping[str, Any]) -> None:
+    """One line per case, then the ratios and the scaling over ranks."""
+    grid = Grid(
+        box=None, title_justify="left", padding=(0, 1, 0, 0), title="The fastest of each, ms/step"
+    )
+    for heading in ("case", "colonnade", "ms", "torchrec", "ms", "ratio"):
+        grid.add_column(
+            heading, justify="right" if heading in ("ms", "ratio") else "left", no_wrap=True
+        )
+    for case in names_of(measured):
+        steps = steps_of(measured, case)
+        ours = min(
+            ((ms, n) for n, ms in steps.items() if not is_peer(n) and LOSSY not in n), default=None
+        )
+        theirs = min(((ms, n) for n, ms in steps.items() if is_peer(n)), default=None)
+        cells = [case]
+        for one in (ours, theirs):
+            cells += [one[1], f"{one[0]:.1f}"] if one else ["", ""]
+        grid.add_row(*cells, f"{theirs[0] / ours[0]:.2f}" if ours and theirs else "")
+    console.print(grid)
+    for name, ratio in result["ratios"].items():
+        if " " not in name:
+            console.print(f"{name}: {ratio:.3f}")
+    for line in scaling_of(measured, result["machine"]["batch_size"]):
+        console.print(line)
+    for what in result["machine"]["left_out"]:
+        console.print(f"left out: {what}", style="yellow", markup=False)
+    print_machine(console, result)
+
+
+def scaling_of(measured: Sequence[Measured], batch_size: int) -> list[str]:
+    """Samples/s by world, of the fastest system of either kind, for what every world was measured with."""
+    worlds = [case for case in names_of(measured) if case.startswith("1x")]
+    if not worlds:
+        return []
+    same = worlds[0].split(" ", 1)[1]
+    lines = [f"Scaling, {same}: samples/s of the fastest; all ranks share this machine's cores"]
+    sized = [
+        (hosts_and_ranks(case), case)
+        for case in names_of(measured)
+        if case.split(" ", 1)[1] == same
+    ]
+    for (hosts, ranks), case in sorted(sized):
+        words = []
+        for kind in (False, True):
+            mine = {
+                n: ms
+                for n, ms in steps_of(measured, case).items()
+                if is_peer(n) is kind and LOSSY not in n
+            }
+            if mine:
+                name = min(mine, key=lambda n: mine[n])
+                words.append(f"{name} {hosts * ranks * batch_size / mine[name] * 1e3:,.0f}")
+        lines.append(f"  {hosts * ranks} ranks on {hosts} hosts: {', '.join(words)}")
+    return lines
+
+
+def hosts_and_ranks(case: str) -> tuple[int, int]:
+    hosts, ranks = case.split(" ", 1)[0].split("x")
+    return int(hosts), int(ranks)

@@ -1,0 +1,365 @@
+"""What `bench tiers` makes of its blocks: cases, ratios, bounds, and the tables a person reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from harness import Measured, print_machine
+from rich.console import Console
+from rich.table import Table as Grid
+from workers.tier_stream import Shape
+
+from colonnade import RowWiseAdagrad, Table
+from colonnade.store.budget import slot_bytes
+from tables.tier_programs import FOREKNOWING, KNOWING, LOOKING, Reads
+
+SPARSE = " sparse only"
+NETWORK = ""
+PLAIN = " between commits"
+COMMITS = " with commits"
+BESIDE = " sparse only, beside peers"
+"""Kinds of blocks: what follows a case's name."""
+FIRST_EPOCH = " first epoch"
+ALL = "colonnade all"
+POLICIES = (*KNOWING, LOOKING, *FOREKNOWING)
+COUNTS = {
+    "device_reads": "reads/sample",
+    "pages_read": "pages/sample",
+    "rows_read": "rows read/sample",
+    "bytes_written": "bytes written/sample",
+    "cpu_seconds": "processor us/sample",
+    "stall_seconds": "stall us/sample",
+}
+"""A worker's counts, and their units in the report."""
+SCALES = {"processor us/sample": 1e6, "stall us/sample": 1e6}
+
+NODE_GIB = 64
+MODEL_NODES = 16
+TARGET_SAMPLES = 100_000
+"""The printed arithmetic of nodes: their memory, a model of so many of them, the samples/s that are wanted."""
+
+
+@dataclass
+class Found:
+    """What is measured beside samples/s."""
+
+    model_bytes: dict[str, int] = field(default_factory=dict)  # by case
+    raw: list[Reads] = field(default_factory=list)
+    reader: list[Reads] = field(default_factory=list)
+    writes: list[Mapping[str, float]] = field(default_factory=list)
+    """As workers/tiers_writes.py prints them."""
+    commit_slowdowns: list[float] = field(default_factory=list)
+
+    def add_commits(self, case: str, seconds: Mapping[str, Sequence[float]]) -> None:
+        """Neighbouring blocks: a machine that slows down meanwhile slows both."""
+        pairs = zip(seconds[PLAIN], seconds[COMMITS], strict=True)
+        self.commit_slowdowns.append(median(commits / plain for plain, commits in pairs))
+
+    def add_reader(
+        self,
+        case: str,
+        device: Sequence[Reads],
+        seconds: Sequence[float],
+        counts: Sequence[Mapping[str, float]],
+    ) -> list[Measured]:
+        reader = [
+            Reads(c["device_reads"] / s, c["cpu_seconds"] / s)
+            for s, c in zip(seconds, counts, strict=True)
+        ]
+        self.raw += device
+        self.reader += reader
+        both = (("tier_device", device), ("colonnade's reader", reader))
+        rates = [
+            Measured(f"{case} reads", who, "reads/s", [r.per_second for r in reads])
+            for who, reads in both
+        ]
+        cores = [
+            Measured(f"{case} reads", who, "cores", [r.cores for r in reads]) for who, reads in both
+        ]
+        return rates + cores
+
+    @property
+    def device_reads(self) -> float:
+        """Reads/s of the bare device; infinite where nothing was measured."""
+        return median(r.per_second for r in self.raw) if self.raw else math.inf
+
+    @property
+    def read_seconds(self) -> float:
+        """Of processor, for each read of our reader."""
+        return median(r.cores / r.per_second for r in self.reader) if self.reader else 0.0
+
+
+def model_bytes(shape: Shape, dim: int) -> int:
+    """Of all rows in memory: what budgets are fractions of."""
+    optimizer = RowWiseAdagrad(lr=0.02)
+    return sum(
+        rows * slot_bytes(Table("C", dim, rows=rows, optimizer=optimizer))
+        for rows in shape.cardinalities
+    )
+
+
+def cases_of(
+    name: str,
+    system: str,
+    seconds: Mapping[str, Sequence[float]],
+    counts: Mapping[str, Sequence[Mapping[str, float]]],
+    batch_size: int,
+) -> list[Measured]:
+    rows = []
+    for kind, spent in seconds.items():
+        case = name + kind
+        rows.append(Measured(case, system, "samples/s", [batch_size / s for s in spent]))
+        for key, unit in COUNTS.items():
+            values = [SCALES.get(unit, 1.0) * c[key] / batch_size for c in counts[kind] if key in c]
+            if values:
+                rows.append(Measured(case, system, unit, values))
+    return rows
+
+
+def policies_of(
+    name: str, misses: Mapping[tuple[str, int], list[int]], span: slice, batch_size: int
+) -> list[Measured]:
+    """Row misses of simulated policies over the batches that were measured, in ten parts."""
+    rows = []
+    for (policy, fraction), by_batch in misses.items():
+        part = by_batch[span]
+        size = max(1, len(part) // 10)
+        values = [
+            sum(part[i : i + size]) / size / batch_size
+            for i in range(0, len(part) - size + 1, size)
+        ]
+        rows.append(Measured(name, f"{policy} 1/{fraction}", "rows missed/sample", values))
+    return rows
+
+
+class Figures:
+    """Medians by (case, system, unit)."""
+
+    def __init__(self, measured: Sequence[Measured]) -> None:
+        self.median = {(m.case, m.system, m.unit): m.median for m in measured}
+        self.rates = {k[:2]: v for k, v in self.median.items() if k[2] == "samples/s"}
+
+    def cases(self) -> list[str]:
+        """Without what follows a name."""
+        kinds = (SPARSE, PLAIN, COMMITS, BESIDE)
+        names = [case for case, _ in self.rates if not any(case.endswith(k) for k in kinds)]
+        return list(dict.fromkeys(names))
+
+    def budgets(self, case: str) -> list[int]:
+        systems = [s for c, s in self.rates if c == case and s.startswith("colonnade 1/")]
+        return [int(s.split("/")[1]) for s in systems]
+
+    def of_all(self, case: str, fraction: int) -> float | None:
+        ours, whole = self.rates.get((case, f"colonnade 1/{fraction}")), self.rates.get((case, ALL))
+        return None if ours is None or whole is None else ours / whole
+
+    def rows_read(self, case: str, system: str) -> float | None:
+        """Per sample, from disk."""
+        return self.median.get((case + SPARSE, system, "rows read/sample"))
+
+    def missed(self, case: str, policy: str, fraction: int) -> float | None:
+        return self.median.get((case, f"{policy} 1/{fraction}", "rows missed/sample"))
+
+    def best_known(self, case: str, fraction: int) -> float | None:
+        found = [self.missed(case, policy, fraction) for policy in (*KNOWING, LOOKING)]
+        known = [m for m in found if m is not None]
+        return min(known) if known else None
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Samples/s without a network that nothing could exceed."""
+
+    device: float
+    processor: float
+
+    @property
+    def samples(self) -> float:
+        return min(self.device, self.processor)
+
+    @property
+    def which(self) -> str:
+        return "device" if self.device < self.processor else "processor"
+
+
+def bound_of(figures: Figures, found: Found, case: str, fraction: int, cores: int) -> Bound | None:
+    """Device: its reads/s over our reads/sample. Processor: a sample in memory takes 1 / (rate all in memory), and
+    each read some processor time of our reader, spread over the cores."""
+    reads = figures.median.get((case + SPARSE, f"colonnade 1/{fraction}", "reads/sample"))
+    whole = figures.rates.get((case + SPARSE, ALL))
+    if reads is None or whole is None:
+        return None
+    device = found.device_reads / reads if reads else math.inf
+    return Bound(device, 1 / (1 / whole + reads * found.read_seconds / cores))
+
+
+def ratios_of(
+    measured: Sequence[Measured], found: Found, cores: int, main_skew: float
+) -> dict[str, float]:
+    """Each is the worst of its cases, which follow it by name."""
+    figures, ratios = Figures(measured), {}
+    main = [c for c in figures.cases() if c.endswith(f"skew {main_skew}") and FIRST_EPOCH not in c]
+    by_case: dict[str, dict[str, float]] = {}
+
+    def add(name: str, case: str, value: float | None) -> None:
+        if value is not None:
+            by_case.setdefault(name, {})[f"{name}_{slug(case)}"] = value
+
+    for case in figures.cases():
+        for n in figures.budgets(case):
+            if case not in main or n != 8:
+                value = figures.of_all(case, n)
+                if value is not None:
+                    ratios[f"throughput_of_all_dram_at_1_{n}_{slug(case)}"] = value
+    for case in main:
+        add("throughput_of_all_dram_at_1_8", case, figures.of_all(case, 8))
+        bound = bound_of(figures, found, case, 8, cores)
+        rate = figures.rates.get((case + SPARSE, "colonnade 1/8"))
+        if bound is not None and rate is not None:
+            add("of_bound", case, rate / bound.samples)
+        for n in figures.budgets(case):
+            ours, best = (
+                figures.rows_read(case, f"colonnade 1/{n}"),
+                figures.best_known(case, n),
+            )
+            if ours and best is not None:
+                add("of_best_online_policy", f"{case} 1_{n}", best / ours)
+        lru, belady = figures.missed(case, "lru", 8), figures.missed(case, "belady", 8)
+        hinted = figures.rows_read(case, "colonnade hints 1/8")
+        if lru is not None and belady is not None and hinted is not None:
+            add("gap_to_belady_closed", case, (lru - hinted) / (lru - belady))
+        beside = figures.rates.get((case + BESIDE, "colonnade 1/8"))
+        for peer, name in (("rocksdict", "vs_rocksdb"), ("mapped", "vs_mmap")):
+            theirs = figures.rates.get((case + SPARSE, f"{peer} 1/8"))
+            if theirs is not None and beside is not None:
+                add(name, case, beside / theirs)
+    for name, values in by_case.items():
+        ratios |= {name: min(values.values()), **values}
+    if found.reader and found.raw:
+        ratios["ssd_reads_of_raw_iops"] = (
+            median(r.per_second for r in found.reader) / found.device_reads
+        )
+        ratios["ssd_reads_cores"] = median(r.cores for r in found.reader)
+    if found.writes:
+        ratios["write_amplification"] = max(w["of_bytes"] for w in found.writes)
+        ratios["write_amplification_rows"] = max(w["of_rows"] for w in found.writes)
+        ratios["write_amplification_utilisation"] = min(w["utilisation"] for w in found.writes)
+    if found.commit_slowdowns:
+        ratios["commit_slowdown"] = max(found.commit_slowdowns)
+    return ratios
+
+
+def slug(case: str) -> str:
+    """`D=16 skew 1.1` -> `d16_skew_1_1`"""
+    return case.lower().replace("=", "").replace(" ", "_").replace(".", "_")
+
+
+def print_result(
+    console: Console,
+    measured: Sequence[Measured],
+    found: Found,
+    result: Mapping[str, Any],
+    cores: int,
+) -> None:
+    figures = Figures(measured)
+    for case in figures.cases():
+        console.print(systems_grid(figures, found, case, cores))
+        if any((case, f"{p} 1/8", "rows missed/sample") in figures.median for p in POLICIES):
+            console.print(policies_grid(figures, case))
+    explain_bound(console, found, cores)
+    console.print(nodes_grid(figures))
+    for name, ratio in result["ratios"].items():
+        console.print(f"{name}: {ratio:.3f}")
+    print_machine(console, result)
+    for what in result["machine"]["left_out"]:
+        console.print(f"left out: {what}", style="yellow", markup=False)
+
+
+def systems_grid(figures: Figures, found: Found, case: str, cores: int) -> Grid:
+    size = found.model_bytes.get(case.removesuffix(FIRST_EPOCH), 0) / 2**30
+    grid = _grid(
+        f"{case}: {size:.1f} GiB in memory", "system", "samples/s", "of all", "alone", "of all",
+        "reads", "pages", "rows read", "written", "us", "stall us", "bound", "of bound",
+    )  # fmt: skip
+    whole = [figures.rates.get((case + kind, ALL)) for kind in (NETWORK, SPARSE)]
+    for system in dict.fromkeys(s for c, s in figures.rates if c in (case, case + SPARSE)):
+        rates = [figures.rates.get((case + kind, system)) for kind in (NETWORK, SPARSE)]
+        cells = []
+        for rate, all_rate in zip(rates, whole, strict=True):
+            cells.append("" if rate is None else f"{rate:,.0f}")
+            cells.append("" if rate is None or all_rate is None else f"{rate / all_rate:.2f}")
+        for unit, digits in zip(COUNTS.values(), (3, 3, 3, 0, 2, 2), strict=True):
+            value = figures.median.get((case + SPARSE, system, unit))
+            cells.append("" if value is None else f"{value:.{digits}f}")
+        bound = None
+        if system.startswith("colonnade 1/") and FIRST_EPOCH not in case:
+            bound = bound_of(figures, found, case, int(system.split("/")[1]), cores)
+        if bound is not None and rates[1] is not None:
+            cells += [f"{bound.samples:,.0f} {bound.which}", f"{rates[1] / bound.samples:.2f}"]
+        grid.add_row(system, *cells)
+    return grid
+
+
+def policies_grid(figures: Figures, case: str) -> Grid:
+    title = "rows missed per sample, simulated; ours: rows read"
+    grid = _grid(title, "memory", *POLICIES, "ours", "with hints", "of best")
+    for n in figures.budgets(case):
+        cells = [figures.missed(case, policy, n) for policy in POLICIES]
+        ours = figures.rows_read(case, f"colonnade 1/{n}")
+        cells += [ours, figures.rows_read(case, f"colonnade hints 1/{n}")]
+        best = figures.best_known(case, n)
+        share = f"{best / ours:.2f}" if best is not None and ours else ""
+        words = ["" if cell is None else f"{cell:.3f}" for cell in cells]
+        grid.add_row(f"1/{n}", *words, share)
+    return grid
+
+
+def explain_bound(console: Console, found: Found, cores: int) -> None:
+    if found.raw and found.reader:
+        console.print(
+            f"bound, without a network: the smaller of device ({found.device_reads:,.0f} bare 4 KiB reads/s over reads "
+            f"per sample) and processor (a sample all in memory, and {1e6 * found.read_seconds:.1f} us per read "
+            f"spread over {cores} cores)",
+            soft_wrap=True,
+        )
+
+
+def nodes_grid(figures: Figures) -> Grid:
+    """Plain arithmetic: the larger of capacity and throughput."""
+    title = (
+        f"nodes of {NODE_GIB} GiB for a model of {MODEL_NODES * NODE_GIB / 1024:.0f} TiB at "
+        f"{TARGET_SAMPLES:,} samples/s, each as fast as here; MTrainS reports 4 to 8 times fewer nodes"
+    )
+    grid = _grid(title, "case", "memory", "for capacity", "for speed", "nodes", "fewer")
+    for case in figures.cases():
+        whole = figures.rates.get((case, ALL))
+        if whole is None or FIRST_EPOCH in case:
+            continue
+        dense = nodes(1, whole)
+        grid.add_row(case, "all", *map(str, dense), f"{max(dense)}", "")
+        for n in figures.budgets(case):
+            tiered = nodes(n, figures.rates[case, f"colonnade 1/{n}"])
+            grid.add_row(
+                "",
+                f"1/{n}",
+                *map(str, tiered),
+                f"{max(tiered)}",
+                f"{max(dense) / max(tiered):.1f}x",
+            )
+    return grid
+
+
+def nodes(fraction: int, rate: float) -> tuple[int, int]:
+    """(for capacity, for throughput)"""
+    return math.ceil(MODEL_NODES / fraction), math.ceil(TARGET_SAMPLES / rate)
+
+
+def _grid(title: str, *headings: str) -> Grid:
+    grid = Grid(box=None, title=title, title_justify="left", padding=(0, 1, 0, 0))
+    for i, heading in enumerate(headings):
+        grid.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    return grid

@@ -1,0 +1,250 @@
+"""Colonnade between hosts: an EmbeddingCollection for each choice of exchange, sharding and codec, as a user opens it.
+
+A choice is {"exchange": .., "sharding": .., "codec": ..}; one that this version does not have is left out, with what
+it said. Ids of coming batches travel ahead, as its default plan says. `payload_bytes` is what `Traffic` counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import colonnade
+from colonnade import (
+    Batch,
+    ColonnadeError,
+    Concat,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    Mesh,
+    RowOptimizer,
+    RowWiseAdagrad,
+    Table,
+    Uniform,
+    World,
+    build_plan,
+    open_mesh,
+)
+from colonnade.plan.choice import Choice, Forced, choose
+from colonnade.plan.device import RowRate, measure_rows
+from colonnade.plan.loads import ColumnLoad, TableLoad
+from colonnade.store.budget import slot_bytes
+from colonnade.topology.links import measure_links
+from colonnade.topology.sharding import Sharding, host_wise, replicated, row_wise, table_wise
+from workers.exchange_loop import EPS, ROWS_LR, Case, Iterations, digest_of, serve
+
+AUTO = "auto"
+COUNTED = 4
+"""Batches that tell how many different rows a step asks for."""
+PHASES = ("wait", "forward", "backward", "rows")
+
+
+class Opened:
+    """One collection and its batches."""
+
+    def __init__(
+        self, case: Case, choice: Mapping[str, Any], held: list[Batch], mesh: Mesh
+    ) -> None:
+        self.case, self.held, self.mesh = case, held, mesh
+        optimizer = RowWiseAdagrad(lr=ROWS_LR, eps=EPS)
+        tables = [
+            Table(name, case.dim, rows=rows, optimizer=optimizer, initializer=Uniform(scale=0.0))
+            for name, rows in zip(case.names, case.rows, strict=True)
+        ]
+        pooling = "sum" if case.pooled else "sequence"
+        self.collection = EmbeddingCollection(
+            tables,
+            [Feature(name, name, pooling=pooling) for name in case.names],
+            consumers={"fields": (Concat(), case.names)} if case.pooled else None,
+        )
+        self.rows = RowOptimizer(self.collection)
+        self.collection.open(plan_of(tables, choice, case, mesh), mesh)
+        self.gradient = case.gradient()
+        self.next = 0
+
+    def batches(self) -> Iterator[Batch]:
+        for number in itertools.count(self.next):
+            yield self.held[number % len(self.held)]
+
+    def run(self, warm_up: int, steps: int, start: Callable[[], None]) -> Iterations:
+        seconds: list[float] = []
+        phases = dict.fromkeys(PHASES, 0.0)
+        outputs: list[Tensor] = []
+        before = self.sent()
+        # Endless, so that as many ids travel ahead in the last step as in any other; what is left is dropped.
+        with self.collection.lookahead(self.batches()) as ready:
+            for step in range(warm_up + steps):
+                if step == warm_up:
+                    start()
+                    before = self.sent()
+                marks = [time.perf_counter()]
+                batch = next(ready)
+                marks.append(time.perf_counter())
+                found = self.collection(batch)
+                outputs = (
+                    [found["fields"]] if self.case.pooled else [found[n] for n in self.case.names]
+                )
+                marks.append(time.perf_counter())
+                torch.autograd.backward(outputs, [self.gradient] * len(outputs))
+                marks.append(time.perf_counter())
+                self.rows.step()
+                marks.append(time.perf_counter())
+                if step >= warm_up:
+                    seconds.append(marks[-1] - marks[0])
+                    for name, begin, end in zip(PHASES, marks, marks[1:], strict=False):
+                        phases[name] += end - begin
+        self.next += warm_up + steps
+        sent = {name: count - before.get(name, 0) for name, count in self.sent().items()}
+        return Iterations(seconds, digest_of(outputs), sent, phases)
+
+    def sent(self) -> dict[str, float]:
+        """Bytes this rank has sent, by "purpose link"."""
+        return {" ".join(key): count for key, count in dict(self.mesh.traffic.sent_bytes).items()}
+
+
+def plan_of(tables: list[Table], choice: Mapping[str, Any], case: Case, mesh: Mesh) -> Any:
+    if "exchanges" in choice:
+        return build_plan(tables, mesh.num_ranks, **choice)
+    shardings = SHARDINGS[choice["sharding"]](case.rows, mesh)
+    by_name = dict(zip(case.names, shardings, strict=True))
+    return build_plan(tables, mesh.num_ranks, exchange=choice["exchange"], shardings=by_name)
+
+
+def dealt(rows: list[int], shares: int) -> list[int]:
+    """Which of so many shares each table is in: the largest first, to whoever has the fewest, then the smallest."""
+    held = [(0, 0, share) for share in range(shares)]
+    found = [0] * len(rows)
+    for t in sorted(range(len(rows)), key=lambda t: -rows[t]):
+        tables, size, share = min(held)
+        held[held.index((tables, size, share))] = (tables + 1, size + rows[t], share)
+        found[t] = share
+    return found
+
+
+SHARDINGS: dict[str, Callable[[list[int], Mesh], list[Sharding]]] = {
+    "row_wise": lambda rows, mesh: [row_wise(mesh.num_ranks)] * len(rows),
+    "table_wise": lambda rows, mesh: [table_wise(rank) for rank in dealt(rows, mesh.num_ranks)],
+    "host_wise": lambda rows, mesh: [
+        host_wise(mesh.world, host) for host in dealt(rows, mesh.world.num_hosts)
+    ],
+    "replicated": lambda rows, mesh: [replicated(mesh.num_ranks)] * len(rows),
+}
+
+
+def batch_of(case: Case, ids: Tensor) -> Batch:
+    """ids (F, B * L)"""
+    offsets = None
+    if case.lookups > 1 or not case.pooled:
+        offsets = torch.arange(case.batch_size + 1) * case.lookups
+    values = {name: Ids(ids[f].contiguous(), offsets) for f, name in enumerate(case.names)}
+    return Batch(case.batch_size, torch.zeros(case.batch_size, 0), values)
+
+
+@cache
+def the_mesh() -> Mesh:
+    """One for all cases."""
+    return open_mesh()
+
+
+class Chooser:
+    """What `plan.choice` says of every system between the links as they are, and the one that it chooses."""
+
+    def __init__(self, case: Case, held: list[Batch], mesh: Mesh, systems: dict[str, Any]) -> None:
+        self.case, self.held, self.mesh, self.systems = case, held, mesh, systems
+        self.loads = loads_of(case, mesh)
+        # All ranks at once, as they compute in a step: they share the processors.
+        mesh.barrier()
+        rate = measure_rows(case.dim)
+        heard = mesh.all_gather("control", torch.tensor([rate.gathered, rate.updated]))
+        gathered, updated = torch.stack(heard).min(0).values.tolist()
+        self.rates = [RowRate(rate.width, gathered, updated)]
+
+    def plan(self) -> dict[str, Any]:
+        """Collective: {"links": in words, "predicted": by system, "left_out": why there is no `auto`}. `auto` is
+        opened anew."""
+        links = measure_links(self.mesh)
+        found: dict[str, Any] = {"links": str(links), "predicted": {}, "left_out": {}}
+        choices = {
+            n: self.forced(links, s.collection.plan) for n, s in self.systems.items() if n != AUTO
+        }
+        try:
+            choices[AUTO] = choose(self.loads, links, rates=self.rates)
+            self.systems.pop(AUTO, None)
+            chosen = {"exchanges": choices[AUTO].exchanges, "shardings": choices[AUTO].shardings}
+            self.systems[AUTO] = Opened(self.case, chosen, self.held, self.mesh)
+            counts = Counter(
+                f"{t.chosen.exchange} {t.chosen.sharding.kind}" for t in choices[AUTO].tables
+            )
+            found["chosen"] = ", ".join(f"{n} x {what}" for what, n in counts.most_common())
+        except ColonnadeError as error:
+            choices.pop(AUTO, None)
+            found["left_out"][AUTO] = str(error)
+        for name, choice in choices.items():
+            seconds = choice.seconds
+            found["predicted"][name] = {
+                "payload_bytes": {" ".join(key): size for key, size in choice.sent.items()},
+                "seconds": max(seconds.processor + seconds.waited, seconds.behind),
+            }
+        return found
+
+    def forced(self, links: World, plan: Any) -> Choice:
+        """The prediction for a plan as it stands."""
+        said = {t.name: Forced(t.sharding.kind, t.exchange, t.sharding.ranks) for t in plan.tables}
+        return choose(self.loads, links, rates=self.rates, forced=said)
+
+
+def loads_of(case: Case, mesh: Mesh) -> list[TableLoad]:
+    """From the ids of all ranks, of `COUNTED` batches; by each rank for itself, which is the same everywhere."""
+    ids = np.load(case.ids, mmap_mode="r")[:COUNTED]  # (N, R, F, B * L)
+    on_host = mesh.world.ranks_per_host
+    found = []
+    for f, (name, rows) in enumerate(zip(case.names, case.rows, strict=True)):
+        table = Table(name, case.dim, rows=rows, optimizer=RowWiseAdagrad(lr=ROWS_LR))
+
+        def different(ranks: int, column: int = f) -> float:
+            """Rows of so many ranks' batches together, the mean over all such groups."""
+            groups = [
+                batch[r : r + ranks, column] for batch in ids for r in range(0, len(batch), ranks)
+            ]
+            return fmean(len(np.unique(group)) for group in groups)
+
+        lookups = float(case.batch_size * case.lookups)
+        columns = (ColumnLoad(lookups, case.lookups),)
+        load = TableLoad(
+            name=name, width=case.dim, value_bytes=4 * case.dim, gradient_bytes=4 * case.dim, rows=float(rows),
+            slot_bytes=slot_bytes(table), samples=float(case.batch_size), unique_rank=different(1),
+            unique_host=different(on_host), unique_world=different(mesh.num_ranks), lookups=lookups,
+            columns=columns, is_pooled=case.pooled,
+        )  # fmt: skip
+        found.append(load)
+    return found
+
+
+def build(
+    case: Case, choices: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str], dict, Any]:
+    mesh = the_mesh()
+    held = [batch_of(case, ids) for ids in case.load(mesh.rank)]
+    systems: dict[str, Any] = {}
+    left_out = {}
+    for name, choice in choices.items():
+        try:
+            systems[name] = Opened(case, choice, held, mesh)
+        except ColonnadeError as error:  # on all ranks alike: nothing has travelled
+            left_out[name] = str(error)
+    chooser = Chooser(case, held, mesh, systems) if mesh.num_ranks > 1 else None
+    return systems, left_out, {"colonnade": colonnade.__version__}, chooser
+
+
+if __name__ == "__main__":
+    serve(build)

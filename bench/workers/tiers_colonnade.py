@@ -1,0 +1,214 @@
+"""Colonnade over tiers: the rows that a budget holds in memory, the others on the disk.
+
+`python -m workers.tiers_colonnade` serves `bench tiers`; with `fill STORE STREAM DIM` it writes a store that every
+budget then opens through links of its own: segments never change once they are written.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
+
+import colonnade
+from colonnade import Batch, Feature, Ids, RowOptimizer, Table
+from colonnade.data.next_use import code_of
+from colonnade.models.dlrm import DLRM
+from colonnade.plan.plan import Plan, build_plan
+from colonnade.store.budget import slot_bytes
+from workers.tier_stream import Stream
+from workers.tiers_loop import Case, Gate, serve
+from workers.tiers_store import FILL_STEP, Commits, fill, open_backings, store_counts, tables_of
+
+NUM_DENSE = 13
+MAX_COUNT = 4096
+"""Uses beyond which rows are all alike to a plan."""
+AGE_BINS, MAX_LOG_AGE = 4096, 32.0
+"""In which ages are told apart, and log2 of the largest: in batches."""
+RUN = 65536
+"""Rows of a table in one batch when memory is warmed."""
+
+
+class TieredTraining:
+    """`System`. A DLRM over the stream; without its network the fields get a fixed gradient."""
+
+    def __init__(self, case: Case, stream: Stream, model: DLRM) -> None:
+        self.case, self.stream, self.model = case, stream, model
+        self.embeddings = model.embeddings
+        self.rows = RowOptimizer(self.embeddings)
+        self.dense = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+        self.commits = Commits(self.embeddings)
+        self.gate = Gate(stream.shape.num_batches, case.lookahead)
+        size, generator = stream.shape.batch_size, torch.Generator().manual_seed(case.seed)
+        self.inputs = torch.randn(size, NUM_DENSE, generator=generator)
+        self.label = (torch.rand(size, 1, generator=generator) < 0.25).float()
+        width = len(stream.shape.cardinalities) * case.dim
+        self.gradient = torch.randn(size, width, generator=generator) / size
+        self.ready = self.embeddings.lookahead(self.batches())
+
+    def batches(self) -> Iterator[Batch]:
+        shape, starts = self.stream.shape, self.stream.shape.starts[:-1, None]
+        rows, hints = self.stream.rows(), self.stream.hints() if self.case.hints else None
+        for number in self.gate:
+            ids = torch.from_numpy(rows[number] - starts)  # int64
+            values = {f"C{f + 1}": Ids(ids[f]) for f in range(len(ids))}
+            batch = Batch(size=shape.batch_size, dense=self.inputs, ids=values, label=self.label)
+            if hints is not None:
+                told = torch.from_numpy(hints[number].copy())
+                batch.next_use = {f"C{f + 1}": told[f] for f in range(len(ids))}
+            yield batch
+
+    def step(self, network: bool) -> None:
+        batch = next(self.ready)
+        if network:
+            self.dense.zero_grad()
+            loss = bce(self.model(batch), self.label)
+            loss.backward()
+            self.rows.step()
+            self.dense.step()
+        else:
+            self.embeddings(batch)["fields"].backward(self.gradient)
+            self.rows.step()
+
+    def settle(self) -> None:
+        if self.embeddings.store.tiers is not None:
+            self.embeddings.store.tiers.settle()
+
+    def commit(self) -> None:
+        self.commits.begin()
+
+    def wait_for_commit(self) -> None:
+        self.commits.wait()
+
+    def counts(self) -> Mapping[str, float]:
+        return store_counts(self.embeddings)
+
+
+def open_system(case: Case) -> tuple[TieredTraining, dict[str, float | str]]:
+    stream = case.open_stream()
+    tables = tables_of(stream, case.dim)
+    features = [Feature(table.name, table.name) for table in tables]
+    model = DLRM(tables, features, num_dense=NUM_DENSE, bottom=case.bottom, top=case.top)
+    plan = plan_of(tables, stream, case)
+    on_disk = case.dram_bytes is not None
+    step = None if case.starts_empty else FILL_STEP
+    backings = open_backings(Path(case.store), tables, step) if on_disk else []
+    model.embeddings.open(plan, backings=backings)
+    start = time.perf_counter()
+    system = TieredTraining(case, stream, model)
+    if not case.starts_empty:
+        warm(system, [table.capacity_rows for table in plan.tables])
+    return system, {"colonnade": colonnade.__version__, "warm_seconds": time.perf_counter() - start}
+
+
+def plan_of(tables: Sequence[Table], stream: Stream, case: Case) -> Plan:
+    if case.dram_bytes is None:
+        return build_plan(tables, lookahead=case.lookahead)
+    shares = shares_of(tables, stream, case.lookahead, case.dram_bytes)
+    return build_plan(
+        tables, dram_bytes=case.dram_bytes, table_bytes=shares, lookahead=case.lookahead
+    )
+
+
+def shares_of(
+    tables: Sequence[Table], stream: Stream, lookahead: int, dram_bytes: int
+) -> dict[str, int]:
+    """By table, of the budget: room for the rows used most in the history, of equal ones the youngest, whatever their
+    table, as `colonnade plan` would give it; and for what a window of batches pins."""
+    rows, starts = stream.rows(), stream.shape.starts
+    window = range(min(lookahead + 2, len(rows)))
+    pinned = [
+        len(np.unique(np.concatenate([rows[number, f] for number in window])))
+        for f in range(len(tables))
+    ]
+    bytes_of = np.array([slot_bytes(table) for table in tables])
+    least = np.minimum(np.array(pinned) * 5 // 4, np.diff(starts))
+
+    def of_table(name: str, t: int) -> NDArray[np.float32]:
+        return stream.state(name)[starts[t] : starts[t + 1]]
+
+    used = []  # by table: (rows used u times or more) for u = 0, 1, ...
+    for t in range(len(tables)):
+        counts = np.minimum(of_table("count", t), MAX_COUNT)
+        found = np.bincount(counts.astype(np.int64), minlength=MAX_COUNT + 1)
+        used.append(np.cumsum(found[::-1])[::-1])
+
+    def share(more: Sequence[NDArray[np.int64]], number: int) -> NDArray[np.int64]:
+        return np.maximum(least, [curve[number] for curve in more])
+
+    enough = next(c for c in range(MAX_COUNT + 1) if share(used, c) @ bytes_of <= dram_bytes)
+    chosen = share(used, enough)
+    if enough:  # some of the rows used once less
+        older = []  # by table: those and (rows of them whose age is below a bound), by bound
+        for t in range(len(tables)):
+            ages = of_table("age", t)[of_table("count", t) == enough - 1]
+            bins = np.minimum(AGE_BINS * np.log2(1 + ages) / MAX_LOG_AGE, AGE_BINS - 1)
+            found = np.bincount(bins.astype(np.int64), minlength=AGE_BINS)
+            older.append(used[t][enough] + np.cumsum(found))
+        fits = [b for b in range(AGE_BINS) if share(older, b) @ bytes_of <= dram_bytes]
+        if fits:
+            chosen = share(older, fits[-1])
+        more = share(older, min(len(fits), AGE_BINS - 1)) - chosen
+        if more.any():
+            chosen = chosen + more * ((dram_bytes - chosen @ bytes_of) / (more @ bytes_of))
+    return {
+        table.name: max(1, int(count)) * int(each)
+        for table, count, each in zip(tables, chosen, bytes_of, strict=True)
+    }
+
+
+def warm(system: TieredTraining, capacities: Sequence[int]) -> None:
+    """Train the rows that endless training would have left in memory, once each, with gradients of zero.
+
+    In the order of ids, which is that of the disk: most of it is read in one sweep.
+    """
+    stream, hints = system.stream, system.case.hints
+    held = held_rows(system.case, stream, capacities)
+    width = len(held) * system.case.dim
+    first_use, starts = stream.state("first") if hints else None, stream.shape.starts
+    firsts = range(0, max(map(len, held)), RUN)
+    for number, first in enumerate(firsts):
+        values, told = {}, {}
+        for t, ids in enumerate(held):
+            part = ids[first : first + RUN]
+            name = f"C{t + 1}"
+            values[name] = Ids(torch.from_numpy(part), torch.tensor([0, len(part)]))
+            if first_use is not None:
+                away = first_use[starts[t] + part] + len(firsts) - number
+                told[name] = torch.from_numpy(code_of(away))
+        batch = Batch(size=1, dense=system.inputs[:1], ids=values, next_use=told or None)
+        system.embeddings(batch)["fields"].backward(torch.zeros(1, width))
+        system.rows.step()
+
+
+def held_rows(case: Case, stream: Stream, capacities: Sequence[int]) -> list[NDArray[np.int64]]:
+    """By table, ids ascending: the most counted, then the youngest; with hints those whose next use is nearest
+    as seen from their last."""
+    starts, held = stream.shape.starts, []
+    for t, capacity in enumerate(capacities):
+        # A table at a time: the worker's memory is limited, and all rows' numbers would be a gigabyte.
+        mine = slice(starts[t], starts[t + 1])
+        age = np.array(stream.state("age")[mine], np.float64)
+        if case.hints:
+            worth = -(age + stream.state("first")[mine])
+        else:
+            worth = stream.state("count")[mine] - 0.5 * age / age.max()
+        del age
+        kept = np.arange(len(worth))
+        if capacity < len(worth):
+            kept = np.sort(np.argpartition(-worth, capacity)[:capacity])
+        held.append(kept)
+    return held
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1] == "fill":
+        print(fill(Path(sys.argv[2]), Stream(Path(sys.argv[3])), int(sys.argv[4])))
+    else:
+        serve(open_system)

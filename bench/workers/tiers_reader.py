@@ -1,0 +1,64 @@
+"""The store's reader alone: random rows of one filled table, enough of them under way to keep the device busy.
+
+A block of K steps reads K batches. Answers as every worker of `bench tiers`; `rows_read` counts rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from workers.tiers_loop import Case, Gate, serve
+from workers.tiers_store import FILL_STEP, open_backings, tables_of
+
+ROWS = 4096
+"""Of a batch."""
+UNDER_WAY = 4
+"""Batches."""
+
+
+class Reader:
+    def __init__(self, case: Case) -> None:
+        tables = tables_of(case.open_stream(), case.dim)
+        biggest = max(tables, key=lambda table: table.rows or 0)
+        self.table = biggest
+        [self.backing] = open_backings(Path(case.store), [biggest], FILL_STEP)
+        self.gate = Gate(0, 0)
+        self.generator = torch.Generator().manual_seed(case.seed)
+        self.buffers = [
+            torch.empty(ROWS, biggest.record_bytes, dtype=torch.uint8) for _ in range(UNDER_WAY + 1)
+        ]
+        self.under_way: deque = deque()
+        self.rows_read = 0
+
+    def step(self, network: bool) -> None:
+        while len(self.under_way) < UNDER_WAY:
+            ids = torch.randint(self.table.rows or 1, (2 * ROWS,), generator=self.generator)
+            ids = ids.unique()
+            ids = ids[torch.randperm(len(ids), generator=self.generator)[:ROWS]].contiguous()
+            buffer = self.buffers.pop()
+            self.under_way.append((self.backing.read(ids, buffer), buffer))
+        job, buffer = self.under_way.popleft()
+        found = job.wait()
+        if not bool(found.all()):
+            raise RuntimeError("a row of a filled table was not found")
+        self.rows_read += len(found)
+        self.buffers.append(buffer)
+
+    def settle(self) -> None:
+        """Each step waits for its reads."""
+
+    def counts(self) -> Mapping[str, float]:
+        said = self.backing.reader.counts()
+        return {"rows_read": self.rows_read, "device_reads": said["reads"]}
+
+
+def open_system(case: Case) -> tuple[Reader, dict[str, float | str]]:
+    return Reader(case), {}
+
+
+if __name__ == "__main__":
+    serve(open_system)

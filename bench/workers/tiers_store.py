@@ -1,0 +1,141 @@
+"""The stores of `bench tiers`: all that its workers know of how Colonnade keeps rows at rest."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from colonnade import EmbeddingCollection, RowWiseAdagrad, Table, _native
+from colonnade.store.collection import Collector
+from colonnade.store.log import DEFAULT_SEGMENT_BYTES, LogBacking, open_log
+from colonnade.store.writer import LogWriter
+from colonnade.table import CLOCK_BYTES
+from workers.tier_stream import Stream
+
+READ_DEPTH = 64
+FILL_STEP = 1
+"""Of the store's commit. One step: what rows remember of their uses has not faded."""
+IDENTITY = "bench/rank0"
+RUN = 65536
+"""Rows written at once when a store is filled."""
+
+
+def tables_of(stream: Stream, dim: int) -> list[Table]:
+    optimizer = RowWiseAdagrad(lr=0.02)
+    return [
+        Table(f"C{f + 1}", dim, rows=rows, optimizer=optimizer)
+        for f, rows in enumerate(stream.shape.cardinalities)
+    ]
+
+
+def open_backings(
+    folder: Path,
+    tables: Sequence[Table],
+    step: int | None,
+    segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+) -> list[LogBacking]:
+    """As a run opens its own. `step`: the commit to begin with; None: nothing."""
+    reader = _native.PageReader("auto", READ_DEPTH)
+    writer, collector = LogWriter(), Collector()
+    return [
+        open_log(
+            folder / table.name, table_name=table.name, record_bytes=table.record_bytes,
+            identity=IDENTITY, rows=table.rows, reader=reader, writer=writer, collector=collector,
+            step=step, segment_bytes=segment_bytes,
+        )
+        for table in tables
+    ]  # fmt: skip
+
+
+def clocks_of(counts: NDArray[np.float32], stream: Stream) -> NDArray[np.uint64]:
+    """How many of the history's batches trained rows that were looked up so often in it."""
+    batches = stream.shape.history / stream.shape.batch_size
+    hit = -batches * np.expm1(-counts.astype(np.float64) / batches)
+    return np.rint(hit).astype("<u8")
+
+
+def first_records(table: Table, dim: int) -> NDArray[np.uint8]:
+    """(RUN or fewer, record_bytes): rows as after one update."""
+    rows = min(RUN, table.rows or RUN)
+    records = np.zeros((rows, table.record_bytes), np.uint8)
+    weights = np.random.default_rng(0).standard_normal((rows, dim), np.float32)
+    records[:, : 4 * dim] = weights.view(np.uint8)
+    records[:, -CLOCK_BYTES:] = np.frombuffer(np.uint64(1).tobytes(), np.uint8)
+    return records
+
+
+def fill(folder: Path, stream: Stream, dim: int) -> float:
+    """Every row of every table into a new store, with the clock that its uses left, and a commit. Returns seconds.
+
+    Rows never used are there too: a run never reads those, but whoever would hold them is not to gain by that.
+    """
+    start = time.perf_counter()
+    tables, starts = tables_of(stream, dim), stream.shape.starts
+    for t, (table, backing) in enumerate(
+        zip(tables, open_backings(folder, tables, None), strict=True)
+    ):
+        records = first_records(table, dim)
+        clocks = clocks_of(stream.state("count")[starts[t] : starts[t + 1]], stream)
+        with backing:
+            for first in range(0, len(clocks), RUN):
+                part = clocks[first : first + RUN]
+                records[: len(part), -CLOCK_BYTES:] = part.view(np.uint8).reshape(-1, CLOCK_BYTES)
+                ids = torch.arange(first, first + len(part))
+                backing.write(ids, torch.from_numpy(records[: len(part)])).wait()
+            backing.commit(FILL_STEP)
+    return time.perf_counter() - start
+
+
+def store_counts(embeddings: EmbeddingCollection) -> Mapping[str, float]:
+    """Rows by where they came from and went, reads of the device, since the store was opened."""
+    store = embeddings.store
+    sources = store.sources
+    counts = {
+        "rows_read": sources.read, "rows_born": sources.born, "rows_resident": sources.resident,
+        "rows_evicted": sources.evicted_clean + sources.evicted_dirty,
+        "rows_written": sources.evicted_dirty, "stall_seconds": sources.stall_seconds,
+    }  # fmt: skip
+    if store.logs:
+        said = store.logs[0].reader.counts()
+        written = sum(log.counts()["bytes_written"] for log in store.logs)
+        counts |= {"device_reads": said["reads"], "pages_read": said["pages"]}
+        counts["bytes_written"] = written
+    return counts
+
+
+class Commits:
+    """Commits beside training, one at a time; older ones are let go."""
+
+    def __init__(self, embeddings: EmbeddingCollection) -> None:
+        self.embeddings = embeddings
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Until the one under way, if any, is durable."""
+        if self.thread is not None:
+            self.thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def begin(self) -> None:
+        """Between two steps. Waits for the one before."""
+        self.wait()
+        self.embeddings.store.begin_commit()
+        self.thread = threading.Thread(target=self._finish, args=(self.embeddings.step,))
+        self.thread.start()
+
+    def _finish(self, step: int) -> None:
+        store = self.embeddings.store
+        try:
+            store.finish_commit(FILL_STEP + step)
+            for log in store.logs:
+                log.prune([FILL_STEP + step])
+        except BaseException as error:
+            self.error = error

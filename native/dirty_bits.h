@@ -1,0 +1,90 @@
+// Two bits for each slot: whether its row is newer than below, and whether a commit still has to save it.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstdint>
+
+#include "slab.h"
+
+namespace colonnade {
+
+// A snapshot takes all dirty bits at once, a word at a time; from then on a row is dirty only if it changed after it.
+// Threads may soil slots at once; all else is one thread at a time.
+class DirtyBits {
+ public:
+  DirtyBits() = default;
+  explicit DirtyBits(std::int64_t slots)
+      : dirty_slab_(checked_bytes(8, num_words(slots))), saves_slab_(checked_bytes(8, num_words(slots))) {}
+
+  bool is_dirty(std::uint32_t slot) const { return dirty()[slot / 64] & bit(slot); }
+  void soil(std::uint32_t slot) noexcept {
+    std::uint64_t& word = dirty()[slot / 64];
+    if (!(std::atomic_ref(word).load(std::memory_order_relaxed) & bit(slot)))
+      std::atomic_ref(word).fetch_or(bit(slot), std::memory_order_relaxed);
+  }
+  void clean(std::uint32_t slot) noexcept { dirty()[slot / 64] &= ~bit(slot); }
+
+  bool is_to_save(std::uint32_t slot) const { return has_snapshot_ && saves()[slot / 64] & bit(slot); }
+  void saved(std::uint32_t slot) noexcept {
+    if (has_snapshot_) saves()[slot / 64] &= ~bit(slot);
+  }
+
+  // In memory, of the first `slots`.
+  std::int64_t bytes(std::int64_t slots) const { return slots / 8 * (has_snapshot_ ? 2 : 1); }
+
+  // Of the first `slots`: those that are dirty are to be saved, and clean.
+  void take_snapshot(std::int64_t slots) noexcept {
+    has_snapshot_ = true;
+    for (std::size_t w = 0; w < num_words(slots); ++w) {
+      if (dirty()[w] == 0) continue;
+      saves()[w] = dirty()[w];
+      dirty()[w] = 0;
+    }
+  }
+  // Those not saved yet are dirty again. The bits to save are no memory any more.
+  void end_snapshot(std::int64_t slots) noexcept {
+    for (std::size_t w = 0; w < num_words(slots); ++w) {
+      if (saves()[w] == 0) continue;
+      dirty()[w] |= saves()[w];
+      saves()[w] = 0;
+    }
+    saves_slab_.give_back(0, saves_slab_.size());
+    has_snapshot_ = false;
+  }
+  // visit(slot) for those to save from `slot` on, ascending, until it says false; returns where to go on.
+  template <class Visit>
+  std::int64_t for_each_to_save(std::int64_t slot, std::int64_t slots, const Visit& visit) const {
+    return for_each(saves(), slot, slots, visit);
+  }
+  template <class Visit>
+  std::int64_t for_each_dirty(std::int64_t slot, std::int64_t slots, const Visit& visit) const {
+    return for_each(dirty(), slot, slots, visit);
+  }
+
+ private:
+  static std::size_t num_words(std::int64_t slots) { return (static_cast<std::size_t>(slots) + 63) / 64; }
+  static std::uint64_t bit(std::uint32_t slot) { return std::uint64_t{1} << (slot % 64); }
+  std::uint64_t* dirty() const { return reinterpret_cast<std::uint64_t*>(dirty_slab_.data()); }
+  std::uint64_t* saves() const { return reinterpret_cast<std::uint64_t*>(saves_slab_.data()); }
+
+  template <class Visit>
+  static std::int64_t for_each(const std::uint64_t* words, std::int64_t slot, std::int64_t slots,
+                               const Visit& visit) {
+    for (std::int64_t w = slot / 64; w * 64 < slots; ++w) {
+      std::uint64_t left = words[w];
+      if (w == slot / 64) left &= ~std::uint64_t{0} << (slot % 64);
+      for (; left; left &= left - 1) {
+        const std::int64_t here = w * 64 + std::countr_zero(left);
+        if (!visit(static_cast<std::uint32_t>(here))) return here + 1;
+      }
+    }
+    return slots;
+  }
+
+  Slab dirty_slab_, saves_slab_;
+  bool has_snapshot_ = false;
+};
+
+}  // namespace colonnade

@@ -1,0 +1,56 @@
+// How often a row was used, as a logarithm that decays by itself.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "hash.h"
+
+namespace colonnade {
+
+// A row's count of uses halves with every half-life, and each use adds one. Nothing is rewritten to decay it (forward
+// decay, Cormode et al. 2009): stored is log2(count) + time, time in half-lives, in 1/1024 of a doubling and modulo 64
+// doublings; 16 bits. A count that cannot grow by a whole unit grows by one with the probability that keeps the mean.
+// At rest a row keeps the high byte: four steps per doubling; 0 says that this process does not know it.
+namespace heat {
+
+inline constexpr std::uint32_t kDoubling = 1024;
+// Scores from 40 doublings behind the clock to 24 ahead of it can be told apart.
+inline constexpr std::uint16_t kBehind = 40 * kDoubling;
+
+// 65536 * 1024 * log2(1 + 2^-x), x in steps of 1/32 doubling: what one use adds to a count of 2^x.
+inline constexpr int kGains = 24 * 32;
+extern const std::array<std::uint32_t, kGains + 1> kGain;
+
+// `score` after one more use at time `now`. random: 16 bits.
+COLONNADE_INLINE std::uint16_t used(std::uint16_t score, std::uint16_t now, std::uint32_t random) {
+  const int ahead = static_cast<std::uint16_t>(score - now + kBehind) - kBehind;  // 1024 * log2(count)
+  const int distance = (ahead < 0 ? -ahead : ahead) >> 5;
+  const std::uint32_t gain = kGain[distance < kGains ? distance : kGains];
+  const std::uint32_t grown = (gain + (random & 0xffff)) >> 16;
+  // 2^a + 1: the larger of the two, and what the smaller adds to it. Never so far ahead that it looks old.
+  const std::uint16_t larger = ahead < 0 ? now : score;
+  return ahead > 23 * static_cast<int>(kDoubling) ? score : static_cast<std::uint16_t>(larger + grown);
+}
+
+inline constexpr std::uint8_t kUnknown = 0;
+COLONNADE_INLINE std::uint8_t at_rest(std::uint16_t score) {
+  const auto high = static_cast<std::uint8_t>(score >> 8);
+  return high == kUnknown ? 1 : high;
+}
+COLONNADE_INLINE std::uint16_t from_rest(std::uint8_t heat) {
+  return static_cast<std::uint16_t>(heat << 8 | 0x80);
+}
+
+}  // namespace heat
+
+// When an id is looked up next, as a reader says it: code 0 says nothing, 255 never again, c that it is in about
+// 2^((c - 1) / 8) batches, never later.
+namespace next_use {
+
+inline constexpr std::uint8_t kUnknown = 0, kNever = 255;
+extern const std::array<std::uint32_t, 256> kBatches;  // by code, rounded up; 2^31 where it is more
+
+}  // namespace next_use
+
+}  // namespace colonnade

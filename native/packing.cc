@@ -1,0 +1,235 @@
+#include "packing.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "hash.h"
+#include "vocabulary.h"
+
+namespace colonnade {
+namespace {
+
+constexpr std::size_t kBlock = 128;
+using Wide = unsigned __int128;
+
+int width_of(std::span<const std::uint64_t> values) {
+  std::uint64_t any = 0;
+  for (const auto value : values) any |= value;
+  return std::bit_width(any);
+}
+
+constexpr std::size_t bytes_of(std::size_t count, int width) {
+  return (count * static_cast<std::size_t>(width) + 7) / 8;
+}
+
+std::size_t packed_bytes(std::span<const std::uint64_t> values) {
+  std::size_t size = 0;
+  for (std::size_t i = 0; i < values.size(); i += kBlock) {
+    const auto block = values.subspan(i, std::min(kBlock, values.size() - i));
+    size += 1 + bytes_of(block.size(), width_of(block));
+  }
+  return size;
+}
+
+// Hashes of owner `place` begin here: the least h with scale_down(h, num_owners) == place.
+Wide first_hash(std::int64_t place, std::int64_t num_owners) {
+  const auto n = static_cast<Wide>(num_owners);
+  return ((static_cast<Wide>(place) << 64) + n - 1) / n;
+}
+
+constexpr std::uint64_t zigzag(std::int64_t value) {
+  return static_cast<std::uint64_t>(value) << 1 ^ static_cast<std::uint64_t>(value >> 63);
+}
+constexpr std::int64_t unzigzag(std::uint64_t value) {
+  return static_cast<std::int64_t>(value >> 1 ^ (0 - (value & 1)));
+}
+
+[[noreturn]] void refuse(const std::string& what) {
+  throw std::invalid_argument("message of ids: got " + what);
+}
+
+}  // namespace
+
+void Packer::varint(std::uint64_t value) {
+  for (; value >= 0x80; value >>= 7) out_.push_back(static_cast<std::uint8_t>(value | 0x80));
+  out_.push_back(static_cast<std::uint8_t>(value));
+}
+
+void Packer::numbers(std::span<const std::uint64_t> values) {
+  for (std::size_t i = 0; i < values.size(); i += kBlock) {
+    const auto block = values.subspan(i, std::min(kBlock, values.size() - i));
+    const int width = width_of(block);
+    out_.push_back(static_cast<std::uint8_t>(width));
+    if (!width) continue;
+    std::size_t at = out_.size();
+    out_.resize(at + bytes_of(block.size(), width));
+    Wide held = 0;
+    int bits = 0;
+    for (const auto value : block) {
+      held |= static_cast<Wide>(value) << bits;
+      for (bits += width; bits >= 64; bits -= 64, held >>= 64, at += 8) {
+        const auto word = static_cast<std::uint64_t>(held);
+        for (int b = 0; b < 8; ++b) out_[at + static_cast<std::size_t>(b)] = static_cast<std::uint8_t>(word >> 8 * b);
+      }
+    }
+    for (; bits > 0; bits -= 8, held >>= 8) out_[at++] = static_cast<std::uint8_t>(held);
+  }
+}
+
+void Packer::list(std::span<const std::int64_t> ids, const IdSpace& space, bool is_ascending) {
+  varint(ids.size());
+  if (ids.empty()) return;
+  keys_.resize(ids.size());
+  if (space.rows) {
+    const VocabularyShare share(space.rows, space.num_owners, space.place);
+    std::uint64_t next = 0;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const std::uint64_t row = share.place_of(ids[i]);
+      keys_[i] = is_ascending ? row - next : row;
+      next = row + 1;
+    }
+    return numbers(keys_);
+  }
+  const std::int64_t least = *std::min_element(ids.begin(), ids.end());
+  offsets_.resize(ids.size());
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    offsets_[i] = static_cast<std::uint64_t>(ids[i]) - static_cast<std::uint64_t>(least);
+  }
+  if (is_ascending) {
+    auto next = static_cast<std::uint64_t>(first_hash(space.place, space.num_owners));
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const std::uint64_t hash = mix64(static_cast<std::uint64_t>(ids[i]));
+      keys_[i] = hash - next;
+      next = hash + 1;
+    }
+    if (packed_bytes(keys_) <= packed_bytes(offsets_) + 1) {
+      out_.push_back(0);
+      return numbers(keys_);
+    }
+  }
+  out_.push_back(1);
+  varint(zigzag(least));
+  numbers(offsets_);
+}
+
+std::uint8_t Unpacker::byte() {
+  if (position_ >= data_.size()) refuse("an end after " + std::to_string(data_.size()) + " bytes, wanted more");
+  return data_[position_++];
+}
+
+std::uint64_t Unpacker::varint() {
+  std::uint64_t value = 0;
+  for (int shift = 0;; shift += 7) {
+    const std::uint8_t part = byte();
+    if (shift == 63 && part > 1) refuse("a number of more than 64 bits");
+    value |= static_cast<std::uint64_t>(part & 0x7f) << shift;
+    if (part < 0x80) return value;
+  }
+}
+
+void Unpacker::numbers(std::span<std::uint64_t> values) {
+  for (std::size_t i = 0; i < values.size(); i += kBlock) {
+    const auto block = values.subspan(i, std::min(kBlock, values.size() - i));
+    const int width = byte();
+    if (width > 64) refuse("numbers of " + std::to_string(width) + " bits, wanted at most 64");
+    const std::size_t size = bytes_of(block.size(), width);
+    if (size > data_.size() - position_) {
+      refuse(std::to_string(data_.size() - position_) + " more bytes, wanted " + std::to_string(size));
+    }
+    const std::uint8_t *at = data_.data() + position_, *const end = at + size;
+    position_ += size;
+    if (!width) {
+      std::fill(block.begin(), block.end(), 0);
+      continue;
+    }
+    const std::uint64_t mask = ~std::uint64_t{0} >> (64 - width);
+    Wide held = 0;
+    int bits = 0;
+    for (auto& value : block) {
+      while (bits < width) {
+        if (end - at >= 8) {
+          std::uint64_t word = 0;
+          for (int b = 0; b < 8; ++b) word |= static_cast<std::uint64_t>(at[b]) << 8 * b;
+          held |= static_cast<Wide>(word) << bits;
+          at += 8, bits += 64;
+        } else {
+          held |= static_cast<Wide>(*at++) << bits;
+          bits += 8;
+        }
+      }
+      value = static_cast<std::uint64_t>(held) & mask;
+      held >>= width;
+      bits -= width;
+    }
+    if (held) refuse("bits after the last number");
+  }
+}
+
+std::int64_t Unpacker::list(const IdSpace& space, bool is_ascending, std::vector<std::int64_t>& ids) {
+  const std::uint64_t count = varint();
+  if (!count) return 0;
+  // A block of numbers takes a byte at least: what follows cannot be more, so memory is bounded by the message.
+  const std::size_t left = data_.size() - position_;
+  if (count > left * kBlock) {
+    refuse(std::to_string(count) + " ids in " + std::to_string(left) + " bytes");
+  }
+  keys_.resize(count);
+  const std::size_t first = ids.size();
+  ids.resize(first + count);
+  const std::span<std::int64_t> found = std::span(ids).subspan(first);
+  if (space.rows) {
+    rows(space, is_ascending, found);
+  } else if (const std::uint8_t kind = byte(); kind == 0 && is_ascending) {
+    hashes(space, found);
+  } else if (kind == 1) {
+    offsets(space, found);
+  } else {
+    refuse("a list of kind " + std::to_string(kind));
+  }
+  return static_cast<std::int64_t>(count);
+}
+
+void Unpacker::rows(const IdSpace& space, bool is_ascending, std::span<std::int64_t> ids) {
+  numbers(keys_);
+  const VocabularyShare share(space.rows, space.num_owners, space.place);
+  const auto limit = static_cast<std::uint64_t>(share.num_places());
+  std::uint64_t next = 0;
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    // next <= limit, so the sum cannot wrap where the distance is below it.
+    if (keys_[i] >= limit) refuse("a row beyond its table's");
+    const std::uint64_t row = is_ascending ? next + keys_[i] : keys_[i];
+    if (row >= limit) refuse("a row beyond its table's");
+    ids[i] = share.id_of(row);
+    if (share.is_outside(ids[i])) refuse("an id beyond its table's");
+    next = row + 1;
+  }
+}
+
+void Unpacker::hashes(const IdSpace& space, std::span<std::int64_t> ids) {
+  numbers(keys_);
+  Wide next = first_hash(space.place, space.num_owners);
+  const Wide end = first_hash(space.place + 1, space.num_owners);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (keys_[i] >= end - next) refuse("a hash of another owner's");
+    next += keys_[i];
+    ids[i] = static_cast<std::int64_t>(unmix64(static_cast<std::uint64_t>(next)));
+    ++next;
+  }
+}
+
+void Unpacker::offsets(const IdSpace& space, std::span<std::int64_t> ids) {
+  const auto least = static_cast<std::uint64_t>(unzigzag(varint()));
+  numbers(keys_);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    ids[i] = static_cast<std::int64_t>(least + keys_[i]);
+    if (space.num_owners > 1 && open_owner(ids[i], static_cast<std::uint32_t>(space.num_owners)) !=
+                                    static_cast<std::uint32_t>(space.place)) {
+      refuse("an id of another owner's");
+    }
+  }
+}
+
+}  // namespace colonnade

@@ -1,0 +1,71 @@
+// Numbers and lists of ids as they travel: few bits each, and nothing read beyond a message's end.
+//
+// numbers   blocks of 128 (the last may be shorter): a byte w, 0 .. 64, then the block's numbers of w bits each,
+//           the first in the lowest bits of the first byte; bits after the last are 0
+// varint    7 bits a byte, the lowest first; the top bit says that more follow
+// list      varint n; then, where n > 0:
+//             vocabulary, ascending   numbers: local rows, each as its distance from the one before, less 1
+//             vocabulary, as listed   numbers: local rows
+//             open table              a byte 0 (only ascending): numbers: distances of hashes, the first from where the
+//                                     owner's hashes begin, the others less 1
+//                                     a byte 1: varint: the least id, as 2x or -2x - 1; numbers: ids less that
+//                                     whichever is shorter
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace colonnade {
+
+// Ids of a table that one owner has: rows 0 = open table; the owner is `place` of `num_owners`.
+struct IdSpace {
+  std::int64_t rows, num_owners, place;
+};
+
+// x of mix64(x): its steps backwards.
+constexpr std::uint64_t unmix64(std::uint64_t x) {
+  x = (x ^ (x >> 31) ^ (x >> 62)) * 0x319642b2d24d8ec3u;
+  x = (x ^ (x >> 27) ^ (x >> 54)) * 0x96de1b173f119089u;
+  return x ^ (x >> 30) ^ (x >> 60);
+}
+
+// Appends to a message.
+class Packer {
+ public:
+  explicit Packer(std::vector<std::uint8_t>& out) : out_(out) {}
+
+  void varint(std::uint64_t value);
+  void numbers(std::span<const std::uint64_t> values);
+  // is_ascending: strictly, by local row or by hash, as a plan lists its unique rows. Ids are of the space.
+  void list(std::span<const std::int64_t> ids, const IdSpace& space, bool is_ascending);
+
+ private:
+  std::vector<std::uint8_t>& out_;
+  std::vector<std::uint64_t> keys_, offsets_;
+};
+
+// Reads what a Packer appended. Everything throws invalid_argument for what no Packer makes: an end too early, a number
+// too wide, an id that is not of its space.
+class Unpacker {
+ public:
+  explicit Unpacker(std::span<const std::uint8_t> data) : data_(data) {}
+
+  std::size_t position() const { return position_; }
+  std::uint64_t varint();
+  void numbers(std::span<std::uint64_t> values);
+  // Appends to `ids`; returns how many.
+  std::int64_t list(const IdSpace& space, bool is_ascending, std::vector<std::int64_t>& ids);
+
+ private:
+  std::uint8_t byte();
+  void rows(const IdSpace& space, bool is_ascending, std::span<std::int64_t> ids);
+  void hashes(const IdSpace& space, std::span<std::int64_t> ids);
+  void offsets(const IdSpace& space, std::span<std::int64_t> ids);
+
+  std::span<const std::uint8_t> data_;
+  std::size_t position_ = 0;
+  std::vector<std::uint64_t> keys_;
+};
+
+}  // namespace colonnade

@@ -1,0 +1,101 @@
+// Two bytes for each slot of a table that evicts: what its row is worth, and the choice of who leaves.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <span>
+
+#include "heat.h"
+#include "slab.h"
+#include "slot_headers.h"
+
+namespace colonnade {
+
+// Worth is how often a row was used (heat.h), or, from the first hint on, how soon it is used again: hints know more.
+//
+// Who leaves: rows that are among the least worth 2 %, by a threshold taken from a random sample. A hand sweeps the
+// scores, two bytes a row and thus many at a time, for those at or below it; rows below it that were just released go
+// before any other, so that a row worth less than what is here does not stay. A pinned row is never chosen. Where rows
+// below the threshold are too few it is estimated anew, and in the end anything that is not pinned goes.
+//
+// Threads may call use, begin, resume and released for different slots at once.
+class SlotWorth {
+ public:
+  SlotWorth() = default;
+  explicit SlotWorth(std::int64_t slots);
+
+  std::int64_t bytes(std::int64_t touched) const { return 2 * touched + 4 * num_candidates_; }
+  bool has_hints() const { return flip_ != 0; }
+  COLONNADE_INLINE_MEMBER void fetch(std::uint32_t slot) const { __builtin_prefetch(scores_ + slot, 1, 2); }
+
+  // Before the rows of one acquire are used: time passes. A count halves after uses of 32 times as many rows as there
+  // are slots. touched: slots that were ever used.
+  void tick(std::int64_t rows, std::int64_t touched, bool is_hinted) noexcept;
+
+  // next: a code of heat.h; looked at if hints are given.
+  void use(std::uint32_t slot, std::uint8_t next) noexcept {
+    scores_[slot] = has_hints() ? hinted(next) : heat::used(scores_[slot], now_, random_of(slot));
+  }
+  void begin(std::uint32_t slot, std::uint8_t next) noexcept {  // a row used for the first time
+    scores_[slot] = has_hints() ? hinted(next) : now_;
+  }
+  // A row begun that had been here before. What it says to be worth above the threshold is an old count that the clock
+  // has lapped: it starts at the threshold.
+  void resume(std::uint32_t slot, std::uint8_t heat) noexcept {
+    if (has_hints()) return;
+    const std::uint16_t score = heat::from_rest(heat);
+    const std::uint16_t most = is_estimated_ ? threshold_ : heat::kBehind;
+    scores_[slot] = heat::used(key(score) > most ? score_of(most) : score, now_, random_of(slot));
+  }
+  // A row begun that processes before this one used `uses` times, in `steps` steps: the uses that would be left of a
+  // count fed evenly are added to its own.
+  void recall(std::uint32_t slot, std::uint32_t uses, std::int64_t steps) noexcept;
+  std::uint8_t at_rest(std::uint32_t slot) const noexcept;  // never kUnknown
+
+  void released(std::uint32_t slot) noexcept {  // its last pin is gone
+    if (!is_estimated_ || key(scores_[slot]) > threshold_) return;
+    const auto place = std::atomic_ref(num_candidates_).fetch_add(1, std::memory_order_relaxed);
+    if (place < most_candidates_) {
+      candidates_[place] = slot;
+    } else {
+      std::atomic_ref(num_candidates_).fetch_sub(1, std::memory_order_relaxed);
+    }
+  }
+
+  // Up to victims.size() slots of unpinned rows, of which `wanted` or more are to go in all; they become free in
+  // `headers`. At least one if there is one.
+  std::int64_t choose(std::span<std::uint32_t> victims, std::int64_t wanted, SlotHeaders& headers) noexcept;
+  std::uint64_t num_looked() const { return num_looked_; }  // slots, ever
+
+ private:
+  // Ascending with worth: of counts kBehind is a count of 1; of hints 65535 - batches until used, 0 if never.
+  std::uint16_t key(std::uint16_t score) const { return static_cast<std::uint16_t>((score ^ flip_) + offset_); }
+  std::uint16_t score_of(std::uint16_t key) const { return static_cast<std::uint16_t>((key - offset_) ^ flip_); }
+  std::uint16_t hinted(std::uint8_t next) const noexcept;
+  std::uint32_t random_of(std::uint32_t slot) const {
+    return static_cast<std::uint32_t>(mix64(num_ticks_ << 32 | slot) >> 48);
+  }
+
+  void change(bool is_hinted, std::int64_t touched) noexcept;
+  void keep_apart(std::int64_t slots, std::int64_t touched) noexcept;
+  void estimate(std::int64_t wanted, const SlotHeaders& headers) noexcept;
+  std::int64_t sweep(std::span<std::uint32_t> victims, std::int64_t slots, SlotHeaders& headers) noexcept;
+
+  Slab slab_, candidates_slab_;
+  std::uint16_t* scores_ = nullptr;
+  std::uint32_t* candidates_ = nullptr;
+  std::int64_t num_candidates_ = 0, most_candidates_ = 0;
+  std::int64_t slots_ = 0;
+  std::uint64_t time_ = 0;  // half-lives, 1/1024 doublings in the high part: 16 bits and 32 more below
+  std::uint64_t num_ticks_ = 0;
+  std::uint16_t now_ = 0;
+  double half_lives_ = 0;  // of one tick
+  std::uint16_t flip_ = 0, offset_ = heat::kBehind;  // key = (score ^ flip) + offset
+  std::uint16_t threshold_ = 0;                      // a key
+  bool is_estimated_ = false;
+  std::int64_t chosen_until_ = 0, num_chosen_ = 0;  // when to estimate anew
+  std::int64_t hand_ = 0, apart_hand_ = 0;
+  std::uint64_t num_looked_ = 0;
+};
+
+}  // namespace colonnade

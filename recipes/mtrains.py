@@ -1,0 +1,40 @@
+"""MTrainS (Kassa et al.): a DLRM whose rows rest on an SSD, the memory given to the tables that read most.
+
+    python recipes/mtrains.py [RUN_FOLDER]
+
+A sample of the data says what each table would read, batches are looked ahead, and their rows are read meanwhile.
+"""
+
+import sys
+from pathlib import Path
+
+import colonnade
+from colonnade.config import build_config
+from colonnade.train.interrupt import stop_on_signals
+from colonnade.train.run import open_run
+
+
+def train(folder: Path) -> dict:
+    config = build_config({
+        "data": {"name": "synthetic", "options": {"num_train": 20_000, "num_test": 4_000}},
+        "model": {"name": "dlrm", "dim": 8, "bottom": [32], "top": [32]},
+        "train": {"batch_size": 500},
+        "plan": {
+            "memory": {"dram": "1MiB", "ssd": f"{folder}-rows:1GiB"},
+            "placement": "profiled",
+            "lookahead": "auto",
+        },
+    })  # fmt: skip
+    run = open_run(config, colonnade.Mesh(), folder)
+    try:
+        with stop_on_signals(run.trainer):
+            return run.summary(run.train())
+    finally:
+        run.close()
+
+
+if __name__ == "__main__":
+    summary = train(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/mtrains"))
+    print("  ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items()))
+    for name in ("resident", "born", "read", "copied"):  # copied: evicted, and not yet written
+        print(f"rows {name}: {summary['row_sources'][name]:,}")

@@ -1,0 +1,158 @@
+"""`colonnade plan`: which rows get the memory, who owns them, what travels, and how fast that will train."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from colonnade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from colonnade.topology.world import World
+    from colonnade.train.planning import Planned
+
+EXAMPLES = (
+    "A sample of the data says how often rows are used; the disk and the model are timed; each table gets the memory "
+    "that saves most reads. For several ranks each table gets the sharding and exchange that cost least on the links: "
+    "those of --world, --uplink and --local, or under torchrun as measured. [bold]colonnade train[/bold] does the same "
+    "with --set plan.placement=profiled, plan.exchange=auto and plan.sharding=auto, and says at the end what came of "
+    "the prediction.\n\n"
+    "[bold]Examples[/bold]\n\n"
+    "  colonnade plan --data synthetic --dram 16MiB\n\n"
+    "  colonnade plan mine.yaml --dram 8GiB --set plan.memory.ssd=/fast:200GiB --target 100000\n\n"
+    "  colonnade plan mine.yaml --world 4x2 --uplink 10Gbit --table item\n\n"
+    "  torchrun --nproc-per-node 2 -m colonnade plan mine.yaml\n\n"
+    "  colonnade plan mine.yaml --dram 8GiB --json > plan.json"
+)
+
+
+def plan(
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="YAML file with sections data, model, rows, dense, plan, train."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Data set, with settings that suit it; as of train.")
+    ] = None,
+    path: Annotated[
+        str | None,
+        typer.Option(help="File or folder of the data; default: its folder in $COLONNADE_DATA."),
+    ] = None,
+    run: Annotated[
+        Path,
+        typer.Option(help="Where the run folder is to lie: whose disk rows rest on by default."),
+    ] = Path("runs"),
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes of one machine that the plan is for; or --world.")
+    ] = 1,
+    world: Annotated[
+        str | None,
+        typer.Option(help="Hosts and ranks that the plan is for, e.g. 4x2; under torchrun: its."),
+    ] = None,
+    uplink: Annotated[
+        str | None, typer.Option(help="What a host's link to others carries, e.g. 10Gbit.")
+    ] = None,
+    local: Annotated[
+        str | None, typer.Option(help="What a rank gets from others of its host, e.g. 5GB/s.")
+    ] = None,
+    table: Annotated[
+        str | None, typer.Option(help="Show every choice that this table has.")
+    ] = None,
+    dram: Annotated[
+        str | None, typer.Option(help="Memory for rows on each rank, e.g. 2GiB: plan.memory.dram.")
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Samples/s to say bytes per second for; default: as foretold."),
+    ] = None,
+    sample: Annotated[int, typer.Option(min=1, help="Lookups of the sample that is profiled.")] = 1
+    << 20,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Any setting, as of train. Repeatable.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print plan, prediction and measurements as JSON.")
+    ] = False,
+) -> None:
+    """Profile a sample, measure tiers and links, choose where rows lie and what travels, predict. Writes nothing."""
+    from colonnade.cli.plan_tables import show
+    from colonnade.cli.train import choose_config
+    from colonnade.config import override
+    from colonnade.train.run import plan_run
+
+    here = _world(world, ranks, uplink, local)
+    if here is None:  # another rank says it
+        return
+    chosen = override(choose_config(config, data, path, dram, set_), _left_open(config, set_))
+    found, tables = plan_run(chosen, run, here, lookups=sample)
+    if table is not None and table not in found.choice.shardings:
+        raise ConfigError(
+            f"--table: got {table!r}, wanted a table of this model: {', '.join(found.choice.shardings)}"
+        )
+    if as_json:
+        print(json.dumps(as_values(found), indent=2))
+    else:
+        show(found, tables, target, table)
+
+
+def _world(shape: str | None, ranks: int, uplink: str | None, local: str | None) -> World | None:
+    """Under torchrun the running world with its links measured, None on all ranks but 0; else as it is said to be."""
+    from colonnade.topology.links import measure_links, planned_world
+    from colonnade.topology.mesh import close_mesh, open_mesh
+
+    said = {"--world": shape, "--uplink": uplink, "--local": local}
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return planned_world(shape or str(ranks), uplink=uplink, local=local)
+    if given := [name for name, value in said.items() if value is not None]:
+        raise ConfigError(
+            f"got {', '.join(given)} in a world that runs, whose links are measured; leave it out, or plan without "
+            "torchrun"
+        )
+    mesh = open_mesh()
+    found = measure_links(mesh)
+    close_mesh(mesh)
+    return found if mesh.rank == 0 else None
+
+
+def _left_open(config: Path | None, set_: list[str] | None) -> dict[str, str]:
+    """What nobody said of shardings and exchanges is chosen: that is what the command is for."""
+    import yaml
+
+    from colonnade.cli.train import parse_settings
+
+    said = set(parse_settings(set_ or []))
+    if config is not None:
+        values = yaml.safe_load(config.read_text(encoding="utf-8"))
+        said |= {f"plan.{name}" for name in (values or {}).get("plan") or {}}
+    if said & {"plan.exchange", "plan.sharding"}:
+        return {}
+    return {"plan.exchange": "auto", "plan.sharding": "auto"}
+
+
+def as_values(found: Planned) -> dict[str, Any]:
+    """Plain values: the plan with its prediction, what it cost, what machine and links do, what else there was."""
+    from dataclasses import asdict
+
+    def cost(each: Any) -> dict[str, Any]:
+        return {
+            "exchange": each.exchange,
+            "sharding": asdict(each.sharding),
+            "sent": {f"{purpose} {link}": size for (purpose, link), size in each.sent.items()},
+            "seconds": each.seconds,
+            "more_seconds": each.more,
+        }
+
+    return {
+        "plan": json.loads(found.plan.to_json()),
+        "costs": asdict(found.costs),
+        "device": asdict(found.device),
+        "world": asdict(found.world),
+        "choices": {
+            each.name: [cost(each.chosen), *map(cost, each.others)] for each in found.choice.tables
+        },
+        "sample": {"samples": found.profile.samples, "batches": found.profile.batches},
+    }

@@ -1,0 +1,209 @@
+"""What `colonnade plan` shows: memory by table, shardings and exchanges by table, and what a step will take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from colonnade.plan.choice import Choice, Cost, TableChoice
+from colonnade.report.words import bytes_words, count_words, seconds_words
+from colonnade.store.budget import slot_bytes
+from colonnade.table import Table
+from colonnade.topology.sharding import Sharding
+from colonnade.train.planning import Planned
+
+MAX_LINES = 40
+
+
+def show(
+    found: Planned, tables: Sequence[Table], target: float | None, table: str | None = None
+) -> None:
+    """`target`: samples/s that bytes per second are said for; `table`: show this one's choices."""
+    console = Console(highlight=False)
+    if table is not None:
+        _show_choices(console, found, next(t for t in found.choice.tables if t.name == table))
+        return
+    _show_memory(console, found, tables, target or found.prediction.samples_per_second)
+    if found.world.num_ranks > 1:
+        _show_exchanges(console, found)
+    _show_totals(console, found, tables)
+
+
+def _grid(columns: Sequence[str], left: Sequence[str]) -> Grid:
+    """Fits 80 columns: the first column gives way."""
+    grid = Grid(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in columns:
+        is_name = name == columns[0]
+        grid.add_column(
+            name,
+            justify="left" if name in left or is_name else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=8 if is_name else len(name),
+        )
+    return grid
+
+
+def _show_memory(console: Console, found: Planned, tables: Sequence[Table], rate: float) -> None:
+    console.print(
+        f"memory: {found.profile.samples:,} samples for {found.plan.num_ranks} rank(s); rows and bytes of one, "
+        f"MB/s at {rate:,.0f} samples/s, lookups per sample, reads per 1,000"
+    )
+    grid = _grid(
+        ("table", "rows", "bytes", "lookups", "MB/s", "memory", "tier", "hits", "reads"), ("tier",)
+    )
+    lines = []
+    for table, planned, each in zip(
+        tables, found.plan.tables, found.prediction.tables, strict=True
+    ):
+        rows = None if table.rows is None else -(-table.rows // planned.sharding.num_owners)
+        rest = {"run folder": "+files", "ssd": "+ssd"}.get(planned.rest, "")
+        size = slot_bytes(table)
+        lines.append((each.reads_per_sample, each.bytes_per_sample, [
+            table.name, "any" if rows is None else count_words(rows),
+            "-" if rows is None else bytes_words(rows * size), f"{each.lookups_per_sample:.3g}",
+            _short(each.bytes_per_sample * rate / 1e6),
+            bytes_words(each.rows_in_memory * size), planned.tier + rest, f"{each.hit_rate:.1%}",
+            f"{1000 * each.reads_per_sample:.3g}",
+        ]))  # fmt: skip
+    lines.sort(key=lambda line: (-line[0], -line[1]))
+    for *_, cells in lines[:MAX_LINES]:
+        grid.add_row(*map(Text, cells))
+    console.print(grid)
+    if len(lines) > MAX_LINES:
+        console.print(f"  and {len(lines) - MAX_LINES} more, which read less")
+
+
+def _show_exchanges(console: Console, found: Planned) -> None:
+    console.print(
+        "\nexchange: what travels and who owns the rows; bytes that a rank sends per step, in its host and over its "
+        "uplink"
+    )
+    grid = _grid(
+        ("table", "choice", "in host", "uplink", "takes", "next best", "more"),
+        ("choice", "next best"),
+    )
+    lines = sorted(found.choice.tables, key=lambda table: -table.chosen.seconds)
+    for table in lines[:MAX_LINES]:
+        best, other = table.chosen, table.others[0] if table.others else None
+        grid.add_row(*map(Text, [
+            table.name, _words(best, found) + ("!" if table.is_forced else ""),
+            bytes_words(best.bytes_over("local")), bytes_words(best.bytes_over("remote")),
+            seconds_words(best.seconds), "-" if other is None else _kind_words(other),
+            "-" if other is None else _more(other.more),
+        ]))  # fmt: skip
+    console.print(grid)
+    if len(lines) > MAX_LINES:
+        console.print(f"  and {len(lines) - MAX_LINES} more, which take less")
+    if any(table.is_forced for table in lines):
+        console.print("  !: as it was said, not chosen")
+
+
+def _show_choices(console: Console, found: Planned, table: TableChoice) -> None:
+    console.print(f"choices of table {table.name}; bytes that a rank sends per step", markup=False)
+    columns = ("choice", "route", "fetch", "push", "in host", "uplink", "takes", "more")
+    grid = _grid(columns, ("choice",))
+    for cost in (table.chosen, *table.others):
+        by_purpose = [
+            bytes_words(cost.sent[purpose, "local"] + cost.sent[purpose, "remote"])
+            for purpose in ("route", "fetch", "push")
+        ]
+        grid.add_row(*map(Text, [
+            _words(cost, found), *by_purpose, bytes_words(cost.bytes_over("local")),
+            bytes_words(cost.bytes_over("remote")), seconds_words(cost.seconds),
+            "chosen" if cost is table.chosen else _more(cost.more),
+        ]))  # fmt: skip
+    console.print(grid)
+    how = "as it was said" if table.is_forced else "the fewest seconds of the whole step"
+    console.print(
+        f"chosen: {how}, all other tables staying as they are. To force another: "
+        f"--set plan.tables.{table.name}.exchange=... --set plan.tables.{table.name}.sharding=...",
+        markup=False,
+    )
+    console.print(str(found.world))
+
+
+def _show_totals(console: Console, found: Planned, tables: Sequence[Table]) -> None:
+    console.print()
+    said = found.prediction
+    used: dict[str, Any] = {"dram": 0, "mapped": 0}
+    for table, planned in zip(tables, found.plan.tables, strict=True):
+        used[planned.tier] += planned.capacity_rows * slot_bytes(table)
+    budget = found.plan.dram_bytes
+    memory = f"memory {bytes_words(used['dram'])}"
+    memory += " (no limit)" if budget is None else f" of {bytes_words(budget)}"
+    if used["mapped"]:
+        memory += f", mapped {bytes_words(used['mapped'])}"
+    console.print(
+        f"{memory}; {said.hit_rate:.2%} of a batch's rows are there or new; a sample reads {said.reads_per_sample:.3g} "
+        f"rows from files and meets {said.births_per_sample:.3g} for the first time; "
+        f"{bytes_words(said.written_per_second)}/s written; lookahead {said.lookahead}"
+    )
+    console.print(str(found.device), markup=False)
+    costs = found.costs
+    console.print(
+        f"a step takes {seconds_words(costs.step_seconds)} with all rows in memory, "
+        f"{seconds_words(costs.born_seconds)} more for each new row, {seconds_words(costs.moved_seconds)} "
+        "for each that is read or evicted"
+    )
+    if found.world.num_ranks > 1:
+        _show_links(console, found.choice, found)
+    console.print(
+        f"predicted: {said.samples_per_second:,.0f} samples/s, {said.samples_per_second / said.all_in_memory:.0%} of "
+        f"{said.all_in_memory:,.0f} with all rows in memory; what limits: {said.limit}",
+        style="bold",
+    )
+
+
+def _show_links(console: Console, choice: Choice, found: Planned) -> None:
+    said, seconds = found.prediction, choice.seconds
+    console.print(str(found.world))
+    if found.world.origin != "measured":
+        console.print("this world does not run here: what is said of its links is taken as it is")
+    total = {
+        link: sum(size for (_, over), size in choice.sent.items() if over == link)
+        for link in ("local", "remote")
+    }
+    dense = said.waited_seconds - seconds.waited
+    console.print(
+        f"a rank sends {bytes_words(total['local'])} in its host and {bytes_words(total['remote'])} over the uplink "
+        f"per step, which takes {seconds_words(seconds.fetch)} for rows, {seconds_words(seconds.push)} for gradients, "
+        f"{seconds_words(dense)} for dense ones, and {seconds_words(seconds.route)} behind the model for ids"
+    )
+    console.print(
+        f"a step: {seconds_words(said.step_seconds)}, of which {seconds_words(said.processor_seconds)} computing and "
+        f"{seconds_words(said.waited_seconds)} waiting for links; 16-bit values and gradients, which are not exact "
+        f"and never chosen, would save {seconds_words(choice.halved_seconds)}"
+    )
+
+
+def _words(cost: Cost, found: Planned) -> str:
+    if cost.exchange == "replicated":
+        return "copies"
+    return f"{cost.exchange}, {_place(cost.sharding, found)}"
+
+
+def _place(sharding: Sharding, found: Planned) -> str:
+    first = sharding.ranks[0]
+    if sharding.kind == "table_wise":
+        return f"rank {first}"
+    return f"host {found.world.host(first)}" if sharding.kind == "host_wise" else "all"
+
+
+def _kind_words(cost: Cost) -> str:
+    if cost.exchange == "replicated":
+        return "copies"
+    where = {"table_wise": "a rank", "host_wise": "a host"}.get(cost.sharding.kind, "all")
+    return f"{cost.exchange}, {where}"
+
+
+def _more(seconds: float) -> str:
+    return f"+{seconds_words(seconds)}" if seconds > 1e-9 else "same"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

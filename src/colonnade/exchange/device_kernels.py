@@ -1,0 +1,235 @@
+"""Rows and gradients as tensors on a device: `Kernels` in plain PyTorch, by the twins in `ops/`.
+
+A few operations per read and per table; none per row. On a CPU the results have the bits of the native kernels. On a
+GPU they have them where its arithmetic rounds as IEEE 754 says, operation by operation; sums have the same order.
+
+Legend: B samples, E lookups, O_t rows of table t that a batch touched, W_t elements of such a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from colonnade import _native
+from colonnade.exchange.contract import RowGradients, RowSource, Ticket
+from colonnade.exchange.kernels import NativeKernels, output_shapes
+from colonnade.exchange.layout import Consumption, Declaration, Lookups, Output
+from colonnade.exchange.wire import RowLayout
+from colonnade.ops import optimizers as rules
+from colonnade.ops import reference
+from colonnade.store.contract import RowView
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Each owned row's gradient, summed: the `source` of `RowGradients` on a device."""
+
+    by_table: list[Tensor]  # (O_t, W_t) of the compute dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A batch's lookups on the device."""
+
+    rows: list[Tensor]  # by table, (slots, W_t)
+    index: Tensor  # (E,) int32 slots
+    bags: list[tuple[Tensor | None, reference.Pooling, Tensor | None]]
+    """By column of lookups: bag offsets, pooling and lookup weights, as `reference.pool` takes them."""
+
+
+class DeviceKernels:
+    """placed: `Placed`.
+
+    Messages between ranks go by the host: rows are gathered here and copied once; gradients that arrived are summed by
+    `host` and copied once.
+    """
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        consumption: Consumption,
+        outputs: Sequence[Output],
+        host: NativeKernels,
+    ) -> None:
+        self.declaration, self.consumption, self.outputs = declaration, consumption, outputs
+        self.host = host
+        starts = [(i, column) for i, output in enumerate(outputs) for column in output.columns]
+        # Of each read: column of lookups, table, part, output, first column there.
+        self.reads = [
+            (c, *declaration.parts[p], *start)
+            for (c, p), start in zip(consumption.reads, starts, strict=True)
+        ]
+        self.tables = consumption.tables.tolist()  # by column of lookups
+        self.poolings: list[reference.Pooling] = [
+            declaration.features[f].pooling for f in consumption.features
+        ]
+
+    def place(self, lookups: Lookups, views: Sequence[RowView], index: Tensor) -> Placed:
+        rows = [view.rows for view in views if view.rows is not None]
+        device = rows[0].device
+        return Placed(rows, index.to(device), self._bags(lookups, device))
+
+    def pool(self, lookups: Lookups, placed: Placed) -> list[Tensor]:
+        dtype, device = self.declaration.output_dtype, placed.index.device
+        shapes = output_shapes(self.outputs, self.consumption, lookups)
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        bounds = lookups.feature_offsets.tolist()
+        for c, t, part, i, start in self.reads:
+            mine = placed.index[bounds[c] : bounds[c + 1]]
+            found = placed.rows[t][:, part.column : part.column + part.dim].index_select(0, mine)
+            pooled = reference.pool(found, *placed.bags[c], dtype)
+            tensors[i][:, start : start + part.dim] = pooled
+        return tensors
+
+    def zeros(self, lookups: Lookups) -> list[Tensor]:
+        """On the CPU: no rank's backward gave anything, and nothing tells where its rows lay."""
+        return self.host.zeros(lookups)
+
+    def message(self, source: RowSource, index: Tensor, layout: RowLayout, requests: Any) -> Tensor:
+        rows = [view.rows for view in source.views if view.rows is not None]
+        counts = layout.counts.ravel().tolist()  # rank by rank, table by table
+        blocks = [
+            rows[b % len(rows)].index_select(0, mine).flatten()
+            for b, mine in enumerate(index.to(rows[0].device).split(counts))
+        ]
+        return torch.cat(blocks).cpu()
+
+    def of_outputs(self, ticket: Ticket, gradients: list[Tensor]) -> RowGradients:
+        placed: Placed = ticket.reads.placed
+        device, bags = placed.index.device, placed.bags
+        gradients = [each.to(device) for each in gradients]
+        lookups, plan = ticket.lookups, ticket.plan
+        segments, entries = torch.as_tensor(plan.segment_offsets), torch.as_tensor(plan.entries)
+        firsts = segments[ticket.owned_offsets].tolist()
+        parts = [lookups.feature_offsets, segments, entries]  # one copy for all of them
+        moved = torch.cat(parts).to(device).split([len(each) for each in parts])
+        ends, segments, entries = moved
+        offsets, bounds = ticket.owned_offsets.tolist(), lookups.feature_offsets.tolist()
+        sums = []
+        for t, table in enumerate(self.declaration.tables):
+            columns = [c for c, of in enumerate(self.tables) if of == t]
+            mine = entries[firsts[t] : firsts[t + 1]]
+            own = segments[offsets[t] : offsets[t + 1] + 1] - firsts[t]
+            whole = torch.zeros(
+                len(own) - 1, table.width, dtype=self.declaration.compute_dtype, device=device
+            )
+            for part in table.parts:
+                # Terms of the columns that read the part, side by side, and where each lookup's is.
+                read = {c: (i, start) for c, of, p, i, start in self.reads if of == t and p == part}
+                terms, shifts, length = [], [0] * len(self.tables), 0
+                for c in columns:
+                    if c not in read:
+                        continue
+                    i, start = read[c]
+                    shifts[c] = length - bounds[c]
+                    length += bounds[c + 1] - bounds[c]
+                    given = gradients[i][:, start : start + part.dim]
+                    terms.append(
+                        reference.lookup_gradients(
+                            given, *bags[c], num_lookups=bounds[c + 1] - bounds[c]
+                        )
+                    )
+                if not terms:
+                    continue
+                where, inside = mine, own
+                if len(columns) > 1:
+                    column = torch.bucketize(mine, ends[1:], right=True)
+                    where = mine + torch.tensor(shifts, device=device)[column]
+                    if len(read) < len(columns):  # lookups in the others add nothing
+                        is_read = torch.tensor(
+                            [c in read for c in range(len(shifts))], device=device
+                        )[column]
+                        where = where[is_read]
+                        inside = functional.pad(is_read.cumsum(0), (1, 0))[own.long()]
+                else:
+                    where = mine + shifts[columns[0]]
+                found = reference.sum_rows(torch.cat(terms), inside, where)
+                whole[:, part.column : part.column + part.dim] = found
+            sums.append(whole)
+        return RowGradients(ticket.pinned, ticket.owned_offsets, None, None, Sums(sums), gradients)
+
+    def merged(
+        self, tickets: Sequence[Ticket], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
+    ) -> RowGradients:  # fmt: skip
+        parts = [each.source.by_table for each in pushed]
+        segments = torch.as_tensor(plan.segment_offsets)
+        blocks = torch.as_tensor(plan.block_offsets)
+        firsts, entries = segments[blocks].tolist(), torch.as_tensor(plan.entries).long()
+        counts = np.stack([np.diff(ticket.owned_offsets.numpy()) for ticket in tickets])
+        # Rows are listed ticket by ticket, table by table; here a table's rows lie side by side.
+        starts = np.concatenate([[0], np.cumsum(counts.ravel())])[:-1].reshape(counts.shape)
+        here = np.cumsum(counts, axis=0) - counts
+        shifts = torch.from_numpy(here - starts)
+        ends = torch.from_numpy(starts.ravel()[1:].copy())
+        sums = []
+        for t in range(len(blocks) - 1):
+            terms = torch.cat([each[t] for each in parts])
+            mine = entries[firsts[t] : firsts[t + 1]]
+            mine = mine + shifts.ravel()[torch.bucketize(mine, ends, right=True)]
+            own = segments[blocks[t] : blocks[t + 1] + 1] - firsts[t]
+            sums.append(reference.sum_rows(terms, own.to(terms.device), mine.to(terms.device)))
+        return RowGradients(slots, blocks, None, None, Sums(sums), plan)
+
+    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
+        if not isinstance(pushed.source, Sums):
+            return self.host.squared_norm(pushed)
+        whole = torch.cat([each.flatten() for each in pushed.source.by_table])
+        return pushed, reference.squared_norm(whole)
+
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        numbers = [_settings(row) for row in settings.tolist()]
+        sums = self._on_device(pushed, store.device)
+        store.update(pushed.slots, pushed.offsets, sums, optimizers.tolist(), numbers)
+
+    def squared_norms(self, view: RowView, slots: Tensor) -> Tensor:
+        assert view.rows is not None
+        return rules.sum_squares(view.rows[slots.to(view.rows.device).long()].double()).cpu()
+
+    def _on_device(self, pushed: RowGradients, device: torch.device) -> list[Tensor]:
+        """(O_t, W_t) by table."""
+        if isinstance(pushed.source, Sums):
+            return pushed.source.by_table
+        _, values = self.host.summed(pushed)
+        counts, widths = pushed.offsets.diff().tolist(), self.declaration.widths.tolist()
+        parts = values.to(device).split([n * w for n, w in zip(counts, widths, strict=True)])
+        return [part.view(n, w) for part, n, w in zip(parts, counts, widths, strict=True)]
+
+    def _bags(
+        self, lookups: Lookups, device: torch.device
+    ) -> list[tuple[Tensor | None, reference.Pooling, Tensor | None]]:
+        bags: list[Tensor | None] = []
+        kinds: list[reference.Pooling] = []
+        for bag, pooling in zip(lookups.bags, self.poolings, strict=True):
+            # One lookup a sample, as of a sequence: nothing to add up or to divide by.
+            is_alone = bag is None or pooling == "sequence"
+            bags.append(None if is_alone else bag)
+            kinds.append("sequence" if is_alone else pooling)
+        dtype = self.declaration.compute_dtype
+        weights = [None if each is None else each.to(dtype) for each in lookups.weights]
+        return list(zip(_moved(bags, device), kinds, _moved(weights, device), strict=True))
+
+
+def _moved(parts: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
+    """The same on the device: one copy for all of them."""
+    there = [part for part in parts if part is not None]
+    if not there:
+        return list(parts)
+    moved = iter(torch.cat(there).to(device).split([len(part) for part in there]))
+    return [None if part is None else next(moved) for part in parts]
+
+
+def _settings(row: Sequence[float]) -> rules.Settings:
+    """Of a row as `_native.update` takes it."""
+    named: dict[str, Any] = dict(
+        zip((each.name for each in fields(rules.Settings)), row, strict=False)
+    )
+    return rules.Settings(**named)

@@ -1,0 +1,233 @@
+"""What a step computes on rows and their gradients: one contract, for wherever rows lie.
+
+`NativeKernels` works on addresses in this process's memory, `DeviceKernels` (device_kernels.py) on tensors of any
+device. `RowsExchange` takes the one that the rows' views ask for. Results are the same bits on the same processor.
+
+Legend: B samples, T tables, E lookups, O rows a rank owns, W elements of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade import _native
+from colonnade.exchange.contract import RowGradients, RowSource, Ticket
+from colonnade.exchange.layout import Consumption, Declaration, Lookups, Output
+from colonnade.exchange.wire import RowLayout, row_layout
+from colonnade.ops.memory import empty
+from colonnade.store.contract import RowView
+
+
+class Kernels(Protocol):
+    """Outputs, and gradients of them, lie where the rows do; messages are on the CPU."""
+
+    def place(self, lookups: Lookups, views: Sequence[RowView], index: Tensor) -> Any:
+        """Where `pool` finds the row of each lookup: index (E,) int32 slots."""
+        ...
+
+    def pool(self, lookups: Lookups, placed: Any) -> list[Tensor]:
+        """One tensor per output: pooled fields side by side (B, sum of dims), or the rows of a sequence (E_f, dim)."""
+        ...
+
+    def zeros(self, lookups: Lookups) -> list[Tensor]:
+        """As `pool`."""
+        ...
+
+    def message(self, source: RowSource, index: Tensor, layout: RowLayout, requests: Any) -> Tensor:
+        """Whole rows as they travel: index (P,) int32, the slots of what `requests` asks for, rank by rank, table by
+        table."""
+        ...
+
+    def of_outputs(self, ticket: Ticket, gradients: list[Tensor]) -> RowGradients:
+        """What backward gave, shaped as `pool`'s result: gradients of the rows of a ticket, in a world of one. Borrows
+        them."""
+        ...
+
+    def merged(
+        self,
+        tickets: Sequence[Ticket],
+        pushed: Sequence[RowGradients],
+        slots: Tensor,
+        plan: _native.Plan,
+    ) -> RowGradients:
+        """Several batches as one: each row's sum of each batch, added in their order. plan: of the owned rows of all
+        tickets, listed ticket by ticket; slots: by its unique rows."""
+        ...
+
+    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
+        """The sum of squares of all rows' sums, and gradients that need not be summed again."""
+        ...
+
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        """Apply them to rows of `store` that are pinned, and advance the rows' clocks: see `_native.update`."""
+        ...
+
+    def squared_norms(self, view: RowView, slots: Tensor) -> Tensor:
+        """(N,) float64 on the CPU: the sum of squares of each row's weights; slots (N,) int32."""
+        ...
+
+
+class NativeKernels:
+    """placed: (bases (T,), strides (T,), index (E,)): row e at base[t] + index[e] * stride[t] bytes."""
+
+    def __init__(
+        self, declaration: Declaration, consumption: Consumption, outputs: Sequence[Output], num_ranks: int
+    ) -> None:  # fmt: skip
+        self.declaration, self.consumption, self.outputs = declaration, consumption, outputs
+        self.widths = declaration.widths
+        self.dtype = declaration.tables[0].dtype
+        self.itemsize = declaration.tables[0].itemsize
+        self.compute = declaration.tables[0].compute_dtype
+        parts = [(c, *declaration.parts[p]) for c, p in consumption.reads]
+        self.reads = _native.Reads(
+            *_int32s((column, part.column, part.dim) for column, _, part in parts)
+        )
+        placed = [
+            (i, column, output.width)
+            for i, output in enumerate(outputs)
+            for column in output.columns
+        ]
+        read_places = torch.tensor(placed).reshape(-1, 3).T.contiguous()
+        self._read_outputs, self._read_columns, self._read_widths = read_places
+        self.whole_rows = _native.Reads(
+            *_int32s((i, 0, width) for i, width in enumerate(self.widths.tolist() * num_ranks))
+        )
+
+    def place(
+        self, lookups: Lookups | None, views: Sequence[RowView], index: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return (
+            torch.tensor([view.address for view in views], dtype=torch.int64),
+            torch.tensor([view.stride_bytes for view in views], dtype=torch.int64),
+            index,
+        )
+
+    def pool(self, lookups: Lookups, placed: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+        bases, strides, index = placed
+        tensors = self._empty(lookups)
+        out_bases, out_strides = self._addresses(tensors)
+        _native.pool(
+            lookups.native, index, bases, strides, self.reads,
+            out_bases, out_strides, self.dtype, self.declaration.output,
+        )  # fmt: skip
+        return tensors
+
+    def zeros(self, lookups: Lookups) -> list[Tensor]:
+        return [each.zero_() for each in self._empty(lookups)]
+
+    def message(
+        self, source: RowSource, index: Tensor, layout: RowLayout, requests: _native.Lookups
+    ) -> Tensor:
+        bases, strides, _ = self.place(None, source.views, index)
+        send = empty(layout.num_elements, dtype=self.declaration.dtype)
+        starts = torch.from_numpy(layout.block_elements.ravel() * self.itemsize)
+        widths = torch.from_numpy(self.widths * self.itemsize).repeat(len(layout.counts))
+        _native.pool(
+            requests, index, bases, strides, self.whole_rows,
+            send.data_ptr() + starts, widths, self.dtype, self.dtype,
+        )  # fmt: skip
+        return send
+
+    def of_outputs(self, ticket: Ticket, gradients: list[Tensor]) -> RowGradients:
+        plan = ticket.plan
+        return RowGradients(
+            ticket.pinned, ticket.owned_offsets, plan.segment_offsets, plan.entries,
+            self.source(ticket, gradients), gradients,
+        )  # fmt: skip
+
+    def source(self, ticket: Ticket, gradients: list[Tensor]) -> _native.OutputGradients:
+        dtype = str(gradients[0].dtype).removeprefix("torch.")
+        return _native.OutputGradients(
+            ticket.lookups.native, self.reads, *self._addresses(gradients), dtype
+        )
+
+    def sum_into(self, pushed: RowGradients, sums: Tensor, index: Tensor) -> None:
+        """sums: elements of the compute dtype; index (O,) int32: where each row's begin."""
+        _native.sum_rows(
+            pushed.segment_offsets, pushed.entries, pushed.source, pushed.offsets,
+            self.declaration.native_parts, sums.data_ptr(), index, self.compute,
+        )  # fmt: skip
+
+    def summed(self, pushed: RowGradients) -> tuple[RowGradients, Tensor]:
+        """The same gradients with each row's entries added up, and the elements that hold them: table by table, row by
+        row."""
+        counts = np.diff(pushed.offsets.numpy())[None, :]
+        layout = row_layout(counts, self.widths)
+        sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
+        index = layout.rank_major(self.widths)
+        self.sum_into(pushed, sums, index)
+        ramp = torch.arange(len(index) + 1, dtype=torch.int32)
+        source = _native.RowGradients(sums.data_ptr(), index, self.compute)
+        return RowGradients(
+            pushed.slots, pushed.offsets, ramp, ramp[:-1].contiguous(), source, (sums, index)
+        ), sums
+
+    def merged(
+        self, tickets: Sequence[Ticket], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
+    ) -> RowGradients:  # fmt: skip
+        counts = np.stack([np.diff(ticket.owned_offsets.numpy()) for ticket in tickets])
+        layout = row_layout(counts, self.widths)
+        sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
+        index = layout.rank_major(self.widths)
+        starts = np.concatenate([[0], np.cumsum(counts.sum(1))])
+        for i, part in enumerate(pushed):
+            self.sum_into(part, sums, index[starts[i] : starts[i + 1]].contiguous())
+        return RowGradients(
+            slots, torch.as_tensor(plan.block_offsets), plan.segment_offsets, plan.entries,
+            _native.RowGradients(sums.data_ptr(), index, self.compute), (sums, index, plan),
+        )  # fmt: skip
+
+    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
+        summed, values = self.summed(pushed)
+        return summed, _native.squared_norm(values.data_ptr(), values.numel(), self.compute)
+
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        _native.update(
+            store.native, pushed.slots, pushed.offsets, pushed.segment_offsets, pushed.entries, pushed.source,
+            self.declaration.native_parts, optimizers, settings,
+        )  # fmt: skip
+
+    def squared_norms(self, view: RowView, slots: Tensor) -> Tensor:
+        return torch.as_tensor(
+            _native.squared_norms(view.address, view.stride_bytes, view.dim, view.dtype, slots)
+        )
+
+    def _empty(self, lookups: Lookups) -> list[Tensor]:
+        dtype = self.declaration.output_dtype
+        shapes = output_shapes(self.outputs, self.consumption, lookups)
+        return [empty(*shape, dtype=dtype) for shape in shapes]
+
+    def _addresses(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """(R,) each: where output row 0 of each read lies, and the bytes between rows."""
+        itemsize = tensors[0].element_size() if tensors else 0
+        starts = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+        return starts[self._read_outputs] + self._read_columns * itemsize, self._read_widths * itemsize  # fmt: skip
+
+
+def output_shapes(
+    outputs: Sequence[Output], consumption: Consumption, lookups: Lookups
+) -> list[tuple[int, int]]:
+    """Of each output of a batch."""
+    shapes, first = [], 0
+    for output in outputs:
+        rows = lookups.batch_size
+        if output.is_sequence:
+            column = consumption.reads[first][0]
+            rows = int(lookups.feature_offsets[column + 1] - lookups.feature_offsets[column])
+        shapes.append((rows, output.width))
+        first += len(output.fields)
+    return shapes
+
+
+def _int32s(rows: Iterable[tuple[int, int, int]]) -> Tensor:
+    """(3, N) int32."""
+    return torch.tensor(list(rows), dtype=torch.int32).reshape(-1, 3).T.contiguous()

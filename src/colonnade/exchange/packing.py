@@ -1,0 +1,162 @@
+"""Ids on their way to the owners: what a request looks like, and how many bytes it will take.
+
+A request, one from each rank to each:
+    1 byte    1: codes of `Batch.next_use` follow
+    T lists   the unique rows asked for, table by table (`_native.pack_ids`, ascending): local rows of a vocabulary,
+              hashes of an open table, as bit-packed distances
+    numbers   a code for each id, where they follow
+For other messages: `_native.pack_ids` packs ids as listed, too, where they may come twice
+and in any order (local rows at the width of the widest of 128); `_native.pack_numbers` packs counts, lengths of bags
+and other small numbers. The format is told in native/packing.h, its slow twin is packing_reference.py.
+
+Legend: T tables, N ranks, P ids asked of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade import _native
+from colonnade.errors import WorldError
+
+FLAG_BYTES = 1
+BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What all ranks asked of this one."""
+
+    ids: Tensor  # (P,) int64, rank by rank, table by table
+    counts: np.ndarray  # (N, T) int64
+    codes: Tensor | None  # (P,) uint8; None: no rank knows. 0 for ids of ranks that do not
+
+
+def pack_requests(
+    ids: Tensor,
+    firsts: np.ndarray,
+    lasts: np.ndarray,
+    rows: Tensor,
+    num_owners: Tensor,
+    places: np.ndarray,
+    *,
+    codes: Tensor | None,
+) -> list[np.ndarray]:
+    """By rank, uint8. ids (U,), and codes of them; firsts, lasts (N, T): the ids that rank n has of table t; places
+    (N, T): as which of the table's owners, -1 for none; rows, num_owners (T,) int64."""
+    num_ranks, num_tables = firsts.shape
+    lists, ends = _native.pack_ids(
+        ids, _flat(firsts), _flat(lasts), rows.repeat(num_ranks), num_owners.repeat(num_ranks),
+        _flat(places.clip(0)), True,
+    )  # fmt: skip
+    packed, flag = np.asarray(lists), np.array([codes is not None], np.uint8)
+    borders = [0, *np.asarray(ends)[num_tables - 1 :: num_tables].tolist()]
+    messages = []
+    for rank in range(num_ranks):
+        parts = [flag, packed[borders[rank] : borders[rank + 1]]]
+        if codes is not None:
+            bounds = zip(firsts[rank].tolist(), lasts[rank].tolist(), strict=True)
+            known = torch.cat([codes[first:last] for first, last in bounds])
+            parts.append(np.asarray(_native.pack_numbers(known.long())))
+        messages.append(np.concatenate(parts))
+    return messages
+
+
+def unpack_requests(
+    messages: Sequence[np.ndarray], rows: Tensor, num_owners: Tensor, places: Tensor
+) -> Requests:
+    """messages: by rank, of `pack_requests`; places (T,): this rank's. Raises WorldError naming the rank whose message
+    is none."""
+    found = []
+    for rank, message in enumerate(messages):
+        try:
+            found.append(_unpack(message, rows, num_owners, places))
+        except ValueError as error:
+            raise WorldError(
+                f"rank {rank} sent {len(message)} bytes that are no request for rows ({error}); all ranks must run one "
+                "version of Colonnade on one model"
+            ) from None
+    codes = None
+    if any(each.codes is not None for each in found):
+        zeros = [torch.zeros(len(each.ids), dtype=torch.uint8) for each in found]
+        known = zip((each.codes for each in found), zeros, strict=True)
+        codes = torch.cat([zero if code is None else code for code, zero in known])
+    ids, counts = [each.ids for each in found], [each.counts for each in found]
+    return Requests(torch.cat(ids), np.concatenate(counts), codes)
+
+
+def _unpack(message: np.ndarray, rows: Tensor, num_owners: Tensor, places: Tensor) -> Requests:
+    """One rank's. Raises ValueError."""
+    if len(message) < FLAG_BYTES or message[0] > 1:
+        raise ValueError(f"got {message[:FLAG_BYTES].tolist()} at its beginning, wanted [0] or [1]")
+    rest, codes = message[FLAG_BYTES:], None
+    ids, counts, used = _native.unpack_ids(rest, rows, num_owners, places.clamp(min=0), True)
+    rest = rest[used:]
+    if bool((np.asarray(counts)[places.numpy() < 0] > 0).any()):
+        raise ValueError("got ids of a table that has no rows here")
+    if message[0]:
+        numbers, used = _native.unpack_numbers(rest, len(ids))
+        rest, numbers = rest[used:], torch.as_tensor(numbers)
+        if bool((numbers >> 8).any()):
+            raise ValueError("got a code of more than 8 bits")
+        codes = numbers.to(torch.uint8)
+    if len(rest):
+        raise ValueError(f"got {len(rest)} bytes after its end")
+    return Requests(torch.as_tensor(ids), np.asarray(counts)[None, :], codes)
+
+
+def expected_list_bytes(count: float, rows: int, num_owners: int) -> float:
+    """Bytes of a list that asks an owner for `count` of its rows, every set of so many being as likely: what hashed ids
+    come to, and popular ids that are spread over a table; ids in order of popularity are to be measured. rows 0: an
+    open table. Pure."""
+    if count <= 0:
+        return 1.0
+    least = math.floor(count)
+    if count > least:  # a mean over batches
+        part = count - least
+        below, above = (expected_list_bytes(n, rows, num_owners) for n in (least, least + 1))
+        return (1 - part) * below + part * above
+    keys = -(-rows // num_owners) if rows else 2.0**64 / num_owners
+    varint = 1 + sum(count >= 1 << 7 * i for i in range(1, 10))
+    whole, rest = divmod(least, BLOCK)
+    blocks = whole * _block_bytes(BLOCK, count, keys)
+    if rest:
+        blocks += _block_bytes(rest, count, keys)
+    return varint + (0 if rows else 1) + blocks
+
+
+def _block_bytes(length: int, count: float, keys: float) -> float:
+    """A block of `length` of the distances between `count` of `keys` keys: its width is that of the largest."""
+    size = chance_before = 0.0
+    for width in range(65):
+        # A distance reaches 2^width where so many keys in a row are not among the `count`.
+        free = 1 - 2.0**width / max(1.0, keys - (count - 1) / 2)
+        longer = free**count if free > 0 and 2.0**width <= keys - count else 0.0
+        chance = (1 - longer) ** length
+        size += (chance - chance_before) * (1 + math.ceil(length * width / 8))
+        chance_before = chance
+    return size
+
+
+def measured_id_bytes(ids: Tensor, rows: int, num_owners: int) -> float:
+    """Bytes that an id takes in requests for these ids of one batch (any order, repeats count once): what to give
+    `Load.id_bytes` where ids are known."""
+    offsets, table = torch.tensor([0, len(ids)]), torch.zeros(1, dtype=torch.int32)
+    asked = _native.Lookups(ids, offsets, table, torch.tensor([2], dtype=torch.uint8), 0, None, None)  # fmt: skip
+    plan = _native.make_plan(asked, torch.tensor([rows]), torch.tensor([num_owners]))
+    blocks, owners = torch.as_tensor(plan.block_offsets), torch.full((num_owners,), num_owners)
+    packed, _ = _native.pack_ids(
+        plan.unique_ids, blocks[:-1].contiguous(), blocks[1:].contiguous(), torch.full_like(owners, rows), owners,
+        torch.arange(num_owners), True,
+    )  # fmt: skip
+    return len(packed) / max(1, plan.num_unique)
+
+
+def _flat(numbers: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64)).view(-1)

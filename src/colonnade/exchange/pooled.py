@@ -1,0 +1,391 @@
+"""`pooled`: owners sum the rows of bags, for the samples of all ranks at once; partial sums travel to the samples'
+ranks, and gradients of pooled values travel back.
+
+Per rank and step: an id per lookup out, a block of (its samples, an owner's fields) in from every owner, and such a
+block of gradients out. A requester adds the owners' blocks in rank order (a table with one owner: nothing to add) and
+divides by the bags' lengths where a feature asks for means, so an owner need not know what lies elsewhere.
+
+Legend: B samples of this rank, G samples of all ranks, C columns of lookups, E lookups, N ranks, O rows this rank
+owns, W columns of all fields side by side, W_o those with a share on rank o.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade import _native
+from colonnade.batch import Batch
+from colonnade.errors import CheckpointError, ConfigError
+from colonnade.exchange import bags
+from colonnade.exchange.codec import CODECS, Block, Draw, decode, encode
+from colonnade.exchange.coding import AS_IT_IS, Coding
+from colonnade.exchange.contract import (
+    REASSOCIATED,
+    Asked,
+    Cost,
+    Load,
+    RowGradients,
+    RowSource,
+    Ticket,
+)
+from colonnade.exchange.fields import Fields, runs_of
+from colonnade.exchange.layout import (
+    Consumption,
+    Declaration,
+    Lookups,
+    collect,
+    collect_codes,
+    consumption,
+    explain_range,
+    outputs,
+)
+from colonnade.exchange.owner import Owner, soonest, take
+from colonnade.exchange.pooled_cost import cost_of
+from colonnade.exchange.recording import CPU, check_held, summed_backwards
+from colonnade.exchange.routing import counted
+from colonnade.ops.memory import empty
+from colonnade.table import POOLINGS
+from colonnade.topology.mesh import Call, Mesh
+from colonnade.topology.sharding import Sharding, row_wise
+from colonnade.topology.world import World
+
+
+@dataclass(slots=True)
+class Wire:
+    """Who has which samples."""
+
+    sizes: list[int]  # by rank
+    lookups: Lookups  # of this rank's batch
+
+
+@dataclass(slots=True)
+class Fetched:
+    """Pooled sums, for the samples of this rank."""
+
+    received: (
+        Tensor  # (sum of B * W_o,): from owner after owner; or all fields, where it was restored
+    )
+    is_whole: bool  # (B, W): nothing to add
+    work: Call | None = None
+    keep: Any = None
+    decode: Callable[[], None] | None = None  # once it has arrived
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        if self.decode is not None:
+            self.decode()
+            self.decode = None
+
+
+class PooledExchange(Owner):
+    """One rank's end."""
+
+    exactness = REASSOCIATED
+    """Sums of a bag whose rows have several owners, of a row's gradients over the ranks, and of the gradients of a
+    field that several consumers take."""
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        mesh: Mesh,
+        shardings: Sequence[Sharding],
+        coding: Coding = AS_IT_IS,
+    ) -> None:
+        """shardings: by table; none of those looked up here replicates. Raises ConfigError for sequences."""
+        for feature in declaration.features:
+            if feature.pooling == "sequence":
+                raise ConfigError(
+                    f"feature {feature.name!r} of table {feature.table!r}: got exchange pooled for a sequence, whose "
+                    "rows reach the model one by one; give this table exchange rows"
+                )
+        self.declaration, self.shardings, self.coding = declaration, shardings, coding
+        self.exactness = coding.exactness(REASSOCIATED, declaration.dtype, mesh.num_ranks)
+        self.outputs = outputs(declaration)
+        order = dict.fromkeys(i for output in self.outputs for i in output.fields)
+        self.fields = Fields(declaration, tuple(order))
+        shares = [self.fields.share(rank, shardings) for rank in range(mesh.num_ranks)]
+        self.widths_of = [share.width for share in shares]
+        fields = declaration.fields
+        self.dims_of = [tuple(fields[i].dim for i in share.order) for share in shares]
+        self.here = shares[mesh.rank]
+        sums = self.here.as_sums()
+        self.owned = consumption(sums)
+        super().__init__(sums, self.owned, outputs(sums), mesh)
+        features = self.fields.features
+        tables = [declaration.table_of(declaration.features[f]) for f in features]
+        poolings = [POOLINGS.index(declaration.features[f].pooling) for f in features]
+        self.asked = Consumption(
+            features, (), torch.tensor(tables, dtype=torch.int32), torch.tensor(poolings, dtype=torch.uint8)
+        )  # fmt: skip
+        column = {f: c for c, f in enumerate(features)}
+        self.columns = [
+            np.array([column[f] for f in share.features], dtype=np.int64) for share in shares
+        ]
+        self.blocks = runs_of([[(i, s) for i, s in share.starts.items()] for share in shares], self.fields)  # fmt: skip
+        self.taken = runs_of(
+            [list(zip(each.fields, each.columns, strict=True)) for each in self.outputs],
+            self.fields,
+        )
+        self.divided = [
+            (column[field.feature], declaration.features[field.feature].pooling, slice(start, start + field.dim))
+            for field, start in ((declaration.fields[i], s) for i, s in self.fields.starts.items())
+            if declaration.features[field.feature].pooling in ("mean", "sqrtn")
+        ]  # fmt: skip
+
+    def ask(self, batch: Batch, purpose: str = "route") -> Asked:
+        """Raises IdRangeError, DataError."""
+        lookups = collect(batch, self.declaration, self.asked)
+        codes = None
+        if batch.next_use is not None:
+            codes = collect_codes(batch, self.declaration, self.asked)
+        dealt = bags.deal(
+            lookups, self._owners(lookups), self.columns, self.declaration.compute_dtype, codes
+        )
+        messages = []
+        if self.mesh.num_ranks > 1:
+            messages = [bags.pack(each, self.declaration.compute_dtype) for each in dealt]
+        return Asked(batch.size, messages, (lookups, dealt))
+
+    def answer(
+        self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
+    ) -> Ticket:
+        dtype = self.declaration.compute_dtype
+        lookups, dealt = asked.lookups
+        if self.mesh.num_ranks > 1:
+            columns = len(self.columns[self.mesh.rank])
+            dealt = [
+                bags.unpack(message, columns, dtype, rank) for rank, message in enumerate(heard)
+            ]
+        every = bags.join(dealt, dtype)
+        owned = self._lookups(every)
+        plan = _native.make_plan(owned.native, self.table_rows, self.undealt)
+        codes = None if every.codes is None else soonest(every.codes, plan)
+        ticket = Ticket(
+            step, asked.size, owned, plan, torch.as_tensor(plan.unique_ids),
+            torch.as_tensor(plan.block_offsets), plan, weight, codes, purpose=purpose,
+        )  # fmt: skip
+        ticket.wire = Wire([each.lengths.shape[1] for each in dealt], lookups)
+        return ticket
+
+    def _owners(self, lookups: Lookups) -> np.ndarray:
+        """(E,) int32: the rank that has each lookup's row. Raises IdRangeError."""
+        found, starts = [], lookups.feature_offsets.tolist()
+        for c, t in enumerate(self.asked.tables.tolist()):
+            ranks = np.array(self.shardings[t].ranks, dtype=np.int32)
+            rows, ids = self.declaration.tables[t].rows or 0, lookups.ids[starts[c] : starts[c + 1]]
+            try:
+                found.append(ranks[np.asarray(_native.owner_of(ids, rows, len(ranks)))])
+            except IndexError as error:
+                named = IndexError(f"table {t} feature {c} {error}")
+                raise explain_range(named, self.declaration, self.asked.features) from None
+        return np.concatenate(found) if found else np.zeros(0, np.int32)
+
+    def _lookups(self, asked: bags.Bags) -> Lookups:
+        """All ranks' lookups of rows that lie here, as one batch of G samples."""
+        num_columns, size = asked.lengths.shape
+        ends = np.zeros((num_columns, size + 1), np.int64)
+        np.cumsum(asked.lengths, axis=1, out=ends[:, 1:])
+        offsets = np.concatenate([[0], np.cumsum(ends[:, -1])]).astype(np.int64)
+        is_one_hot = bool((asked.lengths == 1).all())
+        flat = None
+        if not is_one_hot:
+            flat = np.append((ends[:, :-1] + offsets[:-1, None]).ravel(), offsets[-1])
+        ids, starts = torch.from_numpy(asked.ids), torch.from_numpy(offsets)
+        weights = None if asked.weights is None else torch.from_numpy(asked.weights)
+        native = _native.Lookups(
+            ids, starts, self.owned.tables, self.owned.poolings, size,
+            None if flat is None else torch.from_numpy(flat), weights,
+        )  # fmt: skip
+        return Lookups(
+            ids, starts, native, size,
+            [None if is_one_hot else torch.from_numpy(each) for each in ends],
+            [None] * num_columns if weights is None else list(weights.split(np.diff(offsets).tolist())),
+        )  # fmt: skip
+
+    def fetch(self, ticket: Ticket, source: RowSource) -> None:
+        """Collective in a world of several. Rows are pooled before it returns; the sums may still travel."""
+        block = empty(0, dtype=self.declaration.compute_dtype)
+        if self.here.order:
+            placed = ticket.placed if source.rows is ticket.slots else None
+            if placed is None:
+                placed = take(source.rows, ticket.owner_plan.inverse)
+            kernels = self.kernels(source.views)
+            (pooled,) = kernels.pool(ticket.lookups, kernels.place(ticket.lookups, source.views, placed))  # fmt: skip
+            block = pooled.to(CPU).view(-1)
+        counts_as, codec = counted(ticket.purpose, "fetch"), CODECS[self.coding.codecs.values]
+        if codec.name == "exact" or self.mesh.num_ranks == 1:
+            received, work = self.mesh.all_to_all(
+                "fetch", block, self._served(ticket), self._asked(ticket), wait=False,
+                counts_as=counts_as,
+            )  # fmt: skip
+            ticket.reads = Fetched(received, False, work, block)
+            return
+        theirs, mine = self._blocks(ticket)
+        coded = encode(codec, block, theirs)
+        data, work = self.mesh.all_to_all(
+            "fetch", coded, [each.bytes_of(codec, block.dtype) for each in theirs],
+            [each.bytes_of(codec, block.dtype) for each in mine], wait=False, counts_as=counts_as,
+        )  # fmt: skip
+        received = empty(sum(self._asked(ticket)), dtype=block.dtype)
+        ticket.reads = Fetched(received, False, work, coded, partial(decode, codec, data, mine, received))  # fmt: skip
+
+    def pooled(self, ticket: Ticket) -> list[Tensor]:
+        """One tensor per output, in the output dtype."""
+        total = self._total(ticket)
+        lookups: Lookups = ticket.wire.lookups
+        for c, pooling, columns in self.divided:
+            if (bag := lookups.bags[c]) is not None:
+                lengths = bag.diff().clamp(min=1).to(total.dtype)
+                total[:, columns] /= (lengths if pooling == "mean" else _sqrt(lengths))[:, None]
+        dtype, tensors = self.declaration.output_dtype, []
+        for output, runs in zip(self.outputs, self.taken, strict=True):
+            if len(runs) == 1 and runs[0].width == total.shape[1] and len(self.outputs) == 1:
+                tensors.append(total.to(dtype))
+                continue
+            tensor = empty(len(total), output.width, dtype=dtype)
+            for run in runs:
+                tensor[:, run.columns_here] = total[:, run.columns_there]
+            tensors.append(tensor)
+        return tensors
+
+    def _total(self, ticket: Ticket) -> Tensor:
+        """(B, W) of the compute dtype: sums of bags, added over owners in rank order. The caller's own."""
+        reads: Fetched = ticket.reads
+        reads.wait()
+        size = ticket.batch_size
+        if reads.is_whole or self.mesh.num_ranks == 1:
+            return reads.received.view(size, self.fields.width).clone()
+        total = empty(size, self.fields.width, dtype=self.declaration.compute_dtype)
+        parts = reads.received.split(self._asked(ticket))
+        for part, width, runs in zip(parts, self.widths_of, self.blocks, strict=True):
+            block = part.view(size, width)
+            for run in runs:
+                there, here = total[:, run.columns_there], block[:, run.columns_here]
+                there.copy_(here) if run.is_first else there.add_(here)
+        return total
+
+    def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
+        """Collective in a world of several: every rank pushes the same tickets, with gradients or without."""
+        pushed = [self._push_one(ticket, step, i) for i, ticket in enumerate(tickets)]
+        return self.merge(tickets, pushed) if pushed else None
+
+    def _push_one(self, ticket: Ticket, step: int, number: int) -> RowGradients:
+        """number: of the ticket in its step."""
+        send = self._gradients(ticket)
+        codec = CODECS[self.coding.codecs.gradients]
+        if codec.name == "exact" or self.mesh.num_ranks == 1:
+            asked, served = self._asked(ticket), self._served(ticket)
+            received, _ = self.mesh.all_to_all("push", send, asked, served)
+        else:
+            theirs, mine = self._blocks(ticket)
+            samples, rank = torch.arange(ticket.batch_size), self.mesh.rank
+            draws = [
+                Draw(samples, self.coding.seed(f"pooled by {owner}", rank, number), step)
+                for owner in range(self.mesh.num_ranks)
+            ]
+            data, _ = self.mesh.all_to_all(
+                "push", encode(codec, send, mine, draws),
+                [each.bytes_of(codec, send.dtype) for each in mine],
+                [each.bytes_of(codec, send.dtype) for each in theirs],
+            )  # fmt: skip
+            received = empty(sum(self._served(ticket)), dtype=send.dtype)
+            decode(codec, data, theirs, received)
+        if not self.here.order:
+            none = torch.empty(0, dtype=torch.int32)
+            source = _native.RowGradients(received.data_ptr(), none, self.native.compute)
+            return RowGradients(
+                ticket.pinned, ticket.owned_offsets, torch.zeros(1, dtype=torch.int32), none, source
+            )
+        total = sum(ticket.wire.sizes)
+        return self.native.of_outputs(ticket, [received.view(total, self.here.width)])
+
+    def _gradients(self, ticket: Ticket) -> Tensor:
+        """(sum of B * W_o,) of the compute dtype: gradients of the owners' sums, owner after owner."""
+        dtype, size = self.declaration.compute_dtype, ticket.batch_size
+        total = empty(size, self.fields.width, dtype=dtype)
+        given = summed_backwards(ticket, dtype)
+        if given is None:
+            total.zero_()
+        else:
+            for gradient, runs in zip(given, self.taken, strict=True):
+                for run in runs:
+                    there = total[:, run.columns_there]
+                    here = gradient[:, run.columns_here]
+                    there.copy_(here) if run.is_first else there.add_(here)
+        lookups: Lookups = ticket.wire.lookups
+        for c, pooling, columns in self.divided:
+            if (bag := lookups.bags[c]) is not None:
+                lengths = bag.diff().clamp(min=1).to(dtype)
+                total[:, columns] *= (1 / (lengths if pooling == "mean" else _sqrt(lengths)))[:, None]  # fmt: skip
+        if self.mesh.num_ranks == 1:
+            return total.view(-1)
+        send = empty(sum(self._asked(ticket)), dtype=dtype)
+        parts = send.split(self._asked(ticket))
+        for part, width, runs in zip(parts, self.widths_of, self.blocks, strict=True):
+            block = part.view(size, width)
+            for run in runs:
+                block[:, run.columns_here] = total[:, run.columns_there]
+        return send
+
+    def drop(self, ticket: Ticket) -> None:
+        if ticket.reads is not None and ticket.reads.work is not None:
+            ticket.reads.work.wait()
+        ticket.reads = None
+        ticket.forget()
+
+    def hold(self, ticket: Ticket) -> dict[str, Tensor]:
+        """What a fetched ticket has read: sums (B, W), by sample."""
+        return {"sums": self._total(ticket)}
+
+    def restore(self, ticket: Ticket, held: Sequence[dict[str, Tensor]]) -> None:
+        """Instead of `fetch`: this rank's samples of what all ranks of some world held for this step's global batch,
+        whose blocks they are, in rank order, in every world. Raises CheckpointError for what another exchange held."""
+        check_held(held, "sums")
+        sums = torch.cat([each["sums"] for each in held])
+        sizes, rank = ticket.wire.sizes, self.mesh.rank
+        if sums.shape != (sum(sizes), self.fields.width):
+            raise CheckpointError(
+                f"the commit holds sums of shape {tuple(sums.shape)} that were read ahead, this batch wants "
+                f"{(sum(sizes), self.fields.width)}; go on with the data, model and batch size of the commit"
+            )
+        first = sum(sizes[:rank])
+        ticket.reads = Fetched(sums[first : first + sizes[rank]].reshape(-1), True)
+
+    def cost(self, load: Load, world: World) -> Cost:
+        """Payload a rank sends per step: ids and lengths of bags to owners; sums to the ranks of samples, and their
+        gradients back. Of the shardings it was opened with; row_wise ones follow the world."""
+        shardings = [
+            row_wise(world.num_ranks) if each.kind == "row_wise" else each
+            for each in self.shardings
+        ]
+        return cost_of(self.fields, shardings, load, world, self.coding.codecs)
+
+    def _blocks(self, ticket: Ticket) -> tuple[list[Block], list[Block]]:
+        """By rank: of its samples, what lies here; of this rank's samples, what lies there."""
+        here = self.dims_of[self.mesh.rank]
+        return (
+            [Block(size, here) for size in ticket.wire.sizes],
+            [Block(ticket.batch_size, dims) for dims in self.dims_of],
+        )
+
+    def _served(self, ticket: Ticket) -> list[int]:
+        """Elements of the block of each rank's samples, of what lies here."""
+        return [size * self.here.width for size in ticket.wire.sizes]
+
+    def _asked(self, ticket: Ticket) -> list[int]:
+        """Elements of the block of this rank's samples, of what lies with each owner."""
+        return [ticket.batch_size * width for width in self.widths_of]
+
+
+def _sqrt(values: Tensor) -> Tensor:
+    """Correctly rounded, as the native kernels'; torch's own on a CPU is not."""
+    return torch.from_numpy(np.sqrt(values.numpy()))

@@ -1,0 +1,87 @@
+"""From pooled tensors to what a model sees; on the way back, gradients are recorded on the ticket and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from colonnade.errors import CheckpointError
+from colonnade.exchange.contract import Consumer, Ticket
+from colonnade.exchange.layout import Declaration, Output
+
+CPU = torch.device("cpu")
+
+
+class Pools(Protocol):
+    """What pools a ticket's values: an exchange."""
+
+    def pooled(self, ticket: Ticket) -> list[Tensor]: ...
+
+
+class _Pool(torch.autograd.Function):
+    """Forward pools; backward only records the gradients on the ticket: rows change in RowOptimizer.step."""
+
+    @staticmethod
+    def forward(ctx, exchange: Pools, ticket: Ticket, handle: Tensor):
+        ctx.ticket = ticket
+        return tuple(exchange.pooled(ticket))
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        if ctx.ticket.is_done:
+            raise RuntimeError(
+                "backward reached a batch that RowOptimizer.step() has applied or dropped already; "
+                "call backward before step"
+            )
+        ctx.ticket.record([gradient.contiguous() for gradient in gradients])
+        return None, None, None
+
+
+def recorded(exchange: Pools, ticket: Ticket, handle: Tensor) -> tuple[Tensor, ...]:
+    """One tensor per output, in a graph whose backward records its gradients on the ticket."""
+    return _Pool.apply(exchange, ticket, handle)
+
+
+def found(
+    declaration: Declaration,
+    outputs: Sequence[Output],
+    tensors: Sequence[Tensor],
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """What a model sees of the outputs, by name."""
+    seen = {}
+    for output, pooled in zip(outputs, tensors, strict=True):
+        tensor = pooled.to(device)  # once, before the consumers that share it
+        for name in output.names:
+            consumer = declaration.consumers.get(name)
+            seen[name] = tensor if consumer is None else _evaluate(consumer, tensor)
+    return seen
+
+
+def _evaluate(consumer: Consumer, pooled: Tensor) -> Tensor:
+    """pooled (B, sum of dims): the consumer's fields side by side."""
+    interaction, num_fields = consumer.interaction, len(consumer.features)
+    dim = pooled.shape[1] // max(1, num_fields)
+    if interaction.width(dim) is None:
+        return interaction.combine(pooled)
+    return interaction(pooled.unflatten(1, (num_fields, dim)))
+
+
+def summed_backwards(ticket: Ticket, dtype: torch.dtype) -> list[Tensor] | None:
+    """The ticket's gradients over its backwards, by output; several are added in `dtype`. None: there are none."""
+    if len(ticket.gradients) < 2:
+        return ticket.gradients[0] if ticket.gradients else None
+    wide = [[part.to(dtype) for part in each] for each in ticket.gradients]
+    return [sum(parts[1:], parts[0]) for parts in zip(*wide, strict=True)]
+
+
+def check_held(held: Sequence[Mapping[str, Tensor]], name: str) -> None:
+    """Raises CheckpointError unless each rank held a tensor of that name, as this exchange does."""
+    if any(name not in each for each in held):
+        raise CheckpointError(
+            "the commit holds what another exchange had read ahead; go on with the exchanges of the commit, or from a "
+            "commit of a run without staleness"
+        )

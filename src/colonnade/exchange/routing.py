@@ -1,0 +1,94 @@
+"""How a batch's lookups come to the owners of their rows: each rank sends each one message, with what every exchange of
+a plan asks; its sizes travel before it.
+
+    8 bytes           float64: the sum of the sender's sample weights
+    E messages        one of each exchange, of the sizes that were told: see `packing` and `bags`
+
+Legend: N ranks, E exchanges of a plan.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from colonnade.batch import Batch
+from colonnade.errors import WorldError
+from colonnade.exchange.contract import Asked, Ticket
+from colonnade.topology.mesh import Mesh
+
+WEIGHT = struct.Struct("<d")
+SIZE_BYTES = 4
+"""Of a message, told before it."""
+
+
+class Asks(Protocol):
+    """The part of an exchange that routes."""
+
+    def ask(self, batch: Batch, purpose: str = "route") -> Asked:
+        """Local: everything that can be wrong with a batch is found here. Raises IdRangeError, DataError,
+        NonFiniteError."""
+        ...
+
+    def answer(
+        self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
+    ) -> Ticket:
+        """Local. heard: by rank, what its `ask` had for this one (world of one: []); weight: `Ticket.weight`. Raises
+        WorldError for what no `ask` makes."""
+        ...
+
+
+def route(ends: Sequence[Asks], mesh: Mesh, batch: Batch, step: int, purpose: str) -> list[Ticket]:
+    """Collective on `purpose`'s group: each exchange's ticket. Raises what `ask` raises, before anything travels."""
+    asked = [end.ask(batch, purpose) for end in ends]
+    weight = float(batch.size if batch.sample_weight is None else batch.sample_weight.sum())
+    heard: list[list[np.ndarray]] = [[] for _ in ends]
+    if mesh.num_ranks > 1:
+        heard, weight = _exchange([each.messages for each in asked], mesh, weight, purpose)
+    return [
+        end.answer(each, messages, step=step, weight=weight, purpose=purpose)
+        for end, each, messages in zip(ends, asked, heard, strict=True)
+    ]
+
+
+def _exchange(
+    messages: Sequence[Sequence[np.ndarray]], mesh: Mesh, weight: float, purpose: str
+) -> tuple[list[list[np.ndarray]], float]:
+    """messages: by exchange, by rank they are for. Returns them by exchange, by rank they are from, and the weight of
+    all samples."""
+    counts_as, one = counted(purpose, "route"), [1] * mesh.num_ranks
+    sizes = np.array([[len(each) for each in by_rank] for by_rank in messages], np.int32).T
+    told, _ = mesh.all_to_all(
+        purpose, torch.from_numpy(np.ascontiguousarray(sizes)), one, one, counts_as=counts_as
+    )
+    theirs = told.numpy()
+    if (theirs < 0).any():
+        rank = int((theirs < 0).any(1).argmax())
+        raise WorldError(
+            f"rank {rank} told sizes {theirs[rank].tolist()} of its messages, wanted 0 or more; all ranks must run one "
+            "version of Colonnade"
+        )
+    head = np.frombuffer(WEIGHT.pack(weight), np.uint8)
+    send = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
+    data, _ = mesh.all_to_all(
+        purpose, torch.from_numpy(np.concatenate(send)), (WEIGHT.size + sizes.sum(1)).tolist(),
+        (WEIGHT.size + theirs.sum(1)).tolist(), counts_as=counts_as,
+    )  # fmt: skip
+    found: list[list[np.ndarray]] = [[] for _ in messages]
+    at, total, received = 0, 0.0, data.numpy()
+    for by_exchange in theirs.tolist():
+        total += WEIGHT.unpack_from(received.data, at)[0]
+        at += WEIGHT.size
+        for i, size in enumerate(by_exchange):
+            found[i].append(received[at : at + size].copy())  # begins at a multiple of 8 bytes
+            at += size
+    return found, total
+
+
+def counted(purpose: str, during: str) -> str:
+    """What bytes on the group of `purpose` count as: evaluation's as such, training's as what they are for."""
+    return "evaluate" if purpose == "evaluate" else during

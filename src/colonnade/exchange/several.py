@@ -1,0 +1,278 @@
+"""Several exchanges in one plan: each has the features of its tables, one ticket stands for all.
+
+Ids travel after one header, the owner's store acquires the rows of all tables at once, and outputs come as declared
+whatever travels: fields of one output that come by several exchanges are put side by side here.
+
+Legend: T tables, O rows this rank owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from colonnade.batch import Batch
+from colonnade.exchange.contract import (
+    Consumer,
+    Cost,
+    Exactness,
+    Exchange,
+    Load,
+    RowGradients,
+    RowSource,
+    Ticket,
+)
+from colonnade.exchange.layout import Declaration, Output, outputs
+from colonnade.exchange.recording import CPU, found
+from colonnade.exchange.routing import Asks, route
+from colonnade.interaction import Concat
+from colonnade.store.contract import RowView
+from colonnade.topology.mesh import Mesh
+from colonnade.topology.world import World
+
+KINDS = ("bitwise", "reassociated", "lossy")
+"""Of exactness, best first."""
+
+
+class End(Exchange, Asks, Protocol):
+    """An exchange that can be one of several."""
+
+    declaration: Declaration
+
+    @property
+    def outputs(self) -> Sequence[Output]: ...
+
+    def tensors(self, ticket: Ticket, handle: Tensor) -> Sequence[Tensor]:
+        """By output, what `values` makes the model's inputs of."""
+        ...
+
+
+class SeveralExchanges:
+    """One rank's end of all of them. `ends`: by name, each of `part_of` this declaration."""
+
+    def __init__(self, declaration: Declaration, mesh: Mesh, ends: Mapping[str, End]) -> None:
+        self.declaration, self.mesh = declaration, mesh
+        self.names, self.ends = tuple(ends), tuple(ends.values())
+        self.outputs = outputs(declaration)
+        by_table = [0] * len(declaration.tables)
+        by_feature = {}
+        for i, end in enumerate(self.ends):
+            for feature in end.declaration.features:
+                by_feature[feature.name] = i
+                by_table[declaration.table_of(feature)] = i
+        # Runs of tables of one exchange: (exchange, first table, last table + 1).
+        self.runs: list[tuple[int, int, int]] = []
+        for i, run in groupby(range(len(by_table)), lambda t: by_table[t]):
+            tables = list(run)
+            self.runs.append((i, tables[0], tables[-1] + 1))
+        self.pieces = [self._pieces(each, by_feature) for each in range(len(self.outputs))]
+
+    def _pieces(
+        self, number: int, by_feature: Mapping[str, int]
+    ) -> list[tuple[int, int, int, int]]:
+        """Where an output's columns come from, in order: (exchange, output of it, first column there, last + 1)."""
+        output = self.outputs[number]
+        found: list[tuple[int, int, int, int]] = []
+        for f in output.fields:
+            field = self.declaration.fields[f]
+            i = by_feature[self.declaration.features[field.feature].name]
+            end = self.ends[i]
+            place = next(j for j, each in enumerate(end.outputs) if output.names[0] in each.names)
+            theirs = end.outputs[place]
+            names = [end.declaration.fields[k].name for k in theirs.fields]
+            first = theirs.columns[names.index(field.name)]
+            begin = first
+            if found and (i, place, first) == (*found[-1][:2], found[-1][3]):
+                begin = found.pop()[2]
+            found.append((i, place, begin, first + field.dim))
+        return found
+
+    @property
+    def exactness(self) -> Exactness:
+        """The weakest of them."""
+        each = [end.exactness for end in self.ends]
+        kind = max((one.kind for one in each), key=KINDS.index)
+        return Exactness(kind, max(one.max_error for one in each))
+
+    def route(self, batch: Batch, step: int, *, purpose: str = "route") -> Ticket:
+        """Collective on `purpose`'s group. Raises IdRangeError, DataError before anything travels."""
+        parts = route(self.ends, self.mesh, batch, step, purpose)
+        offsets = [part.owned_offsets for part in parts]
+        codes = [part.next_use for part in parts if part.next_use is not None]
+        return Ticket(
+            step, batch.size, None, None,
+            self._joined([part.owned_ids for part in parts], offsets), _sum(offsets), None,
+            parts[0].weight, self._joined(codes, offsets) if codes else None,
+            purpose=purpose, parts=parts,
+        )  # fmt: skip
+
+    def place(self, ticket: Ticket) -> None:
+        self._hand_out(ticket)
+        for end, part in zip(self.ends, ticket.parts, strict=True):
+            end.place(part)
+
+    def fetch(self, ticket: Ticket, source: RowSource) -> None:
+        """Collective in a world of several."""
+        if source.rows is ticket.slots:
+            self._hand_out(ticket)
+            rows = [part.pinned for part in ticket.parts]
+        else:
+            rows = self._split(ticket, source.rows)
+        for end, part, mine in zip(self.ends, ticket.parts, rows, strict=True):
+            end.fetch(part, replace(source, rows=mine))
+        ticket.reads = [part.reads for part in ticket.parts]
+
+    def values(
+        self, ticket: Ticket, handle: Tensor, device: torch.device = CPU
+    ) -> dict[str, Tensor]:
+        """See the contract."""
+        seen = [
+            [tensor.to(device) for tensor in end.tensors(part, handle)]
+            for end, part in zip(self.ends, ticket.parts, strict=True)
+        ]
+        tensors = []
+        for output, pieces in zip(self.outputs, self.pieces, strict=True):
+            blocks = [seen[i][j] for i, j, _, _ in pieces]
+            if len(pieces) > 1 or blocks[0].shape[1] != output.width:
+                blocks = [
+                    block[:, first:last]
+                    for block, (_, _, first, last) in zip(blocks, pieces, strict=True)
+                ]
+            tensors.append(blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1))
+        return found(self.declaration, self.outputs, tensors, device)
+
+    def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
+        """Collective in a world of several."""
+        if not tickets:
+            return None
+        pushed = []
+        for ticket in tickets:
+            self._hand_out(ticket)
+        for i, end in enumerate(self.ends):
+            one = end.push([ticket.parts[i] for ticket in tickets], step)
+            assert one is not None
+            pushed.append(one)
+        return self._all(pushed)
+
+    def _all(self, pushed: Sequence[RowGradients]) -> RowGradients:
+        offsets = [one.offsets for one in pushed]
+        slots = self._joined([one.slots for one in pushed], offsets)
+        return RowGradients(slots, _sum(offsets), None, None, list(pushed))
+
+    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
+        each = [end.squared_norm(one) for end, one in zip(self.ends, pushed.source, strict=True)]
+        return self._all([one for one, _ in each]), sum(square for _, square in each)
+
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        for end, one in zip(self.ends, pushed.source, strict=True):
+            end.update(store, one, optimizers, settings)
+
+    def drop(self, ticket: Ticket) -> None:
+        for end, part in zip(self.ends, ticket.parts, strict=True):
+            end.drop(part)
+        ticket.reads = None
+
+    def hold(self, ticket: Ticket) -> dict[str, Tensor]:
+        """What each holds, its name before the names of it."""
+        return {
+            f"{name}.{key}": value
+            for name, end, part in zip(self.names, self.ends, ticket.parts, strict=True)
+            for key, value in end.hold(part).items()
+        }
+
+    def restore(self, ticket: Ticket, held: Sequence[dict[str, Tensor]]) -> None:
+        for name, end, part in zip(self.names, self.ends, ticket.parts, strict=True):
+            prefix = f"{name}."
+            mine = [
+                {key.removeprefix(prefix): each[key] for key in each if key.startswith(prefix)}
+                for each in held
+            ]
+            end.restore(part, mine)
+        ticket.reads = [part.reads for part in ticket.parts]
+
+    def squared_norms(self, rows: RowView, slots: Tensor) -> Tensor:
+        return self.ends[0].squared_norms(rows, slots)
+
+    def cost(self, load: Load, world: World) -> Cost:
+        """Pure. What all of them send; the weight beside what is asked for is counted with each."""
+        costs = [end.cost(_share(load, end.declaration), world) for end in self.ends]
+        payload: dict = {}
+        for one in costs:
+            for key, size in one.payload_bytes.items():
+                payload[key] = payload.get(key, 0.0) + size
+        # Sizes, and what all of them ask for, are one message each.
+        shared = 2 * (len(self.ends) - 1) * (world.num_ranks - 1)
+        return Cost(
+            payload,
+            sum(one.messages for one in costs) - shared,
+            sum(one.seconds for one in costs) - shared * world.message_seconds,
+        )
+
+    def _hand_out(self, ticket: Ticket) -> None:
+        """Slots of the parts."""
+        if any(part.slots is None for part in ticket.parts):
+            for part, slots in zip(ticket.parts, self._split(ticket, ticket.pinned), strict=True):
+                part.slots = slots
+
+    def _split(self, ticket: Ticket, values: Tensor) -> list[Tensor]:
+        """(O,) by row of all tables -> by row of each exchange's."""
+        ends = ticket.owned_offsets.tolist()
+        return [
+            torch.cat(
+                [values[ends[first] : ends[last]] for i, first, last in self.runs if i == number]
+            )
+            for number in range(len(self.ends))
+        ]
+
+    def _joined(self, values: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
+        """By row of each exchange's tables -> (O,) by row of all tables."""
+        ends = [each.tolist() for each in offsets]
+        return torch.cat(
+            [values[i][ends[i][first] : ends[i][last]] for i, first, last in self.runs]
+        )
+
+
+def part_of(declaration: Declaration, tables: set[str]) -> Declaration:
+    """The features of these tables and what consumers take of them, as they are; all tables, so that their numbers stay
+    what they are."""
+    features = tuple(each for each in declaration.features if each.table in tables)
+    mine = {
+        field.name
+        for field in declaration.fields
+        if declaration.features[field.feature].table in tables
+    }
+    consumers = {}
+    for name, consumer in declaration.consumers.items():
+        if taken := tuple(each for each in consumer.features if each in mine):
+            consumers[name] = Consumer(Concat(), taken)
+    return Declaration(declaration.tables, features, consumers, declaration.output)
+
+
+def _share(load: Load, declaration: Declaration) -> Load:
+    tables = {feature.table for feature in declaration.features}
+    features = {feature.name for feature in declaration.features}
+
+    def only(numbers: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+        return {name: number for name, number in numbers.items() if name in names}
+
+    return replace(
+        load,
+        unique_rows=only(load.unique_rows, tables),
+        unique_rows_remote=only(load.unique_rows_remote, tables),
+        row_bytes=only(load.row_bytes, tables),
+        lookups=only(load.lookups, features),
+        lookups_remote=only(load.lookups_remote, features),
+        longest_bags=only(load.longest_bags, features),
+        weighted=[name for name in load.weighted if name in features],
+    )
+
+
+def _sum(offsets: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(offsets)).sum(0)

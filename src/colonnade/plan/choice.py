@@ -1,0 +1,522 @@
+"""Which sharding and exchange each table gets: the fewest predicted seconds of a step, within the memory of each rank.
+
+A step is as slow as its busiest rank and its busiest uplink, so a table cannot be judged alone: tables change one after
+another, each to what is best beside all the others, until none gains. That is done from several beginnings, for where
+few tables pay only together. Pure functions of numbers; 500 tables on 1,000 ranks take seconds.
+
+Legend: N ranks, H hosts, R = 2 N + 2 H directions of links: out of and into each rank inside its host, out of and into
+each host. All bytes and seconds are of one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colonnade.errors import ConfigError
+from colonnade.plan.device import RowRate
+from colonnade.plan.flows import (
+    CALLS,
+    FIXED_BYTES,
+    PURPOSES,
+    SHARED_BYTES,
+    TABLE_BYTES,
+    ExchangeName,
+    Pair,
+    Work,
+    pair,
+    work,
+)
+from colonnade.plan.loads import TableLoad
+from colonnade.topology.sharding import (
+    Kind,
+    Sharding,
+    host_wise,
+    replicated,
+    row_wise,
+    table_wise,
+)
+from colonnade.topology.world import World
+
+Floats = NDArray[np.float64]
+Option = tuple[ExchangeName, Kind]
+
+OPTIONS: tuple[Option, ...] = (
+    ("rows", "row_wise"),
+    ("rows", "host_wise"),
+    ("rows", "table_wise"),
+    ("pooled", "row_wise"),
+    ("pooled", "host_wise"),
+    ("pooled", "table_wise"),
+    ("replicated", "replicated"),
+)
+DEFAULT: Option = ("rows", "row_wise")
+SWEEPS = 4
+GAIN = 1e-3
+"""Part of a step that all tables' changes together must save for another round of them."""
+TRIED = 4
+"""Least loaded ranks and hosts that a table may go to; one of them in a large world."""
+MANY = 10_000
+"""Tables times ranks beyond which only the two best beginnings are gone on from."""
+TIE = 0.01
+"""Weight of what is not the bottleneck: of two choices as fast, the one that leaves more room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of each rank, for rows."""
+
+    bytes: int | None = None
+    """None: no limit."""
+    seconds_per_byte: float = float("inf")
+    """What a byte more than fits costs a step, in reads of files; inf: there are no files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """What a person said of one table; None: as is best."""
+
+    kind: Kind | None = None
+    exchange: ExchangeName | None = None
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one table under one choice, beside the choices of all others."""
+
+    exchange: ExchangeName
+    sharding: Sharding
+    sent: Mapping[tuple[str, str], float]
+    """Bytes that a rank sends, the mean over ranks, by (purpose, "local" or "remote")."""
+    seconds: float
+    """Of links and processors, if all of them had the same to do: the table's part of a step."""
+    more: float
+    """By how much this choice makes the whole step longer than the chosen one, all other tables staying as they are."""
+
+    @property
+    def option(self) -> Option:
+        return self.exchange, self.sharding.kind
+
+    def bytes_over(self, link: str) -> float:
+        return sum(size for (_, over), size in self.sent.items() if over == link)
+
+
+@dataclass(frozen=True, slots=True)
+class TableChoice:
+    name: str
+    chosen: Cost
+    others: tuple[Cost, ...]
+    """The other choices that this table has, cheapest first."""
+    is_forced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Of the slowest rank or uplink."""
+
+    processor: float
+    route: float
+    fetch: float
+    push: float
+    is_fetched_ahead: bool = False
+
+    @property
+    def waited(self) -> float:
+        """For links, while the processor has nothing to do: gradients must be gone before the next rows come."""
+        return self.push + (0.0 if self.is_fetched_ahead else self.fetch)
+
+    @property
+    def behind(self) -> float:
+        """On links while the processor computes."""
+        return self.route + (self.fetch if self.is_fetched_ahead else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    tables: tuple[TableChoice, ...]
+    seconds: Seconds
+    sent: Mapping[tuple[str, str], float]
+    """Bytes that a rank sends, the mean over ranks, by (purpose, "local" or "remote"), headers included."""
+    halved_seconds: float
+    """What a step would save if values and gradients travelled as 16 bits (which is never chosen: it is not exact)."""
+
+    @property
+    def shardings(self) -> dict[str, Sharding]:
+        return {table.name: table.chosen.sharding for table in self.tables}
+
+    @property
+    def exchanges(self) -> dict[str, str]:
+        return {table.name: table.chosen.exchange for table in self.tables}
+
+
+def choose(
+    loads: Sequence[TableLoad],
+    world: World,
+    *,
+    memory: Memory | None = None,
+    rates: Sequence[RowRate] = (),
+    forced: Mapping[str, Forced] | None = None,
+    options: Collection[Option] = OPTIONS,
+    is_fetched_ahead: bool = False,
+) -> Choice:
+    """The fastest of `options` for each table, as far as `forced` (by name) leaves one. `rates`: how fast rows are
+    gathered and updated, where that was measured; `is_fetched_ahead`: staleness allows it. Raises ConfigError where
+    what is forced cannot be."""
+    search = _Search(
+        loads, world, memory or Memory(), rates, forced or {}, options, is_fetched_ahead
+    )
+    beginnings = list(search.beginnings())
+    if len(loads) * world.num_ranks > MANY:
+        beginnings = sorted(beginnings, key=search.objective)[:2]
+    return search.explained(min(map(search.improved, beginnings), key=search.objective))
+
+
+@dataclass(slots=True)
+class _State:
+    chosen: list[tuple[ExchangeName, Sharding]]
+    links: Floats  # (3, R) seconds by purpose
+    processor: Floats  # (N,) seconds
+    held: Floats  # (N,) bytes of all rows
+    in_use: Floats  # (N,) bytes of the rows of one step
+    users: dict[str, int] = field(default_factory=dict)  # tables by exchange
+
+
+class _Search:
+    def __init__(
+        self,
+        loads: Sequence[TableLoad],
+        world: World,
+        memory: Memory,
+        rates: Sequence[RowRate],
+        forced: Mapping[str, Forced],
+        options: Collection[Option],
+        is_fetched_ahead: bool,
+    ) -> None:
+        self.loads, self.world, self.memory, self.rates = loads, world, memory, rates
+        self.is_fetched_ahead = is_fetched_ahead
+        # Else a host is the world, or a rank.
+        self.has_hosts = world.num_hosts > 1 and world.ranks_per_host > 1
+        self.forced = [forced.get(load.name, Forced()) for load in loads]
+        self.possible = [
+            self._possible(load, said, options)
+            for load, said in zip(loads, self.forced, strict=True)
+        ]
+        num_ranks = world.num_ranks
+        self.even = sum(load.total_bytes for load in loads) / num_ranks
+        self.tried = TRIED if len(loads) * num_ranks <= MANY else 1
+        self.paths: dict[Any, tuple[Floats, Floats, float]] = {}
+        self.pairs: dict[tuple[int, ExchangeName, int], tuple[Pair, Work]] = {}
+        self.everywhere = {"row_wise": row_wise(num_ranks), "replicated": replicated(num_ranks)}
+        self.all = self.path(self.everywhere["row_wise"])[0]
+        self.peak = float(self.all.max())
+        self.scale = 1.0
+
+    def _possible(self, load: TableLoad, said: Forced, options: Collection[Option]) -> list[Option]:
+        found = [
+            (exchange, kind)
+            for exchange, kind in OPTIONS
+            if (said.kind is None or kind == said.kind)
+            and (said.exchange is None or exchange == said.exchange)
+            and (exchange != "pooled" or (load.is_pooled and len(load.columns) > 0))
+            and (exchange, kind) in options
+            and (kind != "host_wise" or self.has_hosts or said.kind == kind)
+        ]
+        if found:
+            return found
+        wanted = ", ".join(str(each) for each in (said.exchange, said.kind) if each) or "any"
+        why = "a feature reads it as a sequence" if not load.is_pooled else "no choice has both"
+        raise ConfigError(
+            f"table {load.name!r}: got {wanted}, which it cannot have ({why}); set another plan.exchange or "
+            f"plan.sharding, or plan.tables.{load.name}"
+        )
+
+    def path(self, sharding: Sharding) -> tuple[Floats, Floats, float]:
+        """(R,) seconds of every direction of links for a byte from each asker to each owner, and for one back; and of
+        the slowest, were all of its kind alike."""
+        key = _key(sharding)
+        if key not in self.paths:
+            if len(self.paths) > 4096:
+                self.paths.clear()
+            world = self.world
+            n, size = world.num_ranks, world.ranks_per_host
+            owns = np.zeros(n)
+            owns[list(sharding.ranks)] = 1.0
+            of_host = owns.reshape(world.num_hosts, size).sum(1)
+            local_out = np.repeat(of_host, size) - owns
+            local_in = owns * (size - 1)
+            remote_out = size * (len(sharding.ranks) - of_host)
+            remote_in = of_host * (n - size)
+            near, far = 1 / world.local_bytes_per_second, 1 / world.remote_bytes_per_second
+            there = [local_out * near, local_in * near, remote_out * far, remote_in * far]
+            back = [local_in * near, local_out * near, remote_in * far, remote_out * far]
+            self.paths[key] = (
+                np.concatenate(there),
+                np.concatenate(back),
+                max(float(each.mean()) for each in there),
+            )
+        return self.paths[key]
+
+    def costs(self, t: int, exchange: ExchangeName, sharding: Sharding) -> tuple[Pair, Work]:
+        n = len(sharding.ranks)
+        key = (t, exchange, n)
+        if key not in self.pairs:
+            load, num_ranks = self.loads[t], self.world.num_ranks
+            self.pairs[key] = (
+                pair(load, exchange, n),
+                work(load, exchange, n, num_ranks, self.rates),
+            )
+        return self.pairs[key]
+
+    def empty(self) -> _State:
+        n, links = self.world.num_ranks, np.zeros((3, len(self.all)))
+        return _State([], links, np.zeros(n), np.zeros(n), np.zeros(n))
+
+    def add(
+        self, state: _State, t: int, exchange: ExchangeName, sharding: Sharding, sign: float = 1.0
+    ) -> None:
+        """In place; `chosen` is left as it is."""
+        bytes_, seconds = self.costs(t, exchange, sharding)
+        there, back, _ = self.path(sharding)
+        load = self.loads[t]
+        state.links[0] += (sign * bytes_.route) * there
+        if TABLE_BYTES[exchange]:
+            state.links[0] += (sign * TABLE_BYTES[exchange]) * self.all
+        state.links[1] += (sign * bytes_.fetch) * back
+        state.links[2] += (sign * bytes_.push) * there
+        state.processor += sign * seconds.asker
+        owners = _index(sharding.ranks)
+        share = sharding.num_owners
+        state.processor[owners] += sign * seconds.owner
+        state.held[owners] += sign * load.total_bytes / share
+        in_use = min(load.unique_world, load.rows) * load.slot_bytes
+        state.in_use[owners] += sign * in_use / share
+        state.users[exchange] = state.users.get(exchange, 0) + int(sign)
+
+    def seconds(self, state: _State) -> Seconds:
+        phases = state.links.max(1)
+        used = [exchange for exchange, users in state.users.items() if users]
+        if used and self.world.num_ranks > 1:
+            calls = np.sum([CALLS[exchange] for exchange in used], axis=0)
+            calls[0] += 1  # the header
+            phases = phases + calls * self.world.call_seconds
+            phases[0] += self.fixed_bytes(used) * self.peak
+        route, fetch, push = phases.tolist()
+        return Seconds(float(state.processor.max()), route, fetch, push, self.is_fetched_ahead)
+
+    def fixed_bytes(self, used: Sequence[str]) -> float:
+        """From each rank to each other, whatever the tables are."""
+        return SHARED_BYTES + sum(FIXED_BYTES[exchange] for exchange in used)
+
+    def objective(self, state: _State) -> float:
+        found = self.seconds(state)
+        total = max(found.processor + found.waited, found.behind)
+        budget = self.memory.bytes
+        if budget is not None:
+            over = float(state.held.max()) - max(budget, self.even * (1 + 1e-9))
+            if over > 0:
+                total += over * self.memory.seconds_per_byte
+            if state.in_use.max() > max(budget, self.in_use_at_least):
+                return float("inf")
+        spare = float(state.links.sum()) / state.links.shape[1] + found.behind
+        spare += float(state.processor.sum()) / self.world.num_ranks
+        uneven = float(state.held.max()) / max(self.even, 1.0)
+        return total + TIE * (spare + 0.01 * self.scale * uneven)
+
+    @property
+    def in_use_at_least(self) -> float:
+        """Rows of a step on a rank when all are dealt evenly: less cannot be had."""
+        rows = sum(min(each.unique_world, each.rows) * each.slot_bytes for each in self.loads)
+        return rows / self.world.num_ranks
+
+    def beginnings(self) -> Iterator[_State]:
+        """All dealt to all ranks; then, with fewer and more exchanges, each table by what it would cost if everything
+        were in balance, the largest first to whoever has least."""
+        first = self.begun(lambda t, options: DEFAULT if DEFAULT in options else options[0])
+        self.scale = self.objective(first)
+        yield first
+        names = {exchange for options in self.possible for exchange, _ in options}
+        alone: list[set[ExchangeName]] = [{name} for name in sorted(names)]
+        pairs: list[set[ExchangeName]] = [{"rows", "pooled"}, {"rows", "replicated"}]
+        for some in (*alone, *pairs, names):
+            if some <= names:
+                yield self.begun(lambda t, options, some=some: self.balanced(t, options, some))
+
+    def begun(self, pick) -> _State:
+        state = self.empty()
+        state.chosen = [("rows", row_wise(1))] * len(self.loads)
+        for t in self.order():
+            exchange, kind = pick(t, self.possible[t])
+            sharding = min(
+                self.shardings(state, t, kind),
+                key=lambda each: self.with_(state, t, exchange, each),
+            )
+            self.add(state, t, exchange, sharding)
+            state.chosen[t] = exchange, sharding
+        return state
+
+    def balanced(self, t: int, options: Sequence[Option], some: Collection[str]) -> Option:
+        options = [each for each in options if each[0] in some] or list(options)
+        world = self.world
+        anywhere = {
+            **self.everywhere, "host_wise": host_wise(world, 0), "table_wise": table_wise(0)
+        }  # fmt: skip
+        return min(options, key=lambda each: self.mean_seconds(t, each[0], anywhere[each[1]]))
+
+    def mean_seconds(self, t: int, exchange: ExchangeName, sharding: Sharding) -> float:
+        """Of the links if all ranks and uplinks had the same to carry, and of processors likewise."""
+        n = len(sharding.ranks)
+        bytes_, seconds = self.costs(t, exchange, sharding)
+        links = (bytes_.fetch + bytes_.push) * self.path(sharding)[2]
+        return links + seconds.asker + seconds.owner * n / self.world.num_ranks
+
+    def order(self) -> list[int]:
+        """Tables, those first that weigh most."""
+        return sorted(
+            range(len(self.loads)),
+            key=lambda t: -self.loads[t].unique_rank * self.loads[t].gradient_bytes,
+        )
+
+    def shardings(self, state: _State, t: int, kind: Kind) -> list[Sharding]:
+        said = self.forced[t].ranks
+        return self.places(state, kind) if said is None else [Sharding(kind, said)]
+
+    def places(self, state: _State, kind: Kind) -> list[Sharding]:
+        world = self.world
+        if kind in self.everywhere:
+            return [self.everywhere[kind]]
+        busy = self.busy(state)
+        if kind == "table_wise":
+            return [table_wise(int(rank)) for rank in _least(busy, self.tried)]
+        hosts = busy.reshape(world.num_hosts, -1).mean(1)
+        return [host_wise(world, int(host)) for host in _least(hosts, self.tried)]
+
+    def busy(self, state: _State) -> Floats:
+        """(N,) seconds that an owner already has to answer, and a little for what it holds."""
+        world, n = self.world, self.world.num_ranks
+        fetch, push = state.links[1], state.links[2]
+        uplink = fetch[2 * n : 2 * n + world.num_hosts] + push[2 * n + world.num_hosts :]
+        found = fetch[:n] + push[n : 2 * n] + state.processor
+        found = found + np.repeat(uplink, world.ranks_per_host)
+        held = state.held / max(self.even, 1.0)
+        budget = self.memory.bytes
+        if budget is not None:
+            found = found + np.maximum(0.0, state.held - max(budget, self.even)) * min(
+                self.memory.seconds_per_byte, 1.0
+            )
+        return found + 0.01 * self.scale * held
+
+    def with_(self, state: _State, t: int, exchange: ExchangeName, sharding: Sharding) -> float:
+        """The objective with one table more."""
+        self.add(state, t, exchange, sharding)
+        found = self.objective(state)
+        self.add(state, t, exchange, sharding, -1.0)
+        return found
+
+    def improved(self, state: _State) -> _State:
+        """Tables change one after another while that helps."""
+        for _ in range(SWEEPS):
+            before = self.objective(state)
+            for t in self.order():
+                exchange, sharding = state.chosen[t]
+                now = self.objective(state)
+                self.add(state, t, exchange, sharding, -1.0)
+                best, least = (exchange, sharding), now * (1 - 1e-6)
+                for other, kind in self.possible[t]:
+                    for place in self.shardings(state, t, kind):
+                        found = self.with_(state, t, other, place)
+                        if found < least:
+                            best, least = (other, place), found
+                self.add(state, t, *best)
+                state.chosen[t] = best
+            if self.objective(state) > before * (1 - GAIN):
+                break
+        return self.rebuilt(state)
+
+    def rebuilt(self, state: _State) -> _State:
+        """The same without what rounding left of tables that came and went."""
+        found = self.empty()
+        found.chosen = list(state.chosen)
+        for t, chosen in enumerate(state.chosen):
+            self.add(found, t, *chosen)
+        return found
+
+    def explained(self, state: _State) -> Choice:
+        tables = []
+        for t, load in enumerate(self.loads):
+            self.add(state, t, *state.chosen[t], -1.0)
+            now = self.with_(state, t, *state.chosen[t])
+            mine = self.cost(state, t, *state.chosen[t], now)
+            others = []
+            for exchange, kind in OPTIONS:
+                if (exchange, kind) == mine.option or not self._has(load, exchange, kind):
+                    continue
+                places = [
+                    self.cost(state, t, exchange, place, now) for place in self.places(state, kind)
+                ]
+                others += sorted(places, key=lambda cost: cost.more)[:1]
+            self.add(state, t, *state.chosen[t])
+            others.sort(key=lambda cost: cost.more)
+            tables.append(TableChoice(load.name, mine, tuple(others), self.forced[t] != Forced()))
+        sent = {(p, link): 0.0 for p in PURPOSES for link in ("local", "remote")}
+        for table in tables:
+            for key, size in table.chosen.sent.items():
+                sent[key] += size
+        used = [exchange for exchange, users in state.users.items() if users]
+        for link, count in self._peers().items():
+            sent["route", link] += self.fixed_bytes(used) * count
+        _, fetch, push = state.links.max(1).tolist()
+        seconds = self.seconds(state)
+        # Half of what a step waits for: values that are fetched ahead cost it nothing as they are.
+        halved = (push + (0.0 if seconds.is_fetched_ahead else fetch)) / 2
+        return Choice(tuple(tables), seconds, sent, halved)
+
+    def _has(self, load: TableLoad, exchange: ExchangeName, kind: Kind) -> bool:
+        is_pooled = load.is_pooled and len(load.columns) > 0
+        return (exchange != "pooled" or is_pooled) and (kind != "host_wise" or self.has_hosts)
+
+    def _peers(self) -> dict[str, int]:
+        world = self.world
+        return {
+            "local": world.ranks_per_host - 1,
+            "remote": world.num_ranks - world.ranks_per_host,
+        }
+
+    def cost(
+        self, state: _State, t: int, exchange: ExchangeName, sharding: Sharding, now: float
+    ) -> Cost:
+        bytes_, _ = self.costs(t, exchange, sharding)
+        world, owners = self.world, sharding.ranks
+        of_host = np.bincount(np.array(owners) // world.ranks_per_host, minlength=world.num_hosts)
+        local = float(world.ranks_per_host * len(owners) - len(owners)) / world.num_ranks
+        remote = float((of_host * (world.num_ranks - world.ranks_per_host)).sum()) / world.num_ranks
+        sent = {}
+        for purpose, size in zip(PURPOSES, (bytes_.route, bytes_.fetch, bytes_.push), strict=True):
+            sent[purpose, "local"], sent[purpose, "remote"] = size * local, size * remote
+        for link, count in self._peers().items():
+            sent["route", link] += TABLE_BYTES[exchange] * count
+        more = self.with_(state, t, exchange, sharding) - now
+        return Cost(exchange, sharding, sent, self.mean_seconds(t, exchange, sharding), more)
+
+
+def _least(values: Floats, count: int) -> NDArray[np.intp]:
+    if len(values) <= 2 * count:
+        return np.argsort(values, kind="stable")
+    some = np.argpartition(values, count)[:count]
+    return some[np.argsort(values[some], kind="stable")]
+
+
+def _key(sharding: Sharding) -> Any:
+    """Ranks in a row are told by the first and how many: hashing a thousand takes longer than what is looked up."""
+    first, count = sharding.ranks[0], len(sharding.ranks)
+    return (first, count) if sharding.ranks[-1] - first + 1 == count else sharding.ranks
+
+
+def _index(ranks: tuple[int, ...]) -> Any:
+    """Of the ranks' elements in an array of all ranks."""
+    first, last = ranks[0], ranks[-1]
+    return slice(first, last + 1) if last - first + 1 == len(ranks) else list(ranks)

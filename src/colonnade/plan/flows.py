@@ -1,0 +1,130 @@
+"""What travels and what is computed for one table under each sharding and exchange: the formulas, per step.
+
+A sharding names the ranks that own rows; every rank asks, and each owner serves each asker alike, because owners are
+dealt rows by a hash and ranks are dealt samples. So a choice is two numbers of owners and of bytes per (asker, owner).
+
+Legend: N ranks, n owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from colonnade.exchange.bags import NUM_WORDS
+from colonnade.exchange.packing import FLAG_BYTES, expected_list_bytes
+from colonnade.exchange.pooled_cost import length_bits
+from colonnade.exchange.routing import SIZE_BYTES, WEIGHT
+from colonnade.plan.device import RowRate
+from colonnade.plan.loads import TableLoad
+from colonnade.topology.sharding import Kind
+
+ExchangeName = Literal["rows", "pooled", "replicated"]
+PURPOSES = ("route", "fetch", "push")
+ID_BYTES = 8.0
+"""Of a lookup that is pooled at its owner."""
+CALLS = {"rows": (0, 1, 1), "pooled": (0, 1, 1), "replicated": (0, 0, 1)}
+"""All-to-alls of a step, by purpose, beside the two that all exchanges route with: sizes, and what is asked for."""
+SHARED_BYTES = float(WEIGHT.size)
+"""Of those, from each rank to each other: the weight of its batch."""
+FIXED_BYTES = {
+    "rows": float(SIZE_BYTES + FLAG_BYTES),
+    "pooled": SIZE_BYTES + 8.0 * NUM_WORDS + 4,
+    "replicated": float(SIZE_BYTES + FLAG_BYTES),
+}
+"""From each rank to each other, of an exchange that any table uses; pooled bodies end at a multiple of 8 bytes."""
+TABLE_BYTES = {"rows": 1.0, "pooled": 0.0, "replicated": 1.0}
+"""From each rank to each other, of each table: that no ids of it follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Bytes that a rank and one other that owns rows send each other per step, on the mean."""
+
+    route: float
+    """Asker to owner."""
+    fetch: float
+    """Owner to asker."""
+    push: float
+    """Asker to owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Seconds of a processor per step."""
+
+    asker: float
+    """Of every rank, for its own samples."""
+    owner: float
+    """Of every rank that owns rows, for all samples."""
+
+
+def owners_of(kind: Kind, num_ranks: int, ranks_per_host: int) -> int:
+    """Ranks that have rows."""
+    return {"table_wise": 1, "host_wise": ranks_per_host}.get(kind, num_ranks)
+
+
+def pair(load: TableLoad, exchange: ExchangeName, num_owners: int) -> Pair:
+    """What each exchange counts of one table, beside what is the same for all."""
+    n, unique = num_owners, load.unique_rank
+    if exchange == "replicated":
+        ids = expected_list_bytes(unique, load.vocabulary, 1) - TABLE_BYTES[exchange]
+        return Pair(ids, 0.0, unique * load.gradient_bytes)
+    if exchange == "rows":
+        ids = expected_list_bytes(unique / n, load.vocabulary, n) - TABLE_BYTES[exchange]
+        return Pair(ids, unique * load.value_bytes / n, unique * load.gradient_bytes / n)
+    # Every owner sends a block of all bags, and is sent one: 0 where it has no row of a bag.
+    block = load.bags * load.gradient_bytes
+    itemsize = load.gradient_bytes / load.width
+    route = 0.0
+    for column in load.columns:
+        bits = length_bits(column.longest, column.lookups, load.samples, n)
+        each = ID_BYTES + (itemsize if column.is_weighted else 0.0)
+        route += 8.0 + column.lookups * each / n + load.samples * bits / 8
+    return Pair(route, block, block)
+
+
+def work(
+    load: TableLoad,
+    exchange: ExchangeName,
+    num_owners: int,
+    num_ranks: int,
+    rates: Sequence[RowRate],
+) -> Work:
+    """By how fast rows are gathered and updated here; nothing where nobody measured."""
+    if not rates:
+        return Work(0.0, 0.0)
+    gather, update = row_seconds(rates, load.width)
+    n, asked = num_owners, num_ranks * load.unique_rank
+    if exchange == "replicated":
+        return Work(2 * load.lookups * gather + asked * gather + load.unique_world * update, 0.0)
+    updates = load.unique_world / n * update
+    if (
+        exchange == "rows"
+    ):  # pooled and summed where the samples are; copied, summed again and applied where rows are
+        return Work(2 * load.lookups * gather, 2 * asked / n * gather + updates)
+    return Work((n + 1) * load.bags * gather, 2 * num_ranks * load.lookups / n * gather + updates)
+
+
+def alone(load: TableLoad, rates: Sequence[RowRate]) -> float:
+    """`work` of a rank that has all rows to itself: what a rehearsal on one process has in its step already."""
+    if not rates:
+        return 0.0
+    gather, update = row_seconds(rates, load.width)
+    return 2 * load.lookups * gather + load.unique_rank * update
+
+
+def row_seconds(rates: Sequence[RowRate], width: int) -> tuple[float, float]:
+    """(gathered, updated): seconds of one row of so many floats, between the widths that were measured; beyond them in
+    proportion."""
+    known = sorted(rates, key=lambda rate: rate.width)
+    widths = [rate.width for rate in known]
+    scale = width / min(max(width, widths[0]), widths[-1])
+    scale = max(scale, 1.0)
+    return (
+        scale * float(np.interp(width, widths, [1 / rate.gathered for rate in known])),
+        scale * float(np.interp(width, widths, [1 / rate.updated for rate in known])),
+    )

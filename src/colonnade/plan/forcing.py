@@ -1,0 +1,85 @@
+"""What a configuration says of shardings and exchanges, table by table, and what it leaves to be chosen. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from colonnade.config import PlanConfig
+from colonnade.errors import ConfigError
+from colonnade.plan.choice import Forced
+from colonnade.table import Table
+from colonnade.topology.sharding import Kind, Sharding, replicated, row_wise
+from colonnade.topology.world import World
+
+
+def forced_by(config: PlanConfig, tables: Sequence[Table], world: World) -> dict[str, Forced]:
+    """By table name; None where "auto". Raises ConfigError for tables that are not there and ranks this world lacks."""
+    names = [table.name for table in tables]
+    for name in config.tables:
+        if name not in names:
+            raise ConfigError(
+                f"plan.tables: got {name!r}, wanted a table of this model: {', '.join(names)}"
+            )
+    return {name: _forced(config, name, world) for name in names}
+
+
+def _forced(config: PlanConfig, name: str, world: World) -> Forced:
+    own = config.tables.get(name)
+    exchange: Any = config.exchange
+    kind: Any = config.sharding
+    ranks = None
+    if own is not None:
+        exchange, kind = own.exchange or exchange, own.sharding or kind
+        # A table's own word counts more than what is said of all.
+        if own.sharding == "replicated":
+            exchange = "replicated"
+        elif own.exchange == "replicated":
+            kind = "replicated"
+        elif own.sharding not in (None, "auto") and exchange == "replicated":
+            exchange = "rows"
+        elif own.exchange not in (None, "auto") and kind == "replicated":
+            kind = "row_wise"
+        ranks = None if own.ranks is None else _ranks(name, sorted(own.ranks), kind, world)
+    if "replicated" in (exchange, kind):
+        exchange = kind = "replicated"
+    return Forced(None if kind == "auto" else kind, None if exchange == "auto" else exchange, ranks)
+
+
+def _ranks(name: str, ranks: list[int], kind: Kind, world: World) -> tuple[int, ...]:
+    if ranks[-1] >= world.num_ranks:
+        raise ConfigError(
+            f"plan.tables.{name}.ranks: got {ranks}, but this world has ranks 0 .. {world.num_ranks - 1}; name one of "
+            "them, or leave ranks out"
+        )
+    if kind == "host_wise":
+        first = world.host(ranks[0]) * world.ranks_per_host
+        wanted = list(range(first, first + world.ranks_per_host))
+        if ranks != wanted:
+            raise ConfigError(
+                f"plan.tables.{name}.ranks: got {ranks}, wanted all ranks of one host, such as {wanted}"
+            )
+    return tuple(ranks)
+
+
+def settled(said: Forced, world: World) -> tuple[Sharding, str] | None:
+    """The sharding and exchange of a table of which everything is said; None: something is to be chosen."""
+    if world.num_ranks == 1:
+        return row_wise(1), "rows"
+    if said.kind is None or said.exchange is None:
+        return None
+    if said.kind == "replicated":
+        return replicated(world.num_ranks), said.exchange
+    if said.ranks is not None:
+        return Sharding(said.kind, said.ranks), said.exchange
+    if said.kind == "row_wise":
+        return row_wise(world.num_ranks), said.exchange
+    if said.kind == "host_wise" and world.num_hosts == 1:
+        return Sharding("host_wise", tuple(range(world.num_ranks))), said.exchange
+    return None
+
+
+def is_settled(config: PlanConfig, tables: Sequence[Table], world: World) -> bool:
+    """Whether nothing is left to be chosen. Raises as `forced_by`."""
+    said = forced_by(config, tables, world).values()
+    return all(settled(each, world) is not None for each in said)

@@ -1,0 +1,122 @@
+"""What each table asks of a world per step, from a profile: pure functions of numbers.
+
+Legend: b samples of a rank's batch, N ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from colonnade.plan.popularity import OPEN_ROOM, seen
+from colonnade.plan.profile import Profile
+from colonnade.store.budget import slot_bytes
+from colonnade.table import Feature, Table
+from colonnade.topology.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnLoad:
+    """Of one feature."""
+
+    lookups: float
+    """Of one rank's batch."""
+    longest: int
+    """Most lookups of a sample."""
+    is_weighted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableLoad:
+    """Of one table, the mean over steps. Rows are different ones; lookups and bags are counted as they come."""
+
+    name: str
+    width: int
+    """Elements of a row's weights."""
+    value_bytes: int
+    """Of a row's weights as they travel."""
+    gradient_bytes: int
+    """Of a row's gradient as it travels, and of a pooled bag."""
+    rows: float
+    """Of the whole table; of an open one, as many as are foretold."""
+    slot_bytes: int
+    samples: float
+    """b"""
+    unique_rank: float
+    """Rows of one rank's batch."""
+    unique_host: float
+    """Rows of the batches of a host's ranks together."""
+    unique_world: float
+    """Rows of the batches of all ranks together."""
+    lookups: float
+    """Of one rank's batch."""
+    columns: tuple[ColumnLoad, ...]
+    """Features that read it."""
+    is_pooled: bool
+    """No feature reads its rows as a sequence."""
+    vocabulary: int = 0
+    """Rows as declared; 0: an open table, whose ids are taken to be any 64 bits."""
+    births: float = 0.0
+    """Rows of all ranks' batches that were never used before."""
+
+    @property
+    def bags(self) -> float:
+        """Of one rank's batch, empty ones too."""
+        return self.samples * len(self.columns)
+
+    @property
+    def total_bytes(self) -> float:
+        """Memory that all its rows take once."""
+        return self.rows * self.slot_bytes
+
+
+def table_loads(
+    tables: Sequence[Table],
+    features: Sequence[Feature],
+    profile: Profile,
+    world: World,
+    *,
+    batch_size: float,
+    last_batch: float = 0.0,
+    num_samples: int | None = None,
+) -> list[TableLoad]:
+    """`batch_size` counts samples over all ranks; `last_batch` of the run says how many rows of open tables, and births
+    per step, there will be; `num_samples`: of the data set, where that is known."""
+    mine = batch_size / world.num_ranks
+    counted = {feature.name: feature for feature in profile.features}
+    epoch = math.inf if num_samples is None else max(num_samples / batch_size, 1.0)
+    found = []
+    for t, table in enumerate(tables):
+        of = profile.tables[t].popularity(table.rows)
+        each = profile.lookups_per_sample(t)
+        ever = seen(of, each * batch_size, min(last_batch, epoch))
+        whole = profile.unique_rows(t, batch_size, of)
+        readers = [feature for feature in features if feature.table == table.name]
+        columns = [counted[feature.name] for feature in readers if feature.name in counted]
+        wide = 8 if table.compute_dtype == "float64" else 4
+        found.append(
+            TableLoad(
+                name=table.name,
+                width=table.width,
+                value_bytes=table.width * table.itemsize,
+                gradient_bytes=table.width * wide,
+                rows=float(table.rows) if table.rows else max(ever * OPEN_ROOM, whole),
+                slot_bytes=slot_bytes(table),
+                samples=mine,
+                unique_rank=profile.unique_rows(t, mine, of),
+                unique_host=profile.unique_rows(t, mine * world.ranks_per_host, of),
+                unique_world=whole,
+                lookups=each * mine,
+                columns=tuple(
+                    ColumnLoad(
+                        column.lookups * mine / profile.samples, column.longest, column.is_weighted
+                    )
+                    for column in columns
+                ),
+                vocabulary=table.rows or 0,
+                is_pooled=all(feature.pooling != "sequence" for feature in readers),
+                births=ever / last_batch if last_batch else 0.0,
+            )
+        )
+    return found

@@ -1,0 +1,64 @@
+"""Sections of a configuration that say which rows of open tables stay."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from colonnade.section import Section
+
+
+class AdmissionConfig(Section):
+    """From which update on rows of open tables stay (CountMinAdmission, RandomAdmission). Default: the first."""
+
+    updates: int | None = Field(None, ge=2, le=255)
+    """A row stays once its id was seen in so many steps, counted by a count-min sketch."""
+    expected_ids: int | None = Field(None, ge=1)
+    """Different ids of a table over all ranks, which the sketch is sized for; with updates."""
+    error: float = Field(0.01, ge=1e-6, le=0.5)
+    """Chance of a new id to be taken for one seen before; with updates."""
+    halve_steps: int | None = Field(None, ge=1)
+    """Every count is halved once in so many steps; with updates."""
+    probability: float | None = Field(None, gt=0, lt=1)
+    """Instead of updates: chance of a row to stay, at each of its updates until it does."""
+
+    @model_validator(mode="after")
+    def _check(self) -> AdmissionConfig:
+        if self.updates is not None and self.probability is not None:
+            raise ValueError("got both updates and probability, wanted one of them")
+        if self.updates is not None and self.expected_ids is None:
+            raise ValueError("got updates without expected_ids, by which the sketch is sized")
+        if self.updates is None and (self.expected_ids or self.halve_steps):
+            raise ValueError("got settings of a sketch without updates, the count that admits")
+        return self
+
+
+class EvictionConfig(Section):
+    """Which rows of open tables leave (colonnade.AgeEviction, MaxRowsEviction). Default: none."""
+
+    age_steps: int | None = Field(None, ge=1)
+    """Rows without an update for so many steps leave."""
+    max_rows: int | None = Field(None, ge=1)
+    """Instead of age_steps: rows of a table over all ranks; of more, some leave after each step."""
+    by: Literal["recency", "frequency", "norm"] = "recency"
+    """Who leaves first, with max_rows: oldest update, fewest updates, smallest weights."""
+    halve_steps: int | None = Field(None, ge=1)
+    """Numbers of updates are halved at every multiple of it; with by=frequency."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EvictionConfig:
+        if self.age_steps is not None and self.max_rows is not None:
+            raise ValueError("got both age_steps and max_rows, wanted one of them")
+        if self.halve_steps is not None and self.by != "frequency":
+            raise ValueError("got halve_steps, which goes with by=frequency")
+        if self.max_rows is None and (self.by != "recency" or self.halve_steps):
+            raise ValueError("got by or halve_steps without max_rows")
+        return self
+
+
+class OpenTableConfig(Section):
+    """One open table's own settings, instead of rows.admission and rows.eviction."""
+
+    admission: AdmissionConfig = AdmissionConfig()
+    eviction: EvictionConfig = EvictionConfig()

@@ -1,0 +1,117 @@
+"""Key lists: `segment-<number>.keys` holds the ids of a segment's records, which stand nowhere else. Format: format.md.
+
+Legend: N records of a segment.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from colonnade.errors import CorruptionError
+from colonnade.store.disk import DiskFile, storage_error
+from colonnade.store.durable import checked_content, trailer, with_trailer
+from colonnade.store.segment import missing
+
+MAGIC = b"CLNDKEYS"
+VERSION = 2
+HEADER = struct.Struct(
+    "<8sIIQQqII"
+)  # magic, version, number, N, checksum of the segment, base, width, zero
+assert HEADER.size == 48
+ID_BYTES = 8
+MAX_BYTES = HEADER.size + len(trailer(b""))
+"""Of a key list, beyond `ID_BYTES` a record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Ids of N records in `width` bytes each, as what they are beyond `base`, the least of them."""
+
+    num_records: int
+    base: int
+    width: int
+    packed: memoryview | bytes
+    """`width` * N bytes, little-endian, and at least `ID_BYTES` more, of any value."""
+    start: int = 0
+    """Where in `packed` they begin."""
+
+    @classmethod
+    def of(cls, ids: np.ndarray) -> Keys:
+        """ids (N,) int64."""
+        base = int(ids.min()) if len(ids) else 0
+        beyond = ids.astype("<u8") - np.uint64(base % (1 << 64))
+        width = (int(beyond.max(initial=0)).bit_length() + 7) // 8
+        columns = beyond.view(np.uint8).reshape(len(ids), ID_BYTES)[:, :width]
+        # Arrays are copied without the interpreter's lock, bytes with it: training would wait for it.
+        packed = np.zeros(len(ids) * width + ID_BYTES, np.uint8)
+        packed[: len(ids) * width].reshape(len(ids), width)[:] = columns
+        return cls(len(ids), base, width, packed.data)
+
+    def ids(self, first: int = 0, last: int | None = None) -> np.ndarray:
+        """Of records `first` .. `last` (to the end): (n,) int64."""
+        count = (self.num_records if last is None else last) - first
+        if self.width == 0:
+            return np.full(count, self.base, np.int64)
+        # Every id with the bytes behind it, which belong to others.
+        at = self.start + first * self.width
+        wide = np.ndarray((count,), "<u8", self.packed, at, (self.width,))
+        beyond = wide & np.uint64((1 << 8 * self.width) - 1)
+        beyond += np.uint64(self.base % (1 << 64))
+        return beyond.view(np.int64)
+
+
+def file_name(number: int) -> str:
+    return f"segment-{number:08d}.keys"
+
+
+def key_list_bytes(number: int, ids: np.ndarray, checksum: int) -> memoryview:
+    """A key list: the ids (N,) int64 of a sealed segment in record order."""
+    keys = Keys.of(ids)
+    head = (MAGIC, VERSION, number, keys.num_records, checksum, keys.base, keys.width, 0)
+    packed = np.frombuffer(keys.packed, np.uint8, keys.width * keys.num_records)
+    return with_trailer(np.concatenate((np.frombuffer(HEADER.pack(*head), np.uint8), packed)))
+
+
+def open_key_list(path: Path) -> DiskFile:
+    """Raises CorruptionError where a file that a manifest names is missing, StorageError."""
+    try:
+        return DiskFile(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    except FileNotFoundError as error:
+        raise missing(path) from error
+    except OSError as error:
+        raise storage_error(error, "open", path) from error
+
+
+def read_key_list(file: DiskFile, number: int, num_records: int, checksum: int) -> Keys:
+    """Raises CorruptionError (torn, altered, of another segment), StorageError."""
+    data = _read(file)
+    content = checked_content(file.path, data)
+    said = HEADER.unpack_from(content.ljust(HEADER.size, b"\0"))
+    base, width = said[5:7]
+    wanted = (MAGIC, VERSION, number, num_records, checksum, base, width, 0)
+    length = HEADER.size + width * num_records
+    if said != wanted or width > ID_BYTES or len(content) != length:
+        raise CorruptionError(
+            f"{file.path}: got {len(content)} bytes that begin with {content[: HEADER.size].hex()}, wanted the keys "
+            f"of {num_records} records, {HEADER.pack(*wanted[:5], 0, 0, 0)[:32].hex()}: they are of another commit. "
+            "Restore the file from a copy, or go back to an older commit"
+        )
+    return Keys(num_records, base, width, data, HEADER.size)  # the last line is behind them
+
+
+def _read(file: DiskFile) -> bytes:
+    try:
+        size = os.fstat(file.fd).st_size
+        pieces: list[bytes] = []
+        done = 0
+        while done < size and (piece := os.pread(file.fd, size - done, done)):
+            pieces.append(piece)
+            done += len(piece)
+    except OSError as error:
+        raise storage_error(error, "read", file.path) from error
+    return b"".join(pieces)

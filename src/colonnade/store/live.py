@@ -1,0 +1,90 @@
+"""Live bitmaps: `live-<step>.bits` says which records of which segments are a commit's rows. Format: format.md.
+
+A bitmap is (ceil(N / 8),) uint8 of a segment's N records, least significant bit first.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from colonnade.errors import CorruptionError
+
+MAGIC = b"CLNDLIVE"
+VERSION = 2
+HEADER = struct.Struct("<8sIIQ")  # magic, version, number of segments, step
+ENTRY = struct.Struct("<IIII")  # segment, records, live records, zero
+_COUNTS = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
+FILE_NAME = re.compile(r"live-(0|[1-9]\d*)\.bits")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRecords:
+    """Of one segment: which records are rows."""
+
+    segment: int
+    num_records: int
+    bitmap: np.ndarray
+
+    @property
+    def num_live(self) -> int:
+        return int(_COUNTS[self.bitmap].sum(dtype=np.int64))
+
+
+def file_name(step: int) -> str:
+    return f"live-{step}.bits"
+
+
+def live_bytes(step: int, parts: Sequence[LiveRecords]) -> bytes:
+    """The content of a (durable) file. A segment all of whose records are live has no bitmap in it."""
+    pieces = [HEADER.pack(MAGIC, VERSION, len(parts), step)]
+    for part in parts:
+        num_live = part.num_live
+        pieces.append(ENTRY.pack(part.segment, part.num_records, num_live, 0))
+        if num_live < part.num_records:
+            pieces.append(_padded(part.bitmap.tobytes()))
+    return b"".join(pieces)
+
+
+def parse_live(path: Path, content: bytes, step: int) -> list[LiveRecords]:
+    """Raises CorruptionError where the content is not that of `step`."""
+    try:
+        magic, version, count, said_step = HEADER.unpack_from(content)
+        if (magic, version, said_step) != (MAGIC, VERSION, step):
+            raise ValueError(f"magic {magic!r}, version {version}, step {said_step}")
+        offset, parts = HEADER.size, []
+        for _ in range(count):
+            segment, num_records, num_live, _ = ENTRY.unpack_from(content, offset)
+            offset += ENTRY.size
+            if num_live == num_records:
+                bitmap = np.packbits(np.ones(num_records, bool), bitorder="little")
+            else:
+                bitmap = np.frombuffer(content, np.uint8, -(-num_records // 8), offset)
+                offset += len(_padded(bytes(len(bitmap))))
+            parts.append(LiveRecords(segment, num_records, bitmap))
+            if parts[-1].num_live != num_live:
+                raise ValueError(
+                    f"{parts[-1].num_live} live records of segment {segment}, not {num_live}"
+                )
+        if offset != len(content):
+            raise ValueError(f"{len(content)} bytes, not {offset}")
+    except (struct.error, ValueError) as error:
+        raise CorruptionError(
+            f"{path}: got {error}, wanted the live bitmaps of step {step}. Restore it from a copy, or go back "
+            "to an older commit"
+        ) from None
+    return parts
+
+
+def live_flags(bitmap: np.ndarray, num_records: int) -> np.ndarray:
+    """(N,) bool."""
+    return np.unpackbits(np.asarray(bitmap), count=num_records, bitorder="little").astype(bool)
+
+
+def _padded(data: bytes) -> bytes:
+    return data.ljust(-(-len(data) // 8) * 8, b"\0")

@@ -1,0 +1,549 @@
+"""Rows at rest in an append-only log of files: one per (table, rank). Format: format.md.
+
+    store = open_log(directory, table_name="item", record_bytes=72, identity="run/rank0", step=None)
+    store.write(ids, records).wait()
+    store.commit(100)                  # durable
+    store.prune([100])                 # older commits may go
+
+Writes go to memory; a writer's thread brings them to files, a collector's rewrites segments whose rows
+were mostly written anew. Where the rows are is known to the native log (`_native.RowLog`), which is rebuilt
+from key lists and live bitmaps when a commit is opened: no row is read.
+Threads: any may call anything. A read sees the store as of its call.
+
+Legend: N ids of a call.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+from colonnade import _native
+from colonnade.errors import CheckpointError, CorruptionError, StorageError
+from colonnade.store import live as lives
+from colonnade.store import manifest as manifests
+from colonnade.store.collection import Collector
+from colonnade.store.contract import Manifest, RowBatch, SegmentEntry
+from colonnade.store.disk import Disk
+from colonnade.store.durable import TEMPORARY_SUFFIX, write_durably
+from colonnade.store.live import LiveRecords
+from colonnade.store.log_files import LogFiles, SegmentFile, allow_many_files
+from colonnade.store.log_rewriting import Rewriting
+from colonnade.store.log_rows import PendingRead, Written, check_batch, check_ids, scan_rows
+from colonnade.store.segment import HEADER, SegmentShape, check_rows, crc32c, owner_digest
+from colonnade.store.stripes import LOCK_NAME, Stripe, Stripes, open_stripes
+from colonnade.store.writer import LogWriter
+
+DEFAULT_SEGMENT_BYTES = 256 << 20
+DEFAULT_CHUNK_BYTES = 1 << 20
+READ_DEPTH = 32  # of a store that shares no reader
+FRESH, MOVED, MOVED_HOT = range(
+    3
+)  # streams: rows as they are written; what collection found alive, the hottest apart
+Access = Literal["direct", "mapped"]
+
+
+class LogBacking:
+    """A `Backing` on files; built by `open_log`. Use as a context manager, or call `close`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        table_name: str,
+        identity: str,
+        shape: SegmentShape,
+        disk: Disk,
+        log: _native.RowLog,
+        files: LogFiles,
+        stripes: Stripes,
+        reader: _native.PageReader,
+        writer: LogWriter | None,
+        collector: Collector | None,
+        segment_bytes: int,
+    ) -> None:
+        """writer, collector: None when read-only."""
+        self.directory = directory
+        self.table_name = table_name
+        self.identity = identity
+        self.shape = shape
+        self.record_bytes = shape.record_bytes
+        self.log = log
+        self.files = files
+        self._disk = disk
+        self._stripes = stripes
+        self._reader = reader
+        self._writer = writer
+        self._collector = collector
+        full_records = max(1, (segment_bytes - HEADER.size) // shape.stride)
+        self._rewriting = Rewriting(log, files, full_records, MOVED, MOVED_HOT)
+        self._manifests: dict[int, Manifest] = {}  # by step: the commits kept
+        # Of commits that failed when their manifest may have been there already: nothing of theirs may go before it.
+        self._doubtful: list[Manifest] = []
+        self._committing = threading.RLock()  # one commit, prune or removal at a time
+        self._is_spoiled = False  # a sync failed under the frozen content
+        self._finished_step = -1  # the newest commit, if it was of what the caller froze
+        self._committed_changes = 0  # `_changes` as of the newest commit
+        self._other_bytes = 0  # of manifests and bitmaps, and of the life before this opening
+        self._closed = False
+
+    def __enter__(self) -> LogBacking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """Live rows."""
+        return self.log.num_rows
+
+    @property
+    def reader(self) -> _native.PageReader:
+        return self._reader
+
+    @property
+    def writer(self) -> LogWriter | None:
+        """None: open read-only."""
+        return self._writer
+
+    def path_of(self, segment: int) -> Path:
+        """Of a segment's file, for those who say what is wrong with it."""
+        return self.files.path_of(segment)
+
+    def end_writing(self) -> None:
+        """Let go of the locks and stay open for reading. What was not committed is read here, and nowhere later."""
+        self._stop()
+        self._stripes.release()
+
+    def close(self) -> None:
+        """Let go of the locks. What was not committed is gone with the next opening for writing."""
+        self._closed = True
+        self.end_writing()
+        self.files.close()
+
+    # ---- rows
+
+    def read(self, ids: Tensor, out: Tensor, demand: bool = True) -> PendingRead:
+        """`Backing.read`. After an error in `wait`, `out` holds whole rows or nothing new, never wrong ones."""
+        check_batch(ids, out, self.record_bytes)
+        self._check_open()
+        return PendingRead(self.log.read(self._reader, ids, out, demand), out, self.files.path_of)
+
+    def write(
+        self, ids: Tensor, records: Tensor, heat: Tensor | None = None, for_commit: bool = False
+    ) -> Written:
+        """`Backing.write`: in memory when this returns, all or nothing.
+
+        Waits while more than the writer's limit waits to be written; raises StorageError where the disk refuses
+        it (nothing changed; the store stays usable).
+        """
+        check_batch(ids, records, self.record_bytes)
+        writer = self._check_writable()
+        writer.wait_for_room()
+        self.log.write(ids, records, heat, FRESH, for_commit)
+        writer.wake()
+        return Written(len(ids))
+
+    def delete(self, ids: Tensor) -> None:
+        """`Backing.delete`: ids (N,) int64, absent ones ignored."""
+        check_ids(ids)
+        self._check_writable()
+        self.log.delete(ids)
+
+    def scan(self) -> Iterator[RowBatch]:
+        """`Backing.scan`, in the order of the disk. Raises CorruptionError naming file and record."""
+        self._check_open()
+        with self._rewriting.moving:
+            return scan_rows(self.log, self.files, self._reader)
+
+    def verify(self) -> None:
+        """Read every record on the disk. Raises CorruptionError naming file and record."""
+        self._check_open()
+        for part in self.files.complete().values():
+            check_rows(
+                part.file, part.number, self.shape, part.read_keys(), part.header_crc, part.checksum
+            )
+
+    def counts(self) -> dict[str, int]:
+        """Rows and bytes since this opening; `lifetime_bytes` since the store began. bytes_held: of complete segments
+        and key lists; bytes_live: what as many rows as there are take of such."""
+        written = self.files.bytes_written
+        lifetime = self._other_bytes + written
+        parts = self.files.complete().values()
+        held = sum(part.num_bytes + part.keys_bytes for part in parts)
+        records = sum(part.num_records for part in parts)
+        live = len(self) * held // records if records else len(self) * self.shape.stride
+        more = {"bytes_written": written, "lifetime_bytes": lifetime}
+        return dict(self.log.counts()) | more | {"bytes_held": held, "bytes_live": live}
+
+    # ---- commits
+
+    def commits(self) -> list[int]:
+        """The steps committed and kept, ascending."""
+        return sorted(self._manifests)
+
+    def lost_commits(self) -> dict[int, str]:
+        """Commits kept that cannot be opened now: where files of theirs were that are out of reach."""
+        return manifests.lost(self._manifests.values(), self._stripes)
+
+    def freeze(self) -> None:
+        """`Backing.freeze`. Collection pauses until `commit` or `thaw`. Raises StorageError after a failed sync
+        whose rows cannot be written elsewhere yet."""
+        self._check_writable()
+        if self._rewriting.is_frozen:
+            raise StorageError(
+                f"{self.directory}: got a second freeze. Commit or thaw before the next one"
+            )
+        self._rewriting.freeze()
+        self._is_spoiled = False
+
+    def thaw(self) -> None:
+        """`Backing.thaw`. Nothing happens where nothing is frozen."""
+        self._rewriting.thaw()
+        if self._collector is not None:
+            self._collector.wake(self)
+
+    def commit(self, step: int) -> Manifest:
+        """`Backing.commit`. Steps ascend; the newest again is that commit, if nothing has changed or it was of what
+        the caller froze.
+
+        Other threads may read and write meanwhile. Files of older commits stay until `prune`. Raises StorageError:
+        the rows and the older commits are as before. What the caller has frozen stays so: commit again when the
+        cause is gone, or thaw.
+        """
+        with self._committing:
+            self._check_writable()
+            newest = max(self._manifests, default=-1)
+            was_frozen = self._rewriting.is_frozen
+            is_that = self._changes == self._committed_changes
+            is_that |= not was_frozen and self._finished_step == step
+            if step == newest and is_that:
+                self.thaw()
+                return self._manifests[step]  # tried again because another table's store failed
+            if step <= newest:
+                raise CheckpointError(
+                    f"{self.directory}: got a commit of step {step}, wanted one after step {newest}. "
+                    "Open the store at an older step to go back"
+                )
+            if self._rewriting.rotten is not None:
+                raise self._rewriting.rotten
+            if not was_frozen:
+                self.freeze()
+            try:
+                manifest = self._commit_frozen(step)
+            except BaseException:
+                if not was_frozen:
+                    self.thaw()
+                raise
+            self._manifests[step] = manifest
+            self._committed_changes = self._changes
+            self._finished_step = step if was_frozen else -1
+            self.thaw()
+            return manifest
+
+    def prune(self, keep_steps: Collection[int]) -> None:
+        """Forget the commits not in `keep_steps`, and remove the files that nothing needs any more.
+
+        Raises CheckpointError for a step never committed, StorageError (call again: it goes on).
+        """
+        with self._committing:
+            self._check_writable()
+            unknown = sorted(set(keep_steps) - set(self._manifests))
+            if unknown:
+                raise CheckpointError(
+                    f"{self.directory}: got keep_steps with {unknown}, wanted some of {self.commits()}. "
+                    "Keep only steps that `commits()` lists"
+                )
+            self._manifests = {step: self._manifests[step] for step in sorted(keep_steps)}
+            self._remove_manifests()
+            self.files.remove(self._named_segments())
+
+    # ---- garbage collection
+
+    def collect(self) -> int:
+        """Rewrite segments until nothing is to gain, those being written included; bytes read."""
+        writer, total, num_bytes = self._check_writable(), 0, 1
+        while num_bytes:
+            writer.flush(self.files)
+            num_bytes = self.collect_piece()
+            total += num_bytes
+        writer.flush(self.files)
+        with self._committing:  # what the collector's thread has just forgotten, too
+            self.files.remove(self._named_segments())
+        return total
+
+    def collect_piece(self) -> int:
+        """One piece of one segment; bytes read, 0: nothing to do now. Raises StorageError; CorruptionError where a
+        record is rotten: then the segment stays as it is, and commits say so.
+        """
+        writer = self._check_writable()
+        if not self._rewriting.has_victims():
+            return 0
+        writer.wait_behind()
+        num_bytes, is_forgotten = self._rewriting.next_piece()
+        if num_bytes:
+            writer.wake()
+        if is_forgotten:
+            with self._committing:
+                self.files.remove(self._named_segments())
+        return num_bytes
+
+    @property
+    def is_space_short(self) -> bool:
+        """Collection falls behind: far more is on the disk than should be."""
+        return self._rewriting.is_space_short
+
+    # ---- inside
+
+    @property
+    def _changes(self) -> int:
+        """Grows with every row written or deleted, not with rows moved."""
+        counts = self.log.counts()
+        return counts["rows_written"] + counts["rows_deleted"]
+
+    def _commit_frozen(self, step: int) -> Manifest:
+        if self._is_spoiled:
+            raise StorageError(
+                f"{self.directory}: a sync failed under the frozen content. Thaw, freeze and commit again; the "
+                "last commit is intact"
+            )
+        assert self._writer is not None
+        self.log.seal()
+        self._writer.flush(self.files)
+        complete = self.files.complete()
+        entries, bitmaps = [], []
+        for number in np.asarray(self.log.frozen_segments()).tolist():
+            part = complete[number]
+            bitmap = np.asarray(self.log.frozen_live(number))
+            found = LiveRecords(number, part.num_records, bitmap)
+            bitmaps.append(found)
+            entries.append(
+                SegmentEntry(
+                    number=number,
+                    stripe=part.stripe,
+                    num_bytes=part.num_bytes,
+                    keys_bytes=part.keys_bytes,
+                    header_crc=part.header_crc,
+                    checksum=part.checksum,
+                    num_records=part.num_records,
+                    num_live=found.num_live,
+                )
+            )
+        self._sync([complete[entry.number] for entry in entries])
+        content = lives.live_bytes(step, bitmaps)
+        manifest = Manifest(
+            step=step,
+            table=self.table_name,
+            record_bytes=self.record_bytes,
+            num_rows=sum(entry.num_live for entry in entries),
+            lifetime_bytes=self._other_bytes + self.files.bytes_written + len(content),
+            live_bytes=len(content),
+            live_crc=crc32c(content),
+            segments=tuple(entries),
+        )
+        if self._doubtful:
+            self._remove_manifests()
+        write_durably(self._disk, self.directory / lives.file_name(step), content)
+        self._doubtful.append(manifest)
+        manifests.write_manifest(self._disk, self.directory, manifest, self._stripes, self.identity)
+        self._doubtful.clear()
+        self._other_bytes += len(content)
+        return manifest
+
+    def _sync(self, parts: Sequence[SegmentFile]) -> None:
+        unsynced = [part for part in parts if not part.is_synced]
+        for part in unsynced:
+            try:
+                self.files.sync(part)
+            except BaseException:
+                self._is_spoiled = True
+                raise
+        self.files.sync_directories([part.stripe for part in unsynced])
+
+    def _named_segments(self) -> set[int]:
+        commits = [*self._manifests.values(), *self._doubtful]
+        return {entry.number for m in commits for entry in m.segments}
+
+    def _remove_manifests(self) -> None:
+        """Of commits not kept; then their bitmaps."""
+        self._remove(manifests.FILE_NAME, {manifests.file_name(step) for step in self._manifests})
+        # A manifest must be gone for good before a file that only it names goes.
+        self._disk.sync_dir(self.directory)
+        self._doubtful.clear()
+        self._remove(lives.FILE_NAME, {lives.file_name(step) for step in self._manifests})
+
+    def _remove(self, pattern: re.Pattern[str], kept: Collection[str]) -> None:
+        for name in sorted(os.listdir(self.directory)):
+            is_ours = pattern.fullmatch(name.removesuffix(TEMPORARY_SUFFIX))
+            if is_ours and name not in kept:
+                self._disk.unlink(self.directory / name)
+
+    def _load(self, manifest: Manifest) -> None:
+        """Become the content of a commit."""
+        bitmaps = manifests.read_live(self.directory, manifest)
+        for entry, bitmap in zip(manifest.segments, bitmaps, strict=True):
+            self.files.open(entry, bitmap)
+        if len(self) != manifest.num_rows:
+            raise CorruptionError(
+                f"{self.directory / manifests.file_name(manifest.step)}: got {len(self)} live rows in its "
+                f"segments, wanted {manifest.num_rows}. Go back to an older commit"
+            )
+        self._other_bytes = manifest.lifetime_bytes
+        self._manifests[manifest.step] = manifest
+
+    def _start(self, kept: dict[int, Manifest]) -> None:
+        """Opened for writing: commits that are not in `kept` never happened."""
+        self._manifests = dict(kept)
+        self._remove_manifests()
+        self.files.remove_leftovers(self._named_segments())
+        for manifest in kept.values():
+            for entry in manifest.segments:
+                self.files.keep(entry)
+        assert self._writer is not None and self._collector is not None
+        self._writer.add(self.files)
+        self._collector.add(self)
+
+    def _stop(self) -> None:
+        """No thread works on it any more."""
+        if self._collector is not None:
+            self._collector.remove(self)
+        if self._writer is not None:
+            self._writer.remove(self.files)
+
+    # ---- what callers may get wrong
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError(f"{self.directory}: this store is closed. Open it again")
+
+    def _check_writable(self) -> LogWriter:
+        self._check_open()
+        if not self._stripes.locks or self._writer is None:
+            raise StorageError(
+                f"{self.directory}: got a change, but the store is open read-only. Open it with read_only=False"
+            )
+        return self._writer
+
+
+def open_log(
+    directory: Path | str,
+    *,
+    table_name: str,
+    record_bytes: int,
+    identity: str,
+    step: int | None,
+    rows: int | None = None,
+    num_owners: int = 1,
+    place: int = 0,
+    read_only: bool = False,
+    disk: Disk | None = None,
+    reader: _native.PageReader | None = None,
+    writer: LogWriter | None = None,
+    collector: Collector | None = None,
+    stripes: Sequence[Stripe] = (),
+    access: Access = "direct",
+    segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> LogBacking:
+    """One table's rows of one rank, as committed at `step`; None: an empty store, created if absent.
+
+    `identity` names run, rank and world: opening with another raises CheckpointError, as do another
+    table, record width or format version, and a step never committed. Altered, torn or missing files
+    raise CorruptionError; then nothing on the disk has changed. Rows themselves are checked when they are read.
+
+    For writing: commits newer than `step` (with None: all) are discarded, because the run that decides
+    which step is complete has decided; so are files no kept commit refers to. Raises StoreLocked if the
+    store is open for writing elsewhere. `read_only` changes nothing and needs no lock.
+
+    rows, num_owners, place: of a vocabulary table, whose ids are then those dealt to owner `place`; None: any id.
+    reader, writer, collector: share one of each among the stores of a rank. stripes: directories of this store's own
+    that take its segments instead of `directory`; all that it was ever given must be there. access "mapped": files
+    are read by loads, for memory that is mounted as files. `segment_bytes`: where a new segment starts;
+    `chunk_bytes`: what is written at once, a multiple of 4096.
+    """
+    directory = Path(directory)
+    disk = disk or Disk()
+    if record_bytes < 1:
+        raise ValueError(f"got record_bytes={record_bytes}, wanted at least 1")
+    allow_many_files()
+    home_lock = None
+    if not read_only:
+        if step is None:
+            disk.make_dir(directory)
+        elif not directory.is_dir():
+            raise CheckpointError(
+                f"{directory}: no such directory, wanted the commit of step {step}"
+            )
+        home_lock = disk.lock(directory / LOCK_NAME)
+    store = opened = None
+    try:
+        read = partial(
+            manifests.read_manifest,
+            directory,
+            table=table_name,
+            identity=identity,
+            record_bytes=record_bytes,
+        )
+        manifest, store_id = None, ""
+        known: dict[int, str] = {}
+        kept: dict[int, Manifest] = {}
+        if step is not None:
+            manifest, store_id, known = read(step)
+            for other in manifests.committed_steps(directory) if not read_only else ():
+                if other < step:
+                    kept[other] = read(other)[0]
+            kept[step] = manifest
+        opened = open_stripes(
+            directory,
+            stripes,
+            disk=None if read_only else disk,
+            home_lock=home_lock,
+            known=known,
+            store_id=store_id,
+        )
+        shape = SegmentShape(record_bytes, owner_digest(table_name, identity))
+        named = [entry.number for m in kept.values() for entry in m.segments]
+        longest = max(segment_bytes, HEADER.size + shape.stride)
+        # One that takes nothing needs no room for it.
+        log = _native.RowLog(
+            record_bytes, rows or 0, num_owners, place, longest, shape.chunk_bytes(chunk_bytes), 3,
+            1 + max(named, default=0),
+        )  # fmt: skip
+        pages = -(-longest // 4096) * 4096
+        mapped = access == "mapped"
+        files = LogFiles(log, disk, opened, shape, longest_bytes=pages, is_mapped=mapped)
+        store = LogBacking(
+            directory,
+            table_name=table_name,
+            identity=identity,
+            shape=shape,
+            disk=disk,
+            log=log,
+            files=files,
+            stripes=opened,
+            reader=reader or _native.PageReader("auto", READ_DEPTH),
+            writer=None if read_only else writer or LogWriter(),
+            collector=None if read_only else collector or Collector(),
+            segment_bytes=longest,
+        )
+        if manifest is not None:
+            store._load(manifest)
+        if not read_only:
+            store._start(kept)
+    except BaseException:
+        if store is not None:
+            store.close()
+        elif opened is not None:
+            opened.release()
+        elif home_lock is not None:
+            home_lock.close()
+        raise
+    return store

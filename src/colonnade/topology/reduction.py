@@ -1,0 +1,127 @@
+"""Sums over all ranks: one order of additions for every world, and three ways for the bytes to travel.
+
+The order belongs to the world and never to the way: the ranks of a host are added as neighbours in pairs, the pairs in
+pairs, and so on, then the hosts likewise. All ways give the same bits on every rank, and so do all layouts of N ranks
+whose `ranks_per_host` is a power of two, 1 and N among them: a host is then one node of the tree of all ranks. (gloo's
+all_reduce adds along a ring that begins elsewhere for every chunk, so its bits follow the length of the buffer.)
+
+Every message is an all_to_all, which is one hop; gloo's all_gather is a ring of as many hops as ranks.
+
+Legend: N ranks, H hosts, L ranks of a host, S bytes of the buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from colonnade.topology.mesh import Mesh
+from colonnade.topology.world import World
+
+Way = Literal["whole", "scattered", "by host"]
+PIECE = 16384
+"""Elements that one operation of torch takes at a time: it would share more than 32768 among threads, and the thread
+that reduces is not to begin a second team of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """By one rank, for the sum of one buffer."""
+
+    local_messages: int  # to other ranks of its host
+    remote_messages: int  # to other hosts
+    local_bytes: float
+    remote_bytes: float
+
+    def seconds(self, world: World) -> float:
+        return (
+            self.local_messages * world.message_seconds
+            + self.remote_messages * world.remote_message_seconds
+            + self.local_bytes / world.local_bytes_per_second
+            + self.remote_bytes * world.ranks_per_host / world.remote_bytes_per_second
+        )
+
+
+def sent(way: Way, world: World, size: float) -> Sent:
+    """Pure. `size` bytes of buffer; the same for every rank. A host's uplink carries L x `remote_bytes` out, and as
+    much in: 2 (H - 1) L / H x S `scattered`, and 2 (H - 1) / H x S `by host`."""
+    ranks, hosts, local = world.num_ranks, world.num_hosts, world.ranks_per_host
+    near, far = local - 1, ranks - local
+    if way == "whole":
+        return Sent(near, far, near * size, far * size)
+    if way == "scattered":
+        return Sent(2 * near, 2 * far, 2 * near * size / ranks, 2 * far * size / ranks)
+    far = hosts - 1
+    return Sent(2 * near, 2 * far, 2 * near * size / local, 2 * far * size / ranks)
+
+
+def choose_way(world: World, size: float) -> Way:
+    """Pure: the fewest seconds by the world's links, which every rank must know alike. Short buffers go whole, in one
+    hop; long ones cross an uplink once per host, not once per rank, where a host has several."""
+    ways: list[Way] = ["whole", "scattered"]
+    if world.num_hosts > 1 and world.ranks_per_host > 1:
+        ways.append("by host")
+    return min(ways, key=lambda way: sent(way, world, size).seconds(world))
+
+
+def sum_over_ranks(mesh: Mesh, values: Tensor, way: Way) -> None:
+    """Collective, one issuing thread, in place. values (n,) on the CPU, contiguous, n a multiple of N."""
+    ranks, hosts, local = mesh.num_ranks, mesh.world.num_hosts, mesh.world.ranks_per_host
+    if ranks == 1:
+        return
+    if way == "whole":
+        every = _gathered(mesh, "dense", values, ranks).view(hosts, local, -1)
+        _add(every, values)
+    elif way == "scattered":
+        part = _added(_scattered(mesh, "dense", values, ranks).view(hosts, local, -1))
+        _copy(_gathered(mesh, "dense", part, ranks), values)
+    else:
+        of_host = _added(_scattered(mesh, "dense in host", values, local).view(1, local, -1))
+        part = _added(_scattered(mesh, "dense over hosts", of_host, hosts).view(hosts, 1, -1))
+        of_host = _gathered(mesh, "dense over hosts", part, hosts)
+        _copy(_gathered(mesh, "dense in host", of_host, local), values)
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """(H, L, n) of all ranks -> (n,): the order that all ways keep."""
+    for _ in range(2):  # over the ranks of a host, then over hosts
+        parts = parts.transpose(0, 1)
+        while len(parts) > 1:
+            pairs = parts[0 : len(parts) - 1 : 2] + parts[1::2]
+            parts = torch.cat([pairs, parts[-1:]]) if len(parts) % 2 else pairs
+    return parts[0, 0]
+
+
+def _scattered(mesh: Mesh, group: str, values: Tensor, size: int) -> Tensor:
+    """(n,) -> (size x n / size,): this rank's share of every member's values, in rank order."""
+    share = [len(values) // size] * size
+    return mesh.all_to_all(group, values, share, share)[0]
+
+
+def _gathered(mesh: Mesh, group: str, values: Tensor, size: int) -> Tensor:
+    """(n,) -> (size x n,): every member's values, in rank order."""
+    send = values.new_empty(size * len(values))
+    for block in send.view(size, -1):
+        _copy(values, block)
+    share = [len(values)] * size
+    return mesh.all_to_all(group, send, share, share)[0]
+
+
+def _added(parts: Tensor) -> Tensor:
+    out = parts.new_empty(parts.shape[-1])
+    _add(parts, out)
+    return out
+
+
+def _add(parts: Tensor, out: Tensor) -> None:
+    width = max(1, PIECE // (parts.shape[0] * parts.shape[1]))
+    for piece, here in zip(parts.split(width, 2), out.split(width), strict=True):
+        here.copy_(sum_in_order(piece))
+
+
+def _copy(values: Tensor, out: Tensor) -> None:
+    for piece, here in zip(values.split(PIECE), out.split(PIECE), strict=True):
+        here.copy_(piece)

@@ -1,0 +1,86 @@
+"""What a commit says of a rank, captured between two steps: from here on training may change everything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from colonnade import __version__
+from colonnade.store.policies import RowRetention
+from colonnade.train.fingerprint import dense_weights, fingerprint
+from colonnade.train.retained import retentions
+
+if TYPE_CHECKING:
+    from colonnade.train.trainer import Trainer
+
+FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """Copies: no tensor in it is trained on. What admission and eviction remember is copied when it is asked for, as of
+    the capture."""
+
+    step: int
+    rank_state: dict[str, Any]
+    dense_state: dict[str, Any] | None
+    """Rank 0's."""
+    retentions: dict[str, RowRetention]
+    """By table, where there are admission or eviction."""
+    header: dict[str, Any]
+
+
+def capture(trainer: Trainer, held: Sequence[dict], run: str) -> Captured:
+    """Every rank, between two steps. Rows are captured apart (`DramStore.begin_commit`)."""
+    mesh, step = trainer.mesh, trainer.collection.step
+    rank_state = {
+        "random": torch.get_rng_state(),
+        "random_gpus": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "held": list(held),  # `Exchange.hold` gives copies
+        "source": copy.deepcopy(trainer.position.state),
+    }
+    header = {
+        "format": FORMAT,
+        "version": __version__,
+        "step": step,
+        "num_ranks": mesh.num_ranks,
+        "shardings": {each.name: each.sharding.plain() for each in trainer.collection.plan.tables},
+        "run": run,
+        "best_step": trainer.best.step,
+        "model": fingerprint(trainer.collection.declaration, trainer.model),
+        "schema": asdict(trainer.data.train.schema),
+    }
+    dense = copy.deepcopy(_dense_state(trainer)) if mesh.rank == 0 else None
+    remembered = retentions(trainer.collection)
+    for policy in remembered.values():
+        policy.begin_state()
+    return Captured(step, rank_state, dense, remembered, header)
+
+
+def _dense_state(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "model": dense_weights(trainer.model),
+        "dense_optimizer": trainer.dense_optimizer.state_dict(),
+        "dense_optimizer_name": type(trainer.dense_optimizer).__qualname__,
+        "dense_parameters": parameter_names(trainer.model, trainer.dense_optimizer),
+        "row_groups": [settings_of(group) for group in trainer.rows.param_groups],
+        "lr_schedules": [schedule.state_dict() for schedule in trainer.lr_schedules],
+        "position": (trainer.position.epoch, trainer.position.step),
+        "best": trainer.best.state(),
+        "days": trainer.days,
+    }
+
+
+def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Of an optimizer's parameters, in its order; "" for one that is not the model's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group without its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}

@@ -1,0 +1,105 @@
+"""Shardings and exchanges for a run: what a profile says its tables ask for, on the links of its world."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from colonnade.config import RunConfig
+from colonnade.embedding import EmbeddingCollection
+from colonnade.plan.choice import Choice, Memory, choose
+from colonnade.plan.device import Device
+from colonnade.plan.flows import alone
+from colonnade.plan.forcing import forced_by
+from colonnade.plan.loads import TableLoad, table_loads
+from colonnade.plan.placement import Demand, place
+from colonnade.plan.prediction import LinkCosts
+from colonnade.plan.profile import Profile
+from colonnade.topology.reduction import choose_way, sent
+from colonnade.topology.world import World
+
+FILLED = 0.9
+"""Part of the memory whose rows are compared with those of all of it, to say what a byte is worth."""
+
+
+def loads_of(
+    collection: EmbeddingCollection,
+    profile: Profile,
+    world: World,
+    *,
+    last_batch: float,
+    num_samples: int | None,
+) -> list[TableLoad]:
+    """Of full batches as the sample has them."""
+    return table_loads(
+        collection.tables,
+        collection.declaration.features,
+        profile,
+        world,
+        batch_size=profile.largest_batch,
+        last_batch=last_batch,
+        num_samples=num_samples,
+    )
+
+
+def choose_for(
+    collection: EmbeddingCollection,
+    loads: Sequence[TableLoad],
+    config: RunConfig,
+    world: World,
+    device: Device,
+    wanted: Sequence[Demand] = (),
+) -> Choice:
+    """What `config` leaves open is chosen, the rest is as it says. `wanted`: what tables ask of memory, where it is
+    limited. Raises ConfigError where what is said cannot be."""
+    budget = config.plan.memory.dram
+    memory = Memory(budget)
+    if budget is not None and wanted:
+        memory = Memory(budget, memory_price(wanted, budget, device))
+    return choose(
+        loads,
+        world,
+        memory=memory,
+        rates=device.memory,
+        forced=forced_by(config.plan, collection.tables, world),
+        is_fetched_ahead=config.plan.staleness_steps > 0,
+    )
+
+
+def memory_price(wanted: Sequence[Demand], budget: int, device: Device) -> float:
+    """Seconds of a step that a byte of memory saves, in reads of files; inf: there are no files to read."""
+    pages = sum(place.pages for place in device.directories)
+    if not pages:
+        return float("inf")
+    least = sum(each.least_rows * each.slot_bytes for each in wanted)
+    full = min(budget, sum(each.most_bytes for each in wanted))
+    less = max(int(FILLED * full), least)
+    if less >= full:
+        return float("inf")
+    reads = [sum(each.reads for each in place(wanted, size)) for size in (less, full)]
+    return max(reads[0] - reads[1], 0.0) / pages / (full - less)
+
+
+def link_costs(
+    choice: Choice, loads: Sequence[TableLoad], device: Device, model: nn.Module, world: World
+) -> LinkCosts:
+    """What the choice adds to a step that one rank would take alone."""
+    if world.num_ranks == 1:
+        return LinkCosts()
+    dense = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    reduced = sent(choose_way(world, dense), world, dense).seconds(world) if dense else 0.0
+    mine = sum(alone(load, device.memory) for load in loads)
+    return LinkCosts(
+        processor_seconds=choice.seconds.processor - mine,
+        waited_seconds=choice.seconds.waited + reduced,
+        behind_seconds=choice.seconds.behind,
+        sent=by_purpose(choice.sent),
+    )
+
+
+def by_purpose(sent: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for (purpose, link), size in sent.items():
+        found.setdefault(purpose, {})[link] = size
+    return found

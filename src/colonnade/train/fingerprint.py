@@ -1,0 +1,86 @@
+"""Whether a commit belongs to a model: what must agree, as plain JSON, so that a difference can be named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colonnade.errors import CheckpointError
+from colonnade.exchange.layout import Declaration
+from colonnade.store.policies import retention_words
+from colonnade.table import Table
+
+
+def check_model(
+    folder: Path, header: Mapping[str, Any], declaration: Declaration, model: torch.nn.Module
+) -> None:
+    """Raises CheckpointError, naming the first difference, unless the commit is of such a model."""
+    wanted = fingerprint(declaration, model)
+    if header["model"] != wanted:
+        raise CheckpointError(
+            f"{folder} was committed by another model: {difference(header['model'], wanted)}. "
+            "Train the same model, or give this run another folder"
+        )
+
+
+def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, Any]:
+    """What must agree for a commit to belong to a model; plain JSON, so that a difference can be named."""
+    return {
+        "tables": {
+            table.name: {
+                "dim": dict(table.dim) if isinstance(table.dim, Mapping) else table.dim,
+                "rows": table.rows,
+                "optimizer": "+".join(part.optimizer.name for part in table.parts),
+                "dtype": dtype_words(table),
+                **retention_words(table.admission, table.eviction),
+            }
+            for table in declaration.tables
+        },
+        "features": {f.name: [f.table, f.pooling] for f in declaration.features},
+        "dense": {name: list(value.shape) for name, value in dense_weights(model).items()},
+    }
+
+
+def dense_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state_dict without what only names a commit (`EmbeddingCollection.get_extra_state`)."""
+    return {
+        name: value
+        for name, value in model.state_dict().items()
+        if not name.endswith("_extra_state")
+    }
+
+
+def load_dense(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Put `dense_weights` back."""
+    kept = {k: v for k, v in model.state_dict().items() if k.endswith("_extra_state")}
+    model.load_state_dict({**kept, **weights})
+
+
+def identity_of(table: Table) -> str:
+    """What the bytes of a table's records mean."""
+    dims = "+".join(
+        f"{part.name}:{part.dim}" if part.name else f"{part.dim}" for part in table.parts
+    )
+    optimizers = "+".join(part.optimizer.name for part in table.parts)
+    return f"{table.name}/{dims}/{optimizers}/{dtype_words(table)}"
+
+
+def dtype_words(table: Table) -> str:
+    return f"{table.dtype} with master" if table.master else table.dtype
+
+
+def difference(saved: Any, wanted: Any, path: str = "") -> str:
+    """The first place where two plain values differ, in words."""
+    if isinstance(saved, dict) and isinstance(wanted, dict):
+        for key in [*saved, *wanted]:
+            here = f"{path}.{key}" if path else str(key)
+            if key not in saved:
+                return f"it has no {here}"
+            if key not in wanted:
+                return f"it has {here}, this model has not"
+            if saved[key] != wanted[key]:
+                return difference(saved[key], wanted[key], here)
+    return f"{path} was {saved}, is {wanted}"

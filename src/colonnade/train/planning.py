@@ -1,0 +1,250 @@
+"""A plan from the data: a sample is profiled, the disk and the model are timed, memory goes where it saves most."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from colonnade.batch import Batch
+from colonnade.config import RunConfig
+from colonnade.data.contract import Source, Splits, num_steps
+from colonnade.embedding import EmbeddingCollection
+from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.plan.choice import Choice
+from colonnade.plan.device import Device, measure
+from colonnade.plan.loads import TableLoad
+from colonnade.plan.placement import Demand, Placed, demands, place, window_fits
+from colonnade.plan.plan import Plan, placed_plan, plan_of
+from colonnade.plan.prediction import Prediction, StepCosts, depth_for, predict
+from colonnade.plan.profile import Profile, profile
+from colonnade.topology.links import measure_links
+from colonnade.topology.mesh import Mesh
+from colonnade.topology.world import World
+from colonnade.train.choosing import choose_for, link_costs, loads_of
+from colonnade.train.objective import Objective
+from colonnade.train.rehearsal import rehearse
+
+SAMPLE_LOOKUPS = 1 << 20
+LEAST_BATCHES = 8
+MOST_BATCHES = 256
+REHEARSED = 12
+"""Batches of the sample that the model is timed on."""
+AUTO_DEPTHS = (8, 4, 2)
+"""Batches of lookahead that memory is shared for where they are to be chosen: the first that fits."""
+UNKNOWN_LENGTH = 16
+"""A run of which nobody knows the length is taken to be so many samples long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan and what it was made from."""
+
+    plan: Plan
+    profile: Profile
+    device: Device
+    costs: StepCosts
+    prediction: Prediction
+    choice: Choice
+    loads: tuple[TableLoad, ...]
+    world: World
+
+
+def measured_before(folder: Path | None, places: Sequence[str]) -> Device | None:
+    """What a run folder says of the disks of `places`; None: nothing."""
+    if folder is None or not (folder / "device.json").is_file():
+        return None
+    try:
+        device = Device.from_json((folder / "device.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # it is measured anew
+    return device if [each.path for each in device.directories] == list(places) else None
+
+
+def read_sample(
+    source: Source, batch_size: int, lookups: int = SAMPLE_LOOKUPS, num_ranks: int = 1
+) -> list[Batch]:
+    """Rank 0's first batches of the first epoch, until they hold so many lookups."""
+    found: list[Batch] = []
+    count = 0
+    batches = source.batches(batch_size, num_ranks=num_ranks)
+    try:
+        for batch in islice(batches, MOST_BATCHES):
+            found.append(batch)
+            count += sum(len(ids.values) for ids in batch.ids.values())
+            if count >= lookups and len(found) >= LEAST_BATCHES:
+                break
+    finally:
+        if hasattr(batches, "close"):
+            batches.close()
+    return found
+
+
+def plan_from_sample(
+    model: nn.Module,
+    collection: EmbeddingCollection,
+    data: Splits,
+    config: RunConfig,
+    *,
+    objective: Objective,
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+    world: World,
+    place_of_rows: Path,
+    first_step: int = 0,
+    folder: Path | None = None,
+    device: Device | None = None,
+    costs: StepCosts | None = None,
+    lookups: int = SAMPLE_LOOKUPS,
+) -> Planned:
+    """On one rank, for all. `place_of_rows`: where rows rest that have no other place. `device`, `costs`: measured
+    before, not again; `folder`: whose device.json may say the same; `world`: with what is known of its links. Memory is
+    shared as `plan.placement` says. Raises BudgetExceeded where a batch does not fit, ConfigError where there is no
+    sample or what is said of shardings cannot be, StorageError where a directory cannot be measured."""
+    num_ranks = world.num_ranks
+    even = plan_of(config.plan, collection.tables, world)
+    sample = read_sample(data.train, config.train.batch_size, lookups)
+    found = profile(collection.tables, collection.declaration.features, sample)
+    steps = _steps(config, data.train)
+    if steps is None:
+        steps = first_step + UNKNOWN_LENGTH * len(sample)
+    memory = config.plan.memory
+    mapped_bytes = 0 if even.mapped is None else even.mapped.bytes
+    is_auto = config.plan.lookahead == "auto"
+    batch_size = found.largest_batch  # of data smaller than a batch: what there is
+    at_once = 1 + config.plan.staleness_steps
+    for depth in AUTO_DEPTHS if is_auto else (int(config.plan.lookahead),):
+        wanted = demands(
+            collection.tables,
+            found,
+            batch_size=batch_size,
+            window=depth + at_once,
+            at_once=at_once,
+            num_ranks=num_ranks,
+            num_samples=data.train.num_samples,
+            first_batch=first_step,
+            last_batch=max(steps, first_step + 1),
+            fixed_bytes=memory.tables,
+        )
+        if window_fits(wanted, memory.dram):
+            break
+    placed = place(wanted, memory.dram, mapped_bytes, at_once=at_once)
+    # Only now is the disk touched: what does not fit has been said.
+    places = [each.path for each in even.ssd] or [str(place_of_rows)]
+    if not even.needs_backing:
+        places = []
+    device = device or measured_before(folder, places) or measure(places)
+    loads = loads_of(collection, found, world, last_batch=steps, num_samples=data.train.num_samples)
+    choice = choose_for(collection, loads, config, world, device, wanted)
+    even = plan_of(config.plan, collection.tables, world, choice)
+    if config.plan.placement == "even":
+        placed = as_planned(wanted, even)
+    if costs is None:
+        mine = sample
+        if num_ranks > 1:  # a rank's own share: what travels between ranks is not foretold
+            mine = read_sample(data.train, config.train.batch_size, 1, num_ranks)
+        costs = rehearse(
+            model,
+            [batch for batch in mine if batch.size == mine[0].size][:REHEARSED],
+            data.train.schema,
+            objective,
+            make_optimizer,
+            batch_size=config.train.batch_size,
+            place=Path(places[0]) if places else None,
+            reads={each.name: each.reads for each in placed},
+        )
+    if config.plan.placement == "even" and even.lookahead != "auto":
+        depth = even.lookahead
+    elif is_auto:
+        depth = depth_for(placed, costs, device, depth)
+    prediction = predict(
+        collection.tables,
+        wanted,
+        placed,
+        [found.lookups_per_sample(t) for t in range(len(collection.tables))],
+        costs,
+        device,
+        batch_size=batch_size,
+        num_batches=max(steps - first_step, 1),
+        num_ranks=num_ranks,
+        lookahead=depth,
+        write_budget=config.plan.write_budget,
+        links=link_costs(choice, loads, device, model, world),
+    )
+    plan = replace(even, prediction=asdict(prediction))
+    if config.plan.placement == "profiled":
+        plan = placed_plan(
+            even,
+            collection.tables,
+            {each.name: (each.rows, each.tier) for each in placed},
+            lookahead=depth,
+            prediction=asdict(prediction),
+        )
+    return Planned(plan, found, device, costs, prediction, choice, tuple(loads), world)
+
+
+def as_planned(wanted: Sequence[Demand], plan: Plan) -> list[Placed]:
+    """The rows that a plan gives each table, and what they leave to be read."""
+    return [
+        Placed(
+            each.name,
+            min(table.capacity_rows, each.most_rows),
+            0.0 if table.fits or table.tier == "mapped" else each.reads_at(table.capacity_rows),
+            table.tier,
+        )
+        for each, table in zip(wanted, plan.tables, strict=True)
+    ]
+
+
+def plan_for_all(
+    model: nn.Module,
+    collection: EmbeddingCollection,
+    data: Splits,
+    config: RunConfig,
+    mesh: Mesh,
+    folder: Path | None,
+    *,
+    objective: Objective,
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+    first_step: int,
+) -> tuple[Plan, Device]:
+    """Collective: links are measured by all, rank 0 plans for all. Writes nothing that stays."""
+    world = measure_links(mesh)
+    said: dict[str, str] = {}
+    if mesh.rank == 0:
+        try:
+            found = plan_from_sample(
+                model,
+                collection,
+                data,
+                config,
+                objective=objective,
+                make_optimizer=make_optimizer,
+                world=world,
+                place_of_rows=folder or Path(),
+                folder=folder,
+                first_step=first_step,
+            )
+            said = {"plan": found.plan.to_json(), "device": found.device.to_json()}
+        except ColonnadeError as error:
+            if mesh.num_ranks == 1:
+                raise
+            said = {"error": str(error)}
+    heard = json.loads(mesh.all_gather_bytes("control", json.dumps(said).encode())[0])
+    if "error" in heard:
+        raise ConfigError(f"rank 0 could not plan: {heard['error']}")
+    return Plan.from_json(heard["plan"]), Device.from_json(heard["device"])
+
+
+def _steps(config: RunConfig, source: Source) -> int | None:
+    """Of the whole run; None: nobody knows."""
+    train = config.train
+    known = source.num_samples
+    steps = None if known is None else num_steps(known, train.batch_size) * max(train.epochs, 1)
+    if train.max_steps is not None:
+        return train.max_steps if steps is None else min(steps, train.max_steps)
+    return steps

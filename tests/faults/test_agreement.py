@@ -1,0 +1,97 @@
+"""Ranks that were started differently are refused on every rank, before anything is written, with who has what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from own_model import Net, source
+from ranks import run_ranks
+from small_run import CONFIG
+
+import colonnade
+from colonnade.config import build_config, override
+from colonnade.data import Splits, open_source
+from colonnade.errors import WorldError
+from colonnade.topology.disagreement import disagreements, rank_words
+from colonnade.train.run import open_run
+
+
+def test_who_has_what_is_said_with_the_fewest_first():
+    told = [
+        {"train.lr": 0.05, "same": 1},
+        {"train.lr": 0.05, "same": 1},
+        {"train.lr": 0.1, "same": 1},
+    ]
+    assert disagreements(told) == ["rank 2 has train.lr=0.1, ranks 0, 1 have 0.05"]
+    assert disagreements([{"a": 1}, {}]) == ["rank 0 has a=1, rank 1 has none"]
+    assert disagreements([{}, {}, {"a": None}]) == ["rank 2 has a=null, ranks 0, 1 have none"]
+    assert disagreements([{"a": 1}, {"a": 1.0}, {"a": 2}])[0].endswith("rank 2 has 2")
+    assert disagreements([{"a": float("nan")}] * 3) == []
+
+
+def test_many_ranks_are_said_as_runs():
+    assert rank_words([5]) == "rank 5"
+    assert rank_words([*range(63), *range(64, 128)]) == "ranks 0-62, 64-127"
+    assert rank_words(range(0, 100, 2)).endswith("12, 14 and 42 more")
+
+
+SETTINGS = build_config(CONFIG)
+
+
+def refused(mesh, folder, config=SETTINGS, data=None) -> str:
+    with pytest.raises(WorldError) as said:
+        open_run(config, mesh, folder, data=data)
+    assert not folder.exists() or not any(folder.iterdir())
+    return str(said.value)
+
+
+def started_differently(mesh, place) -> list[str]:
+    """What this rank hears in each case; rank 2 is the other one."""
+    other, folder = mesh.rank == 2, Path(place) / f"run-{mesh.rank}"
+    found = []
+    config = override(SETTINGS, {"train.batch_size": 200, "rows.lr": 0.5} if other else {})
+    found.append(refused(mesh, folder, config))
+
+    data = open_source("synthetic", **SETTINGS.data.options)
+    shorter = open_source("synthetic", **{**SETTINGS.data.options, "num_train": 1400})
+    found.append(refused(mesh, folder, data=shorter if other else data))
+
+    columns = data.train.schema.categorical
+    schema = replace(
+        data.train.schema, categorical=(*columns[:-1], replace(columns[-1], cardinality=9))
+    )
+    if other:
+        kind = type("Other", (type(data.train),), {"schema": schema, "__slots__": ()})
+        object.__setattr__(data.train, "__class__", kind)
+    found.append(refused(mesh, folder, data=data))
+    for settings in (
+        {"dense_optimizer": lambda p: torch.optim.SGD(p, lr=0.5 if other else 0.1)},
+        {"loss": lambda output, _: output[:, 0]} if other else {},
+        {"data": Splits(source(50), test=source(20)) if other else source(50)},
+        {"model": Net(extra=("more",) * other)},
+        {"epochs": 3 if other else 2},
+    ):
+        with pytest.raises(WorldError) as said:
+            given = {"model": Net(), "data": source(50), **settings}
+            colonnade.fit(run=folder, mesh=mesh, quiet=True, **given)
+        assert not folder.exists()
+        found.append(str(said.value))
+    return found
+
+
+def test_every_rank_names_the_difference_and_the_ranks(tmp_path):
+    told = run_ranks(3, started_differently, str(tmp_path))
+    assert told[0] == told[1] == told[2]
+    settings, samples, schema, optimizer, loss, parts, model, epochs = told[0]
+    assert "rank 2 has rows.lr=0.5, ranks 0, 1 have 0.02" in settings
+    assert "rank 2 has train.batch_size=200, ranks 0, 1 have 100" in settings
+    assert "rank 2 has samples.train=1400, ranks 0, 1 have 1500" in samples
+    assert ".cardinality=9, ranks 0, 1 have 3000" in schema
+    assert "rank 2 has dense_group.0.lr=0.5, ranks 0, 1 have 0.1" in optimizer
+    assert 'rank 2 has objective="MeanLoss", ranks 0, 1 have "Probability"' in loss
+    assert "rank 2 has samples.test=20, ranks 0, 1 have none" in parts
+    assert "more" in model and "rank 2" in model
+    assert "rank 2 has train.epochs=3, ranks 0, 1 have 2" in epochs

@@ -1,0 +1,258 @@
+"""A rank that is lost is named, with what it was doing; nobody waits longer than the timeout."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from ranks import free_port
+
+from colonnade.errors import PeerLost, WorldError
+from colonnade.topology.presence import Heard, Presence, doing, telling, verdict
+from colonnade.topology.rendezvous import Peer, connect, meet
+
+PEER = Peer("node", "one", 4711, 1, "1.0", "2.0", "x86_64")
+FINE = Heard(PEER, 0.3, calls={"dense": 58}, waiting={"dense": 3.0}, step=57)
+
+
+def blamed(purpose="dense", number=58, **ranks) -> tuple[tuple[int, ...], str]:
+    heard = {number: FINE for number in range(1, 4)}
+    heard |= {int(name[1:]): replace(FINE, **said) for name, said in ranks.items()}
+    found = verdict(heard, purpose, number)
+    return found.ranks, found.why
+
+
+def test_the_rank_that_caused_it_is_blamed_and_none_that_followed():
+    assert blamed() == ((), "")
+    assert blamed(r2={"calls": {"dense": 57}})[0] == (2,)
+    assert "has not come" in blamed(r2={"calls": {"dense": 57}})[1]
+    late = {"calls": {"dense": 50}}
+    assert blamed(r1=late, r2={"silent": 9.0, **late})[0] == (2,)  # rank 1 waits for it elsewhere
+    assert blamed(r1=late, r2={"state": "gone"})[1].startswith("rank 2 (pid 4711 on node) is gone")
+    assert "stopped" in blamed(r3={"state": "stopped", "silent": 9.0})[1]
+    assert blamed(r3={"state": "running", "silent": 9.0}) == (
+        (),
+        "",
+    )  # its thread is slow, not the rank
+    assert blamed(r1={"left": "DataError: row 7"}, r2={"silent": 99.0})[0] == (1,)
+    assert "DataError: row 7" in blamed(r1={"left": "DataError: row 7"})[1]
+    followed = {"left": "rank 1 lost rank 3", "follows": True, "state": "gone"}
+    assert blamed(r1=followed, r3={"state": "stopped"})[0] == (3,)
+    assert blamed(r1=followed | {"lost": [9]})[0] == (9,)
+    everyone = {f"r{n}": {"silent": 5.0} for n in range(1, 4)}
+    assert blamed(**everyone)[0] == (1, 2, 3)
+
+
+def test_what_it_did_last():
+    assert doing(FINE) == "last seen in step 57, 3 s in 'dense'"
+    assert "12 s after its last call: computing" in doing(replace(FINE, waiting={}, idle=12.2))
+    assert "never said" in doing(Heard(PEER, 1.0))
+
+
+@pytest.fixture
+def server():
+    port = free_port()
+    return dist.TCPStore(
+        "127.0.0.1", port, 1, True, timeout=timedelta(seconds=20), wait_for_workers=False
+    )
+    return server, port
+
+
+def come(port, rank, num_ranks, seconds, found, peer=PEER):
+    store = dist.TCPStore(
+        "127.0.0.1", port, 1, False, timeout=timedelta(seconds=20), wait_for_workers=False
+    )
+    try:
+        found[rank] = meet(store, rank, num_ranks, peer, timedelta(seconds=seconds))
+    except Exception as error:
+        found[rank] = error
+
+
+def met(port, peers, num_ranks=None, seconds=10.0) -> dict:
+    found: dict = {}
+    who = [
+        threading.Thread(target=come, args=(port, r, num_ranks or len(peers), seconds, found, p))
+        for r, p in peers.items()
+    ]
+    for each in who:
+        each.start()
+    for each in who:
+        each.join()
+    return found
+
+
+def test_ranks_meet_and_each_attempt_has_keys_of_its_own(server):
+    port = server.port
+    peers = {r: replace(PEER, pid=r) for r in range(3)}
+    attempts = [met(port, peers) for _ in range(3)]
+    prefixes = {found[r][0] for found in attempts for r in range(3)}
+    assert len(prefixes) == 3 and all(
+        len({found[r][0] for r in range(3)}) == 1 for found in attempts
+    )
+    assert [peer.pid for peer in attempts[2][1][1]] == [0, 1, 2]
+    # Two of four come, where others were before: they are told apart.
+    found = met(port, {0: PEER, 2: PEER}, num_ranks=4, seconds=0.5)
+    for error in found.values():
+        assert isinstance(error, PeerLost) and "ranks 1, 3 of 4 did not come" in str(error)
+    found = met(port, {1: PEER, 2: PEER}, num_ranks=3, seconds=0.5)
+    assert all("rank 0 of 3 did not come" in str(error) for error in found.values())
+
+
+def test_other_versions_and_uneven_hosts_are_refused_by_name(server):
+    port = server.port
+    found = met(port, {0: PEER, 1: PEER, 2: replace(PEER, torch="1.0", local_ranks=3)})
+    for error in found.values():
+        assert isinstance(error, WorldError)
+        assert 'rank 2 has torch="1.0", ranks 0, 1 have "2.0"' in str(error)
+        assert "rank 2 has ranks on its host=3, ranks 0, 1 have 1" in str(error)
+
+
+def test_two_processes_of_one_rank_are_refused(server):
+    port = server.port
+    found: dict = {}
+    first = threading.Thread(target=come, args=(port, 1, 3, 3.0, found, replace(PEER, pid=1)))
+    zeroth = threading.Thread(target=come, args=(port, 0, 3, 3.0, {}))
+    first.start(), zeroth.start()
+    store = dist.TCPStore("127.0.0.1", port, 1, False, wait_for_workers=False)
+    while not store.check(["colonnade/hello/1"]) or not store.check([here(store)]):
+        time.sleep(0.01)
+    again: dict = {}
+    come(port, 1, 3, 3.0, again, replace(PEER, pid=2))
+    assert "two processes came as rank 1 of 3: pid 1 on node and pid 2 on node" in str(again[1])
+    first.join(), zeroth.join()
+
+
+def here(store) -> str:
+    word = (
+        json.loads(store.get("colonnade/hello/0"))["word"]
+        if store.check(["colonnade/hello/0"])
+        else ""
+    )
+    return f"colonnade/{word}/here/1"
+
+
+def test_garbage_at_the_rendezvous_changes_nothing(server):
+    port = server.port
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(os.urandom(3000))
+        found = met(port, {r: PEER for r in range(2)})
+        assert {prefix for prefix, _ in found.values()} and not isinstance(found[0], Exception)
+
+
+def test_a_taken_port_and_a_missing_address_are_said(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(
+            WorldError,
+            match=r"rank 0 cannot listen at MASTER_ADDR=127.0.0.1, MASTER_PORT=\d+: Addr",
+        ):
+            connect(0, 2, timedelta(seconds=1))
+    monkeypatch.setenv("MASTER_PORT", "70000")
+    with pytest.raises(WorldError, match="MASTER_PORT='70000'"):
+        connect(0, 2, timedelta(seconds=1))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(PeerLost, match=r"rank 1 of 2 found nobody at MASTER_ADDR=127.0.0.1"):
+        connect(1, 2, timedelta(seconds=1))
+
+
+def test_rank_0_listens_where_it_is_told(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    store = connect(0, 2, timedelta(seconds=5))
+    store.set("a", "b")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=2)
+
+
+def test_an_error_is_told_and_one_who_goes_on_is_not_blamed(server):
+    ranks = [
+        Presence(
+            dist.PrefixStore("p", server.clone()),
+            [PEER, PEER],
+            r,
+            timedelta(seconds=5),
+            place="here",
+        )
+        for r in range(2)
+    ]
+    for each in ranks:
+        each.start()
+    with pytest.raises(ZeroDivisionError), telling(ranks[1]):
+        raise ZeroDivisionError("by 0")
+    lost = str(ranks[0].lose("dense", None))
+    assert "lost rank 1 in 'dense'" in lost and "ZeroDivisionError: by 0" in lost
+    with pytest.raises(PeerLost, match="lost rank 1"):
+        ranks[0].enter("route")
+    with telling(ranks[1]):
+        ranks[1].enter("route")
+    for each in ranks:
+        each.stop("it ended")
+
+
+SCRIPT = r"""
+import os, signal, sys, threading, time, torch
+from datetime import timedelta
+from colonnade import open_mesh
+open_mesh(timeout=timedelta(seconds=60))
+mesh = open_mesh(timeout=timedelta(seconds=3))  # the same world
+mesh.at(57)
+mesh.all_reduce("route", torch.ones(1))
+if mesh.rank == 2:
+    time.sleep(1.2)
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+began = time.monotonic()
+def ahead():
+    try:
+        mesh.all_reduce("route", torch.ones(1))
+    except Exception as error:
+        print(f"ahead {type(error).__name__}\n", end="", flush=True)
+thread = threading.Thread(target=ahead)
+thread.start()
+try:
+    mesh.all_reduce("dense", torch.ones(1))
+except Exception as error:
+    print(f"{error}\n", end="", flush=True)
+thread.join()
+print("took", time.monotonic() - began, flush=True)
+"""
+
+
+@pytest.mark.parametrize("sent", ["SIGKILL", "SIGSTOP"])
+def test_survivors_name_it_on_every_thread_and_end(sent):
+    environment = {
+        **os.environ, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, sent], env={**environment, "RANK": str(r)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for r in range(3)
+    ]  # fmt: skip
+    try:
+        for rank in ranks[:2]:
+            said = rank.communicate(timeout=100)[0]
+            assert rank.returncode == 0, said
+            assert "lost rank 2 in" in said and "step 57" in said, said
+            assert f"pid {ranks[2].pid}" in said, said
+            assert (
+                "is gone, as if killed" if sent == "SIGKILL" else "is stopped (SIGSTOP)"
+            ) in said
+            assert "ahead PeerLost" in said
+            assert float(said.split("took ")[1].split()[0]) < 3 + 6
+    finally:
+        ranks[2].send_signal(signal.SIGKILL)
+        ranks[2].communicate()

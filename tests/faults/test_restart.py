@@ -1,0 +1,84 @@
+"""torchrun starts a run again whose rank was lost: it goes on from the newest commit, to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_run import digest
+
+SCRIPT = Path(__file__).with_name("small_run.py")
+SETTINGS = {
+    "plan.staleness_steps": 1,
+    "plan.memory.dram": 90_000,
+    "train.epochs": 1,
+    "train.evaluate_steps": 6,
+}
+PHASES = [
+    "start 0",
+    "control 5",
+    "route 9",
+    "fetch 7",
+    "push 8",
+    "dense 12",
+    "evaluate 4",
+    "commit 6",
+    "end 0",
+]
+
+
+def torchrun(
+    folder: Path, ranks: int, fault: str = "", settings=SETTINGS, limit: float = 60
+) -> str:
+    """What it and its ranks said; they have all ended well."""
+    environment = {
+        **os.environ, "FAULT": fault, "LIMIT": str(limit), "OMP_NUM_THREADS": "1", "RICH_WIDTH": "200",
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+        "--max-restarts", "2", str(SCRIPT), str(folder), json.dumps(settings),
+    ]  # fmt: skip
+    child = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stdout
+    assert not fault or folder.with_name(f"{folder.name}.fault").exists(), "nothing failed"
+    return child.stdout
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """By ranks: the digest of a run that nothing happened to."""
+    found: dict[int, str] = {}
+
+    def of(ranks: int) -> str:
+        if ranks not in found:
+            folder = tmp_path_factory.mktemp("undisturbed") / "run"
+            torchrun(folder, ranks)
+            found[ranks] = digest(folder)
+        return found[ranks]
+
+    return of
+
+
+def test_a_rank_killed_in_a_push(undisturbed, tmp_path):
+    said = torchrun(tmp_path / "run", 2, "rank 1 SIGKILL push 8")
+    assert digest(tmp_path / "run") == undisturbed(2)
+    assert "started at None" in said and "started at 4" in said
+    assert "rank 0 of 2 lost rank 1 in" in said and "is gone, as if killed" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("sent", ["SIGKILL", "SIGSTOP"])
+def test_in_each_phase(undisturbed, sent, phase, rank, tmp_path):
+    torchrun(
+        tmp_path / "run", 3, f"rank {rank} {sent} {phase}", limit=6 if sent == "SIGSTOP" else 60
+    )
+    assert digest(tmp_path / "run") == undisturbed(3)

@@ -1,0 +1,253 @@
+"""The laws with tables that are pooled at their owners, beside others whose rows travel: world, tier, staleness, bytes,
+resume and accumulation. The exchange law itself is in test_exchange_law.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exchanges import ALL, CHOICES, Choice, gradient_like, open_collection
+from ranks import run_ranks
+from scenario import all_rows, assert_close, assert_same_bits, global_batch, share_of, train
+
+from colonnade import (
+    Batch,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    Mesh,
+    RowOptimizer,
+    Table,
+    World,
+    _native,
+    build_plan,
+)
+from colonnade.errors import CheckpointError, ConfigError, DataError, IdRangeError
+from colonnade.exchange.contract import Load
+from colonnade.topology.sharding import row_wise, table_wise
+
+SIZES = [23, 1, 0, 24, 2]
+POOLED = dict.fromkeys(("user", "item", "tag"), "pooled")  # "wide" is read as a sequence
+MIXED = CHOICES["mixed by table"]
+
+
+def train_all(mesh, folder):
+    ours = {"exchanges": POOLED, "shardings": MIXED.shardings_in(mesh.num_ranks)}
+    wide = {"sizes": SIZES, **ours}
+    return {
+        "row_wise": train(mesh, sizes=SIZES, exchanges=POOLED),
+        "mixed": train(mesh, **wide, evaluate_every=2),
+        "tiered": train(mesh, **wide, dram_bytes=40_000, lookahead=3, folder=folder),
+        "stale": train(mesh, **wide, staleness=2, lookahead=1),
+        "stale, far ahead": train(mesh, **wide, staleness=2, lookahead=4, evaluate_every=1),
+    }
+
+
+def train_and_account(mesh, folder):
+    return train_all(mesh, folder), accumulate(mesh, MIXED), hold(mesh), sent(mesh)
+
+
+@pytest.fixture(scope="module")
+def everyone(tmp_path_factory):
+    """On both of two ranks."""
+    return run_ranks(2, train_and_account, tmp_path_factory.mktemp("rows"))
+
+
+def test_world_tiers_and_staleness(everyone):
+    wanted = train(Mesh(), sizes=SIZES)
+    for runs in (rank[0] for rank in everyone):
+        assert_close(wanted, runs["row_wise"], rtol=1e-10)
+        assert_close(wanted, runs["mixed"], rtol=1e-10)
+        assert_same_bits(runs["mixed"], runs["tiered"])
+        assert_same_bits(runs["stale"], runs["stale, far ahead"])
+        assert runs["stale"].losses != runs["mixed"].losses
+    assert_close(train(Mesh(), sizes=SIZES, staleness=2), everyone[0][0]["stale"], rtol=1e-10)
+    assert_same_bits(everyone[0][0]["mixed"], everyone[1][0]["mixed"])
+
+
+def accumulate(mesh, choice: Choice):
+    """Steps of two batches, the first with two backwards; clipped. Norms before clipping, and all rows."""
+    collection = open_collection(mesh, choice, "float64", lookahead=1)
+    rows, norms = RowOptimizer(collection, clip_value=0.5), []
+    batches = (share_of(global_batch(t, 9 + t), mesh.rank, mesh.num_ranks) for t in range(6))
+    for step, batch in enumerate(collection.lookahead(batches)):
+        outputs = list(collection(batch).values())
+        given = [gradient_like(output, step, mesh.rank, i) for i, output in enumerate(outputs)]
+        for _ in range(2 - step % 2):
+            torch.autograd.backward(outputs, given, retain_graph=True)
+        if step % 2:
+            norms.append(float(rows.clip_grad_norm_(2.0)))
+            rows.step()
+    return norms, all_rows(collection)
+
+
+def rows_accumulate(mesh):
+    return accumulate(mesh, CHOICES["rows"])
+
+
+def test_batches_and_backwards_accumulate_and_are_clipped(everyone):
+    wanted = run_ranks(2, rows_accumulate)[0]
+    assert min(wanted[0]) > 2.0
+    for norms, found in (rank[1] for rank in everyone):
+        assert norms == pytest.approx(wanted[0], rel=1e-10)
+        for name, values in wanted[1].items():
+            torch.testing.assert_close(found[name], values, rtol=1e-10, atol=1e-12)
+
+
+def hold(mesh, choice: Choice = MIXED):
+    """What a batch that was read ahead holds, and its values."""
+    collection = open_collection(mesh, choice, "float64", staleness_steps=1)
+    ticket = collection.prepare(share_of(global_batch(3, 11), mesh.rank, mesh.num_ranks))
+    collection.fetch(ticket)
+    held = collection.exchange.hold(ticket)
+    values = collection.exchange.values(ticket, collection.handle)
+    collection.drop(ticket)
+    return held, {name: value.detach() for name, value in values.items()}
+
+
+def restored(choice: Choice, held, step: int = 3):
+    """Values of the same batch in a world of one, where nothing is fetched; and what a second commit holds of it."""
+    collection = open_collection(Mesh(), choice, "float64", staleness_steps=1)
+    batch = global_batch(step, 11)
+    batch.held = held
+    ticket = collection.prepare(batch)
+    again = collection.exchange.hold(ticket)
+    return collection.exchange.values(ticket, collection.handle), again
+
+
+def test_what_was_read_ahead_is_read_in_another_world(everyone):
+    held = [rank[2][0] for rank in everyone]
+    found, again = restored(MIXED, held)
+    for name, value in found.items():
+        wanted = torch.cat([rank[2][1][name] for rank in everyone])
+        assert torch.equal(wanted, value.detach()), name
+    assert torch.equal(again["pooled.sums"], torch.cat([each["pooled.sums"] for each in held]))
+    # It is what was held, not what the rows are now.
+    other = [
+        {name: value * (2 if value.is_floating_point() else 1) for name, value in each.items()}
+        for each in held
+    ]
+    doubled, _ = restored(MIXED, other)
+    assert all(torch.equal(doubled[name], 2 * found[name]) for name in found)
+
+
+@pytest.mark.parametrize("name", ["rows", "pooled"])
+def test_what_another_exchange_held_is_refused(everyone, name):
+    with pytest.raises(CheckpointError, match="another exchange"):
+        restored(CHOICES[name], [rank[2][0] for rank in everyone])
+
+
+# Bytes
+
+SIZE, STEPS = 256, 8
+TABLES = [Table("big", 8, rows=5000), Table("open", 4), Table("small", {"deep": 15, "wide": 1}, rows=40)]  # fmt: skip
+FEATURES = [
+    Feature("big", "big"),
+    Feature("open", "open"),
+    Feature("bag", "open", pooling="mean"),
+    Feature("small", "small", pooling="sqrtn"),
+]
+WAYS = {
+    "row_wise": {},
+    "by table": {"big": table_wise(0), "small": table_wise(1)},
+}
+
+
+def batch_of(step: int, rank: int) -> Batch:
+    random = torch.Generator().manual_seed(step * 2 + rank)
+
+    def draw(high, count=SIZE):
+        return (torch.rand(count, generator=random) ** 4 * high).long()
+
+    def bags(high, longest, is_weighted):
+        sizes = torch.randint(0, longest + 1, (SIZE,), generator=random)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+        count = int(offsets[-1])
+        return Ids(draw(high, count), offsets, torch.rand(count) if is_weighted else None)
+
+    ids = {
+        "big": Ids(draw(5000)),
+        "open": Ids(draw(9000)),
+        "bag": bags(9000, 20, True),
+        "small": bags(40, 3, False),
+    }
+    return Batch(SIZE, torch.zeros(SIZE, 0), ids)
+
+
+def sent(mesh):
+    """By way of sharding: bytes of STEPS steps, by purpose and link."""
+    found = {}
+    for name, shardings in WAYS.items():
+        before = dict(mesh.traffic.sent_bytes)
+        collection = EmbeddingCollection(TABLES, FEATURES)
+        plan = build_plan(TABLES, mesh.num_ranks, exchange="pooled", shardings=shardings)
+        collection.open(plan, mesh)
+        rows = RowOptimizer(collection)
+        for batch in collection.lookahead(batch_of(t, mesh.rank) for t in range(STEPS)):
+            sum(value.sum() for value in collection(batch).values()).backward()
+            rows.step()
+        found[name] = {
+            key: size - before.get(key, 0) for key, size in mesh.traffic.sent_bytes.items()
+        }
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bytes_counted_equal_bytes_predicted(everyone, way):
+    shardings = {t.name: WAYS[way].get(t.name, row_wise(2)) for t in TABLES}
+    lookups, remote = dict.fromkeys(batch_of(0, 0).ids, 0.0), dict.fromkeys(batch_of(0, 0).ids, 0.0)
+    for step in range(100, 100 + STEPS):
+        for rank in range(2):
+            for feature in FEATURES:
+                ids, sharding = (
+                    batch_of(step, rank).ids[feature.name].values,
+                    shardings[feature.table],
+                )
+                rows = next(t.rows for t in TABLES if t.name == feature.table) or 0
+                place = torch.as_tensor(_native.owner_of(ids, rows, len(sharding.ranks)))
+                owner = torch.tensor(sharding.ranks)[place.long()]
+                lookups[feature.name] += len(ids) / (2 * STEPS)
+                remote[feature.name] += float((owner != rank).sum()) / (2 * STEPS)
+    longest = {"big": 1, "open": 1, "bag": 20, "small": 3}
+    load = Load(
+        {}, {}, {}, samples=SIZE, lookups=lookups, lookups_remote=remote, longest_bags=longest,
+        weighted=["bag"],
+    )  # fmt: skip
+    collection = EmbeddingCollection(TABLES, FEATURES)
+    collection.open(build_plan(TABLES, exchange="pooled"))
+    end = collection.exchange
+    end.shardings = list(shardings.values())
+    predicted = end.cost(load, World(ranks_per_host=2)).payload_bytes
+    assert sum(predicted.values()) > 50_000
+    for key, size in predicted.items():
+        counted = sum(rank[3][way].get(key, 0) for rank in everyone) / (2 * STEPS)
+        assert abs(counted - size) <= 0.02 * size, (key, counted, size)
+
+
+# Refusals
+
+ALONE = Mesh(World(ranks_per_host=2))
+"""A rank whose peers are nowhere: whatever travels fails, for it has no process groups."""
+
+
+def test_a_sequence_is_refused_when_the_exchange_is_opened():
+    with pytest.raises(ConfigError, match=r"'history' of table 'wide'.*sequence.*exchange rows"):
+        open_collection(Mesh(), Choice(dict.fromkeys(ALL, "pooled")), "float32")
+
+
+@pytest.mark.parametrize("name", ["rows", "pooled", "mixed", "all three"])
+def test_wrong_ids_are_refused_before_anything_travels(name):
+    collection = open_collection(ALONE, CHOICES[name], "float32")
+    right = global_batch(0, 7)
+    with pytest.raises(AssertionError):
+        collection.prepare(right)
+    before = dict(ALONE.traffic.sent_bytes)
+    for feature, ids, error in (
+        ("user", Ids(right.ids["user"].values + 53), IdRangeError),
+        ("tags", Ids(right.ids["tags"].values - 11, right.ids["tags"].offsets), IdRangeError),
+        ("item", Ids(right.ids["item"].values.int()), DataError),
+        ("seen", Ids(right.ids["seen"].values, right.ids["seen"].offsets[1:]), DataError),
+    ):
+        batch = Batch(7, right.dense, {**right.ids, feature: ids}, label=right.label)
+        with pytest.raises(error, match=feature):
+            collection.prepare(batch)
+    assert before and dict(ALONE.traffic.sent_bytes) == before

@@ -1,0 +1,229 @@
+"""Choices: formulas against a count by hand, the search against all there is, budgets, what is forced, large worlds."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colonnade import World
+from colonnade.errors import ConfigError
+from colonnade.plan.choice import OPTIONS, Forced, Memory, choose
+from colonnade.plan.device import RowRate
+from colonnade.plan.flows import alone, pair, row_seconds, work
+from colonnade.plan.loads import ColumnLoad, TableLoad
+from colonnade.topology.sharding import Sharding
+
+TWO_BY_TWO = World(num_hosts=2, ranks_per_host=2)
+
+
+def load_of(name, rows, world, *, samples=256, hot=1, width=16, is_pooled=True) -> TableLoad:
+    """Ids drawn evenly out of `rows`."""
+
+    def unique(lookups):
+        return rows * -np.expm1(-lookups / rows)
+
+    lookups = samples * hot
+    return TableLoad(
+        name=name, width=width, value_bytes=4 * width, gradient_bytes=4 * width, rows=rows,
+        slot_bytes=4 * width + 16, samples=samples, unique_rank=unique(lookups),
+        unique_host=unique(lookups * world.ranks_per_host),
+        unique_world=unique(lookups * world.num_ranks), lookups=lookups,
+        columns=(ColumnLoad(lookups, hot),), is_pooled=is_pooled,
+    )  # fmt: skip
+
+
+def step_seconds(choice) -> float:
+    return max(choice.seconds.processor + choice.seconds.waited, choice.seconds.behind)
+
+
+def counted_by_hand(load, sharding: Sharding, exchange, world):
+    """(bytes out of each rank inside its host, out of each host, and into both), rank by rank and pair by pair."""
+    n, size = world.num_ranks, world.ranks_per_host
+    costs = pair(load, exchange, len(sharding.ranks))
+    found = {p: (np.zeros((2, n)), np.zeros((2, world.num_hosts))) for p in ("fetch", "push")}
+    for asker, owner in itertools.product(range(n), sharding.ranks):
+        if asker == owner:
+            continue
+        for purpose, source, target, bytes_ in (
+            ("fetch", owner, asker, costs.fetch), ("push", asker, owner, costs.push),
+        ):  # fmt: skip
+            ranks, hosts = found[purpose]
+            if source // size == target // size:
+                ranks[0, source] += bytes_
+                ranks[1, target] += bytes_
+            else:
+                hosts[0, source // size] += bytes_
+                hosts[1, target // size] += bytes_
+    return found
+
+
+@pytest.mark.parametrize(
+    "world", [TWO_BY_TWO, World(num_hosts=3, ranks_per_host=2), World(ranks_per_host=3)]
+)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_seconds_are_those_of_the_busiest_link(world, option):
+    exchange, kind = option
+    if kind == "host_wise" and world.num_hosts == 1:
+        pytest.skip("row_wise")
+    load = load_of("t", 500, world, hot=3)
+    choice = choose([load], world, forced={"t": Forced(kind, exchange)})
+    (table,) = choice.tables
+    assert table.chosen.option == option and table.is_forced
+    for purpose, (ranks, hosts) in counted_by_hand(
+        load, table.chosen.sharding, exchange, world
+    ).items():
+        wanted = max(
+            ranks.max() / world.local_bytes_per_second, hosts.max() / world.remote_bytes_per_second
+        )
+        if exchange != "replicated" or purpose == "push":
+            wanted += world.call_seconds
+        assert getattr(choice.seconds, purpose) == pytest.approx(wanted)
+        sent = table.chosen.sent
+        assert sent[purpose, "local"] == pytest.approx(ranks[0].sum() / world.num_ranks)
+        assert sent[purpose, "remote"] == pytest.approx(hosts[0].sum() / world.num_ranks)
+
+
+def test_every_owner_sends_a_block_of_all_bags():
+    load = load_of("t", 1000, TWO_BY_TWO, hot=2, samples=100)
+    rows, pooled = (pair(load, exchange, 1) for exchange in ("rows", "pooled"))
+    assert rows.fetch == load.unique_rank * 64 and pooled.fetch == 100 * 64
+    assert (
+        pair(load, "pooled", 4).fetch == pooled.fetch and pair(load, "rows", 4).fetch < rows.fetch
+    )
+    assert pooled.route == 8 + 200 * 8  # bags are all alike: no lengths
+
+
+@given(st.data())
+@settings(max_examples=6)
+def test_nothing_beats_the_choice_by_much(data):
+    """All choices of two tables in a small world, by force."""
+    world = World(
+        num_hosts=2,
+        ranks_per_host=1,
+        remote_bytes_per_second=data.draw(st.sampled_from([2e7, 1e9])),
+    )
+    loads = [
+        load_of(
+            f"t{i}", data.draw(st.sampled_from([8, 300, 10**5])), world,
+            hot=data.draw(st.sampled_from([1, 12])), width=data.draw(st.sampled_from([4, 64])),
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    places = [
+        Forced(kind, exchange, ranks)
+        for exchange, kind in OPTIONS
+        for ranks in ([(0,), (1,)] if kind in ("table_wise", "host_wise") else [(0, 1)])
+        if kind != "host_wise"  # hosts of one rank
+    ]
+    best = min(
+        step_seconds(choose(loads, world, forced={f"t{i}": each for i, each in enumerate(some)}))
+        for some in itertools.product(places, repeat=2)
+    )
+    assert step_seconds(choose(loads, world)) <= best * 1.05
+
+
+def test_what_is_looked_up_once_travels_as_rows_and_long_bags_pooled():
+    once = [load_of(f"o{i}", 300, TWO_BY_TWO) for i in range(8)]
+    bags = [load_of(f"b{i}", 10**6, TWO_BY_TWO, hot=20) for i in range(8)]
+    choice = choose(once + bags, TWO_BY_TWO)
+    kinds = {table.name: table.chosen.option for table in choice.tables}
+    assert {kinds[each.name] for each in once} == {("rows", "row_wise")}
+    assert {kinds[each.name] for each in bags} == {("pooled", "table_wise")}
+    places = [table.chosen.sharding.ranks[0] for table in choice.tables[8:]]
+    assert sorted(places) == [0, 0, 1, 1, 2, 2, 3, 3]  # in balance
+    for table in choice.tables:  # nothing else would be faster
+        assert all(other.more >= -1e-9 for other in table.others)
+        assert [each.more for each in table.others] == sorted(each.more for each in table.others)
+
+
+def test_sequences_are_never_pooled():
+    loads = [load_of("s", 10**6, TWO_BY_TWO, hot=50, is_pooled=False)]
+    (table,) = choose(loads, TWO_BY_TWO).tables
+    assert table.chosen.exchange == "rows"
+    assert "pooled" not in {other.exchange for other in table.others}
+    with pytest.raises(ConfigError, match=r"table 's': got pooled, which it cannot have.*sequence"):
+        choose(loads, TWO_BY_TWO, forced={"s": Forced(exchange="pooled")})
+
+
+def test_small_tables_of_slow_messages_are_on_every_rank():
+    """Where a message costs more than bytes do, a table that never asks saves the asking."""
+    slow = World(num_hosts=2, ranks_per_host=1, message_seconds=1e-2, remote_message_seconds=1e-2)
+    loads = [load_of(f"t{i}", 4, slow, width=4) for i in range(3)]
+    choice = choose(loads, slow, rates=[RowRate(4, 2e4, 2e4)])  # ids travel behind so slow a model
+    assert {table.chosen.option for table in choice.tables} == {("replicated", "replicated")}
+
+
+def test_tables_stay_where_memory_holds_them():
+    """A table of most of all rows goes to one rank as the others do, unless it has no room there."""
+    world = World(num_hosts=4, ranks_per_host=1)
+    loads = [load_of(f"b{i}", 10 ** (6 - (i > 0)), world, hot=20, width=64) for i in range(4)]
+    budget = int(0.5 * loads[0].total_bytes)
+    memories = {"free": Memory(), "tight": Memory(budget), "cheap": Memory(budget, 1e-16)}
+    kinds = {
+        name: [table.chosen.sharding.kind for table in choose(loads, world, memory=memory).tables]
+        for name, memory in memories.items()
+    }
+    assert kinds["free"] == kinds["cheap"] == ["table_wise"] * 4
+    assert kinds["tight"][0] == "row_wise"
+
+
+def test_a_step_s_rows_must_be_in_memory_whatever_files_cost():
+    world = World(num_hosts=2, ranks_per_host=1)
+    load = load_of("b", 10**5, world, hot=20)
+    budget = int(0.7 * load.unique_world * load.slot_bytes)
+    (table,) = choose([load], world, memory=Memory(budget, 0.0)).tables
+    assert table.chosen.sharding.kind == "row_wise"
+
+
+def test_forced_ranks_are_kept_and_others_balanced_around_them():
+    loads = [load_of(f"b{i}", 10**5, TWO_BY_TWO, hot=20) for i in range(4)]
+    forced = {"b0": Forced("table_wise", "pooled", (2,))}
+    choice = choose(loads, TWO_BY_TWO, forced=forced)
+    assert choice.shardings["b0"].ranks == (2,)
+    assert sorted(each.ranks for each in choice.shardings.values()) == [(0,), (1,), (2,), (3,)]
+
+
+def test_rates_of_rows_lie_between_those_measured():
+    rates = [RowRate(16, 4e6, 2e6), RowRate(64, 2e6, 1e6)]
+    assert row_seconds(rates, 16) == pytest.approx((1 / 4e6, 1 / 2e6))
+    assert row_seconds(rates, 128) == pytest.approx((2 / 2e6, 2 / 1e6))
+    assert 1 / 4e6 < row_seconds(rates, 40)[0] < 1 / 2e6
+    load = load_of("t", 1000, TWO_BY_TWO)
+    assert work(load, "rows", 1, 4, []).owner == 0 == alone(load, [])
+    one = work(load, "rows", 1, 1, rates)
+    assert one.asker + one.owner > alone(load, rates)  # messages cost something
+
+
+def test_a_processor_that_is_slow_spreads_what_links_would_not():
+    """Pooling a table on one rank is the fewest bytes; not where what is waited for is that rank's processor."""
+    world = World(num_hosts=4, ranks_per_host=1)
+    loads = [load_of(f"b{i}", 10**6, world, hot=20, width=64) for i in range(3)]
+
+    def kinds(rates):
+        return {table.chosen.sharding.kind for table in choose(loads, world, rates=rates).tables}
+
+    assert kinds([]) == {"table_wise"}
+    assert "table_wise" not in kinds([RowRate(64, 1e4, 1e4)])
+
+
+def test_a_thousand_ranks_and_five_hundred_tables_take_seconds():
+    world = World(num_hosts=125, ranks_per_host=8)
+    loads = [
+        load_of(f"t{i}", 10 ** (1 + i % 7), world, hot=1 + i % 20, width=64) for i in range(520)
+    ]
+    began = time.process_time()
+    choice = choose(loads, world)
+    assert time.process_time() - began < 30  # 5 s on an idle machine
+    by_host = np.zeros(125)
+    for table in choice.tables:
+        if table.chosen.sharding.kind == "table_wise":
+            by_host[table.chosen.sharding.ranks[0] // 8] += table.chosen.bytes_over("remote")
+    assert by_host.max() < 3 * by_host.mean()
+    assert step_seconds(choice) < 0.8 * step_seconds(
+        choose(loads, world, options=[("rows", "row_wise")])
+    )

@@ -1,0 +1,89 @@
+"""What this machine's tiers do: measured, bounded, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from colonnade.errors import StorageError
+from colonnade.plan import device
+from colonnade.plan.device import PAGE, SIZES, Device, DirectoryRate, ReadRate, measure
+
+
+def test_rates_are_measured_printed_and_kept(tmp_path):
+    place = tmp_path / "new" / "place"
+    found = measure([place], scratch_bytes=8 << 20, seconds=0.01, widths=(16,))
+    assert not place.exists() and not list(tmp_path.iterdir())
+    (rates,) = found.directories
+    assert rates.path == str(place) and {rate.bytes for rate in rates.reads} == set(SIZES)
+    assert (
+        rates.written > 1e6
+        and rates.read > 1e6
+        and rates.processor_seconds > 0
+        and rates.rows > 100
+    )
+    assert all(rate.per_second > 1 and rate.p99_seconds > 0 for rate in rates.reads)
+    (rows,) = found.memory
+    assert rows.width == 16 and rows.gathered > rows.updated > 1e4
+    assert Device.from_json(found.to_json()) == found
+    assert "random pages/s" in str(found) and str(place) in str(found)
+
+
+def test_a_directory_that_is_there_stays(tmp_path):
+    (tmp_path / "mine").write_text("x")
+    device.measure_directory(tmp_path, scratch_bytes=8 << 20, seconds=0.005)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_best_depth_counts_and_the_loneliest_read():
+    reads = (
+        ReadRate(PAGE, 1, 8e3, 1e-4),
+        ReadRate(PAGE, 32, 9e4, 8e-4),
+        ReadRate(4 * PAGE, 1, 1, 1),
+    )
+    rates = DirectoryRate("/d", True, 1e9, 1e9, reads, "ring", 10.0, 1e-6)
+    assert rates.pages == 9e4 and rates.latency == 1e-4
+
+
+def test_a_disk_that_fills_up_is_measured_as_far_as_it_goes(tmp_path, monkeypatch):
+    real, calls = os.pwrite, []
+
+    def full(fd, data, offset):
+        calls.append(offset)
+        if offset >= 5 << 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    rates = device.measure_directory(tmp_path, scratch_bytes=64 << 20, seconds=0.005)
+    assert rates.written > 0 and max(calls) == 5 << 20
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_what_cannot_be_measured_is_said(number, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(StorageError, match=r"place: could not measure") as caught:
+        device.measure_directory(tmp_path / "place", seconds=0.005)
+    assert caught.value.errno == number
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failing_read_is_raised_from_the_thread_that_met_it(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(device, "_read_runs", lambda *_: 1.0)
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(StorageError, match="Input/output error"):
+        device.measure_directory(tmp_path, scratch_bytes=8 << 20, seconds=0.005)
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="file"):
+        device.measure_directory(tmp_path / "file", seconds=0.005)

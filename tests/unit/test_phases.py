@@ -1,0 +1,66 @@
+"""Where a step's time goes: what a thread waits for is taken out of the phase it interrupts, and adds up."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from colonnade.topology.waiting import waited, waiting
+from colonnade.train.phases import Phases
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    return sleep
+
+
+def test_waits_are_apart_from_the_phase_they_interrupt(clock):
+    phases = Phases()
+    with phases("forward"):
+        clock(2.0)
+        with waiting("fetch"):
+            clock(3.0)
+            with waiting("push"):  # part of the wait outside
+                clock(0.5)
+    with phases("push rows"):
+        clock(0.25)
+        with waiting("push"):
+            clock(1.0)
+        with waiting("control"):
+            clock(0.125)
+    with phases("evaluate", whole=True), waiting("fetch"):
+        clock(7.0)
+    assert dict(phases.seconds) == {
+        "forward": 2.0,
+        "exchange: rows": 3.5,
+        "push rows": 0.25,
+        "exchange: row gradients": 1.0,
+        "exchange: other": 0.125,
+        "evaluate": 7.0,
+    }
+
+
+def test_other_threads_waits_are_their_own(clock):
+    phases, before = Phases(), dict(waited())
+
+    def wait():
+        with waiting("route"):
+            clock(5.0)
+
+    with phases("backward"):
+        other = threading.Thread(target=wait)
+        other.start()
+        other.join()
+        with pytest.raises(ValueError, match="no"), waiting("dense"):
+            clock(1.0)
+            raise ValueError("no")
+    assert dict(phases.seconds) == {"backward": 5.0, "exchange: dense gradients": 1.0}
+    assert waited().get("route", 0.0) == before.get("route", 0.0)

@@ -1,0 +1,198 @@
+"""Memory goes where it saves most: against every other way to share it, on small cases; in seconds on large ones."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colonnade import Table
+from colonnade.errors import BudgetExceeded
+from colonnade.plan.placement import Demand, demands, hull, place, window_fits
+from colonnade.plan.profile import Profile, profile_ids
+
+
+def demand(name, savings, *, slot=1, least=0, **more) -> Demand:
+    """Row i of the table saves savings[i] reads."""
+    reads = np.append(sum(savings), sum(savings) - np.cumsum(savings)).clip(0)
+    rows = np.arange(len(reads), dtype=float)
+    return Demand(
+        name, slot, least, len(savings), tuple(rows), tuple(reads.tolist()), 5.0, 1.0, **more
+    )
+
+
+SAVINGS = st.lists(st.integers(0, 20), min_size=1, max_size=6)
+
+
+def total(placed) -> float:
+    return sum(each.reads for each in placed)
+
+
+@given(st.lists(SAVINGS, min_size=1, max_size=4), st.integers(0, 14))
+def test_convex_curves_are_shared_as_well_as_can_be(savings, budget):
+    wanted = [demand(str(t), sorted(each, reverse=True)) for t, each in enumerate(savings)]
+    placed = place(wanted, budget)
+    assert sum(each.rows for each in placed) <= budget
+    ways = itertools.product(*(range(each.most_rows + 1) for each in wanted))
+    best = min(
+        sum(each.reads_at(rows) for each, rows in zip(wanted, way, strict=True))
+        for way in ways
+        if sum(way) <= budget
+    )
+    assert total(placed) == pytest.approx(best)
+
+
+@given(
+    st.lists(st.tuples(SAVINGS, st.integers(1, 5), st.integers(0, 2)), min_size=1, max_size=3),
+    st.integers(0, 40),
+)
+def test_any_curves_within_one_piece_of_the_best(cases, more):
+    wanted = [
+        demand(str(t), savings, slot=slot, least=min(least, len(savings)))
+        for t, (savings, slot, least) in enumerate(cases)
+    ]
+    budget = more + sum(each.least_rows * each.slot_bytes for each in wanted)
+    placed = place(wanted, budget)
+    spent = 0
+    for each, got in zip(wanted, placed, strict=True):
+        assert each.least_rows <= got.rows <= each.most_rows
+        assert got.reads == each.reads_at(got.rows)
+        spent += got.rows * each.slot_bytes
+    assert spent <= budget
+    ways = itertools.product(*(range(each.least_rows, each.most_rows + 1) for each in wanted))
+    costs = [
+        sum(each.reads_at(rows) for each, rows in zip(wanted, way, strict=True))
+        for way in ways
+        if sum(n * each.slot_bytes for n, each in zip(way, wanted, strict=True)) <= budget
+    ]
+    # The piece of a hull that the budget cuts is all that is lost, and each table's rounding.
+    lost = max(each.reads[0] for each in wanted) + sum(
+        max(-np.diff(each.reads), default=0) for each in wanted
+    )
+    assert min(costs) - 1e-9 <= total(placed) <= min(costs) + lost + 1e-9
+
+
+@given(st.lists(st.floats(0, 10), min_size=2, max_size=20))
+def test_a_hull_is_convex_and_below(values):
+    reads = np.sort(np.array(values))[::-1]
+    rows, low = hull(list(range(len(reads))), reads.tolist())
+    assert rows[0] == 0 and rows[-1] == len(reads) - 1
+    assert (np.interp(range(len(reads)), rows, low) <= reads + 1e-9).all()
+    slopes = np.diff(low) / np.diff(rows)
+    assert (np.diff(slopes) >= -1e-9).all()
+
+
+def test_what_saves_nothing_is_given_all_the_same():
+    placed = place([demand("a", [3, 0, 0]), demand("b", [0] * 9)], 8)
+    assert [each.rows for each in placed] == [3, 5]
+
+
+def test_no_limit_holds_everything():
+    assert [each.rows for each in place([demand("a", [1] * 7)], None)] == [7]
+
+
+def test_a_window_that_does_not_fit_is_refused_and_names_the_table():
+    wanted = [demand("a", [1] * 9, slot=10, least=3), demand("big", [1] * 9, slot=10, least=5)]
+    assert place(wanted, 80)
+    with pytest.raises(
+        BudgetExceeded,
+        match=r"plan.memory.dram: got 79 bytes, .*'big' needs 5 rows \(50 bytes\) .*80",
+    ):
+        place(wanted, 79)
+
+
+def test_the_window_comes_first_as_far_as_it_fits():
+    wanted = [
+        demand("cold", [0] * 20, least=2, window_rows=10),
+        demand("hot", [9] * 20, least=4, window_rows=8),
+    ]
+    assert not window_fits(wanted, 17) and window_fits(wanted, 18) and window_fits(wanted, None)
+    assert [each.rows for each in place(wanted, 6)] == [2, 4]
+    assert [each.rows for each in place(wanted, 12)] == [6, 6]  # half of each window
+    assert [each.rows for each in place(wanted, 18)] == [10, 8]
+    assert [each.rows for each in place(wanted, 25)] == [10, 15]
+
+
+def test_small_data_has_no_more_rows_than_it_has():
+    of = replace(profile_ids("t0", np.arange(10), 10.0), most_unique=10)
+    for rows in (None, 5000):
+        (found,) = demands(
+            [Table("t0", 16, rows=rows)], Profile(10, 1, (of,), 10),
+            batch_size=10, window=9, num_samples=10, last_batch=50,
+        )  # fmt: skip
+        assert found.least_rows == 10 and found.window_rows == 10
+
+
+def test_what_is_read_most_for_its_size_lies_in_mapped():
+    hot, cold = demand("hot", [9] * 10), demand("cold", [1] * 10)
+    small = demand("small", [5] * 3)
+    by_id = demand("open", [99] * 10, is_open=True)
+    placed = {each.name: each for each in place([hot, cold, small, by_id], 12, 10)}
+    assert placed["hot"].tier == "mapped" and placed["hot"].reads == 0
+    assert placed["open"].tier == "dram" and placed["open"].rows == 10
+    assert placed["small"].rows + placed["cold"].rows == 2 and placed["small"].rows == 2
+    everything = place([hot, cold, small], 0, None)
+    assert total(everything) == 0 and {each.tier for each in everything} == {"mapped"}
+
+
+def sample(num_tables: int, rows: int, *, seed: int = 0) -> tuple[list[Table], Profile]:
+    random = np.random.default_rng(seed)
+    tables, found = [], []
+    for t in range(num_tables):
+        exponent = 0.6 + 0.8 * random.random()
+        chance = np.arange(1, rows + 1) ** -exponent
+        drawn = np.searchsorted(np.cumsum(chance / chance.sum()), random.random(4000))
+        tables.append(Table(f"t{t}", 16, rows=rows if t % 7 else None))
+        found.append(profile_ids(f"t{t}", drawn.clip(0, rows - 1), 500.0))
+    return tables, Profile(4000, 8, tuple(found))
+
+
+def test_hundreds_of_tables_in_seconds():
+    tables, found = sample(550, 5000)
+    began = time.process_time()
+    wanted = demands(tables, found, batch_size=512, window=3, last_batch=100)
+    rows = sum(each.most_bytes for each in wanted)
+    placed = place(wanted, rows // 2)
+    assert time.process_time() - began < 20
+    assert sum(p.rows * d.slot_bytes for p, d in zip(placed, wanted, strict=True)) <= rows // 2
+
+
+def test_steep_tables_need_less_and_more_memory_never_reads_more():
+    tables, found = sample(12, 5000)
+    wanted = demands(tables, found, batch_size=256, window=2, last_batch=200)
+    least = sum(each.least_rows * each.slot_bytes for each in wanted)
+    most = sum(each.most_bytes for each in wanted)
+    reads = [total(place(wanted, int(budget))) for budget in np.linspace(least, most, 9)]
+    assert (np.diff(reads) <= 1e-6).all() and reads[0] > 0 and reads[-1] == 0
+    # Better than an even share, wherever that is possible.
+    even = [int(most * 0.4 / 12 / each.slot_bytes) for each in wanted]
+    budget = sum(n * each.slot_bytes for n, each in zip(even, wanted, strict=True))
+    shared = sum(each.reads_at(n) for n, each in zip(even, wanted, strict=True))
+    assert total(place(wanted, budget)) < shared
+
+
+def test_ranks_share_rows_and_reads():
+    tables, found = sample(3, 5000)
+    one = demands(tables, found, batch_size=256, window=2, last_batch=200)
+    four = demands(tables, found, batch_size=256, window=2, last_batch=200, num_ranks=4)
+    for a, b in zip(one, four, strict=True):
+        assert b.most_rows == pytest.approx(a.most_rows / 4, abs=1)
+        assert b.unique == pytest.approx(a.unique / 4)
+        assert b.reads_at(b.most_rows / 8) == pytest.approx(
+            a.reads_at(a.most_rows / 8) / 4, rel=0.01
+        )
+
+
+def test_a_table_with_bytes_of_its_own_gets_these():
+    tables, found = sample(3, 5000)
+    own = {"t1": 400 * (tables[1].record_bytes + 16)}
+    wanted = demands(tables, found, batch_size=64, window=2, last_batch=200, fixed_bytes=own)
+    placed = place(wanted, 3000 * wanted[1].slot_bytes)
+    assert placed[1].rows == 400 and placed[1].reads > 0
+    with pytest.raises(BudgetExceeded, match=r"plan.memory.tables.t1: got 84 bytes"):
+        demands(tables, found, batch_size=64, window=2, last_batch=9, fixed_bytes={"t1": 84})

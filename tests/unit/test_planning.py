@@ -1,0 +1,263 @@
+"""Plans from a sample: the same bits as any other plan, a prediction in the run's folder, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from own_model import Net, columns
+from rich.console import Console
+
+from colonnade import Plan, fit
+from colonnade.cli import app
+from colonnade.config import build_config, override
+from colonnade.data import open_source, open_tensors
+from colonnade.errors import BudgetExceeded, DataError
+from colonnade.models.build import build_model
+from colonnade.plan.device import Device
+from colonnade.plan.prediction import StepCosts
+from colonnade.store.budget import slot_bytes
+from colonnade.topology.mesh import Mesh
+from colonnade.topology.world import World
+from colonnade.train import planning, rehearsal
+from colonnade.train.rehearsal import rehearsed_rows
+from colonnade.train.run import find_collection, open_run, plan_run
+
+CONFIG = build_config(
+    {
+        "data": {"name": "synthetic", "options": {"num_train": 2000, "num_test": 500, "seed": 3}},
+        "model": {"name": "dlrm", "dim": 4, "bottom": [8], "top": [8]},
+        "plan": {"placement": "profiled", "memory": {"dram": "220KiB"}},
+        "train": {"batch_size": 50, "epochs": 1},
+    }
+)
+
+
+def trained(config, folder):
+    run = open_run(config, Mesh(), folder, console=Console(quiet=True))
+    try:
+        summary = run.summary(run.train())
+        collection = run.trainer.collection
+        ids = torch.arange(3)
+        rows = [collection.rows(table.name, ids) for table in collection.tables]
+        return summary, collection.plan, rows
+    finally:
+        run.close()
+
+
+def reads_of(summary) -> int:
+    """Rows that had left memory: out of files, or of what the writer still held."""
+    return summary["row_sources"]["read"] + summary["row_sources"]["copied"]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Small scratch files; what is timed is timed."""
+    real = planning.measure
+    monkeypatch.setattr(
+        planning,
+        "measure",
+        lambda places: real(places, scratch_bytes=8 << 20, seconds=0.003, widths=(16,)),
+    )
+
+
+def test_a_profiled_run_gives_the_bits_of_an_even_one_and_checks_its_prediction(tmp_path, quick):
+    summary, plan, rows = trained(CONFIG, tmp_path / "profiled")
+    even = override(CONFIG, {"plan.placement": "even"})
+    other, even_plan, even_rows = trained(even, tmp_path / "even")
+    assert summary["metrics"] == other["metrics"]
+    assert all(torch.equal(a, b) for a, b in zip(rows, even_rows, strict=True))
+    assert plan.needs_backing and plan.placement == "profiled" and even_plan.placement == "even"
+    assert [t.capacity_rows for t in plan.tables] != [t.capacity_rows for t in even_plan.tables]
+    assert reads_of(summary) > 0  # the budget was felt
+    rate, foretold = summary["samples_per_second"], summary["predicted_samples_per_second"]
+    assert summary["prediction_error"] == pytest.approx(foretold / rate - 1)
+    assert "prediction_error" not in other and other["samples_per_second"] > 0
+    written = Plan.from_json((tmp_path / "profiled" / "plan.json").read_text())
+    assert written.prediction["samples_per_second"] == foretold
+    assert Device.from_json((tmp_path / "profiled" / "device.json").read_text()).directories
+    assert not list(tmp_path.rglob(".rehearsal*"))
+
+
+def test_going_on_plans_anew_without_measuring_the_disk_again(tmp_path, quick, monkeypatch):
+    trained(CONFIG, tmp_path / "run")
+    monkeypatch.setattr(planning, "measure", lambda places: pytest.fail("measured again"))
+    summary, plan, _ = trained(override(CONFIG, {"train.epochs": 2}), tmp_path / "run")
+    assert summary["steps"] == 40 and plan.prediction is not None
+    (tmp_path / "run" / "device.json").write_text("{torn")
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        trained(override(CONFIG, {"train.epochs": 3}), tmp_path / "run")
+
+
+def test_reads_and_first_touches_are_foretold(tmp_path, quick, monkeypatch):
+    costs = StepCosts(step_seconds=1e-3)
+    monkeypatch.setattr(planning, "rehearse", lambda *_, **__: costs)
+    config = override(CONFIG, {"data.options.num_train": 20_000, "plan.memory.dram": "300KiB"})
+    summary, _, _ = trained(config, tmp_path / "run")
+    # 1M lookups would be the whole data: from a tenth of it.
+    monkeypatch.setattr(planning, "SAMPLE_LOOKUPS", 2)
+    found, _ = plan_run(config, tmp_path, World(), lookups=20_000 // 10 * 26)
+    sources, samples = summary["row_sources"], 20_000
+    assert found.prediction.births_per_sample * samples == pytest.approx(sources["born"], rel=0.1)
+    assert found.prediction.reads_per_sample * samples == pytest.approx(reads_of(summary), rel=0.35)
+
+
+def test_a_batch_that_does_not_fit_is_said_before_the_disk_is_touched(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "measure", lambda places: pytest.fail("measured"))
+    config = override(CONFIG, {"plan.memory.dram": "20KiB"})
+    with pytest.raises(BudgetExceeded, match=r"plan.memory.dram: got 20,480 bytes"):
+        open_run(config, Mesh(), tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sample_of_one_batch_is_enough(tmp_path, quick):
+    path = tmp_path / "ten.csv"
+    path.write_text("label,item,price\n" + "".join(f"{i % 2},i{i},{i}.5\n" for i in range(10)))
+    small = override(CONFIG, {"data": {"name": "csv", "path": str(path)}, "plan.memory.dram": None})
+    for config in (small, override(small, {"plan.memory.dram": 440})):
+        found, _ = plan_run(config, tmp_path, World())
+        assert found.profile.batches == 1 and found.profile.samples == 10
+        assert found.prediction.samples_per_second > 0
+        plan_run(config, tmp_path, World(ranks_per_host=3))
+    summary, plan, _ = trained(config, tmp_path / "run")
+    assert plan.placement == "profiled" and summary["steps"] == 1
+    path.write_text("label,item,price\n")
+    with pytest.raises(DataError, match=r"ten.csv: got no row .*wanted at least one"):
+        plan_run(small, tmp_path, World())
+
+
+@pytest.mark.parametrize("batch_size", [50, 600, 4096])
+def test_what_one_batch_needs_is_enough_and_no_byte_less(batch_size, tmp_path, quick):
+    """A plan accepts the least that training can do with; longer windows become shorter."""
+    config = override(CONFIG, {"train.batch_size": batch_size, "data.options.num_train": 1000})
+    data = open_source("synthetic", None, **config.data.options)
+    collection = find_collection(build_model(data.train.schema, config))
+    most = dict.fromkeys((table.name for table in collection.tables), 0)
+    for batch in data.train.batches(batch_size):
+        for feature in collection.declaration.features:
+            unique = len(batch.ids[feature.name].values.unique())
+            most[feature.table] = max(most[feature.table], unique)
+    least = sum(most[table.name] * slot_bytes(table) for table in collection.tables)
+    enough = override(config, {"plan.memory.dram": least, "data.options.num_test": 50})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the window becomes shorter, and says so
+        summary, plan, _ = trained(enough, tmp_path / "run")
+    assert [table.capacity_rows for table in plan.tables] == list(most.values())
+    assert summary["steps"] == -(-1000 // batch_size)
+    with pytest.raises(BudgetExceeded, match=f"for a batch, and all tables together {least:,}"):
+        plan_run(override(config, {"plan.memory.dram": least - 1}), tmp_path, World())
+
+
+def test_rehearsals_change_no_random_bits(tmp_path, quick):
+    data = open_source("synthetic", None, **CONFIG.data.options)
+    build_model(data.train.schema, CONFIG)
+    before = torch.get_rng_state()
+    plan_run(CONFIG, tmp_path, World())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rehearsal_that_fails_leaves_nothing(tmp_path, quick, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("gone")
+
+    monkeypatch.setattr(rehearsal, "open_stores", fail)
+    with pytest.raises(OSError, match="gone"):
+        plan_run(CONFIG, tmp_path / "runs", World())
+    assert not list(tmp_path.iterdir())
+
+
+def test_auto_lookahead_is_chosen(tmp_path, quick):
+    found, _ = plan_run(override(CONFIG, {"plan.lookahead": "auto"}), tmp_path, World())
+    assert 2 <= found.plan.lookahead <= 8 and found.prediction.lookahead == found.plan.lookahead
+
+
+def test_mapped_memory_takes_what_is_read_most(tmp_path, quick):
+    found, _ = plan_run(
+        override(CONFIG, {"plan.memory.mapped": f"{tmp_path}/mapped:60KiB"}), tmp_path, World()
+    )
+    assert "mapped" in {table.tier for table in found.plan.tables}
+    assert not (tmp_path / "mapped").exists()
+
+
+def test_fit_plans_for_a_model_of_ones_own(tmp_path, quick):
+    data = open_tensors(**columns(400))
+    found = fit(
+        Net(),
+        data,
+        run=tmp_path / "run",
+        placement="profiled",
+        dram="1MiB",
+        batch_size=64,
+        quiet=True,
+    )
+    assert found.outcome.steps
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["placement"] == "profiled"
+
+
+SETTINGS = [
+    "--data",
+    "synthetic",
+    "--set",
+    "data.options.num_train=2000",
+    "--set",
+    "train.batch_size=100",
+]
+
+
+def test_plan_prints_a_table_and_json(capsys, tmp_path, monkeypatch, quick):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    command = ["plan", *SETTINGS, "--set", "model.dim=4", "--dram", "2MiB"]
+    assert app.run([*command, "--target", "1000"]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "MB/s at 1,000 samples/s",
+        "dram+files",
+        "predicted:",
+        "what limits:",
+        "C26",
+    ):
+        assert words in said
+    assert app.run([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"]["prediction"]["samples_per_second"] > 0
+    assert len(found["plan"]["tables"]) == 26 and found["device"]["directories"]
+    assert found["costs"]["step_seconds"] > 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("reads", "rows"), [(math.inf, 6), (1e9, 6), (2.0, 6), (1.5, 8), (1.0, 10), (0.0, 10)]
+)
+def test_a_rehearsal_has_the_memory_that_reads_as_much_as_the_run(reads, rows):
+    """Ids 0 and 1 come in each of four batches, two more in one each: any two batches have six rows; keeping two of the
+    others leaves six uses that are reads, and two more for the batches that hold none of those kept."""
+    batches = [np.array([0, 1, 2 + 2 * step, 3 + 2 * step]) for step in range(4)]
+    assert rehearsed_rows(batches, 2, reads) == rows
+
+
+def test_plan_of_a_world_fits_a_terminal_and_shows_a_table_s_choices(
+    capsys, tmp_path, monkeypatch, quick
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    command = ["plan", *SETTINGS, "--set", "model.dim=4", "--world", "2x2", "--uplink", "1Gbit"]
+    assert app.run(command) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    for words in ("exchange:", "rows, all", "next best", "does not run here", "waiting for links"):
+        assert words in said
+    assert "…" not in said
+    force = ["--set", "plan.tables.C26.sharding=table_wise", "--table", "C26"]
+    assert app.run([*command, *force]) == 0
+    said = capsys.readouterr().out
+    assert "rows, rank" in said and "as it was said" in said and "copies" in said
+    assert app.run([*command, "--table", "C27"]) == 2
+    assert "wanted a table of this model" in capsys.readouterr().err
+    assert app.run(["plan", *SETTINGS, "--world", "2 by 2"]) == 2
+    assert "HOSTSxRANKS" in capsys.readouterr().err

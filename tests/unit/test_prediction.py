@@ -1,0 +1,77 @@
+"""What a plan foretells follows from what was measured, by arithmetic that a person can do."""
+
+from __future__ import annotations
+
+import pytest
+
+from colonnade import Table
+from colonnade.plan.device import PAGE, Device, DirectoryRate, ReadRate
+from colonnade.plan.placement import Demand, Placed
+from colonnade.plan.prediction import AMPLIFICATION, StepCosts, depth_for, predict
+
+TABLE = Table("t", 16, rows=1000)  # record 76 bytes, framed 16 + 80
+DEMAND = Demand("t", 92, 10, 1000, (0.0, 1000.0), (50.0, 0.0), 100.0, 4.0)
+
+
+def device(pages: float, latency: float = 1e-4) -> Device:
+    reads = (ReadRate(PAGE, 1, 1.0, latency), ReadRate(PAGE, 32, pages, 1.0))
+    return Device(2, (), (DirectoryRate("/d", True, 1e9, 1e9, reads, "ring", 10.0, 1e-6),))
+
+
+def foretell(rows=500, *, step=1e-3, moved=1e-6, pages=1e6, **settings):
+    placed = [Placed("t", rows, DEMAND.reads_at(rows))]
+    costs = StepCosts(step_seconds=step, born_seconds=2e-6, moved_seconds=moved)
+    settings = {"batch_size": 200, "num_batches": 100, **settings}
+    return predict([TABLE], [DEMAND], placed, [2.0], costs, device(pages), **settings)
+
+
+def test_all_in_memory_takes_the_steps_own_time():
+    found = foretell(1000)
+    assert found.processor_seconds == pytest.approx(1e-3 + 4 * 2e-6)
+    assert found.samples_per_second == found.all_in_memory == pytest.approx(200 / (1e-3 + 8e-6))
+    assert found.hit_rate == 1 and found.limit == "processor: the model itself"
+    assert found.written_per_second == 0
+
+
+def test_reads_and_evictions_take_the_processors_time():
+    found = foretell(500)
+    moved = (
+        25 + 25 + 4 - 5
+    )  # reads, and evictions: what comes goes, but for the slots that were free
+    assert found.processor_seconds == pytest.approx(1e-3 + 8e-6 + moved * 1e-6)
+    assert found.reads_per_sample == pytest.approx(25 / 200)
+    assert found.hit_rate == pytest.approx(0.75)
+    (table,) = found.tables
+    assert table.bytes_per_sample == pytest.approx(2 * 64 + 2 * 100 / 200 * 76)
+    assert foretell(500, moved=1e-4).limit.startswith("processor, 83% of it moving")
+
+
+def test_a_slow_disk_limits():
+    found = foretell(500, pages=1000)
+    assert found.limit == "random reads of the disk"
+    written = (25 + 4 - 5) * 96 * AMPLIFICATION
+    seconds = 25 * (1 + 95 / PAGE) / 1000 + written / 1e9
+    assert found.samples_per_second == pytest.approx(200 / seconds)
+    assert found.device_seconds == pytest.approx(seconds)
+
+
+def test_a_write_budget_limits():
+    found = foretell(500, write_budget=1000)
+    assert found.limit == "the write budget"
+    assert found.written_per_second == pytest.approx(1000)
+
+
+def test_ranks_work_side_by_side():
+    one, two = foretell(500), foretell(500, num_ranks=2)
+    assert two.samples_per_second == one.samples_per_second
+    assert two.reads_per_sample == 2 * one.reads_per_sample  # of half the samples
+
+
+def test_lookahead_is_as_deep_as_reads_are_slow():
+    placed, costs = [Placed("t", 500, 25.0)], StepCosts(step_seconds=1e-3)
+    assert depth_for(placed, costs, None) == 2
+    assert depth_for([Placed("t", 1000, 0.0)], costs, device(1e6)) == 2
+    assert depth_for(placed, costs, device(1e6)) == 3
+    assert depth_for(placed, costs, device(25 / 4e-3)) == 7  # four steps of reads and a little
+    assert depth_for(placed, costs, device(1.0)) == 64
+    assert depth_for(placed, costs, device(1.0), 5) == 5

@@ -1,0 +1,257 @@
+"""What a sample says: curves against plain simulations, extrapolations against the law that made the sample."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colonnade import Feature, Table
+from colonnade.batch import Batch, Ids
+from colonnade.errors import ConfigError
+from colonnade.plan.popularity import (
+    Popularity,
+    best_curve,
+    births,
+    counting_curve,
+    popularity,
+    recency_curve,
+    seen,
+)
+from colonnade.plan.profile import (
+    FeatureProfile,
+    Profile,
+    best_misses,
+    inversions,
+    profile,
+    profile_ids,
+    recency_misses,
+    reuse_distances,
+    unique_of_pieces,
+)
+
+STREAMS = st.lists(st.integers(-3, 12), max_size=80).map(lambda ids: np.array(ids, dtype=np.int64))
+
+
+def zipf(rows: int, exponent: float, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(ids (count,), chances (rows,))"""
+    chance = np.arange(1, rows + 1) ** -float(exponent)
+    chance /= chance.sum()
+    drawn = np.random.default_rng(seed).random(count)
+    return np.searchsorted(np.cumsum(chance), drawn).clip(0, rows - 1), chance
+
+
+def lru_misses(ids, capacity: int) -> int:
+    held: OrderedDict[int, None] = OrderedDict()
+    misses = 0
+    for i in ids.tolist():
+        misses += i not in held
+        held.pop(i, None)
+        held[i] = None
+        if len(held) > capacity:
+            held.popitem(last=False)
+    return misses
+
+
+@given(STREAMS)
+def test_reuse_distances_are_those_of_a_walk(ids):
+    wanted, last = [], {}
+    for at, i in enumerate(ids.tolist()):
+        wanted.append(len(set(ids[last[i] + 1 : at].tolist())) if i in last else -1)
+        last[i] = at
+    assert reuse_distances(ids).tolist() == wanted
+
+
+@given(st.permutations(range(37)), st.integers(0, 37))
+def test_inversions_count_larger_ones_before(order, size):
+    values = np.array(order[:size], dtype=np.int64)
+    wanted = [int((values[:i] > values[i]).sum()) for i in range(size)]
+    assert inversions(values).tolist() == wanted
+
+
+@given(STREAMS.filter(len))
+def test_the_curve_of_recency_is_that_of_an_lru_cache(ids):
+    capacity, misses = recency_misses(ids)
+    for rows, share in zip(capacity, misses, strict=True):
+        simulated = lru_misses(ids, int(rows)) if rows else len(ids)
+        assert share * len(ids) == pytest.approx(simulated)
+
+
+def test_a_sample_of_ids_gives_nearly_the_same_curve():
+    ids, _ = zipf(20_000, 1.0, 120_000)
+    exact, sampled = recency_misses(ids), recency_misses(ids, rate=0.1)
+    for rows in (100, 500, 2000, 8000):
+        assert np.interp(rows, *sampled) == pytest.approx(np.interp(rows, *exact), abs=0.02)
+
+
+def test_the_best_rows_are_not_praised_for_having_been_seen():
+    """A cache chosen on one half of the data, judged on the other, is what the curve foretells."""
+    ids, _ = zipf(50_000, 0.9, 80_000)
+    half, other = ids[::2], ids[1::2]
+    values, rows = np.unique(np.unique(half, return_counts=True)[1], return_counts=True)
+    curve = best_misses(values, rows)
+    ranked = [i for i, _ in Counter(half.tolist()).most_common()]
+    naive = np.sort(np.unique(half, return_counts=True)[1])[::-1].cumsum() / len(half)
+    for size in (50, 500, 5000):
+        found = 1 - np.isin(other, ranked[:size]).mean()
+        assert np.interp(size, *curve) == pytest.approx(found, abs=0.015)
+    assert 1 - naive[4999] < np.interp(5000, *curve) - 0.05  # the uncorrected one is far off
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("rows", "exponent"), [(100_000, 1.1), (100_000, 0.8), (200, 1.0)])
+def test_popularity_foretells_what_the_law_says_four_samples_on(rows, exponent, known):
+    count, lookups = 60_000, 2048
+    ids, chance = zipf(rows, exponent, count)
+    found = popularity(np.bincount(ids)[np.bincount(ids) > 0], rows if known else None)
+    true = Popularity(np.ones(rows), chance)
+    assert found.rows @ found.chance == pytest.approx(1)
+    batches = 4 * count / lookups
+    close = 0.05 if known else 0.3
+    assert found.unique(lookups) == pytest.approx(true.unique(lookups), rel=0.02)
+    assert births(found, lookups, batches) == pytest.approx(
+        births(true, lookups, batches), rel=close, abs=0.5
+    )
+    assert seen(found, lookups, batches) == pytest.approx(seen(true, lookups, batches), rel=close)
+    for curve in (counting_curve, recency_curve):
+        mine, law = curve(found, lookups, batches), curve(true, lookups, batches)
+        for share in (1 / 16, 1 / 8):
+            miss = np.interp(rows * share, *mine), np.interp(rows * share, *law)
+            assert miss[0] == pytest.approx(miss[1], rel=close, abs=2)
+
+
+def test_a_counting_cache_does_what_its_curve_says():
+    """Against a simulation: keep the rows with most uses so far, count reads of rows used before and not kept."""
+    rows, lookups, batches = 3000, 200, 150
+    _, chance = zipf(rows, 0.9, 1)
+    random, uses, reads = np.random.default_rng(1), np.zeros(rows), []
+    for number in range(batches + 40):
+        batch = np.unique(random.choice(rows, lookups, p=chance))
+        kept = np.argsort(-uses - random.random(rows) * 0.5)[:600]
+        if number >= batches:
+            reads.append(int(((uses[batch] > 0) & ~np.isin(batch, kept)).sum()))
+        uses[batch] += 1
+    curve = counting_curve(Popularity(np.ones(rows), chance), lookups, batches + 20)
+    assert np.interp(600, *curve) == pytest.approx(np.mean(reads), rel=0.08)
+
+
+@pytest.mark.parametrize("kept_rows", [100, 600, 1500])
+def test_a_later_epoch_reads_what_the_first_left(kept_rows):
+    """The same samples in another order: nothing is born, and a row used once is read once. A little more is read than
+    the curve says, which does not follow counts inside an epoch: what has just had its use pushes out what has not."""
+    rows, lookups, epoch = 3000, 200, 60
+    _, chance = zipf(rows, 0.9, 1)
+    random, uses, reads = np.random.default_rng(2), np.zeros(rows), []
+    data = random.choice(rows, lookups * epoch, p=chance)
+    for number in range(3 * epoch):
+        if number % epoch == 0:
+            random.shuffle(data)
+        batch = np.unique(data[number % epoch * lookups :][:lookups])
+        kept = np.argsort(-uses - random.random(rows) * 0.5)[:kept_rows]
+        if number >= epoch:
+            assert (uses[batch] > 0).all()
+            reads.append(int((~np.isin(batch, kept)).sum()))
+        uses[batch] += 1
+    curve = counting_curve(Popularity(np.ones(rows), chance), lookups, 2 * epoch, epoch)
+    assert np.interp(kept_rows, *curve) == pytest.approx(np.mean(reads), rel=0.25, abs=0.5)
+
+
+def test_curves_fall():
+    for exponent in (0.0, 1.0, 2.0):
+        of = Popularity(np.ones(500), zipf(500, exponent, 1)[1])
+        of_epoch = [curve(of, 50, 20, 9.5) for curve in (counting_curve, recency_curve)]
+        endless = [curve(of, 50, 20) for curve in (counting_curve, recency_curve)]
+        for curve in (*of_epoch, *endless, best_curve(of, 50)):
+            assert (np.diff(curve[0]) >= 0).all() and (np.diff(curve[1]) <= 1e-9).all()
+            assert curve[1][-1] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_profile_of_batches_counts_what_is_looked_up():
+    tables = [
+        Table("item", {"deep": 4, "wide": 1}, rows=100, dtype="bfloat16"),
+        Table("user", 8),
+        Table("unused", 2, rows=5),
+    ]
+    features = [Feature("a", "item"), Feature("b", "item"), Feature("c", "user")]
+    bag = Ids(torch.tensor([7, 7, 8]), torch.tensor([0, 1, 1, 3]))
+    batch = Batch(
+        3,
+        torch.zeros(3, 0),
+        {"a": Ids(torch.tensor([1, 2, 1])), "b": bag, "c": Ids(torch.tensor([5, -(2**63), 5]))},
+    )
+    found = profile(tables, features, [batch, batch])
+    assert (found.samples, found.batches) == (6, 2)
+    item, user, unused = found.tables
+    assert item.lookups == 12 and found.lookups_per_sample(0) == 2
+    assert item.unique_per_batch == 4 and item.rows == 4
+    assert item.spectrum == ((2, 4), (2, 2))  # 2 and 8 twice; 1 and 7 four times
+    assert item.growth[0][-1] == 12 and item.growth[1][-1] == 4
+    assert user.rows == 2 and unused.lookups == 0 and unused.rows == 0
+    assert Profile.from_json(found.to_json()) == found
+    with pytest.raises(ConfigError, match="no samples"):
+        profile(tables, features, [])
+
+
+def test_growth_is_of_the_first_lookups():
+    found = profile_ids("t", np.array([1, 1, 2, 1, 3, 3, 4, 1, 1, 1, 1, 5]), 1.0)
+    assert dict(zip(*found.growth, strict=True))[2] == 1
+    assert dict(zip(*found.growth, strict=True))[7] == 4
+
+
+def test_nothing_and_one_lookup_have_a_profile():
+    for ids in (np.zeros(0, np.int64), np.array([-5])):
+        found = profile_ids("t", ids, float(len(ids)))
+        of = found.popularity(10)
+        assert of.rows @ of.chance == pytest.approx(1)
+        assert (counting_curve(of, 4, 3)[1] >= 0).all()
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=30),
+    st.integers(1, 9),
+    st.integers(1, 9),
+)
+def test_unique_rows_of_pieces_are_those_of_sets(bags, first, second):
+    ids = np.array([each for bag in bags for each in bag], dtype=np.int64)
+    offsets = torch.tensor([0, *np.cumsum([len(bag) for bag in bags])])
+    owner = np.repeat(np.arange(len(bags)), [len(bag) for bag in bags])
+    sizes = sorted({first, second})
+    found = unique_of_pieces(ids, owner, sizes, len(bags))
+    for size, count in zip(sizes, found.tolist(), strict=True):
+        runs = [bags[k * size : (k + 1) * size] for k in range(len(bags) // size)]
+        assert count == sum(len({each for bag in run for each in bag}) for run in runs)
+    batch = Batch(len(bags), torch.zeros(len(bags), 0), {"f": Ids(torch.from_numpy(ids), offsets)})
+    found = profile([Table("t", 4)], [Feature("f", "t")], [batch])
+    of = found.tables[0]
+    assert of.unique[1][-1] == len(set(ids.tolist())) and of.unique[0][-1] == len(bags)
+    assert found.features == (FeatureProfile("f", len(ids), max(map(len, bags)), False),)
+    assert Profile.from_json(found.to_json()) == found
+
+
+def test_unique_rows_of_a_rank_are_foretold_within_a_percent():
+    """From other batches, at sizes that were counted and between them; of a large table, a small one, an open one."""
+    tables = [Table("big", 4, rows=5000), Table("small", 4, rows=40), Table("open", 4)]
+    features = [Feature(table.name, table.name) for table in tables]
+
+    def batch(seed):
+        laws = ((5000, 0.8), (40, 0.5), (100_000, 1.05))
+        drawn = [
+            torch.from_numpy(zipf(*law, 600, seed=9 * seed + k)[0]) for k, law in enumerate(laws)
+        ]
+        ids = {table.name: Ids(each) for table, each in zip(tables, drawn, strict=True)}
+        return Batch(600, torch.zeros(600, 0), ids)
+
+    found = profile(tables, features, [batch(seed) for seed in range(40)])
+    others = [batch(seed) for seed in range(40, 100)]
+    for t, table in enumerate(tables):
+        of = found.tables[t].popularity(table.rows)
+        for size in (600, 300, 200, 50):
+            counted = np.mean([
+                len(each.ids[table.name].values[start : start + size].unique())
+                for each in others for start in range(0, 600, size)
+            ])  # fmt: skip
+            assert found.unique_rows(t, size, of) == pytest.approx(counted, rel=0.01)

@@ -1,0 +1,64 @@
+"""Sums over ranks: one order for every way and layout of hosts, bytes as foretold, uneven hosts refused."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from colonnade import World, open_mesh
+from colonnade.errors import ConfigError
+from colonnade.topology import mesh as mesh_module
+from colonnade.topology.reduction import choose_way, sent, sum_in_order
+
+WAYS = ("whole", "scattered", "by host")
+
+
+def tree(parts):
+    """The slow twin: neighbours in pairs, one by one."""
+    parts = list(parts)
+    while len(parts) > 1:
+        pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs + parts[len(pairs) * 2 :]
+    return parts[0]
+
+
+@pytest.mark.parametrize("hosts, local", [*itertools.product((1, 2, 3, 5), (1, 2, 3, 4, 6))])
+def test_the_order_of_additions(hosts, local):
+    parts = torch.randn(hosts, local, 7) * 10 ** torch.randn(hosts, local, 7)
+    wanted = tree([tree(of_host) for of_host in parts])
+    assert torch.equal(sum_in_order(parts), wanted)
+    if local in (1, 2, 4) or hosts == 1:  # whatever the layout of so many ranks
+        assert torch.equal(wanted, tree(parts.flatten(0, 1)))
+
+
+def test_the_way_follows_the_links():
+    world = World(num_hosts=4, ranks_per_host=2)
+    # Signals alone: messages are all that counts.
+    assert choose_way(World(num_hosts=2, ranks_per_host=2), 12) == "whole"
+    assert choose_way(World(num_hosts=8, ranks_per_host=8), 12) == "by host"
+    assert choose_way(world, 1 << 20) == "by host"
+    assert choose_way(World(ranks_per_host=8), 1 << 20) == "scattered"
+    assert choose_way(World(num_hosts=8), 1 << 20) == "scattered"
+    # Hosts joined as fast as their ranks are: nothing to save on the uplink, and more to do inside.
+    fast = replace(world, num_hosts=2, remote_bytes_per_second=1e12, local_bytes_per_second=1e8)
+    assert choose_way(fast, 1 << 20) == "scattered"
+
+
+@pytest.mark.parametrize("hosts, local", [(2, 2), (4, 2), (8, 8), (125, 8)])
+def test_by_host_a_byte_crosses_an_uplink_once_per_host(hosts, local):
+    world, size = World(num_hosts=hosts, ranks_per_host=local), 1 << 20
+    uplink = {way: local * sent(way, world, size).remote_bytes for way in WAYS}
+    assert uplink["by host"] == pytest.approx(2 * size * (hosts - 1) / hosts)
+    assert uplink["scattered"] == pytest.approx(local * uplink["by host"])
+
+
+def test_ranks_that_do_not_fill_their_hosts_are_refused(monkeypatch):
+    for name, value in (("WORLD_SIZE", "3"), ("RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(mesh_module, "connect", lambda *place: None)
+    monkeypatch.setattr(mesh_module, "meet", lambda *ranks: ("met", []))
+    with pytest.raises(ConfigError, match=r"got 3 ranks, 2 on each host.*nproc-per-node"):
+        open_mesh()

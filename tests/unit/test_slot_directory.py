@@ -1,0 +1,111 @@
+"""SlotDirectory: against a dictionary, small and large, by counts and by hints."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from colonnade.store import slot_directory
+from colonnade.store.slot_directory import SlotDirectory
+
+
+def use(directory, ids, codes=None):
+    """Pins ids (N,), unique, as a store does; their slots."""
+    directory.tick(len(ids), codes is not None)
+    slots = directory.find(ids)
+    is_here = slots >= 0
+    count = int((~is_here).sum())
+    assert directory.num_others(slots[is_here], len(ids)) + len(ids) <= directory.num_slots
+    directory.pin(slots[is_here], None if codes is None else codes[is_here])
+    victims = directory.choose(count)
+    slots[~is_here] = directory.admit(
+        ids[~is_here], victims, None if codes is None else codes[~is_here]
+    )
+    return slots
+
+
+@pytest.mark.parametrize(("exact", "rows"), [(8192, None), (0, None), (0, 900)])
+def test_rows_are_where_it_says(monkeypatch, exact, rows):
+    """Also where victims are swept for; a pinned row never leaves."""
+    monkeypatch.setattr(slot_directory, "EXACT", exact)
+    monkeypatch.setattr(slot_directory, "RUN", 64)
+    random = np.random.default_rng(1)
+    directory, memory = SlotDirectory(300, rows), np.full(300, -1)
+    scale = 1 if rows else 0x1234567
+    pinned: list[np.ndarray] = []
+    for _ in range(150):
+        ids = random.permutation(900)[:80] * scale
+        before = {int(i): int(s) for held in pinned for i, s in zip(*held, strict=True)}
+        slots = use(directory, ids)
+        assert len(np.unique(slots)) == len(ids)
+        for i, s in zip(ids.tolist(), slots.tolist(), strict=True):
+            assert before.get(i, s) == s
+            assert s not in before.values() or before.get(i) == s
+        memory[slots] = ids
+        pinned.append((ids, slots))
+        if len(pinned) > 2:
+            directory.unpin(pinned.pop(0)[1], dirty=False)
+        if random.random() < 0.2:
+            here = directory.find(random.permutation(900)[:50] * scale)
+            here = here[here >= 0]
+            directory.drop(here[~directory.is_pinned(here)])
+        held = np.flatnonzero(directory.marks & slot_directory.HELD)
+        assert directory.num_rows == len(held) and np.array_equal(directory.ids[held], memory[held])
+        assert np.array_equal(directory.find(directory.ids[held]), held)
+        assert directory.num_pinned == len(np.unique(np.concatenate([s for _, s in pinned])))
+
+
+def test_releasing_what_is_not_pinned_is_refused():
+    directory = SlotDirectory(4)
+    slots = use(directory, np.array([7, 8]))
+    directory.unpin(slots[:1], dirty=False)
+    with pytest.raises(ValueError, match="not pinned"):
+        directory.unpin(slots, dirty=True)
+    assert directory.is_pinned(slots).tolist() == [False, True] and not len(directory.dirty())
+
+
+def hits(directory, stream, codes=None):
+    """Of the rows of the stream's second half, the share that was there."""
+    found = total = 0
+    for step, ids in enumerate(stream):
+        if 2 * step >= len(stream):
+            found += int((directory.find(ids) >= 0).sum())
+            total += len(ids)
+        directory.unpin(use(directory, ids, codes), dirty=False)
+    return found / total
+
+
+def skewed(seed, steps, rows=60_000):
+    """Unique ids of batches drawn with probability falling as 1 / rank."""
+    random = np.random.default_rng(seed)
+    chances = 1 / np.arange(1, rows + 1)
+    chances /= chances.sum()
+    return [np.unique(random.choice(rows, 2000, p=chances)) for _ in range(steps)]
+
+
+def test_sweeping_keeps_as_good_rows_as_the_exact_choice(monkeypatch):
+    stream = skewed(0, 150)
+    exact = hits(SlotDirectory(4000), stream)
+    monkeypatch.setattr(slot_directory, "EXACT", 0)
+    swept = hits(SlotDirectory(4000), stream)
+    # All that counts can do: the rows that are likeliest.
+    best = np.mean([(ids < 4000).mean() for ids in stream[75:]])
+    assert exact > 0.9 * best and swept > 0.98 * exact
+
+
+def test_what_was_used_most_long_ago_leaves(monkeypatch):
+    monkeypatch.setattr(slot_directory, "LATEST", 7.0)  # counts are scaled down several times
+    directory = SlotDirectory(100)
+    for _ in range(50):
+        directory.unpin(use(directory, np.arange(100)), dirty=False)
+    for turn in range(2000):  # other rows, for 40 half-lives
+        directory.unpin(use(directory, 1000 + (np.arange(80) + 80 * (turn % 3)) % 160), dirty=False)
+    assert (directory.find(np.arange(100)) >= 0).sum() == 0
+    assert np.isfinite(directory._worth).all()
+
+
+def test_hints_beat_what_is_least_recent():
+    """A ring of rows larger than memory, each needed again as far ahead as any other: those here stay."""
+    code = 1 + int(np.ceil(8 * np.log2(15)))
+    stream = [np.arange(20) + 20 * (step % 15) for step in range(300)]
+    assert hits(SlotDirectory(200), stream, np.full(20, code, np.uint8)) > 0.5
