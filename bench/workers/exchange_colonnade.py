@@ -7,9 +7,11 @@ it said. Ids of coming batches travel ahead, as its default plan says. `payload_
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from statistics import fmean
 from typing import Any
@@ -35,8 +37,9 @@ from colonnade import (
     build_plan,
     open_mesh,
 )
-from colonnade.plan.choice import Choice, Forced, choose
+from colonnade.plan.choice import Choice, Forced, choose, step_seconds
 from colonnade.plan.device import RowRate, measure_rows
+from colonnade.plan.flows import alone
 from colonnade.plan.loads import ColumnLoad, TableLoad
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.links import measure_links
@@ -168,11 +171,15 @@ class Chooser:
         heard = mesh.all_gather("control", torch.tensor([rate.gathered, rate.updated]))
         gathered, updated = torch.stack(heard).min(0).values.tolist()
         self.rates = [RowRate(rate.width, gathered, updated)]
+        self.alone = rehearse(case, held, mesh)
+        self.in_alone = sum(alone(load, self.rates) for load in self.loads)
+        self.crowding = max(1.0, mesh.num_ranks / (os.cpu_count() or 1))
 
     def plan(self) -> dict[str, Any]:
         """Collective: {"links": in words, "predicted": by system, "left_out": why there is no `auto`}. `auto` is
         opened anew."""
-        links = measure_links(self.mesh)
+        # All ranks of all hosts share this machine.
+        links = replace(measure_links(self.mesh), crowding=self.crowding)
         found: dict[str, Any] = {"links": str(links), "predicted": {}, "left_out": {}}
         choices = {
             n: self.forced(links, s.collection.plan) for n, s in self.systems.items() if n != AUTO
@@ -190,17 +197,31 @@ class Chooser:
             choices.pop(AUTO, None)
             found["left_out"][AUTO] = str(error)
         for name, choice in choices.items():
-            seconds = choice.seconds
             found["predicted"][name] = {
                 "payload_bytes": {" ".join(key): size for key, size in choice.sent.items()},
-                "seconds": max(seconds.processor + seconds.waited, seconds.behind),
+                "seconds": self.step_seconds(choice, links.crowding),
             }
         return found
+
+    def step_seconds(self, choice: Choice, crowding: float) -> float:
+        seconds = choice.seconds
+        processor = seconds.processor - self.in_alone + self.alone
+        return step_seconds(processor, seconds.waited, seconds.behind, crowding)
 
     def forced(self, links: World, plan: Any) -> Choice:
         """The prediction for a plan as it stands."""
         said = {t.name: Forced(t.sharding.kind, t.exchange, t.sharding.ranks) for t in plan.tables}
         return choose(self.loads, links, rates=self.rates, forced=said)
+
+
+def rehearse(case: Case, held: list[Batch], mesh: Mesh) -> float:
+    """Collective: seconds of a processor that a step takes a rank with all rows to itself, the mean over ranks."""
+    opened = Opened(case, {"exchange": "rows", "sharding": "row_wise"}, held, Mesh())
+    opened.run(0, len(held), lambda: None)  # meets every row
+    began: list[float] = []
+    opened.run(2, len(held), lambda: began.append(time.process_time()))
+    mine = torch.tensor((time.process_time() - began[0]) / len(held), dtype=torch.float64)
+    return fmean(float(each) for each in mesh.all_gather("control", mine))
 
 
 def loads_of(case: Case, mesh: Mesh) -> list[TableLoad]:

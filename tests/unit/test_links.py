@@ -41,6 +41,9 @@ def test_ranks_agree_on_their_links():
     assert together.origin == apart.origin == "measured"
     assert 1e6 < together.local_bytes_per_second < 1e12 and 0 < together.message_seconds < 1
     assert 1e6 < apart.remote_bytes_per_second < 1e12 and 0 < apart.remote_message_seconds < 1
+    for world in (together, apart):
+        assert 0 < world.message_processor_seconds < 1 and 0 < world.byte_processor_seconds < 1e-5
+        assert world.crowding >= 1.0
     # There is no link of the other class.
     assert together.remote_bytes_per_second == World().remote_bytes_per_second
     assert apart.local_bytes_per_second == World().local_bytes_per_second

@@ -28,6 +28,7 @@ from colonnade.plan.flows import (
     ExchangeName,
     Pair,
     Work,
+    moving,
     pair,
     work,
 )
@@ -123,7 +124,14 @@ class Seconds:
     route: float
     fetch: float
     push: float
+    crowding: float = 1.0
+    """`World.crowding`"""
     is_fetched_ahead: bool = False
+
+    @property
+    def step(self) -> float:
+        """Ranks that share processors compute while others of them wait."""
+        return step_seconds(self.processor, self.waited, self.behind, self.crowding)
 
     @property
     def waited(self) -> float:
@@ -134,6 +142,12 @@ class Seconds:
     def behind(self) -> float:
         """On links while the processor computes."""
         return self.route + (self.fetch if self.is_fetched_ahead else 0.0)
+
+
+def step_seconds(processor: float, waited: float, behind: float, crowding: float) -> float:
+    """Of a rank that computes for `processor` seconds where it has a processor to itself, waits for links, and lets
+    messages travel behind both."""
+    return max(processor * crowding, processor + waited, behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,10 +280,9 @@ class _Search:
         key = (t, exchange, n)
         if key not in self.pairs:
             load, num_ranks = self.loads[t], self.world.num_ranks
-            self.pairs[key] = (
-                pair(load, exchange, n),
-                work(load, exchange, n, num_ranks, self.rates),
-            )
+            bytes_ = pair(load, exchange, n)
+            seconds = work(load, exchange, n, num_ranks, self.rates)
+            self.pairs[key] = bytes_, seconds + moving(bytes_, n, self.world)
         return self.pairs[key]
 
     def empty(self) -> _State:
@@ -300,13 +313,16 @@ class _Search:
     def seconds(self, state: _State) -> Seconds:
         phases = state.links.max(1)
         used = [exchange for exchange, users in state.users.items() if users]
+        computed = float(state.processor.max())
         if used and self.world.num_ranks > 1:
             calls = np.sum([CALLS[exchange] for exchange in used], axis=0)
             calls[0] += 1  # the header
             phases = phases + calls * self.world.call_seconds
             phases[0] += self.fixed_bytes(used) * self.peak
+            # And of what all exchanges route with, the sizes.
+            computed += (float(calls.sum()) + 1) * self.world.call_processor_seconds
         route, fetch, push = phases.tolist()
-        return Seconds(float(state.processor.max()), route, fetch, push, self.is_fetched_ahead)
+        return Seconds(computed, route, fetch, push, self.world.crowding, self.is_fetched_ahead)
 
     def fixed_bytes(self, used: Sequence[str]) -> float:
         """From each rank to each other, whatever the tables are."""
@@ -314,7 +330,7 @@ class _Search:
 
     def objective(self, state: _State) -> float:
         found = self.seconds(state)
-        total = max(found.processor + found.waited, found.behind)
+        total = found.step
         budget = self.memory.bytes
         if budget is not None:
             over = float(state.held.max()) - max(budget, self.even * (1 + 1e-9))

@@ -21,6 +21,7 @@ from colonnade.exchange.routing import SIZE_BYTES, WEIGHT
 from colonnade.plan.device import RowRate
 from colonnade.plan.loads import TableLoad
 from colonnade.topology.sharding import Kind
+from colonnade.topology.world import World
 
 ExchangeName = Literal["rows", "pooled", "replicated"]
 PURPOSES = ("route", "fetch", "push")
@@ -60,6 +61,9 @@ class Work:
     """Of every rank, for its own samples."""
     owner: float
     """Of every rank that owns rows, for all samples."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.asker + other.asker, self.owner + other.owner)
 
 
 def owners_of(kind: Kind, num_ranks: int, ranks_per_host: int) -> int:
@@ -107,6 +111,14 @@ def work(
     ):  # pooled and summed where the samples are; copied, summed again and applied where rows are
         return Work(2 * load.lookups * gather, 2 * asked / n * gather + updates)
     return Work((n + 1) * load.bags * gather, 2 * num_ranks * load.lookups / n * gather + updates)
+
+
+def moving(bytes_: Pair, num_owners: int, world: World) -> Work:
+    """For the bytes of one table: every rank asks its owners, every owner serves all ranks; what stays on a rank is
+    not moved."""
+    each = (bytes_.route + bytes_.fetch + bytes_.push) * world.byte_processor_seconds
+    others = (world.num_ranks - 1) / world.num_ranks
+    return Work(num_owners * others * each, world.num_ranks * others * each)
 
 
 def alone(load: TableLoad, rates: Sequence[RowRate]) -> float:

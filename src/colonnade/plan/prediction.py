@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from colonnade.plan.choice import step_seconds
 from colonnade.plan.device import PAGE, Device
 from colonnade.plan.placement import Demand, Placed
 from colonnade.table import Table
@@ -45,6 +47,8 @@ class LinkCosts:
     """For messages, while nothing is computed."""
     behind_seconds: float = 0.0
     """Of messages while the processor computes."""
+    crowding: float = 1.0
+    """`World.crowding`"""
     sent: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Bytes that a rank sends for rows and gradients, the mean over ranks, by purpose and link."""
 
@@ -127,10 +131,16 @@ def predict(
         disk += written / sum(place.written for place in device.directories)
     budget = written / write_budget if write_budget else 0.0
     # Messages wait for what is computed and the other way round; ids of later batches and reads wait for neither.
-    seconds = max(processor + links.waited_seconds, links.behind_seconds, disk, budget)
+    stepped = partial(
+        step_seconds,
+        waited=links.waited_seconds,
+        behind=links.behind_seconds,
+        crowding=links.crowding,
+    )
+    seconds = max(stepped(processor), disk, budget)
     return Prediction(
         samples_per_second=batch_size / seconds,
-        all_in_memory=batch_size / max(alone + links.waited_seconds, links.behind_seconds),
+        all_in_memory=batch_size / stepped(alone),
         processor_seconds=processor,
         device_seconds=disk,
         write_seconds=budget,

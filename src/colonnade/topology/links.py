@@ -6,11 +6,13 @@ links of a planned world are what a person says of them.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -27,51 +29,76 @@ LONGEST = 0.2
 PURPOSE = "control"
 
 
+class Timed(NamedTuple):
+    """One all-to-all, the median of several."""
+
+    bytes: float
+    """That this rank sent, and got as many."""
+    seconds: float
+    """Until the last rank was done."""
+    processor: float
+    """Seconds of this rank's processor."""
+
+
 def measure_links(mesh: Mesh) -> World:
     """Collective: every rank calls it, while nothing else travels. The same numbers on every rank; of a class that this
     world does not have, those of `mesh.world`. Takes a second or two."""
     world = mesh.world
     found: dict[str, float] = {}
+    if world.num_ranks > 1:
+        found["crowding"] = crowding(mesh)
     if world.ranks_per_host > 1:
         with host_mesh(mesh) as mine:
             times = time_exchanges(mine, range(world.ranks_per_host))
         # Hosts are taken to be alike: a plan is as slow as the slowest of them.
         heard = torch.stack(mesh.all_gather(PURPOSE, _padded(times)))
-        sizes, seconds = _agreed(heard)
+        sizes, seconds, processor = _agreed(heard)
         fixed, rate = fit(sizes, seconds)
         found["message_seconds"] = fixed / (world.ranks_per_host - 1)
         found["local_bytes_per_second"] = rate
+        found |= _processor(sizes, processor, world.ranks_per_host - 1)
     if world.num_hosts > 1:
         home = world.host(mesh.rank)
         others = [rank for rank in range(world.num_ranks) if world.host(rank) != home]
         heard = torch.stack(mesh.all_gather(PURPOSE, _padded(time_exchanges(mesh, others))))
-        sizes, seconds = _agreed(heard)
+        sizes, seconds, processor = _agreed(heard)
         fixed, rate = fit(sizes, seconds)
+        found |= _processor(sizes, processor, len(others))
         local = (world.ranks_per_host - 1) * found.get("message_seconds", 0.0)
         found["remote_message_seconds"] = max(fixed - local, fixed / 10) / len(others)
         found["remote_bytes_per_second"] = rate * world.ranks_per_host
     return replace(world, origin="measured", **found) if found else world  # type: ignore[arg-type]
 
 
-def time_exchanges(mesh: Mesh, peers: Sequence[int]) -> list[tuple[float, float]]:
-    """Collective: (bytes that this rank sent to `peers`, seconds until the last rank was done) of growing all-to-alls,
-    each the median of several."""
+def crowding(mesh: Mesh) -> float:
+    """Collective: `World.crowding` of the fullest host, as torch's threads are set now."""
+    processors = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    )
+    threads = mesh.world.ranks_per_host * torch.get_num_threads()
+    mine = torch.tensor(max(1.0, threads / (processors or 1)), dtype=torch.float64)
+    return max(float(each) for each in mesh.all_gather(PURPOSE, mine))
+
+
+def time_exchanges(mesh: Mesh, peers: Sequence[int]) -> list[Timed]:
+    """Collective: of growing all-to-alls to `peers`."""
     to = [rank for rank in peers if rank != mesh.rank]
     found = []
     for size in SIZES:
         each = max(1, size // len(to))
         rows = [each if rank in to else 0 for rank in range(mesh.num_ranks)]
         send = torch.zeros(sum(rows), dtype=torch.uint8)
-        taken = []
+        taken, computed = [], []
         for _ in range(REPEATS + 1):
             mesh.barrier(PURPOSE)
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             mesh.all_to_all(PURPOSE, send, rows, rows)
+            computed.append(time.process_time() - busy)
             mine = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
             taken.append(max(float(each) for each in mesh.all_gather(PURPOSE, mine)))
         # The first finds cold buffers and connections.
-        found.append((float(each * len(to)), median(taken[1:])))
-        if found[-1][1] > LONGEST:
+        found.append(Timed(float(each * len(to)), median(taken[1:]), median(computed[1:])))
+        if found[-1].seconds > LONGEST:
             break
     return found
 
@@ -90,18 +117,33 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]
     return fixed, rate
 
 
-def _padded(times: Sequence[tuple[float, float]]) -> torch.Tensor:
-    """(len(SIZES), 2): hosts may stop at different sizes."""
-    out = torch.full((len(SIZES), 2), float("nan"), dtype=torch.float64)
+def _processor(
+    sizes: Sequence[float], seconds: Sequence[float], num_peers: int
+) -> dict[str, float]:
+    fixed, rate = fit(sizes, seconds)
+    return {
+        "message_processor_seconds": fixed / num_peers,
+        "byte_processor_seconds": 0.5 / rate,  # every byte is sent, and got by somebody
+    }
+
+
+def _padded(times: Sequence[Timed]) -> torch.Tensor:
+    """(len(SIZES), 3): hosts may stop at different sizes."""
+    out = torch.full((len(SIZES), 3), float("nan"), dtype=torch.float64)
     out[: len(times)] = torch.tensor(times, dtype=torch.float64)
     return out
 
 
-def _agreed(heard: torch.Tensor) -> tuple[list[float], list[float]]:
-    """heard (N, len(SIZES), 2) -> sizes that every rank tried, and the slowest's seconds."""
+def _agreed(heard: torch.Tensor) -> tuple[list[float], list[float], list[float]]:
+    """heard (N, len(SIZES), 3) -> sizes that every rank tried, the slowest's seconds, and what ranks computed on the
+    mean."""
     tried = ~heard.isnan().any(2).any(0)
-    sizes, seconds = heard[0, tried, 0], heard[:, tried, 1].amax(0)
-    return sizes.tolist(), seconds.tolist()
+    sizes, seconds, processor = (
+        heard[0, tried, 0],
+        heard[:, tried, 1].amax(0),
+        heard[:, tried, 2].mean(0),
+    )
+    return sizes.tolist(), seconds.tolist(), processor.tolist()
 
 
 def planned_world(

@@ -24,6 +24,12 @@ class World:
     """Fixed cost of one message of an all-to-all to a rank of the same host."""
     remote_message_seconds: float = 1e-4
     """The same to a rank of another host."""
+    byte_processor_seconds: float = 0.0
+    """Of a rank's processor, for each byte that it sends and each that it gets; 0: nobody looked."""
+    message_processor_seconds: float = 0.0
+    """Of a rank's processor, for each message that it sends, and gets one for."""
+    crowding: float = 1.0
+    """Threads that compute on a host, by its processors: where they are more, each has so much less of one."""
     origin: Origin = "assumed"
     """Where the numbers of the links come from: nobody looked, a person said them, `topology.links` measured them."""
 
@@ -33,6 +39,8 @@ class World:
                 f"got num_hosts={self.num_hosts}, ranks_per_host={self.ranks_per_host}; "
                 "wanted at least 1 of each"
             )
+        if self.crowding < 1:
+            raise ConfigError(f"got crowding={self.crowding:g}, wanted 1 or more")
         if min(self.local_bytes_per_second, self.remote_bytes_per_second) <= 0:
             raise ConfigError(
                 f"got {self.local_bytes_per_second:g} bytes/s inside a host, {self.remote_bytes_per_second:g} between "
@@ -52,6 +60,11 @@ class World:
         local = self.ranks_per_host - 1
         remote = self.num_ranks - self.ranks_per_host
         return local * self.message_seconds + remote * self.remote_message_seconds
+
+    @property
+    def call_processor_seconds(self) -> float:
+        """Of each rank's processor, for an all-to-all of all ranks that carries next to nothing."""
+        return (self.num_ranks - 1) * self.message_processor_seconds
 
     def __str__(self) -> str:
         if self.num_ranks == 1:

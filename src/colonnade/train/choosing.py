@@ -94,6 +94,7 @@ def link_costs(
         processor_seconds=choice.seconds.processor - mine,
         waited_seconds=choice.seconds.waited + reduced,
         behind_seconds=choice.seconds.behind,
+        crowding=world.crowding,
         sent=by_purpose(choice.sent),
     )
 
