@@ -55,6 +55,8 @@ NUM_BATCHES = 8
 """Of each rank; they go round."""
 SEQUENCE_FIELDS = (2, 9)
 """Of Criteo's, for sequences: one of millions of values, cut, and one of 93,145."""
+WARM_SESSION = 100
+"""Steps before memory is looked at for the first time."""
 WARM_UP_STEPS = 2
 """Before the clock starts in every block: batches ahead are on their way."""
 MAX_DIGEST_GAP = 1e-3
@@ -114,11 +116,13 @@ class Extent:
     rounds: int
     block_seconds: float
     max_steps: int
+    session_steps: int
+    """Of one long session, in the first case: does memory grow?"""
 
 
 FULL = Extent(
     ((2, 2), (4, 2)), (1.0, 10.0), WORKLOADS, ((1, 1), (1, 2)), MAX_CARDINALITY, rounds=3, block_seconds=1.0,
-    max_steps=8,
+    max_steps=8, session_steps=1000,
 )  # fmt: skip
 QUICK = Extent(
     ((2, 2),),
@@ -129,6 +133,7 @@ QUICK = Extent(
     rounds=1,
     block_seconds=0.3,
     max_steps=3,
+    session_steps=0,
 )
 
 
@@ -287,6 +292,12 @@ class Bench:
                 )  # fmt: skip
             keep()
             tables.print_case(self.console, self.measured, case)
+        long = [turn for turn in turns if turn.name == AUTO]
+        if long and self.extent.session_steps and not tables.has_session(self.measured):
+            long[0].block(WARM_SESSION, keep=True)
+            long[0].block(self.extent.session_steps, keep=True)
+            self.measured.append(tables.session_of(name, AUTO, *long[0].blocks[-2:]))
+            keep()
 
     def plan(self, name: str, turns: list[Turn], gigabits: float | None) -> Mapping[str, Any]:
         """What Colonnade foretells of its systems between these links; its choice joins `turns`."""

@@ -29,6 +29,8 @@ EXPOSED = " exposed"
 """Of a step's time, what it takes less between hosts whose links are not shaped."""
 RESIDENT = " resident"
 """Memory of the largest rank, with all systems of its kind."""
+SESSION = " session"
+"""How much more memory the largest rank has at the end of a long session than at its beginning."""
 MB = 1e6
 
 Block = Sequence[Mapping[str, Any]]
@@ -93,6 +95,17 @@ def cases_of(
     return rows
 
 
+def session_of(name: str, system: str, before: Block, after: Block) -> Measured:
+    grown = max(b["rss_bytes"] - a["rss_bytes"] for a, b in zip(before, after, strict=True))
+    return Measured(
+        name + SESSION, system, f"MB more after {len(after[0]['seconds'])} steps", [grown / MB]
+    )
+
+
+def has_session(measured: Sequence[Measured]) -> bool:
+    return any(m.case.endswith(SESSION) for m in measured)
+
+
 def is_peer(system: str) -> bool:
     return system.startswith(PEER)
 
@@ -110,7 +123,7 @@ def steps_of(measured: Sequence[Measured], case: str) -> dict[str, float]:
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
     """The worst case of each; a case that has no peer or no prediction is in none of them."""
-    faster, chosen, bytes_off, time_off = {}, [], [], []
+    faster, chosen, bytes_off, time_off, mine_off = {}, [], [], [], []
     found = {(m.case, m.system): m.median for m in measured}
     for case in names_of(measured):
         steps = steps_of(measured, case)
@@ -129,6 +142,8 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
                 said = found.get((case + what, system))
                 if said is not None and wanted:
                     off.append(abs(said - wanted) / wanted)
+                    if off is time_off and system == AUTO:
+                        mine_off.append(off[-1])
     ratios = {}
     if faster:
         ratios["best_vs_torchrec_best"] = min(faster.values())
@@ -137,6 +152,7 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
         ("choice_within_of_best", chosen),
         ("predicted_bytes_error", bytes_off),
         ("predicted_time_error", time_off),
+        ("predicted_time_error_of_the_chosen", mine_off),
     ):
         if values:
             ratios[name] = max(values)
@@ -192,6 +208,9 @@ def print_result(console: Console, measured: Sequence[Measured], result: Mapping
     for name, ratio in result["ratios"].items():
         if " " not in name:
             console.print(f"{name}: {ratio:.3f}")
+    for one in measured:
+        if one.case.endswith(SESSION):
+            console.print(f"{one.case}: {one.median:.1f} {one.unit}")
     for line in scaling_of(measured, result["machine"]["batch_size"]):
         console.print(line)
     for what in result["machine"]["left_out"]:

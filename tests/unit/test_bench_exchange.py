@@ -55,7 +55,18 @@ def test_payload_and_what_was_foretold_of_it_are_both_of_a_host():
     ratios = tables.ratios_of(rows)
     assert ratios["predicted_bytes_error"] == pytest.approx(0.1)
     assert ratios["predicted_time_error"] == pytest.approx(0.1)
+    assert "predicted_time_error_of_the_chosen" not in ratios
+    ratios = tables.ratios_of(tables.cases_of("2x2 X", tables.AUTO, blocks, 2, 0.01, foretold))
+    assert ratios["predicted_time_error_of_the_chosen"] == pytest.approx(0.1)
     assert "best_vs_torchrec_best" not in ratios, "no peer"
+
+
+def test_memory_that_grows_in_a_session_is_that_of_the_rank_that_grows_most():
+    before, after = block([10, 10]), block([10, 10])
+    after[1] = {**after[1], "rss_bytes": 5e8 + 7e6}
+    one = tables.session_of("2x2 X", tables.AUTO, before, after)
+    assert one.median == pytest.approx(7) and tables.has_session([one])
+    assert not tables.names_of([one]), "no speed"
 
 
 def measured(case: str, **ms: float) -> list[Measured]:
