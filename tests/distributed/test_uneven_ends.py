@@ -98,7 +98,9 @@ def fitted(mesh: Mesh, data, settings, folder=None, **more):
         epochs=2,
         **{"batch_size": 3 * SIZE * settings.get("accumulate", 1), **settings, **more},
     )
-    weights = {name: value.clone() for name, value in model.state_dict().items() if "weight" in name}
+    weights = {
+        name: value.clone() for name, value in model.state_dict().items() if "weight" in name
+    }
     return found.outcome.steps, found.metrics, weights, all_rows(model.embeddings)
 
 
@@ -113,7 +115,11 @@ def on_a_rank(mesh, folder):
 def test_every_batch_is_trained_on_once(tmp_path):
     told = run_ranks(3, on_a_rank, tmp_path)
     for name, settings in PLANS.items():
-        alone = {key: value for key, value in settings.items() if key in ("staleness_steps", "accumulate")}
+        alone = {
+            key: value
+            for key, value in settings.items()
+            if key in ("staleness_steps", "accumulate")
+        }
         steps, metrics, weights, rows = fitted(Mesh(), joined_steps(), alone)
         for whole, _ in told:
             found = whole[name]
