@@ -112,7 +112,7 @@ def _world(shape: str | None, ranks: int, uplink: str | None, local: str | None)
             f"got {', '.join(given)} in a world that runs, whose links are measured; leave it out, or plan without "
             "torchrun"
         )
-    mesh = open_mesh()
+    mesh = open_mesh(verb="plan")
     found = measure_links(mesh)
     close_mesh(mesh)
     return found if mesh.rank == 0 else None

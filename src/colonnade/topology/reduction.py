@@ -60,8 +60,8 @@ def sent(way: Way, world: World, size: float) -> Sent:
 
 
 def choose_way(world: World, size: float) -> Way:
-    """Pure: the fewest seconds by the world's links; ranks that know them otherwise choose otherwise. Short buffers go whole, in one
-    hop; long ones cross an uplink once per host, not once per rank, where a host has several."""
+    """Pure: the fewest seconds by the world's links; a rank that knows them otherwise chooses otherwise. Short buffers
+    go whole, in one hop; long ones cross an uplink once per host, not once per rank, where a host has several."""
     ways: list[Way] = ["whole", "scattered"]
     if world.num_hosts > 1 and world.ranks_per_host > 1:
         ways.append("by host")
