@@ -180,12 +180,15 @@ class Mesh:
 _mesh: Mesh | None = None  # the world of this process, once it was joined
 
 
-def open_mesh(*, timeout: timedelta | None = None, ranks_per_host: int | None = None) -> Mesh:
+def open_mesh(
+    *, timeout: timedelta | None = None, ranks_per_host: int | None = None, verb: str = ""
+) -> Mesh:
     """Join the world torchrun describes in the environment; without torchrun, a world of one rank.
 
     Collective: every rank calls it first. `timeout` (default: 5 minutes): how long a rank is waited for, here and in
-    every call, before it is lost. Where this process has joined already, the same world. Raises WorldError where ranks
-    cannot work together, PeerLost, naming them, where some do not come.
+    every call, before it is lost. `verb`: of the command line, whose ranks join no other verb's. Where this process
+    has joined already, the same world. Raises WorldError where ranks cannot work together, PeerLost, naming them, where
+    some do not come.
     """
     global _mesh
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -200,7 +203,7 @@ def open_mesh(*, timeout: timedelta | None = None, ranks_per_host: int | None = 
     limit, rank = timeout or TIMEOUT, int(os.environ["RANK"])
     local = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     server = connect(rank, num_ranks, limit)
-    token, peers = meet(server, rank, num_ranks, myself(local), limit)
+    token, peers = meet(server, rank, num_ranks, myself(local, verb), limit)
     if num_ranks % local:  # where hosts have told different numbers, `meet` has refused them
         raise ConfigError(
             f"got {num_ranks} ranks, {local} on each host, wanted as many on every host; "

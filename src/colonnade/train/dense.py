@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.topology.mesh import Mesh
-from colonnade.topology.reduction import PIECE, Way, choose_way, sum_over_ranks
+from colonnade.topology.reduction import PIECE, WAYS, Way, choose_way, sum_over_ranks
 from colonnade.topology.waiting import waiting
 
 SIGNALS = 3  # not finite, stop asked, loss
@@ -70,7 +70,7 @@ class DenseGradients:
         self._error: BaseException | None = None
 
     def attach(self) -> None:
-        """Lay the buckets out and point every parameter's gradient into them."""
+        """Collective. Lay the buckets out and point every parameter's gradient into them."""
         for hook in self._hooks:
             hook.remove()
         kinds = [(p.dtype, p.device) for p in self.parameters]
@@ -78,6 +78,7 @@ class DenseGradients:
         self.buckets = [
             self._bucket(numbers, i == len(layout) - 1) for i, numbers in enumerate(layout)
         ]
+        self._agree_on_ways()
         self._signals = self.buckets[-1].wire[-SIGNALS:]
         by_number = {number: bucket for bucket in self.buckets for number in bucket.numbers}
         self._bucket_of = [by_number[number] for number in range(len(self.parameters))]
@@ -217,6 +218,14 @@ class DenseGradients:
             stream = torch.Stream(first.device)
         way = choose_way(self.mesh.world, padded * wire.itemsize)
         return Bucket(numbers, gradients, wire, way, stream)
+
+    def _agree_on_ways(self) -> None:
+        """Collective: all go rank 0's ways. A rank that has measured other links would wait in another group."""
+        numbers = torch.tensor([WAYS.index(bucket.way) for bucket in self.buckets])
+        for bucket, number in zip(
+            self.buckets, self.mesh.broadcast("control", numbers).tolist(), strict=True
+        ):
+            bucket.way = WAYS[number]
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:
         def heard(parameter: Tensor) -> None:  # on a thread of backward's
