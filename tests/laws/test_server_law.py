@@ -20,10 +20,12 @@ from colonnade.errors import ConfigError
 from colonnade.plan.choice import Forced, choose
 from colonnade.plan.loads import table_loads
 from colonnade.plan.profile import profile
+from colonnade.report.reading import read_run
 from colonnade.topology.mesh import with_servers
 from colonnade.topology.sharding import Sharding, row_wise_in, table_wise
 from colonnade.topology.traffic import Traffic
 from colonnade.topology.world import World
+from colonnade.train.record import FILE_NAME, OF_ROWS, ROWS_FILE_NAME, read_lines
 from colonnade.train.run import open_run
 
 
@@ -161,7 +163,7 @@ def both(mesh, folder, servers):
 
 
 def decided(mesh, servers):
-    """(steps, skipped) where the second rank meets a NaN in step 3, and the last is asked to stop before that of step 4."""
+    """What comes of a run whose second rank meets a NaN in step 3, and whose last is asked to stop after that."""
     settings = {"plan.servers": servers, "train.on_non_finite": "skip", "train.evaluate_steps": 4}
     config = override(build_config(CONFIG), settings)
     run = open_run(config, mesh, None, data=poisoned(3) if mesh.rank == 1 else opened(config))
@@ -190,6 +192,14 @@ def test_checkpoints_go_from_ranks_with_servers_to_ranks_without_and_back(tmp_pa
     assert server["read"] > 0 and trainer["read"] == 0  # from its files
     assert trainer["summary"]["row_sources"]["read"] == server["read"]
     assert trainer["summary"]["num_trainers"] == 2
+    kinds = {
+        name: [line["kind"] for line in read_lines(tmp_path / "whole-1" / name)]
+        for name in (FILE_NAME, ROWS_FILE_NAME)
+    }
+    assert set(OF_ROWS).isdisjoint(kinds[FILE_NAME]) and set(kinds[ROWS_FILE_NAME]) == set(OF_ROWS)
+    assert {"train", "tiers", "tables"} <= {
+        line["kind"] for line in read_run(tmp_path / "whole-1").lines
+    }
 
 
 WORLD = World(num_hosts=2, ranks_per_host=2, servers_per_host=1)

@@ -60,6 +60,7 @@ from colonnade.train.planning import (
     plan_from_sample,
 )
 from colonnade.train.progress import Progress
+from colonnade.train.record import part_of
 from colonnade.train.schedules import build_schedule
 from colonnade.train.trainer import Outcome, Schedule, Trainer
 from colonnade.train.warm_start import plan_warm_start, warm_start
@@ -275,7 +276,7 @@ def prepare(
                 backings=commits.backings if commits else (),
                 committed=(commits.run, step) if commits and step is not None else None,
             )
-    dense = DenseGradients(parameters, mesh)
+    dense, part = DenseGradients(parameters, mesh), part_of(mesh)
     trainer = Trainer(
         model,
         collection,
@@ -289,7 +290,8 @@ def prepare(
         progress=Progress(
             total_steps=run_steps,
             console=console or Console(quiet=True),
-            folder=folder if mesh.rank == 0 and not read_only else None,
+            folder=None if part is None or read_only else folder,
+            part=part or "all",
             is_quiet=console is None or mesh.rank > 0,
         ),
         commits=commits,
