@@ -332,12 +332,19 @@ class PlanConfig(Section):
     """Which ranks have a table's rows: all, those of one host, one, each a copy; auto: as is foretold to be fastest."""
     wire: WireConfig = WireConfig()
     """What rows look like while they travel."""
+    servers: int = Field(0, ge=0)
+    """Ranks of each host, its last ones, that have rows and nothing else; 0: the ranks that train have the rows."""
     tables: dict[str, TablePlanConfig] = {}
     """By name: tables with a sharding, exchange or ranks of their own."""
 
     @model_validator(mode="after")
     def _check(self) -> PlanConfig:
         _same_copies(self.exchange, self.sharding)
+        if self.servers and self.memory.hbm is not None:
+            raise ValueError(
+                f"got plan.memory.hbm with plan.servers={self.servers}; devices belong to the ranks that train, which "
+                "have no rows then: leave one of them out"
+            )
         return self
 
     @model_validator(mode="before")

@@ -37,6 +37,7 @@ from colonnade.store.mapped import MappedRows
 from colonnade.store.policies import RowRetention, open_policies
 from colonnade.table import CLOCK_BYTES, Feature, Table
 from colonnade.topology.mesh import Mesh
+from colonnade.topology.reads import announced
 
 PACKED = torch.contiguous_format
 
@@ -112,11 +113,17 @@ class EmbeddingCollection(nn.Module):
         if self._opened:
             raise ConfigError("this collection is open already; build a new one to change its plan")
         self.mesh = mesh or Mesh()
-        self.plan = plan or build_plan(self.tables, self.mesh.num_ranks)
+        servers = self.mesh.world.servers
+        self.plan = plan or build_plan(self.tables, self.mesh.num_ranks, servers=servers)
         if self.plan.num_ranks != self.mesh.num_ranks:
             raise ConfigError(
                 f"the plan is for {self.plan.num_ranks} ranks, this world has {self.mesh.num_ranks}; "
                 "build the plan for this world"
+            )
+        if self.plan.servers != servers:
+            raise ConfigError(
+                f"the plan has servers {list(self.plan.servers)}, this world has {list(servers)}; build the plan for "
+                "this world"
             )
         if self.plan.needs_backing and not backings:
             raise ConfigError(
@@ -223,7 +230,8 @@ class EmbeddingCollection(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             if ticket is not None:
                 self.drop(ticket)
-            return self._read_only(batch)
+            announced(self.mesh, True)
+            return self.read(batch)
         if ticket is None:
             if self.consistency.reads_ahead:
                 raise ConfigError(
@@ -460,8 +468,9 @@ class EmbeddingCollection(nn.Module):
                 norms = self.exchange.squared_norms(rows, every)
             self.store.delete(t, policy.adopt(ids, self.step, norms).unique())
 
-    def _read_only(self, batch: Batch) -> dict[str, Tensor]:
-        """Evaluation: sees every update, leaves no trace; any number of training batches may be in flight."""
+    def read(self, batch: Batch) -> dict[str, Tensor]:
+        """Evaluation: sees every update, leaves no trace; any number of training batches may be in flight. A server
+        calls it where the others call the collection: `topology.reads`."""
         ticket = self.exchange.route(batch, self.step, purpose="evaluate")
         batch.world_weight = ticket.weight
         found = self.store.read(ticket.owned_ids, ticket.owned_offsets)

@@ -50,7 +50,8 @@ def _grid(columns: Sequence[str], left: Sequence[str]) -> Grid:
 
 def _show_memory(console: Console, found: Planned, tables: Sequence[Table], rate: float) -> None:
     console.print(
-        f"memory: {found.profile.samples:,} samples for {found.plan.num_ranks} rank(s); rows and bytes of one, "
+        f"memory: {found.profile.samples:,} samples for {found.plan.num_ranks} rank(s); rows and bytes of "
+        f"{'a server' if found.world.has_servers else 'one'}, "
         f"MB/s at {rate:,.0f} samples/s, lookups per sample, reads per 1,000"
     )
     grid = _grid(
@@ -191,7 +192,9 @@ def _place(sharding: Sharding, found: Planned) -> str:
     first = sharding.ranks[0]
     if sharding.kind == "table_wise":
         return f"rank {first}"
-    return f"host {found.world.host(first)}" if sharding.kind == "host_wise" else "all"
+    if sharding.kind == "host_wise":
+        return f"host {found.world.host(first)}"
+    return "servers" if found.world.has_servers else "all"
 
 
 def _kind_words(cost: Cost) -> str:

@@ -56,7 +56,7 @@ from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.store.mapped import MappedRows
 from colonnade.topology.mesh import Call, Mesh
-from colonnade.topology.sharding import Sharding, row_wise
+from colonnade.topology.sharding import Sharding, row_wise_in
 from colonnade.topology.world import World
 
 
@@ -106,7 +106,8 @@ class RowsExchange(Owner):
         self.coding = coding
         self.declaration = declaration
         num_ranks = max(1, mesh.num_ranks)
-        self.deal = deal(shardings or [row_wise(num_ranks)] * len(declaration.tables), num_ranks)
+        everywhere = row_wise_in(mesh.world)
+        self.deal = deal(shardings or [everywhere] * len(declaration.tables), num_ranks)
         self.outputs = outputs(declaration)
         self.consumption = consumption(declaration)
         super().__init__(declaration, self.consumption, self.outputs, mesh)

@@ -114,11 +114,11 @@ def work(
 
 
 def moving(bytes_: Pair, num_owners: int, world: World) -> Work:
-    """For the bytes of one table: every rank asks its owners, every owner serves all ranks; what stays on a rank is
-    not moved."""
+    """For the bytes of one table: every rank that trains asks its owners, every owner serves all of those; what stays
+    on a rank is not moved."""
     each = (bytes_.route + bytes_.fetch + bytes_.push) * world.byte_processor_seconds
-    others = (world.num_ranks - 1) / world.num_ranks
-    return Work(num_owners * others * each, world.num_ranks * others * each)
+    others = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
+    return Work(num_owners * others * each, world.num_trainers * others * each)
 
 
 def alone(load: TableLoad, rates: Sequence[RowRate]) -> float:

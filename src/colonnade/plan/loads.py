@@ -83,7 +83,7 @@ def table_loads(
 ) -> list[TableLoad]:
     """`batch_size` counts samples over all ranks; `last_batch` of the run says how many rows of open tables, and births
     per step, there will be; `num_samples`: of the data set, where that is known."""
-    mine = batch_size / world.num_ranks
+    mine = batch_size / world.num_trainers
     counted = {feature.name: feature for feature in profile.features}
     epoch = math.inf if num_samples is None else max(num_samples / batch_size, 1.0)
     found = []
@@ -105,7 +105,7 @@ def table_loads(
                 slot_bytes=slot_bytes(table),
                 samples=mine,
                 unique_rank=profile.unique_rows(t, mine, of),
-                unique_host=profile.unique_rows(t, mine * world.ranks_per_host, of),
+                unique_host=profile.unique_rows(t, mine * world.trainers_per_host, of),
                 unique_world=whole,
                 lookups=each * mine,
                 columns=tuple(

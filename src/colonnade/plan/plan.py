@@ -80,6 +80,8 @@ class Plan:
     """Memory of each rank's device for rows, above memory; None: no row is kept there."""
     codecs: Codecs = EXACT
     """What rows and their gradients look like while they travel."""
+    servers: tuple[int, ...] = ()
+    """Ranks that have rows and nothing else; none: the ranks that train have the rows."""
     placement: str = "even"
     prediction: Mapping[str, Any] | None = None
     """`plan.prediction.Prediction` as plain values, where the plan was made from a profile."""
@@ -114,6 +116,7 @@ class Plan:
             mapped=None if mapped is None else Place(**mapped),
             ssd=tuple(Place(**place) for place in values.pop("ssd", ())),
             codecs=Codecs(**values.pop("codecs", {})),
+            servers=tuple(values.pop("servers", ())),
             **values,
         )
 
@@ -138,11 +141,12 @@ def build_plan(
     exchanges: Mapping[str, str] | None = None,
     shardings: Mapping[str, Sharding] | None = None,
     codecs: Codecs = EXACT,
+    servers: Sequence[int] = (),
 ) -> Plan:
     """Every table alike (`plan.placement` prefers some). Pure. Raises ConfigError for numbers that cannot work.
 
     By table name: `table_bytes`, memory of single tables, out of `dram_bytes`; `exchanges`, where it is not
-    `exchange`; `shardings`, where rows are not dealt to all ranks.
+    `exchange`; `shardings`, where rows are not dealt to all ranks. `servers`: the only ranks that rows may lie on.
     """
     exchanges, shardings = exchanges or {}, shardings or {}
     for said in (exchange, *exchanges.values()):
@@ -163,6 +167,11 @@ def build_plan(
             raise ConfigError(
                 f"table {name!r}: got a sharding on rank {sharding.ranks[-1]}, wanted ranks 0 .. {num_ranks - 1}"
             )
+        if servers and (others := sorted(set(sharding.ranks) - set(servers))):
+            raise ConfigError(
+                f"table {name!r}: got a sharding on rank {others[0]}, which trains; where there are servers all rows "
+                f"lie on them: {', '.join(map(str, servers))}"
+            )
     ahead = 2 if lookahead == "auto" else lookahead
     if not isinstance(ahead, int) or ahead < 0 or staleness_steps < 0:
         raise ConfigError(
@@ -172,7 +181,8 @@ def build_plan(
         raise ConfigError(
             f"got dram_bytes={dram_bytes}; wanted a positive number of bytes, or None"
         )
-    of_tables = [shardings.get(table.name, row_wise(num_ranks)) for table in tables]
+    everywhere = Sharding("row_wise", tuple(servers)) if servers else row_wise(num_ranks)
+    of_tables = [shardings.get(table.name, everywhere) for table in tables]
     loads = distinct_loads(of_tables, num_ranks)
     for shards in loads:
         held = [
@@ -243,6 +253,7 @@ def build_plan(
         write_budget=write_budget,
         hbm_bytes=hbm_bytes,
         codecs=codecs,
+        servers=tuple(servers),
     )
     if lookahead == "auto" and (num_ranks > 1 or not plan.needs_backing):
         # Ranks must agree on a depth; and with nothing at rest there is nothing to wait for.
@@ -277,6 +288,7 @@ def plan_of(
         exchanges=exchanges,
         shardings=shardings,
         codecs=Codecs(config.wire.values, config.wire.gradients),
+        servers=world.servers,
     )
 
 

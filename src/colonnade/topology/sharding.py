@@ -41,7 +41,8 @@ class Shard:
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """Of one table. `row_wise`: rows are dealt to all ranks; `host_wise`: to the ranks of one host; `table_wise`: one
-    rank has them all; `replicated`: every rank has every row, and all apply the same updates."""
+    rank has them all; `replicated`: every rank has every row, and all apply the same updates. Where some ranks are
+    servers, those are "all ranks", and nothing is replicated."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -117,9 +118,17 @@ def row_wise(num_ranks: int) -> Sharding:
     return Sharding("row_wise", tuple(range(num_ranks)))
 
 
+def row_wise_in(world: World) -> Sharding:
+    """Dealt to all ranks that rows may lie on."""
+    return Sharding("row_wise", world.owners)
+
+
 def host_wise(world: World, host: int) -> Sharding:
+    """Dealt to those of one host."""
     first = host * world.ranks_per_host
-    return Sharding("host_wise", tuple(range(first, first + world.ranks_per_host)))
+    if world.has_servers:
+        first += world.trainers_per_host
+    return Sharding("host_wise", tuple(range(first, (host + 1) * world.ranks_per_host)))
 
 
 def table_wise(rank: int) -> Sharding:

@@ -41,7 +41,8 @@ def capture(trainer: Trainer, held: Sequence[dict], run: str) -> Captured:
         "random": torch.get_rng_state(),
         "random_gpus": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "held": list(held),  # `Exchange.hold` gives copies
-        "source": copy.deepcopy(trainer.position.state),
+        "source": None if mesh.is_server else copy.deepcopy(trainer.position.state),
+        "is_server": mesh.is_server,
     }
     header = {
         "format": FORMAT,

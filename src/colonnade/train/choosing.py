@@ -88,7 +88,9 @@ def link_costs(
     if world.num_ranks == 1:
         return LinkCosts()
     dense = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    reduced = sent(choose_way(world, dense), world, dense).seconds(world) if dense else 0.0
+    trainers, reduced = world.of_trainers(), 0.0
+    if dense:
+        reduced = sent(choose_way(trainers, dense), trainers, dense).seconds(trainers)
     mine = sum(alone(load, device.memory) for load in loads)
     return LinkCosts(
         processor_seconds=choice.seconds.processor - mine,

@@ -35,7 +35,7 @@ from colonnade.store.shards import Shards
 from colonnade.store.writer import LogWriter
 from colonnade.table import Table
 from colonnade.topology.mesh import Mesh
-from colonnade.topology.sharding import Sharding, row_wise
+from colonnade.topology.sharding import Sharding, row_wise_in
 from colonnade.train.capture import FORMAT, Captured, capture, settings_of
 from colonnade.train.fingerprint import check_model, load_dense
 from colonnade.train.mirror import Mirror
@@ -295,7 +295,7 @@ def open_commits(
     check_whole(folder, step, mesh)
     run = "" if step is None else read_header(folder, step).get("run", "")
     run = mesh.all_gather_bytes("control", (run or uuid.uuid4().hex).encode())[0].decode()
-    now = list(shardings or [row_wise(mesh.num_ranks)] * len(tables))
+    now = list(shardings or [row_wise_in(mesh.world)] * len(tables))
     then = now if step is None else shardings_of(read_header(folder, step))
     if len(then) != len(tables):
         raise CheckpointError(
@@ -382,18 +382,20 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     ranks = [
         load_state(place / f"rank-{rank}", header["run"]) for rank in range(header["num_ranks"])
     ]
-    if trainer.mesh.rank < len(ranks):
-        torch.set_rng_state(ranks[trainer.mesh.rank]["random"])
-        of_gpus = ranks[trainer.mesh.rank].get("random_gpus", [])
+    sources = [state for state in ranks if not state.get("is_server")]
+    mesh, mine = trainer.mesh.trainers, None
+    if len(sources) != mesh.num_ranks and any(state.get("source") is not None for state in sources):
+        raise CheckpointError(
+            f"{folder} was committed by {len(sources)} ranks in the middle of an epoch of data sets of their own, and "
+            f"this run has {mesh.num_ranks}; go on with {len(sources)}, or from a commit at the end of an epoch"
+        )
+    if not trainer.mesh.is_server and mesh.rank < len(sources):
+        mine = sources[mesh.rank]
+        torch.set_rng_state(mine["random"])
+        of_gpus = mine.get("random_gpus", [])
         if of_gpus and len(of_gpus) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(of_gpus)
-    sources = [state.get("source") for state in ranks]
-    if len(ranks) != trainer.mesh.num_ranks and any(state is not None for state in sources):
-        raise CheckpointError(
-            f"{folder} was committed by {len(ranks)} ranks in the middle of an epoch of data sets of their own, and "
-            f"this run has {trainer.mesh.num_ranks}; go on with {len(ranks)}, or from a commit at the end of an epoch"
-        )
-    source = None if len(ranks) != trainer.mesh.num_ranks else sources[trainer.mesh.rank]
+    source = mine.get("source") if mine and len(sources) == mesh.num_ranks else None
     epoch, step_of_epoch = dense["position"]
     trainer.position = Position(epoch, step_of_epoch, source)
     restore_retentions(trainer.collection, place, header)

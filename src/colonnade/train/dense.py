@@ -52,8 +52,9 @@ class DenseGradients:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.parameters = tuple(parameters)
+        """On a server: no parameters. It says and hears what `send` and `wait` say of the step, and nothing else."""
+        self.everybody, self.mesh = mesh, mesh.trainers
+        self.parameters = () if mesh.is_server else tuple(parameters)
         self.buckets: list[
             Bucket
         ] = []  # in the order in which they leave; the last carries the signals
@@ -167,7 +168,20 @@ class DenseGradients:
         # A NaN or inf of any rank survives the sum, so every rank sees the same answer.
         unhealthy, stops, whole = self._signals.tolist()
         is_finite = all(math.isfinite(bucket.total) for bucket in self.buckets)
-        return unhealthy == 0 and is_finite, stops > 0, whole
+        return self._heard_by_servers(unhealthy == 0 and is_finite, stops > 0, whole)
+
+    def _heard_by_servers(
+        self, is_finite: bool, stops: bool, loss: float
+    ) -> tuple[bool, bool, float]:
+        """Collective where there are servers, which have a word, too: somebody may ask them to stop."""
+        mesh = self.everybody
+        if not mesh.world.has_servers:
+            return is_finite, stops, loss
+        said = torch.zeros(SIGNALS, dtype=torch.float64)
+        if mesh.is_server or self.mesh.rank == 0:  # all trainers know the same
+            said = torch.tensor([float(not is_finite), float(stops), loss], dtype=torch.float64)
+        unhealthy, asked, whole = mesh.all_reduce("push", said, counts_as="control").tolist()
+        return unhealthy == 0, asked > 0, whole
 
     def reduce(
         self, *, finite: bool, stop: bool, loss: Tensor | float = 0.0
@@ -195,7 +209,10 @@ class DenseGradients:
         return norm
 
     def synchronise(self, others: Sequence[Tensor] = ()) -> None:
-        """Collective: every rank starts from rank 0's parameters, and its `others` (buffers, frozen parameters)."""
+        """Collective: every rank that trains starts from rank 0's parameters, and its `others` (buffers, frozen
+        parameters)."""
+        if self.everybody.is_server:
+            return
         with torch.no_grad():
             for tensor in (*self.parameters, *others):
                 if not tensor.numel():
