@@ -18,14 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.consistency import consistency
 from colonnade.data.lookahead import Lookahead, Window
 from colonnade.errors import BudgetExceeded, CheckpointError, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
+from colonnade.exchange.ahead import Ahead, open_ahead
 from colonnade.exchange.contract import RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import declare
+from colonnade.exchange.recording import all_finite
 from colonnade.exchange.rows import RowsExchange
 from colonnade.interaction import Interaction
 from colonnade.ops.memory import keep_freed_memory
@@ -88,6 +89,7 @@ class EmbeddingCollection(nn.Module):
         self._expected: tuple[str, int] | None = None  # that of a state_dict loaded before opening
         self._opened = False
         self._served: MappedRows | None = None
+        self.ahead: Ahead | None = None  # of the newest lookahead
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -242,7 +244,12 @@ class EmbeddingCollection(nn.Module):
             ticket = self.prepare(batch, purpose="control")
             self.fetch(ticket)
         self.live.append(ticket)
-        return self.exchange.values(ticket, self.handle, self.place.device)
+        found = self.exchange.values(ticket, self.handle, self.place.device)
+        if ticket.leaving is None:
+            self.changes()
+        elif self.ahead is not None:
+            self.ahead.let(self.live)
+        return found
 
     def lookahead(self, batches: Iterable[Batch]) -> Lookahead:
         """The same batches in the same order, each ready to use: its ids have travelled, its rows are resident.
@@ -251,6 +258,10 @@ class EmbeddingCollection(nn.Module):
         before its use as the plan's staleness says. Close the iterator to stop early.
         """
         self.ensure_open()
+        self.ahead = open_ahead(
+            self.mesh.world, self.exchange, self.store, self.plan.lookahead,
+            self.consistency.reads_ahead, never=list(self.policies),
+        )  # fmt: skip
         return Lookahead(
             batches,
             prepare=self.prepare,
@@ -260,6 +271,7 @@ class EmbeddingCollection(nn.Module):
             depth=self.plan.lookahead,
             reads_ahead=self.consistency.reads_ahead,
             is_alone=self.mesh.num_ranks == 1,
+            ahead=self.ahead,
         )
 
     def prepare(self, batch: Batch, *, purpose: str = "route") -> Ticket:
@@ -293,13 +305,15 @@ class EmbeddingCollection(nn.Module):
     def fetch(self, ticket: Ticket) -> None:
         """Collective, training thread: read the rows as they are now."""
         self.store.wait(ticket.job)
+        if self.ahead is not None:
+            self.ahead.take(ticket)
         source = RowSource(self.store.views(), ticket.pinned, not self.consistency.reads_ahead)
         self.exchange.fetch(ticket, source)
 
     def finite(self) -> bool:
         """Whether every gradient recorded on this rank is finite."""
         return all(
-            _all_finite(part)
+            all_finite(part)
             for ticket in self.live
             for gradients, _ in ticket.recorded()
             for part in gradients
@@ -369,6 +383,8 @@ class EmbeddingCollection(nn.Module):
 
     def drop(self, ticket: Ticket) -> None:
         """Give a prepared batch up: nothing of it is applied, its rows are unpinned."""
+        if ticket.leaving is not None:
+            ticket.leaving.done.wait()
         self.exchange.drop(ticket)
         slots = ticket.slots
         ticket.finish()
@@ -407,11 +423,18 @@ class EmbeddingCollection(nn.Module):
         its first value. A row that a batch in flight uses is born again in place. Ids never trained are passed over."""
         self.ensure_open()
         t = self._number(table)
+        self.changes()
         mine = ids[self.shards[t].owns(ids, self.tables[t].rows)].unique()
         self.store.delete(t, mine)
         policy = self.policies.get(t)
         if isinstance(policy, RowRetention):
             policy.drop(mine)
+
+    def changes(self) -> None:
+        """Between steps, every rank: rows change, or will at the next update, otherwise than by batches of a lookahead.
+        What has left of the next one ahead is not used."""
+        if self.ahead is not None:
+            self.ahead.spoil()
 
     def scan(self, table: str) -> Iterator[Rows]:
         """This rank's trained rows, each once, a run at a time, in memory or below it; of a replicated table every rank
@@ -531,10 +554,3 @@ def _other_rows(said: tuple[str, int] | None, here: tuple[str, int]) -> str:
         f"got a state_dict whose rows are the commit of step {step} of run {run}, the rows here are {rows}; "
         f"open that run at step {step}, or leave the keys ending in _extra_state out to load the dense weights alone"
     )
-
-
-def _all_finite(values: Tensor) -> bool:
-    dtype = str(values.dtype).removeprefix("torch.")
-    if dtype not in ("float32", "float64") or values.device.type != "cpu":
-        return bool(torch.isfinite(values).all())
-    return _native.all_finite(values.data_ptr(), values.numel(), dtype)

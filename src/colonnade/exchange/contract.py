@@ -3,7 +3,8 @@
 Who calls when, per training step t (every rank, in this order; one issuing thread per method):
 
     route    lookahead thread   ids of batch t travel to their owners
-    fetch    training thread    row values leave the owners (k steps before use under bounded staleness)
+    ahead    thread "ahead"     values that no batch in flight changes may leave the owners before that: ahead.py
+    fetch    training thread    the other values do (k steps before use under bounded staleness)
     values   training thread    inside forward
     push     training thread    inside RowOptimizer.step, after every rank agreed that all is finite
     drop     any                instead of push: evaluation, cancelled batches
@@ -87,6 +88,10 @@ class Ticket:
     job: Any = None  # of that acquire: what to wait for before its rows are read or released
     placed: Tensor | None = None  # int32, `slots` by what was asked for, once `place` was called
     reads: Any = None  # fetched values, exchange's own form
+    leaving: Any = (
+        None  # exchange.ahead.Leaving, of a ticket whose clean rows may leave before it is fetched
+    )
+    early: Any = None  # those that did, exchange's own form
     purpose: str = "route"  # the group it was routed on; "evaluate": nothing is trained of it
     is_done: bool = False  # applied or dropped: its rows are not pinned any more
     gradients: list[list[Tensor]] = field(default_factory=list)  # one list per backward
@@ -190,8 +195,8 @@ class Cost:
 
 
 class Exchange(Protocol):
-    """One rank's end. Every method but `place`, `values`, `hold`, `squared_norms` and `cost` is collective in a world
-    of several."""
+    """One rank's end. Every method but `place`, `recall`, `values`, `hold`, `squared_norms` and `cost` is collective in
+    a world of several."""
 
     @property
     def exactness(self) -> Exactness: ...
@@ -200,6 +205,20 @@ class Exchange(Protocol):
 
     def place(self, ticket: Ticket) -> None:
         """Optional, any thread, once `slots` are there: what of `fetch` can be done ahead."""
+        ...
+
+    @property
+    def sends_clean(self) -> bool:
+        """Whether `send_clean` sends anything."""
+        ...
+
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+        """Optional, one thread, on the group "ahead": the rows of `clean` (O,) bool are what they will be when `fetch`
+        is called, which then sends the others."""
+        ...
+
+    def recall(self, ticket: Ticket) -> None:
+        """As if `send_clean` had not been called."""
         ...
 
     def fetch(self, ticket: Ticket, source: RowSource) -> None: ...

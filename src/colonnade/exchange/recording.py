@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from colonnade import _native
 from colonnade.errors import CheckpointError
 from colonnade.exchange.contract import Consumer, Ticket
 from colonnade.exchange.layout import Declaration, Output
@@ -85,3 +86,11 @@ def check_held(held: Sequence[Mapping[str, Tensor]], name: str) -> None:
             "the commit holds what another exchange had read ahead; go on with the exchanges of the commit, or from a "
             "commit of a run without staleness"
         )
+
+
+def all_finite(values: Tensor) -> bool:
+    """Of a gradient, wherever it lies."""
+    dtype = str(values.dtype).removeprefix("torch.")
+    if dtype not in ("float32", "float64") or values.device.type != "cpu":
+        return bool(torch.isfinite(values).all())
+    return _native.all_finite(values.data_ptr(), values.numel(), dtype)

@@ -43,6 +43,8 @@ class ReplicatedExchange(RowsExchange):
     (`asked`), and all ranks' as they come here (`serving`).
     """
 
+    sends_clean = False
+
     def __init__(
         self,
         declaration: Declaration,
@@ -115,6 +117,9 @@ class ReplicatedExchange(RowsExchange):
         inverse = torch.as_tensor(ticket.owner_plan.inverse)
         return take(rows, inverse[first : first + ticket.plan.num_unique].contiguous())
 
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+        """Nothing: the rows are here."""
+
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
         """Not collective: the rows are here."""
         if self.mesh.num_ranks == 1:
@@ -126,7 +131,7 @@ class ReplicatedExchange(RowsExchange):
         codec = CODECS[self.coding.codecs.values]
         if codec.name == "exact" and source.in_place and kernels is self.native:
             placed = kernels.place(ticket.lookups, source.views, take(mine, ticket.plan.inverse))
-            ticket.reads = Fetched(kernels, placed, None, source)
+            ticket.reads = Fetched(kernels, placed, source)
             return
         counts = np.zeros((self.mesh.num_ranks, len(self.widths)), dtype=np.int64)
         counts[0] = self._table_offsets(ticket).diff().numpy()
@@ -138,7 +143,7 @@ class ReplicatedExchange(RowsExchange):
             blocks = self._blocks(layout)
             decode(codec, encode(codec, values, blocks), blocks, values)
         index = layout.rank_major(self.widths)
-        ticket.reads = self._received(ticket, values, index, None, values)
+        ticket.reads = self._received(ticket, values, index)
 
     def _table_offsets(self, ticket: Ticket) -> Tensor:
         return self._table_offsets_of(ticket.plan)

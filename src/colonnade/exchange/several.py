@@ -116,6 +116,23 @@ class SeveralExchanges:
         for end, part in zip(self.ends, ticket.parts, strict=True):
             end.place(part)
 
+    @property
+    def sends_clean(self) -> bool:
+        return any(end.sends_clean for end in self.ends)
+
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+        """Collective on the group "ahead". One exchange at most sends anything."""
+        rows = [part.slots for part in ticket.parts]
+        parts = zip(self.ends, ticket.parts, self._split(ticket, clean), rows, strict=True)
+        for end, part, mine, slots in parts:
+            end.send_clean(
+                part, replace(source, rows=source.rows if slots is None else slots), mine
+            )
+
+    def recall(self, ticket: Ticket) -> None:
+        for end, part in zip(self.ends, ticket.parts, strict=True):
+            end.recall(part)
+
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
         """Collective in a world of several."""
         if source.rows is ticket.slots:

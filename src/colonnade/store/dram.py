@@ -117,13 +117,14 @@ class DramStore:
                 setattr(self.sources, name, getattr(self.sources, name) + count)
         return slots, job
 
-    def wait(self, job: _native.AcquireJob | None) -> None:
-        """Until the rows of this acquire, and of all before it, are there."""
+    def wait(self, job: _native.AcquireJob | None, *, is_stall: bool = True) -> None:
+        """Until the rows of this acquire, and of all before it, are there. is_stall: training waits for them."""
         if job is None or self.tiers is None:
             return
         start = time.perf_counter()
         fault = self.tiers.wait(job)
-        self.sources.stall_seconds += time.perf_counter() - start
+        if is_stall:
+            self.sources.stall_seconds += time.perf_counter() - start
         self._check(fault)
 
     def release(self, slots: Tensor, offsets: Tensor, *, dirty: bool) -> None:

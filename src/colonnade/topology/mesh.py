@@ -2,7 +2,8 @@
 
 A gloo or NCCL group must see the same calls in the same order on every rank, so each purpose that
 may run at its own pace has a group of its own: ids of later batches (`route`) travel while rows
-(`fetch`), gradients (`push`) and dense gradients (`dense`) of earlier ones do, and a `commit` is written.
+(`fetch`, and `ahead` those that no batch in flight changes), gradients (`push`) and dense gradients (`dense`) of
+earlier ones do, and a `commit` is written.
 Where there are several hosts of several ranks, `dense in host` joins those of one host, and `dense over hosts`
 those that have the same number in theirs.
 
@@ -31,7 +32,7 @@ from colonnade.topology.traffic import Traffic, ring_sum, tree_children
 from colonnade.topology.waiting import waiting
 from colonnade.topology.world import World
 
-PURPOSES = ("route", "fetch", "push", "dense", "gather", "evaluate", "commit", "control")
+PURPOSES = ("route", "ahead", "fetch", "push", "dense", "gather", "evaluate", "commit", "control")
 OF_TRAINERS = ("dense", "gather", "evaluate")
 """Purposes of `Mesh.trainers`."""
 TIMEOUT = timedelta(minutes=5)
@@ -107,6 +108,7 @@ class Mesh:
         *,
         wait: bool = True,
         counts_as: str | None = None,
+        into: Tensor | None = None,  # what is received
     ) -> tuple[Tensor, Call | None]:
         """Collective. Returns (received, call); with `wait=False` both buffers belong to the call until it is done."""
         if self.num_ranks == 1:
@@ -115,7 +117,9 @@ class Mesh:
         counted = counts_as or purpose.partition(" ")[0]
         for peer, rows in zip(self._members(purpose), send_rows, strict=True):
             self._count(counted, peer, width * rows)
-        received = send.new_empty((sum(receive_rows), *send.shape[1:]))
+        received = into
+        if received is None:
+            received = send.new_empty((sum(receive_rows), *send.shape[1:]))
         call = self._begin(
             purpose,
             lambda group: dist.all_to_all_single(

@@ -41,6 +41,7 @@ def load_rows(
     if ids is None:
         ids = torch.arange(len(values))
     _check(kind, values, ids)
+    collection.changes()
     mine = collection.shards[t].owns(ids, kind.rows)
     ids, values = ids[mine], values[mine]
     for start in range(0, len(ids), RUN):
