@@ -38,7 +38,7 @@ def load_of(name, rows, world, *, samples=256, hot=1, width=16, is_pooled=True) 
 
     lookups = samples * hot
     return TableLoad(
-        name=name, width=width, value_bytes=4 * width, gradient_bytes=4 * width, rows=rows,
+        name=name, width=width, value_bytes=4 * width, gradient_bytes=4 * width, bag_bytes=4 * width, rows=rows,
         slot_bytes=4 * width + 16, samples=samples, unique_rank=unique(lookups),
         unique_host=unique(lookups * world.ranks_per_host),
         unique_world=unique(lookups * world.num_ranks), lookups=lookups,
@@ -100,7 +100,7 @@ def test_every_owner_sends_a_block_of_all_bags():
     assert (
         pair(load, "pooled", 4).fetch == pooled.fetch and pair(load, "rows", 4).fetch < rows.fetch
     )
-    assert pooled.route == 8 + 200 * 8  # bags are all alike: no lengths
+    assert 2 + 200 * 7 < pooled.route < 2 + 200 * 8  # any 64 bits; bags are all alike: no lengths
 
 
 @given(st.data())

@@ -19,21 +19,14 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.exchange.codec import CODECS, Draw, decode, encode
 from colonnade.exchange.coding import AS_IT_IS, Coding
-from colonnade.exchange.contract import Asked, Cost, Load, RowGradients, RowSource, Ticket
+from colonnade.exchange.contract import Asked, RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import Declaration, collect, explain_range
 from colonnade.exchange.owner import listed, soonest, take
-from colonnade.exchange.packing import (
-    FLAG_BYTES,
-    expected_list_bytes,
-    pack_requests,
-    unpack_requests,
-)
-from colonnade.exchange.routing import SIZE_BYTES, WEIGHT
+from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.rows import Fetched, RowsExchange, Wire
 from colonnade.exchange.wire import row_layout
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding, table_wise
-from colonnade.topology.world import World
 
 
 class ReplicatedExchange(RowsExchange):
@@ -168,18 +161,3 @@ class ReplicatedExchange(RowsExchange):
         """Every rank has the same sums: the first counts them."""
         summed, square = super().squared_norm(pushed)
         return summed, square if self.mesh.rank == 0 else 0.0
-
-    def cost(self, load: Load, world: World) -> Cost:
-        """Payload a rank sends per step: the id and the gradient of each of its unique rows, to every other rank."""
-        others, ids, gradients = world.num_ranks - 1, 0.0, 0.0
-        codec, dtype = CODECS[self.coding.codecs.gradients], self.declaration.compute_dtype
-        for table in self.declaration.tables:
-            count = load.unique_rows.get(table.name, 0.0)
-            if table.name in load.id_bytes:
-                ids += count * load.id_bytes[table.name]
-            else:
-                ids += expected_list_bytes(count, table.rows or 0, 1)
-            gradients += count * codec.row_bytes([part.dim for part in table.parts], dtype)
-        head = SIZE_BYTES + WEIGHT.size + FLAG_BYTES
-        sent = {"route": (head + ids) * others, "fetch": 0.0, "push": gradients * others}
-        return Cost.of(sent, 3 * others, world)

@@ -28,8 +28,6 @@ from colonnade.exchange.coding import AS_IT_IS, Coding
 from colonnade.exchange.contract import (
     BITWISE,
     Asked,
-    Cost,
-    Load,
     RowGradients,
     RowSource,
     Ticket,
@@ -45,21 +43,15 @@ from colonnade.exchange.layout import (
     outputs,
 )
 from colonnade.exchange.owner import Owner, listed, soonest, take
-from colonnade.exchange.packing import (
-    FLAG_BYTES,
-    expected_list_bytes,
-    pack_requests,
-    unpack_requests,
-)
+from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.recording import CPU, check_held, found, summed_backwards
-from colonnade.exchange.routing import SIZE_BYTES, WEIGHT, counted
+from colonnade.exchange.routing import counted
 from colonnade.exchange.wire import RowLayout, row_layout
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.store.mapped import MappedRows
 from colonnade.topology.mesh import Call, Mesh
 from colonnade.topology.sharding import Sharding, row_wise_in
-from colonnade.topology.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,38 +347,6 @@ class RowsExchange(Owner):
     def _table_offsets(self, ticket: Ticket) -> Tensor:
         """(T + 1,) int64: this rank's unique rows by table."""
         return self.deal.table_offsets(ticket.plan)
-
-    def cost(self, load: Load, world: World) -> Cost:
-        """Payload a rank sends per step; each unique remote row costs its id, its values and its gradient (and some
-        bits where batches tell when ids are looked up next, which are not counted here)."""
-        values = gradients = 0.0
-        for table in self.declaration.tables:
-            dims, rows = [part.dim for part in table.parts], load.unique_rows_remote.get(table.name, 0.0)  # fmt: skip
-            codecs, dtype = self.coding.codecs, self.declaration.dtype
-            values += rows * CODECS[codecs.values].row_bytes(dims, dtype)
-            compute = self.declaration.compute_dtype
-            gradients += rows * CODECS[codecs.gradients].row_bytes(dims, compute)
-        others = world.num_ranks - 1
-        ids = sum(self._request_bytes(load, t, others) for t in range(len(self.widths)))
-        head = others * (SIZE_BYTES + WEIGHT.size + FLAG_BYTES)
-        sent = {"route": head + ids, "fetch": values, "push": gradients}
-        return Cost.of(sent, 4 * others, world)  # sizes, requests, values, gradients
-
-    def _request_bytes(self, load: Load, t: int, others: int) -> float:
-        """What a rank asks all others for, of table t."""
-        table = self.declaration.tables[t]
-        count = load.unique_rows_remote.get(table.name, 0.0)
-        owners = int(self.deal.num_owners[t])
-        if owners == self.mesh.num_ranks:  # row-wise ones follow the world
-            owners = others + 1
-        # A rank that is an owner asks the other owners; one that is none asks all of them.
-        asked = owners * others / (others + 1)
-        if not asked:
-            return 0.0
-        nothing = others - asked  # lists of ranks that own none
-        if table.name in load.id_bytes:
-            return nothing + count * load.id_bytes[table.name]
-        return nothing + asked * expected_list_bytes(count / asked, table.rows or 0, owners)
 
     def _push_one(self, ticket: Ticket, step: int, number: int) -> RowGradients:
         """number: of the ticket in its step."""

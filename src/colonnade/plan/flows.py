@@ -14,9 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from colonnade.exchange.bags import NUM_WORDS
 from colonnade.exchange.packing import FLAG_BYTES, expected_list_bytes
-from colonnade.exchange.pooled_cost import length_bits
+from colonnade.exchange.pooled_cost import HEAD_BYTES, ids_bytes, lengths_bytes
 from colonnade.exchange.routing import SIZE_BYTES, WEIGHT
 from colonnade.plan.device import RowRate
 from colonnade.plan.loads import TableLoad
@@ -25,18 +24,16 @@ from colonnade.topology.world import World
 
 ExchangeName = Literal["rows", "pooled", "replicated"]
 PURPOSES = ("route", "fetch", "push")
-ID_BYTES = 8.0
-"""Of a lookup that is pooled at its owner."""
 CALLS = {"rows": (0, 1, 1), "pooled": (0, 1, 1), "replicated": (0, 0, 1)}
 """All-to-alls of a step, by purpose, beside the two that all exchanges route with: sizes, and what is asked for."""
 SHARED_BYTES = float(WEIGHT.size)
 """Of those, from each rank to each other: the weight of its batch."""
 FIXED_BYTES = {
     "rows": float(SIZE_BYTES + FLAG_BYTES),
-    "pooled": SIZE_BYTES + 8.0 * NUM_WORDS + 4,
+    "pooled": float(HEAD_BYTES),
     "replicated": float(SIZE_BYTES + FLAG_BYTES),
 }
-"""From each rank to each other, of an exchange that any table uses; pooled bodies end at a multiple of 8 bytes."""
+"""From each rank to each other, of an exchange that any table uses."""
 TABLE_BYTES = {"rows": 1.0, "pooled": 0.0, "replicated": 1.0}
 """From each rank to each other, of each table: that no ids of it follow."""
 
@@ -75,20 +72,24 @@ def pair(load: TableLoad, exchange: ExchangeName, num_owners: int) -> Pair:
     """What each exchange counts of one table, beside what is the same for all."""
     n, unique = num_owners, load.unique_rank
     if exchange == "replicated":
-        ids = expected_list_bytes(unique, load.vocabulary, 1) - TABLE_BYTES[exchange]
+        ids = (
+            load.list_ratio * expected_list_bytes(unique, load.vocabulary, 1)
+            - TABLE_BYTES[exchange]
+        )
         return Pair(ids, 0.0, unique * load.gradient_bytes)
     if exchange == "rows":
-        ids = expected_list_bytes(unique / n, load.vocabulary, n) - TABLE_BYTES[exchange]
+        ids = load.list_ratio * expected_list_bytes(unique / n, load.vocabulary, n)
+        ids -= TABLE_BYTES[exchange]
         return Pair(ids, unique * load.value_bytes / n, unique * load.gradient_bytes / n)
     # Every owner sends a block of all bags, and is sent one: 0 where it has no row of a bag.
-    block = load.bags * load.gradient_bytes
-    itemsize = load.gradient_bytes / load.width
-    route = 0.0
+    route = ids_bytes(
+        load.lookups / n, unique / n, load.vocabulary, n,
+        list_ratio=load.list_ratio, listed_ratio=load.listed_ratio,
+    )  # fmt: skip
     for column in load.columns:
-        bits = length_bits(column.longest, column.lookups, load.samples, n)
-        each = ID_BYTES + (itemsize if column.is_weighted else 0.0)
-        route += 8.0 + column.lookups * each / n + load.samples * bits / 8
-    return Pair(route, block, block)
+        route += lengths_bytes(column.longest, column.lookups, load.samples, n)
+        route += column.lookups * load.weight_bytes / n if column.is_weighted else 0.0
+    return Pair(route, load.bags * load.bag_bytes, load.bags * load.gradient_bytes)
 
 
 def work(

@@ -8,6 +8,7 @@ from torch import nn
 
 from colonnade.config import RunConfig
 from colonnade.embedding import EmbeddingCollection
+from colonnade.exchange.codec import EXACT, Codecs
 from colonnade.plan.choice import Choice, Memory, choose
 from colonnade.plan.device import Device
 from colonnade.plan.flows import alone
@@ -30,6 +31,7 @@ def loads_of(
     *,
     last_batch: float,
     num_samples: int | None,
+    codecs: Codecs = EXACT,
 ) -> list[TableLoad]:
     """Of full batches as the sample has them."""
     return table_loads(
@@ -40,6 +42,7 @@ def loads_of(
         batch_size=profile.largest_batch,
         last_batch=last_batch,
         num_samples=num_samples,
+        codecs=codecs,
     )
 
 

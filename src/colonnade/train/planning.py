@@ -138,7 +138,10 @@ def plan_from_sample(
     if not even.needs_backing:
         places = []
     device = device or measured_before(folder, places) or measure(places)
-    loads = loads_of(collection, found, world, last_batch=steps, num_samples=data.train.num_samples)
+    loads = loads_of(
+        collection, found, world, last_batch=steps, num_samples=data.train.num_samples,
+        codecs=even.codecs,
+    )  # fmt: skip
     choice = choose_for(collection, loads, config, world, device, wanted)
     even = plan_of(config.plan, collection.tables, world, choice)
     if config.plan.placement == "even":
