@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from colonnade.plan.popularity import OPEN_ROOM, seen
 from colonnade.plan.profile import Profile
 from colonnade.store.budget import slot_bytes
-from colonnade.table import Feature, Table
+from colonnade.table import Feature, Table, needs_whole_rows
 from colonnade.topology.world import World
 
 
@@ -57,6 +57,8 @@ class TableLoad:
     """No feature reads its rows as a sequence."""
     vocabulary: int = 0
     """Rows as declared; 0: an open table, whose ids are taken to be any 64 bits."""
+    may_be_cut: bool = False
+    """Rows may lie in slices of columns: nothing of the table needs whole ones."""
     births: float = 0.0
     """Rows of all ranks' batches that were never used before."""
 
@@ -116,6 +118,7 @@ def table_loads(
                 ),
                 vocabulary=table.rows or 0,
                 is_pooled=all(feature.pooling != "sequence" for feature in readers),
+                may_be_cut=not needs_whole_rows(table, [p.name for p in table.parts if p.dim > 1]),
                 births=ever / last_batch if last_batch else 0.0,
             )
         )
