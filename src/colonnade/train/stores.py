@@ -128,8 +128,8 @@ def open_recorded_stores(
     )
     parts = of_table["dim"] if isinstance(of_table["dim"], Mapping) else {"": of_table["dim"]}
     identity = identity_words(name, parts, of_table["optimizer"], of_table["dtype"])
-    columns = columns_of(sum(dims), sharding.slices)
-    return [Joined([Shards(each, of_table["rows"]) for each in slices], columns, shape, identity)]
+    cuts = columns_of(sum(dims), sharding.slices)
+    return [Joined([Shards(each, of_table["rows"]) for each in slices], cuts, shape, identity)]
 
 
 def _open_recorded(
