@@ -333,8 +333,8 @@ class PlanConfig(Section):
     exchange: ExchangeChoice = "rows"
     """What travels between ranks: rows, what owners pool of them, gradients alone; auto: the fastest by prediction."""
     sharding: ShardingChoice = "row_wise"
-    """Which ranks have a table's rows: all, one host's, one, some columns on each (of hosts: grid), each a copy; auto: as
-    is foretold to be fastest."""
+    """Which ranks have a table's rows: all, one host's, one, some columns on each (of hosts: grid), each a copy; auto:
+    as is foretold to be fastest."""
     wire: WireConfig = WireConfig()
     """What rows look like while they travel."""
     tables: dict[str, TablePlanConfig] = {}

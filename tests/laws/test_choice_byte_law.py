@@ -9,6 +9,7 @@ import torch
 from ranks import run_ranks
 
 from colonnade import (
+    SGD,
     Batch,
     EmbeddingCollection,
     Feature,
@@ -22,15 +23,15 @@ from colonnade.plan.choice import Forced, choose
 from colonnade.plan.flows import PURPOSES
 from colonnade.plan.loads import table_loads
 from colonnade.plan.profile import profile
-from colonnade.topology.sharding import replicated, row_wise, table_wise
+from colonnade.topology.sharding import column_wise, replicated, row_wise, table_wise
 from colonnade.topology.traffic import Traffic
 
 SIZE, STEPS, RANKS = 900, 10, 3
 TABLES = [
-    Table("big", 8, rows=5000),
+    Table("big", 8, rows=5000, optimizer=SGD(lr=0.1)),
     Table("open", 4),
-    Table("small", 16, rows=40),
-    Table("bags", 8, rows=3000),
+    Table("small", 16, rows=40, optimizer=SGD(lr=0.1)),
+    Table("bags", 7, rows=3000, optimizer=SGD(lr=0.1)),
 ]
 FEATURES = [
     Feature("big", "big"), Feature("open", "open"), Feature("small", "small"),
@@ -44,6 +45,11 @@ FORCED = {
     "copies beside rows and pooled": {
         "small": Forced("replicated", "replicated"),
         "bags": Forced("table_wise", "pooled", (0,)), "open": Forced("row_wise", "pooled"),
+    },
+    "columns": {
+        "big": Forced("column_wise", "rows", (0, 1, 2)),
+        "small": Forced("column_wise", "rows", (0, 2)),
+        "bags": Forced("column_wise", "pooled", (0, 1, 2)),
     },
 }  # fmt: skip
 EVERYWHERE = Forced("row_wise", "rows")
@@ -67,6 +73,7 @@ def batch_of(step: int, size: int = SIZE) -> Batch:
 
 def shardings_of(forced):
     kinds = {"row_wise": lambda said: row_wise(RANKS), "table_wise": lambda said: table_wise(*said.ranks),
+             "column_wise": lambda said: column_wise(said.ranks),
              "replicated": lambda said: replicated(RANKS)}  # fmt: skip
     return {name: kinds[said.kind](said) for name, said in forced.items()}
 
