@@ -20,7 +20,9 @@ from colonnade import (
     Table,
     build_plan,
 )
+from colonnade.errors import ConfigError
 from colonnade.topology.sharding import column_wise, grid, host_wise, row_wise, table_wise
+from colonnade.train.transfer import load_rows, trained_ids
 
 SIZES = [23, 1, 0, 24]
 TABLES = list(probe_ids())
@@ -160,3 +162,32 @@ def test_first_values_and_roundings_of_columns_are_those_of_rows():
                 assert torch.equal(mine, theirs)
             assert not torch.equal(whole[0][0], whole[1][0])
             assert whole[2] == pytest.approx(cut[2], rel=1e-6) and whole[2][0] > 0.5
+
+
+def refused(mesh):
+    """What is said of a limit of rows' lengths that is set while training, and of the rows that are there now."""
+    table = Table("t", DIM, rows=40, optimizer=SGD(lr=0.1))
+    collection = EmbeddingCollection([table], [Feature("t", "t")])
+    sharding = column_wise(range(mesh.num_ranks))
+    collection.open(build_plan([table], mesh.num_ranks, shardings={"t": sharding}), mesh)
+    rows = RowOptimizer(collection)
+    load_rows(collection, "t", torch.arange(280.0).view(40, DIM))
+    rows.param_groups[0]["max_norm"] = 1.0
+    collection(Batch(1, torch.zeros(1, 0), {"t": Ids(IDS[:1])}))["t"].sum().backward()
+    try:
+        rows.step()
+    except ConfigError as error:
+        said = str(error)
+    kept = collection.rows("t", IDS)
+    collection.delete("t", IDS[:20])
+    return said, kept, trained_ids(collection, "t"), [r.weights for r in collection.scan("t")]
+
+
+def test_whole_rows_go_in_and_come_out():
+    """And a slice does not take what is of a whole row while it trains."""
+    for rank, (said, kept, trained, scanned) in enumerate(run_ranks(2, refused)):
+        assert "param group 't': got max_norm=1.0 for rows that are cut by columns" in said
+        assert torch.equal(kept, torch.arange(280.0).view(40, DIM))
+        assert torch.equal(trained, IDS[20:])
+        columns = slice(0, 3) if rank == 0 else slice(3, DIM)
+        assert torch.equal(torch.cat(scanned).sort(0).values, kept[20:, columns])
