@@ -205,6 +205,9 @@ class Dram:
         directories: list[
             str
         ] = ...,  # by table: rows lie in files mapped from there, "": in memory; []: all in memory
+        first_columns: list[
+            int
+        ] = ...,  # by table: of the row that its rows are a slice of, for births and rounding; []: all 0
     ) -> None: ...
     def acquire(
         self,

@@ -28,6 +28,7 @@ from colonnade.exchange.contract import RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import declare
 from colonnade.exchange.recording import all_finite
 from colonnade.exchange.rows import RowsExchange
+from colonnade.exchange.slices import slices_of
 from colonnade.interaction import Interaction
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.plan.plan import Plan, build_plan
@@ -139,40 +140,47 @@ class EmbeddingCollection(nn.Module):
             self.step = committed[1]
         keep_freed_memory()
         self.consistency = consistency(self.plan.staleness_steps)
+        self.slices = slices_of(self.declaration, self.plan.shardings)
+        laid, planned = self.slices.laid, self.plan.tables
         self.exchange = open_exchange(
-            self.declaration,
+            self.slices.declaration,
             self.mesh,
-            exchanges=[table.exchange for table in self.plan.tables],
-            shardings=self.plan.shardings,
+            exchanges=[planned[each.number].exchange for each in laid],
+            shardings=[each.sharding for each in laid],
             codecs=self.plan.codecs,
             seed=self.seed,
         )
-        self.shards = tuple(table.sharding.shard_of(self.mesh.rank) for table in self.plan.tables)
+        self.shards = tuple(each.sharding.shard_of(self.mesh.rank) for each in laid)
+        tiers = [planned[each.number].tier for each in laid]
         memory = open_dram(
-            self.tables,
-            [table.capacity_rows for table in self.plan.tables],
+            [each.table for each in laid],
+            [planned[each.number].capacity_rows for each in laid],
             seed=self.seed,
             shards=self.shards,
             backings=backings,
             directories=[
-                Path(self.plan.mapped.path) if self.plan.mapped and table.tier == "mapped" else None
-                for table in self.plan.tables
+                Path(self.plan.mapped.path) if self.plan.mapped and tier == "mapped" else None
+                for tier in tiers
             ],
         )
         self.store: DramStore | HbmStore = memory
         if self.plan.hbm_bytes is not None:
             slots = [
-                0 if shard.place is None else table.hbm_rows
-                for shard, table in zip(self.shards, self.plan.tables, strict=True)
+                0 if shard.place is None else planned[each.number].hbm_rows
+                for shard, each in zip(self.shards, laid, strict=True)
             ]
             self.store = open_hbm(memory, slots, self.place.device, seed=self.seed)
-        own = open_policies(self.tables, self.shards, seed=self.seed)
-        given = {self._number(name): policy for name, policy in (policies or {}).items()}
-        if both := sorted(self.tables[t].name for t in set(own) & set(given)):
+        own = open_policies([each.table for each in laid], self.shards, seed=self.seed)
+        given = {self._slices(name): policy for name, policy in (policies or {}).items()}
+        if cut := [laid[numbers[0]].table.origin[0] for numbers in given if len(numbers) > 1]:
+            raise ConfigError(
+                f"table {cut[0]!r}: got a policy of your own for rows that are cut by columns; choose another sharding"
+            )
+        if both := sorted(laid[t].table.name for (t,) in given if t in own):
             raise ConfigError(
                 f"table {both[0]!r}: got a policy for a table with admission or eviction of its own; give one of them"
             )
-        self.policies: dict[int, RowPolicy] = {**own, **given}
+        self.policies: dict[int, RowPolicy] = {**own, **{t: each for (t,), each in given.items()}}
         self._window = Window(
             stall_seconds=lambda: self.store.sources.stall_seconds,
             share=self.store.pinned_share,
@@ -244,7 +252,7 @@ class EmbeddingCollection(nn.Module):
             ticket = self.prepare(batch, purpose="control")
             self.fetch(ticket)
         self.live.append(ticket)
-        found = self.exchange.values(ticket, self.handle, self.place.device)
+        found = self.slices.seen(self.exchange.values(ticket, self.handle, self.place.device))
         if ticket.leaving is None:
             self.changes()
         elif self.ahead is not None:
@@ -353,8 +361,11 @@ class EmbeddingCollection(nn.Module):
     def push(self, optimizers: Tensor, settings: Tensor) -> None:
         """Collective: push what backward recorded, apply it once, release the rows.
 
-        optimizers (P,) int32, settings (P, 16) float64 by part: see `_native.update`.
+        optimizers (P,) int32, settings (P, 16) float64 by declared part: see `_native.update`.
         """
+        if self.slices.is_cut:
+            of_part = list(self.slices.of_part)
+            optimizers, settings = optimizers[of_part], settings[of_part]
         gradients, tickets = self.collect(), self.live
         if gradients is not None:
             for ticket in tickets:  # one whose values were restored was never fetched
@@ -400,21 +411,24 @@ class EmbeddingCollection(nn.Module):
         Rows never trained read as their first value; nothing is remembered of the call.
         """
         self.ensure_open()
-        t = self._number(table)
-        rows = self.tables[t].rows
+        numbers = self._slices(table)
+        rows = self.slices.laid[numbers[0]].table.rows
         unique, inverse = torch.unique(ids, return_inverse=True)
         if rows is not None and len(unique) and not (unique[0] >= 0 and unique[-1] < rows):
             raise IdRangeError(
                 f"table {table!r}: got ids {int(unique[0])} .. {int(unique[-1])}, wanted 0 .. {rows - 1}"
             )
-        owned = self.shards[t].owns(unique, rows)
-        if self.mesh.rank not in self.plan.tables[t].sharding.holders:
-            owned[:] = False  # another's copy of a replicated row
-        num_owned = int(owned.sum())
-        offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(self.tables) - t))
         compute, dtype = self.declaration.compute_dtype, self.declaration.dtype
-        found = torch.zeros(len(unique), self.tables[t].width, dtype=compute)
-        found[owned] = self.store.read(unique[owned].contiguous(), offsets)[t].to(compute)
+        width = self.tables[self._number(table)].width
+        found = torch.zeros(len(unique), width, dtype=compute)
+        for t in numbers:
+            owned = self.shards[t].owns(unique, rows)
+            if self.mesh.rank not in self.slices.laid[t].sharding.holders:
+                owned[:] = False  # another's copy of a replicated row
+            num_owned = int(owned.sum())
+            offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(self.shards) - t))
+            read = self.store.read(unique[owned].contiguous(), offsets)[t].to(compute)
+            found[owned, slice(*self.slices.laid[t].columns)] = read
         # One rank's values and zeros: exact.
         return self.mesh.all_reduce("evaluate", found).to(dtype)[inverse]
 
@@ -422,13 +436,13 @@ class EmbeddingCollection(nn.Module):
         """Every rank with the same ids (N,): their rows are forgotten, wherever they are; the next read of one gives
         its first value. A row that a batch in flight uses is born again in place. Ids never trained are passed over."""
         self.ensure_open()
-        t = self._number(table)
         self.changes()
-        mine = ids[self.shards[t].owns(ids, self.tables[t].rows)].unique()
-        self.store.delete(t, mine)
-        policy = self.policies.get(t)
-        if isinstance(policy, RowRetention):
-            policy.drop(mine)
+        for t in self._slices(table):
+            mine = ids[self.shards[t].owns(ids, self.slices.laid[t].table.rows)].unique()
+            self.store.delete(t, mine)
+            policy = self.policies.get(t)
+            if isinstance(policy, RowRetention):
+                policy.drop(mine)
 
     def changes(self) -> None:
         """Between steps, every rank: rows change, or will at the next update, otherwise than by batches of a lookahead.
@@ -438,23 +452,28 @@ class EmbeddingCollection(nn.Module):
 
     def scan(self, table: str) -> Iterator[Rows]:
         """This rank's trained rows, each once, a run at a time, in memory or below it; of a replicated table every rank
-        has them all. Changes nothing; the table must not be trained meanwhile."""
+        has them all, of one cut by columns those of its slice. Changes nothing; the table must not be trained
+        meanwhile."""
         self.ensure_open()
-        t = self._number(table)
-        kind = self.tables[t]
-        for ids, records in self.store.scan(t):
-            # Copied even where one row is contiguous already: its clock may lie at any byte.
-            weights = records[:, : kind.width * kind.itemsize].clone(memory_format=PACKED)
-            clocks = records[:, -CLOCK_BYTES:].clone(memory_format=PACKED)
-            yield Rows(
-                ids, weights.view(self.declaration.dtype), clocks.view(torch.int64).flatten()
-            )
+        for t in self._slices(table):
+            kind = self.slices.laid[t].table
+            for ids, records in self.store.scan(t):
+                # Copied even where one row is contiguous already: its clock may lie at any byte.
+                weights = records[:, : kind.width * kind.itemsize].clone(memory_format=PACKED)
+                clocks = records[:, -CLOCK_BYTES:].clone(memory_format=PACKED)
+                yield Rows(
+                    ids, weights.view(self.declaration.dtype), clocks.view(torch.int64).flatten()
+                )
 
     def _number(self, table: str) -> int:
         names = [each.name for each in self.tables]
         if table not in names:
             raise ConfigError(f"unknown table {table!r}; choose from {', '.join(names)}")
         return names.index(table)
+
+    def _slices(self, table: str) -> tuple[int, ...]:
+        """Numbers of a table's slices, from the left, among all that were laid out."""
+        return self.slices.of_table[self._number(table)]
 
     def _ask(self, policy: RowPolicy, t: int, tickets: Sequence[Ticket]) -> None:
         """The policy hears of the rows of table t that were just updated here, and names those to forget."""
@@ -480,11 +499,11 @@ class EmbeddingCollection(nn.Module):
         self.store.delete(t, left.unique())
 
     def adopt(self, t: int, ids: Tensor, records: Tensor) -> None:
-        """Between steps: these rows of table t came here from elsewhere. They are admitted, and others may have to
+        """Between steps: these rows of slice t came here from elsewhere. They are admitted, and others may have to
         leave for them. ids (N,) unique; records (N, record_bytes) uint8."""
         policy = self.policies.get(t)
         if isinstance(policy, RowRetention):
-            norms, table = None, self.tables[t]
+            norms, table = None, self.slices.laid[t].table
             if policy.reads_norms:
                 every = torch.arange(len(ids), dtype=torch.int32)
                 rows = RowView(records.data_ptr(), table.record_bytes, table.width, table.dtype)
@@ -499,11 +518,11 @@ class EmbeddingCollection(nn.Module):
         found = self.store.read(ticket.owned_ids, ticket.owned_offsets)
         views = [
             RowView(rows.data_ptr(), table.width * table.itemsize, table.width, table.dtype)
-            for rows, table in zip(found, self.tables, strict=True)
+            for rows, table in zip(found, self.store.tables, strict=True)
         ]
         numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in found]
         self.exchange.fetch(ticket, RowSource(views, torch.cat(numbers), True, found))
-        return self.exchange.values(ticket, self.handle, self.place.device)
+        return self.slices.seen(self.exchange.values(ticket, self.handle, self.place.device))
 
     @property
     def is_open(self) -> bool:
@@ -535,7 +554,7 @@ class Rows:
     """Some trained rows of a table."""
 
     ids: Tensor  # (N,) int64
-    weights: Tensor  # (N, width) of the table's dtype
+    weights: Tensor  # (N, width of this rank's slice) of the table's dtype
     clocks: Tensor  # (N,) int64: updates applied
 
 

@@ -10,6 +10,7 @@ import torch
 from ranks import run_ranks
 
 from colonnade import (
+    SGD,
     Batch,
     EmbeddingCollection,
     Feature,
@@ -24,15 +25,15 @@ from colonnade.plan.choice import Forced, choose
 from colonnade.plan.flows import PURPOSES
 from colonnade.plan.loads import table_loads
 from colonnade.plan.profile import profile
-from colonnade.topology.sharding import replicated, row_wise, table_wise
+from colonnade.topology.sharding import column_wise, replicated, row_wise, table_wise
 from colonnade.topology.traffic import Traffic
 
 SIZE, STEPS, RANKS = 900, 10, 3
 TABLES = [
-    Table("big", 8, rows=5000),
+    Table("big", 8, rows=5000, optimizer=SGD(lr=0.1)),
     Table("open", 4),
     Table("small", {"deep": 15, "wide": 1}, rows=40),
-    Table("bags", 8, rows=3000),
+    Table("bags", 7, rows=3000, optimizer=SGD(lr=0.1)),
 ]
 FEATURES = [
     Feature("big", "big"), Feature("open", "open"), Feature("small", "small", pooling="sqrtn"),
@@ -48,12 +49,17 @@ MIXED = {
 }  # fmt: skip
 POOLED = dict.fromkeys(NAMES, Forced("row_wise", "pooled"))
 COPIES = dict.fromkeys(NAMES, Forced("replicated", "replicated"))
+CUT = {
+    "big": Forced("column_wise", "rows", (0, 1, 2)),
+    "bags": Forced("column_wise", "pooled", (0, 1, 2)),
+}
 CODED = Codecs("int8", "fp16")
 FORCED = {
     "rows": ({}, EXACT, "spread"),
     "rows, dealt otherwise": (DEALT, EXACT, "spread"),
     "pooled": (POOLED, EXACT, "spread"),
     "copies": (COPIES, EXACT, "spread"),
+    "cut by columns": (CUT, EXACT, "spread"),
     "copies beside rows and pooled": (MIXED, EXACT, "spread"),
     "rows, coded": (DEALT, CODED, "spread"),
     "all three, coded": (MIXED, CODED, "spread"),
@@ -88,6 +94,7 @@ def batch_of(step: int, order: str, size: int = SIZE) -> Batch:
 
 def shardings_of(forced):
     kinds = {"row_wise": lambda said: row_wise(RANKS), "table_wise": lambda said: table_wise(*said.ranks),
+             "column_wise": lambda said: column_wise(said.ranks),
              "replicated": lambda said: replicated(RANKS)}  # fmt: skip
     return {name: kinds[said.kind](said) for name, said in forced.items()}
 

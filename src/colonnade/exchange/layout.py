@@ -25,7 +25,7 @@ from colonnade.table import POOLINGS, Feature, Part, Table
 class Field:
     """What one feature reads of one part of its table: the unit that consumers take."""
 
-    name: str  # the feature's; with the part's after a dot where the table has parts
+    name: str  # the feature's; with the part's after a dot where the table has parts, and columns of a slice
     feature: int  # index into Declaration.features
     part: int  # index into Declaration.parts
     dim: int
@@ -77,7 +77,7 @@ class Declaration:
             for p, (t, part) in enumerate(self.parts):
                 if self.tables[t].name == feature.table:
                     name = f"{feature.name}.{part.name}" if part.name else feature.name
-                    found.append(Field(name, f, p, part.dim))
+                    found.append(Field(name + self.tables[t].suffix, f, p, part.dim))
         return tuple(found)
 
     def table_of(self, feature: Feature) -> int:
@@ -386,6 +386,6 @@ def explain_range(
     feature = declaration.features[consumed[numbers["feature"]]]
     return IdRangeError(
         f"feature {feature.name!r}, lookup {numbers['position']} of the batch: got id {numbers['id']}, "
-        f"wanted 0 .. {numbers['rows'] - 1} of vocabulary table {table.name!r}. Declare more rows, "
+        f"wanted 0 .. {numbers['rows'] - 1} of vocabulary table {table.origin[0]!r}. Declare more rows, "
         "hash the id into range, or leave rows out for an open table"
     )

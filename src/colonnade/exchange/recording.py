@@ -58,11 +58,11 @@ def found(
         tensor = pooled.to(device)  # once, before the consumers that share it
         for name in output.names:
             consumer = declaration.consumers.get(name)
-            seen[name] = tensor if consumer is None else _evaluate(consumer, tensor)
+            seen[name] = tensor if consumer is None else evaluate(consumer, tensor)
     return seen
 
 
-def _evaluate(consumer: Consumer, pooled: Tensor) -> Tensor:
+def evaluate(consumer: Consumer, pooled: Tensor) -> Tensor:
     """pooled (B, sum of dims): the consumer's fields side by side."""
     interaction, num_fields = consumer.interaction, len(consumer.features)
     dim = pooled.shape[1] // max(1, num_fields)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
+from colonnade.plan.cutting import CUT, cut_places, everywhere, most_slices
 from colonnade.plan.device import RowRate
 from colonnade.plan.flows import (
     CALLS,
@@ -37,6 +38,7 @@ from colonnade.topology.sharding import (
     Kind,
     Sharding,
     host_wise,
+    on_ranks,
     replicated,
     row_wise,
     row_wise_in,
@@ -54,6 +56,10 @@ OPTIONS: tuple[Option, ...] = (
     ("pooled", "row_wise"),
     ("pooled", "host_wise"),
     ("pooled", "table_wise"),
+    ("rows", "column_wise"),
+    ("pooled", "column_wise"),
+    ("rows", "grid"),
+    ("pooled", "grid"),
     ("replicated", "replicated"),
 )
 DEFAULT: Option = ("rows", "row_wise")
@@ -228,7 +234,7 @@ class _Search:
         self.even = sum(load.total_bytes for load in loads) / len(self.owners)
         self.tried = TRIED if len(loads) * num_ranks <= MANY else 1
         self.paths: dict[Any, tuple[Floats, Floats, float]] = {}
-        self.pairs: dict[tuple[int, ExchangeName, int], tuple[Pair, Work]] = {}
+        self.pairs: dict[tuple[int, ExchangeName, int, int], tuple[Pair, Work]] = {}
         self.everywhere = {"row_wise": row_wise_in(world), "replicated": replicated(num_ranks)}
         self.all = self._path(np.ones(num_ranks), np.ones(num_ranks))[0]
         self.peak = float(self.all.max())
@@ -244,6 +250,7 @@ class _Search:
             and (exchange, kind) in options
             and (kind != "host_wise" or self.has_hosts or said.kind == kind)
             and (kind != "replicated" or not self.world.has_servers)
+            and (kind not in CUT or said.kind == kind or most_slices(load, kind, self.world) > 1)
         ]
         if found:
             return found
@@ -281,13 +288,14 @@ class _Search:
         return np.concatenate(there), np.concatenate(back), slowest
 
     def costs(self, t: int, exchange: ExchangeName, sharding: Sharding) -> tuple[Pair, Work]:
-        n = len(sharding.ranks)
-        key = (t, exchange, n)
+        slices = sharding.slices
+        n = len(sharding.ranks) // slices
+        key = (t, exchange, n, slices)
         if key not in self.pairs:
             load, num_ranks = self.loads[t], self.world.num_trainers
-            bytes_ = pair(load, exchange, n)
-            seconds = work(load, exchange, n, num_ranks, self.rates)
-            self.pairs[key] = bytes_, seconds + moving(bytes_, n, self.world)
+            bytes_ = pair(load, exchange, n, slices)
+            seconds = work(load, exchange, n, num_ranks, self.rates, slices)
+            self.pairs[key] = bytes_, seconds + moving(bytes_, n * slices, self.world)
         return self.pairs[key]
 
     def empty(self) -> _State:
@@ -303,12 +311,12 @@ class _Search:
         load = self.loads[t]
         state.links[0] += (sign * bytes_.route) * there
         if TABLE_BYTES[exchange]:
-            state.links[0] += (sign * TABLE_BYTES[exchange]) * self.all
+            state.links[0] += (sign * TABLE_BYTES[exchange] * sharding.slices) * self.all
         state.links[1] += (sign * bytes_.fetch) * back
         state.links[2] += (sign * bytes_.push) * there
         state.processor += (sign * seconds.asker) * self.asks
         owners = _index(sharding.ranks)
-        share = sharding.num_owners
+        share = sharding.num_owners * sharding.slices
         state.processor[owners] += sign * seconds.owner
         state.held[owners] += sign * load.total_bytes / share
         in_use = min(load.unique_world, load.rows) * load.slot_bytes
@@ -391,6 +399,9 @@ class _Search:
         anywhere = {
             **self.everywhere, "host_wise": host_wise(world, 0), "table_wise": table_wise(int(self.owners[0])),
         }  # fmt: skip
+        for _, kind in options:
+            if kind in CUT:
+                anywhere[kind] = self.places(self.empty(), t, kind)[0]
         return min(options, key=lambda each: self.mean_seconds(t, each[0], anywhere[each[1]]))
 
     def mean_seconds(self, t: int, exchange: ExchangeName, sharding: Sharding) -> float:
@@ -409,13 +420,17 @@ class _Search:
 
     def shardings(self, state: _State, t: int, kind: Kind) -> list[Sharding]:
         said = self.forced[t].ranks
-        return self.places(state, kind) if said is None else [Sharding(kind, said)]
+        return self.places(state, t, kind) if said is None else [on_ranks(kind, said, self.world)]
 
-    def places(self, state: _State, kind: Kind) -> list[Sharding]:
+    def places(self, state: _State, t: int, kind: Kind) -> list[Sharding]:
         world = self.world
         if kind in self.everywhere:
             return [self.everywhere[kind]]
+        if kind in CUT and self.forced[t].kind == kind:
+            return [everywhere(kind, world)]
         busy = self.busy(state)
+        if kind in CUT:
+            return cut_places(self.loads[t], kind, world, busy)
         if kind == "table_wise":
             least = _least(busy[self.owners], self.tried)
             return [table_wise(int(rank)) for rank in self.owners[least]]
@@ -483,7 +498,8 @@ class _Search:
                 if (exchange, kind) == mine.option or not self._has(load, exchange, kind):
                     continue
                 places = [
-                    self.cost(state, t, exchange, place, now) for place in self.places(state, kind)
+                    self.cost(state, t, exchange, place, now)
+                    for place in self.places(state, t, kind)
                 ]
                 others += sorted(places, key=lambda cost: cost.more)[:1]
             self.add(state, t, *state.chosen[t])
@@ -505,6 +521,8 @@ class _Search:
     def _has(self, load: TableLoad, exchange: ExchangeName, kind: Kind) -> bool:
         is_pooled = load.is_pooled and len(load.columns) > 0
         if kind == "replicated" and self.world.has_servers:
+            return False
+        if kind in CUT and most_slices(load, kind, self.world) < 2:
             return False
         return (exchange != "pooled" or is_pooled) and (kind != "host_wise" or self.has_hosts)
 
@@ -528,7 +546,7 @@ class _Search:
         for purpose, size in zip(PURPOSES, (bytes_.route, bytes_.fetch, bytes_.push), strict=True):
             sent[purpose, "local"], sent[purpose, "remote"] = size * local, size * remote
         for link, count in self._peers().items():
-            sent["route", link] += TABLE_BYTES[exchange] * count
+            sent["route", link] += TABLE_BYTES[exchange] * sharding.slices * count
         more = self.with_(state, t, exchange, sharding) - now
         return Cost(exchange, sharding, sent, self.mean_seconds(t, exchange, sharding), more)
 

@@ -3,7 +3,10 @@
 A sharding names the ranks that own rows; every rank asks, and each owner serves each asker alike, because owners are
 dealt rows by a hash and ranks are dealt samples. So a choice is two numbers of owners and of bytes per (asker, owner).
 
-Legend: N ranks, n owners.
+Rows that are cut by columns have n owners for each of k slices, each of which is asked for all ids and has a k-th of
+a row's bytes.
+
+Legend: N ranks, n owners (of each slice), k slices.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ def owners_of(kind: Kind, num_ranks: int, ranks_per_host: int) -> int:
     return {"table_wise": 1, "host_wise": ranks_per_host}.get(kind, num_ranks)
 
 
-def pair(load: TableLoad, exchange: ExchangeName, num_owners: int) -> Pair:
+def pair(load: TableLoad, exchange: ExchangeName, num_owners: int, slices: int = 1) -> Pair:
     """What each exchange counts of one table, beside what is the same for all."""
     n, unique = num_owners, load.unique_rank
     if exchange == "replicated":
@@ -80,7 +83,8 @@ def pair(load: TableLoad, exchange: ExchangeName, num_owners: int) -> Pair:
     if exchange == "rows":
         ids = load.list_ratio * expected_list_bytes(unique / n, load.vocabulary, n)
         ids -= TABLE_BYTES[exchange]
-        return Pair(ids, unique * load.value_bytes / n, unique * load.gradient_bytes / n)
+        each = unique / (n * slices)
+        return Pair(ids, each * load.value_bytes, each * load.gradient_bytes)
     # Every owner sends a block of all bags, and is sent one: 0 where it has no row of a bag.
     route = ids_bytes(
         load.lookups / n, unique / n, load.vocabulary, n,
@@ -89,7 +93,8 @@ def pair(load: TableLoad, exchange: ExchangeName, num_owners: int) -> Pair:
     for column in load.columns:
         route += lengths_bytes(column.longest, column.lookups, load.samples, n)
         route += column.lookups * load.weight_bytes / n if column.is_weighted else 0.0
-    return Pair(route, load.bags * load.bag_bytes, load.bags * load.gradient_bytes)
+    bags = load.bags / slices
+    return Pair(route, bags * load.bag_bytes, bags * load.gradient_bytes)
 
 
 def work(
@@ -98,11 +103,12 @@ def work(
     num_owners: int,
     num_ranks: int,
     rates: Sequence[RowRate],
+    slices: int = 1,
 ) -> Work:
     """By how fast rows are gathered and updated here; nothing where nobody measured."""
     if not rates:
         return Work(0.0, 0.0)
-    gather, update = row_seconds(rates, load.width)
+    gather, update = row_seconds(rates, max(load.width // slices, 1))  # of a slice
     n, asked = num_owners, num_ranks * load.unique_rank
     if exchange == "replicated":
         return Work(2 * load.lookups * gather + asked * gather + load.unique_world * update, 0.0)
@@ -110,8 +116,9 @@ def work(
     if (
         exchange == "rows"
     ):  # pooled and summed where the samples are; copied, summed again and applied where rows are
-        return Work(2 * load.lookups * gather, 2 * asked / n * gather + updates)
-    return Work((n + 1) * load.bags * gather, 2 * num_ranks * load.lookups / n * gather + updates)
+        return Work(2 * load.lookups * gather * slices, 2 * asked / n * gather + updates)
+    asker = (n + 1) * load.bags * gather * slices
+    return Work(asker, 2 * num_ranks * load.lookups / n * gather + updates)
 
 
 def moving(bytes_: Pair, num_owners: int, world: World) -> Work:

@@ -8,11 +8,14 @@ from typing import Any
 from colonnade.config import PlanConfig
 from colonnade.errors import ConfigError
 from colonnade.plan.choice import Forced
+from colonnade.plan.cutting import CUT, everywhere
 from colonnade.table import Table
 from colonnade.topology.sharding import (
     Kind,
     Sharding,
+    grid,
     host_wise,
+    on_ranks,
     replicated,
     row_wise,
     row_wise_in,
@@ -70,6 +73,13 @@ def _ranks(name: str, ranks: list[int], kind: Kind, world: World) -> tuple[int, 
             f"plan.tables.{name}.ranks: got {ranks}, but with plan.servers={world.servers_per_host} rank {trainers[0]} "
             f"trains and has no rows; name servers: {', '.join(map(str, world.owners))}"
         )
+    if kind == "grid":
+        hosts = sorted({world.host(rank) for rank in ranks})
+        if list(grid(world, hosts).ranks) != ranks:
+            raise ConfigError(
+                f"plan.tables.{name}.ranks: got {ranks}, wanted all ranks of two or more hosts, such as "
+                f"{list(grid(world, [0, 1]).ranks)}"
+            )
     if kind == "host_wise":
         wanted = list(host_wise(world, world.host(ranks[0])).ranks)
         if ranks != wanted:
@@ -88,7 +98,9 @@ def settled(said: Forced, world: World) -> tuple[Sharding, str] | None:
     if said.kind == "replicated":
         return replicated(world.num_ranks), said.exchange
     if said.ranks is not None:
-        return Sharding(said.kind, said.ranks), said.exchange
+        return on_ranks(said.kind, said.ranks, world), said.exchange
+    if said.kind in CUT:
+        return everywhere(said.kind, world), said.exchange
     if said.kind == "row_wise":
         return row_wise_in(world), said.exchange
     if said.kind == "host_wise" and world.num_hosts == 1:

@@ -15,7 +15,7 @@ from colonnade.exchange.codec import CODECS, EXACT, Codecs
 from colonnade.plan.popularity import OPEN_ROOM, seen
 from colonnade.plan.profile import Profile
 from colonnade.store.budget import slot_bytes
-from colonnade.table import Feature, Table
+from colonnade.table import Feature, Table, needs_whole_rows
 from colonnade.topology.world import World
 
 
@@ -68,6 +68,8 @@ class TableLoad:
     """What a list of different ids takes, by what one of evenly spread ids would: measured."""
     listed_ratio: float = 1.0
     """The same of ids as they come."""
+    may_be_cut: bool = False
+    """Rows may lie in slices of columns: nothing of the table needs whole ones."""
     births: float = 0.0
     """Rows of all ranks' batches that were never used before."""
 
@@ -133,6 +135,7 @@ def table_loads(
                 ),
                 vocabulary=table.rows or 0,
                 is_pooled=all(feature.pooling != "sequence" for feature in readers),
+                may_be_cut=not needs_whole_rows(table, [p.name for p in table.parts if p.dim > 1]),
                 births=ever / last_batch if last_batch else 0.0,
             )
         )

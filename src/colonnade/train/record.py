@@ -241,16 +241,19 @@ def table_sizes(collection: EmbeddingCollection) -> dict[str, dict[str, int]]:
     A row's bytes are its weights, optimizer state and clock; neither index nor rows that files still hold
     but nobody reads.
     """
-    store, found = collection.store, {}
-    for t, table in enumerate(collection.tables):
+    store = collection.store
+    found: dict[str, dict[str, int]] = {}
+    for t, table in enumerate(store.tables):
         in_memory = int(store.num_rows(t))
         in_files = len(store.backings[t]) if store.backings else 0
-        found[table.name] = {
+        said = {
             "rows_in_memory": in_memory,
             "bytes_in_memory": in_memory * table.record_bytes,
             "rows_in_files": in_files,
             "bytes_in_files": in_files * table.record_bytes,
         }
+        before = found.get(table.origin[0], dict.fromkeys(said, 0))  # of another slice
+        found[table.origin[0]] = {name: before[name] + said[name] for name in said}
     return found
 
 
