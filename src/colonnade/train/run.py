@@ -92,6 +92,8 @@ class Run:
     resumed_at: int | None
     sent: dict[str, float] = field(default_factory=dict)
     """Bytes that a rank sent per step, the mean over ranks, by purpose: once trained."""
+    samples: int = 0
+    """That all ranks trained on, whose shares may differ: once trained."""
 
     def train(self) -> Outcome:
         """Collective. Writes the run folder's summary on rank 0."""
@@ -101,6 +103,7 @@ class Run:
         finally:
             self.trainer.progress.close()
         self.sent = mean_sent(self.mesh, outcome.steps)
+        self.samples = int(self.mesh.all_reduce("control", torch.tensor(outcome.samples)))
         if self.commits is not None and self.commits.mirror is not None:
             self.commits.mirror.close()
         if self.folder is not None and self.mesh.rank == 0:
@@ -112,9 +115,10 @@ class Run:
         """Plain values: metrics, time by phase, rows by source, what was sent by purpose and link (this rank's)."""
         collection, phases = self.trainer.collection, self.trainer.phases.seconds
         trained = outcome.seconds - phases.get("evaluate", 0.0) - phases.get("commit", 0.0)
-        rate = outcome.samples * self.mesh.num_ranks / max(trained, 1e-9)
+        rate = self.samples / max(trained, 1e-9)
         return {
             **asdict(outcome),
+            "samples": self.samples,
             "samples_per_second": rate,
             **checked(collection.plan, rate, self.config.train.batch_size, self.sent),
             "num_ranks": self.mesh.num_ranks,
