@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from small_run import digest
 from test_presence import PEER
 from test_restart import SETTINGS, torchrun
@@ -16,6 +17,8 @@ def test_a_server_is_not_blamed_for_calls_of_trainers():
     assert verdict(heard, "push", 8).ranks == (1, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_server_killed_in_a_push(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     torchrun(whole, 2, settings=SETTINGS)  # without servers: as many ranks train the same bits
