@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import own_model
 import pytest
+import test_retrieval as retrieval
 import torch
 from ranks import run_ranks
 from small_run import CONFIG, digest, opened
@@ -26,6 +27,8 @@ from colonnade.topology.mesh import with_servers
 from colonnade.topology.sharding import Sharding, row_wise_in, table_wise
 from colonnade.topology.traffic import Traffic
 from colonnade.topology.world import World
+from colonnade.train.dense import DenseGradients
+from colonnade.train.objective import Retrieval
 from colonnade.train.record import FILE_NAME, OF_ROWS, ROWS_FILE_NAME, read_lines
 from colonnade.train.run import load_run_config, open_run
 
@@ -86,7 +89,7 @@ def trained(mesh, name, servers):
 
 def everything(mesh, folder, servers):
     cases = {name: trained(mesh, name, servers) for name in CASES}
-    return cases, on_disk(mesh, folder, servers), decided(mesh, servers)
+    return cases, on_disk(mesh, folder, servers), decided(mesh, servers), retrieved(mesh, servers)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +182,7 @@ def decided(mesh, servers):
 
 
 def test_checkpoints_go_from_ranks_with_servers_to_ranks_without_and_back(told):
-    folder, _, ((_, of_trainer, _), _, (_, of_server, _)) = told
+    folder, _, ((_, of_trainer, *_), _, (_, of_server, *_)) = told
     again = run_ranks(2, run_until, folder / "half-1", 20, 0)
     wanted = digest(folder / "whole-0")
     assert digest(folder / "whole-1") == wanted
@@ -196,13 +199,39 @@ def test_checkpoints_go_from_ranks_with_servers_to_ranks_without_and_back(told):
     assert found["auc"] == pytest.approx(metrics["test_auc"], abs=1e-4)
 
 
+def retrieved(mesh, servers):
+    """Rows of a model whose candidates are those of all trainers, in a loop of one's own."""
+    mesh, model = with_servers(mesh, servers), retrieval.two_tower()
+    trainers, collection = mesh.trainers, model.embeddings.open(mesh=mesh)
+    rows, dense = RowOptimizer(collection), DenseGradients(list(model.parameters()), mesh)
+    dense.attach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = 99 if mesh.is_server else trainers.num_ranks  # the first of 99 parts of 8 is empty
+    made = (retrieval.share_of(retrieval.pair_batch(n, n), trainers.rank, parts) for n in (8, 2, 7))
+    for batch in collection.lookahead(made):
+        dense.zero()
+        if mesh.is_server:
+            collection(batch)
+        else:
+            Retrieval().loss(model, batch, trainers).backward()
+        dense.reduce(finite=collection.finite(), stop=False)
+        rows.step(agreed=True)
+        optimizer.step()
+    return {t.name: collection.rows(t.name, torch.arange(t.rows)) for t in collection.tables}
+
+
+def test_candidates_of_a_retrieval_model_are_those_of_the_trainers(told):
+    _, _, tables = retrieval.train(Mesh(), "two_tower", sizes=(8, 2, 7))
+    for *_, found in (*told[1], *told[2]):
+        torch.testing.assert_close(found, tables, rtol=1e-10, atol=1e-12)
+
+
 def test_nan_and_a_wish_to_stop_are_heard_by_all(told):
-    assert [outcome for *_, outcome in told[1]] == [(5, 1, True)] * 2
-    assert [outcome for *_, outcome in told[2]] == [(5, 1, True)] * 3
+    assert [outcome for _, _, outcome, _ in (*told[1], *told[2])] == [(5, 1, True)] * 5
 
 
 def test_the_first_server_tells_of_rows(told):
-    folder, _, ((_, (trainer, *_), _), _, (_, (server, *_), _)) = told
+    folder, _, ((_, (trainer, *_), *_), _, (_, (server, *_), *_)) = told
     assert server["read"] > 0 and trainer["read"] == 0  # from its files
     assert trainer["summary"]["row_sources"]["read"] == server["read"]
     assert trainer["summary"]["num_trainers"] == 2
