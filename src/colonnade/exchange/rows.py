@@ -214,7 +214,7 @@ class RowsExchange(Owner):
         arrival = self._send("fetch", send, wire.serving, wire.asked, values, counts_as)
         ticket.reads = self._received(ticket, values, wire.asked_index, [arrival])
 
-    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
         """Collective on the group "ahead"."""
         wire, inverse = ticket.wire, torch.as_tensor(ticket.owner_plan.inverse).long()
         marks = clean[inverse].numpy()
@@ -223,23 +223,24 @@ class RowsExchange(Owner):
         heard, _ = self.mesh.all_to_all("ahead", bits, sizes, mark_bytes(asking))
         asked = cut(wire.asked, unpack_marks(heard, asking), self.widths)
         served = cut(wire.serving, marks, self.widths)
-        slots = source.rows.new_zeros(
-            len(marks)
-        )  # where no row of the ticket is pinned, none is clean
+        slots = torch.zeros(len(marks), dtype=torch.int32)  # a ticket without rows: none is clean
         if len(source.rows):
             slots = take(source.rows, ticket.owner_plan.inverse)
-        early, rest = (
-            (slots[mine].contiguous(), listed(ticket.owned_ids[inverse[mine]], layout.counts))
-            for mine, layout in (
-                (torch.from_numpy(marks), served.early), (torch.from_numpy(~marks), served.rest),
-            )
-        )  # fmt: skip
-        send = self.kernels(source.views).message(source, early[0], served.early, early[1])
+
+        def chosen(mine: Tensor, layout: RowLayout) -> tuple[Tensor, _native.Lookups]:
+            """Slots, and what asked for them."""
+            return slots[mine], listed(ticket.owned_ids[inverse[mine]], layout.counts)
+
+        is_clean = torch.from_numpy(marks)
+        early, requests = chosen(is_clean, served.early)
+        send = self.kernels(source.views).message(source, early, served.early, requests)
         values = empty(wire.asked.num_elements, dtype=self.declaration.dtype)
         into = values[: asked.early.num_elements]
         arrival = self._send("ahead", send, served.early, asked.early, into, "fetch")
         index = asked.index(self.widths)
-        ticket.early = Early(asked, index, values, arrival, served.rest, rest[1], rest[0])
+        left, requests = chosen(~is_clean, served.rest)
+        ticket.early = Early(asked, index, values, arrival, served.rest, requests, left)
+        return len(early)
 
     def recall(self, ticket: Ticket) -> None:
         if ticket.early is not None:

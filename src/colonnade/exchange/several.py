@@ -117,14 +117,15 @@ class SeveralExchanges:
     def sends_clean(self) -> bool:
         return any(end.sends_clean for end in self.ends)
 
-    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
         """Collective on the group "ahead". One exchange at most sends anything."""
-        rows = [part.slots for part in ticket.parts]
-        parts = zip(self.ends, ticket.parts, self._split(ticket, clean), rows, strict=True)
-        for end, part, mine, slots in parts:
-            end.send_clean(
-                part, replace(source, rows=source.rows if slots is None else slots), mine
-            )
+        sent = 0
+        for end, part, mine in zip(
+            self.ends, ticket.parts, self._split(ticket, clean), strict=True
+        ):
+            rows = source.rows if part.slots is None else part.slots
+            sent += end.send_clean(part, replace(source, rows=rows), mine)
+        return sent
 
     def recall(self, ticket: Ticket) -> None:
         for end, part in zip(self.ends, ticket.parts, strict=True):
