@@ -43,6 +43,13 @@ VARIANTS = {
         "dense.schedule.name": "cosine",
     },
 }
+OF_TWO = {
+    "stale": VARIANTS["stale"],
+    "pooled": {
+        "plan.exchange": "pooled", "plan.staleness_steps": 1, "plan.memory.dram": 90_000,
+        "plan.tables": {"C1": {"sharding": "table_wise"}},
+    },
+}  # fmt: skip
 
 
 def start(folder: Path, settings: dict, kill_at: int = 0, num_ranks: int = 1):
@@ -101,7 +108,7 @@ def undisturbed(tmp_path_factory):
         key = (variant, num_ranks)
         if key not in found:
             folder = tmp_path_factory.mktemp("undisturbed")
-            run_to_end(folder, VARIANTS[variant], num_ranks)
+            run_to_end(folder, (VARIANTS | OF_TWO)[variant], num_ranks)
             found[key] = digest(folder)
         return found[key]
 
@@ -137,13 +144,14 @@ def test_killed_at_random_moments(undisturbed, variant, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("variant", "kill_at"), [("tiered", 201), pytest.param("stale", 90, marks=pytest.mark.slow)]
+    ("variant", "kill_at"),
+    [("tiered", 201), ("pooled", 150), pytest.param("stale", 90, marks=pytest.mark.slow)],
 )
 def test_one_of_two_ranks_killed(undisturbed, variant, kill_at, tmp_path):
-    children = start(tmp_path, VARIANTS[variant], kill_at, num_ranks=2)
+    children = start(tmp_path, OF_TWO[variant], kill_at, num_ranks=2)
     finish(children)
     assert children[0].returncode == -signal.SIGKILL
-    run_to_end(tmp_path, VARIANTS[variant], num_ranks=2)
+    run_to_end(tmp_path, OF_TWO[variant], num_ranks=2)
     assert digest(tmp_path) == undisturbed(variant, 2)
 
 

@@ -33,6 +33,7 @@ from colonnade.exchange.contract import (
     Ticket,
 )
 from colonnade.exchange.deal import deal
+from colonnade.exchange.held import rows_held, values_of
 from colonnade.exchange.kernels import Kernels
 from colonnade.exchange.layout import (
     Declaration,
@@ -44,7 +45,7 @@ from colonnade.exchange.layout import (
 )
 from colonnade.exchange.owner import Owner, listed, soonest, take
 from colonnade.exchange.packing import pack_requests, unpack_requests
-from colonnade.exchange.recording import CPU, check_held, found, summed_backwards
+from colonnade.exchange.recording import CPU, found, summed_backwards
 from colonnade.exchange.routing import counted
 from colonnade.exchange.wire import RowLayout, row_layout
 from colonnade.ops.memory import empty
@@ -323,22 +324,12 @@ class RowsExchange(Owner):
     def restore(self, ticket: Ticket, held: Sequence[dict[str, Tensor]]) -> None:
         """Instead of `fetch`: the values that all ranks of some world held for this step's global batch. Raises
         CheckpointError for what another exchange held."""
-        check_held(held, "table_offsets")
+        parts = rows_held(held)
         unique, offsets = torch.as_tensor(ticket.plan.unique_ids), self._table_offsets(ticket)
         blocks, indices, start = [], [], 0
         for t, dim in enumerate(self.widths.tolist()):
-            ids, rows = [], []
-            for part in held:
-                first, last = part["table_offsets"][t : t + 2].tolist()
-                before = int(
-                    (part["table_offsets"].diff()[:t] * torch.from_numpy(self.widths)[:t]).sum()
-                )
-                ids.append(part["ids"][first:last])
-                rows.append(part["values"][before : before + (last - first) * dim].view(-1, dim))
-            all_ids, order = torch.cat(ids).sort(stable=True)
             mine = unique[offsets[t] : offsets[t + 1]]
-            where = torch.searchsorted(all_ids, mine)
-            blocks.append(torch.cat(rows)[order[where]].flatten())
+            blocks.append(values_of(parts, self.widths, t, mine).flatten())
             indices.append(torch.arange(len(mine)) * dim + start)
             start += blocks[-1].numel()
         index = torch.cat(indices).to(torch.int32)

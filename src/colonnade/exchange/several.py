@@ -204,11 +204,12 @@ class SeveralExchanges:
 
     def restore(self, ticket: Ticket, held: Sequence[dict[str, Tensor]]) -> None:
         for name, end, part in zip(self.names, self.ends, ticket.parts, strict=True):
+            # What it held itself, and what others did: its tables may have had another exchange.
             prefix = f"{name}."
             mine = [
-                {key.removeprefix(prefix): each[key] for key in each if key.startswith(prefix)}
+                {**each, **{key.removeprefix(prefix): each[key] for key in each if key.startswith(prefix)}}
                 for each in held
-            ]
+            ]  # fmt: skip
             end.restore(part, mine)
         ticket.reads = [part.reads for part in ticket.parts]
 
