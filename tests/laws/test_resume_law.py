@@ -148,10 +148,10 @@ def test_killed_at_random_moments(undisturbed, variant, tmp_path):
     [("tiered", 201), ("pooled", 150), pytest.param("stale", 90, marks=pytest.mark.slow)],
 )
 def test_one_of_two_ranks_killed(undisturbed, variant, kill_at, tmp_path):
-    children = start(tmp_path, OF_TWO[variant], kill_at, num_ranks=2)
+    children = start(tmp_path, (VARIANTS | OF_TWO)[variant], kill_at, num_ranks=2)
     finish(children)
     assert children[0].returncode == -signal.SIGKILL
-    run_to_end(tmp_path, OF_TWO[variant], num_ranks=2)
+    run_to_end(tmp_path, (VARIANTS | OF_TWO)[variant], num_ranks=2)
     assert digest(tmp_path) == undisturbed(variant, 2)
 
 
