@@ -165,10 +165,10 @@ def plan_from_sample(
         placed = as_planned(wanted, even)
     else:
         placed = place_on_ranks(
-            wanted, shardings, num_ranks, memory.dram, mapped_bytes, at_once=at_once
+            wanted, shardings, world.num_ranks, memory.dram, mapped_bytes, at_once=at_once
         )
     capacities = {each.name: (each.rows, each.tier) for each in placed}
-    wanted, placed = mean_over_ranks(wanted, placed, shardings, num_ranks)
+    wanted, placed = mean_over_ranks(wanted, placed, shardings, owners)
     if costs is None:
         mine = sample
         if trainers > 1:  # a rank's own share: what travels between ranks is not foretold
