@@ -19,7 +19,7 @@ Held = Mapping[str, Tensor]
 def rows_held(held: Sequence[Held]) -> list[Held]:
     """Of all ranks' reads, those that are rows, whichever exchanges read them: each ids (U,), table_offsets (T + 1,)
     and values, table by table."""
-    found = []
+    found: list[Held] = []
     for each in held:
         ends = [key for key in each if key.rpartition(".")[2] == "table_offsets"]
         for prefix in (key.removesuffix("table_offsets") for key in ends):
