@@ -80,6 +80,11 @@ class Declaration:
                     found.append(Field(name, f, p, part.dim))
         return tuple(found)
 
+    @cached_property
+    def output_names(self) -> tuple[str, ...]:
+        """Of what a model gets, in order."""
+        return tuple(name for output in outputs(self) for name in output.names)
+
     def table_of(self, feature: Feature) -> int:
         return next(t for t, table in enumerate(self.tables) if table.name == feature.table)
 
@@ -93,6 +98,15 @@ class Output:
     columns: tuple[int, ...]  # first column of each field
     width: int
     is_sequence: bool
+    is_partial: bool = False
+    """Of a single consumer: its partial, merged, and no fields at all."""
+
+    @property
+    def pieces(self) -> list[tuple[int | str, int]]:
+        """What it is put together from, and the first column of each: fields, or its consumer's partial."""
+        if self.is_partial:
+            return [(self.names[0], 0)]
+        return list(zip(self.fields, self.columns, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
