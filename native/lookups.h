@@ -31,6 +31,7 @@ class Lookups {
 
   std::span<const std::int64_t> ids() const { return ids_; }
   std::int64_t num_lookups() const { return static_cast<std::int64_t>(ids_.size()); }
+  std::int64_t batch_size() const { return batch_size_; }
   std::int64_t num_features() const { return static_cast<std::int64_t>(tables_.size()); }
   std::int64_t first(std::int64_t f) const { return feature_offsets_[f]; }
   std::int64_t last(std::int64_t f) const { return feature_offsets_[f + 1]; }

@@ -63,20 +63,23 @@ void Packer::numbers(std::span<const std::uint64_t> values) {
     const auto block = values.subspan(i, std::min(kBlock, values.size() - i));
     const int width = width_of(block);
     out_.push_back(static_cast<std::uint8_t>(width));
-    if (!width) continue;
-    std::size_t at = out_.size();
-    out_.resize(at + bytes_of(block.size(), width));
-    Wide held = 0;
-    int bits = 0;
-    for (const auto value : block) {
-      held |= static_cast<Wide>(value) << bits;
-      for (bits += width; bits >= 64; bits -= 64, held >>= 64, at += 8) {
-        const auto word = static_cast<std::uint64_t>(held);
-        for (int b = 0; b < 8; ++b) out_[at + static_cast<std::size_t>(b)] = static_cast<std::uint8_t>(word >> 8 * b);
-      }
-    }
-    for (; bits > 0; bits -= 8, held >>= 8) out_[at++] = static_cast<std::uint8_t>(held);
+    if (width) bits(block, width);
   }
+}
+
+void Packer::bits(std::span<const std::uint64_t> values, int width) {
+  std::size_t at = out_.size();
+  out_.resize(at + bytes_of(values.size(), width));
+  Wide held = 0;
+  int bits = 0;
+  for (const auto value : values) {
+    held |= static_cast<Wide>(value) << bits;
+    for (bits += width; bits >= 64; bits -= 64, held >>= 64, at += 8) {
+      const auto word = static_cast<std::uint64_t>(held);
+      for (int b = 0; b < 8; ++b) out_[at + static_cast<std::size_t>(b)] = static_cast<std::uint8_t>(word >> 8 * b);
+    }
+  }
+  for (; bits > 0; bits -= 8, held >>= 8) out_[at++] = static_cast<std::uint8_t>(held);
 }
 
 void Packer::list(std::span<const std::int64_t> ids, const IdSpace& space, bool is_ascending) {
@@ -135,37 +138,45 @@ void Unpacker::numbers(std::span<std::uint64_t> values) {
     const auto block = values.subspan(i, std::min(kBlock, values.size() - i));
     const int width = byte();
     if (width > 64) refuse("numbers of " + std::to_string(width) + " bits, wanted at most 64");
-    const std::size_t size = bytes_of(block.size(), width);
-    if (size > data_.size() - position_) {
-      refuse(std::to_string(data_.size() - position_) + " more bytes, wanted " + std::to_string(size));
-    }
-    const std::uint8_t *at = data_.data() + position_, *const end = at + size;
-    position_ += size;
-    if (!width) {
+    if (width) {
+      bits(block, width);
+    } else {
       std::fill(block.begin(), block.end(), 0);
-      continue;
     }
-    const std::uint64_t mask = ~std::uint64_t{0} >> (64 - width);
-    Wide held = 0;
-    int bits = 0;
-    for (auto& value : block) {
-      while (bits < width) {
-        if (end - at >= 8) {
-          std::uint64_t word = 0;
-          for (int b = 0; b < 8; ++b) word |= static_cast<std::uint64_t>(at[b]) << 8 * b;
-          held |= static_cast<Wide>(word) << bits;
-          at += 8, bits += 64;
-        } else {
-          held |= static_cast<Wide>(*at++) << bits;
-          bits += 8;
-        }
-      }
-      value = static_cast<std::uint64_t>(held) & mask;
-      held >>= width;
-      bits -= width;
-    }
-    if (held) refuse("bits after the last number");
   }
+}
+
+std::span<const std::uint8_t> Unpacker::raw(std::size_t size) {
+  if (size > data_.size() - position_) {
+    refuse(std::to_string(data_.size() - position_) + " more bytes, wanted " + std::to_string(size));
+  }
+  position_ += size;
+  return data_.subspan(position_ - size, size);
+}
+
+void Unpacker::bits(std::span<std::uint64_t> values, int width) {
+  const auto part = raw(bytes_of(values.size(), width));
+  const std::uint8_t *at = part.data(), *const end = at + part.size();
+  const std::uint64_t mask = ~std::uint64_t{0} >> (64 - width);
+  Wide held = 0;
+  int bits = 0;
+  for (auto& value : values) {
+    while (bits < width) {
+      if (end - at >= 8) {
+        std::uint64_t word = 0;
+        for (int b = 0; b < 8; ++b) word |= static_cast<std::uint64_t>(at[b]) << 8 * b;
+        held |= static_cast<Wide>(word) << bits;
+        at += 8, bits += 64;
+      } else {
+        held |= static_cast<Wide>(*at++) << bits;
+        bits += 8;
+      }
+    }
+    value = static_cast<std::uint64_t>(held) & mask;
+    held >>= width;
+    bits -= width;
+  }
+  if (held) refuse("bits after the last number");
 }
 
 std::int64_t Unpacker::list(const IdSpace& space, bool is_ascending, std::vector<std::int64_t>& ids) {

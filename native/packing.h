@@ -37,6 +37,8 @@ class Packer {
 
   void varint(std::uint64_t value);
   void numbers(std::span<const std::uint64_t> values);
+  // Of `width` bits each, 1 .. 64, without a word before them.
+  void bits(std::span<const std::uint64_t> values, int width);
   // is_ascending: strictly, by local row or by hash, as a plan lists its unique rows. Ids are of the space.
   void list(std::span<const std::int64_t> ids, const IdSpace& space, bool is_ascending);
 
@@ -52,13 +54,15 @@ class Unpacker {
   explicit Unpacker(std::span<const std::uint8_t> data) : data_(data) {}
 
   std::size_t position() const { return position_; }
+  std::uint8_t byte();
+  std::span<const std::uint8_t> raw(std::size_t size);
   std::uint64_t varint();
   void numbers(std::span<std::uint64_t> values);
+  void bits(std::span<std::uint64_t> values, int width);
   // Appends to `ids`; returns how many.
   std::int64_t list(const IdSpace& space, bool is_ascending, std::vector<std::int64_t>& ids);
 
  private:
-  std::uint8_t byte();
   void rows(const IdSpace& space, bool is_ascending, std::span<std::int64_t> ids);
   void hashes(const IdSpace& space, std::span<std::int64_t> ids);
   void offsets(const IdSpace& space, std::span<std::int64_t> ids);

@@ -77,7 +77,8 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
              .ids = headers_.slab().data(),
              .ids_stride = SlotHeaders::kStride,
              .num_owners = static_cast<std::uint64_t>(settings.num_owners),
-             .place = static_cast<std::uint64_t>(settings.place)};
+             .place = static_cast<std::uint64_t>(settings.place),
+             .first_column = settings.first_column};
   if (is_direct_) {  // rows are touched anywhere
     weights_slab_.ask_for_huge_pages();
     states_slab_.ask_for_huge_pages();
@@ -411,7 +412,7 @@ std::uint32_t TableRows::find(std::int64_t id) const noexcept {
 void TableRows::birth_values(std::int64_t id, std::byte* weights, std::uint16_t* lows) const noexcept {
   std::int64_t column = 0;
   for (const auto& part : settings_.parts) {
-    const BirthTask task{settings_.seed, part.init_scale, column, part.dim};
+    const BirthTask task{settings_.seed, part.init_scale, layout_.first_column + column, part.dim};
     std::byte* const out = weights + column * item_bytes(layout_.dtype);
     switch (layout_.dtype) {
       case Dtype::float32:

@@ -40,6 +40,7 @@ struct TableSettings {
   bool can_evict = true;  // whether rows may leave: there is somewhere else for them to be
   std::string directory = {};  // where rows are memory mounted as files; empty: anonymous memory
   std::int64_t num_owners = 1, place = 0;  // rows are dealt to so many; this rank's among them, or VocabularyShare::kNone
+  std::int64_t first_column = 0;  // of the rows that these are a slice of: random bits are drawn by it
 };
 
 // What all tables of a rank share.
@@ -62,6 +63,7 @@ struct RowLayout {
   const std::byte* ids;  // an unaligned int64 every ids_stride bytes, by slot; null: a slot's number is its row's place
   std::int64_t ids_stride;
   std::uint64_t num_owners, place;  // of the vocabulary rows that this rank has
+  std::int64_t first_column;  // of the rows that these are a slice of
 
   std::int64_t weights_bytes() const { return dim * item_bytes(dtype); }
   std::int64_t state_bytes() const {

@@ -189,7 +189,7 @@ void update(Dram& dram, std::span<const std::uint32_t> given_slots, const Segmen
       task.lows = layout.states + layout.lows_offset + 2 * part.column;
       task.clocks = layout.states + layout.clock_offset;
       task.is_last = p + 1 == parts.first(t + 1);
-      task.column = part.column;
+      task.column = layout.first_column + part.column;
       task.seed = layout.seed;
       task.ids = layout.ids;
       task.ids_stride = layout.ids_stride;

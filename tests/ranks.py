@@ -67,7 +67,11 @@ def run_ranks(
             )
             for rank in range(num_ranks)
         ]
-        outputs = [child.communicate(timeout=timeout)[0] for child in children]
+        try:
+            outputs = [child.communicate(timeout=timeout)[0] for child in children]
+        finally:  # of a call that hangs nobody is left to slow other tests down
+            for child in children:
+                child.kill()
         for rank, child in enumerate(children):
             assert child.returncode == 0, f"rank {rank} failed:\n" + "\n".join(outputs)
         return [pickle.loads((Path(place) / f"result-{r}").read_bytes()) for r in range(num_ranks)]

@@ -242,10 +242,11 @@ def loads_of(case: Case, mesh: Mesh) -> list[TableLoad]:
         lookups = float(case.batch_size * case.lookups)
         columns = (ColumnLoad(lookups, case.lookups),)
         load = TableLoad(
-            name=name, width=case.dim, value_bytes=4 * case.dim, gradient_bytes=4 * case.dim, rows=float(rows),
-            slot_bytes=slot_bytes(table), samples=float(case.batch_size), unique_rank=different(1),
-            unique_host=different(on_host), unique_world=different(mesh.num_ranks), lookups=lookups,
-            columns=columns, is_pooled=case.pooled,
+            name=name, width=case.dim, value_bytes=4 * case.dim, gradient_bytes=4 * case.dim,
+            bag_bytes=4 * case.dim, rows=float(rows), slot_bytes=slot_bytes(table),
+            samples=float(case.batch_size), unique_rank=different(1), unique_host=different(on_host),
+            unique_world=different(mesh.num_ranks), lookups=lookups, columns=columns,
+            is_pooled=case.pooled, vocabulary=rows,
         )  # fmt: skip
         found.append(load)
     return found

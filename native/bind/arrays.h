@@ -148,6 +148,7 @@ struct HeldLookups {
   }
 };
 
+void bind_bags(nb::module_& m);
 void bind_plan(nb::module_& m);
 void bind_dram(nb::module_& m);
 void bind_pool(nb::module_& m);

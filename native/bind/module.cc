@@ -32,5 +32,6 @@ NB_MODULE(_native, m) {
   bind_interaction(m);
   bind_log(m);
   bind_packing(m);
+  bind_bags(m);
   bind_tiered(m);
 }

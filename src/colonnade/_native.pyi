@@ -127,6 +127,30 @@ def pack_numbers(values: Array) -> Array:
 def unpack_numbers(data: Array, count: int) -> tuple[Array, int]:
     """(`count` numbers from the beginning of `data` on, bytes read). ValueError as `unpack_ids`."""
 
+def pack_bags(
+    lookups: Lookups,
+    plan: Plan,  # of them, dealt to these owners
+    table_rows: Array,  # (T,) int64
+    num_owners: Array,  # (T,) int64
+    places: Array,  # (N, T) int64: as which of a table's owners a rank has rows; -1: it has none
+    is_weighted: Array,  # (C,) uint8: columns whose weights travel
+    codes: Array | None,  # (E,) uint8
+) -> tuple[Array, Array]:
+    """What each rank is to pool: (messages (uint8), where each ends (N,) int64). The format is told in native/bags.h.
+    ValueError for more than 2^24 samples."""
+
+def join_bags(
+    messages: list[Array],  # by rank, uint8
+    tables: Array,  # (C,) int32: of the columns whose table has rows here
+    table_rows: Array,
+    num_owners: Array,
+    places: Array,  # (T,) int64: this rank's
+    dtype: str,  # of weights
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """All ranks' samples as one batch: ids (E,), feature_offsets (C + 1,), bag_offsets (C * G + 1,) or none where each
+    bag has one lookup, bytes of weights (none: nobody has any), codes (E,) uint8 (none: nobody knows any), samples by
+    rank (N,). ValueError "rank <r> sent ..." for what `pack_bags` does not make."""
+
 class Parts:
     """What the rows of T tables consist of: P parts, each some columns with an optimizer of their own.
 
@@ -181,6 +205,9 @@ class Dram:
         directories: list[
             str
         ] = ...,  # by table: rows lie in files mapped from there, "": in memory; []: all in memory
+        first_columns: list[
+            int
+        ] = ...,  # by table: of the row that its rows are a slice of, for births and rounding; []: all 0
     ) -> None: ...
     def acquire(
         self,

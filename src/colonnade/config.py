@@ -273,7 +273,9 @@ class WireConfig(Section):
 
 
 ExchangeChoice = Literal["rows", "pooled", "replicated", "auto"]
-ShardingChoice = Literal["row_wise", "host_wise", "table_wise", "replicated", "auto"]
+ShardingChoice = Literal[
+    "row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated", "auto"
+]
 
 
 def _same_copies(exchange: str | None, sharding: str | None) -> None:
@@ -297,16 +299,18 @@ class TablePlanConfig(Section):
     exchange: ExchangeChoice | None = None
     """What of it travels between ranks."""
     ranks: list[Annotated[int, Field(ge=0)]] | None = None
-    """The rank of table_wise, or those of one host for host_wise; default: where most room is."""
+    """The rank of table_wise, those of one host for host_wise, each one's for column_wise, those of several hosts for
+    grid; default: where most room is, and slices on all."""
 
     @model_validator(mode="after")
     def _check(self) -> TablePlanConfig:
         _same_copies(self.exchange, self.sharding)
         if self.ranks is None:
             return self
-        if self.sharding not in ("table_wise", "host_wise"):
+        if self.sharding not in ("table_wise", "host_wise", "column_wise", "grid"):
             raise ValueError(
-                f"got ranks={self.ranks} with sharding={self.sharding}, wanted sharding=table_wise or host_wise"
+                f"got ranks={self.ranks} with sharding={self.sharding}, wanted sharding=table_wise, host_wise, "
+                "column_wise or grid"
             )
         if len(set(self.ranks)) != len(self.ranks) or not self.ranks:
             raise ValueError(f"got ranks={self.ranks}, wanted at least one, each once")
@@ -329,15 +333,23 @@ class PlanConfig(Section):
     exchange: ExchangeChoice = "rows"
     """What travels between ranks: rows, what owners pool of them, gradients alone; auto: the fastest by prediction."""
     sharding: ShardingChoice = "row_wise"
-    """Which ranks have a table's rows: all, those of one host, one, each a copy; auto: as is foretold to be fastest."""
+    """Which ranks have a table's rows: all, one host's, one, some columns on each (of hosts: grid), each a copy; auto:
+    as is foretold to be fastest."""
     wire: WireConfig = WireConfig()
     """What rows look like while they travel."""
+    servers: int = Field(0, ge=0)
+    """Ranks of each host, its last ones, that have rows and nothing else; 0: the ranks that train have the rows."""
     tables: dict[str, TablePlanConfig] = {}
     """By name: tables with a sharding, exchange or ranks of their own."""
 
     @model_validator(mode="after")
     def _check(self) -> PlanConfig:
         _same_copies(self.exchange, self.sharding)
+        if self.servers and self.memory.hbm is not None:
+            raise ValueError(
+                f"got plan.memory.hbm with plan.servers={self.servers}; devices belong to the ranks that train, which "
+                "have no rows then: leave one of them out"
+            )
         return self
 
     @model_validator(mode="before")

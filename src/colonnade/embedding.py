@@ -18,15 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.consistency import consistency
 from colonnade.data.lookahead import Lookahead, Window
 from colonnade.errors import BudgetExceeded, CheckpointError, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
+from colonnade.exchange.ahead import Ahead, open_ahead
 from colonnade.exchange.contract import RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import declare
+from colonnade.exchange.recording import all_finite
 from colonnade.exchange.rows import RowsExchange
+from colonnade.exchange.slices import slices_of
 from colonnade.interaction import Interaction
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.plan.plan import Plan, build_plan
@@ -37,6 +39,7 @@ from colonnade.store.mapped import MappedRows
 from colonnade.store.policies import RowRetention, open_policies
 from colonnade.table import CLOCK_BYTES, Feature, Table
 from colonnade.topology.mesh import Mesh
+from colonnade.topology.reads import announced
 
 PACKED = torch.contiguous_format
 
@@ -87,6 +90,7 @@ class EmbeddingCollection(nn.Module):
         self._expected: tuple[str, int] | None = None  # that of a state_dict loaded before opening
         self._opened = False
         self._served: MappedRows | None = None
+        self.ahead: Ahead | None = None  # of the newest lookahead
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -112,11 +116,17 @@ class EmbeddingCollection(nn.Module):
         if self._opened:
             raise ConfigError("this collection is open already; build a new one to change its plan")
         self.mesh = mesh or Mesh()
-        self.plan = plan or build_plan(self.tables, self.mesh.num_ranks)
+        servers = self.mesh.world.servers
+        self.plan = plan or build_plan(self.tables, self.mesh.num_ranks, servers=servers)
         if self.plan.num_ranks != self.mesh.num_ranks:
             raise ConfigError(
                 f"the plan is for {self.plan.num_ranks} ranks, this world has {self.mesh.num_ranks}; "
                 "build the plan for this world"
+            )
+        if self.plan.servers != servers:
+            raise ConfigError(
+                f"the plan has servers {list(self.plan.servers)}, this world has {list(servers)}; build the plan for "
+                "this world"
             )
         if self.plan.needs_backing and not backings:
             raise ConfigError(
@@ -130,40 +140,47 @@ class EmbeddingCollection(nn.Module):
             self.step = committed[1]
         keep_freed_memory()
         self.consistency = consistency(self.plan.staleness_steps)
+        self.slices = slices_of(self.declaration, self.plan.shardings)
+        laid, planned = self.slices.laid, self.plan.tables
         self.exchange = open_exchange(
-            self.declaration,
+            self.slices.declaration,
             self.mesh,
-            exchanges=[table.exchange for table in self.plan.tables],
-            shardings=self.plan.shardings,
+            exchanges=[planned[each.number].exchange for each in laid],
+            shardings=[each.sharding for each in laid],
             codecs=self.plan.codecs,
             seed=self.seed,
         )
-        self.shards = tuple(table.sharding.shard_of(self.mesh.rank) for table in self.plan.tables)
+        self.shards = tuple(each.sharding.shard_of(self.mesh.rank) for each in laid)
+        tiers = [planned[each.number].tier for each in laid]
         memory = open_dram(
-            self.tables,
-            [table.capacity_rows for table in self.plan.tables],
+            [each.table for each in laid],
+            [planned[each.number].capacity_rows for each in laid],
             seed=self.seed,
             shards=self.shards,
             backings=backings,
             directories=[
-                Path(self.plan.mapped.path) if self.plan.mapped and table.tier == "mapped" else None
-                for table in self.plan.tables
+                Path(self.plan.mapped.path) if self.plan.mapped and tier == "mapped" else None
+                for tier in tiers
             ],
         )
         self.store: DramStore | HbmStore = memory
         if self.plan.hbm_bytes is not None:
             slots = [
-                0 if shard.place is None else table.hbm_rows
-                for shard, table in zip(self.shards, self.plan.tables, strict=True)
+                0 if shard.place is None else planned[each.number].hbm_rows
+                for shard, each in zip(self.shards, laid, strict=True)
             ]
             self.store = open_hbm(memory, slots, self.place.device, seed=self.seed)
-        own = open_policies(self.tables, self.shards, seed=self.seed)
-        given = {self._number(name): policy for name, policy in (policies or {}).items()}
-        if both := sorted(self.tables[t].name for t in set(own) & set(given)):
+        own = open_policies([each.table for each in laid], self.shards, seed=self.seed)
+        given = {self._slices(name): policy for name, policy in (policies or {}).items()}
+        if cut := [laid[numbers[0]].table.origin[0] for numbers in given if len(numbers) > 1]:
+            raise ConfigError(
+                f"table {cut[0]!r}: got a policy of your own for rows that are cut by columns; choose another sharding"
+            )
+        if both := sorted(laid[t].table.name for (t,) in given if t in own):
             raise ConfigError(
                 f"table {both[0]!r}: got a policy for a table with admission or eviction of its own; give one of them"
             )
-        self.policies: dict[int, RowPolicy] = {**own, **given}
+        self.policies: dict[int, RowPolicy] = {**own, **{t: each for (t,), each in given.items()}}
         self._window = Window(
             stall_seconds=lambda: self.store.sources.stall_seconds,
             share=self.store.pinned_share,
@@ -223,7 +240,8 @@ class EmbeddingCollection(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             if ticket is not None:
                 self.drop(ticket)
-            return self._read_only(batch)
+            announced(self.mesh, True)
+            return self.read(batch)
         if ticket is None:
             if self.consistency.reads_ahead:
                 raise ConfigError(
@@ -234,7 +252,12 @@ class EmbeddingCollection(nn.Module):
             ticket = self.prepare(batch, purpose="control")
             self.fetch(ticket)
         self.live.append(ticket)
-        return self.exchange.values(ticket, self.handle, self.place.device)
+        found = self.slices.seen(self.exchange.values(ticket, self.handle, self.place.device))
+        if ticket.leaving is None:
+            self.changes()
+        elif self.ahead is not None:
+            self.ahead.let(self.live)
+        return found
 
     def lookahead(self, batches: Iterable[Batch]) -> Lookahead:
         """The same batches in the same order, each ready to use: its ids have travelled, its rows are resident.
@@ -243,6 +266,10 @@ class EmbeddingCollection(nn.Module):
         before its use as the plan's staleness says. Close the iterator to stop early.
         """
         self.ensure_open()
+        self.ahead = open_ahead(
+            self.mesh.world, self.exchange, self.store, self.plan.lookahead,
+            self.consistency.reads_ahead, never=list(self.policies),
+        )  # fmt: skip
         return Lookahead(
             batches,
             prepare=self.prepare,
@@ -252,6 +279,7 @@ class EmbeddingCollection(nn.Module):
             depth=self.plan.lookahead,
             reads_ahead=self.consistency.reads_ahead,
             is_alone=self.mesh.num_ranks == 1,
+            ahead=self.ahead,
         )
 
     def prepare(self, batch: Batch, *, purpose: str = "route") -> Ticket:
@@ -285,13 +313,15 @@ class EmbeddingCollection(nn.Module):
     def fetch(self, ticket: Ticket) -> None:
         """Collective, training thread: read the rows as they are now."""
         self.store.wait(ticket.job)
+        if self.ahead is not None:
+            self.ahead.take(ticket)
         source = RowSource(self.store.views(), ticket.pinned, not self.consistency.reads_ahead)
         self.exchange.fetch(ticket, source)
 
     def finite(self) -> bool:
         """Whether every gradient recorded on this rank is finite."""
         return all(
-            _all_finite(part)
+            all_finite(part)
             for ticket in self.live
             for gradients, _ in ticket.recorded()
             for part in gradients
@@ -331,8 +361,11 @@ class EmbeddingCollection(nn.Module):
     def push(self, optimizers: Tensor, settings: Tensor) -> None:
         """Collective: push what backward recorded, apply it once, release the rows.
 
-        optimizers (P,) int32, settings (P, 16) float64 by part: see `_native.update`.
+        optimizers (P,) int32, settings (P, 16) float64 by declared part: see `_native.update`.
         """
+        if self.slices.is_cut:
+            of_part = list(self.slices.of_part)
+            optimizers, settings = optimizers[of_part], settings[of_part]
         gradients, tickets = self.collect(), self.live
         if gradients is not None:
             for ticket in tickets:  # one whose values were restored was never fetched
@@ -361,6 +394,8 @@ class EmbeddingCollection(nn.Module):
 
     def drop(self, ticket: Ticket) -> None:
         """Give a prepared batch up: nothing of it is applied, its rows are unpinned."""
+        if ticket.leaving is not None:
+            ticket.leaving.done.wait()
         self.exchange.drop(ticket)
         slots = ticket.slots
         ticket.finish()
@@ -376,21 +411,24 @@ class EmbeddingCollection(nn.Module):
         Rows never trained read as their first value; nothing is remembered of the call.
         """
         self.ensure_open()
-        t = self._number(table)
-        rows = self.tables[t].rows
+        numbers = self._slices(table)
+        rows = self.slices.laid[numbers[0]].table.rows
         unique, inverse = torch.unique(ids, return_inverse=True)
         if rows is not None and len(unique) and not (unique[0] >= 0 and unique[-1] < rows):
             raise IdRangeError(
                 f"table {table!r}: got ids {int(unique[0])} .. {int(unique[-1])}, wanted 0 .. {rows - 1}"
             )
-        owned = self.shards[t].owns(unique, rows)
-        if self.mesh.rank not in self.plan.tables[t].sharding.holders:
-            owned[:] = False  # another's copy of a replicated row
-        num_owned = int(owned.sum())
-        offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(self.tables) - t))
         compute, dtype = self.declaration.compute_dtype, self.declaration.dtype
-        found = torch.zeros(len(unique), self.tables[t].width, dtype=compute)
-        found[owned] = self.store.read(unique[owned].contiguous(), offsets)[t].to(compute)
+        width = self.tables[self._number(table)].width
+        found = torch.zeros(len(unique), width, dtype=compute)
+        for t in numbers:
+            owned = self.shards[t].owns(unique, rows)
+            if self.mesh.rank not in self.slices.laid[t].sharding.holders:
+                owned[:] = False  # another's copy of a replicated row
+            num_owned = int(owned.sum())
+            offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(self.shards) - t))
+            read = self.store.read(unique[owned].contiguous(), offsets)[t].to(compute)
+            found[owned, slice(*self.slices.laid[t].columns)] = read
         # One rank's values and zeros: exact.
         return self.mesh.all_reduce("evaluate", found).to(dtype)[inverse]
 
@@ -398,32 +436,44 @@ class EmbeddingCollection(nn.Module):
         """Every rank with the same ids (N,): their rows are forgotten, wherever they are; the next read of one gives
         its first value. A row that a batch in flight uses is born again in place. Ids never trained are passed over."""
         self.ensure_open()
-        t = self._number(table)
-        mine = ids[self.shards[t].owns(ids, self.tables[t].rows)].unique()
-        self.store.delete(t, mine)
-        policy = self.policies.get(t)
-        if isinstance(policy, RowRetention):
-            policy.drop(mine)
+        self.changes()
+        for t in self._slices(table):
+            mine = ids[self.shards[t].owns(ids, self.slices.laid[t].table.rows)].unique()
+            self.store.delete(t, mine)
+            policy = self.policies.get(t)
+            if isinstance(policy, RowRetention):
+                policy.drop(mine)
+
+    def changes(self) -> None:
+        """Between steps, every rank: rows change, or will at the next update, otherwise than by batches of a lookahead.
+        What has left of the next one ahead is not used."""
+        if self.ahead is not None:
+            self.ahead.spoil()
 
     def scan(self, table: str) -> Iterator[Rows]:
         """This rank's trained rows, each once, a run at a time, in memory or below it; of a replicated table every rank
-        has them all. Changes nothing; the table must not be trained meanwhile."""
+        has them all, of one cut by columns those of its slice. Changes nothing; the table must not be trained
+        meanwhile."""
         self.ensure_open()
-        t = self._number(table)
-        kind = self.tables[t]
-        for ids, records in self.store.scan(t):
-            # Copied even where one row is contiguous already: its clock may lie at any byte.
-            weights = records[:, : kind.width * kind.itemsize].clone(memory_format=PACKED)
-            clocks = records[:, -CLOCK_BYTES:].clone(memory_format=PACKED)
-            yield Rows(
-                ids, weights.view(self.declaration.dtype), clocks.view(torch.int64).flatten()
-            )
+        for t in self._slices(table):
+            kind = self.slices.laid[t].table
+            for ids, records in self.store.scan(t):
+                # Copied even where one row is contiguous already: its clock may lie at any byte.
+                weights = records[:, : kind.width * kind.itemsize].clone(memory_format=PACKED)
+                clocks = records[:, -CLOCK_BYTES:].clone(memory_format=PACKED)
+                yield Rows(
+                    ids, weights.view(self.declaration.dtype), clocks.view(torch.int64).flatten()
+                )
 
     def _number(self, table: str) -> int:
         names = [each.name for each in self.tables]
         if table not in names:
             raise ConfigError(f"unknown table {table!r}; choose from {', '.join(names)}")
         return names.index(table)
+
+    def _slices(self, table: str) -> tuple[int, ...]:
+        """Numbers of a table's slices, from the left, among all that were laid out."""
+        return self.slices.of_table[self._number(table)]
 
     def _ask(self, policy: RowPolicy, t: int, tickets: Sequence[Ticket]) -> None:
         """The policy hears of the rows of table t that were just updated here, and names those to forget."""
@@ -449,29 +499,30 @@ class EmbeddingCollection(nn.Module):
         self.store.delete(t, left.unique())
 
     def adopt(self, t: int, ids: Tensor, records: Tensor) -> None:
-        """Between steps: these rows of table t came here from elsewhere. They are admitted, and others may have to
+        """Between steps: these rows of slice t came here from elsewhere. They are admitted, and others may have to
         leave for them. ids (N,) unique; records (N, record_bytes) uint8."""
         policy = self.policies.get(t)
         if isinstance(policy, RowRetention):
-            norms, table = None, self.tables[t]
+            norms, table = None, self.slices.laid[t].table
             if policy.reads_norms:
                 every = torch.arange(len(ids), dtype=torch.int32)
                 rows = RowView(records.data_ptr(), table.record_bytes, table.width, table.dtype)
                 norms = self.exchange.squared_norms(rows, every)
             self.store.delete(t, policy.adopt(ids, self.step, norms).unique())
 
-    def _read_only(self, batch: Batch) -> dict[str, Tensor]:
-        """Evaluation: sees every update, leaves no trace; any number of training batches may be in flight."""
+    def read(self, batch: Batch) -> dict[str, Tensor]:
+        """Evaluation: sees every update, leaves no trace; any number of training batches may be in flight. A server
+        calls it where the others call the collection: `topology.reads`."""
         ticket = self.exchange.route(batch, self.step, purpose="evaluate")
         batch.world_weight = ticket.weight
         found = self.store.read(ticket.owned_ids, ticket.owned_offsets)
         views = [
             RowView(rows.data_ptr(), table.width * table.itemsize, table.width, table.dtype)
-            for rows, table in zip(found, self.tables, strict=True)
+            for rows, table in zip(found, self.store.tables, strict=True)
         ]
         numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in found]
         self.exchange.fetch(ticket, RowSource(views, torch.cat(numbers), True, found))
-        return self.exchange.values(ticket, self.handle, self.place.device)
+        return self.slices.seen(self.exchange.values(ticket, self.handle, self.place.device))
 
     @property
     def is_open(self) -> bool:
@@ -503,7 +554,7 @@ class Rows:
     """Some trained rows of a table."""
 
     ids: Tensor  # (N,) int64
-    weights: Tensor  # (N, width) of the table's dtype
+    weights: Tensor  # (N, width of this rank's slice) of the table's dtype
     clocks: Tensor  # (N,) int64: updates applied
 
 
@@ -522,10 +573,3 @@ def _other_rows(said: tuple[str, int] | None, here: tuple[str, int]) -> str:
         f"got a state_dict whose rows are the commit of step {step} of run {run}, the rows here are {rows}; "
         f"open that run at step {step}, or leave the keys ending in _extra_state out to load the dense weights alone"
     )
-
-
-def _all_finite(values: Tensor) -> bool:
-    dtype = str(values.dtype).removeprefix("torch.")
-    if dtype not in ("float32", "float64") or values.device.type != "cpu":
-        return bool(torch.isfinite(values).all())
-    return _native.all_finite(values.data_ptr(), values.numel(), dtype)

@@ -21,6 +21,8 @@ class SparseOptimizer:
     name: ClassVar[str]
     kind: ClassVar[int]
     """Number of the rule in the native core (`_native.update`)."""
+    is_of_rows: ClassVar[bool] = False
+    """Whether a weight's update depends on other columns of its row."""
 
     lr: float
 
@@ -105,6 +107,7 @@ class RowWiseAdagrad(SparseOptimizer):
 
     name = "rowwise_adagrad"
     kind = 1
+    is_of_rows = True
 
     eps: float = 1e-8
     initial_accumulator: float = 0.0
@@ -138,6 +141,7 @@ class RowWiseAdam(SparseOptimizer):
 
     name = "rowwise_adam"
     kind = 5
+    is_of_rows = True
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -192,6 +196,7 @@ class LAMB(SparseOptimizer):
 
     name = "lamb"
     kind = 8
+    is_of_rows = True
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6

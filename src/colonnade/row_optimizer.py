@@ -167,6 +167,7 @@ class RowOptimizer(Optimizer):
 
     def _own_settings(self) -> Tensor:
         settings: list[list[float]] = []
+        slices = self.collection.slices
         for group in self.param_groups:
             row = [0.0] * NUM_SETTINGS
             for column, name in enumerate(SETTINGS):
@@ -190,6 +191,11 @@ class RowOptimizer(Optimizer):
                 raise ConfigError(
                     f"param group {group['name']!r}: got momentum={group['momentum']} for rows that keep none; "
                     "declare the table with SGD(momentum=...)"
+                )
+            if group["max_norm"] is not None and slices.of_part.count(len(settings)) > 1:
+                raise ConfigError(
+                    f"param group {group['name']!r}: got max_norm={group['max_norm']} for rows that are cut by "
+                    "columns; leave it None, or choose a sharding that keeps rows whole"
                 )
             if "l1" in group and not group["lr"] > 0:
                 raise ConfigError(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from colonnade.errors import ConfigError
 from colonnade.optimizers import RowWiseAdagrad, SparseOptimizer
-from colonnade.retention import Admission, Eviction
+from colonnade.retention import Admission, Eviction, MaxRowsEviction
 
 Pooling = Literal["sum", "mean", "sqrtn", "sequence"]
 POOLINGS = ("sum", "mean", "sequence", "sqrtn")  # a pooling's place is its number in the core
@@ -141,6 +141,16 @@ class Table:
             )
 
     @property
+    def origin(self) -> tuple[str, int]:
+        """What random bits of its rows are drawn by: a name, and the column that they begin with."""
+        return self.name, 0
+
+    @property
+    def suffix(self) -> str:
+        """Of what is named by features that read it."""
+        return ""
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """In declared order; their columns and their state lie side by side in a row."""
         dims = self.dim if isinstance(self.dim, Mapping) else {"": self.dim}
@@ -180,6 +190,75 @@ class Table:
         """Bytes of one row at rest: weights, optimizer state, low halves if `master`, and a 64-bit clock."""
         state = self.state_floats * ITEM_BYTES[self.compute_dtype]
         return self.width * self.itemsize + state + 2 * self.width * self.master + CLOCK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TableSlice(Table):
+    """Some columns of a table, a table by itself wherever rows lie and travel: `slice_of` makes one."""
+
+    whole: Table = field(kw_only=True)
+    first: int = field(kw_only=True)
+    """Column of the whole row."""
+
+    @property
+    def origin(self) -> tuple[str, int]:
+        return self.whole.name, self.first
+
+    @property
+    def suffix(self) -> str:
+        return f"[{self.first}:{self.first + self.width}]"
+
+
+def slice_of(table: Table, first: int, last: int) -> TableSlice:
+    """Columns first .. last - 1 of `table`: what whole rows would have there, first values and updates alike, where
+    `check_slices` has nothing against it."""
+    taken = [
+        (part, min(last, part.column + part.dim) - max(first, part.column)) for part in table.parts
+    ]
+    taken = [(part, dim) for part, dim in taken if dim > 0]
+    columns = {part.name: dim for part, dim in taken}
+    scales = {part.name: Uniform(scale=part.init_scale) for part, _ in taken}
+    has_parts = isinstance(table.dim, Mapping)
+    return TableSlice(
+        f"{table.name}[{first}:{last}]",
+        columns if has_parts else last - first,
+        rows=table.rows,
+        optimizer={part.name: part.optimizer for part, _ in taken}
+        if has_parts
+        else table.optimizer,
+        initializer=scales if has_parts else scales[""],
+        dtype=table.dtype,
+        master=table.master,
+        max_norm=table.max_norm,
+        admission=table.admission,
+        eviction=table.eviction,
+        whole=table,
+        first=first,
+    )
+
+
+def check_slices(table: Table, slices: Sequence[Table]) -> None:
+    """Raises ConfigError where a table asks for what only whole rows can give."""
+    dims = {part.name: part.dim for part in table.parts}
+    cut = {part.name for each in slices for part in each.parts if part.dim < dims[part.name]}
+    if len(slices) > 1 and (said := needs_whole_rows(table, cut)):
+        raise ConfigError(
+            f"table {table.name!r}: got column_wise or grid, which cut rows by columns, for what needs whole rows: "
+            f"{said}, or choose row_wise, host_wise or table_wise"
+        )
+
+
+def needs_whole_rows(table: Table, cut: Collection[str]) -> str:
+    """What of a table only whole rows can give, if its rows were cut, and these parts of them; "": nothing."""
+    for part in table.parts:
+        if part.name in cut and part.optimizer.is_of_rows:
+            of = f" of part {part.name!r}" if part.name else ""
+            return f"optimizer {part.optimizer.name}{of}; give it sgd, adagrad, adam, adamw or ftrl"
+    if cut and table.max_norm is not None:
+        return f"max_norm={table.max_norm}; leave it out"
+    if isinstance(table.eviction, MaxRowsEviction) and table.eviction.by == "norm":
+        return "eviction by norm; evict by recency or frequency"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,11 +110,14 @@ def test_ranks_meet_and_each_attempt_has_keys_of_its_own(server):
 
 def test_other_versions_and_uneven_hosts_are_refused_by_name(server):
     port = server.port
-    found = met(port, {0: PEER, 1: PEER, 2: replace(PEER, torch="1.0", local_ranks=3)})
+    other = replace(PEER, torch="1.0", local_ranks=3, verb="plan")
+    found = met(port, {0: PEER, 1: PEER, 2: other})
     for error in found.values():
         assert isinstance(error, WorldError)
         assert 'rank 2 has torch="1.0", ranks 0, 1 have "2.0"' in str(error)
         assert "rank 2 has ranks on its host=3, ranks 0, 1 have 1" in str(error)
+        # Else their first calls would meet, of other sizes, which ends a process inside gloo.
+        assert 'rank 2 has verb="plan", ranks 0, 1 have ""' in str(error)
 
 
 def test_two_processes_of_one_rank_are_refused(server):

@@ -17,7 +17,9 @@ from colonnade import (
     FM,
     FTRL,
     SGD,
+    Adagrad,
     Adam,
+    AdamW,
     AgeEviction,
     Batch,
     Concat,
@@ -36,7 +38,8 @@ from colonnade import (
 )
 from colonnade.store.absent import AbsentRows
 from colonnade.store.log import open_log
-from colonnade.topology.sharding import Sharding
+from colonnade.store.slices import lay_out
+from colonnade.topology.sharding import Sharding, row_wise
 from colonnade.train.dense import DenseGradients
 
 DIM = 5
@@ -58,10 +61,18 @@ def tables(dtype: str = "float64", stays: str | None = None) -> list[Table]:
         Table("tag", DIM, rows=11, optimizer=adam, initializer=scale, dtype=dtype, max_norm=1.0),
         Table("wide", 3, optimizer=adagrad, initializer=scale, dtype=dtype),
     ]  # fmt: skip
-    given = STAYS[stays] if stays else {}
+    given = OTHERWISE[stays] if stays else {}
     return [replace(table, **given.get(table.name, {})) for table in declared]
 
 
+SINGLE_WEIGHTS: dict[str, dict[str, Any]] = {
+    "user": {
+        "optimizer": {"deep": Adagrad(lr=0.1, eps=1e-6, weight_decay=1e-3), "wide": FTRL(lr=0.1)}
+    },
+    "tag": {"max_norm": None},
+    "wide": {"optimizer": AdamW(lr=0.01, eps=1e-3)},
+}
+"""What leaves every column of a row to itself, so that rows can be cut."""
 STAYS: dict[str, dict[str, dict[str, Any]]] = {
     "counted and frequent": {
         "item": {
@@ -76,6 +87,16 @@ STAYS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Admission and eviction by name, by open table."""
+OTHERWISE = {
+    **STAYS,
+    "single weights": SINGLE_WEIGHTS,
+    "single weights that leave": {
+        **SINGLE_WEIGHTS,
+        "item": STAYS["counted and frequent"]["item"],
+        "wide": {**SINGLE_WEIGHTS["wide"], "eviction": MaxRowsEviction(rows=9, by="recency")},
+    },
+}
+"""What else tables can be declared with."""
 
 
 def features() -> list[Feature]:
@@ -190,18 +211,18 @@ def probe_ids() -> dict[str, Tensor]:
 def open_backings(
     folder: Path, mesh: Mesh, tables: Sequence[Table], shardings: Sequence[Sharding] = ()
 ):
-    """One file store per table for this rank, empty; none where it has no rows of it."""
+    """One file store per table, or slice of one, for this rank, empty; none where it has no rows of it."""
     return [
-        AbsentRows(table.name, table.record_bytes)
-        if shardings and shardings[t].shard_of(mesh.rank).place is None
+        AbsentRows(each.table.name, each.table.record_bytes)
+        if each.sharding.shard_of(mesh.rank).place is None
         else open_log(
-            folder / f"{mesh.rank}-of-{mesh.num_ranks}" / table.name,
-            table_name=table.name,
-            record_bytes=table.record_bytes,
-            identity=table.name,
+            folder / f"{mesh.rank}-of-{mesh.num_ranks}" / each.table.name,
+            table_name=each.table.name,
+            record_bytes=each.table.record_bytes,
+            identity=each.table.name,
             step=None,
         )
-        for t, table in enumerate(tables)
+        for each in lay_out(tables, shardings or [row_wise(mesh.num_ranks)] * len(tables))
     ]
 
 

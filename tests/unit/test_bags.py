@@ -1,118 +1,247 @@
-"""Bags on the wire: what is dealt, packed, unpacked and joined is the batch that was there, rank by rank."""
+"""Bags on the wire: the native core against its slow twin, what all ranks look up as it was, damaged messages."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from colonnade import _native
 from colonnade.batch import Batch, Ids
+from colonnade.errors import WorldError
 from colonnade.exchange import bags
-from colonnade.exchange.layout import collect, consumption, declare
+from colonnade.exchange import bags_reference as twin
+from colonnade.exchange.deal import deal
+from colonnade.exchange.layout import Consumption, collect, consumption, declare
+from colonnade.exchange.packing_reference import IdSpace
 from colonnade.table import Feature, Table
+from colonnade.topology.sharding import row_wise, table_wise
 
-LONGEST = [1, 2, 3, 15, 16, 300, 70_000]
+TABLES = [
+    Table("user", 2, rows=53), Table("open", 2), Table("item", 2, rows=2**40), Table("own", 2, rows=9),
+]  # fmt: skip
+NAMES = ["user", "open", "user again", "item", "own"]
+TABLE_OF = [0, 1, 0, 2, 3]
+LENGTHS = {"one": 1, "few": 3, "many": 40, "none": 0}
+FEATURES = [Feature(name, name.split()[0], pooling="sum") for name in NAMES]
+DECLARATIONS = {
+    torch.float32: declare(TABLES, FEATURES, {}),
+    torch.float64: declare([replace(table, dtype="float64") for table in TABLES], FEATURES, {}),
+}
+ROWS = torch.tensor([table.rows or 0 for table in TABLES])
 
 
-def batch_of(random, size, lengths, weighted, dtype):
+def batch_of(random, size, kinds, weighted, dtype, spread):
     ids = {}
-    for name, each in lengths.items():
-        offsets = None if each is None else torch.from_numpy(np.concatenate([[0], np.cumsum(each)]))
-        n = size if each is None else int(np.sum(each))
-        values = torch.from_numpy(random.integers(0, 50, n))
-        weights = torch.rand(n, dtype=dtype) if name in weighted else None
-        ids[name] = Ids(values, offsets, weights)
+    for name, kind, t in zip(NAMES, kinds, TABLE_OF, strict=True):
+        longest = LENGTHS[kind]
+        each = np.full(size, longest) if kind in ("one", "none") else random.integers(0, longest + 1, size)  # fmt: skip
+        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(each)]))
+        highest = min(spread, TABLES[t].rows or 2**62)
+        values = torch.from_numpy(random.integers(0, highest, int(each.sum())))
+        weights = torch.rand(len(values), dtype=dtype) if name in weighted else None
+        ids[name] = Ids(values, None if kind == "one" and weights is None else offsets, weights)
     return Batch(size, torch.zeros(size, 0), ids)
 
 
-def looked_up(batch):
-    declaration = declare([Table("t", 2)], [Feature(name, "t") for name in batch.ids], {})
-    return collect(batch, declaration, consumption(declaration))
+def asked(batch, dealt, codes, dtype=torch.float32):
+    """(messages by rank, lookups)."""
+    declaration = DECLARATIONS[dtype]
+    lookups = collect(batch, declaration, consumption(declaration))
+    plan = _native.make_plan(lookups.native, ROWS, dealt.num_owners)
+    return bags.pack(lookups, plan, ROWS, dealt, codes), lookups
 
 
-def travel(parts, dtype):
-    for each in parts:
-        yield bags.unpack(bags.pack(each, dtype), len(each.lengths), dtype, 0)
+def owners_of(batch, dealt):
+    """By column: the rank of each lookup."""
+    found = []
+    for name, t in zip(NAMES, TABLE_OF, strict=True):
+        place = torch.as_tensor(
+            _native.owner_of(batch.ids[name].values, int(ROWS[t]), int(dealt.num_owners[t]))
+        )
+        found.append([int(np.flatnonzero(dealt.places[:, t] == p)[0]) for p in place.tolist()])
+    return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 5])
-@pytest.mark.parametrize("seed", range(6))
-def test_every_lookup_reaches_its_owner_and_no_other(seed, num_ranks):
-    random, dtype = np.random.default_rng(seed), torch.float64 if seed % 2 else torch.float32
-    sizes = [int(random.integers(0, 40)) for _ in range(num_ranks)]
-    sizes[-1] = 0 if seed == 3 else sizes[-1]
-    names = ["one", "few", "many", "same"]
-    received = [[] for _ in range(num_ranks)]  # by owner, of every rank
-    wanted = [[] for _ in range(num_ranks)]  # by owner: (column, rank, sample, id, weight, code)
-    for rank, size in enumerate(sizes):
-        lengths = {
-            "one": None,
-            "few": random.integers(0, 3, size),
-            "many": random.integers(0, 40, size),
-            "same": np.full(size, 4),
-        }
-        weighted = {name for name in names if random.random() < 0.3}
-        batch = batch_of(random, size, lengths, weighted, dtype)
-        lookups = looked_up(batch)
-        owners = random.integers(0, num_ranks, len(lookups.ids))
-        codes = random.integers(1, 256, len(owners)).astype(np.uint8) if rank % 2 else None
-        columns = [np.arange(4)] * num_ranks
-        for owner, part in enumerate(
-            travel(bags.deal(lookups, owners, columns, dtype, codes), dtype)
-        ):
-            received[owner].append(part)
-        at = 0
-        for c, name in enumerate(names):
-            each = lengths[name] if lengths[name] is not None else np.ones(size, int)
-            sample = np.repeat(np.arange(size), each)
-            ids = batch.ids[name]
-            for e in range(len(ids.values)):
-                weight = 1.0 if ids.weights is None else float(ids.weights[e])
-                code = 0 if codes is None else int(codes[at])
-                seen = (c, rank, int(sample[e]), int(ids.values[e]), weight, code)
-                wanted[owners[at]].append(seen)
-                at += 1
-    rank_of = np.repeat(np.arange(num_ranks), sizes)
-    first = np.cumsum(sizes) - sizes
-    for parts, mine in zip(received, wanted, strict=True):
-        joined = bags.join(parts, dtype)
-        assert joined.lengths.shape == (4, sum(sizes))
-        found, at = [], 0
-        for c in range(4):
-            for sample, length in enumerate(joined.lengths[c]):
-                for _ in range(length):
-                    rank = int(rank_of[sample])
-                    weight = 1.0 if joined.weights is None else float(joined.weights[at])
-                    code = 0 if joined.codes is None else int(joined.codes[at])
-                    place = (c, rank, int(sample - first[rank]))
-                    found.append((*place, int(joined.ids[at]), weight, code))
-                    at += 1
-        assert found == sorted(mine, key=lambda each: each[:3]) and at == len(joined.ids)
+def columns_at(rank, batch, dealt, codes):
+    """What the twin says of a rank's share of a batch."""
+    owners, found, before = owners_of(batch, dealt), [], 0
+    for c, (name, t) in enumerate(zip(NAMES, TABLE_OF, strict=True)):
+        ids = batch.ids[name]
+        ends = np.arange(batch.size + 1) if ids.offsets is None else ids.offsets.numpy()
+        mine = [e for e in range(len(ids.values)) if owners[c][e] == rank]
+        if dealt.places[rank, t] >= 0:
+            bag_of = np.searchsorted(ends, mine, side="right") - 1
+            of_bag: list[list[int]] = [[] for _ in range(batch.size)]
+            for e, bag in zip(mine, bag_of, strict=True):
+                of_bag[bag].append(int(ids.values[e]))
+            weights = None if ids.weights is None else [ids.weights[e].numpy().tobytes() for e in mine]  # fmt: skip
+            known = None if codes is None else [int(codes[before + e]) for e in mine]
+            found.append(twin.Column(t, of_bag, weights, known))
+        before += len(ids.values)
+    return found
 
 
-@pytest.mark.parametrize("longest", LONGEST)
+def owned_by(rank, dealt):
+    mine = [c for c, t in enumerate(TABLE_OF) if dealt.places[rank, t] >= 0]
+    tables = torch.tensor([TABLE_OF[c] for c in mine], dtype=torch.int32)
+    return Consumption(tuple(mine), (), tables, torch.zeros(len(mine), dtype=torch.uint8))
+
+
+def spaces_of(rank, dealt):
+    return {
+        t: IdSpace(int(ROWS[t]), int(dealt.num_owners[t]), int(dealt.places[rank, t]))
+        for t in range(len(TABLES))
+        if dealt.places[rank, t] >= 0
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_messages_equal_their_twins_and_arrive(data):
+    num_ranks = data.draw(st.sampled_from([1, 2, 3, 5]))
+    dealt = deal([*[row_wise(num_ranks)] * 3, table_wise(num_ranks - 1)], num_ranks)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    random = np.random.default_rng(data.draw(st.integers(0, 10**6)))
+    batches, codes, sent = [], [], []
+    for _ in range(num_ranks):
+        size = data.draw(st.sampled_from([0, 1, 5, 40]))
+        kinds = data.draw(st.lists(st.sampled_from(list(LENGTHS)), min_size=5, max_size=5))
+        weighted = data.draw(st.sets(st.sampled_from(NAMES)))
+        spread = data.draw(st.sampled_from([4, 600, 2**62]))
+        batches.append(batch_of(random, size, kinds, weighted, dtype, spread))
+        count = sum(len(each.values) for each in batches[-1].ids.values())
+        known = data.draw(st.booleans())
+        codes.append(random.integers(0, 256, count).astype(np.uint8) if known else None)
+        sent.append(asked(batches[-1], dealt, codes[-1], dtype)[0])
+    for rank in range(num_ranks):
+        spaces, owned = spaces_of(rank, dealt), owned_by(rank, dealt)
+        shares = [
+            columns_at(rank, batch, dealt, known)
+            for batch, known in zip(batches, codes, strict=True)
+        ]
+        for share, batch, message in zip(shares, batches, sent, strict=True):
+            wanted = twin.pack_bags(share, batch.size, spaces)
+            assert message[rank].tobytes() == wanted
+            back = twin.unpack_bags(wanted, owned.tables.tolist(), spaces, dtype.itemsize)
+            empty = [column.codes == [] for column in share]
+            assert all(
+                (b.bags, b.weights) == (c.bags, c.weights)
+                and (b.codes == c.codes or (e and not b.codes))
+                for b, c, e in zip(back, share, empty, strict=True)
+            )
+        messages = [message[rank] for message in sent]
+        check_joined(bags.join(messages, owned, ROWS, dealt, rank, dtype), shares, batches, dtype)
+
+
+def check_joined(found, shares, batches, dtype):
+    lookups = found.lookups
+    assert found.sizes == [batch.size for batch in batches]
+    assert lookups.batch_size == sum(found.sizes)
+    factor = "f" if dtype == torch.float32 else "d"
+    for c in range(len(shares[0])):
+        mine = [share[c] for share in shares]
+        first, last = lookups.feature_offsets[c : c + 2].tolist()
+        assert lookups.ids[first:last].tolist() == [i for column in mine for i in column.ids]
+        lengths = [len(bag) for column in mine for bag in column.bags]
+        if lookups.bags[c] is None:
+            assert set(lengths) <= {1}
+        else:
+            assert lookups.bags[c].diff().tolist() == lengths and lookups.bags[c][0] == 0
+        if lookups.weights[c] is not None:
+            wanted = [
+                value
+                for column in mine
+                for value in (
+                    [1.0] * len(column.ids)
+                    if column.weights is None
+                    else np.frombuffer(b"".join(column.weights), factor).tolist()
+                )
+            ]
+            assert lookups.weights[c].tolist() == wanted
+        else:
+            assert not any(column.weights for column in mine)
+        if found.codes is not None:
+            told = [x for column in mine for x in (column.codes or [0] * len(column.ids))]
+            assert found.codes[first:last].tolist() == told
+        else:
+            assert not any(column.codes for column in mine)
+
+
+def many(random, distinct, dealt, size=64):
+    """One rank's messages for bags of 30 of so many different ids."""
+    batch = batch_of(random, size, ["many"] * 5, {"item"}, torch.float32, distinct)
+    return asked(batch, dealt, None)
+
+
+def test_ids_that_come_again_are_told_once():
+    dealt = deal([row_wise(2)] * 4, 2)
+    random = np.random.default_rng(0)
+    for distinct, most in ((30, 1.0), (2**40, 8.1)):
+        messages, lookups = many(random, distinct, dealt)
+        weights = 4 * len(lookups.weights[3])
+        bytes_each = (sum(map(len, messages)) - weights) / len(lookups.ids)
+        assert bytes_each < most
+
+
+def test_a_column_of_a_table_elsewhere_takes_no_byte():
+    dealt = deal([table_wise(0), table_wise(0), table_wise(0), table_wise(1)], 2)
+    batch = batch_of(np.random.default_rng(0), 3, ["one"] * 5, set(), torch.float32, 9)
+    messages, _ = asked(batch, dealt, None)
+    # samples, no codes; a column: equal lengths of 1; ids as listed: kind, count, width of a block, 3 rows of 9
+    assert len(messages[1]) == 2 + 2 + 3 + 2
+
+
+@pytest.mark.parametrize("longest", [1, 2, 3, 15, 16, 300, 70_000])
 def test_lengths_take_as_few_bits_as_they_need(longest):
-    lengths = np.array([[0, longest], [longest, longest]])
-    ids = np.arange(lengths.sum())
-    given = bags.Bags(ids, lengths, np.zeros(2, bool), None, None)
-    told = bags.words(given)
-    bits = next(bits for bits in bags.BITS[1:] if longest < 2**bits)
-    assert (told[bags.NUM_WORDS :] & 255).tolist() == [bits, 0]
-    (found,) = travel([given], torch.float32)
-    assert np.array_equal(found.lengths, lengths) and np.array_equal(found.ids, ids)
+    bits = next(bits for bits in bags.BITS if longest < 2**bits)
+    declaration = declare(TABLES[:1], [Feature("user", "user", pooling="sum")], {})
+    ids = Ids(torch.zeros(longest, dtype=torch.int64), torch.tensor([0, 0, longest]))
+    lookups = collect(Batch(2, torch.zeros(2, 0), {"user": ids}), declaration, consumption(declaration))  # fmt: skip
+    dealt = deal([row_wise(1)], 1)
+    plan = _native.make_plan(lookups.native, ROWS[:1], dealt.num_owners)
+    (message,) = bags.pack(lookups, plan, ROWS[:1], dealt, None)
+    assert message[2] == bits
 
 
-def test_ranks_get_only_their_columns():
-    """A column of a table that lies on one rank costs the others not even a word."""
-    batch = batch_of(np.random.default_rng(0), 3, {"a": None, "b": None}, set(), torch.float32)
-    lookups = looked_up(batch)
-    first, second = bags.deal(
-        lookups, np.array([0, 0, 0, 1, 1, 1]), [np.array([0]), np.array([1])], torch.float32, None
-    )
-    assert first.lengths.tolist() == second.lengths.tolist() == [[1, 1, 1]]
-    assert first.ids.tolist() == batch.ids["a"].values.tolist()
-    assert second.ids.tolist() == batch.ids["b"].values.tolist()
-    assert len(bags.words(first)) == bags.NUM_WORDS + 1
-    assert (
-        len(bags.pack(first, torch.float32)) == 8 * (bags.NUM_WORDS + 1) + 24
-    )  # no byte for lengths
+def test_damaged_messages_are_refused_or_ask_for_rows_that_are_there():
+    dealt, random = deal([row_wise(2)] * 4, 2), np.random.default_rng(1)
+    whole = [m for distinct in (30, 2**40) for m in many(random, distinct, dealt, 20)[0][1:]]
+    owned, refused = owned_by(1, dealt), 0
+    for i in range(600):
+        bad = whole[i % 2].copy()
+        if random.integers(2):
+            bad = bad[: random.integers(len(bad))].copy()
+        for _ in range(random.integers(1, 4)):
+            if len(bad):
+                bad[random.integers(len(bad))] = int(random.integers(256))
+        try:
+            found = bags.join([whole[0], bad], owned, ROWS, dealt, 1, torch.float32)
+        except WorldError as error:
+            assert f"rank 1 sent {len(bad)} bytes that are no lookups" in str(error)
+            refused += 1
+            continue
+        bounds = found.lookups.feature_offsets.tolist()
+        for c, t in enumerate(owned.tables.tolist()):
+            ids = found.lookups.ids[bounds[c] : bounds[c + 1]]
+            assert set(np.asarray(_native.owner_of(ids, int(ROWS[t]), 2)).tolist()) <= {1}
+    assert refused > 300
+
+
+def test_what_is_no_message_is_refused():
+    dealt = deal([row_wise(1)] * 4, 1)
+    (message,), _ = many(np.random.default_rng(2), 30, dealt, 4)
+    owned = owned_by(0, dealt)
+    for bad, words in (
+        (message[:0], "rank 0 sent 0 bytes that are no lookups"),
+        (np.append(message, message[:3]), "3 bytes after its end"),
+        (np.append(message[:1], np.append([9], message[2:])).astype(np.uint8), "a flag of 9"),
+        (np.append([255] * 4, np.append([1], message[1:])).astype(np.uint8), "samples"),
+        (message[:-3], "wanted 28|more bytes"),
+    ):
+        with pytest.raises(WorldError, match=words):
+            bags.join([bad], owned, ROWS, dealt, 0, torch.float32)

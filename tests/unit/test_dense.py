@@ -15,13 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from colonnade import Mesh, World
 from colonnade.errors import PeerLost
-from colonnade.topology.reduction import sent, sum_in_order, sum_over_ranks
+from colonnade.topology.reduction import WAYS, choose_way, sent, sum_in_order, sum_over_ranks
 from colonnade.topology.traffic import Traffic
 from colonnade.train import dense as dense_module
 from colonnade.train.dense import DenseGradients, bucket_layout
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-WAYS = ("whole", "scattered", "by host")
 SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
 
 
@@ -283,8 +282,26 @@ def on_every_way(mesh, sizes=(4, 8, 40_000)):  # the last in pieces
         assert torch.equal(values, sum_in_order(parts.view(2, 2, -1)))
 
 
+def on_links_known_otherwise(mesh):
+    """Collective: one rank's numbers are others, as if it had measured by itself; all go rank 0's way."""
+    slow = World(num_hosts=2, ranks_per_host=2, remote_bytes_per_second=1e4)
+    fast = World(
+        num_hosts=2, ranks_per_host=2, remote_bytes_per_second=1e12, local_bytes_per_second=1e6
+    )
+    size = 4 * (8 + 3)
+    assert choose_way(slow, size) != choose_way(fast, size)
+    model = nn.Linear(7, 1)
+    dense = attached(model, replace(mesh, world=fast if mesh.rank == 2 else slow))
+    dense.synchronise()
+    dense.zero()
+    model(torch.ones(1, 7)).sum().backward()
+    assert dense.reduce(finite=True, stop=False)[0]
+    assert torch.equal(model.weight.grad, torch.full((1, 7), 4.0))
+
+
 def on_four(mesh):
     on_every_way(mesh)
+    on_links_known_otherwise(mesh)
     bits = []
     for world in (mesh.world, World(ranks_per_host=4)):  # 2 x 2, and one host
         dense_module.choose_way = lambda world, size: "scattered"
@@ -345,6 +362,7 @@ def test_a_gradient_that_comes_too_late_is_told(monkeypatch):
     """A parameter that gets a second gradient after its bucket has left: never summed wrongly."""
     monkeypatch.setattr(dense_module, "BUCKET_BYTES", 8)
     monkeypatch.setattr(dense_module, "sum_over_ranks", lambda mesh, values, way: None)
+    monkeypatch.setattr(Mesh, "broadcast", lambda mesh, purpose, values: values)
     model = Odd()
     dense = attached(model, Mesh(World(ranks_per_host=2)))
     step_of(model, dense, 0, 0, parts=1, is_overlapped=True)

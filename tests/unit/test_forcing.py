@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from colonnade import Table, World
+from colonnade import (
+    LAMB,
+    SGD,
+    Adam,
+    MaxRowsEviction,
+    RowWiseAdam,
+    Table,
+    World,
+)
 from colonnade.config import build_config, override
 from colonnade.errors import ConfigError
 from colonnade.plan.choice import Forced
 from colonnade.plan.forcing import forced_by, is_settled
-from colonnade.plan.plan import plan_of
+from colonnade.plan.plan import Plan, build_plan, explain, plan_of
+from colonnade.topology.sharding import Sharding, column_wise, grid
 
 TABLES = [Table("a", 4, rows=10), Table("b", 4)]
 WORLD = World(num_hosts=2, ranks_per_host=2)
@@ -65,10 +74,14 @@ def test_what_is_said_is_planned():
         ({"tables": {"a": {"sharding": "table_wise", "ranks": [4]}}}, "this world has ranks 0 .. 3"),
         ({"tables": {"a": {"sharding": "host_wise", "ranks": [1, 2]}}}, "wanted all ranks of one host, such as"),
         ({"tables": {"a": {"sharding": "table_wise", "ranks": [0, 1]}}}, "the one rank of a table_wise"),
-        ({"tables": {"a": {"ranks": [0]}}}, "wanted sharding=table_wise or host_wise"),
+        ({"tables": {"a": {"ranks": [0]}}}, "wanted sharding=table_wise, host_wise"),
         ({"tables": {"a": {"sharding": "host_wise", "ranks": [1, 1]}}}, "each once"),
         ({"exchange": "pooled", "sharding": "replicated"}, "leave exchange out"),
         ({"exchange": "replicated", "sharding": "table_wise"}, "leave sharding out"),
+        ({"tables": {"a": {"sharding": "grid", "ranks": [0, 1]}}}, "got 1 of 2 hosts, wanted two or more"),
+        ({"tables": {"a": {"sharding": "grid", "ranks": [0, 1, 2]}}}, "all ranks of two or more hosts"),
+        ({"tables": {"a": {"sharding": "column_wise", "ranks": [0, 4]}}}, "this world has ranks 0 .. 3"),
+        ({"exchange": "replicated", "sharding": "column_wise"}, "leave sharding out"),
         ({"exchange": "row"}, "plan.exchange"),
         ({"tables": {"a": {"exchnage": "rows"}}}, "did you mean plan.tables.a.exchange"),
     ],
@@ -92,3 +105,60 @@ def test_rows_of_gpus_are_not_foretold():
     }
     with pytest.raises(ConfigError, match="whose rows are not foretold"):
         build_config(settings)
+
+
+def cut(plan, tables=None, world=WORLD):
+    return plan_of(build_config({"plan": plan}).plan, tables or CUTTABLE, world)
+
+
+CUTTABLE = [Table("a", 6, rows=10, optimizer=Adam(lr=0.1)), Table("b", 4, optimizer=SGD(lr=0.1))]
+
+
+def test_columns_are_cut_as_is_said():
+    plan = cut({"sharding": "column_wise", "tables": {"a": {"sharding": "grid"}}})
+    assert [str(table.sharding) for table in plan.tables] == [
+        "grid, ranks 0 .. 3, 2 slices", "column_wise, ranks 0 .. 3",
+    ]  # fmt: skip
+    assert Plan.from_json(plan.to_json()) == plan
+    assert [line["rows per rank"] for line in explain(plan, CUTTABLE)] == ["5", "any"]
+    some = cut({"tables": {"b": {"sharding": "column_wise", "ranks": [3, 1]}}})
+    assert some.tables[1].sharding == column_wise((1, 3)) == Sharding("column_wise", (1, 3), 2)
+    assert some.tables[1].sharding.of_slices[1].ranks == (3,)
+    assert grid(WORLD, [1, 0]).of_slices[1].ranks == (2, 3)
+    assert cut({"sharding": "grid"}, world=World()).tables[0].sharding.kind == "row_wise"
+
+
+def test_memory_is_counted_by_slice():
+    """Of a table cut in two, a rank's budget holds twice the rows that it holds of the whole one."""
+    wide = [Table("a", 64, optimizer=SGD(lr=0.1)), Table("b", 64, optimizer=SGD(lr=0.1))]
+    both = {"a": column_wise([0, 1]), "b": column_wise([0, 1])}
+    whole = build_plan(wide, 2, dram_bytes=1_000_000).tables[0].capacity_rows
+    sliced = build_plan(wide, 2, dram_bytes=1_000_000, shardings=both).tables[0].capacity_rows
+    assert 1.7 * whole < sliced < 2 * whole
+    own = build_plan(wide, 2, dram_bytes=1_000_000, table_bytes={"a": 100_000}, shardings=both)
+    assert 500 < own.tables[0].capacity_rows < 1000 < own.tables[1].capacity_rows
+
+
+@pytest.mark.parametrize(
+    "table, words",
+    [
+        (Table("a", 6, optimizer=RowWiseAdam(lr=0.1)), "optimizer rowwise_adam; give it sgd, adagrad"),
+        (Table("a", {"x": 1, "y": 5}, optimizer={"x": SGD(lr=1), "y": LAMB(lr=1)}), "lamb of part 'y'"),
+        (Table("a", 6, optimizer=SGD(lr=0.1), max_norm=1.0), "max_norm=1.0; leave it out"),
+        (Table("a", 6, optimizer=SGD(lr=1), eviction=MaxRowsEviction(rows=9, by="norm")), "by norm"),
+        (Table("a", 3, optimizer=SGD(lr=1)), "4 slices for rows of 3 columns"),
+    ],
+)  # fmt: skip
+def test_what_needs_whole_rows_is_not_cut(table, words):
+    with pytest.raises(ConfigError, match=words):
+        cut({"sharding": "column_wise"}, [table])
+
+
+def test_parts_that_stay_whole_may_have_any_optimizer():
+    table = Table("a", {"x": 3, "y": 3}, optimizer={"x": LAMB(lr=1), "y": SGD(lr=1)})
+    assert build_plan([table], 2, shardings={"a": column_wise([0, 1])}).tables[0].fits
+
+
+def test_grids_need_hosts():
+    with pytest.raises(ConfigError, match="got 1 of 1 hosts, wanted two or more"):
+        cut({"sharding": "grid"}, world=World(ranks_per_host=4))

@@ -157,6 +157,21 @@ def test_what_is_no_request_is_refused():
         unpacked(message, torch.tensor([0, -1, 0]))
 
 
+def measured_id_bytes(ids, rows, num_owners):
+    """Bytes that each of these different ids takes in requests to all owners."""
+    offsets, table = torch.tensor([0, len(ids)]), torch.zeros(1, dtype=torch.int32)
+    asked = _native.Lookups(ids, offsets, table, torch.tensor([2], dtype=torch.uint8), 0, None, None)  # fmt: skip
+    plan = _native.make_plan(asked, torch.tensor([rows]), torch.tensor([num_owners]))
+    blocks, owners = torch.as_tensor(plan.block_offsets), torch.full((num_owners,), num_owners)
+    packed, _ = _native.pack_ids(
+        plan.unique_ids, blocks[:-1].contiguous(), blocks[1:].contiguous(), torch.full_like(owners, rows), owners,
+        torch.arange(num_owners), True,
+    )  # fmt: skip
+    if num_owners == 1:
+        assert len(packed) == packing.measured_bytes(ids, rows)[0]
+    return len(packed) / plan.num_unique
+
+
 def popular(random, rows, draws, exponent, spread):
     """Ids of one batch by Zipf's law, the popular ones spread over the table by a hash, or its first."""
     weights = np.arange(1, rows + 1) ** -exponent
@@ -174,7 +189,7 @@ def test_expected_bytes(num_owners):
             foretold = counted = unique = 0.0
             for _ in range(12):
                 ids = popular(random, rows, 2048, 1.1, spread).unique()
-                counted += packing.measured_id_bytes(ids, rows, num_owners) * len(ids)
+                counted += measured_id_bytes(ids, rows, num_owners) * len(ids)
                 foretold += num_owners * packing.expected_list_bytes(
                     len(ids) / num_owners, rows, num_owners
                 )
@@ -193,7 +208,7 @@ def test_expected_bytes_of_hashed_ids():
     random = np.random.default_rng(0)
     ids = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, 3000))
     for num_owners in (1, 3):
-        counted = packing.measured_id_bytes(ids, 0, num_owners)
+        counted = measured_id_bytes(ids, 0, num_owners)
         foretold = packing.expected_list_bytes(3000 / num_owners, 0, num_owners)
         assert foretold * num_owners / 3000 == pytest.approx(counted, rel=0.02)
     assert packing.expected_list_bytes(0.0, 100, 4) == 1.0

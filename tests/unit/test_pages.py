@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
+
+from colonnade.cli import plan, train
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -73,6 +77,24 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if not target.startswith(("http://", "https://")):
             assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
+
+
+def test_torchrun_takes_none_of_our_options_for_its_own():
+    """`-m colonnade` without `--` works until somebody adds an option such as --run, which torchrun has words for."""
+    shown = {name_of(page): page.read_text(encoding="utf-8") for page in PAGES}
+    shown |= {"plan --help": plan.EXAMPLES, "train --help": train.EXAMPLES}
+    found = 0
+    for place, text in shown.items():
+        for line in text.replace("\\\n", " ").splitlines():
+            if "$" in line or not re.match(r"\s*torchrun .*colonnade ", line):
+                continue
+            words = shlex.split(line)[1:]
+            told = get_args_parser().parse_args(words)
+            ours = words[words.index("colonnade") :]
+            assert told.module and words[-len(ours) - 1] == "--", f"{place}: {line}"
+            assert [told.training_script, *told.training_script_args] == ours, f"{place}: {line}"
+            found += 1
+    assert found >= 7
 
 
 def test_nothing_is_left_to_fill_in():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from ranks import run_ranks
 from small_run import CONFIG, digest, opened
 
@@ -11,10 +12,18 @@ from colonnade import Mesh
 from colonnade.config import build_config, override
 from colonnade.plan.plan import build_plan
 from colonnade.store.log import LogBacking
-from colonnade.topology.sharding import host_wise, replicated, row_wise, table_wise
+from colonnade.topology.sharding import (
+    Sharding,
+    column_wise,
+    host_wise,
+    replicated,
+    row_wise,
+    table_wise,
+)
 from colonnade.topology.world import World
 from colonnade.train import run as runs
 from colonnade.train.commits import committed_steps, read_header
+from colonnade.train.export import export_run
 from colonnade.train.stores import homes
 from colonnade.train.verification import verify_commit
 
@@ -28,6 +37,14 @@ KINDS = {
         host_wise(World(num_hosts=n), t % n),
         table_wise(0),
     ][t % 3],
+    "columns": lambda t, n: column_wise(range(n)),
+    "cut": lambda t, n: [
+        column_wise(range(n)),
+        row_wise(n),
+        table_wise(0),
+        column_wise([0, n - 1]),
+    ][t],
+    "grid": lambda t, n: Sharding("grid", tuple(range(n)), 2),
 }
 DATA = {"num_train": 500, "num_test": 100, "cardinalities": [50, 900, 7, 3000]}
 SHORT = {**CONFIG, "data": {"name": "synthetic", "options": DATA}}
@@ -127,3 +144,73 @@ def test_going_back_gives_up_what_lies_where_rows_are_to_go(tmp_path):
     assert committed_steps(tmp_path) == [10]
     for each in verify_commit(tmp_path, 10):
         assert each.problem == ""
+
+
+ADAM = {**SMALL, "rows.optimizer": "adam", "model.dim": 7, "model.bottom": [7]}
+"""Two numbers of state for each column; 7 columns are cut into 3 and 4."""
+LEAVES = {**OPEN, "rows.optimizer": "adagrad"}
+
+
+def cut_and_joined(mesh, folder):
+    for epochs, kind in enumerate(("row_wise", "columns", "cut"), 1):
+        go_on(mesh, folder / "changing", kind, epochs, ADAM)
+    go_on(mesh, folder / "same", "row_wise", 3, ADAM)
+
+
+def cut_and_leaving(mesh, folder):
+    """Slices forget the same rows, and what is remembered of them goes with them."""
+    for epochs, kind in enumerate(("last", "columns", "last"), 1):
+        go_on(mesh, folder / "leaving", kind, epochs, LEAVES)
+    go_on(mesh, folder / "stayed", "last", 3, LEAVES)
+
+
+def on_a_grid(mesh, folder):
+    go_on(mesh, folder / "changing", "grid", 4, ADAM)
+    go_on(mesh, folder / "same", "row_wise", 4, ADAM)
+
+
+def as_exported(folder, place):
+    """Files of an export by name, those of rows."""
+    export_run(folder, place)
+    return {path.name: path.read_bytes() for path in sorted(place.glob("rows-*"))}
+
+
+def check_cut(folder):
+    """All that a commit of slices holds is read, whole and as it was written."""
+    changing, same = folder / "changing", folder / "same"
+    assert digest(changing) == digest(same)
+    step = committed_steps(changing)[-1]
+    verified = list(verify_commit(changing, step))
+    assert all(each.problem == "" for each in verified)
+    assert {len(home.path.name) for home in homes(read_header(changing, step))} >= {len("000-0-3")}
+    assert as_exported(changing, folder / f"out-{step}") == as_exported(
+        same, folder / f"old-{step}"
+    )
+    seen = go_on(Mesh(), changing, "row_wise", 3, ADAM, read_only=True)
+    assert seen[0] == go_on(Mesh(), same, "row_wise", 3, ADAM, read_only=True)[0]
+
+
+def test_rows_are_cut_and_joined(tmp_path):
+    run_ranks(2, cut_and_joined, tmp_path)
+    check_cut(tmp_path)
+
+
+@pytest.mark.slow
+def test_grids_are_cut_joined_and_copied(tmp_path):
+    run_ranks(2, cut_and_joined, tmp_path)
+    run_ranks(4, on_a_grid, tmp_path, ranks_per_host=2)
+    check_cut(tmp_path)
+    # A copy elsewhere has the slices, too; one rank alone joins them.
+    mirrored = {**ADAM, "train.mirror": f"file://{tmp_path}/mirror"}
+    for name in ("changing", "same"):
+        go_on(Mesh(), tmp_path / name, "table_wise", 5, mirrored if name == "changing" else ADAM)
+    go_on(Mesh(), tmp_path / "fetched", "table_wise", 5, mirrored)
+    assert (
+        digest(tmp_path / "changing") == digest(tmp_path / "same") == digest(tmp_path / "fetched")
+    )
+
+
+@pytest.mark.slow
+def test_slices_forget_alike(tmp_path):
+    run_ranks(2, cut_and_leaving, tmp_path)
+    assert digest(tmp_path / "leaving") == digest(tmp_path / "stayed")

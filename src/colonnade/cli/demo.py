@@ -40,8 +40,8 @@ def demo(
     console.print("A click stream shaped like Criteo's: 13 numbers and 26 categories per sample.")
     started = time.perf_counter()
     summary = train_run(config, folder, ranks)
-    if summary["stopped"] or "test_auc" not in summary["metrics"]:
-        return
+    if not summary or summary["stopped"] or "test_auc" not in summary["metrics"]:
+        return  # another rank's, under torchrun, or no end to praise
     data = open_source("synthetic", **config.data.options)
     assert data.test is not None
     best = ceiling(data.test.batches(EVALUATION_BATCH))["auc"]

@@ -25,7 +25,7 @@ EXAMPLES = (
     "  colonnade plan --data synthetic --dram 16MiB\n\n"
     "  colonnade plan mine.yaml --dram 8GiB --set plan.memory.ssd=/fast:200GiB --target 100000\n\n"
     "  colonnade plan mine.yaml --world 4x2 --uplink 10Gbit --table item\n\n"
-    "  torchrun --nproc-per-node 2 -m colonnade plan mine.yaml\n\n"
+    "  torchrun --standalone --nproc-per-node 2 -m -- colonnade plan mine.yaml\n\n"
     "  colonnade plan mine.yaml --dram 8GiB --json > plan.json"
 )
 
@@ -112,7 +112,7 @@ def _world(shape: str | None, ranks: int, uplink: str | None, local: str | None)
             f"got {', '.join(given)} in a world that runs, whose links are measured; leave it out, or plan without "
             "torchrun"
         )
-    mesh = open_mesh()
+    mesh = open_mesh(verb="plan")
     found = measure_links(mesh)
     close_mesh(mesh)
     return found if mesh.rank == 0 else None

@@ -10,8 +10,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from colonnade.plan.choice import Choice, Cost, TableChoice
+from colonnade.plan.plan import held_bytes
 from colonnade.report.words import bytes_words, count_words, seconds_words
-from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
 from colonnade.topology.sharding import Sharding
 from colonnade.train.planning import Planned
@@ -50,7 +50,8 @@ def _grid(columns: Sequence[str], left: Sequence[str]) -> Grid:
 
 def _show_memory(console: Console, found: Planned, tables: Sequence[Table], rate: float) -> None:
     console.print(
-        f"memory: {found.profile.samples:,} samples for {found.plan.num_ranks} rank(s); rows and bytes of one, "
+        f"memory: {found.profile.samples:,} samples for {found.plan.num_ranks} rank(s); rows and bytes of "
+        f"{'a server' if found.world.has_servers else 'one'}, "
         f"MB/s at {rate:,.0f} samples/s, lookups per sample, reads per 1,000"
     )
     grid = _grid(
@@ -62,7 +63,7 @@ def _show_memory(console: Console, found: Planned, tables: Sequence[Table], rate
     ):
         rows = None if table.rows is None else -(-table.rows // planned.sharding.num_owners)
         rest = {"run folder": "+files", "ssd": "+ssd"}.get(planned.rest, "")
-        size = slot_bytes(table)
+        size = held_bytes(table, planned.sharding)
         lines.append((each.reads_per_sample, each.bytes_per_sample, [
             table.name, "any" if rows is None else count_words(rows),
             "-" if rows is None else bytes_words(rows * size), f"{each.lookups_per_sample:.3g}",
@@ -132,7 +133,7 @@ def _show_totals(console: Console, found: Planned, tables: Sequence[Table]) -> N
     said = found.prediction
     used: dict[str, Any] = {"dram": 0, "mapped": 0}
     for table, planned in zip(tables, found.plan.tables, strict=True):
-        used[planned.tier] += planned.capacity_rows * slot_bytes(table)
+        used[planned.tier] += planned.capacity_rows * held_bytes(table, planned.sharding)
     budget = found.plan.dram_bytes
     memory = f"memory {bytes_words(used['dram'])}"
     memory += " (no limit)" if budget is None else f" of {bytes_words(budget)}"
@@ -191,14 +192,21 @@ def _place(sharding: Sharding, found: Planned) -> str:
     first = sharding.ranks[0]
     if sharding.kind == "table_wise":
         return f"rank {first}"
-    return f"host {found.world.host(first)}" if sharding.kind == "host_wise" else "all"
+    if sharding.slices > 1:
+        of = "ranks" if sharding.kind == "column_wise" else "hosts"
+        return f"columns on {sharding.slices} {of}"
+    if sharding.kind == "host_wise":
+        return f"host {found.world.host(first)}"
+    return "servers" if found.world.has_servers else "all"
 
 
 def _kind_words(cost: Cost) -> str:
     if cost.exchange == "replicated":
         return "copies"
-    where = {"table_wise": "a rank", "host_wise": "a host"}.get(cost.sharding.kind, "all")
-    return f"{cost.exchange}, {where}"
+    kinds = {
+        "table_wise": "a rank", "host_wise": "a host", "column_wise": "columns", "grid": "a grid"
+    }  # fmt: skip
+    return f"{cost.exchange}, {kinds.get(cost.sharding.kind, 'all')}"
 
 
 def _more(seconds: float) -> str:

@@ -120,7 +120,7 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
     _die_with_parent()
     mesh = None
     try:
-        mesh = open_mesh(timeout=timedelta(seconds=config.train.timeout))
+        mesh = open_mesh(timeout=timedelta(seconds=config.train.timeout), verb="train")
         console = Console(highlight=False) if mesh.rank == 0 else None
         found = _train_here(config, folder, mesh, console, at)
     except PeerLost as lost:

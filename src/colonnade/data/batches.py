@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Source, spans
+from colonnade.data.contract import START, Column, Position, Schema, Source, num_steps, spans
 from colonnade.errors import ConfigError, DataError
 from colonnade.topology.mesh import Mesh
 
@@ -264,12 +264,18 @@ def _words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 def batches_of(
     source: Source, batch_size: int, mesh: Mesh, *, purpose: str, start: Position = START
 ) -> Iterator[Batch]:
-    """This rank's batches, as many as every other rank's. Collective, once a batch, on the mesh's group `purpose`,
-    where nobody knows how many samples the source has; to be read in the thread that uses that group."""
-    read = source.batches(batch_size, rank=mesh.rank, num_ranks=mesh.num_ranks, start=start)
-    if source.num_samples is not None:
-        return read
-    return until_all_end(read, source.schema, mesh, purpose=purpose)
+    """This rank's batches, as many as every other rank's; a server's are empty. Collective, once a batch, on the mesh's
+    group `purpose`, where nobody knows how many samples the source has; to be read in the thread that uses that
+    group."""
+    known, trainers = source.num_samples, mesh.trainers
+    if not mesh.is_server:
+        read = source.batches(
+            batch_size, rank=trainers.rank, num_ranks=trainers.num_ranks, start=start
+        )
+    else:
+        left = 0 if known is None else num_steps(known, batch_size) - start.step
+        read = (no_samples(source.schema) for _ in range(left))
+    return read if known is not None else until_all_end(read, source.schema, mesh, purpose=purpose)
 
 
 def until_all_end(
@@ -289,13 +295,13 @@ def until_all_end(
         if not int(mesh.all_reduce(purpose, left)):
             return
         if batch is None:
-            yield _empty(schema, last)
+            yield no_samples(schema, last)
         else:
             last = batch
             yield batch
 
 
-def _empty(schema: Schema, like: Batch | None) -> Batch:
+def no_samples(schema: Schema, like: Batch | None = None) -> Batch:
     """No samples, with the columns of `like`."""
     nothing = torch.zeros(1, dtype=torch.int64)
     no_ids = torch.zeros(0, dtype=torch.int64)

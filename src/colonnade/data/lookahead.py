@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from colonnade import _native
 from colonnade.batch import Batch
@@ -56,6 +56,18 @@ class Window:
     closing: threading.Event  # batches that are prepared from here on will be dropped
 
 
+class Leaving(Protocol):
+    """Who is told of prepared batches beside training (`exchange.ahead`)."""
+
+    def hand(self, ticket: Any) -> None:
+        """The next one, before training sees it; None: there is no other."""
+        ...
+
+    def end(self) -> None:
+        """Those that training has not asked for yet are not wanted."""
+        ...
+
+
 class Lookahead(Iterator[Batch]):
     """`next()` is the moment of reading: everything applied before it is visible to the batch that is fetched.
 
@@ -75,6 +87,7 @@ class Lookahead(Iterator[Batch]):
         depth: int | Literal["auto"],
         reads_ahead: int,
         is_alone: bool = True,
+        ahead: Leaving | None = None,
     ) -> None:
         self._batches = iter(batches)
         self._prepare = prepare
@@ -84,6 +97,7 @@ class Lookahead(Iterator[Batch]):
         self.depth = SHALLOW if depth == "auto" else depth
         self._deepens = depth == "auto" and is_alone
         self._is_alone = is_alone
+        self._ahead = ahead
         self._surplus = 0  # permits to keep back: the window has become shallower
         self._has_said = depth == "auto"  # its own choice, nothing to say
         self._taken, self._since, self._stalled = 0, time.perf_counter(), 0.0
@@ -133,6 +147,8 @@ class Lookahead(Iterator[Batch]):
         """Stop the thread and give back what was prepared and not used. Safe to call twice."""
         self._ended = True
         self._permits.put(False)
+        if self._ahead is not None:
+            self._ahead.end()
         if self._handed is not None and self._handed.ticket is not None:
             self._give_back(self._handed)
         for batch in self._line:
@@ -156,12 +172,14 @@ class Lookahead(Iterator[Batch]):
                 self._permits.put(True)
             self._thread = threading.Thread(
                 target=_run,
-                args=(self._batches, self._prepare, self._permits, self._ready),
+                args=(self._batches, self._prepare, self._permits, self._ready, self._ahead),
                 name="lookahead",
                 daemon=True,
             )
             # The thread does not hold this object: left behind without `close`, it stops the thread.
             weakref.finalize(self, self._permits.put, False)
+            if self._ahead is not None:
+                weakref.finalize(self, self._ahead.end)
             self._thread.start()
         self._adapt()
         try:
@@ -231,6 +249,7 @@ def _run(
     prepare: Callable[[Batch], Any],
     permits: queue.Queue[bool],
     ready: queue.Queue,
+    ahead: Leaving | None,
 ) -> None:
     """The thread: one batch per permit; None after the last one, or the error."""
     # Its work is hidden behind training's. Two teams of OpenMP workers would spin against each other.
@@ -240,11 +259,16 @@ def _run(
             batch = _next(batches)
             if batch is not None:
                 batch.ticket = prepare(batch)
+                if ahead is not None:
+                    ahead.hand(batch.ticket)
             ready.put(batch)
             if batch is None:
                 return
     except BaseException as error:
         ready.put(error)
+    finally:
+        if ahead is not None:
+            ahead.hand(None)
 
 
 def _next(batches: Iterator[Batch]) -> Batch | None:

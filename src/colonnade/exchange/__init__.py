@@ -15,7 +15,7 @@ from colonnade.exchange.rows import RowsExchange
 from colonnade.exchange.several import End, SeveralExchanges, part_of
 from colonnade.exchange.substitute import SubstituteExchange
 from colonnade.topology.mesh import Mesh
-from colonnade.topology.sharding import Sharding, row_wise
+from colonnade.topology.sharding import Sharding, row_wise_in
 
 EXCHANGES: dict[str, type[PooledExchange] | type[RowsExchange]] = {
     "pooled": PooledExchange,
@@ -61,7 +61,7 @@ def open_exchange(
     row_wise. seed: the run's, of the random bits that codecs round gradients with. Raises ConfigError where this
     cannot work in this world."""
     num_tables = len(declaration.tables)
-    shardings = shardings or [row_wise(mesh.num_ranks)] * num_tables
+    shardings = shardings or [row_wise_in(mesh.world)] * num_tables
     coding = Coding(codecs, seed)
     names = [
         implied_exchange(sharding, name)

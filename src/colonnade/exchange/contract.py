@@ -3,7 +3,8 @@
 Who calls when, per training step t (every rank, in this order; one issuing thread per method):
 
     route    lookahead thread   ids of batch t travel to their owners
-    fetch    training thread    row values leave the owners (k steps before use under bounded staleness)
+    ahead    thread "ahead"     values that no batch in flight changes may leave the owners before that: ahead.py
+    fetch    training thread    the other values do (k steps before use under bounded staleness)
     values   training thread    inside forward
     push     training thread    inside RowOptimizer.step, after every rank agreed that all is finite
     drop     any                instead of push: evaluation, cancelled batches
@@ -14,7 +15,7 @@ O unique rows this rank owns and some rank asked for, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -22,8 +23,6 @@ from torch import Tensor, device
 
 from colonnade.interaction import Interaction
 from colonnade.store.contract import RowView
-from colonnade.topology.traffic import Link
-from colonnade.topology.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +86,10 @@ class Ticket:
     job: Any = None  # of that acquire: what to wait for before its rows are read or released
     placed: Tensor | None = None  # int32, `slots` by what was asked for, once `place` was called
     reads: Any = None  # fetched values, exchange's own form
+    leaving: Any = (
+        None  # exchange.ahead.Leaving, of a ticket whose clean rows may leave before it is fetched
+    )
+    early: Any = None  # those that did, exchange's own form
     purpose: str = "route"  # the group it was routed on; "evaluate": nothing is trained of it
     is_done: bool = False  # applied or dropped: its rows are not pinned any more
     gradients: list[list[Tensor]] = field(default_factory=list)  # one list per backward
@@ -142,55 +145,8 @@ class RowGradients:
     keep: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a batch asks for, per rank, as a mean over measured batches; what `cost` predicts from."""
-
-    unique_rows: Mapping[str, float]  # by table
-    unique_rows_remote: Mapping[str, float]  # of those, owned by other ranks
-    row_bytes: Mapping[str, int]  # by table; weights only
-    id_bytes: Mapping[str, float] = field(default_factory=dict)
-    """By table: of one of `unique_rows_remote` as it travels, where that was measured (`packing.measured_id_bytes`);
-    else every row of the table is taken to be as likely."""
-    samples: float = 0.0
-    lookups: Mapping[str, float] = field(default_factory=dict)  # by feature
-    lookups_remote: Mapping[str, float] = field(default_factory=dict)  # of rows of other ranks
-    longest_bags: Mapping[str, int] = field(default_factory=dict)  # by feature: of one sample
-    weighted: Sequence[str] = ()  # features whose lookups have weights
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Per rank and step. Payload only; interfaces add protocol overhead."""
-
-    payload_bytes: Mapping[tuple[str, Link], float]
-    """What `Mesh.traffic` will count by (purpose, link); purposes are route, fetch, push."""
-    messages: float
-    seconds: float
-
-    @classmethod
-    def of(cls, sent: Mapping[str, float], messages: float, world: World) -> Cost:
-        """sent: bytes to all other ranks by purpose, to each as many in the mean over ranks."""
-        others = world.num_ranks - 1
-        near = (world.ranks_per_host - 1) / others if others else 0.0  # of the others, on this host
-        payload: dict[tuple[str, Link], float] = {}
-        for purpose, size in sent.items():
-            payload |= {(purpose, "local"): size * near, (purpose, "remote"): size * (1 - near)}
-        seconds = (
-            sum(payload[purpose, "local"] for purpose in sent) / world.local_bytes_per_second
-            + sum(payload[purpose, "remote"] for purpose in sent)
-            * world.ranks_per_host
-            / world.remote_bytes_per_second
-            + messages * world.message_seconds
-        )
-        return cls(payload, messages, seconds)
-
-    def bytes_over(self, link: Link) -> float:
-        return sum(size for (_, over), size in self.payload_bytes.items() if over == link)
-
-
 class Exchange(Protocol):
-    """One rank's end. Every method but `place`, `values`, `hold`, `squared_norms` and `cost` is collective in a world
+    """One rank's end. Every method but `place`, `recall`, `values`, `hold` and `squared_norms` is collective in a world
     of several."""
 
     @property
@@ -200,6 +156,20 @@ class Exchange(Protocol):
 
     def place(self, ticket: Ticket) -> None:
         """Optional, any thread, once `slots` are there: what of `fetch` can be done ahead."""
+        ...
+
+    @property
+    def sends_clean(self) -> bool:
+        """Whether `send_clean` sends anything."""
+        ...
+
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+        """Optional, one thread, on the group "ahead": the rows of `clean` (O,) bool are what they will be when `fetch`
+        is called, which then sends the others."""
+        ...
+
+    def recall(self, ticket: Ticket) -> None:
+        """As if `send_clean` had not been called."""
         ...
 
     def fetch(self, ticket: Ticket, source: RowSource) -> None: ...
@@ -240,8 +210,4 @@ class Exchange(Protocol):
 
     def squared_norms(self, rows: RowView, slots: Tensor) -> Tensor:
         """(len(slots),) of rows that lie there: sums of squares of their weights."""
-        ...
-
-    def cost(self, load: Load, world: World) -> Cost:
-        """Pure."""
         ...

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.exchange.contract import Exactness, RowGradients, Ticket
+from colonnade.exchange.contract import Exactness, RowGradients, RowSource, Ticket
 from colonnade.exchange.device_kernels import DeviceKernels, Sums
 from colonnade.exchange.kernels import Kernels, NativeKernels
 from colonnade.exchange.layout import Consumption, Declaration, Output
@@ -31,6 +31,7 @@ class Owner(Asks):
     """What a model declared; or of it, where a plan has several exchanges, the features of this one."""
     outputs: tuple[Output, ...]
     exactness: Exactness
+    sends_clean = False
 
     def __init__(
         self, declaration: Declaration, consumption: Consumption, outputs: Sequence[Output], mesh: Mesh
@@ -58,6 +59,12 @@ class Owner(Asks):
     def place(self, ticket: Ticket) -> None:
         """The slot of each lookup, or of each row that was asked of this rank."""
         ticket.placed = take(ticket.pinned, ticket.owner_plan.inverse)
+
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+        """See the contract; nothing, where what travels is more than rows as they are."""
+
+    def recall(self, ticket: Ticket) -> None:
+        """See the contract."""
 
     def pooled(self, ticket: Ticket) -> list[Tensor]:
         """One tensor per output, of what was fetched."""

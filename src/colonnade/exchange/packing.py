@@ -144,18 +144,33 @@ def _block_bytes(length: int, count: float, keys: float) -> float:
     return size
 
 
-def measured_id_bytes(ids: Tensor, rows: int, num_owners: int) -> float:
-    """Bytes that an id takes in requests for these ids of one batch (any order, repeats count once): what to give
-    `Load.id_bytes` where ids are known."""
+def expected_numbers_bytes(count: float, keys: float) -> float:
+    """Bytes of `count` numbers below `keys`, each as likely, as `_native.pack_numbers` packs them. Pure."""
+    whole, rest = divmod(count, BLOCK)
+    return whole * _drawn_bytes(BLOCK, keys) + (_drawn_bytes(rest, keys) if rest else 0.0)
+
+
+def _drawn_bytes(length: float, keys: float) -> float:
+    size = chance_before = 0.0
+    for width in range(65):
+        chance = min(1.0, 2.0**width / keys) ** length
+        size += (chance - chance_before) * (1 + math.ceil(length * width / 8))
+        chance_before = chance
+    return size
+
+
+def measured_bytes(ids: Tensor, rows: int) -> tuple[float, float]:
+    """Bytes of these ids of one batch where one rank has all rows: (of the list of the different ones, of all as they
+    come). rows 0: an open table."""
+    one, all_rows = torch.ones(1, dtype=torch.int64), torch.tensor([rows])
     offsets, table = torch.tensor([0, len(ids)]), torch.zeros(1, dtype=torch.int32)
     asked = _native.Lookups(ids, offsets, table, torch.tensor([2], dtype=torch.uint8), 0, None, None)  # fmt: skip
-    plan = _native.make_plan(asked, torch.tensor([rows]), torch.tensor([num_owners]))
-    blocks, owners = torch.as_tensor(plan.block_offsets), torch.full((num_owners,), num_owners)
-    packed, _ = _native.pack_ids(
-        plan.unique_ids, blocks[:-1].contiguous(), blocks[1:].contiguous(), torch.full_like(owners, rows), owners,
-        torch.arange(num_owners), True,
-    )  # fmt: skip
-    return len(packed) / max(1, plan.num_unique)
+    unique = torch.as_tensor(_native.make_plan(asked, all_rows, one).unique_ids)
+    sizes = [
+        len(_native.pack_ids(listed, one * 0, one * len(listed), all_rows, one, one * 0, is_ascending)[0])
+        for listed, is_ascending in ((unique, True), (ids, False))
+    ]  # fmt: skip
+    return float(sizes[0]), float(sizes[1])
 
 
 def _flat(numbers: np.ndarray) -> Tensor:

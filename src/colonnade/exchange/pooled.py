@@ -29,12 +29,11 @@ from colonnade.exchange.coding import AS_IT_IS, Coding
 from colonnade.exchange.contract import (
     REASSOCIATED,
     Asked,
-    Cost,
-    Load,
     RowGradients,
     RowSource,
     Ticket,
 )
+from colonnade.exchange.deal import deal
 from colonnade.exchange.fields import Columns, Fields, runs_of
 from colonnade.exchange.layout import (
     Consumption,
@@ -48,14 +47,12 @@ from colonnade.exchange.layout import (
     outputs,
 )
 from colonnade.exchange.owner import Owner, soonest, take
-from colonnade.exchange.pooled_cost import cost_of
 from colonnade.exchange.recording import CPU, check_held, summed_backwards
 from colonnade.exchange.routing import counted
 from colonnade.ops.memory import empty
 from colonnade.table import POOLINGS
 from colonnade.topology.mesh import Call, Mesh
-from colonnade.topology.sharding import Sharding, row_wise
-from colonnade.topology.world import World
+from colonnade.topology.sharding import Sharding
 
 
 @dataclass(slots=True)
@@ -94,6 +91,10 @@ class PooledExchange(Owner):
     exactness = REASSOCIATED
     """Sums of a bag whose rows have several owners, of a row's gradients over the ranks, and of the gradients of a
     field that several consumers take."""
+    averaged_there: Collection[int] = ()
+    """Features that owners pool as they are declared; of all others they give sums."""
+    undivided: Collection[int] = ()
+    """Features whose means need no division where the samples are."""
 
     def __init__(
         self,
@@ -120,25 +121,27 @@ class PooledExchange(Owner):
         self.sent = messages[mesh.rank]
         self.widths_of = [message.width for message in messages]
         self.dims_of = [tuple(message.dims.values()) for message in messages]
-        sums = self._pooled_here()
+        sums = self.here.as_sums(but=self.averaged_there)
         self.owned = consumption(sums)
         super().__init__(sums, self.owned, outputs(sums), mesh)
         features = self.fields.features
         tables = [declaration.table_of(declaration.features[f]) for f in features]
-        poolings = [POOLINGS.index(declaration.features[f].pooling) for f in features]
+        # As an owner pools them: they are an owner's lookups, too, in a world of one.
+        poolings = [
+            POOLINGS.index(declaration.features[f].pooling if f in self.averaged_there else "sum")
+            for f in features
+        ]
         self.asked = Consumption(
             features, (), torch.tensor(tables, dtype=torch.int32), torch.tensor(poolings, dtype=torch.uint8)
         )  # fmt: skip
         column = {f: c for c, f in enumerate(features)}
-        self.columns = [
-            np.array([column[f] for f in share.features], dtype=np.int64) for share in shares
-        ]
+        self.deal = deal(shardings, mesh.num_ranks)
         self.blocks = runs_of([message.starts.items() for message in messages], self.whole)
         self.taken = runs_of([each.pieces for each in self.outputs], self.whole)
         self.divided = [
             (column[f], declaration.features[f].pooling, self.whole.of(key))
             for key, f in ((k, declaration.fields[k].feature) for k in self.whole.dims if isinstance(k, int))
-            if declaration.features[f].pooling in ("mean", "sqrtn") and f not in self.pooled_there
+            if declaration.features[f].pooling in ("mean", "sqrtn") and f not in self.undivided
         ]  # fmt: skip
 
     def _outputs(self) -> tuple[Output, ...]:
@@ -147,13 +150,6 @@ class PooledExchange(Owner):
     def _carried(self, share: Fields) -> Columns:
         """What a rank that has these fields sends the ranks of the samples."""
         return share.columns
-
-    pooled_there: Collection[int] = ()
-    """Features whose means need no division where the samples are."""
-
-    def _pooled_here(self) -> Declaration:
-        """What this rank's kernels pool."""
-        return self.here.as_sums()
 
     def _message(self, ticket: Ticket, pooled: Tensor) -> Tensor:
         """pooled (G, W_o) of this rank's fields -> (G, P) as it is sent."""
@@ -169,72 +165,35 @@ class PooledExchange(Owner):
         codes = None
         if batch.next_use is not None:
             codes = collect_codes(batch, self.declaration, self.asked)
-        dealt = bags.deal(
-            lookups, self._owners(lookups), self.columns, self.declaration.compute_dtype, codes
-        )
+        try:
+            plan = _native.make_plan(lookups.native, self.table_rows, self.deal.num_owners)
+        except IndexError as error:
+            raise explain_range(error, self.declaration, self.asked.features) from None
         messages = []
         if self.mesh.num_ranks > 1:
-            messages = [bags.pack(each, self.declaration.compute_dtype) for each in dealt]
-        return Asked(batch.size, messages, (lookups, dealt))
+            messages = bags.pack(lookups, plan, self.table_rows, self.deal, codes)
+        return Asked(batch.size, messages, (lookups, plan, codes))
 
     def answer(
         self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
     ) -> Ticket:
-        dtype = self.declaration.compute_dtype
-        lookups, dealt = asked.lookups
+        lookups, plan, codes = asked.lookups
+        every = bags.Joined(lookups, [asked.size], codes)
         if self.mesh.num_ranks > 1:
-            columns = len(self.columns[self.mesh.rank])
-            dealt = [
-                bags.unpack(message, columns, dtype, rank) for rank, message in enumerate(heard)
-            ]
-        every = bags.join(dealt, dtype)
-        owned = self._lookups(every)
-        plan = _native.make_plan(owned.native, self.table_rows, self.undealt)
-        codes = None if every.codes is None else soonest(every.codes, plan)
+            every = bags.join(
+                heard, self.owned, self.table_rows, self.deal, self.mesh.rank, self.declaration.compute_dtype,
+            )  # fmt: skip
+            plan = _native.make_plan(every.lookups.native, self.table_rows, self.undealt)
+        known = None if every.codes is None else soonest(every.codes, plan)
         ticket = Ticket(
-            step, asked.size, owned, plan, torch.as_tensor(plan.unique_ids),
-            torch.as_tensor(plan.block_offsets), plan, weight, codes, purpose=purpose,
+            step, asked.size, every.lookups, plan, torch.as_tensor(plan.unique_ids),
+            torch.as_tensor(plan.block_offsets), plan, weight, known, purpose=purpose,
         )  # fmt: skip
-        ticket.wire = Wire([each.lengths.shape[1] for each in dealt], lookups)
+        ticket.wire = Wire(every.sizes, lookups)
         return ticket
 
     def _collected(self, batch: Batch) -> Lookups:
         return collect(batch, self.declaration, self.asked)
-
-    def _owners(self, lookups: Lookups) -> np.ndarray:
-        """(E,) int32: the rank that has each lookup's row. Raises IdRangeError."""
-        found, starts = [], lookups.feature_offsets.tolist()
-        for c, t in enumerate(self.asked.tables.tolist()):
-            ranks = np.array(self.shardings[t].ranks, dtype=np.int32)
-            rows, ids = self.declaration.tables[t].rows or 0, lookups.ids[starts[c] : starts[c + 1]]
-            try:
-                found.append(ranks[np.asarray(_native.owner_of(ids, rows, len(ranks)))])
-            except IndexError as error:
-                named = IndexError(f"table {t} feature {c} {error}")
-                raise explain_range(named, self.declaration, self.asked.features) from None
-        return np.concatenate(found) if found else np.zeros(0, np.int32)
-
-    def _lookups(self, asked: bags.Bags) -> Lookups:
-        """All ranks' lookups of rows that lie here, as one batch of G samples."""
-        num_columns, size = asked.lengths.shape
-        ends = np.zeros((num_columns, size + 1), np.int64)
-        np.cumsum(asked.lengths, axis=1, out=ends[:, 1:])
-        offsets = np.concatenate([[0], np.cumsum(ends[:, -1])]).astype(np.int64)
-        is_one_hot = bool((asked.lengths == 1).all())
-        flat = None
-        if not is_one_hot:
-            flat = np.append((ends[:, :-1] + offsets[:-1, None]).ravel(), offsets[-1])
-        ids, starts = torch.from_numpy(asked.ids), torch.from_numpy(offsets)
-        weights = None if asked.weights is None else torch.from_numpy(asked.weights)
-        native = _native.Lookups(
-            ids, starts, self.owned.tables, self.owned.poolings, size,
-            None if flat is None else torch.from_numpy(flat), weights,
-        )  # fmt: skip
-        return Lookups(
-            ids, starts, native, size,
-            [None if is_one_hot else torch.from_numpy(each) for each in ends],
-            [None] * num_columns if weights is None else list(weights.split(np.diff(offsets).tolist())),
-        )  # fmt: skip
 
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
         """Collective in a world of several. Rows are pooled before it returns; the sums may still travel."""
@@ -385,15 +344,6 @@ class PooledExchange(Owner):
             )
         first = sum(sizes[:rank])
         ticket.reads = Fetched(sums[first : first + sizes[rank]].reshape(-1), True)
-
-    def cost(self, load: Load, world: World) -> Cost:
-        """Payload a rank sends per step: ids and lengths of bags to owners; sums to the ranks of samples, and their
-        gradients back. Of the shardings it was opened with; row_wise ones follow the world."""
-        shardings = [
-            row_wise(world.num_ranks) if each.kind == "row_wise" else each
-            for each in self.shardings
-        ]
-        return cost_of(self.fields, shardings, load, world, self.coding.codecs)
 
     def _blocks(self, ticket: Ticket) -> tuple[list[Block], list[Block]]:
         """By rank: of its samples, what lies here; of this rank's samples, what lies there."""

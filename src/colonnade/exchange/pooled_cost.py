@@ -1,60 +1,28 @@
-"""What `pooled` sends, predicted from a load: a pure function of numbers."""
+"""What `pooled` asks its owners with, in bytes, foretold: pure functions of numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from colonnade.exchange.bags import BITS, NUM_WORDS
-from colonnade.exchange.codec import CODECS, EXACT, Codecs
-from colonnade.exchange.contract import Cost, Load
-from colonnade.exchange.fields import Fields
-from colonnade.exchange.routing import SIZE_BYTES, WEIGHT
-from colonnade.topology.sharding import Sharding
-from colonnade.topology.world import World
+from colonnade.exchange.bags import BITS
+from colonnade.exchange.packing import expected_list_bytes, expected_numbers_bytes
+from colonnade.exchange.routing import SIZE_BYTES
+
+HEAD_BYTES = SIZE_BYTES + 3
+"""Of a message: its size, how many samples (2 bytes for 128 .. 16,383) and whether codes follow."""
+SPREAD = ((0.0, 0.53333), (1.35563, 0.22208), (-1.35563, 0.22208), (2.85697, 0.01126), (-2.85697, 0.01126))  # fmt: skip
+"""Where to look, in standard deviations, and the weight of what is found there: the mean over a normal distribution."""
 
 
-def cost_of(
-    fields: Fields,
-    shardings: Sequence[Sharding],
-    load: Load,
-    world: World,
-    codecs: Codecs = EXACT,
-) -> Cost:
-    """Payload per rank and step, in the mean over ranks. load: `samples`, and by feature `lookups`, `lookups_remote`,
-    `longest_bags`; next uses are not counted."""
-    num_ranks, others = world.num_ranks, world.num_ranks - 1
-    declaration = fields.declaration
-    itemsize = declaration.compute_dtype.itemsize
-    shares = [fields.share(rank, shardings).order for rank in range(num_ranks)]
-    dims = [[declaration.fields[i].dim for i in order] for order in shares]
-
-    def blocks(name: str) -> float:
-        # A rank is one of an owner's others but where it is the owner itself: of N owners' blocks it sends N - 1.
-        codec, dtype = CODECS[name], declaration.compute_dtype
-        return load.samples * sum(codec.row_bytes(d, dtype) for d in dims) * others / num_ranks
-
-    columns = route = 0.0
-    for f in fields.features:
-        feature = declaration.features[f]
-        owners = len(shardings[declaration.table_of(feature)].ranks)
-        away = owners * others / num_ranks  # owners that are other ranks
-        columns += away
-        weight = itemsize if feature.name in load.weighted else 0
-        route += load.lookups_remote[feature.name] * (8 + weight)
-        longest, lookups = load.longest_bags[feature.name], load.lookups[feature.name]
-        bits = length_bits(longest, lookups, load.samples, owners)
-        route += away * load.samples * bits / 8
-    header = others * (SIZE_BYTES + WEIGHT.size + 8 * NUM_WORDS) + 8 * columns
-    padding = 4 * others  # bodies end at a multiple of 8 bytes
-    fetch, push = blocks(codecs.values), blocks(codecs.gradients)
-    sent = {"route": route + header + padding, "fetch": fetch, "push": push}
-    return Cost.of(sent, 4 * others, world)
+def lengths_bytes(longest: int, lookups: float, samples: float, owners: int) -> float:
+    """Of one column, to each of its owners: a byte says how lengths lie."""
+    bits = length_bits(longest, lookups, samples, owners)
+    return 2.0 if not bits else 1 + samples * bits / 8
 
 
 def length_bits(longest: int, lookups: float, samples: float, owners: int) -> int:
-    """Of the length of a bag, at one of its owners. Of a feature: lookups of the longest bag, and of a rank's batch of
-    so many samples."""
+    """Of the length of a bag, at one of its owners; 0: all are equal. Of a feature: lookups of the longest bag, and
+    of a rank's batch of so many samples."""
     is_equal = abs(lookups - longest * samples) < 0.5
     if owners == 1:
         return 0 if is_equal else _holding(longest)
@@ -74,4 +42,30 @@ def length_bits(longest: int, lookups: float, samples: float, owners: int) -> in
 
 
 def _holding(length: int) -> int:
-    return next(bits for bits in BITS[1:] if length < 2**bits)
+    return next(bits for bits in BITS if length < 2**bits)
+
+
+def ids_bytes(
+    lookups: float,
+    unique: float,
+    rows: int,
+    num_owners: int,
+    *,
+    list_ratio: float = 1.0,
+    listed_ratio: float = 1.0,
+) -> float:
+    """Of one table, to one owner that has the rows of so many lookups, `unique` of them different. rows 0: an open
+    table. Ratios: of measured ids to evenly spread ones, of a list of different ids and of ids as they come."""
+    if lookups <= 0:
+        return 0.0
+    keys = -(-rows // num_owners) if rows else 2.0**64
+    varint = 1 + sum(lookups >= 1 << 7 * i for i in range(1, 10))
+    listed = expected_numbers_bytes(lookups, keys) * listed_ratio + varint + (0 if rows else 11)
+    # Different ids at an owner vary by which rows come, and by which of them are its own.
+    deviation = math.sqrt(unique * max(0.0, 1 - unique / (lookups * num_owners)))
+    which = sum(
+        weight * expected_numbers_bytes(lookups, max(1.0, unique + deviations * deviation))
+        for deviations, weight in SPREAD
+    )
+    distinct = expected_list_bytes(unique, rows, num_owners) * list_ratio + which
+    return 1 + min(listed, distinct)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from colonnade import _native
 from colonnade.errors import CheckpointError
 from colonnade.exchange.contract import Consumer, Ticket
 from colonnade.exchange.layout import Declaration, Output
@@ -61,11 +62,11 @@ def found(
                 assert consumer is not None
                 seen[name] = consumer.interaction.combine(tensor)
             else:
-                seen[name] = tensor if consumer is None else _evaluate(consumer, tensor)
+                seen[name] = tensor if consumer is None else evaluate(consumer, tensor)
     return {name: seen[name] for name in declaration.output_names if name in seen}
 
 
-def _evaluate(consumer: Consumer, pooled: Tensor) -> Tensor:
+def evaluate(consumer: Consumer, pooled: Tensor) -> Tensor:
     """pooled (B, sum of dims): the consumer's fields side by side."""
     interaction, num_fields = consumer.interaction, len(consumer.features)
     dim = pooled.shape[1] // max(1, num_fields)
@@ -89,3 +90,11 @@ def check_held(held: Sequence[Mapping[str, Tensor]], name: str) -> None:
             "the commit holds what another exchange had read ahead; go on with the exchanges of the commit, or from a "
             "commit of a run without staleness"
         )
+
+
+def all_finite(values: Tensor) -> bool:
+    """Of a gradient, wherever it lies."""
+    dtype = str(values.dtype).removeprefix("torch.")
+    if dtype not in ("float32", "float64") or values.device.type != "cpu":
+        return bool(torch.isfinite(values).all())
+    return _native.all_finite(values.data_ptr(), values.numel(), dtype)

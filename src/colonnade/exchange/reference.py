@@ -37,10 +37,11 @@ class ReferenceRows:
         """(D,). Born if never read."""
         key = (table.name, row_id)
         if key not in self.weights:
-            seed, ids = table_seed(self.seed, table.name), torch.tensor([row_id])
+            name, first = table.origin
+            seed, ids = table_seed(self.seed, name), torch.tensor([row_id])
             dtype = getattr(torch, table.dtype)
             born = [
-                ops.birth_values(ids, p.dim, seed, p.init_scale, dtype, column=p.column)[0]
+                ops.birth_values(ids, p.dim, seed, p.init_scale, dtype, column=first + p.column)[0]
                 for p in table.parts
             ]
             self.weights[key] = torch.cat(born)

@@ -19,21 +19,14 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.exchange.codec import CODECS, Draw, decode, encode
 from colonnade.exchange.coding import AS_IT_IS, Coding
-from colonnade.exchange.contract import Asked, Cost, Load, RowGradients, RowSource, Ticket
+from colonnade.exchange.contract import Asked, RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import Declaration, collect, explain_range
 from colonnade.exchange.owner import listed, soonest, take
-from colonnade.exchange.packing import (
-    FLAG_BYTES,
-    expected_list_bytes,
-    pack_requests,
-    unpack_requests,
-)
-from colonnade.exchange.routing import SIZE_BYTES, WEIGHT
+from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.rows import Fetched, RowsExchange, Wire
 from colonnade.exchange.wire import row_layout
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding, table_wise
-from colonnade.topology.world import World
 
 
 class ReplicatedExchange(RowsExchange):
@@ -42,6 +35,8 @@ class ReplicatedExchange(RowsExchange):
     A ticket's owned rows are those of all ranks' batches; its wire describes this rank's unique rows as one block
     (`asked`), and all ranks' as they come here (`serving`).
     """
+
+    sends_clean = False
 
     def __init__(
         self,
@@ -115,6 +110,9 @@ class ReplicatedExchange(RowsExchange):
         inverse = torch.as_tensor(ticket.owner_plan.inverse)
         return take(rows, inverse[first : first + ticket.plan.num_unique].contiguous())
 
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+        """Nothing: the rows are here."""
+
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
         """Not collective: the rows are here."""
         if self.mesh.num_ranks == 1:
@@ -126,7 +124,7 @@ class ReplicatedExchange(RowsExchange):
         codec = CODECS[self.coding.codecs.values]
         if codec.name == "exact" and source.in_place and kernels is self.native:
             placed = kernels.place(ticket.lookups, source.views, take(mine, ticket.plan.inverse))
-            ticket.reads = Fetched(kernels, placed, None, source)
+            ticket.reads = Fetched(kernels, placed, source)
             return
         counts = np.zeros((self.mesh.num_ranks, len(self.widths)), dtype=np.int64)
         counts[0] = self._table_offsets(ticket).diff().numpy()
@@ -138,7 +136,7 @@ class ReplicatedExchange(RowsExchange):
             blocks = self._blocks(layout)
             decode(codec, encode(codec, values, blocks), blocks, values)
         index = layout.rank_major(self.widths)
-        ticket.reads = self._received(ticket, values, index, None, values)
+        ticket.reads = self._received(ticket, values, index)
 
     def _table_offsets(self, ticket: Ticket) -> Tensor:
         return self._table_offsets_of(ticket.plan)
@@ -163,18 +161,3 @@ class ReplicatedExchange(RowsExchange):
         """Every rank has the same sums: the first counts them."""
         summed, square = super().squared_norm(pushed)
         return summed, square if self.mesh.rank == 0 else 0.0
-
-    def cost(self, load: Load, world: World) -> Cost:
-        """Payload a rank sends per step: the id and the gradient of each of its unique rows, to every other rank."""
-        others, ids, gradients = world.num_ranks - 1, 0.0, 0.0
-        codec, dtype = CODECS[self.coding.codecs.gradients], self.declaration.compute_dtype
-        for table in self.declaration.tables:
-            count = load.unique_rows.get(table.name, 0.0)
-            if table.name in load.id_bytes:
-                ids += count * load.id_bytes[table.name]
-            else:
-                ids += expected_list_bytes(count, table.rows or 0, 1)
-            gradients += count * codec.row_bytes([part.dim for part in table.parts], dtype)
-        head = SIZE_BYTES + WEIGHT.size + FLAG_BYTES
-        sent = {"route": (head + ids) * others, "fetch": 0.0, "push": gradients * others}
-        return Cost.of(sent, 3 * others, world)

@@ -1,7 +1,8 @@
 """`rows`: unique rows travel to the requester; gradients are summed per row before they travel back.
 
 Per rank and step: ids of its unique rows out (and when they are needed next, where a reader says it), their
-values in, one summed gradient per row out. In a world of one, synchronous, nothing is copied: lookups read the
+values in, one summed gradient per row out; values that no batch in flight changes may come before the others
+(`ahead.py`). In a world of one, synchronous, nothing is copied: lookups read the
 owner's rows in place.
 
 Legend: B samples, F features, T tables, N ranks, E lookups, U unique rows of this rank, O rows it owns,
@@ -21,13 +22,12 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
+from colonnade.exchange.clean import Cut, cut, mark_bytes, pack_marks, unpack_marks
 from colonnade.exchange.codec import CODECS, Block, Codec, Draw, decode, encode
 from colonnade.exchange.coding import AS_IT_IS, Coding
 from colonnade.exchange.contract import (
     BITWISE,
     Asked,
-    Cost,
-    Load,
     RowGradients,
     RowSource,
     Ticket,
@@ -43,21 +43,15 @@ from colonnade.exchange.layout import (
     outputs,
 )
 from colonnade.exchange.owner import Owner, listed, soonest, take
-from colonnade.exchange.packing import (
-    FLAG_BYTES,
-    expected_list_bytes,
-    pack_requests,
-    unpack_requests,
-)
+from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.recording import CPU, check_held, found, summed_backwards
-from colonnade.exchange.routing import SIZE_BYTES, WEIGHT, counted
+from colonnade.exchange.routing import counted
 from colonnade.exchange.wire import RowLayout, row_layout
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.store.mapped import MappedRows
 from colonnade.topology.mesh import Call, Mesh
-from colonnade.topology.sharding import Sharding, row_wise
-from colonnade.topology.world import World
+from colonnade.topology.sharding import Sharding, row_wise_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +66,9 @@ class Wire:
 
 
 @dataclass(slots=True)
-class Fetched:
-    """Where `values` finds the row of each lookup."""
+class Arrival:
+    """A message of rows on its way here."""
 
-    kernels: Kernels
-    placed: Any  # theirs
     work: Call | None
     keep: Any
     decode: Callable[[], None] | None = None  # once it has arrived
@@ -90,10 +82,41 @@ class Fetched:
             self.decode = None
 
 
+@dataclass(slots=True)
+class Fetched:
+    """Where `values` finds the row of each lookup."""
+
+    kernels: Kernels
+    placed: Any  # theirs
+    keep: Any
+    arrivals: Sequence[Arrival] = ()
+    index: Tensor | None = None
+    """(U,) int32, where rows were copied: the element of `keep` that each unique row begins with."""
+
+    def wait(self) -> None:
+        for arrival in self.arrivals:
+            arrival.wait()
+        self.arrivals = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """Both ends of a ticket whose clean rows have left."""
+
+    asked: Cut
+    index: Tensor  # `asked.index`
+    values: Tensor  # rows that I asked for, the clean ones first
+    arrival: Arrival
+    rest: RowLayout  # of what is asked of me: what has not left
+    requests: _native.Lookups  # of it, as `Wire.requests`
+    slots: Tensor  # (its rows,) int32
+
+
 class RowsExchange(Owner):
     """One rank's end."""
 
     exactness = BITWISE
+    sends_clean = True
 
     def __init__(
         self,
@@ -106,7 +129,8 @@ class RowsExchange(Owner):
         self.coding = coding
         self.declaration = declaration
         num_ranks = max(1, mesh.num_ranks)
-        self.deal = deal(shardings or [row_wise(num_ranks)] * len(declaration.tables), num_ranks)
+        everywhere = row_wise_in(mesh.world)
+        self.deal = deal(shardings or [everywhere] * len(declaration.tables), num_ranks)
         self.outputs = outputs(declaration)
         self.consumption = consumption(declaration)
         super().__init__(declaration, self.consumption, self.outputs, mesh)
@@ -166,40 +190,88 @@ class RowsExchange(Owner):
         if placed is None:
             placed = take(source.rows, ticket.owner_plan.inverse)
         if self.mesh.num_ranks == 1 and source.in_place:
-            ticket.reads = Fetched(
-                kernels, kernels.place(ticket.lookups, source.views, placed), None, source
-            )
+            where = kernels.place(ticket.lookups, source.views, placed)
+            ticket.reads = Fetched(kernels, where, source)
             return
         wire = ticket.wire or self._local_wire(ticket)
         ticket.wire = wire
         rows = source.rows if self.mesh.num_ranks == 1 else placed
-        send = kernels.message(source, rows, wire.serving, wire.requests)
-        counts_as, codec = counted(ticket.purpose, "fetch"), CODECS[self.coding.codecs.values]
-        if codec.name == "exact" or self.mesh.num_ranks == 1:
-            values, work = self.mesh.all_to_all(
-                "fetch", send, wire.serving.rank_elements, wire.asked.rank_elements, wait=False,
-                counts_as=counts_as,
-            )  # fmt: skip
-            ticket.reads = self._received(ticket, values, wire.asked_index, work, send)
+        counts_as, early = counted(ticket.purpose, "fetch"), ticket.early
+        if early is not None:
+            send = kernels.message(source, early.slots, early.rest, early.requests)
+            into = early.values[early.asked.early.num_elements :]
+            arrival = self._send("fetch", send, early.rest, early.asked.rest, into, counts_as)
+            ticket.reads = self._received(
+                ticket, early.values, early.index, [early.arrival, arrival]
+            )
+            ticket.early = None
             return
-        theirs, mine = self._blocks(wire.serving), self._blocks(wire.asked)
-        coded = encode(codec, send, theirs)
-        data, work = self.mesh.all_to_all(
-            "fetch", coded, self._rank_bytes(codec, wire.serving, send.dtype),
-            self._rank_bytes(codec, wire.asked, send.dtype), wait=False, counts_as=counts_as,
-        )  # fmt: skip
+        send = kernels.message(source, rows, wire.serving, wire.requests)
+        if self.mesh.num_ranks == 1:
+            ticket.reads = self._received(ticket, send, wire.asked_index)
+            return
         values = empty(wire.asked.num_elements, dtype=self.declaration.dtype)
-        ticket.reads = self._received(ticket, values, wire.asked_index, work, coded)
-        ticket.reads.decode = partial(decode, codec, data, mine, values)
+        arrival = self._send("fetch", send, wire.serving, wire.asked, values, counts_as)
+        ticket.reads = self._received(ticket, values, wire.asked_index, [arrival])
+
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+        """Collective on the group "ahead"."""
+        wire, inverse = ticket.wire, torch.as_tensor(ticket.owner_plan.inverse).long()
+        marks = clean[inverse].numpy()
+        serving, asking = wire.serving.counts.sum(1), wire.asked.counts.sum(1)
+        bits, sizes = pack_marks(marks, serving)
+        heard, _ = self.mesh.all_to_all("ahead", bits, sizes, mark_bytes(asking))
+        asked = cut(wire.asked, unpack_marks(heard, asking), self.widths)
+        served = cut(wire.serving, marks, self.widths)
+        slots = source.rows.new_zeros(
+            len(marks)
+        )  # where no row of the ticket is pinned, none is clean
+        if len(source.rows):
+            slots = take(source.rows, ticket.owner_plan.inverse)
+        early, rest = (
+            (slots[mine].contiguous(), listed(ticket.owned_ids[inverse[mine]], layout.counts))
+            for mine, layout in (
+                (torch.from_numpy(marks), served.early), (torch.from_numpy(~marks), served.rest),
+            )
+        )  # fmt: skip
+        send = self.kernels(source.views).message(source, early[0], served.early, early[1])
+        values = empty(wire.asked.num_elements, dtype=self.declaration.dtype)
+        into = values[: asked.early.num_elements]
+        arrival = self._send("ahead", send, served.early, asked.early, into, "fetch")
+        index = asked.index(self.widths)
+        ticket.early = Early(asked, index, values, arrival, served.rest, rest[1], rest[0])
+
+    def recall(self, ticket: Ticket) -> None:
+        if ticket.early is not None:
+            ticket.early.arrival.wait()
+            ticket.early = None
+
+    def _send(
+        self, group: str, send: Tensor, theirs: RowLayout, mine: RowLayout, into: Tensor, counts_as: str
+    ) -> Arrival:  # fmt: skip
+        """Collective. send: rows laid out as `theirs`; into: room for those of others, laid out as `mine`."""
+        codec = CODECS[self.coding.codecs.values]
+        if codec.name == "exact":
+            _, work = self.mesh.all_to_all(
+                group, send, theirs.rank_elements, mine.rank_elements, wait=False,
+                counts_as=counts_as, into=into,
+            )  # fmt: skip
+            return Arrival(work, (send, into))
+        coded = encode(codec, send, self._blocks(theirs))
+        data, work = self.mesh.all_to_all(
+            group, coded, self._rank_bytes(codec, theirs, send.dtype),
+            self._rank_bytes(codec, mine, send.dtype), wait=False, counts_as=counts_as,
+        )  # fmt: skip
+        return Arrival(work, coded, partial(decode, codec, data, self._blocks(mine), into))
 
     def _received(
-        self, ticket: Ticket, values: Tensor, index: Tensor, work: Call | None, kept: Tensor
+        self, ticket: Ticket, values: Tensor, index: Tensor, arrivals: Sequence[Arrival] = ()
     ) -> Fetched:
         """Rows in one block of values: index (U,) int32, the element that each begins with."""
         view = RowView(values.data_ptr(), self.itemsize, 1, self.dtype)
-        index = take(index, ticket.plan.inverse)
-        placed = self.native.place(ticket.lookups, [view] * len(self.widths), index)
-        return Fetched(self.native, placed, work, (values, kept))
+        taken = take(index, ticket.plan.inverse)
+        placed = self.native.place(ticket.lookups, [view] * len(self.widths), taken)
+        return Fetched(self.native, placed, values, arrivals, index)
 
     def pooled(self, ticket: Ticket) -> list[Tensor]:
         """One tensor per output, filled from the fetched rows."""
@@ -225,8 +297,9 @@ class RowsExchange(Owner):
         return self.merge(tickets, pushed) if pushed else None
 
     def drop(self, ticket: Ticket) -> None:
-        if ticket.reads is not None and ticket.reads.work is not None:
-            ticket.reads.work.wait()
+        self.recall(ticket)
+        if ticket.reads is not None:
+            ticket.reads.wait()
         ticket.reads = None
         ticket.forget()
 
@@ -236,9 +309,10 @@ class RowsExchange(Owner):
         reads.wait()
         offsets = self._table_offsets(ticket)
         width = torch.from_numpy(self.widths).repeat_interleave(offsets.diff())
-        starts = ticket.wire.asked_index.long() & 0xFFFFFFFF
+        assert reads.index is not None  # `hold` is for values that were copied
+        starts = reads.index.long() & 0xFFFFFFFF
         ramp = torch.arange(int(width.sum())) - (width.cumsum(0) - width).repeat_interleave(width)
-        values = reads.keep[0][starts.repeat_interleave(width) + ramp]
+        values = reads.keep[starts.repeat_interleave(width) + ramp]
         return {
             "ids": torch.as_tensor(ticket.plan.unique_ids).clone(),
             "table_offsets": offsets,
@@ -266,54 +340,13 @@ class RowsExchange(Owner):
             blocks.append(torch.cat(rows)[order[where]].flatten())
             indices.append(torch.arange(len(mine)) * dim + start)
             start += blocks[-1].numel()
-        values = torch.cat(blocks)
-        ticket.reads = self._received(
-            ticket, values, torch.cat(indices).to(torch.int32), None, values
-        )
+        index = torch.cat(indices).to(torch.int32)
+        ticket.reads = self._received(ticket, torch.cat(blocks), index)
         ticket.wire = ticket.wire or self._local_wire(ticket)
-        # A second commit may hold these values again: give them the layout `hold` reads.
-        ordered = torch.empty_like(values)
-        starts = ticket.wire.asked_index.long() & 0xFFFFFFFF
-        width = torch.from_numpy(self.widths).repeat_interleave(offsets.diff())
-        ramp = torch.arange(int(width.sum())) - (width.cumsum(0) - width).repeat_interleave(width)
-        ordered[starts.repeat_interleave(width) + ramp] = values
-        ticket.reads.keep = (ordered, values)
 
     def _table_offsets(self, ticket: Ticket) -> Tensor:
         """(T + 1,) int64: this rank's unique rows by table."""
         return self.deal.table_offsets(ticket.plan)
-
-    def cost(self, load: Load, world: World) -> Cost:
-        """Payload a rank sends per step; each unique remote row costs its id, its values and its gradient (and some
-        bits where batches tell when ids are looked up next, which are not counted here)."""
-        values = gradients = 0.0
-        for table in self.declaration.tables:
-            dims, rows = [part.dim for part in table.parts], load.unique_rows_remote.get(table.name, 0.0)  # fmt: skip
-            codecs, dtype = self.coding.codecs, self.declaration.dtype
-            values += rows * CODECS[codecs.values].row_bytes(dims, dtype)
-            compute = self.declaration.compute_dtype
-            gradients += rows * CODECS[codecs.gradients].row_bytes(dims, compute)
-        others = world.num_ranks - 1
-        ids = sum(self._request_bytes(load, t, others) for t in range(len(self.widths)))
-        head = others * (SIZE_BYTES + WEIGHT.size + FLAG_BYTES)
-        sent = {"route": head + ids, "fetch": values, "push": gradients}
-        return Cost.of(sent, 4 * others, world)  # sizes, requests, values, gradients
-
-    def _request_bytes(self, load: Load, t: int, others: int) -> float:
-        """What a rank asks all others for, of table t."""
-        table = self.declaration.tables[t]
-        count = load.unique_rows_remote.get(table.name, 0.0)
-        owners = int(self.deal.num_owners[t])
-        if owners == self.mesh.num_ranks:  # row-wise ones follow the world
-            owners = others + 1
-        # A rank that is an owner asks the other owners; one that is none asks all of them.
-        asked = owners * others / (others + 1)
-        if not asked:
-            return 0.0
-        nothing = others - asked  # lists of ranks that own none
-        if table.name in load.id_bytes:
-            return nothing + count * load.id_bytes[table.name]
-        return nothing + asked * expected_list_bytes(count / asked, table.rows or 0, owners)
 
     def _push_one(self, ticket: Ticket, step: int, number: int) -> RowGradients:
         """number: of the ticket in its step."""

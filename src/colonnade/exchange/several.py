@@ -19,10 +19,8 @@ from torch import Tensor
 from colonnade.batch import Batch
 from colonnade.exchange.contract import (
     Consumer,
-    Cost,
     Exactness,
     Exchange,
-    Load,
     RowGradients,
     RowSource,
     Ticket,
@@ -33,7 +31,6 @@ from colonnade.exchange.routing import Asks, route
 from colonnade.interaction import Concat
 from colonnade.store.contract import RowView
 from colonnade.topology.mesh import Mesh
-from colonnade.topology.world import World
 
 KINDS = ("bitwise", "reassociated", "lossy")
 """Of exactness, best first."""
@@ -126,6 +123,23 @@ class SeveralExchanges:
         for end, part in zip(self.ends, ticket.parts, strict=True):
             end.place(part)
 
+    @property
+    def sends_clean(self) -> bool:
+        return any(end.sends_clean for end in self.ends)
+
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+        """Collective on the group "ahead". One exchange at most sends anything."""
+        rows = [part.slots for part in ticket.parts]
+        parts = zip(self.ends, ticket.parts, self._split(ticket, clean), rows, strict=True)
+        for end, part, mine, slots in parts:
+            end.send_clean(
+                part, replace(source, rows=source.rows if slots is None else slots), mine
+            )
+
+    def recall(self, ticket: Ticket) -> None:
+        for end, part in zip(self.ends, ticket.parts, strict=True):
+            end.recall(part)
+
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
         """Collective in a world of several."""
         if source.rows is ticket.slots:
@@ -210,21 +224,6 @@ class SeveralExchanges:
     def squared_norms(self, rows: RowView, slots: Tensor) -> Tensor:
         return self.ends[0].squared_norms(rows, slots)
 
-    def cost(self, load: Load, world: World) -> Cost:
-        """Pure. What all of them send; the weight beside what is asked for is counted with each."""
-        costs = [end.cost(_share(load, end.declaration), world) for end in self.ends]
-        payload: dict = {}
-        for one in costs:
-            for key, size in one.payload_bytes.items():
-                payload[key] = payload.get(key, 0.0) + size
-        # Sizes, and what all of them ask for, are one message each.
-        shared = 2 * (len(self.ends) - 1) * (world.num_ranks - 1)
-        return Cost(
-            payload,
-            sum(one.messages for one in costs) - shared,
-            sum(one.seconds for one in costs) - shared * world.message_seconds,
-        )
-
     def _hand_out(self, ticket: Ticket) -> None:
         """Slots of the parts."""
         if any(part.slots is None for part in ticket.parts):
@@ -274,25 +273,6 @@ def _without_partials(
         if others := tuple(name for name in output.names if name not in partials):
             yield replace(output, names=others)
         yield from (partials[name] for name in output.names if name in partials)
-
-
-def _share(load: Load, declaration: Declaration) -> Load:
-    tables = {feature.table for feature in declaration.features}
-    features = {feature.name for feature in declaration.features}
-
-    def only(numbers: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-        return {name: number for name, number in numbers.items() if name in names}
-
-    return replace(
-        load,
-        unique_rows=only(load.unique_rows, tables),
-        unique_rows_remote=only(load.unique_rows_remote, tables),
-        row_bytes=only(load.row_bytes, tables),
-        lookups=only(load.lookups, features),
-        lookups_remote=only(load.lookups_remote, features),
-        longest_bags=only(load.longest_bags, features),
-        weighted=[name for name in load.weighted if name in features],
-    )
 
 
 def _sum(offsets: Sequence[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from colonnade.errors import DataError
 from colonnade.exchange.coding import AS_IT_IS, Coding
 from colonnade.exchange.contract import Ticket
 from colonnade.exchange.fields import Columns, Fields, Key
-from colonnade.exchange.layout import Declaration, Lookups, Output, outputs
+from colonnade.exchange.layout import Declaration, Lookups, Output, outputs, weighed
 from colonnade.exchange.pooled import PooledExchange
 from colonnade.exchange.substitution import partial_width, substituted
 from colonnade.ops.memory import empty
@@ -66,7 +66,7 @@ class SubstituteExchange(PooledExchange):
         # A bag's owner divides where it has all of it; else every lookup of the bag weighs less.
         averaged = {f for f in features if declaration.features[f].pooling in ("mean", "sqrtn")}
         self.weighed = averaged - whole
-        self.pooled_there = averaged
+        self.undivided, self.averaged_there = averaged, averaged & whole
         self.unsplit = {
             declaration.fields[i].feature
             for name, fields in self.taken_by.items()
@@ -98,9 +98,6 @@ class SubstituteExchange(PooledExchange):
                     dims[key] = self.declaration.fields[key].dim
         return Columns(dims)
 
-    def _pooled_here(self) -> Declaration:
-        return self.here.as_sums(but=set(self.pooled_there) - self.weighed)
-
     def _collected(self, batch: Batch) -> Lookups:
         """Raises DataError."""
         lookups = super()._collected(batch)
@@ -125,7 +122,9 @@ class SubstituteExchange(PooledExchange):
                 )
                 given = weights[c]
                 weights[c] = each if given is None else each * given.to(dtype)
-        return replace(lookups, weights=weights)
+        if not self.weighed:
+            return lookups
+        return weighed(lookups, weights, self.asked, self.declaration.compute_dtype)
 
     def _message(self, ticket: Ticket, pooled: Tensor) -> Tensor:
         send = empty(len(pooled), self.sent.width, dtype=pooled.dtype)

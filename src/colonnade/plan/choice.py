@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
+from colonnade.plan.cutting import CUT, cut_places, everywhere, most_slices
 from colonnade.plan.device import RowRate
 from colonnade.plan.flows import (
     CALLS,
@@ -37,8 +38,10 @@ from colonnade.topology.sharding import (
     Kind,
     Sharding,
     host_wise,
+    on_ranks,
     replicated,
     row_wise,
+    row_wise_in,
     table_wise,
 )
 from colonnade.topology.world import World
@@ -53,6 +56,10 @@ OPTIONS: tuple[Option, ...] = (
     ("pooled", "row_wise"),
     ("pooled", "host_wise"),
     ("pooled", "table_wise"),
+    ("rows", "column_wise"),
+    ("pooled", "column_wise"),
+    ("rows", "grid"),
+    ("pooled", "grid"),
     ("replicated", "replicated"),
 )
 DEFAULT: Option = ("rows", "row_wise")
@@ -221,12 +228,15 @@ class _Search:
             for load, said in zip(loads, self.forced, strict=True)
         ]
         num_ranks = world.num_ranks
-        self.even = sum(load.total_bytes for load in loads) / num_ranks
+        self.owners = np.array(world.owners)
+        self.asks = np.ones(num_ranks)
+        self.asks[list(world.servers)] = 0.0
+        self.even = sum(load.total_bytes for load in loads) / len(self.owners)
         self.tried = TRIED if len(loads) * num_ranks <= MANY else 1
         self.paths: dict[Any, tuple[Floats, Floats, float]] = {}
-        self.pairs: dict[tuple[int, ExchangeName, int], tuple[Pair, Work]] = {}
-        self.everywhere = {"row_wise": row_wise(num_ranks), "replicated": replicated(num_ranks)}
-        self.all = self.path(self.everywhere["row_wise"])[0]
+        self.pairs: dict[tuple[int, ExchangeName, int, int], tuple[Pair, Work]] = {}
+        self.everywhere = {"row_wise": row_wise_in(world), "replicated": replicated(num_ranks)}
+        self.all = self._path(np.ones(num_ranks), np.ones(num_ranks))[0]
         self.peak = float(self.all.max())
         self.scale = 1.0
 
@@ -239,6 +249,8 @@ class _Search:
             and (exchange != "pooled" or (load.is_pooled and len(load.columns) > 0))
             and (exchange, kind) in options
             and (kind != "host_wise" or self.has_hosts or said.kind == kind)
+            and (kind != "replicated" or not self.world.has_servers)
+            and (kind not in CUT or said.kind == kind or most_slices(load, kind, self.world) > 1)
         ]
         if found:
             return found
@@ -256,33 +268,34 @@ class _Search:
         if key not in self.paths:
             if len(self.paths) > 4096:
                 self.paths.clear()
-            world = self.world
-            n, size = world.num_ranks, world.ranks_per_host
-            owns = np.zeros(n)
+            owns = np.zeros(self.world.num_ranks)
             owns[list(sharding.ranks)] = 1.0
-            of_host = owns.reshape(world.num_hosts, size).sum(1)
-            local_out = np.repeat(of_host, size) - owns
-            local_in = owns * (size - 1)
-            remote_out = size * (len(sharding.ranks) - of_host)
-            remote_in = of_host * (n - size)
-            near, far = 1 / world.local_bytes_per_second, 1 / world.remote_bytes_per_second
-            there = [local_out * near, local_in * near, remote_out * far, remote_in * far]
-            back = [local_in * near, local_out * near, remote_in * far, remote_out * far]
-            self.paths[key] = (
-                np.concatenate(there),
-                np.concatenate(back),
-                max(float(each.mean()) for each in there),
-            )
+            self.paths[key] = self._path(self.asks, owns)
         return self.paths[key]
 
+    def _path(self, asks: Floats, owns: Floats) -> tuple[Floats, Floats, float]:
+        """`path` from each rank that asks to each that owns: (N,), 1 for those that do."""
+        world, size = self.world, self.world.ranks_per_host
+        asking, owning = (each.reshape(world.num_hosts, size).sum(1) for each in (asks, owns))
+        local_out = asks * (np.repeat(owning, size) - owns)
+        local_in = owns * (np.repeat(asking, size) - asks)
+        remote_out = asking * (owns.sum() - owning)
+        remote_in = owning * (asks.sum() - asking)
+        near, far = 1 / world.local_bytes_per_second, 1 / world.remote_bytes_per_second
+        there = [local_out * near, local_in * near, remote_out * far, remote_in * far]
+        back = [local_in * near, local_out * near, remote_in * far, remote_out * far]
+        slowest = max(float(each.mean()) for each in there)
+        return np.concatenate(there), np.concatenate(back), slowest
+
     def costs(self, t: int, exchange: ExchangeName, sharding: Sharding) -> tuple[Pair, Work]:
-        n = len(sharding.ranks)
-        key = (t, exchange, n)
+        slices = sharding.slices
+        n = len(sharding.ranks) // slices
+        key = (t, exchange, n, slices)
         if key not in self.pairs:
-            load, num_ranks = self.loads[t], self.world.num_ranks
-            bytes_ = pair(load, exchange, n)
-            seconds = work(load, exchange, n, num_ranks, self.rates)
-            self.pairs[key] = bytes_, seconds + moving(bytes_, n, self.world)
+            load, num_ranks = self.loads[t], self.world.num_trainers
+            bytes_ = pair(load, exchange, n, slices)
+            seconds = work(load, exchange, n, num_ranks, self.rates, slices)
+            self.pairs[key] = bytes_, seconds + moving(bytes_, n * slices, self.world)
         return self.pairs[key]
 
     def empty(self) -> _State:
@@ -298,12 +311,12 @@ class _Search:
         load = self.loads[t]
         state.links[0] += (sign * bytes_.route) * there
         if TABLE_BYTES[exchange]:
-            state.links[0] += (sign * TABLE_BYTES[exchange]) * self.all
+            state.links[0] += (sign * TABLE_BYTES[exchange] * sharding.slices) * self.all
         state.links[1] += (sign * bytes_.fetch) * back
         state.links[2] += (sign * bytes_.push) * there
-        state.processor += sign * seconds.asker
+        state.processor += (sign * seconds.asker) * self.asks
         owners = _index(sharding.ranks)
-        share = sharding.num_owners
+        share = sharding.num_owners * sharding.slices
         state.processor[owners] += sign * seconds.owner
         state.held[owners] += sign * load.total_bytes / share
         in_use = min(load.unique_world, load.rows) * load.slot_bytes
@@ -314,6 +327,11 @@ class _Search:
         phases = state.links.max(1)
         used = [exchange for exchange, users in state.users.items() if users]
         computed = float(state.processor.max())
+        if (
+            self.world.has_servers
+        ):  # first the rows' ranks work, then the samples', then again the rows'
+            asks = self.asks > 0
+            computed = float(state.processor[asks].max() + state.processor[~asks].max())
         if used and self.world.num_ranks > 1:
             calls = np.sum([CALLS[exchange] for exchange in used], axis=0)
             calls[0] += 1  # the header
@@ -347,7 +365,7 @@ class _Search:
     def in_use_at_least(self) -> float:
         """Rows of a step on a rank when all are dealt evenly: less cannot be had."""
         rows = sum(min(each.unique_world, each.rows) * each.slot_bytes for each in self.loads)
-        return rows / self.world.num_ranks
+        return rows / len(self.owners)
 
     def beginnings(self) -> Iterator[_State]:
         """All dealt to all ranks; then, with fewer and more exchanges, each table by what it would cost if everything
@@ -379,8 +397,11 @@ class _Search:
         options = [each for each in options if each[0] in some] or list(options)
         world = self.world
         anywhere = {
-            **self.everywhere, "host_wise": host_wise(world, 0), "table_wise": table_wise(0)
+            **self.everywhere, "host_wise": host_wise(world, 0), "table_wise": table_wise(int(self.owners[0])),
         }  # fmt: skip
+        for _, kind in options:
+            if kind in CUT:
+                anywhere[kind] = self.places(self.empty(), t, kind)[0]
         return min(options, key=lambda each: self.mean_seconds(t, each[0], anywhere[each[1]]))
 
     def mean_seconds(self, t: int, exchange: ExchangeName, sharding: Sharding) -> float:
@@ -399,15 +420,20 @@ class _Search:
 
     def shardings(self, state: _State, t: int, kind: Kind) -> list[Sharding]:
         said = self.forced[t].ranks
-        return self.places(state, kind) if said is None else [Sharding(kind, said)]
+        return self.places(state, t, kind) if said is None else [on_ranks(kind, said, self.world)]
 
-    def places(self, state: _State, kind: Kind) -> list[Sharding]:
+    def places(self, state: _State, t: int, kind: Kind) -> list[Sharding]:
         world = self.world
         if kind in self.everywhere:
             return [self.everywhere[kind]]
+        if kind in CUT and self.forced[t].kind == kind:
+            return [everywhere(kind, world)]
         busy = self.busy(state)
+        if kind in CUT:
+            return cut_places(self.loads[t], kind, world, busy)
         if kind == "table_wise":
-            return [table_wise(int(rank)) for rank in _least(busy, self.tried)]
+            least = _least(busy[self.owners], self.tried)
+            return [table_wise(int(rank)) for rank in self.owners[least]]
         hosts = busy.reshape(world.num_hosts, -1).mean(1)
         return [host_wise(world, int(host)) for host in _least(hosts, self.tried)]
 
@@ -472,7 +498,8 @@ class _Search:
                 if (exchange, kind) == mine.option or not self._has(load, exchange, kind):
                     continue
                 places = [
-                    self.cost(state, t, exchange, place, now) for place in self.places(state, kind)
+                    self.cost(state, t, exchange, place, now)
+                    for place in self.places(state, t, kind)
                 ]
                 others += sorted(places, key=lambda cost: cost.more)[:1]
             self.add(state, t, *state.chosen[t])
@@ -493,6 +520,10 @@ class _Search:
 
     def _has(self, load: TableLoad, exchange: ExchangeName, kind: Kind) -> bool:
         is_pooled = load.is_pooled and len(load.columns) > 0
+        if kind == "replicated" and self.world.has_servers:
+            return False
+        if kind in CUT and most_slices(load, kind, self.world) < 2:
+            return False
         return (exchange != "pooled" or is_pooled) and (kind != "host_wise" or self.has_hosts)
 
     def _peers(self) -> dict[str, int]:
@@ -508,13 +539,14 @@ class _Search:
         bytes_, _ = self.costs(t, exchange, sharding)
         world, owners = self.world, sharding.ranks
         of_host = np.bincount(np.array(owners) // world.ranks_per_host, minlength=world.num_hosts)
-        local = float(world.ranks_per_host * len(owners) - len(owners)) / world.num_ranks
-        remote = float((of_host * (world.num_ranks - world.ranks_per_host)).sum()) / world.num_ranks
+        asking = world.trainers_per_host  # of a host; an owner that asks has its own rows
+        local = float(asking - (not world.has_servers)) * len(owners) / world.num_ranks
+        remote = float((of_host * (world.num_trainers - asking)).sum()) / world.num_ranks
         sent = {}
         for purpose, size in zip(PURPOSES, (bytes_.route, bytes_.fetch, bytes_.push), strict=True):
             sent[purpose, "local"], sent[purpose, "remote"] = size * local, size * remote
         for link, count in self._peers().items():
-            sent["route", link] += TABLE_BYTES[exchange] * count
+            sent["route", link] += TABLE_BYTES[exchange] * sharding.slices * count
         more = self.with_(state, t, exchange, sharding) - now
         return Cost(exchange, sharding, sent, self.mean_seconds(t, exchange, sharding), more)
 

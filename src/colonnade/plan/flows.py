@@ -3,7 +3,10 @@
 A sharding names the ranks that own rows; every rank asks, and each owner serves each asker alike, because owners are
 dealt rows by a hash and ranks are dealt samples. So a choice is two numbers of owners and of bytes per (asker, owner).
 
-Legend: N ranks, n owners.
+Rows that are cut by columns have n owners for each of k slices, each of which is asked for all ids and has a k-th of
+a row's bytes.
+
+Legend: N ranks, n owners (of each slice), k slices.
 """
 
 from __future__ import annotations
@@ -14,9 +17,8 @@ from typing import Literal
 
 import numpy as np
 
-from colonnade.exchange.bags import NUM_WORDS
 from colonnade.exchange.packing import FLAG_BYTES, expected_list_bytes
-from colonnade.exchange.pooled_cost import length_bits
+from colonnade.exchange.pooled_cost import HEAD_BYTES, ids_bytes, lengths_bytes
 from colonnade.exchange.routing import SIZE_BYTES, WEIGHT
 from colonnade.plan.device import RowRate
 from colonnade.plan.loads import TableLoad
@@ -25,18 +27,16 @@ from colonnade.topology.world import World
 
 ExchangeName = Literal["rows", "pooled", "replicated"]
 PURPOSES = ("route", "fetch", "push")
-ID_BYTES = 8.0
-"""Of a lookup that is pooled at its owner."""
 CALLS = {"rows": (0, 1, 1), "pooled": (0, 1, 1), "replicated": (0, 0, 1)}
 """All-to-alls of a step, by purpose, beside the two that all exchanges route with: sizes, and what is asked for."""
 SHARED_BYTES = float(WEIGHT.size)
 """Of those, from each rank to each other: the weight of its batch."""
 FIXED_BYTES = {
     "rows": float(SIZE_BYTES + FLAG_BYTES),
-    "pooled": SIZE_BYTES + 8.0 * NUM_WORDS + 4,
+    "pooled": float(HEAD_BYTES),
     "replicated": float(SIZE_BYTES + FLAG_BYTES),
 }
-"""From each rank to each other, of an exchange that any table uses; pooled bodies end at a multiple of 8 bytes."""
+"""From each rank to each other, of an exchange that any table uses."""
 TABLE_BYTES = {"rows": 1.0, "pooled": 0.0, "replicated": 1.0}
 """From each rank to each other, of each table: that no ids of it follow."""
 
@@ -71,24 +71,30 @@ def owners_of(kind: Kind, num_ranks: int, ranks_per_host: int) -> int:
     return {"table_wise": 1, "host_wise": ranks_per_host}.get(kind, num_ranks)
 
 
-def pair(load: TableLoad, exchange: ExchangeName, num_owners: int) -> Pair:
+def pair(load: TableLoad, exchange: ExchangeName, num_owners: int, slices: int = 1) -> Pair:
     """What each exchange counts of one table, beside what is the same for all."""
     n, unique = num_owners, load.unique_rank
     if exchange == "replicated":
-        ids = expected_list_bytes(unique, load.vocabulary, 1) - TABLE_BYTES[exchange]
+        ids = (
+            load.list_ratio * expected_list_bytes(unique, load.vocabulary, 1)
+            - TABLE_BYTES[exchange]
+        )
         return Pair(ids, 0.0, unique * load.gradient_bytes)
     if exchange == "rows":
-        ids = expected_list_bytes(unique / n, load.vocabulary, n) - TABLE_BYTES[exchange]
-        return Pair(ids, unique * load.value_bytes / n, unique * load.gradient_bytes / n)
+        ids = load.list_ratio * expected_list_bytes(unique / n, load.vocabulary, n)
+        ids -= TABLE_BYTES[exchange]
+        each = unique / (n * slices)
+        return Pair(ids, each * load.value_bytes, each * load.gradient_bytes)
     # Every owner sends a block of all bags, and is sent one: 0 where it has no row of a bag.
-    block = load.bags * load.gradient_bytes
-    itemsize = load.gradient_bytes / load.width
-    route = 0.0
+    route = ids_bytes(
+        load.lookups / n, unique / n, load.vocabulary, n,
+        list_ratio=load.list_ratio, listed_ratio=load.listed_ratio,
+    )  # fmt: skip
     for column in load.columns:
-        bits = length_bits(column.longest, column.lookups, load.samples, n)
-        each = ID_BYTES + (itemsize if column.is_weighted else 0.0)
-        route += 8.0 + column.lookups * each / n + load.samples * bits / 8
-    return Pair(route, block, block)
+        route += lengths_bytes(column.longest, column.lookups, load.samples, n)
+        route += column.lookups * load.weight_bytes / n if column.is_weighted else 0.0
+    bags = load.bags / slices
+    return Pair(route, bags * load.bag_bytes, bags * load.gradient_bytes)
 
 
 def work(
@@ -97,11 +103,12 @@ def work(
     num_owners: int,
     num_ranks: int,
     rates: Sequence[RowRate],
+    slices: int = 1,
 ) -> Work:
     """By how fast rows are gathered and updated here; nothing where nobody measured."""
     if not rates:
         return Work(0.0, 0.0)
-    gather, update = row_seconds(rates, load.width)
+    gather, update = row_seconds(rates, max(load.width // slices, 1))  # of a slice
     n, asked = num_owners, num_ranks * load.unique_rank
     if exchange == "replicated":
         return Work(2 * load.lookups * gather + asked * gather + load.unique_world * update, 0.0)
@@ -109,16 +116,17 @@ def work(
     if (
         exchange == "rows"
     ):  # pooled and summed where the samples are; copied, summed again and applied where rows are
-        return Work(2 * load.lookups * gather, 2 * asked / n * gather + updates)
-    return Work((n + 1) * load.bags * gather, 2 * num_ranks * load.lookups / n * gather + updates)
+        return Work(2 * load.lookups * gather * slices, 2 * asked / n * gather + updates)
+    asker = (n + 1) * load.bags * gather * slices
+    return Work(asker, 2 * num_ranks * load.lookups / n * gather + updates)
 
 
 def moving(bytes_: Pair, num_owners: int, world: World) -> Work:
-    """For the bytes of one table: every rank asks its owners, every owner serves all ranks; what stays on a rank is
-    not moved."""
+    """For the bytes of one table: every rank that trains asks its owners, every owner serves all of those; what stays
+    on a rank is not moved."""
     each = (bytes_.route + bytes_.fetch + bytes_.push) * world.byte_processor_seconds
-    others = (world.num_ranks - 1) / world.num_ranks
-    return Work(num_owners * others * each, world.num_ranks * others * each)
+    others = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
+    return Work(num_owners * others * each, world.num_trainers * others * each)
 
 
 def alone(load: TableLoad, rates: Sequence[RowRate]) -> float:

@@ -8,8 +8,18 @@ from typing import Any
 from colonnade.config import PlanConfig
 from colonnade.errors import ConfigError
 from colonnade.plan.choice import Forced
+from colonnade.plan.cutting import CUT, everywhere
 from colonnade.table import Table
-from colonnade.topology.sharding import Kind, Sharding, replicated, row_wise
+from colonnade.topology.sharding import (
+    Kind,
+    Sharding,
+    grid,
+    host_wise,
+    on_ranks,
+    replicated,
+    row_wise,
+    row_wise_in,
+)
 from colonnade.topology.world import World
 
 
@@ -42,6 +52,12 @@ def _forced(config: PlanConfig, name: str, world: World) -> Forced:
             kind = "row_wise"
         ranks = None if own.ranks is None else _ranks(name, sorted(own.ranks), kind, world)
     if "replicated" in (exchange, kind):
+        if world.has_servers:
+            raise ConfigError(
+                f"table {name!r}: got replicated rows with plan.servers={world.servers_per_host}; copies lie with the "
+                "samples, and where there are servers trainers have no rows. Leave servers out, or choose another "
+                "exchange and sharding"
+            )
         exchange = kind = "replicated"
     return Forced(None if kind == "auto" else kind, None if exchange == "auto" else exchange, ranks)
 
@@ -52,9 +68,20 @@ def _ranks(name: str, ranks: list[int], kind: Kind, world: World) -> tuple[int, 
             f"plan.tables.{name}.ranks: got {ranks}, but this world has ranks 0 .. {world.num_ranks - 1}; name one of "
             "them, or leave ranks out"
         )
+    if trainers := [rank for rank in ranks if rank not in world.owners]:
+        raise ConfigError(
+            f"plan.tables.{name}.ranks: got {ranks}, but with plan.servers={world.servers_per_host} rank {trainers[0]} "
+            f"trains and has no rows; name servers: {', '.join(map(str, world.owners))}"
+        )
+    if kind == "grid":
+        hosts = sorted({world.host(rank) for rank in ranks})
+        if list(grid(world, hosts).ranks) != ranks:
+            raise ConfigError(
+                f"plan.tables.{name}.ranks: got {ranks}, wanted all ranks of two or more hosts, such as "
+                f"{list(grid(world, [0, 1]).ranks)}"
+            )
     if kind == "host_wise":
-        first = world.host(ranks[0]) * world.ranks_per_host
-        wanted = list(range(first, first + world.ranks_per_host))
+        wanted = list(host_wise(world, world.host(ranks[0])).ranks)
         if ranks != wanted:
             raise ConfigError(
                 f"plan.tables.{name}.ranks: got {ranks}, wanted all ranks of one host, such as {wanted}"
@@ -71,11 +98,13 @@ def settled(said: Forced, world: World) -> tuple[Sharding, str] | None:
     if said.kind == "replicated":
         return replicated(world.num_ranks), said.exchange
     if said.ranks is not None:
-        return Sharding(said.kind, said.ranks), said.exchange
+        return on_ranks(said.kind, said.ranks, world), said.exchange
+    if said.kind in CUT:
+        return everywhere(said.kind, world), said.exchange
     if said.kind == "row_wise":
-        return row_wise(world.num_ranks), said.exchange
+        return row_wise_in(world), said.exchange
     if said.kind == "host_wise" and world.num_hosts == 1:
-        return Sharding("host_wise", tuple(range(world.num_ranks))), said.exchange
+        return host_wise(world, 0), said.exchange
     return None
 
 

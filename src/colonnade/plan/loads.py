@@ -9,10 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from colonnade.exchange.codec import CODECS, EXACT, Codecs
 from colonnade.plan.popularity import OPEN_ROOM, seen
 from colonnade.plan.profile import Profile
 from colonnade.store.budget import slot_bytes
-from colonnade.table import Feature, Table
+from colonnade.table import Feature, Table, needs_whole_rows
 from colonnade.topology.world import World
 
 
@@ -37,7 +40,9 @@ class TableLoad:
     value_bytes: int
     """Of a row's weights as they travel."""
     gradient_bytes: int
-    """Of a row's gradient as it travels, and of a pooled bag."""
+    """Of a row's gradient as it travels, and of a pooled bag's."""
+    bag_bytes: int
+    """Of a pooled bag as it travels."""
     rows: float
     """Of the whole table; of an open one, as many as are foretold."""
     slot_bytes: int
@@ -57,6 +62,14 @@ class TableLoad:
     """No feature reads its rows as a sequence."""
     vocabulary: int = 0
     """Rows as declared; 0: an open table, whose ids are taken to be any 64 bits."""
+    weight_bytes: int = 4
+    """Of a lookup's weight, where its feature has them."""
+    list_ratio: float = 1.0
+    """What a list of different ids takes, by what one of evenly spread ids would: measured."""
+    listed_ratio: float = 1.0
+    """The same of ids as they come."""
+    may_be_cut: bool = False
+    """Rows may lie in slices of columns: nothing of the table needs whole ones."""
     births: float = 0.0
     """Rows of all ranks' batches that were never used before."""
 
@@ -80,10 +93,12 @@ def table_loads(
     batch_size: float,
     last_batch: float = 0.0,
     num_samples: int | None = None,
+    codecs: Codecs = EXACT,
 ) -> list[TableLoad]:
     """`batch_size` counts samples over all ranks; `last_batch` of the run says how many rows of open tables, and births
-    per step, there will be; `num_samples`: of the data set, where that is known."""
-    mine = batch_size / world.num_ranks
+    per step, there will be; `num_samples`: of the data set, where that is known; `codecs`: what rows and
+    gradients look like while they travel."""
+    mine = batch_size / world.num_trainers
     counted = {feature.name: feature for feature in profile.features}
     epoch = math.inf if num_samples is None else max(num_samples / batch_size, 1.0)
     found = []
@@ -94,18 +109,22 @@ def table_loads(
         whole = profile.unique_rows(t, batch_size, of)
         readers = [feature for feature in features if feature.table == table.name]
         columns = [counted[feature.name] for feature in readers if feature.name in counted]
-        wide = 8 if table.compute_dtype == "float64" else 4
+        dims = [part.dim for part in table.parts]
+        rows_of, compute = getattr(torch, table.dtype), getattr(torch, table.compute_dtype)
+        values, gradients = CODECS[codecs.values], CODECS[codecs.gradients]
         found.append(
             TableLoad(
                 name=table.name,
                 width=table.width,
-                value_bytes=table.width * table.itemsize,
-                gradient_bytes=table.width * wide,
+                value_bytes=values.row_bytes(dims, rows_of),
+                gradient_bytes=gradients.row_bytes(dims, compute),
+                bag_bytes=values.row_bytes(dims, compute),
+                weight_bytes=compute.itemsize,
                 rows=float(table.rows) if table.rows else max(ever * OPEN_ROOM, whole),
                 slot_bytes=slot_bytes(table),
                 samples=mine,
                 unique_rank=profile.unique_rows(t, mine, of),
-                unique_host=profile.unique_rows(t, mine * world.ranks_per_host, of),
+                unique_host=profile.unique_rows(t, mine * world.trainers_per_host, of),
                 unique_world=whole,
                 lookups=each * mine,
                 columns=tuple(
@@ -116,6 +135,7 @@ def table_loads(
                 ),
                 vocabulary=table.rows or 0,
                 is_pooled=all(feature.pooling != "sequence" for feature in readers),
+                may_be_cut=not needs_whole_rows(table, [p.name for p in table.parts if p.dim > 1]),
                 births=ever / last_batch if last_batch else 0.0,
             )
         )

@@ -27,7 +27,8 @@ from colonnade.store.budget import (
     mapped_tables,
     slot_bytes,
 )
-from colonnade.table import Table
+from colonnade.store.slices import Laid, lay_out
+from colonnade.table import Table, check_slices
 from colonnade.topology.sharding import Shard, Sharding, row_wise, share
 from colonnade.topology.world import World
 
@@ -80,6 +81,8 @@ class Plan:
     """Memory of each rank's device for rows, above memory; None: no row is kept there."""
     codecs: Codecs = EXACT
     """What rows and their gradients look like while they travel."""
+    servers: tuple[int, ...] = ()
+    """Ranks that have rows and nothing else; none: the ranks that train have the rows."""
     placement: str = "even"
     prediction: Mapping[str, Any] | None = None
     """`plan.prediction.Prediction` as plain values, where the plan was made from a profile."""
@@ -114,12 +117,13 @@ class Plan:
             mapped=None if mapped is None else Place(**mapped),
             ssd=tuple(Place(**place) for place in values.pop("ssd", ())),
             codecs=Codecs(**values.pop("codecs", {})),
+            servers=tuple(values.pop("servers", ())),
             **values,
         )
 
 
 def _sharding_from(said: dict[str, Any]) -> Sharding:
-    return Sharding(said["kind"], tuple(said["ranks"]))
+    return Sharding(said["kind"], tuple(said["ranks"]), said.get("slices", 1))
 
 
 def build_plan(
@@ -138,11 +142,12 @@ def build_plan(
     exchanges: Mapping[str, str] | None = None,
     shardings: Mapping[str, Sharding] | None = None,
     codecs: Codecs = EXACT,
+    servers: Sequence[int] = (),
 ) -> Plan:
     """Every table alike (`plan.placement` prefers some). Pure. Raises ConfigError for numbers that cannot work.
 
     By table name: `table_bytes`, memory of single tables, out of `dram_bytes`; `exchanges`, where it is not
-    `exchange`; `shardings`, where rows are not dealt to all ranks.
+    `exchange`; `shardings`, where rows are not dealt to all ranks. `servers`: the only ranks that rows may lie on.
     """
     exchanges, shardings = exchanges or {}, shardings or {}
     for said in (exchange, *exchanges.values()):
@@ -163,6 +168,11 @@ def build_plan(
             raise ConfigError(
                 f"table {name!r}: got a sharding on rank {sharding.ranks[-1]}, wanted ranks 0 .. {num_ranks - 1}"
             )
+        if servers and (others := sorted(set(sharding.ranks) - set(servers))):
+            raise ConfigError(
+                f"table {name!r}: got a sharding on rank {others[0]}, which trains; where there are servers all rows "
+                f"lie on them: {', '.join(map(str, servers))}"
+            )
     ahead = 2 if lookahead == "auto" else lookahead
     if not isinstance(ahead, int) or ahead < 0 or staleness_steps < 0:
         raise ConfigError(
@@ -172,11 +182,16 @@ def build_plan(
         raise ConfigError(
             f"got dram_bytes={dram_bytes}; wanted a positive number of bytes, or None"
         )
-    of_tables = [shardings.get(table.name, row_wise(num_ranks)) for table in tables]
-    loads = distinct_loads(of_tables, num_ranks)
+    everywhere = Sharding("row_wise", tuple(servers)) if servers else row_wise(num_ranks)
+    of_tables = [shardings.get(table.name, everywhere) for table in tables]
+    laid = lay_out(tables, of_tables)
+    slices = [each.table for each in laid]
+    for t, table in enumerate(tables):
+        check_slices(table, [each.table for each in laid if each.number == t])
+    loads = distinct_loads([each.sharding for each in laid], num_ranks)
     for shards in loads:
         held = [
-            table for table, shard in zip(tables, shards, strict=True) if shard.place is not None
+            table for table, shard in zip(slices, shards, strict=True) if shard.place is not None
         ]
         check_budget(tables, held, dram_bytes, table_bytes or {})
         least = sum(table.record_bytes for table in held)
@@ -185,23 +200,24 @@ def build_plan(
                 f"plan.memory.hbm: got {hbm_bytes:,} bytes, wanted at least {least:,}: one row of each of "
                 f"{len(held)} tables; and enough for the rows of a window of batches"
             )
-    on_device = [0] * len(tables)
+    on_device = [0] * len(slices)
     if hbm_bytes is not None:
-        on_device = _fullest(loads, [hbm_rows(tables, hbm_bytes, shards) for shards in loads])
+        on_device = _fullest(loads, [hbm_rows(slices, hbm_bytes, shards) for shards in loads])
     share_out = partial(capacity_rows, fixed_bytes=table_bytes)
-    by_load = [share_out(tables, dram_bytes, shards) for shards in loads]
+    by_load = [share_out(slices, dram_bytes, shards) for shards in loads]
     chosen: set[int] = set()
     if mapped is not None:
         # Of a table's ranks, each has room for it there.
         left = [
-            set(range(len(tables)))
-            - set(mapped_tables(tables, given, mapped.bytes, shards))
+            set(range(len(slices)))
+            - set(mapped_tables(slices, given, mapped.bytes, shards))
             - {t for t, shard in enumerate(shards) if shard.place is None}
             for given, shards in zip(by_load, loads, strict=True)
         ]
-        chosen = set(range(len(tables))).difference(*left)
-        others = [t for t in range(len(tables)) if t not in chosen]
-        kinds = [tables[t] for t in others]
+        apart = {laid[t].number for each in left for t in each}  # slices of a table lie alike
+        chosen = {t for t, each in enumerate(laid) if each.number not in apart}
+        others = [t for t in range(len(slices)) if t not in chosen]
+        kinds = [slices[t] for t in others]
         shared = [share_out(kinds, dram_bytes, [shards[t] for t in others]) for shards in loads]
         by_load = []
         for shards, given in zip(loads, shared, strict=True):
@@ -209,10 +225,12 @@ def build_plan(
             by_load.append(
                 [
                     others_have.get(t, shards[t].most_rows(table.rows or 0))
-                    for t, table in enumerate(tables)
+                    for t, table in enumerate(slices)
                 ]
             )
-    capacities = _fullest(loads, by_load)
+    capacities = _least_by_table(laid, _fullest(loads, by_load))
+    on_device = _least_by_table(laid, on_device)
+    in_files = {laid[t].number for t in chosen}
     rest = "ssd" if ssd else "run folder"
     planned = []
     for t, (table, rows) in enumerate(zip(tables, capacities, strict=True)):
@@ -227,7 +245,7 @@ def build_plan(
                 exchange=implied_exchange(sharding, exchanges.get(table.name, exchange)),
                 capacity_rows=rows,
                 fits=fits,
-                tier="mapped" if t in chosen else "dram",
+                tier="mapped" if t in in_files else "dram",
                 rest="-" if fits else rest,
                 hbm_rows=on_device[t],
             )
@@ -243,6 +261,7 @@ def build_plan(
         write_budget=write_budget,
         hbm_bytes=hbm_bytes,
         codecs=codecs,
+        servers=tuple(servers),
     )
     if lookahead == "auto" and (num_ranks > 1 or not plan.needs_backing):
         # Ranks must agree on a depth; and with nothing at rest there is nothing to wait for.
@@ -277,6 +296,7 @@ def plan_of(
         exchanges=exchanges,
         shardings=shardings,
         codecs=Codecs(config.wire.values, config.wire.gradients),
+        servers=world.servers,
     )
 
 
@@ -335,6 +355,14 @@ def _fullest(loads: Sequence[Sequence[Shard]], rows: Sequence[Sequence[int]]) ->
     ]
 
 
+def _least_by_table(laid: Sequence[Laid], rows: Sequence[int]) -> list[int]:
+    """rows by slice -> what each slice of a table has room for."""
+    found: dict[int, int] = {}
+    for each, count in zip(laid, rows, strict=True):
+        found[each.number] = min(count, found.get(each.number, count))
+    return list(found.values())
+
+
 def check_budget(
     tables: Sequence[Table],
     held: Sequence[Table],
@@ -356,8 +384,8 @@ def check_budget(
             )
     if dram_bytes is None:
         return
-    others = least_bytes([table for table in held if table.name not in table_bytes])
-    singles = sum(table_bytes.get(table.name, 0) for table in held)
+    others = least_bytes([table for table in held if table.origin[0] not in table_bytes])
+    singles = sum(table_bytes.get(table.origin[0], 0) for table in held)
     least = singles + others
     if dram_bytes < least:
         given = f" and the {singles:,} bytes of single tables" if singles else ""
@@ -365,6 +393,11 @@ def check_budget(
             f"plan.memory.dram: got {dram_bytes:,} bytes, wanted at least {least:,}: one row of each of "
             f"{len(held)} tables{given}; and enough for the rows of a window of batches"
         )
+
+
+def held_bytes(table: Table, sharding: Sharding) -> int:
+    """That one row takes in the memory of a rank that has it, or a slice of it; the widest."""
+    return max(slot_bytes(each.table) for each in lay_out([table], [sharding]))
 
 
 def _travels(table: TablePlan) -> dict[str, str]:
@@ -377,7 +410,7 @@ def explain(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
     for table, planned in zip(tables, plan.tables, strict=True):
         owners = planned.sharding.num_owners
         owned = "any" if table.rows is None else f"{share(table.rows, owners):,}"
-        memory = planned.capacity_rows * slot_bytes(table)
+        memory = planned.capacity_rows * held_bytes(table, planned.sharding)
         unbounded = table.rows is None and planned.fits
         hbm = {}
         if plan.hbm_bytes is not None:

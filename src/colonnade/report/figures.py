@@ -232,7 +232,7 @@ def table_sizes(tables: Sequence[TableFigures]) -> Figure | None:
         data.insert(0, _bars(names, files, "in files", COLORS[1], unit=" MiB"))
     total = bytes_words(sum(t.bytes_in_memory for t in sized))
     below = bytes_words(sum(t.bytes_in_files for t in sized))
-    note = f"Weights, optimizer state and clocks of rank 0's rows: {total} in memory, {below} in files."
+    note = f"Weights, optimizer state and clocks of the first rank with rows: {total} in memory, {below} in files."
     if rest:
         more = bytes_words(sum(t.bytes_in_memory for t in rest))
         note += f" Not drawn: {len(rest):,} smaller tables, {more} in memory."

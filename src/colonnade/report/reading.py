@@ -24,7 +24,7 @@ from colonnade.report.sound import (
     sound_summary,
 )
 from colonnade.train.commits import committed_steps
-from colonnade.train.record import FILE_NAME, read_lines
+from colonnade.train.record import FILE_NAME, ROWS_FILE_NAME, read_lines
 
 QUIET_SECONDS = 120.0
 """A run without a summary that wrote nothing for so long has probably ended."""
@@ -87,6 +87,9 @@ def read_run(folder: Path) -> RunRecord:
         )
     read = [sound_line(line) for line in read_lines(folder / FILE_NAME)]
     lines = [line for line in read if line is not None]
+    if of_rows := read_lines(folder / ROWS_FILE_NAME):  # another rank's
+        lines += [line for line in map(sound_line, of_rows) if line is not None]
+        lines.sort(key=lambda line: line.get("time") or 0.0)
     summary = sound_summary(_load(folder / "summary.json"))
     if summary and lines:
         written = (folder / "summary.json").stat().st_mtime

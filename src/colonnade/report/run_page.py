@@ -178,7 +178,7 @@ def _tiers(page: Page, run: RunRecord) -> None:
         ["", *counts],
         [list(row) for row in zip(tiers.TIER_LINES, *by_tier, strict=True)],
         title="What each tier did",
-        note="Of rank 0, since the newest start of the run; lifetime: of its files, from the first step on.",
+        note="Of the first rank with rows, since the newest start of the run; lifetime: of its files, from step 0 on.",
     )
     page.charts(tiers.charts(run), NO_CHARTS)
 

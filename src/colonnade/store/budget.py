@@ -43,14 +43,16 @@ def capacity_rows(
     for t in here:
         rows = tables[t].rows
         wanted[t] = open_rows if rows is None else max(1, shards[t].most_rows(rows))
-        fixed = fixed_bytes.get(tables[t].name, 0) // row_bytes(tables[t])
+        fixed = fixed_bytes.get(tables[t].origin[0], 0) // row_bytes(tables[t])
         given[t] = max(1, min(wanted[t], fixed))
-    unmet = [t for t in here if tables[t].name not in fixed_bytes]
+    unmet = [t for t in here if tables[t].origin[0] not in fixed_bytes]
     if budget_bytes is None:
         shared = set(unmet)
         return [wanted[t] if t in shared else rows for t, rows in enumerate(given)]
     left = budget_bytes - sum(
-        given[t] * row_bytes(table) for t, table in enumerate(tables) if table.name in fixed_bytes
+        given[t] * row_bytes(table)
+        for t, table in enumerate(tables)
+        if table.origin[0] in fixed_bytes
     )
     left = max(0, left)
     # Smallest first: whoever needs less than an even share takes all it needs.

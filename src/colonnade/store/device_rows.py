@@ -78,7 +78,9 @@ class DeviceRows:
             weights, self.lows[slots] = reference.split(values)
         elif self.rounds_at_random:
             assert ids is not None
-            weights = optimizers.round_at_random(values, ids, clocks, self.seed, weights.dtype)
+            weights = optimizers.round_at_random(
+                values, ids, clocks, self.seed, weights.dtype, column=self.table.origin[1]
+            )
         else:
             weights = values
         self.weights[slots], self.state[slots] = weights, state

@@ -117,13 +117,14 @@ class DramStore:
                 setattr(self.sources, name, getattr(self.sources, name) + count)
         return slots, job
 
-    def wait(self, job: _native.AcquireJob | None) -> None:
-        """Until the rows of this acquire, and of all before it, are there."""
+    def wait(self, job: _native.AcquireJob | None, *, is_stall: bool = True) -> None:
+        """Until the rows of this acquire, and of all before it, are there. is_stall: training waits for them."""
         if job is None or self.tiers is None:
             return
         start = time.perf_counter()
         fault = self.tiers.wait(job)
-        self.sources.stall_seconds += time.perf_counter() - start
+        if is_stall:
+            self.sources.stall_seconds += time.perf_counter() - start
         self._check(fault)
 
     def release(self, slots: Tensor, offsets: Tensor, *, dirty: bool) -> None:
@@ -418,7 +419,7 @@ def open_dram(
             [table.state_floats for table in tables],
             [table.rows or 0 for table in tables],
             [min(rows, MAX_SLOTS) for rows in capacity_rows],
-            [table_seed(seed, table.name) for table in tables],
+            [table_seed(seed, table.origin[0]) for table in tables],
             [part.init_scale for _, part in parts],
             [value for value, _ in starts],
             [count for _, count in starts],
@@ -428,6 +429,7 @@ def open_dram(
             [-1 if shard.place is None else shard.place for shard in shards],
             bool(backings),
             ["" if place is None else str(place) for place in directories],
+            [table.origin[1] for table in tables],
         )
     except (OSError, MemoryError) as error:
         if not any(directories):
@@ -445,6 +447,6 @@ def _bytes(rows: Tensor) -> np.ndarray:
 
 
 def table_seed(seed: int, name: str) -> int:
-    """64 bits from (run seed, table name); the same on every machine and in every version."""
+    """64 bits from (run seed, `Table.origin`'s name); the same on every machine and in every version."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

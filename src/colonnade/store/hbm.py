@@ -510,7 +510,7 @@ def open_hbm(
     place, rows = torch.device(device), []
     try:
         for table, count in zip(below.tables, capacity_rows, strict=True):
-            rows.append(device_rows(table, count, place, table_seed(seed, table.name)))
+            rows.append(device_rows(table, count, place, table_seed(seed, table.origin[0])))
     except RuntimeError as error:
         wanted = sum(
             n * table.record_bytes for n, table in zip(capacity_rows, below.tables, strict=True)

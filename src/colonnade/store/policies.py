@@ -46,7 +46,7 @@ class RowRetention:
         shard = shard or Shard()
         self.name, self.admission, self.eviction = table.name, table.admission, table.eviction
         self.shard = shard
-        self._seed = table_seed(seed, f"{table.name}/admission")
+        self._seed = table_seed(seed, f"{table.origin[0]}/admission")
         self._sketch = (
             _sketch(table.admission, shard)
             if isinstance(table.admission, CountMinAdmission)

@@ -13,7 +13,31 @@ from colonnade.store.contract import Manifest, Pending, RowBatch
 from colonnade.store.log import LogBacking
 
 
-class Shards:
+class ReadOnly:
+    """The half of a `Backing` that writes, refused."""
+
+    def write(
+        self, ids: Tensor, records: Tensor, heat: Tensor | None = None, for_commit: bool = False
+    ) -> Pending:
+        raise _read_only()
+
+    def delete(self, ids: Tensor) -> None:
+        raise _read_only()
+
+    def freeze(self) -> None:
+        raise _read_only()
+
+    def commit(self, step: int) -> Manifest:
+        raise _read_only()
+
+    def thaw(self) -> None:
+        """Nothing is ever frozen."""
+
+    def prune(self, keep_steps: Collection[int]) -> None:
+        raise _read_only()
+
+
+class Shards(ReadOnly):
     """A `Backing` that only reads: every id is asked of the rank that owned it."""
 
     def __init__(self, stores: Sequence[LogBacking], rows: int | None) -> None:
@@ -38,33 +62,15 @@ class Shards:
         for store in self.stores:
             yield from store.scan()
 
-    def write(
-        self, ids: Tensor, records: Tensor, heat: Tensor | None = None, for_commit: bool = False
-    ) -> Pending:
-        raise _read_only()
-
-    def delete(self, ids: Tensor) -> None:
-        raise _read_only()
-
-    def freeze(self) -> None:
-        raise _read_only()
-
-    def commit(self, step: int) -> Manifest:
-        raise _read_only()
-
-    def thaw(self) -> None:
-        """Nothing is ever frozen."""
-
-    def prune(self, keep_steps: Collection[int]) -> None:
-        raise _read_only()
-
     def close(self) -> None:
         for store in self.stores:
             store.close()
 
 
 def _read_only() -> StorageError:
-    return StorageError("shards of another world are open read-only; adopt them to go on training")
+    return StorageError(
+        "rows of another world or sharding are open read-only; adopt them to go on training"
+    )
 
 
 class ShardsRead(Pending):

@@ -2,9 +2,12 @@
 
 A gloo or NCCL group must see the same calls in the same order on every rank, so each purpose that
 may run at its own pace has a group of its own: ids of later batches (`route`) travel while rows
-(`fetch`), gradients (`push`) and dense gradients (`dense`) of earlier ones do, and a `commit` is written.
+(`fetch`, and `ahead` those that no batch in flight changes), gradients (`push`) and dense gradients (`dense`) of
+earlier ones do, and a `commit` is written.
 Where there are several hosts of several ranks, `dense in host` joins those of one host, and `dense over hosts`
 those that have the same number in theirs.
+
+Where some ranks are servers (`with_servers`), the others have a mesh of their own, `trainers`, for what only they do.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from colonnade.topology.traffic import Traffic, ring_sum, tree_children
 from colonnade.topology.waiting import waiting
 from colonnade.topology.world import World
 
-PURPOSES = ("route", "fetch", "push", "dense", "gather", "evaluate", "commit", "control")
+PURPOSES = ("route", "ahead", "fetch", "push", "dense", "gather", "evaluate", "commit", "control")
+OF_TRAINERS = ("dense", "gather", "evaluate")
+"""Purposes of `Mesh.trainers`."""
 TIMEOUT = timedelta(minutes=5)
 
 
@@ -64,6 +69,21 @@ class Mesh:
     """Every payload byte this rank sent."""
     presence: Presence | None = None
     """What ranks know of each other while they run; None in a world of one."""
+    crew: Mesh | None = None
+    """`trainers`, where some ranks are servers."""
+    called: str = ""
+    """What its calls' purposes begin with, as others read of them: "trainers " of a `crew`."""
+
+    @property
+    def trainers(self) -> Mesh:
+        """The ranks that train, as a world of their own: who shares samples and dense gradients. Where there are no
+        servers, this one; on a server, a world of one."""
+        return self.crew or self
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank has rows only."""
+        return self.world.is_server(self.rank)
 
     @property
     def num_ranks(self) -> int:
@@ -88,6 +108,7 @@ class Mesh:
         *,
         wait: bool = True,
         counts_as: str | None = None,
+        into: Tensor | None = None,  # what is received
     ) -> tuple[Tensor, Call | None]:
         """Collective. Returns (received, call); with `wait=False` both buffers belong to the call until it is done."""
         if self.num_ranks == 1:
@@ -96,7 +117,9 @@ class Mesh:
         counted = counts_as or purpose.partition(" ")[0]
         for peer, rows in zip(self._members(purpose), send_rows, strict=True):
             self._count(counted, peer, width * rows)
-        received = send.new_empty((sum(receive_rows), *send.shape[1:]))
+        received = into
+        if received is None:
+            received = send.new_empty((sum(receive_rows), *send.shape[1:]))
         call = self._begin(
             purpose,
             lambda group: dist.all_to_all_single(
@@ -170,22 +193,26 @@ class Mesh:
 
     def _begin(self, purpose: str, start: Callable[[dist.ProcessGroup], Any]) -> Call:
         assert self.presence is not None
-        self.presence.enter(purpose)
+        called = self.called + purpose
+        self.presence.enter(called)
         try:
-            return Call(self.presence, purpose, start(self.groups[purpose]))
+            return Call(self.presence, called, start(self.groups[purpose]))
         except RuntimeError as error:
-            raise self.presence.lose(purpose, error) from error
+            raise self.presence.lose(called, error) from error
 
 
 _mesh: Mesh | None = None  # the world of this process, once it was joined
 
 
-def open_mesh(*, timeout: timedelta | None = None, ranks_per_host: int | None = None) -> Mesh:
+def open_mesh(
+    *, timeout: timedelta | None = None, ranks_per_host: int | None = None, verb: str = ""
+) -> Mesh:
     """Join the world torchrun describes in the environment; without torchrun, a world of one rank.
 
     Collective: every rank calls it first. `timeout` (default: 5 minutes): how long a rank is waited for, here and in
-    every call, before it is lost. Where this process has joined already, the same world. Raises WorldError where ranks
-    cannot work together, PeerLost, naming them, where some do not come.
+    every call, before it is lost. `verb`: of the command line, whose ranks join no other verb's. Where this process
+    has joined already, the same world. Raises WorldError where ranks cannot work together, PeerLost, naming them, where
+    some do not come.
     """
     global _mesh
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -200,7 +227,7 @@ def open_mesh(*, timeout: timedelta | None = None, ranks_per_host: int | None = 
     limit, rank = timeout or TIMEOUT, int(os.environ["RANK"])
     local = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     server = connect(rank, num_ranks, limit)
-    token, peers = meet(server, rank, num_ranks, myself(local), limit)
+    token, peers = meet(server, rank, num_ranks, myself(local, verb), limit)
     if num_ranks % local:  # where hosts have told different numbers, `meet` has refused them
         raise ConfigError(
             f"got {num_ranks} ranks, {local} on each host, wanted as many on every host; "
@@ -224,29 +251,51 @@ def open_mesh(*, timeout: timedelta | None = None, ranks_per_host: int | None = 
         )
     groups = {purpose: dist.new_group(timeout=longest) for purpose in PURPOSES}
     world = World(num_hosts=num_ranks // local, ranks_per_host=local)
-    groups |= _host_groups(world, rank, longest)
+    groups |= _host_groups(world, range(num_ranks), rank, longest)
     _mesh = Mesh(world, rank, groups, presence=presence)
     atexit.register(_leave)  # gloo's threads abort a process that ends without it
     return _mesh
 
 
-def _host_groups(world: World, rank: int, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
-    """Collective: every rank makes every group, in one order, and keeps its own."""
+def _host_groups(
+    world: World, ranks: Sequence[int], rank: int, timeout: timedelta
+) -> dict[str, dist.ProcessGroup]:
+    """Collective: every rank makes every group, in one order, and keeps its own. `ranks`: those of `world`, as the
+    world that was joined counts them, and so `rank`, which may be none of them."""
     hosts, local = world.num_hosts, world.ranks_per_host
     if hosts == 1 or local == 1:
         return {}
-    in_host = [
-        dist.new_group(range(host * local, (host + 1) * local), timeout=timeout)
-        for host in range(hosts)
-    ]
-    over_hosts = [
-        dist.new_group(range(number, world.num_ranks, local), timeout=timeout)
-        for number in range(local)
-    ]
-    return {
-        "dense in host": in_host[rank // local],
-        "dense over hosts": over_hosts[rank % local],
-    }
+    found = {}
+    for host in range(hosts):
+        some = ranks[host * local : (host + 1) * local]
+        group = dist.new_group(some, timeout=timeout)
+        if rank in some:
+            found["dense in host"] = group
+    for number in range(local):
+        some = ranks[number::local]
+        group = dist.new_group(some, timeout=timeout)
+        if rank in some:
+            found["dense over hosts"] = group
+    return found
+
+
+def with_servers(mesh: Mesh, per_host: int) -> Mesh:
+    """Collective: `mesh` with the last `per_host` ranks of each host as servers, which have rows and nothing else; 0:
+    the mesh as it is. Raises ConfigError, on every rank, where none would be left to train."""
+    if not per_host:
+        return mesh
+    world = mesh.world.with_servers(per_host)
+    assert mesh.presence is not None  # a world of one has no servers
+    longest = timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
+    ranks, own = world.trainers, world.of_trainers()
+    groups = {purpose: dist.new_group(ranks, timeout=longest) for purpose in OF_TRAINERS}
+    groups |= _host_groups(own, ranks, mesh.rank, longest)
+    crew = Mesh(traffic=mesh.traffic)
+    if mesh.rank in ranks:
+        called = "trainers "
+        mesh.presence.only.update({called + purpose: frozenset(ranks) for purpose in groups})
+        crew = Mesh(own, ranks.index(mesh.rank), groups, mesh.traffic, mesh.presence, called=called)
+    return replace(mesh, world=world, crew=crew)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -70,8 +70,11 @@ class Verdict:
     """Nothing that is heard later can change it."""
 
 
-def verdict(heard: Mapping[int, Heard], purpose: str, number: int) -> Verdict:
-    """Who is to blame for call `number` of `purpose`, which does not end, of all other ranks. Pure.
+def verdict(
+    heard: Mapping[int, Heard], purpose: str, number: int, only: Collection[int] | None = None
+) -> Verdict:
+    """Who is to blame for call `number` of `purpose`, which does not end, of all other ranks. Pure. `only`: ranks that
+    take part in it, where not all do; another one that is lost may still be why one of them does not come.
 
     A rank that stopped because of another one is not the cause."""
     failed = {r: f"left ({h.left})" for r, h in heard.items() if h.left and not h.follows}
@@ -86,6 +89,7 @@ def verdict(heard: Mapping[int, Heard], purpose: str, number: int) -> Verdict:
         r: "has not come, though it is alive"
         for r, h in heard.items()
         if h.calls is not None and h.calls.get(purpose, 0) < number
+        if only is None or r in only
     }
     followed = {r for r, h in heard.items() if h.follows}
     gone_or_silent = {**silent, **stopped, **gone}
@@ -143,6 +147,7 @@ class Presence:
         self.step = 0
         self.lost = ""  # why no call is made any more
         self.lost_ranks: tuple[int, ...] = ()
+        self.only: dict[str, Collection[int]] = {}  # who takes part, by purpose, where not all do
         self._store = store
         self._calls: dict[str, int] = {}
         self._waiting: dict[str, float] = {}
@@ -314,7 +319,7 @@ class Presence:
         while True:
             self._look()
             heard = {r: self._heard(r, began) for r in range(len(self.peers)) if r != self.rank}
-            found = verdict(heard, purpose, number)
+            found = verdict(heard, purpose, number, self.only.get(purpose))
             if found.is_certain or time.monotonic() - began > VERDICT_SECONDS + 0.5:
                 return found
             self._over.wait(0.2)

@@ -13,7 +13,7 @@ Legend: N ranks, H hosts, L ranks of a host, S bytes of the buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from colonnade.topology.mesh import Mesh
 from colonnade.topology.world import World
 
 Way = Literal["whole", "scattered", "by host"]
+WAYS: tuple[Way, ...] = get_args(Way)
 PIECE = 16384
 """Elements that one operation of torch takes at a time: it would share more than 32768 among threads, and the thread
 that reduces is not to begin a second team of them."""
@@ -59,8 +60,8 @@ def sent(way: Way, world: World, size: float) -> Sent:
 
 
 def choose_way(world: World, size: float) -> Way:
-    """Pure: the fewest seconds by the world's links, which every rank must know alike. Short buffers go whole, in one
-    hop; long ones cross an uplink once per host, not once per rank, where a host has several."""
+    """Pure: the fewest seconds by the world's links; a rank that knows them otherwise chooses otherwise. Short buffers
+    go whole, in one hop; long ones cross an uplink once per host, not once per rank, where a host has several."""
     ways: list[Way] = ["whole", "scattered"]
     if world.num_hosts > 1 and world.ranks_per_host > 1:
         ways.append("by host")

@@ -44,9 +44,11 @@ class Peer:
     colonnade: str
     torch: str
     processor: str
+    verb: str = ""
+    """Of the command line; "": a program of the user's own."""
 
 
-def myself(local_ranks: int) -> Peer:
+def myself(local_ranks: int, verb: str = "") -> Peer:
     from colonnade import __version__
 
     boot, space = "", ""
@@ -58,7 +60,7 @@ def myself(local_ranks: int) -> Peer:
         boot = uuid.uuid4().hex  # nothing to compare by: nobody is on the same machine
     return Peer(
         socket.gethostname(), f"{boot}/{space}", os.getpid(), local_ranks,
-        __version__, str(torch.__version__), platform.machine(),
+        __version__, str(torch.__version__), platform.machine(), verb,
     )  # fmt: skip
 
 
@@ -169,12 +171,13 @@ def _check(peers: Sequence[Peer]) -> None:
             "torch": peer.torch,
             "processor": peer.processor,
             "ranks on its host": peer.local_ranks,
+            "verb": peer.verb,
         }
         for peer in peers
     ]
     if found := disagreements(told):
         raise WorldError(
-            f"{joined(found)}; start every rank with the same Colonnade and torch, as many on each host"
+            f"{joined(found)}; start every rank with the same command, Colonnade and torch, as many on each host"
         )
     if len(peers) % peers[0].local_ranks:
         raise WorldError(

@@ -1,12 +1,15 @@
 """Who owns a row: a table's sharding names the ranks that hold its rows, and a mixed hash picks one of them for each.
 
+Where a table is cut by columns, each slice of its rows has owners of its own.
+
 Pure values and functions of numbers; the native core computes the same owners (`_native.owner_of`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -16,8 +19,15 @@ from colonnade import _native
 from colonnade.errors import ConfigError
 from colonnade.topology.world import World
 
-Kind = Literal["row_wise", "host_wise", "table_wise", "replicated"]
-KINDS: tuple[Kind, ...] = ("row_wise", "host_wise", "table_wise", "replicated")
+Kind = Literal["row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated"]
+KINDS: tuple[Kind, ...] = (
+    "row_wise",
+    "host_wise",
+    "table_wise",
+    "column_wise",
+    "grid",
+    "replicated",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +51,18 @@ class Shard:
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """Of one table. `row_wise`: rows are dealt to all ranks; `host_wise`: to the ranks of one host; `table_wise`: one
-    rank has them all; `replicated`: every rank has every row, and all apply the same updates."""
+    rank has them all; `replicated`: every rank has every row, and all apply the same updates. Where some ranks are
+    servers, those are "all ranks", and nothing is replicated.
+
+    `column_wise`: rows are cut into slices of columns, and one rank has a slice of all of them; `grid`: each slice is
+    dealt to the ranks of a host."""
 
     kind: Kind
     ranks: tuple[int, ...]
-    """Ascending. A row's owner is ranks[owner_of(id, table.rows, len(ranks))], unless each of them has it."""
+    """Ascending. A row's owner is ranks[owner_of(id, table.rows, len(ranks))], unless each of them has it; a slice's is
+    that among the slice's own ranks."""
+    slices: int = 1
+    """Into how many its rows are cut: slice i, counted from the left, has the i-th of as many runs of `ranks`."""
 
     def __post_init__(self) -> None:
         if not self.ranks or list(self.ranks) != sorted(set(self.ranks)) or self.ranks[0] < 0:
@@ -56,16 +73,29 @@ class Sharding:
             raise ConfigError(
                 f"sharding table_wise: got ranks {list(self.ranks)}, wanted the one that has the table"
             )
+        if self.slices < 1 or len(self.ranks) % self.slices:
+            raise ConfigError(
+                f"sharding {self.kind}: got {len(self.ranks)} ranks for {self.slices} slices, wanted as many for each"
+            )
+        if self.slices > 1 and self.kind not in ("column_wise", "grid"):
+            raise ConfigError(
+                f"sharding {self.kind}: got {self.slices} slices, wanted column_wise or grid, which cut rows"
+            )
+        if self.kind == "column_wise" and self.slices != len(self.ranks):
+            raise ConfigError(
+                f"sharding column_wise: got {len(self.ranks)} ranks for {self.slices} slices, wanted one for each"
+            )
 
     def __str__(self) -> str:
         first, last = self.ranks[0], self.ranks[-1]
         where = f"rank {first}" if len(self.ranks) == 1 else f"ranks {first} .. {last}"
-        return f"{self.kind}, {where}"
+        cut = f", {self.slices} slices" if self.kind == "grid" else ""
+        return f"{self.kind}, {where}{cut}"
 
     @property
     def num_owners(self) -> int:
-        """Ranks that its rows are dealt to."""
-        return 1 if self.kind == "replicated" else len(self.ranks)
+        """Ranks that its rows are dealt to; those of each slice are."""
+        return 1 if self.kind == "replicated" else len(self.ranks) // self.slices
 
     @property
     def is_replicated(self) -> bool:
@@ -75,7 +105,17 @@ class Sharding:
         """What lies on `rank`."""
         if rank not in self.ranks:
             return Shard(self.num_owners, None)
-        return Shard(self.num_owners, 0 if self.is_replicated else self.ranks.index(rank))
+        place = 0 if self.is_replicated else self.ranks.index(rank) % self.num_owners
+        return Shard(self.num_owners, place)
+
+    @property
+    def of_slices(self) -> tuple[Sharding, ...]:
+        """That of each slice by itself, from the left; this one, where rows are whole."""
+        if self.slices == 1:
+            return (self,)
+        kind: Kind = "table_wise" if self.num_owners == 1 else "host_wise"
+        runs = [range(i * self.num_owners, (i + 1) * self.num_owners) for i in range(self.slices)]
+        return tuple(Sharding(kind, tuple(self.ranks[i] for i in run)) for run in runs)
 
     def home_of(self, rank: int) -> str | None:
         """The name of the folder in a run's `rows` that holds what lies on `rank`: rows that are dealt to as many lie
@@ -93,8 +133,8 @@ class Sharding:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Ranks that have all its rows between them, each row once, in order of their places."""
-        return self.ranks[:1] if self.is_replicated else self.ranks
+        """Ranks that have all its rows (of the first slice) between them, each once, in order of their places."""
+        return self.ranks[: self.num_owners]
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it, short in large worlds: ranks as runs [first, last]. `sharding_from` reads it."""
@@ -104,26 +144,63 @@ class Sharding:
                 runs[-1][1] = rank
             else:
                 runs.append([rank, rank])
-        return {"kind": self.kind, "ranks": runs}
+        cut = {"slices": self.slices} if self.slices > 1 else {}
+        return {"kind": self.kind, "ranks": runs, **cut}
 
 
 def sharding_from(said: Mapping[str, Any]) -> Sharding:
     """Of `Sharding.plain`."""
     ranks = (rank for first, last in said["ranks"] for rank in range(first, last + 1))
-    return Sharding(said["kind"], tuple(ranks))
+    return Sharding(said["kind"], tuple(ranks), said.get("slices", 1))
 
 
 def row_wise(num_ranks: int) -> Sharding:
     return Sharding("row_wise", tuple(range(num_ranks)))
 
 
+def row_wise_in(world: World) -> Sharding:
+    """Dealt to all ranks that rows may lie on."""
+    return Sharding("row_wise", world.owners)
+
+
 def host_wise(world: World, host: int) -> Sharding:
+    """Dealt to those of one host."""
     first = host * world.ranks_per_host
-    return Sharding("host_wise", tuple(range(first, first + world.ranks_per_host)))
+    if world.has_servers:
+        first += world.trainers_per_host
+    return Sharding("host_wise", tuple(range(first, (host + 1) * world.ranks_per_host)))
 
 
 def table_wise(rank: int) -> Sharding:
     return Sharding("table_wise", (rank,))
+
+
+def column_wise(ranks: Sequence[int]) -> Sharding:
+    """A slice for each of these ranks."""
+    return Sharding("column_wise", tuple(sorted(ranks)), len(ranks))
+
+
+def grid(world: World, hosts: Sequence[int]) -> Sharding:
+    """A slice for each of these hosts, whose ranks share it."""
+    if len(hosts) < 2:
+        raise ConfigError(
+            f"sharding grid: got {len(hosts)} of {world.num_hosts} hosts, wanted two or more, a slice of columns for "
+            "each; on one host, column_wise cuts rows over its ranks"
+        )
+    ranks = [rank for host in sorted(hosts) for rank in host_wise(world, host).ranks]
+    return Sharding("grid", tuple(ranks), len(hosts))
+
+
+def on_ranks(kind: Kind, ranks: tuple[int, ...], world: World) -> Sharding:
+    """Of a kind that takes some ranks; of a grid, all those of its hosts."""
+    slices = {"column_wise": len(ranks), "grid": len(ranks) // world.ranks_per_host}
+    return Sharding(kind, ranks, slices.get(kind, 1))
+
+
+def columns_of(width: int, slices: int) -> list[tuple[int, int]]:
+    """(first, last + 1) of each slice of rows that wide: as alike as can be."""
+    ends = [width * i // slices for i in range(slices + 1)]
+    return list(pairwise(ends))
 
 
 def replicated(num_ranks: int) -> Sharding:

@@ -1,8 +1,8 @@
-"""The world as a plain value: how many hosts, how many ranks on each, how fast the links between them."""
+"""The world as a plain value: how many hosts, how many ranks on each, what they do, how fast the links between them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from colonnade.errors import ConfigError
@@ -12,10 +12,15 @@ Origin = Literal["assumed", "planned", "measured"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """Ranks are numbered host by host: rank r lives on host r // ranks_per_host. Links carry both ways at once."""
+    """Ranks are numbered host by host: rank r lives on host r // ranks_per_host. Links carry both ways at once.
+
+    A rank is a trainer, which has samples and the dense network, or a server, which has rows and nothing else. Without
+    servers the trainers have the rows."""
 
     num_hosts: int = 1
     ranks_per_host: int = 1
+    servers_per_host: int = 0
+    """The last ranks of each host."""
     local_bytes_per_second: float = 5e9
     """Payload a rank gets from ranks of its host while all of them do."""
     remote_bytes_per_second: float = 125e6
@@ -41,6 +46,12 @@ class World:
             )
         if self.crowding < 1:
             raise ConfigError(f"got crowding={self.crowding:g}, wanted 1 or more")
+        if not 0 <= self.servers_per_host < self.ranks_per_host:
+            raise ConfigError(
+                f"plan.servers: got {self.servers_per_host} of the {self.ranks_per_host} ranks of each host, wanted "
+                f"0 .. {self.ranks_per_host - 1}: at least one rank of a host must train. Start more processes on each "
+                "host, or name fewer servers"
+            )
         if min(self.local_bytes_per_second, self.remote_bytes_per_second) <= 0:
             raise ConfigError(
                 f"got {self.local_bytes_per_second:g} bytes/s inside a host, {self.remote_bytes_per_second:g} between "
@@ -53,6 +64,43 @@ class World:
 
     def host(self, rank: int) -> int:
         return rank // self.ranks_per_host
+
+    @property
+    def has_servers(self) -> bool:
+        return self.servers_per_host > 0
+
+    def is_server(self, rank: int) -> bool:
+        return rank % self.ranks_per_host >= self.trainers_per_host
+
+    @property
+    def trainers_per_host(self) -> int:
+        return self.ranks_per_host - self.servers_per_host
+
+    @property
+    def num_trainers(self) -> int:
+        """Ranks that share each step's samples."""
+        return self.num_hosts * self.trainers_per_host
+
+    @property
+    def trainers(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.num_ranks) if not self.is_server(rank))
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.num_ranks) if self.is_server(rank))
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Ranks that rows may lie on: the servers, where there are any, else all."""
+        return self.servers or self.trainers
+
+    def with_servers(self, per_host: int) -> World:
+        """The same ranks and links. Raises ConfigError where none would be left to train."""
+        return replace(self, servers_per_host=per_host)
+
+    def of_trainers(self) -> World:
+        """The trainers as a world of their own."""
+        return replace(self, ranks_per_host=self.trainers_per_host, servers_per_host=0)
 
     @property
     def call_seconds(self) -> float:
@@ -70,6 +118,9 @@ class World:
         if self.num_ranks == 1:
             return "1 rank: nothing travels"
         said = [f"{self.num_hosts} x {self.ranks_per_host} ranks, links {self.origin}"]
+        if self.has_servers:
+            last = f"last {self.servers_per_host}" if self.servers_per_host > 1 else "last"
+            said.append(f"the {last} of each host for rows only")
         if self.ranks_per_host > 1:
             said.append(
                 f"in a host {self.local_bytes_per_second / 1e6:,.0f} MB/s a rank, "

@@ -11,10 +11,12 @@ import torch
 
 from colonnade import __version__
 from colonnade.store.policies import RowRetention
+from colonnade.store.slices import RecordShape
 from colonnade.train.fingerprint import dense_weights, fingerprint
 from colonnade.train.retained import retentions
 
 if TYPE_CHECKING:
+    from colonnade.embedding import EmbeddingCollection
     from colonnade.train.trainer import Trainer
 
 FORMAT = 2
@@ -41,14 +43,15 @@ def capture(trainer: Trainer, held: Sequence[dict], run: str) -> Captured:
         "random": torch.get_rng_state(),
         "random_gpus": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "held": list(held),  # `Exchange.hold` gives copies
-        "source": copy.deepcopy(trainer.position.state),
+        "source": None if mesh.is_server else copy.deepcopy(trainer.position.state),
+        "is_server": mesh.is_server,
     }
     header = {
         "format": FORMAT,
         "version": __version__,
         "step": step,
         "num_ranks": mesh.num_ranks,
-        "shardings": {each.name: each.sharding.plain() for each in trainer.collection.plan.tables},
+        "shardings": _shardings(trainer.collection),
         "run": run,
         "best_step": trainer.best.step,
         "model": fingerprint(trainer.collection.declaration, trainer.model),
@@ -59,6 +62,16 @@ def capture(trainer: Trainer, held: Sequence[dict], run: str) -> Captured:
     for policy in remembered.values():
         policy.begin_state()
     return Captured(step, rank_state, dense, remembered, header)
+
+
+def _shardings(collection: EmbeddingCollection) -> dict[str, Any]:
+    """By table; of one that is cut, also the scalars of state that its parts have, which say how slices are joined."""
+    found = {}
+    for table, planned in zip(collection.tables, collection.plan.tables, strict=True):
+        found[table.name] = planned.sharding.plain()
+        if planned.sharding.slices > 1:
+            found[table.name]["states"] = list(RecordShape.of(table).states)
+    return found
 
 
 def _dense_state(trainer: Trainer) -> dict[str, Any]:

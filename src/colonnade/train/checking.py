@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
+from colonnade.embedding import EmbeddingCollection
 from colonnade.plan.plan import Plan
+from colonnade.store.tier_counts import tier_counts
 from colonnade.topology.mesh import Mesh
+from colonnade.train.record import table_sizes
 
 PURPOSES = ("route", "fetch", "push")
 """Of what a plan foretells: ids, rows and their gradients."""
@@ -21,6 +27,22 @@ def mean_sent(mesh: Mesh, steps: int) -> dict[str, float]:
     told = mesh.all_gather("control", torch.tensor(counted, dtype=torch.float64))
     means = torch.stack(list(told)).mean(0) / steps
     return dict(zip(PURPOSES, means.tolist(), strict=True))
+
+
+def rows_of_first_owner(mesh: Mesh, collection: EmbeddingCollection) -> dict[str, Any]:
+    """Collective where there are servers: as a run's summary has it, where rows came from, by tier and table. Rank 0's
+    own where it has rows."""
+    store = collection.store
+    found = {
+        "row_sources": asdict(store.sources),
+        "tiers": {name: counts.plain() for name, counts in tier_counts(store).items()},
+        "resident_bytes": store.resident_bytes(),
+        "tables": table_sizes(collection),
+    }
+    if not mesh.world.has_servers:
+        return found
+    heard = mesh.all_gather_bytes("control", json.dumps(found).encode())
+    return json.loads(heard[mesh.world.owners[0]])
 
 
 def checked(

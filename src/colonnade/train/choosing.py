@@ -8,6 +8,7 @@ from torch import nn
 
 from colonnade.config import RunConfig
 from colonnade.embedding import EmbeddingCollection
+from colonnade.exchange.codec import EXACT, Codecs
 from colonnade.plan.choice import Choice, Memory, choose
 from colonnade.plan.device import Device
 from colonnade.plan.flows import alone
@@ -30,6 +31,7 @@ def loads_of(
     *,
     last_batch: float,
     num_samples: int | None,
+    codecs: Codecs = EXACT,
 ) -> list[TableLoad]:
     """Of full batches as the sample has them."""
     return table_loads(
@@ -40,6 +42,7 @@ def loads_of(
         batch_size=profile.largest_batch,
         last_batch=last_batch,
         num_samples=num_samples,
+        codecs=codecs,
     )
 
 
@@ -88,7 +91,9 @@ def link_costs(
     if world.num_ranks == 1:
         return LinkCosts()
     dense = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    reduced = sent(choose_way(world, dense), world, dense).seconds(world) if dense else 0.0
+    trainers, reduced = world.of_trainers(), 0.0
+    if dense:
+        reduced = sent(choose_way(trainers, dense), trainers, dense).seconds(trainers)
     mine = sum(alone(load, device.memory) for load in loads)
     return LinkCosts(
         processor_seconds=choice.seconds.processor - mine,

@@ -32,10 +32,11 @@ from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
 from colonnade.store.log import LogBacking
 from colonnade.store.shards import Shards
+from colonnade.store.slices import Joined, Laid, Sliced, lay_out
 from colonnade.store.writer import LogWriter
 from colonnade.table import Table
 from colonnade.topology.mesh import Mesh
-from colonnade.topology.sharding import Sharding, row_wise
+from colonnade.topology.sharding import Sharding, row_wise_in
 from colonnade.train.capture import FORMAT, Captured, capture, settings_of
 from colonnade.train.fingerprint import check_model, load_dense
 from colonnade.train.mirror import Mirror
@@ -68,7 +69,7 @@ class Commits:
         self,
         folder: Path,
         mesh: Mesh,
-        backings: Sequence[LogBacking | Shards | AbsentRows],
+        backings: Sequence[LogBacking | Shards | Joined | Sliced | AbsentRows],
         *,
         keep: int,
         disk: Disk,
@@ -295,12 +296,13 @@ def open_commits(
     check_whole(folder, step, mesh)
     run = "" if step is None else read_header(folder, step).get("run", "")
     run = mesh.all_gather_bytes("control", (run or uuid.uuid4().hex).encode())[0].decode()
-    now = list(shardings or [row_wise(mesh.num_ranks)] * len(tables))
-    then = now if step is None else shardings_of(read_header(folder, step))
-    if len(then) != len(tables):
+    wanted = list(shardings or [row_wise_in(mesh.world)] * len(tables))
+    had = wanted if step is None else shardings_of(read_header(folder, step))
+    if len(had) != len(tables):
         raise CheckpointError(
-            f"{folder} was committed with {len(then)} tables, this model has {len(tables)}; build the same model"
+            f"{folder} was committed with {len(had)} tables, this model has {len(tables)}; build the same model"
         )
+    then, now = lay_out(tables, had), lay_out(tables, wanted)
     fresh = to_adopt(then, now, mesh.rank)
     if read_only and fresh and step is not None:
         readers = open_shards(folder, tables, then, now, mesh.rank, disk, step)
@@ -309,7 +311,7 @@ def open_commits(
     if step is not None and not read_only:
         _give_up_overwritten(folder, mesh, disk, steps[:-1], now, fresh)
     backings = open_stores(
-        folder, tables, now, mesh.rank, disk, step, read_only, outside, write_budget, fresh
+        folder, tables, wanted, mesh.rank, disk, step, read_only, outside, write_budget, fresh
     )
     if step is not None:
         adopt(folder, tables, then, now, mesh.rank, disk, step, backings, fresh)
@@ -323,12 +325,12 @@ def _give_up_overwritten(
     mesh: Mesh,
     disk: Disk,
     older: Sequence[int],
-    now: Sequence[Sharding],
+    now: Sequence[Laid],
     fresh: Sequence[int],
 ) -> None:
     """Collective: older commits whose rows lie where other rows are about to, from when the world was like this before,
     end: first their word, then their bytes."""
-    mine = [str(home(now[t], mesh.rank, t)) for t in fresh]
+    mine = [str(home(now[t].sharding, mesh.rank, now[t].label)) for t in fresh]
     said = mesh.all_gather_bytes("control", json.dumps(mine).encode())
     taken = {path for each in said for path in json.loads(each)}
     if taken and mesh.rank == 0:
@@ -382,22 +384,31 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     ranks = [
         load_state(place / f"rank-{rank}", header["run"]) for rank in range(header["num_ranks"])
     ]
-    if trainer.mesh.rank < len(ranks):
-        torch.set_rng_state(ranks[trainer.mesh.rank]["random"])
-        of_gpus = ranks[trainer.mesh.rank].get("random_gpus", [])
+    sources = [state for state in ranks if not state.get("is_server")]
+    mesh, mine = trainer.mesh.trainers, None
+    if len(sources) != mesh.num_ranks and any(state.get("source") is not None for state in sources):
+        raise CheckpointError(
+            f"{folder} was committed by {len(sources)} ranks in the middle of an epoch of data sets of their own, and "
+            f"this run has {mesh.num_ranks}; go on with {len(sources)}, or from a commit at the end of an epoch"
+        )
+    if not trainer.mesh.is_server and mesh.rank < len(sources):
+        mine = sources[mesh.rank]
+        torch.set_rng_state(mine["random"])
+        of_gpus = mine.get("random_gpus", [])
         if of_gpus and len(of_gpus) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(of_gpus)
-    sources = [state.get("source") for state in ranks]
-    if len(ranks) != trainer.mesh.num_ranks and any(state is not None for state in sources):
-        raise CheckpointError(
-            f"{folder} was committed by {len(ranks)} ranks in the middle of an epoch of data sets of their own, and "
-            f"this run has {trainer.mesh.num_ranks}; go on with {len(ranks)}, or from a commit at the end of an epoch"
-        )
-    source = None if len(ranks) != trainer.mesh.num_ranks else sources[trainer.mesh.rank]
+    source = mine.get("source") if mine and len(sources) == mesh.num_ranks else None
     epoch, step_of_epoch = dense["position"]
     trainer.position = Position(epoch, step_of_epoch, source)
     restore_retentions(trainer.collection, place, header)
     num_held = min(len(state["held"]) for state in ranks)
+    laid, tables = trainer.collection.slices.laid, trainer.collection.tables
+    then = lay_out(tables, shardings_of(header))
+    if num_held and [each.columns for each in then] != [each.columns for each in laid]:
+        raise CheckpointError(
+            f"{folder}: got a commit that holds what was read ahead of tables that were cut by columns otherwise; "
+            "go on with the shardings of the commit, or from one of a run without staleness"
+        )
     trainer.held = [[state["held"][i] for state in ranks] for i in range(num_held)]
 
 

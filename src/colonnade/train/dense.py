@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.topology.mesh import Mesh
-from colonnade.topology.reduction import PIECE, Way, choose_way, sum_over_ranks
+from colonnade.topology.reduction import PIECE, WAYS, Way, choose_way, sum_over_ranks
 from colonnade.topology.waiting import waiting
 
 SIGNALS = 3  # not finite, stop asked, loss
@@ -52,8 +52,9 @@ class DenseGradients:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.parameters = tuple(parameters)
+        """On a server: no parameters. It says and hears what `send` and `wait` say of the step, and nothing else."""
+        self.everybody, self.mesh = mesh, mesh.trainers
+        self.parameters = () if mesh.is_server else tuple(parameters)
         self.buckets: list[
             Bucket
         ] = []  # in the order in which they leave; the last carries the signals
@@ -70,7 +71,7 @@ class DenseGradients:
         self._error: BaseException | None = None
 
     def attach(self) -> None:
-        """Lay the buckets out and point every parameter's gradient into them."""
+        """Collective. Lay the buckets out and point every parameter's gradient into them."""
         for hook in self._hooks:
             hook.remove()
         kinds = [(p.dtype, p.device) for p in self.parameters]
@@ -78,6 +79,7 @@ class DenseGradients:
         self.buckets = [
             self._bucket(numbers, i == len(layout) - 1) for i, numbers in enumerate(layout)
         ]
+        self._agree_on_ways()
         self._signals = self.buckets[-1].wire[-SIGNALS:]
         by_number = {number: bucket for bucket in self.buckets for number in bucket.numbers}
         self._bucket_of = [by_number[number] for number in range(len(self.parameters))]
@@ -166,7 +168,20 @@ class DenseGradients:
         # A NaN or inf of any rank survives the sum, so every rank sees the same answer.
         unhealthy, stops, whole = self._signals.tolist()
         is_finite = all(math.isfinite(bucket.total) for bucket in self.buckets)
-        return unhealthy == 0 and is_finite, stops > 0, whole
+        return self._heard_by_servers(unhealthy == 0 and is_finite, stops > 0, whole)
+
+    def _heard_by_servers(
+        self, is_finite: bool, stops: bool, loss: float
+    ) -> tuple[bool, bool, float]:
+        """Collective where there are servers, which have a word, too: somebody may ask them to stop."""
+        mesh = self.everybody
+        if not mesh.world.has_servers:
+            return is_finite, stops, loss
+        said = torch.zeros(SIGNALS, dtype=torch.float64)
+        if mesh.is_server or self.mesh.rank == 0:  # all trainers know the same
+            said = torch.tensor([float(not is_finite), float(stops), loss], dtype=torch.float64)
+        unhealthy, asked, whole = mesh.all_reduce("push", said, counts_as="control").tolist()
+        return unhealthy == 0, asked > 0, whole
 
     def reduce(
         self, *, finite: bool, stop: bool, loss: Tensor | float = 0.0
@@ -194,7 +209,10 @@ class DenseGradients:
         return norm
 
     def synchronise(self, others: Sequence[Tensor] = ()) -> None:
-        """Collective: every rank starts from rank 0's parameters, and its `others` (buffers, frozen parameters)."""
+        """Collective: every rank that trains starts from rank 0's parameters, and its `others` (buffers, frozen
+        parameters)."""
+        if self.everybody.is_server:
+            return
         with torch.no_grad():
             for tensor in (*self.parameters, *others):
                 if not tensor.numel():
@@ -217,6 +235,14 @@ class DenseGradients:
             stream = torch.Stream(first.device)
         way = choose_way(self.mesh.world, padded * wire.itemsize)
         return Bucket(numbers, gradients, wire, way, stream)
+
+    def _agree_on_ways(self) -> None:
+        """Collective: all go rank 0's ways. A rank that has measured other links would wait in another group."""
+        numbers = torch.tensor([WAYS.index(bucket.way) for bucket in self.buckets])
+        for bucket, number in zip(
+            self.buckets, self.mesh.broadcast("control", numbers).tolist(), strict=True
+        ):
+            bucket.way = WAYS[number]
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:
         def heard(parameter: Tensor) -> None:  # on a thread of backward's

@@ -26,6 +26,7 @@ from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.store.contract import RowBatch
 from colonnade.store.disk import Disk, storage_error
 from colonnade.store.log import LogBacking
+from colonnade.store.slices import Joined
 from colonnade.train.commits import read_header, resolve
 from colonnade.train.states import load_state
 from colonnade.train.stores import open_recorded_stores
@@ -123,7 +124,7 @@ def _table(number: int, name: str, said: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_rows(path: Path, stores: Sequence[LogBacking], *, width: int, dtype: str) -> int:
+def write_rows(path: Path, stores: Sequence[LogBacking | Joined], *, width: int, dtype: str) -> int:
     """Every live row of one table's shards, ids ascending; returns how many.
 
     Two scans: the first finds each row's place, the second puts it there through a memory map.
@@ -149,7 +150,7 @@ def write_rows(path: Path, stores: Sequence[LogBacking], *, width: int, dtype: s
     return len(ids)
 
 
-def _scan(stores: Sequence[LogBacking]) -> Iterator[RowBatch]:
+def _scan(stores: Sequence[LogBacking | Joined]) -> Iterator[RowBatch]:
     for store in stores:
         yield from store.scan()
 

@@ -61,11 +61,15 @@ def load_dense(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> N
 
 def identity_of(table: Table) -> str:
     """What the bytes of a table's records mean."""
-    dims = "+".join(
-        f"{part.name}:{part.dim}" if part.name else f"{part.dim}" for part in table.parts
-    )
+    dims = {part.name: part.dim for part in table.parts}
     optimizers = "+".join(part.optimizer.name for part in table.parts)
-    return f"{table.name}/{dims}/{optimizers}/{dtype_words(table)}"
+    return identity_words(table.name, dims, optimizers, dtype_words(table))
+
+
+def identity_words(table: str, dims: Mapping[str, int], optimizers: str, dtype: str) -> str:
+    """`identity_of`, as a commit's word has it; dims by part."""
+    words = "+".join(f"{part}:{dim}" if part else f"{dim}" for part, dim in dims.items())
+    return f"{table}/{words}/{optimizers}/{dtype}"
 
 
 def dtype_words(table: Table) -> str:

@@ -105,7 +105,7 @@ def plan_from_sample(
     before, not again; `folder`: whose device.json may say the same; `world`: with what is known of its links. Memory is
     shared as `plan.placement` says. Raises BudgetExceeded where a batch does not fit, ConfigError where there is no
     sample or what is said of shardings cannot be, StorageError where a directory cannot be measured."""
-    num_ranks = world.num_ranks
+    owners, trainers = len(world.owners), world.num_trainers
     even = plan_of(config.plan, collection.tables, world)
     sample = read_sample(data.train, config.train.batch_size, lookups)
     found = profile(collection.tables, collection.declaration.features, sample)
@@ -124,7 +124,7 @@ def plan_from_sample(
             batch_size=batch_size,
             window=depth + at_once,
             at_once=at_once,
-            num_ranks=num_ranks,
+            num_ranks=owners,
             num_samples=data.train.num_samples,
             first_batch=first_step,
             last_batch=max(steps, first_step + 1),
@@ -138,15 +138,18 @@ def plan_from_sample(
     if not even.needs_backing:
         places = []
     device = device or measured_before(folder, places) or measure(places)
-    loads = loads_of(collection, found, world, last_batch=steps, num_samples=data.train.num_samples)
+    loads = loads_of(
+        collection, found, world, last_batch=steps, num_samples=data.train.num_samples,
+        codecs=even.codecs,
+    )  # fmt: skip
     choice = choose_for(collection, loads, config, world, device, wanted)
     even = plan_of(config.plan, collection.tables, world, choice)
     if config.plan.placement == "even":
         placed = as_planned(wanted, even)
     if costs is None:
         mine = sample
-        if num_ranks > 1:  # a rank's own share: what travels between ranks is not foretold
-            mine = read_sample(data.train, config.train.batch_size, 1, num_ranks)
+        if trainers > 1:  # a rank's own share: what travels between ranks is not foretold
+            mine = read_sample(data.train, config.train.batch_size, 1, trainers)
         costs = rehearse(
             model,
             [batch for batch in mine if batch.size == mine[0].size][:REHEARSED],
@@ -170,7 +173,7 @@ def plan_from_sample(
         device,
         batch_size=batch_size,
         num_batches=max(steps - first_step, 1),
-        num_ranks=num_ranks,
+        num_ranks=owners,
         lookahead=depth,
         write_budget=config.plan.write_budget,
         links=link_costs(choice, loads, device, model, world),

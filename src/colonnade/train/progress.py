@@ -18,7 +18,7 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from colonnade.batch import Batch
-from colonnade.train.record import Counters, Record, Watched
+from colonnade.train.record import Counters, Part, Record, Watched
 
 PLAIN_SECONDS = 10.0
 """Between lines where the output is no terminal."""
@@ -39,12 +39,13 @@ class Progress:
         total_steps: int | None,
         console: Console,
         folder: Path | None = None,
+        part: Part = "all",
         is_quiet: bool = False,
         every: int = 20,
     ) -> None:
         self.every, self.console, self.total_steps = every, console, total_steps
         self.is_quiet = is_quiet
-        self._record = None if folder is None else Record(folder)
+        self._record = None if folder is None else Record(folder, part)
         self._counters: Counters | None = None
         self._has_bars = console.is_terminal or console.is_jupyter
         self._bars = _BarsAndWords(

@@ -17,7 +17,8 @@ run/metrics.jsonl      {"step", "kind", "time", ...}; what each kind holds:
 run/tensorboard/       the same numbers
 
 `time` is in seconds since 1970. A number that is not finite is written as null. All but `train` and
-`evaluate` are this rank's (rank 0). Legend: T tables.
+`evaluate` are this rank's (rank 0). Where some ranks are servers, rows, tiers and tables are the first one's, in
+run/metrics-rows.jsonl. Legend: T tables.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from torch.optim import Optimizer
@@ -36,9 +37,15 @@ from torch.optim import Optimizer
 from colonnade.batch import Batch
 from colonnade.embedding import EmbeddingCollection
 from colonnade.store.tier_counts import TierCounts, tier_counts
+from colonnade.topology.mesh import Mesh
 from colonnade.train.phases import WAITING, Phases
 
 FILE_NAME = "metrics.jsonl"
+ROWS_FILE_NAME = "metrics-rows.jsonl"
+"""Where some ranks are servers: what the first of them writes of its rows."""
+OF_ROWS = ("rows", "tiers", "tables")
+"""Kinds of lines that are about the rows of the rank that writes them."""
+Part = Literal["all", "but rows", "rows"]
 MAX_BOARD_NAMES = 64
 """TensorBoard gets lines with at most this many numbers: a thousand tables are for the report."""
 
@@ -56,11 +63,18 @@ class Watched(Protocol):
     def dense_optimizer(self) -> Optimizer: ...
 
 
+def part_of(mesh: Mesh) -> Part | None:
+    """What of a run's record this rank writes; None: nothing."""
+    if mesh.rank == mesh.world.owners[0]:
+        return "rows" if mesh.is_server else "all"
+    return "but rows" if mesh.rank == 0 else None
+
+
 class Record:
     """Appends to a run folder. Built by `open_record`; `close` when done."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, part: Part = "all") -> None:
+        self.folder, self.part = folder, part
         self._lines: Any = None
         self._board: Any = None
 
@@ -68,13 +82,16 @@ class Record:
         """Lines of later steps are dropped: those steps are about to happen again."""
         from torch.utils.tensorboard import SummaryWriter  # takes a while to import
 
-        forget_after(self.folder / FILE_NAME, done_steps)
-        self._lines = (self.folder / FILE_NAME).open("a", encoding="utf-8")
+        path = self.folder / (ROWS_FILE_NAME if self.part == "rows" else FILE_NAME)
+        forget_after(path, done_steps)
+        self._lines = path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=done_steps)
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """One line, on disk for other processes when this returns (not through a power failure)."""
-        if self._lines is None:
+        if self._lines is None or (
+            self.part != "all" and (kind in OF_ROWS) != (self.part == "rows")
+        ):
             return
         line = {"step": step, "kind": kind, "time": round(time.time(), 3), **_finite(values)}
         self._lines.write(json.dumps(line, allow_nan=False) + "\n")
@@ -224,16 +241,19 @@ def table_sizes(collection: EmbeddingCollection) -> dict[str, dict[str, int]]:
     A row's bytes are its weights, optimizer state and clock; neither index nor rows that files still hold
     but nobody reads.
     """
-    store, found = collection.store, {}
-    for t, table in enumerate(collection.tables):
+    store = collection.store
+    found: dict[str, dict[str, int]] = {}
+    for t, table in enumerate(store.tables):
         in_memory = int(store.num_rows(t))
         in_files = len(store.backings[t]) if store.backings else 0
-        found[table.name] = {
+        said = {
             "rows_in_memory": in_memory,
             "bytes_in_memory": in_memory * table.record_bytes,
             "rows_in_files": in_files,
             "bytes_in_files": in_files * table.record_bytes,
         }
+        before = found.get(table.origin[0], dict.fromkeys(said, 0))  # of another slice
+        found[table.origin[0]] = {name: before[name] + said[name] for name in said}
     return found
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def retentions(collection: EmbeddingCollection) -> dict[str, RowRetention]:
     """By table."""
     return {
-        collection.tables[t].name: policy
+        collection.slices.laid[t].table.origin[0]: policy
         for t, policy in collection.policies.items()
         if isinstance(policy, RowRetention)
     }

@@ -36,12 +36,11 @@ from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
 from colonnade.store.places import check_tiers
-from colonnade.store.tier_counts import tier_counts
 from colonnade.table import Table
-from colonnade.topology.mesh import Mesh
+from colonnade.topology.mesh import Mesh, with_servers
 from colonnade.topology.world import World
 from colonnade.train.agreement import agree_on_config, agree_on_model, agree_on_plan, flatten
-from colonnade.train.checking import checked, mean_sent
+from colonnade.train.checking import checked, mean_sent, rows_of_first_owner
 from colonnade.train.commits import (
     Commits,
     committed_steps,
@@ -61,7 +60,7 @@ from colonnade.train.planning import (
     plan_from_sample,
 )
 from colonnade.train.progress import Progress
-from colonnade.train.record import table_sizes
+from colonnade.train.record import part_of
 from colonnade.train.schedules import build_schedule
 from colonnade.train.trainer import Outcome, Schedule, Trainer
 from colonnade.train.warm_start import plan_warm_start, warm_start
@@ -92,6 +91,8 @@ class Run:
     resumed_at: int | None
     sent: dict[str, float] = field(default_factory=dict)
     """Bytes that a rank sent per step, the mean over ranks, by purpose: once trained."""
+    rows: dict[str, Any] = field(default_factory=dict)
+    """What the first rank that has rows says of them: once trained."""
 
     def train(self) -> Outcome:
         """Collective. Writes the run folder's summary on rank 0."""
@@ -101,6 +102,7 @@ class Run:
         finally:
             self.trainer.progress.close()
         self.sent = mean_sent(self.mesh, outcome.steps)
+        self.rows = rows_of_first_owner(self.mesh, self.trainer.collection)
         if self.commits is not None and self.commits.mirror is not None:
             self.commits.mirror.close()
         if self.folder is not None and self.mesh.rank == 0:
@@ -109,23 +111,20 @@ class Run:
         return outcome
 
     def summary(self, outcome: Outcome) -> dict[str, Any]:
-        """Plain values: metrics, time by phase, rows by source, what was sent by purpose and link (this rank's)."""
+        """Plain values, once trained: metrics, time by phase and what was sent by purpose and link (this rank's), rows
+        by source and tier."""
         collection, phases = self.trainer.collection, self.trainer.phases.seconds
         trained = outcome.seconds - phases.get("evaluate", 0.0) - phases.get("commit", 0.0)
-        rate = outcome.samples * self.mesh.num_ranks / max(trained, 1e-9)
+        rate = outcome.samples * self.mesh.trainers.num_ranks / max(trained, 1e-9)
         return {
             **asdict(outcome),
             "samples_per_second": rate,
             **checked(collection.plan, rate, self.config.train.batch_size, self.sent),
             "num_ranks": self.mesh.num_ranks,
+            "num_trainers": self.mesh.world.num_trainers,
             "phases_seconds": dict(self.trainer.phases.seconds),
-            "row_sources": asdict(collection.store.sources),
-            "tiers": {
-                name: counts.plain() for name, counts in tier_counts(collection.store).items()
-            },
             "sent": self.mesh.traffic.plain(),
-            "resident_bytes": collection.store.resident_bytes(),
-            "tables": table_sizes(collection),
+            **self.rows,
         }
 
     def close(self) -> None:
@@ -195,6 +194,10 @@ def prepare(
 ) -> Run:
     """Collective: the one way from a model and its data to a run, whoever built them; as `open_run`."""
     collection = find_collection(model)
+    if collection.is_open and collection.mesh.world.has_servers:
+        mesh = collection.mesh
+    elif not read_only:  # reading a run needs no servers because it was trained with some
+        mesh = with_servers(mesh, config.plan.servers)
     agree_on_model(
         model, collection, data, mesh,
         objective=type(objective).__name__, monitor=objective.monitor, at=at, has_folder=folder is not None,
@@ -204,7 +207,7 @@ def prepare(
         check_data(data, config, objective)
     if tells_next_use:
         splits_with_next_use(data, config.train.epochs)  # refused before anything is opened
-    if not read_only:  # reading a run needs no GPU because it was trained on one
+    if not read_only and not mesh.is_server:  # nor a GPU
         move_network(model, config.train.device, mesh)
     parameters = [p for p in model.parameters() if p.requires_grad]
     rows = RowOptimizer(collection, clip_value=config.rows.clip_value)
@@ -273,7 +276,7 @@ def prepare(
                 backings=commits.backings if commits else (),
                 committed=(commits.run, step) if commits and step is not None else None,
             )
-    dense = DenseGradients(parameters, mesh)
+    dense, part = DenseGradients(parameters, mesh), part_of(mesh)
     trainer = Trainer(
         model,
         collection,
@@ -287,7 +290,8 @@ def prepare(
         progress=Progress(
             total_steps=run_steps,
             console=console or Console(quiet=True),
-            folder=folder if mesh.rank == 0 and not read_only else None,
+            folder=None if part is None or read_only else folder,
+            part=part or "all",
             is_quiet=console is None or mesh.rank > 0,
         ),
         commits=commits,
@@ -333,6 +337,7 @@ def plan_run(
 ) -> tuple[Planned, tuple[Table, ...]]:
     """What `open_run` would plan with `plan.placement` profiled, for such a world, on this process alone; and the
     model's tables. `place`: where the run folder is to lie. Nothing stays written."""
+    world = world.with_servers(config.plan.servers)
     if config.data.name == OWN:
         raise ConfigError(
             "a model of your own is planned for by colonnade.fit, with placement='profiled'"

@@ -2,6 +2,8 @@
 
 run/rows/<place>-of-<owners>/<table>/   rows dealt to so many owners; `Sharding.home_of`
 run/rows/copy-<rank>/<table>/           a rank's copy of a replicated table
+
+<table> is its number, and of one that is cut by columns the columns: 003-16-32.
 """
 
 from __future__ import annotations
@@ -28,12 +30,13 @@ from colonnade.store.log import (
 )
 from colonnade.store.manifest import describe
 from colonnade.store.shards import Shards
+from colonnade.store.slices import Joined, Laid, RecordShape, Sliced, label, lay_out
 from colonnade.store.space import Space
 from colonnade.store.stripes import Stripe
 from colonnade.store.writer import LogWriter
-from colonnade.table import Table
-from colonnade.topology.sharding import Shard, Sharding, row_wise, sharding_from
-from colonnade.train.fingerprint import identity_of
+from colonnade.table import ITEM_BYTES, Table
+from colonnade.topology.sharding import Shard, Sharding, columns_of, row_wise, sharding_from
+from colonnade.train.fingerprint import identity_of, identity_words
 
 GOLDEN = (5**0.5 - 1) / 2
 """Its multiples, modulo 1, fill the interval evenly from the beginning."""
@@ -66,36 +69,89 @@ def shardings_of(header: Mapping[str, Any]) -> list[Sharding]:
 
 def homes(header: Mapping[str, Any]) -> Iterator[Home]:
     """All that a commit has, copies of replicated tables included."""
-    for number, (name, sharding) in enumerate(
-        zip(header["model"]["tables"], shardings_of(header), strict=True)
+    for number, (name, of_table, sharding) in enumerate(
+        zip(
+            header["model"]["tables"],
+            header["model"]["tables"].values(),
+            shardings_of(header),
+            strict=True,
+        )
     ):
-        for rank in sharding.ranks:
-            path = home(sharding, rank, number)
-            assert path is not None
-            yield Home(number, name, sharding.shard_of(rank), path)
+        for each, columns in _slices(sharding, of_table):
+            for rank in each.ranks:
+                path = home(each, rank, label(number, columns))
+                assert path is not None
+                yield Home(number, _name(name, columns), each.shard_of(rank), path)
 
 
-def home(sharding: Sharding, rank: int, number: int) -> Path | None:
-    """Of a rank's rows of table `number`; None: it has none."""
+def home(sharding: Sharding, rank: int, label: str) -> Path | None:
+    """Of a rank's rows of a table or slice, by its folders' label; None: it has none."""
     folder = sharding.home_of(rank)
-    return None if folder is None else Path(folder) / f"{number:03d}"
+    return None if folder is None else Path(folder) / label
 
 
-def open_recorded_stores(folder: Path, header: dict[str, Any], number: int) -> list[LogBacking]:
-    """Table `number`'s stores of a commit that have all its rows between them, each once, read-only, as their manifests
-    describe them: nothing needs to be known of the model."""
+def _slices(
+    sharding: Sharding, of_table: Mapping[str, Any]
+) -> list[tuple[Sharding, tuple[int, int] | None]]:
+    """A table of a commit as it was laid out: shardings, and columns where rows were cut."""
+    if sharding.slices == 1:
+        return [(sharding, None)]
+    columns = columns_of(sum(_dims(of_table)), sharding.slices)
+    return list(zip(sharding.of_slices, columns, strict=True))
+
+
+def _dims(of_table: Mapping[str, Any]) -> tuple[int, ...]:
+    dim = of_table["dim"]
+    return tuple(dim.values()) if isinstance(dim, Mapping) else (dim,)
+
+
+def _name(table: str, columns: tuple[int, int] | None) -> str:
+    return table if columns is None else f"{table}[{columns[0]}:{columns[1]}]"
+
+
+def open_recorded_stores(
+    folder: Path, header: dict[str, Any], number: int
+) -> Sequence[LogBacking | Joined]:
+    """Table `number`'s stores of a commit that have all its rows between them, each once and whole, read-only, as their
+    manifests describe them: nothing needs to be known of the model."""
     name, of_table = list(header["model"]["tables"].items())[number]
-    step, sharding = header["step"], shardings_of(header)[number]
+    sharding, slices = shardings_of(header)[number], []
+    for each, columns in _slices(sharding, of_table):
+        slices.append(_open_recorded(folder, header, number, each, columns))
+    if sharding.slices == 1:
+        return slices[0]
+    dims, dtype = _dims(of_table), of_table["dtype"].split()[0]
+    states = tuple(header["shardings"][name]["states"])
+    compute = ITEM_BYTES["float64" if dtype == "float64" else "float32"]
+    shape = RecordShape(
+        dims, states, ITEM_BYTES[dtype], compute, of_table["dtype"].endswith("with master")
+    )
+    parts = of_table["dim"] if isinstance(of_table["dim"], Mapping) else {"": of_table["dim"]}
+    identity = identity_words(name, parts, of_table["optimizer"], of_table["dtype"])
+    cuts = columns_of(sum(dims), sharding.slices)
+    return [Joined([Shards(each, of_table["rows"]) for each in slices], cuts, shape, identity)]
+
+
+def _open_recorded(
+    folder: Path,
+    header: dict[str, Any],
+    number: int,
+    sharding: Sharding,
+    columns: tuple[int, int] | None,
+) -> list[LogBacking]:
+    """Of a table, or of some of its columns."""
+    name, of_table = list(header["model"]["tables"].items())[number]
+    step = header["step"]
     reader = _native.PageReader("auto", READ_DEPTH)
     stores = []
     for rank in sharding.holders:
-        shard, path = sharding.shard_of(rank), home(sharding, rank, number)
+        shard, path = sharding.shard_of(rank), home(sharding, rank, label(number, columns))
         assert shard.place is not None and path is not None
         said = describe(folder / "rows" / path, step)
         stores.append(
             open_log(
                 folder / "rows" / path,
-                table_name=name,
+                table_name=_name(name, columns),
                 record_bytes=said["record_bytes"],
                 identity=said["identity"],
                 rows=of_table["rows"],
@@ -121,10 +177,11 @@ def open_stores(
     write_budget: int | None = None,
     fresh: Collection[int] = (),
 ) -> Stores:
-    """One rank's stores, by table, as committed at `step`; None: empty. They share reader, writer and collector.
+    """One rank's stores, by table or slice (`lay_out`), as committed at `step`; None: empty. They share reader,
+    writer and collector.
 
     shardings: by table; where they give this rank no rows, there is no file. `outside`: directories of this run's that
-    take their segments instead of the run folder. `fresh`: tables that start empty, whatever lies there."""
+    take their segments instead of the run folder. `fresh`: tables or slices that start empty, whatever lies there."""
     reader = _native.PageReader("auto", READ_DEPTH)
     writer, collector = LogWriter(bytes_per_second=write_budget), Collector()
     sizes = [place.bytes or _disk_bytes(Path(place.path)) for place in outside]
@@ -132,8 +189,9 @@ def open_stores(
     spaces = [Space(Path(place.path).parent, place.bytes) for place in outside]
     opened: Stores = []
     try:
-        for t, (table, sharding) in enumerate(zip(tables, shardings, strict=True)):
-            shard, path = sharding.shard_of(rank), home(sharding, rank, t)
+        for t, each in enumerate(lay_out(tables, shardings)):
+            table, sharding = each.table, each.sharding
+            shard, path = sharding.shard_of(rank), home(sharding, rank, each.label)
             if path is None or shard.place is None:
                 opened.append(AbsentRows(table.name, table.record_bytes))
                 continue
@@ -152,7 +210,7 @@ def open_stores(
                     collector=collector,
                     step=None if t in fresh else step,
                     read_only=read_only,
-                    segment_bytes=segment_size([each.bytes for each in outside]),
+                    segment_bytes=segment_size([place.bytes for place in outside]),
                     stripes=[
                         Stripe(Path(outside[i].path) / path, sizes[i], spaces[i])
                         for i in stripe_order(sizes, rank + len(sharding.ranks) * t)
@@ -166,14 +224,13 @@ def open_stores(
     return opened
 
 
-def open_holders(
-    folder: Path, table: Table, number: int, sharding: Sharding, disk: Disk, step: int
-) -> list[LogBacking]:
-    """The stores of one table that have all its rows between them, in order of their places, read-only."""
+def _open_holders(folder: Path, laid: Laid, disk: Disk, step: int) -> Shards:
+    """The stores of one table or slice that have all its rows between them, in order of their places, read-only."""
     opened: list[LogBacking] = []
     reader = _native.PageReader("auto", READ_DEPTH)
+    table, sharding = laid.table, laid.sharding
     for rank in sharding.holders:
-        shard, path = sharding.shard_of(rank), home(sharding, rank, number)
+        shard, path = sharding.shard_of(rank), home(sharding, rank, laid.label)
         assert shard.place is not None and path is not None
         open_one = partial(open_log, folder / "rows" / path, table_name=table.name)
         opened.append(
@@ -189,33 +246,55 @@ def open_holders(
                 read_only=True,
             )
         )
-    return opened
+    return Shards(opened, table.rows)
+
+
+def _open_source(
+    folder: Path,
+    tables: Sequence[Table],
+    then: Sequence[Laid],
+    wanted: Laid,
+    disk: Disk,
+    step: int,
+) -> Shards | Joined | Sliced:
+    """All rows of a table or slice, out of the stores of a commit whose tables may have been cut otherwise."""
+    had = [each for each in then if each.number == wanted.number]
+    for each in had:
+        if each.columns == wanted.columns:
+            return _open_holders(folder, each, disk, step)
+    shape = RecordShape.of(tables[wanted.number])
+    shards = [_open_holders(folder, each, disk, step) for each in had]
+    whole: Shards | Joined = shards[0]
+    if len(had) > 1:
+        whole = Joined(shards, [each.columns for each in had], shape)
+    is_whole = wanted.table is tables[wanted.number]
+    return whole if is_whole else Sliced(whole, wanted.columns, shape)
 
 
 def open_shards(
     folder: Path,
     tables: Sequence[Table],
-    then: Sequence[Sharding],
-    now: Sequence[Sharding],
+    then: Sequence[Laid],
+    now: Sequence[Laid],
     rank: int,
     disk: Disk,
     step: int,
-) -> list[Shards | AbsentRows]:
-    """What a rank needs to read a commit of other shardings in place: of each table it has rows of now, all that were
-    there then."""
+) -> list[Shards | Joined | Sliced | AbsentRows]:
+    """What a rank needs to read a commit of other shardings in place: of each table or slice it has rows of now, all
+    that were there then."""
     return [
-        AbsentRows(table.name, table.record_bytes)
-        if now[t].shard_of(rank).place is None
-        else Shards(open_holders(folder, table, t, then[t], disk, step), table.rows)
-        for t, table in enumerate(tables)
+        AbsentRows(each.table.name, each.table.record_bytes)
+        if each.sharding.shard_of(rank).place is None
+        else _open_source(folder, tables, then, each, disk, step)
+        for each in now
     ]
 
 
 def adopt(
     folder: Path,
     tables: Sequence[Table],
-    then: Sequence[Sharding],
-    now: Sequence[Sharding],
+    then: Sequence[Laid],
+    now: Sequence[Laid],
     rank: int,
     disk: Disk,
     step: int,
@@ -223,23 +302,27 @@ def adopt(
     fresh: Collection[int],
 ) -> None:
     """Copy the rows that this rank has now out of the stores of those that had them, and commit them as of `step`.
-    fresh: the tables whose rows it has none of yet."""
+    fresh: the tables or slices, of `now`, whose rows it has none of yet."""
     for t in fresh:
-        shard, target = now[t].shard_of(rank), stores[t]
-        for source in open_holders(folder, tables[t], t, then[t], disk, step):
-            for rows in source.scan():
-                mine = shard.owns(rows.ids, tables[t].rows)
-                target.write(rows.ids[mine], rows.records[mine]).wait()
-            source.close()
+        shard, target = now[t].sharding.shard_of(rank), stores[t]
+        source = _open_source(folder, tables, then, now[t], disk, step)
+        for rows in source.scan():
+            mine = shard.owns(rows.ids, now[t].table.rows)
+            target.write(rows.ids[mine], rows.records[mine].contiguous()).wait()
+        source.close()
         target.commit(step)
 
 
-def to_adopt(then: Sequence[Sharding], now: Sequence[Sharding], rank: int) -> list[int]:
-    """Tables whose rows on `rank` no folder holds yet. Pure."""
+def to_adopt(then: Sequence[Laid], now: Sequence[Laid], rank: int) -> list[int]:
+    """Tables or slices, of `now`, whose rows on `rank` no folder holds yet. Pure."""
+    before = {(each.number, each.columns): each.sharding for each in then}
     return [
         t
-        for t, (before, after) in enumerate(zip(then, now, strict=True))
-        if after.shard_of(rank).place is not None and not after.continues(before, rank)
+        for t, each in enumerate(now)
+        if each.sharding.shard_of(rank).place is not None
+        and not (
+            (had := before.get((each.number, each.columns))) and each.sharding.continues(had, rank)
+        )
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade.batch import Batch
-from colonnade.data.batches import batches_of
+from colonnade.data.batches import batches_of, no_samples
 from colonnade.data.contract import Position, Source, Splits
 from colonnade.data.lookahead import Lookahead
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import NonFiniteError
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.topology.presence import telling
+from colonnade.topology.reads import announced
 from colonnade.train.best import Best
 from colonnade.train.commits import Commits
 from colonnade.train.dense import DenseGradients
@@ -62,7 +64,8 @@ class Outcome:
 
 
 class Trainer:
-    """Every rank builds one and calls the same methods in the same order."""
+    """Every rank builds one and calls the same methods in the same order; a server's has the model for its collection
+    alone, and batches without samples."""
 
     def __init__(
         self,
@@ -146,15 +149,9 @@ class Trainer:
             if coming is None:
                 return None
             batch = coming
-            with self.phases("forward"):
-                loss = self.objective.loss(self.model, batch, self.mesh)
-                if parts > 1:  # of a sum: the weight of the whole step is known at its end
-                    loss = loss * batch.world_weight
-            with self.phases("backward"):
-                if number == parts - 1 or batch.ends_epoch:
-                    self.dense.begin()  # buckets of dense gradients leave while it runs
-                loss.backward()
-            total = total + loss.detach() if parts > 1 else loss.detach()
+            is_last = number == parts - 1 or batch.ends_epoch
+            loss = self._serve(batch) if self.mesh.is_server else self._learn(batch, is_last)
+            total = total + loss if parts > 1 else loss
             weight, size = weight + batch.world_weight, size + batch.size
             if batch.ends_epoch:
                 break
@@ -181,8 +178,27 @@ class Trainer:
         outcome.steps += 1
         outcome.samples += size
         shown = batch if size == batch.size else replace(batch, size=size)
-        self.progress.step(self.collection.step, whole, shown, self.mesh.num_ranks)
+        self.progress.step(self.collection.step, whole, shown, self.mesh.trainers.num_ranks)
         return batch, stop
+
+    def _learn(self, batch: Batch, is_last: bool) -> Tensor:
+        """Forward and backward; `is_last` of the step. Returns this rank's part of the loss, or of the loss' sum where
+        a step has several batches."""
+        with self.phases("forward"):
+            loss = self.objective.loss(self.model, batch, self.mesh.trainers)
+            if self.schedule.accumulate > 1:  # the weight of the whole step is known at its end
+                loss = loss * batch.world_weight
+        with self.phases("backward"):
+            if is_last:
+                self.dense.begin()  # buckets of dense gradients leave while it runs
+            loss.backward()
+        return loss.detach()
+
+    def _serve(self, batch: Batch) -> Tensor:
+        """What a server does instead: rows have left for those that asked, and their gradients will come."""
+        with self.phases("forward"):
+            self.collection(batch)
+        return torch.zeros(())
 
     def commit(self, fetched: tuple[Batch, ...]) -> None:
         """Collective. Once this is written, in the background, a run can go on from here to the same bits."""
@@ -193,8 +209,24 @@ class Trainer:
 
     def evaluate(self, source: Source) -> dict[str, float]:
         """Collective: {"auc", "log_loss", ...} over all of `source`, with every update made so far."""
+        found: dict[str, float] = {}
         with self.phases("evaluate", whole=True):
-            return self.objective.evaluate(self.model, source, self.schedule.batch_size, self.mesh)
+            if self.mesh.is_server:
+                while announced(self.mesh, False):
+                    with torch.no_grad():
+                        self.collection.read(no_samples(source.schema))
+            else:
+                size, trainers = self.schedule.batch_size, self.mesh.trainers
+                found = self.objective.evaluate(self.model, source, size, trainers)
+                announced(self.mesh, False)
+            return self._told(found)
+
+    def _told(self, found: dict[str, float]) -> dict[str, float]:
+        """Collective where there are servers: what the trainers found, for all ranks decide by it."""
+        if not self.mesh.world.has_servers:
+            return found
+        text = json.dumps({name: float(value) for name, value in found.items()})
+        return json.loads(self.mesh.all_gather_bytes("evaluate", text.encode())[0])
 
     @property
     def num_epochs(self) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, DataError, IdRangeError
+from colonnade.store.slices import RecordShape
 from colonnade.table import Part, Table
 
 RUN = 65536  # rows at a time
@@ -41,8 +42,7 @@ def load_rows(
     if ids is None:
         ids = torch.arange(len(values))
     _check(kind, values, ids)
-    mine = collection.shards[t].owns(ids, kind.rows)
-    ids, values = ids[mine], values[mine]
+    collection.changes()
     for start in range(0, len(ids), RUN):
         part = slice(start, start + RUN)
         put_records(collection, t, ids[part], fresh_records(kind, values[part]))
@@ -162,14 +162,19 @@ def fresh_records(table: Table, weights: Tensor) -> Tensor:
 
 
 def put_records(collection: EmbeddingCollection, t: int, ids: Tensor, records: Tensor) -> None:
-    """Rows of table t that this rank owns become these records; they are as new as just trained ones, and where the
-    table has admission, admitted."""
+    """Those rows of table t that this rank owns, or its slices of them, become these records (N, record_bytes) of whole
+    rows; they are as new as just trained ones, and where the table has admission, admitted."""
     run = max(1, min(RUN, collection.plan.tables[t].capacity_rows))
-    for start in range(0, len(ids), run):
-        part = slice(start, start + run)
-        mine, theirs = ids[part].contiguous(), records[part].contiguous()
-        collection.store.put(t, mine, theirs)
-        collection.adopt(t, mine, theirs)
+    kind, laid = collection.tables[t], collection.slices.laid
+    for number in collection.slices.of_table[t]:
+        owned = collection.shards[number].owns(ids, kind.rows)
+        here, theirs = ids[owned], records[owned]
+        if laid[number].table is not kind:
+            theirs = theirs[:, RecordShape.of(kind).bytes_of(*laid[number].columns)]
+        for start in range(0, len(here), run):
+            part = slice(start, start + run)
+            collection.store.put(number, here[part], theirs[part].contiguous())
+            collection.adopt(number, here[part], theirs[part].contiguous())
 
 
 def _solve_ftrl(part: Part, weights: Tensor, state: Tensor) -> None:

@@ -170,7 +170,9 @@ def _take_rows(trainer: Trainer, header: dict[str, Any], table: Table, taken: Ta
             if table.rows is not None:
                 here = (rows.ids >= 0) & (rows.ids < table.rows)
             ids, records = rows.ids[here], rows.records[here]
-            mine = collection.shards[t].owns(ids, table.rows)
+            mine = torch.zeros(len(ids), dtype=torch.bool)
+            for number in collection.slices.of_table[t]:
+                mine |= collection.shards[number].owns(ids, table.rows)
             ids, records = ids[mine], records[mine]
             if not whole:
                 weights = records[:, :row_bytes].contiguous().view(dtype)

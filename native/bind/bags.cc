@@ -1,0 +1,85 @@
+// Lookups as they travel to the ranks that pool them.
+#include "bags.h"
+
+#include "bind/arrays.h"
+
+namespace colonnade {
+namespace {
+
+struct HeldDeal {
+  Dealt dealt;
+
+  HeldDeal(const In& rows, const In& owners)
+      : dealt{elements<const int64_t>(rows, "table_rows", {-1}), {}} {
+    dealt.num_owners = elements<const int64_t>(owners, "num_owners", {length(dealt.table_rows)});
+  }
+  int64_t num_tables() const { return length(dealt.table_rows); }
+
+  // places: of one rank.
+  void check(std::span<const int64_t> places) const {
+    for (size_t t = 0; t < places.size(); ++t) {
+      if (places[t] < -1 || places[t] >= dealt.num_owners[t]) {
+        throw std::invalid_argument("places: got " + std::to_string(places[t]) + " of " +
+                                    std::to_string(dealt.num_owners[t]) + " owners of table " + std::to_string(t));
+      }
+    }
+  }
+};
+
+}  // namespace
+
+void bind_bags(nb::module_& m) {
+  m.def(
+      "pack_bags",
+      [](const HeldLookups& lookups, const Plan& plan, In table_rows, In num_owners, In places, In is_weighted,
+         std::optional<In> codes) {
+        const HeldDeal deal(table_rows, num_owners);
+        const auto p = elements<const int64_t>(places, "places", {-1, deal.num_tables()});
+        for (int64_t at = 0; deal.num_tables() && at < length(p); at += deal.num_tables()) {
+          deal.check(p.subspan(static_cast<size_t>(at), static_cast<size_t>(deal.num_tables())));
+        }
+        const auto w = elements<const uint8_t>(is_weighted, "is_weighted", {lookups.lookups->num_features()});
+        std::optional<std::span<const uint8_t>> c;
+        if (codes) c = elements<const uint8_t>(*codes, "codes", {lookups.lookups->num_lookups()});
+        int64_t blocks = 1;
+        for (const auto owners : deal.dealt.num_owners) blocks += owners;
+        if (static_cast<int64_t>(plan.inverse.size()) != lookups.lookups->num_lookups() ||
+            static_cast<int64_t>(plan.block_offsets.size()) != blocks) {
+          throw std::invalid_argument("plan: got that of other lookups or owners");
+        }
+        PackedBags found;
+        {
+          nb::gil_scoped_release release;
+          found = pack_bags(*lookups.lookups, plan, deal.dealt, p, w, c);
+        }
+        return std::pair(tensor(std::move(found.bytes)), tensor(std::move(found.ends)));
+      },
+      "lookups"_a, "plan"_a, "table_rows"_a, "num_owners"_a, "places"_a, "is_weighted"_a, "codes"_a.none());
+  m.def(
+      "join_bags",
+      [](const std::vector<In>& messages, In tables, In table_rows, In num_owners, In places, const std::string& dtype) {
+        const HeldDeal deal(table_rows, num_owners);
+        const auto p = elements<const int64_t>(places, "places", {deal.num_tables()});
+        deal.check(p);
+        const auto t = elements<const int32_t>(tables, "tables", {-1});
+        for (const auto table : t) {
+          if (table < 0 || table >= deal.num_tables() || p[static_cast<size_t>(table)] < 0) {
+            throw std::invalid_argument("tables: got " + std::to_string(table) + ", which has no rows here");
+          }
+        }
+        std::vector<std::span<const uint8_t>> data;
+        for (const auto& message : messages) data.push_back(elements<const uint8_t>(message, "message", {-1}));
+        const Dtype of_weights = dtype_named(dtype);
+        JoinedBags found;
+        {
+          nb::gil_scoped_release release;
+          found = join_bags(data, t, deal.dealt, p, of_weights);
+        }
+        return std::tuple(tensor(std::move(found.ids)), tensor(std::move(found.feature_offsets)),
+                          tensor(std::move(found.bag_offsets)), tensor(std::move(found.weights)),
+                          tensor(std::move(found.codes)), tensor(std::move(found.sizes)));
+      },
+      "messages"_a, "tables"_a, "table_rows"_a, "num_owners"_a, "places"_a, "dtype"_a);
+}
+
+}  // namespace colonnade

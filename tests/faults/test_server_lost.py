@@ -1,0 +1,25 @@
+"""A server is lost with its rows: torchrun starts all ranks again, and they go on to the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+from small_run import digest
+from test_presence import PEER
+from test_restart import SETTINGS, torchrun
+
+from colonnade.topology.presence import Heard, verdict
+
+
+def test_a_server_is_not_blamed_for_calls_of_trainers():
+    calls = {1: {"push": 7, "trainers dense": 3}, 2: {"push": 7}}
+    heard = {rank: Heard(PEER, 0.1, "running", 7, made) for rank, made in calls.items()}
+    assert verdict(heard, "trainers dense", 4, (0, 1)).ranks == (1,)
+    assert verdict(heard, "push", 8).ranks == (1, 2)
+
+
+def test_a_server_killed_in_a_push(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    torchrun(whole, 2, settings=SETTINGS)  # without servers: as many ranks train the same bits
+    said = torchrun(cut, 3, "rank 2 SIGKILL push 16", settings={**SETTINGS, "plan.servers": 1})
+    assert digest(cut) == digest(whole)
+    assert "started at None" in said and "started at 4" in said
+    assert "lost rank 2 in" in said and "is gone, as if killed" in said

@@ -1,0 +1,273 @@
+"""Trainers with servers train what as many ranks train that hold the rows themselves, and what one rank trains."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import own_model
+import pytest
+import torch
+from ranks import run_ranks
+from small_run import CONFIG, digest, opened
+from test_choice_byte_law import FEATURES, PURPOSES, SIZE, STEPS, TABLES, batch_of
+from test_run import poisoned
+
+from colonnade import Adam, Batch, EmbeddingCollection, Ids, Mesh, RowOptimizer, build_plan, fit
+from colonnade.config import build_config, override
+from colonnade.data import open_batches
+from colonnade.errors import ConfigError
+from colonnade.plan.choice import Forced, choose
+from colonnade.plan.loads import table_loads
+from colonnade.plan.profile import profile
+from colonnade.report.reading import read_run
+from colonnade.topology.mesh import with_servers
+from colonnade.topology.sharding import Sharding, row_wise_in, table_wise
+from colonnade.topology.traffic import Traffic
+from colonnade.topology.world import World
+from colonnade.train.record import FILE_NAME, OF_ROWS, ROWS_FILE_NAME, read_lines
+from colonnade.train.run import open_run
+
+
+def _plateau(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.3, patience=0)
+
+
+BASE = {"epochs": 2, "batch_size": 50, "evaluate_steps": 9, "dense_lr": 0.05, "quiet": True}
+"""600 samples: 12 batches, the last of an epoch as full as the others."""
+CASES = {
+    "rows": {},
+    "uneven": {"batch_size": 47, "max_steps": 20},
+    "ahead": {"staleness_steps": 2, "lookahead": 3},
+    "pooled": {"exchange": "pooled"},
+    "own data": {"evaluate_steps": 0},
+    "decisions": {
+        "accumulate": 5,
+        "patience": 2,
+        "min_delta": 0.01,
+        "rows_clip_norm": 0.02,
+        "dense_clip_norm": 0.05,
+        "row_schedule": {"name": "linear", "warmup_steps": 5},
+        "dense_schedule": _plateau,
+    },
+}
+
+
+def own_data(number):
+    """A data set that is made batch by batch, and says nothing of its length; the second trainer's ends first."""
+
+    def of(epoch):
+        for step in range(5 - number):
+            made = own_model.columns(20 + step, seed=100 * epoch + 10 * number + step)
+            ids = {name: Ids(values) for name, values in made["ids"].items()}
+            yield Batch(20 + step, made["dense"], ids, label=made["label"][:, None])
+
+    return replace(own_model.splits(), train=open_batches(of, own_model.source(9).schema))
+
+
+def trained(mesh, name, servers):
+    """What a rank has at the end: rows and metrics are everybody's, the dense network the trainers'."""
+    model, data = own_model.Net("float64", optimizer=Adam(lr=0.05)), own_model.splits()
+    if name == "own data":
+        world = mesh.world.with_servers(servers)
+        data = own_data(None if world.is_server(mesh.rank) else world.trainers.index(mesh.rank))
+    found = fit(model, data, mesh=mesh, servers=servers, **(BASE | CASES[name]))
+    outcome = found.outcome
+    return {
+        "rows": own_model.rows_of(model),
+        "dense": model.bias.state_dict(),
+        "metrics": found.metrics,
+        "outcome": (outcome.steps, outcome.samples, outcome.stopped_early, outcome.best_step),
+        "num_rows": sum(model.collection.store.num_rows(t) for t in range(2)),
+        "dense_bytes": model.collection.mesh.traffic.bytes_of("dense"),
+    }
+
+
+def all_trained(mesh, servers):
+    return {name: trained(mesh, name, servers) for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def with_server():
+    return run_ranks(3, all_trained, 1)
+
+
+@pytest.fixture(scope="module")
+def without():
+    return run_ranks(2, all_trained, 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_trainers_and_a_server_train_what_two_ranks_train(name, with_server, without):
+    one, two, server = (found[name] for found in with_server)
+    wanted = without[0][name]
+    # Norms and pooled sums are added up owner by owner.
+    is_exact = name not in ("pooled", "decisions")
+    exact = {"rtol": 0, "atol": 0} if is_exact else {"rtol": 1e-11, "atol": 1e-13}
+    for found in (one, two, server):
+        torch.testing.assert_close(found["rows"], wanted["rows"], **exact)
+        assert found["outcome"][0] == wanted["outcome"][0]
+        assert found["outcome"][2:] == wanted["outcome"][2:]
+        assert list(found["metrics"]) == list(wanted["metrics"])
+        for metric, value in wanted["metrics"].items():
+            assert found["metrics"][metric] == pytest.approx(value, rel=1e-11, nan_ok=True)
+    for found in (one, two):
+        torch.testing.assert_close(found["dense"], wanted["dense"], **exact)
+    assert server["outcome"][1] == 0  # samples
+    assert one["outcome"][1] == wanted["outcome"][1]
+    assert one["dense_bytes"] == wanted["dense_bytes"] and not server["dense_bytes"]
+    assert server["num_rows"] > 0 and one["num_rows"] == two["num_rows"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "own data"])
+def test_and_what_one_rank_trains(name, with_server):
+    wanted = trained(Mesh(), name, 0)
+    close = {"rtol": 1e-10, "atol": 1e-12}
+    torch.testing.assert_close(with_server[0][name]["rows"], wanted["rows"], **close)
+    torch.testing.assert_close(with_server[0][name]["dense"], wanted["dense"], **close)
+    for metric, value in wanted["metrics"].items():
+        assert math.isclose(with_server[0][name]["metrics"][metric], value, rel_tol=1e-9)
+
+
+TIERED = {
+    "plan.memory.dram": 60_000,
+    "plan.staleness_steps": 1,
+    "train.evaluate_steps": 6,
+    "data.next_use": True,
+}
+
+
+def run_until(mesh, folder, step, servers):
+    """A run of files below memory, begun or gone on with; what this rank's rows came from."""
+    settings = {**TIERED, "plan.servers": servers, "train.max_steps": step}
+    config = override(build_config(CONFIG), settings)
+    run = open_run(config, mesh, folder, data=opened(config))
+    outcome = run.train()
+    run.close()
+    sources = run.trainer.collection.store.sources
+    return {
+        "steps": outcome.steps,
+        "read": sources.read,
+        "metrics": outcome.metrics,
+        "summary": run.summary(outcome),
+    }
+
+
+def both(mesh, folder, servers):
+    """A whole run, half a run, and the other half of what others have left."""
+    found = [run_until(mesh, folder / f"whole-{servers}", 20, servers)]
+    if (folder / f"half-{1 - servers}").exists():
+        found.append(run_until(mesh, folder / f"half-{1 - servers}", 20, servers))
+    found.append(run_until(mesh, folder / f"half-{servers}", 9, servers))
+    return [*found, decided(mesh, servers)]
+
+
+def decided(mesh, servers):
+    """What comes of a run whose second rank meets a NaN in step 3, and whose last is asked to stop after that."""
+    settings = {"plan.servers": servers, "train.on_non_finite": "skip", "train.evaluate_steps": 4}
+    config = override(build_config(CONFIG), settings)
+    run = open_run(config, mesh, None, data=poisoned(3) if mesh.rank == 1 else opened(config))
+    told, run.trainer.evaluate = run.trainer.evaluate, lambda source: ask(source)
+
+    def ask(source):
+        run.trainer.stop_asked = mesh.rank == mesh.num_ranks - 1
+        return told(source)
+
+    outcome = run.train()
+    return outcome.steps, outcome.skipped, outcome.stopped
+
+
+def test_checkpoints_go_from_ranks_with_servers_to_ranks_without_and_back(tmp_path):
+    run_ranks(2, both, tmp_path, 0)
+    told = run_ranks(3, both, tmp_path, 1)
+    (again, _) = run_ranks(2, run_until, tmp_path / "half-1", 20, 0)
+    wanted = digest(tmp_path / "whole-0")
+    assert digest(tmp_path / "whole-1") == wanted
+    assert digest(tmp_path / "half-0") == wanted
+    assert digest(tmp_path / "half-1") == wanted
+    assert [each["steps"] for each in told[0][:3]] == [20, 11, 9] and again["steps"] == 11
+    assert [each[-1] for each in told] == [(5, 1, True)] * 3  # decided by all alike
+    assert told[0][0]["metrics"] == told[2][0]["metrics"]
+    trainer, server = told[0][0], told[2][0]
+    assert server["read"] > 0 and trainer["read"] == 0  # from its files
+    assert trainer["summary"]["row_sources"]["read"] == server["read"]
+    assert trainer["summary"]["num_trainers"] == 2
+    kinds = {
+        name: [line["kind"] for line in read_lines(tmp_path / "whole-1" / name)]
+        for name in (FILE_NAME, ROWS_FILE_NAME)
+    }
+    assert set(OF_ROWS).isdisjoint(kinds[FILE_NAME]) and set(kinds[ROWS_FILE_NAME]) == set(OF_ROWS)
+    assert {"train", "tiers", "tables"} <= {
+        line["kind"] for line in read_run(tmp_path / "whole-1").lines
+    }
+
+
+WORLD = World(num_hosts=2, ranks_per_host=2, servers_per_host=1)
+DEALT = Forced("row_wise", "rows")
+FORCED = {
+    "rows": {},
+    "rows of some on one server": {
+        "big": Forced("table_wise", "rows", (1,)), "small": Forced("table_wise", "rows", (3,)),
+    },
+    "pooled beside rows": {"bags": Forced("row_wise", "pooled"), "small": Forced("table_wise", "pooled", (3,))},
+}  # fmt: skip
+
+
+def sharding_of(said: Forced) -> Sharding:
+    return table_wise(*said.ranks) if said.ranks else row_wise_in(WORLD)
+
+
+def counted(mesh):
+    """By case: bytes by (purpose, link), this rank's of all steps, in a loop of one's own."""
+    found = {}
+    for case, forced in FORCED.items():
+        alone = replace(with_servers(mesh, 1), traffic=Traffic())
+        collection = EmbeddingCollection(TABLES, FEATURES)
+        plan = build_plan(
+            TABLES, mesh.num_ranks, servers=alone.world.servers,
+            shardings={name: sharding_of(said) for name, said in forced.items()},
+            exchanges={name: said.exchange for name, said in forced.items()},
+        )  # fmt: skip
+        collection.open(plan, alone)
+        rows, size = RowOptimizer(collection), 0 if alone.is_server else SIZE // 2
+        mine = (batch_of(1000 + 2 * t + alone.trainers.rank, size) for t in range(STEPS))
+        for batch in collection.lookahead(mine):
+            sum(value.sum() for value in collection(batch).values()).backward()
+            rows.step()
+        found[case] = dict(alone.traffic.sent_bytes)
+    return found
+
+
+def test_bytes_are_foretold_for_trainers_and_servers():
+    everyone = run_ranks(4, counted, ranks_per_host=2)
+    sampled = profile(TABLES, FEATURES, [batch_of(step) for step in range(30)])
+    loads = table_loads(TABLES, FEATURES, sampled, WORLD, batch_size=SIZE, last_batch=100)
+    for case, said in FORCED.items():
+        forced = {table.name: said.get(table.name, DEALT) for table in TABLES}
+        choice = choose(loads, WORLD, forced=forced)
+        for purpose in PURPOSES:
+            for link in ("local", "remote"):
+                sent = sum(each[case].get((purpose, link), 0) for each in everyone) / (4 * STEPS)
+                assert choice.sent[purpose, link] == pytest.approx(sent, rel=0.02), (case, purpose)
+
+
+def test_tables_are_chosen_places_on_servers_alone():
+    sampled = profile(TABLES, FEATURES, [batch_of(step) for step in range(9)])
+    for servers in (1, 3):
+        world = World(num_hosts=2, ranks_per_host=4, servers_per_host=servers)
+        loads = table_loads(TABLES, FEATURES, sampled, world, batch_size=SIZE, last_batch=100)
+        for table in choose(loads, world).tables:
+            for each in (table.chosen, *table.others):
+                assert set(each.sharding.ranks) <= set(world.servers)
+                assert each.exchange != "replicated"
+
+
+def test_numbers_that_cannot_be_are_refused():
+    with pytest.raises(ConfigError, match="got 2 of the 2 ranks of each host"):
+        WORLD.with_servers(2)
+    with pytest.raises(ConfigError, match="got 1 of the 1 ranks of each host"):
+        fit(own_model.Net(), own_model.splits(), servers=1, quiet=True)
+    with pytest.raises(ConfigError, match="servers"):
+        build_config({"plan": {"servers": -1}})
+    with pytest.raises(ConfigError, match="on rank 0, which trains"):
+        build_plan(TABLES, 2, servers=[1], shardings={"big": table_wise(0)})
