@@ -194,8 +194,8 @@ class RowOptimizer(Optimizer):
                 )
             if group["max_norm"] is not None and slices.of_part.count(len(settings)) > 1:
                 raise ConfigError(
-                    f"param group {group['name']!r}: got max_norm={group['max_norm']} for rows that are cut by "
-                    "columns; leave it None, or choose a sharding that keeps rows whole"
+                    f"param group {group['name']!r}: got max_norm={group['max_norm']} for rows cut by columns; "
+                    "leave it None, or choose a sharding that keeps rows whole"
                 )
             if "l1" in group and not group["lr"] > 0:
                 raise ConfigError(

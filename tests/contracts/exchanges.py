@@ -16,7 +16,7 @@ from torch import Tensor
 from colonnade import Concat, EmbeddingCollection, RowOptimizer, build_plan
 from colonnade.exchange.layout import declare
 from colonnade.exchange.reference import ReferenceRows
-from colonnade.topology.sharding import Sharding, replicated, table_wise
+from colonnade.topology.sharding import Sharding, column_wise, replicated, table_wise
 
 SEED = 3
 FIELDS = ["user.deep", "item", "seen", "tags"]
@@ -29,9 +29,11 @@ class Choice:
     exchanges: dict[str, str] = field(default_factory=dict)
     shardings: dict[str, str] = field(default_factory=dict)
     """By table: "table_wise" (on the rank of its number, modulo the world), "host_wise" (the first two ranks) or
-    "replicated"; others are row_wise."""
+    "replicated", "column_wise" (a slice on each rank); others are row_wise."""
     has_sequence: bool = True
     """Whether `history` is looked up: a sequence, in table "wide"; else its bags are averaged."""
+    otherwise: str | None = None
+    """What else tables are declared with, a key of `scenario.OTHERWISE`."""
 
     @property
     def features(self):
@@ -46,6 +48,8 @@ class Choice:
                 return table_wise(t % num_ranks)
             if kind == "replicated":
                 return replicated(num_ranks)
+            if kind == "column_wise":
+                return column_wise(range(num_ranks))
             return Sharding("host_wise", tuple(range(min(2, num_ranks))))
 
         return {name: sharding(ALL.index(name), kind) for name, kind in self.shardings.items()}
@@ -70,6 +74,13 @@ CHOICES = {
     ),
     # Three exchanges; a consumer takes of all of them.
     "all three": Choice({"item": "pooled"}, {"tag": "replicated"}),
+    # Parts, and the fields of every output, cut by columns; a sequence too.
+    "columns": Choice({}, dict.fromkeys(ALL, "column_wise"), otherwise="single weights"),
+    "columns of all": Choice(
+        {"user": "pooled", "item": "pooled"},
+        {"user": "column_wise", "item": "table_wise", "tag": "replicated", "wide": "column_wise"},
+        otherwise="single weights",
+    ),
 }
 
 
@@ -85,7 +96,7 @@ def gradient_like(output: Tensor, step: int, rank: int, i: int) -> Tensor:
 
 def open_collection(mesh, choice: Choice, dtype: str, **settings) -> EmbeddingCollection:
     collection = EmbeddingCollection(
-        tables(dtype), choice.features, consumers=consumers(), seed=SEED
+        tables(dtype, choice.otherwise), choice.features, consumers=consumers(), seed=SEED
     )
     plan = build_plan(
         collection.tables,
@@ -116,11 +127,16 @@ def run_exchange(mesh, choice: Choice, sizes, dtype: str, staleness: int):
 
 @lru_cache
 def expected(
-    has_sequence: bool, sizes: tuple[int, ...], dtype: str, staleness: int, num_ranks: int
+    has_sequence: bool,
+    otherwise: str | None,
+    sizes: tuple[int, ...],
+    dtype: str,
+    staleness: int,
+    num_ranks: int,
 ):
     """The twin's: outputs by step and rank, and all rows at the end. It knows no exchange and no sharding."""
     features = Choice(has_sequence=has_sequence).features
-    declaration = declare(tables(dtype), features, consumers())
+    declaration = declare(tables(dtype, otherwise), features, consumers())
     twin, pending, seen = ReferenceRows(declaration, seed=SEED), [], []
     for step, size in enumerate(sizes):
         shares = [share_of(global_batch(step, size), r, num_ranks) for r in range(num_ranks)]
@@ -145,7 +161,9 @@ def expected(
 def check(choice: Choice, sizes, dtype: str, staleness: int, results) -> None:
     """results by rank, of `run_exchange`: the twin's, at the exactness that the exchange declares."""
     num_ranks, exactness = len(results), results[0][2]
-    seen, rows = expected(choice.has_sequence, tuple(sizes), dtype, staleness, num_ranks)
+    seen, rows = expected(
+        choice.has_sequence, choice.otherwise, tuple(sizes), dtype, staleness, num_ranks
+    )
     for step, by_rank in enumerate(seen):
         for rank, outputs in enumerate(by_rank):
             for wanted, found in zip(outputs, results[rank][0][step], strict=True):

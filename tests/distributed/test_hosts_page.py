@@ -67,6 +67,16 @@ def test_what_is_typed_on_two_hosts_trains_one_model(tmp_path):
     assert sum("auc" in words for words in said) == 1
 
 
+def test_the_command_for_ranks_of_rows_only():
+    words = shlex.split(block("Ranks for rows only").replace("\\\n", " "))
+    assert words[0] == "torchrun"
+    found = torchrun_arguments(words[1:])
+    assert (found.nnodes, found.nproc_per_node) == ("2", "6")
+    assert found.training_script_args[-2:] == ["--set", "plan.servers=2"]
+    found.training_script_args = found.training_script_args[:-2]
+    check_command(found)
+
+
 def test_the_slurm_script():
     script = block("Slurm")
     assert script.startswith("#!/bin/bash\n")

@@ -52,4 +52,4 @@ def test_a_rank_that_fails_alone(where):
     (heard, waited, ahead), (said, took, _) = run_ranks(2, fail, where, ranks_per_host=1)
     assert ahead > 0
     assert said.startswith("ZeroDivisionError") and took < 20
-    assert heard.startswith("PeerLost: lost rank 1") and waited < 40
+    assert heard.startswith("PeerLost") and "lost rank 1" in heard and waited < 40

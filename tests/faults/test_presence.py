@@ -15,8 +15,9 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from ranks import free_port
+from ranks import free_port, run_ranks
 
+from colonnade import close_mesh
 from colonnade.errors import PeerLost, WorldError
 from colonnade.topology.presence import Heard, Presence, doing, telling, verdict
 from colonnade.topology.rendezvous import Peer, connect, meet
@@ -202,6 +203,25 @@ def test_an_error_is_told_and_one_who_goes_on_is_not_blamed(server):
         ranks[1].enter("route")
     for each in ranks:
         each.stop("it ended")
+
+
+def stopped_at_the_end(mesh):
+    """Rank 1 is stopped with nothing left to do; the other one does not take its leave without it."""
+    assert mesh.presence is not None
+    mesh.presence.timeout = 0.2  # of which closing has patience for twelve
+    if mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    pid = mesh.peers[1].pid
+    with pytest.raises(PeerLost, match="is stopped") as said:
+        close_mesh(mesh)
+    os.kill(pid, signal.SIGKILL)
+    return str(said.value)
+
+
+def test_all_take_their_leave_together():
+    with pytest.raises(AssertionError, match="rank 1 failed") as said:
+        run_ranks(2, stopped_at_the_end, timeout=60)
+    assert "rank 0 failed" not in str(said.value)
 
 
 SCRIPT = r"""

@@ -43,7 +43,7 @@ def torchrun(
         "--max-restarts", "2", str(SCRIPT), str(folder), json.dumps(settings),
     ]  # fmt: skip
     child = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280,
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500,
     )  # fmt: skip
     assert child.returncode == 0, child.stdout
     assert not fault or folder.with_name(f"{folder.name}.fault").exists(), "nothing failed"
@@ -73,7 +73,7 @@ def test_a_rank_killed_in_a_push(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("sent", ["SIGKILL", "SIGSTOP"])

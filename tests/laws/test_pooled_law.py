@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exchanges import ALL, CHOICES, Choice, gradient_like, open_collection
+from exchanges import ALL, CHOICES, Choice, gradient_like, open_collection, run_exchange
 from ranks import run_ranks
 from scenario import all_rows, assert_close, assert_same_bits, global_batch, share_of, train
 
@@ -24,13 +24,17 @@ def train_all(mesh, folder):
         "row_wise": train(mesh, sizes=SIZES, exchanges=POOLED),
         "mixed": train(mesh, **wide, evaluate_every=2),
         "tiered": train(mesh, **wide, dram_bytes=40_000, lookahead=3, folder=folder),
+        "on a device": train(mesh, **wide, hbm_bytes=30_000, device="cpu"),
         "stale": train(mesh, **wide, staleness=2, lookahead=1),
         "stale, far ahead": train(mesh, **wide, staleness=2, lookahead=4, evaluate_every=1),
     }
 
 
 def train_and_account(mesh, folder):
-    return train_all(mesh, folder), accumulate(mesh, MIXED), hold(mesh)
+    return (
+        train_all(mesh, folder), accumulate(mesh, MIXED), hold(mesh), hold(mesh, CHOICES["rows"]),
+        in_16_bits(mesh),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +49,32 @@ def test_world_tiers_and_staleness(everyone):
         assert_close(wanted, runs["row_wise"], rtol=1e-10)
         assert_close(wanted, runs["mixed"], rtol=1e-10)
         assert_same_bits(runs["mixed"], runs["tiered"])
+        assert_same_bits(runs["mixed"], runs["on a device"])
         assert_same_bits(runs["stale"], runs["stale, far ahead"])
         assert runs["stale"].losses != runs["mixed"].losses
     assert_close(train(Mesh(), sizes=SIZES, staleness=2), everyone[0][0]["stale"], rtol=1e-10)
     assert_same_bits(everyone[0][0]["mixed"], everyone[1][0]["mixed"])
+
+
+def in_16_bits(mesh):
+    """What was seen by step, and all rows, of rows in 16 bits."""
+    return [
+        run_exchange(mesh, choice, [9, 0, 1, 13], "bfloat16", 0)[:2]
+        for choice in (CHOICES["rows"], MIXED)
+    ]
+
+
+def test_rows_in_16_bits(everyone):
+    """Sums in another order are rounded by the same random bits: the last of some weights differs."""
+    for (seen, rows), (pooled, ours) in (rank[4] for rank in everyone):
+        for step, outputs in enumerate(seen):
+            bound = 0.05 if step else 1e-5
+            for wanted, found in zip(outputs, pooled[step], strict=True):
+                torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+        for name, wanted in rows.items():
+            torch.testing.assert_close(ours[name], wanted, rtol=0.02, atol=0.02)
+    for name, values in everyone[0][4][1][1].items():
+        assert torch.equal(values, everyone[1][4][1][1][name])
 
 
 def accumulate(mesh, choice: Choice):
@@ -115,6 +141,19 @@ def test_what_was_read_ahead_is_read_in_another_world(everyone):
     ]
     doubled, _ = restored(MIXED, other)
     assert all(torch.equal(doubled[name], 2 * found[name]) for name in found)
+
+
+@pytest.mark.parametrize("name", ["mixed by table", "rows"])
+def test_rows_that_were_read_ahead_are_summed_by_other_exchanges(everyone, name):
+    """A run of bounded staleness goes on with rows pooled at their owners."""
+    held = [rank[3][0] for rank in everyone]
+    found, _ = restored(CHOICES[name], held)
+    for output in found:
+        wanted = torch.cat([rank[3][1][output] for rank in everyone])
+        torch.testing.assert_close(found[output].detach(), wanted, rtol=1e-12, atol=1e-14)
+    doubled = [{k: v * (2 if v.is_floating_point() else 1) for k, v in each.items()} for each in held]  # fmt: skip
+    again, _ = restored(CHOICES[name], doubled)
+    assert all(torch.equal(again[output], 2 * found[output]) for output in found)
 
 
 @pytest.mark.parametrize("name", ["rows", "pooled"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import own_model
 import pytest
+import test_retrieval as retrieval
 import torch
 from ranks import run_ranks
 from small_run import CONFIG, digest, opened
@@ -25,8 +27,10 @@ from colonnade.topology.mesh import with_servers
 from colonnade.topology.sharding import Sharding, row_wise_in, table_wise
 from colonnade.topology.traffic import Traffic
 from colonnade.topology.world import World
+from colonnade.train.dense import DenseGradients
+from colonnade.train.objective import Retrieval
 from colonnade.train.record import FILE_NAME, OF_ROWS, ROWS_FILE_NAME, read_lines
-from colonnade.train.run import open_run
+from colonnade.train.run import load_run_config, open_run
 
 
 def _plateau(optimizer):
@@ -83,24 +87,23 @@ def trained(mesh, name, servers):
     }
 
 
-def all_trained(mesh, servers):
-    return {name: trained(mesh, name, servers) for name in CASES}
+def everything(mesh, folder, servers):
+    cases = {name: trained(mesh, name, servers) for name in CASES}
+    return cases, on_disk(mesh, folder, servers), decided(mesh, servers), retrieved(mesh, servers)
 
 
 @pytest.fixture(scope="module")
-def with_server():
-    return run_ranks(3, all_trained, 1)
-
-
-@pytest.fixture(scope="module")
-def without():
-    return run_ranks(2, all_trained, 0)
+def told(tmp_path_factory):
+    """The folder of their runs, what two ranks had in the end, and what two with a server."""
+    folder = tmp_path_factory.mktemp("runs")
+    return folder, run_ranks(2, everything, folder, 0), run_ranks(3, everything, folder, 1)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_trainers_and_a_server_train_what_two_ranks_train(name, with_server, without):
-    one, two, server = (found[name] for found in with_server)
-    wanted = without[0][name]
+def test_two_trainers_and_a_server_train_what_two_ranks_train(name, told):
+    _, without, with_server = told
+    one, two, server = (cases[name] for cases, *_ in with_server)
+    wanted = without[0][0][name]
     # Norms and pooled sums are added up owner by owner.
     is_exact = name not in ("pooled", "decisions")
     exact = {"rtol": 0, "atol": 0} if is_exact else {"rtol": 1e-11, "atol": 1e-13}
@@ -120,17 +123,18 @@ def test_two_trainers_and_a_server_train_what_two_ranks_train(name, with_server,
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "own data"])
-def test_and_what_one_rank_trains(name, with_server):
+def test_and_what_one_rank_trains(name, told):
+    found = told[2][0][0][name]
     wanted = trained(Mesh(), name, 0)
     close = {"rtol": 1e-10, "atol": 1e-12}
-    torch.testing.assert_close(with_server[0][name]["rows"], wanted["rows"], **close)
-    torch.testing.assert_close(with_server[0][name]["dense"], wanted["dense"], **close)
+    torch.testing.assert_close(found["rows"], wanted["rows"], **close)
+    torch.testing.assert_close(found["dense"], wanted["dense"], **close)
     for metric, value in wanted["metrics"].items():
-        assert math.isclose(with_server[0][name]["metrics"][metric], value, rel_tol=1e-9)
+        assert math.isclose(found["metrics"][metric], value, rel_tol=1e-9)
 
 
 TIERED = {
-    "plan.memory.dram": 60_000,
+    "plan.memory.dram": 30_000,
     "plan.staleness_steps": 1,
     "train.evaluate_steps": 6,
     "data.next_use": True,
@@ -153,13 +157,13 @@ def run_until(mesh, folder, step, servers):
     }
 
 
-def both(mesh, folder, servers):
+def on_disk(mesh, folder, servers):
     """A whole run, half a run, and the other half of what others have left."""
     found = [run_until(mesh, folder / f"whole-{servers}", 20, servers)]
     if (folder / f"half-{1 - servers}").exists():
         found.append(run_until(mesh, folder / f"half-{1 - servers}", 20, servers))
     found.append(run_until(mesh, folder / f"half-{servers}", 9, servers))
-    return [*found, decided(mesh, servers)]
+    return found
 
 
 def decided(mesh, servers):
@@ -177,28 +181,67 @@ def decided(mesh, servers):
     return outcome.steps, outcome.skipped, outcome.stopped
 
 
-def test_checkpoints_go_from_ranks_with_servers_to_ranks_without_and_back(tmp_path):
-    run_ranks(2, both, tmp_path, 0)
-    told = run_ranks(3, both, tmp_path, 1)
-    (again, _) = run_ranks(2, run_until, tmp_path / "half-1", 20, 0)
-    wanted = digest(tmp_path / "whole-0")
-    assert digest(tmp_path / "whole-1") == wanted
-    assert digest(tmp_path / "half-0") == wanted
-    assert digest(tmp_path / "half-1") == wanted
-    assert [each["steps"] for each in told[0][:3]] == [20, 11, 9] and again["steps"] == 11
-    assert [each[-1] for each in told] == [(5, 1, True)] * 3  # decided by all alike
-    assert told[0][0]["metrics"] == told[2][0]["metrics"]
-    trainer, server = told[0][0], told[2][0]
+def test_checkpoints_go_from_ranks_with_servers_to_ranks_without_and_back(told):
+    folder, _, ((_, of_trainer, *_), _, (_, of_server, *_)) = told
+    again = run_ranks(2, run_until, folder / "half-1", 20, 0)
+    wanted = digest(folder / "whole-0")
+    assert digest(folder / "whole-1") == wanted
+    assert digest(folder / "half-0") == wanted
+    assert digest(folder / "half-1") == wanted
+    assert [each["steps"] for each in of_trainer] == [20, 11, 9] and again[0]["steps"] == 11
+    metrics = of_trainer[0]["metrics"]
+    assert metrics == of_server[0]["metrics"]
+    read = open_run(load_run_config(folder / "whole-1"), Mesh(), folder / "whole-1", read_only=True)
+    found = read.trainer.evaluate(
+        read.trainer.data.test
+    )  # one process reads what servers have left
+    read.close()
+    assert found["auc"] == pytest.approx(metrics["test_auc"], abs=1e-4)
+
+
+def retrieved(mesh, servers):
+    """Rows of a model whose candidates are those of all trainers, in a loop of one's own."""
+    mesh, model = with_servers(mesh, servers), retrieval.two_tower()
+    trainers, collection = mesh.trainers, model.embeddings.open(mesh=mesh)
+    rows, dense = RowOptimizer(collection), DenseGradients(list(model.parameters()), mesh)
+    dense.attach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = 99 if mesh.is_server else trainers.num_ranks  # the first of 99 parts of 8 is empty
+    made = (retrieval.share_of(retrieval.pair_batch(n, n), trainers.rank, parts) for n in (8, 2, 7))
+    for batch in collection.lookahead(made):
+        dense.zero()
+        if mesh.is_server:
+            collection(batch)
+        else:
+            Retrieval().loss(model, batch, trainers).backward()
+        dense.reduce(finite=collection.finite(), stop=False)
+        rows.step(agreed=True)
+        optimizer.step()
+    return {t.name: collection.rows(t.name, torch.arange(t.rows)) for t in collection.tables}
+
+
+def test_candidates_of_a_retrieval_model_are_those_of_the_trainers(told):
+    _, _, tables = retrieval.train(Mesh(), "two_tower", sizes=(8, 2, 7))
+    for *_, found in (*told[1], *told[2]):
+        torch.testing.assert_close(found, tables, rtol=1e-10, atol=1e-12)
+
+
+def test_nan_and_a_wish_to_stop_are_heard_by_all(told):
+    assert [outcome for _, _, outcome, _ in (*told[1], *told[2])] == [(5, 1, True)] * 5
+
+
+def test_the_first_server_tells_of_rows(told):
+    folder, _, ((_, (trainer, *_), *_), _, (_, (server, *_), *_)) = told
     assert server["read"] > 0 and trainer["read"] == 0  # from its files
     assert trainer["summary"]["row_sources"]["read"] == server["read"]
     assert trainer["summary"]["num_trainers"] == 2
     kinds = {
-        name: [line["kind"] for line in read_lines(tmp_path / "whole-1" / name)]
+        name: [line["kind"] for line in read_lines(folder / "whole-1" / name)]
         for name in (FILE_NAME, ROWS_FILE_NAME)
     }
     assert set(OF_ROWS).isdisjoint(kinds[FILE_NAME]) and set(kinds[ROWS_FILE_NAME]) == set(OF_ROWS)
     assert {"train", "tiers", "tables"} <= {
-        line["kind"] for line in read_run(tmp_path / "whole-1").lines
+        line["kind"] for line in read_run(folder / "whole-1").lines
     }
 
 
@@ -271,3 +314,31 @@ def test_numbers_that_cannot_be_are_refused():
         build_config({"plan": {"servers": -1}})
     with pytest.raises(ConfigError, match="on rank 0, which trains"):
         build_plan(TABLES, 2, servers=[1], shardings={"big": table_wise(0)})
+
+
+def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):
+    made = []
+
+    def group(ranks=None, timeout=None):
+        made.append(tuple(ranks))
+        return made[-1]
+
+    monkeypatch.setattr("colonnade.topology.mesh.dist.new_group", group)
+    orders = set()
+    for rank in range(6):
+        made.clear()
+        presence = SimpleNamespace(timeout=1.0, only={})
+        world = World(num_hosts=2, ranks_per_host=3)
+        mesh = with_servers(Mesh(world, rank, presence=presence), 1)
+        orders.add(tuple(made))
+        trainers = mesh.trainers
+        assert mesh.is_server == (rank in (2, 5)) and mesh.num_ranks == 6
+        if mesh.is_server:
+            assert trainers.num_ranks == 1 and not trainers.groups
+            continue
+        assert (trainers.num_ranks, trainers.rank) == (4, (0, 1, None, 2, 3)[rank])
+        assert trainers.groups["dense"] == trainers.groups["evaluate"] == (0, 1, 3, 4)
+        assert trainers.groups["dense in host"] == ((0, 1) if rank < 3 else (3, 4))
+        assert trainers.groups["dense over hosts"] == ((0, 3) if rank in (0, 3) else (1, 4))
+        assert presence.only["trainers dense in host"] == {0, 1, 3, 4}
+    assert len(orders) == 1

@@ -192,5 +192,47 @@ def test_a_split_bag_of_an_operator_on_fields_is_refused():
         run_ranks(2, _refused, case)
 
 
+def held(mesh):
+    """A batch that was read ahead, and what this rank holds of it."""
+    case, consumers = CASES["whole tables"], {"fm": (FM(), FIELDS), **WIDE}
+    collection = EmbeddingCollection(tables("float64"), our_features(), consumers=consumers, seed=3)
+    settings = {"exchanges": case.exchanges, "shardings": case.shardings_in(mesh.num_ranks)}
+    plan = build_plan(collection.tables, mesh.num_ranks, staleness_steps=1, **settings)
+    collection.open(plan, mesh)
+    batch = share_of(global_batch(3, 11), mesh.rank, mesh.num_ranks)
+    ticket = collection.prepare(batch)
+    collection.fetch(ticket)
+    return collection, batch, ticket, collection.exchange.hold(ticket)
+
+
+def hold_and_see(mesh):
+    collection, _, ticket, found = held(mesh)
+    values = collection.exchange.values(ticket, collection.handle)
+    return found, {name: value.detach() for name, value in values.items()}
+
+
+def test_what_was_read_ahead_is_read_in_another_world():
+    everyone = run_ranks(2, hold_and_see)
+    collection, batch, ticket, _ = held(Mesh())
+    collection.drop(ticket)
+    reads = [each for each, _ in everyone]
+    doubled = [{name: 2 * value for name, value in each.items()} for each in reads]
+    found = []
+    for batch.held in (reads, doubled):
+        ticket = collection.prepare(batch)
+        assert collection.exchange.hold(ticket).keys() == {name for each in reads for name in each}
+        collection.live.append(ticket)
+        values = collection.exchange.values(ticket, collection.handle)
+        sum(value.sum() for value in values.values()).backward()
+        square = collection.squared_gradient_norm()
+        found.append(({name: value.detach() for name, value in values.items()}, square))
+        collection.forget()
+    for name, value in found[0][0].items():
+        close(value, torch.cat([seen[name] for _, seen in everyone]), name)
+    assert torch.equal(found[1][0]["linear"], 2 * found[0][0]["linear"])
+    close(found[1][0]["fm"], 4 * found[0][0]["fm"], "fm")
+    assert found[1][1] > found[0][1], "gradients of FM follow what was read, not the rows"
+
+
 def _refused(mesh, case):
     train(mesh, case, exchanges=case.exchanges)

@@ -229,7 +229,13 @@ def run_to(folder, mesh, data, most, *, batch_size=None) -> dict:
         ids = torch.arange(40)
         rows = {t.name: collection.rows(t.name, ids).tolist() for t in collection.tables}
         state = {name: v.tolist() for name, v in run.trainer.model.named_parameters()}
-        return {"rows": rows, "dense": state, "step": collection.step, "metrics": outcome.metrics}
+        return {
+            "rows": rows,
+            "dense": state,
+            "step": collection.step,
+            "samples": run.summary(outcome)["samples"],  # of all ranks
+            "metrics": outcome.metrics,
+        }
     finally:
         run.close()
 
@@ -244,7 +250,8 @@ def test_a_run_goes_on_to_the_same_bits(tmp_path, kind):
     run_to(tmp_path / "parts", Mesh(), kind(), 7)
     data = kind()
     parts = run_to(tmp_path / "parts", Mesh(), data, None)
-    assert parts["step"] == whole["step"] == 20 and parts == whole
+    assert parts["step"] == whole["step"] == 20 and whole.pop("samples") == 20 * 6
+    assert parts.pop("samples") == 13 * 6 and parts == whole
     assert data.reads[0] == (0 if kind is Stream else 7)
 
 
@@ -262,7 +269,10 @@ def test_ranks_may_end_at_different_times(tmp_path, kind):
     """Rank 1 has nothing in the second half of an epoch, also where the run goes on there."""
     (whole, parts), (whole_1, parts_1) = run_ranks(2, train_unevenly, tmp_path, [9, 4], kind)
     assert whole["step"] == 18 and whole["rows"] == whole_1["rows"]
+    assert whole["samples"] == whole_1["samples"] == 2 * 6 * (9 + 4)
     assert whole["metrics"]["test_auc"] > 0
+    for of_rank in (whole, parts, whole_1, parts_1):
+        of_rank.pop("samples")
     assert parts == whole and parts_1 == whole_1
     if kind is Counted:
         with pytest.raises(CheckpointError, match="by 2 ranks in the middle of an epoch"):

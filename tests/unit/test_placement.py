@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 
 from colonnade import Table
 from colonnade.errors import BudgetExceeded
-from colonnade.plan.placement import Demand, demands, hull, place, window_fits
+from colonnade.plan.placement import (
+    Demand,
+    demands,
+    hull,
+    mean_over_ranks,
+    place,
+    place_on_ranks,
+    window_fits,
+)
 from colonnade.plan.profile import Profile, profile_ids
+from colonnade.topology.sharding import Sharding, replicated, row_wise, table_wise
 
 
 def demand(name, savings, *, slot=1, least=0, **more) -> Demand:
@@ -186,6 +195,43 @@ def test_ranks_share_rows_and_reads():
         assert b.reads_at(b.most_rows / 8) == pytest.approx(
             a.reads_at(a.most_rows / 8) / 4, rel=0.01
         )
+
+
+def test_memory_goes_to_the_tables_that_a_rank_has():
+    """Four ranks: a table on one, a copy on each, one on a host's two, one on all."""
+    tables, found = sample(4, 5000)
+    tables = [replace(table, rows=5000) for table in tables]
+    asked = {"batch_size": 256, "window": 2, "last_batch": 200, "num_ranks": 4}
+    shardings = [table_wise(1), replicated(4), Sharding("host_wise", (2, 3)), row_wise(4)]
+    alone = demands(tables, found, **(asked | {"num_ranks": 1}))
+    wanted = demands(tables, found, **asked, shardings=shardings)
+    for t, owners in enumerate((1, 1, 2, 4)):
+        assert wanted[t].most_rows == -(-5000 // owners)
+        assert wanted[t].unique == pytest.approx(alone[t].unique / owners)
+        if owners == 1:
+            assert wanted[t] == alone[t]
+    budget = wanted[0].slot_bytes * 6000
+    placed = place_on_ranks(wanted, shardings, 4, budget)
+    held = {0: [1, 3], 1: [0, 1, 3], 2: [1, 2, 3], 3: [1, 2, 3]}
+    by_rank = [place([wanted[t] for t in mine], budget) for mine in held.values()]
+    for t in range(4):
+        given = [
+            found[mine.index(t)].rows
+            for mine, found in zip(held.values(), by_rank, strict=True)
+            if t in mine
+        ]
+        assert placed[t].rows == min(given)
+    for mine in held.values():
+        assert sum(placed[t].rows * wanted[t].slot_bytes for t in mine) <= budget
+    evenly = [row_wise(4)] * 4
+    same = demands(tables, found, **asked, shardings=evenly)
+    assert same == demands(tables, found, **asked)
+    assert place_on_ranks(same, evenly, 4, budget // 2) == place(same, budget // 2)
+    mean, reads = mean_over_ranks(wanted, placed, shardings, 4)
+    assert mean[0].unique == wanted[0].unique / 4 and reads[2].reads == placed[2].reads / 2
+    assert reads[1].reads == placed[1].reads
+    mapped = place_on_ranks(wanted, shardings, 4, budget // 2, wanted[1].most_bytes)
+    assert {each.tier for each in mapped} <= {"dram", "mapped"} and len(mapped) == 4
 
 
 def test_a_table_with_bytes_of_its_own_gets_these():

@@ -12,6 +12,7 @@ from rich.text import Text
 from colonnade.plan.choice import Choice, Cost, TableChoice
 from colonnade.plan.plan import held_bytes
 from colonnade.report.words import bytes_words, count_words, seconds_words
+from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
 from colonnade.topology.sharding import Sharding
 from colonnade.train.planning import Planned
@@ -68,7 +69,7 @@ def _show_memory(console: Console, found: Planned, tables: Sequence[Table], rate
             table.name, "any" if rows is None else count_words(rows),
             "-" if rows is None else bytes_words(rows * size), f"{each.lookups_per_sample:.3g}",
             _short(each.bytes_per_sample * rate / 1e6),
-            bytes_words(each.rows_in_memory * size), planned.tier + rest, f"{each.hit_rate:.1%}",
+            bytes_words(each.rows_in_memory * slot_bytes(table)), planned.tier + rest, f"{each.hit_rate:.1%}",
             f"{1000 * each.reads_per_sample:.3g}",
         ]))  # fmt: skip
     lines.sort(key=lambda line: (-line[0], -line[1]))

@@ -123,6 +123,7 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
         mesh = open_mesh(timeout=timedelta(seconds=config.train.timeout), verb="train")
         console = Console(highlight=False) if mesh.rank == 0 else None
         found = _train_here(config, folder, mesh, console, at)
+        close_mesh(mesh)
     except PeerLost as lost:
         print(f"error: {lost}", file=sys.stderr, flush=True)
         os._exit(3)
@@ -133,7 +134,6 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
             mesh.presence.tell(words_of(error))
         # Peers may wait for this rank in a collective; leaving at once is what tells them.
         os._exit(2)
-    close_mesh(mesh)
     return found if mesh.rank == 0 else {}
 
 

@@ -66,7 +66,7 @@ class Ahead:
     def __init__(self, exchange: Exchange, store: DramStore, never: Sequence[int]) -> None:
         """never: tables whose rows are never clean."""
         self.exchange, self.store, self.never = exchange, store, tuple(never)
-        self.num_rows = 0  # of this rank's, that have left ahead
+        self.num_rows = 0  # that this rank has sent ahead, to itself, too
         self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         # For one ticket after the other: what is in flight when it is let go, None to leave it, END for all others.
         self._words: queue.SimpleQueue[list[Rows] | str | None] = queue.SimpleQueue()
@@ -128,14 +128,11 @@ class Ahead:
             del ticket
 
     def _send(self, ticket: Ticket, in_flight: Sequence[Rows]) -> None:
-        if ticket.slots is None:  # prepared while the lookahead closes: it will be dropped
-            slots, clean = (
-                torch.empty(0, dtype=torch.int32),
-                torch.zeros(len(ticket.owned_ids)).bool(),
-            )
+        slots, clean = ticket.slots, torch.zeros(len(ticket.owned_ids), dtype=torch.bool)
+        if slots is None:  # prepared while the lookahead closes: it will be dropped
+            slots = torch.empty(0, dtype=torch.int32)
         else:
             self.store.wait(ticket.job, is_stall=False)
-            slots = ticket.slots
             clean = clean_rows((slots, ticket.owned_offsets), in_flight, self.never)
-        self.exchange.send_clean(ticket, RowSource(self.store.views(), slots, False), clean)
-        self.num_rows += int(clean.sum())
+        source = RowSource(self.store.views(), slots, False)
+        self.num_rows += self.exchange.send_clean(ticket, source, clean)

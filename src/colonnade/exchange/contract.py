@@ -163,9 +163,9 @@ class Exchange(Protocol):
         """Whether `send_clean` sends anything."""
         ...
 
-    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
         """Optional, one thread, on the group "ahead": the rows of `clean` (O,) bool are what they will be when `fetch`
-        is called, which then sends the others."""
+        is called, which then sends the others. Returns how many were sent, once for each rank that asked."""
         ...
 
     def recall(self, ticket: Ticket) -> None:

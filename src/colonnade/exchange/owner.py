@@ -60,8 +60,9 @@ class Owner(Asks):
         """The slot of each lookup, or of each row that was asked of this rank."""
         ticket.placed = take(ticket.pinned, ticket.owner_plan.inverse)
 
-    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
         """See the contract; nothing, where what travels is more than rows as they are."""
+        return 0
 
     def recall(self, ticket: Ticket) -> None:
         """See the contract."""

@@ -150,6 +150,17 @@ def expected_numbers_bytes(count: float, keys: float) -> float:
     return whole * _drawn_bytes(BLOCK, keys) + (_drawn_bytes(rest, keys) if rest else 0.0)
 
 
+def expected_listed_bytes(count: float, rows: int, num_owners: int) -> float:
+    """Bytes of a list of `count` ids as they come, each of the rows of an owner as likely. rows 0: an open table."""
+    keys = -(-rows // num_owners) if rows else 2.0**64
+    return expected_numbers_bytes(count, keys) + listed_head_bytes(count, rows)
+
+
+def listed_head_bytes(count: float, rows: int) -> float:
+    """Of that: how many there are; of an open table, the kind of the list and the least id."""
+    return 1 + sum(count >= 1 << 7 * i for i in range(1, 10)) + (0 if rows else 11)
+
+
 def _drawn_bytes(length: float, keys: float) -> float:
     size = chance_before = 0.0
     for width in range(65):

@@ -35,6 +35,7 @@ from colonnade.exchange.contract import (
 )
 from colonnade.exchange.deal import deal
 from colonnade.exchange.fields import Columns, Fields, runs_of
+from colonnade.exchange.held import Held, rows_held, values_of
 from colonnade.exchange.layout import (
     Consumption,
     Declaration,
@@ -47,12 +48,14 @@ from colonnade.exchange.layout import (
     outputs,
 )
 from colonnade.exchange.owner import Owner, soonest, take
-from colonnade.exchange.recording import CPU, check_held, summed_backwards
+from colonnade.exchange.recording import CPU, summed_backwards
 from colonnade.exchange.routing import counted
 from colonnade.ops.memory import empty
 from colonnade.table import POOLINGS
 from colonnade.topology.mesh import Call, Mesh
 from colonnade.topology.sharding import Sharding
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(slots=True)
@@ -61,7 +64,8 @@ class Wire:
 
     sizes: list[int]  # by rank
     lookups: Lookups  # of this rank's batch
-    partials: Any = None  # of an exchange that sends partials: as they were evaluated here
+    pooled: Any = None  # of an exchange that sends partials: what they were evaluated of here,
+    partials: Any = None  # and how
 
 
 @dataclass(slots=True)
@@ -329,12 +333,15 @@ class PooledExchange(Owner):
 
     def hold(self, ticket: Ticket) -> dict[str, Tensor]:
         """What a fetched ticket has read: sums (B, W), by sample."""
-        return {"sums": self._total(ticket)}
+        return {"sums": self._total(ticket), "fields": self._names}
 
     def restore(self, ticket: Ticket, held: Sequence[dict[str, Tensor]]) -> None:
         """Instead of `fetch`: this rank's samples of what all ranks of some world held for this step's global batch,
-        whose blocks they are, in rank order, in every world. Raises CheckpointError for what another exchange held."""
-        check_held(held, "sums")
+        whose blocks they are, in rank order, in every world; or their sums, where another exchange held rows. Raises
+        CheckpointError where neither is there."""
+        if not all(torch.equal(each.get("fields", NOTHING), self._names) for each in held):
+            ticket.reads = Fetched(self._sums_of_rows(ticket, rows_held(held)).reshape(-1), True)
+            return
         sums = torch.cat([each["sums"] for each in held])
         sizes, rank = ticket.wire.sizes, self.mesh.rank
         if sums.shape != (sum(sizes), self.whole.width):
@@ -344,6 +351,36 @@ class PooledExchange(Owner):
             )
         first = sum(sizes[:rank])
         ticket.reads = Fetched(sums[first : first + sizes[rank]].reshape(-1), True)
+
+    @property
+    def _names(self) -> Tensor:
+        """uint8: whose sums are held, side by side."""
+        names = ", ".join(self.declaration.fields[i].name for i in self.fields.order)
+        return torch.tensor(list(names.encode()), dtype=torch.uint8)
+
+    def _sums_of_rows(self, ticket: Ticket, parts: Sequence[Held]) -> Tensor:
+        """(B, W) of the compute dtype, by sample: of rows that were read ahead."""
+        lookups: Lookups = ticket.wire.lookups
+        size, dtype = ticket.batch_size, self.declaration.compute_dtype
+        sums = torch.zeros(size, self.fields.width, dtype=dtype)
+        bounds = lookups.feature_offsets.tolist()
+        for c, (f, t) in enumerate(
+            zip(self.asked.features, self.asked.tables.tolist(), strict=True)
+        ):
+            ids = lookups.ids[bounds[c] : bounds[c + 1]]
+            rows = values_of(parts, self.widths, t, ids).to(dtype)
+            if (weights := lookups.weights[c]) is not None:
+                rows = rows * weights.to(dtype)[:, None]
+            bag = lookups.bags[c]
+            if bag is not None:
+                samples = torch.arange(size).repeat_interleave(bag.diff())
+                rows = torch.zeros(size, rows.shape[1], dtype=dtype).index_add_(0, samples, rows)
+            for i in self.fields.order:
+                field, start = self.declaration.fields[i], self.fields.columns.starts[i]
+                if field.feature == f:
+                    column = self.declaration.parts[field.part][1].column
+                    sums[:, start : start + field.dim] = rows[:, column : column + field.dim]
+        return sums
 
     def _blocks(self, ticket: Ticket) -> tuple[list[Block], list[Block]]:
         """By rank: of its samples, what lies here; of this rank's samples, what lies there."""

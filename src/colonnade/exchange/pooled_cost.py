@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 
 from colonnade.exchange.bags import BITS
-from colonnade.exchange.packing import expected_list_bytes, expected_numbers_bytes
+from colonnade.exchange.packing import (
+    expected_list_bytes,
+    expected_listed_bytes,
+    expected_numbers_bytes,
+    listed_head_bytes,
+)
 from colonnade.exchange.routing import SIZE_BYTES
 
 HEAD_BYTES = SIZE_BYTES + 3
@@ -58,9 +63,8 @@ def ids_bytes(
     table. Ratios: of measured ids to evenly spread ones, of a list of different ids and of ids as they come."""
     if lookups <= 0:
         return 0.0
-    keys = -(-rows // num_owners) if rows else 2.0**64
-    varint = 1 + sum(lookups >= 1 << 7 * i for i in range(1, 10))
-    listed = expected_numbers_bytes(lookups, keys) * listed_ratio + varint + (0 if rows else 11)
+    head = listed_head_bytes(lookups, rows)
+    listed = (expected_listed_bytes(lookups, rows, num_owners) - head) * listed_ratio + head
     # Different ids at an owner vary by which rows come, and by which of them are its own.
     deviation = math.sqrt(unique * max(0.0, 1 - unique / (lookups * num_owners)))
     which = sum(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.errors import CheckpointError
 from colonnade.exchange.contract import Consumer, Ticket
 from colonnade.exchange.layout import Declaration, Output
 
@@ -81,15 +80,6 @@ def summed_backwards(ticket: Ticket, dtype: torch.dtype) -> list[Tensor] | None:
         return ticket.gradients[0] if ticket.gradients else None
     wide = [[part.to(dtype) for part in each] for each in ticket.gradients]
     return [sum(parts[1:], parts[0]) for parts in zip(*wide, strict=True)]
-
-
-def check_held(held: Sequence[Mapping[str, Tensor]], name: str) -> None:
-    """Raises CheckpointError unless each rank held a tensor of that name, as this exchange does."""
-    if any(name not in each for each in held):
-        raise CheckpointError(
-            "the commit holds what another exchange had read ahead; go on with the exchanges of the commit, or from a "
-            "commit of a run without staleness"
-        )
 
 
 def all_finite(values: Tensor) -> bool:

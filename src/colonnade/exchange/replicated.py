@@ -110,8 +110,9 @@ class ReplicatedExchange(RowsExchange):
         inverse = torch.as_tensor(ticket.owner_plan.inverse)
         return take(rows, inverse[first : first + ticket.plan.num_unique].contiguous())
 
-    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
         """Nothing: the rows are here."""
+        return 0
 
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
         """Not collective: the rows are here."""

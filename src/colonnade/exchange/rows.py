@@ -33,6 +33,7 @@ from colonnade.exchange.contract import (
     Ticket,
 )
 from colonnade.exchange.deal import deal
+from colonnade.exchange.held import rows_held, values_of
 from colonnade.exchange.kernels import Kernels
 from colonnade.exchange.layout import (
     Declaration,
@@ -44,7 +45,7 @@ from colonnade.exchange.layout import (
 )
 from colonnade.exchange.owner import Owner, listed, soonest, take
 from colonnade.exchange.packing import pack_requests, unpack_requests
-from colonnade.exchange.recording import CPU, check_held, found, summed_backwards
+from colonnade.exchange.recording import CPU, found, summed_backwards
 from colonnade.exchange.routing import counted
 from colonnade.exchange.wire import RowLayout, row_layout
 from colonnade.ops.memory import empty
@@ -214,7 +215,7 @@ class RowsExchange(Owner):
         arrival = self._send("fetch", send, wire.serving, wire.asked, values, counts_as)
         ticket.reads = self._received(ticket, values, wire.asked_index, [arrival])
 
-    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
         """Collective on the group "ahead"."""
         wire, inverse = ticket.wire, torch.as_tensor(ticket.owner_plan.inverse).long()
         marks = clean[inverse].numpy()
@@ -223,23 +224,24 @@ class RowsExchange(Owner):
         heard, _ = self.mesh.all_to_all("ahead", bits, sizes, mark_bytes(asking))
         asked = cut(wire.asked, unpack_marks(heard, asking), self.widths)
         served = cut(wire.serving, marks, self.widths)
-        slots = source.rows.new_zeros(
-            len(marks)
-        )  # where no row of the ticket is pinned, none is clean
+        slots = torch.zeros(len(marks), dtype=torch.int32)  # a ticket without rows: none is clean
         if len(source.rows):
             slots = take(source.rows, ticket.owner_plan.inverse)
-        early, rest = (
-            (slots[mine].contiguous(), listed(ticket.owned_ids[inverse[mine]], layout.counts))
-            for mine, layout in (
-                (torch.from_numpy(marks), served.early), (torch.from_numpy(~marks), served.rest),
-            )
-        )  # fmt: skip
-        send = self.kernels(source.views).message(source, early[0], served.early, early[1])
+
+        def chosen(mine: Tensor, layout: RowLayout) -> tuple[Tensor, _native.Lookups]:
+            """Slots, and what asked for them."""
+            return slots[mine], listed(ticket.owned_ids[inverse[mine]], layout.counts)
+
+        is_clean = torch.from_numpy(marks)
+        early, requests = chosen(is_clean, served.early)
+        send = self.kernels(source.views).message(source, early, served.early, requests)
         values = empty(wire.asked.num_elements, dtype=self.declaration.dtype)
         into = values[: asked.early.num_elements]
         arrival = self._send("ahead", send, served.early, asked.early, into, "fetch")
         index = asked.index(self.widths)
-        ticket.early = Early(asked, index, values, arrival, served.rest, rest[1], rest[0])
+        left, requests = chosen(~is_clean, served.rest)
+        ticket.early = Early(asked, index, values, arrival, served.rest, requests, left)
+        return len(early)
 
     def recall(self, ticket: Ticket) -> None:
         if ticket.early is not None:
@@ -322,22 +324,12 @@ class RowsExchange(Owner):
     def restore(self, ticket: Ticket, held: Sequence[dict[str, Tensor]]) -> None:
         """Instead of `fetch`: the values that all ranks of some world held for this step's global batch. Raises
         CheckpointError for what another exchange held."""
-        check_held(held, "table_offsets")
+        parts = rows_held(held)
         unique, offsets = torch.as_tensor(ticket.plan.unique_ids), self._table_offsets(ticket)
         blocks, indices, start = [], [], 0
         for t, dim in enumerate(self.widths.tolist()):
-            ids, rows = [], []
-            for part in held:
-                first, last = part["table_offsets"][t : t + 2].tolist()
-                before = int(
-                    (part["table_offsets"].diff()[:t] * torch.from_numpy(self.widths)[:t]).sum()
-                )
-                ids.append(part["ids"][first:last])
-                rows.append(part["values"][before : before + (last - first) * dim].view(-1, dim))
-            all_ids, order = torch.cat(ids).sort(stable=True)
             mine = unique[offsets[t] : offsets[t + 1]]
-            where = torch.searchsorted(all_ids, mine)
-            blocks.append(torch.cat(rows)[order[where]].flatten())
+            blocks.append(values_of(parts, self.widths, t, mine).flatten())
             indices.append(torch.arange(len(mine)) * dim + start)
             start += blocks[-1].numel()
         index = torch.cat(indices).to(torch.int32)

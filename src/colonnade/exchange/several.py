@@ -127,14 +127,15 @@ class SeveralExchanges:
     def sends_clean(self) -> bool:
         return any(end.sends_clean for end in self.ends)
 
-    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> None:
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
         """Collective on the group "ahead". One exchange at most sends anything."""
-        rows = [part.slots for part in ticket.parts]
-        parts = zip(self.ends, ticket.parts, self._split(ticket, clean), rows, strict=True)
-        for end, part, mine, slots in parts:
-            end.send_clean(
-                part, replace(source, rows=source.rows if slots is None else slots), mine
-            )
+        sent = 0
+        for end, part, mine in zip(
+            self.ends, ticket.parts, self._split(ticket, clean), strict=True
+        ):
+            rows = source.rows if part.slots is None else part.slots
+            sent += end.send_clean(part, replace(source, rows=rows), mine)
+        return sent
 
     def recall(self, ticket: Ticket) -> None:
         for end, part in zip(self.ends, ticket.parts, strict=True):
@@ -213,11 +214,12 @@ class SeveralExchanges:
 
     def restore(self, ticket: Ticket, held: Sequence[dict[str, Tensor]]) -> None:
         for name, end, part in zip(self.names, self.ends, ticket.parts, strict=True):
+            # What it held itself, and what others did: its tables may have had another exchange.
             prefix = f"{name}."
             mine = [
-                {key.removeprefix(prefix): each[key] for key in each if key.startswith(prefix)}
+                {**each, **{key.removeprefix(prefix): each[key] for key in each if key.startswith(prefix)}}
                 for each in held
-            ]
+            ]  # fmt: skip
             end.restore(part, mine)
         ticket.reads = [part.reads for part in ticket.parts]
 

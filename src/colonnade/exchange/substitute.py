@@ -11,19 +11,19 @@ Legend: G samples of all ranks, W_o columns of the fields on rank o, P of what i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from colonnade.batch import Batch
-from colonnade.errors import DataError
+from colonnade.errors import CheckpointError, DataError
 from colonnade.exchange.coding import AS_IT_IS, Coding
 from colonnade.exchange.contract import Ticket
 from colonnade.exchange.fields import Columns, Fields, Key
 from colonnade.exchange.layout import Declaration, Lookups, Output, outputs, weighed
-from colonnade.exchange.pooled import PooledExchange
+from colonnade.exchange.pooled import Fetched, PooledExchange
 from colonnade.exchange.substitution import partial_width, substituted
 from colonnade.ops.memory import empty
 from colonnade.topology.mesh import Mesh
@@ -127,24 +127,74 @@ class SubstituteExchange(PooledExchange):
         return weighed(lookups, weights, self.asked, self.declaration.compute_dtype)
 
     def _message(self, ticket: Ticket, pooled: Tensor) -> Tensor:
-        send = empty(len(pooled), self.sent.width, dtype=pooled.dtype)
-        partials: dict[str, Partial] = {}
-        here = self.here.columns
         is_trained = ticket.purpose != "evaluate"
-        for key in self.sent.dims:
-            if isinstance(key, int):
-                send[:, self.sent.of(key)] = pooled[:, here.of(key)]
+        partials = self._partials(pooled, self.here.columns, is_trained)
+        if is_trained:
+            ticket.wire.pooled, ticket.wire.partials = pooled, partials
+        return self._sent(pooled, self.here.columns, self.sent, partials)
+
+    def _partials(self, pooled: Tensor, here: Columns, is_trained: bool) -> dict[str, Partial]:
+        """By consumer: of those of its fields whose columns are here."""
+        found = {}
+        for name, fields in self.taken_by.items():
+            if not (mine := tuple(i for i in fields if i in here.dims)):
                 continue
-            mine = tuple(i for i in self.taken_by[key] if i in here.dims)
             values = torch.stack([pooled[:, here.of(i)] for i in mine], dim=1)
             with torch.set_grad_enabled(is_trained):
                 values.requires_grad_(is_trained)
-                result = self.declaration.consumers[key].interaction.partial_of(values)
-            send[:, self.sent.of(key)] = result.detach()
-            if is_trained:
-                partials[key] = Partial(mine, values, result)
-        ticket.wire.partials = partials
+                result = self.declaration.consumers[name].interaction.partial_of(values)
+            found[name] = Partial(mine, values, result)
+        return found
+
+    def _sent(
+        self, pooled: Tensor, here: Columns, carried: Columns, partials: Mapping[str, Partial]
+    ) -> Tensor:
+        """(G, P): values and partials side by side."""
+        send = empty(len(pooled), carried.width, dtype=pooled.dtype)
+        for key in carried.dims:
+            is_field = isinstance(key, int)
+            values = pooled[:, here.of(key)] if is_field else partials[str(key)].result.detach()
+            send[:, carried.of(key)] = values
         return send
+
+    def hold(self, ticket: Ticket) -> dict[str, Tensor]:
+        """What partials were evaluated of here, (G, dim) by field: rows may be others when their gradients come."""
+        here = self.here.columns
+        return {self._held(i): ticket.wire.pooled[:, here.of(i)].clone() for i in self.here.order}
+
+    def _held(self, i: int) -> str:
+        field = self.declaration.fields[i]
+        return f"{'averaged' if field.feature in self.undivided else 'pooled'} {field.name}"
+
+    def restore(self, ticket: Ticket, held: Sequence[dict[str, Tensor]]) -> None:
+        """As the contract says. Each field is added over the ranks that had rows of it. Raises CheckpointError for what
+        another exchange held, or another cut."""
+        sizes, whole = ticket.wire.sizes, self.fields.columns
+        every = torch.zeros(sum(sizes), whole.width, dtype=self.declaration.compute_dtype)
+        for i in self.fields.order:
+            name = self._held(i)
+            if not (parts := [each[name] for each in held if name in each]):
+                raise CheckpointError(
+                    "the commit holds what another exchange had read ahead, or owners that evaluated other consumers; go "
+                    "on with the exchanges and the number of ranks of the commit, or from a commit without staleness"
+                )
+            every[:, whole.of(i)] = sum(parts[1:], parts[0])
+        first = sum(sizes[: self.mesh.rank])
+        mine = every[first : first + sizes[self.mesh.rank]]
+        seen = self._sent(mine, whole, self.whole, self._partials(mine, whole, False))
+        ticket.reads = Fetched(seen.view(-1), True)
+        # A sample's bag of a field lies on one rank, or the operator is linear: whole fields give the same gradients.
+        here = self.here.columns
+        pooled = torch.cat([every[:, whole.of(i)] for i in here.dims] or [every[:, :0]], dim=1)
+        ticket.wire.partials = self._partials(pooled, here, True)
+        for i in self.here.order:
+            if self._first_owner(i) != self.mesh.rank:
+                pooled[:, here.of(i)] = 0.0  # held once
+        ticket.wire.pooled = pooled
+
+    def _first_owner(self, i: int) -> int:
+        field = self.declaration.fields[i]
+        return self.shardings[self.declaration.parts[field.part][0]].ranks[0]
 
     def _gradients_here(self, ticket: Ticket, received: Tensor) -> Tensor:
         here = self.here.columns

@@ -111,6 +111,7 @@ def table_loads(
         columns = [counted[feature.name] for feature in readers if feature.name in counted]
         dims = [part.dim for part in table.parts]
         rows_of, compute = getattr(torch, table.dtype), getattr(torch, table.compute_dtype)
+        list_ratio, listed_ratio = profile.tables[t].list_ratios(mine)
         values, gradients = CODECS[codecs.values], CODECS[codecs.gradients]
         found.append(
             TableLoad(
@@ -120,6 +121,8 @@ def table_loads(
                 gradient_bytes=gradients.row_bytes(dims, compute),
                 bag_bytes=values.row_bytes(dims, compute),
                 weight_bytes=compute.itemsize,
+                list_ratio=list_ratio,
+                listed_ratio=listed_ratio,
                 rows=float(table.rows) if table.rows else max(ever * OPEN_ROOM, whole),
                 slot_bytes=slot_bytes(table),
                 samples=mine,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import BudgetExceeded
-from colonnade.plan.plan import Tier
+from colonnade.plan.plan import Tier, distinct_loads
 from colonnade.plan.popularity import (
     OPEN_ROOM,
     Popularity,
@@ -28,7 +28,7 @@ from colonnade.plan.popularity import (
 from colonnade.plan.profile import Profile
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
-from colonnade.topology.sharding import share
+from colonnade.topology.sharding import Sharding, share
 
 Floats = NDArray[np.float64]
 
@@ -93,35 +93,38 @@ def demands(
     last_batch: int,
     fixed_bytes: Mapping[str, int] | None = None,
     policy: str = "counting",
+    shardings: Sequence[Sharding] | None = None,
 ) -> list[Demand]:
     """What a run's batches first_batch .. last_batch ask, on the mean, `window` of them being in flight and `at_once`
     of those in memory whatever happens.
 
     `num_samples`: of the data set, where that is known: no batch has more different rows than it. `fixed_bytes`, by
-    name: tables that have bytes of their own. `policy`: a key of POLICIES.
+    name: tables that have bytes of their own. `policy`: a key of POLICIES. `shardings`, by table: who has rows, of
+    which each demand is a rank's; without, all ranks do.
     """
     span = max(last_batch - first_batch, 1)
     epoch = math.inf if num_samples is None else max(num_samples / batch_size, 1.0)
     moments = [first_batch + span * (i + 0.5) / MOMENTS for i in range(MOMENTS)]
     found = []
     for t, table in enumerate(tables):
+        owners = num_ranks if shardings is None else shardings[t].num_owners
         of = profile.tables[t].popularity(table.rows)
         lookups = profile.lookups_per_sample(t) * batch_size
-        unique = of.unique(lookups) / num_ranks
+        unique = of.unique(lookups) / owners
         possible = _possible_rows(profile, t, table, num_samples)
-        held = min(of.unique(lookups * window), possible) / num_ranks
+        held = min(of.unique(lookups * window), possible) / owners
         full = min(_rows_at_once(profile, t, of, batch_size, at_once), possible)
         if table.rows is None:
-            whole = max(seen(of, lookups, min(last_batch, epoch)) * OPEN_ROOM, full) / num_ranks
+            whole = max(seen(of, lookups, min(last_batch, epoch)) * OPEN_ROOM, full) / owners
         else:
-            whole = share(table.rows, num_ranks)
+            whole = share(table.rows, owners)
         most = max(1, math.ceil(whole))
-        least = min(most, max(1, math.ceil(_spread(full / num_ranks, full, num_ranks > 1))))
-        wished = min(most, math.ceil(_spread(held, possible / num_ranks)))
+        least = min(most, max(1, math.ceil(_spread(full / owners, full, owners > 1))))
+        wished = min(most, math.ceil(_spread(held, possible / owners)))
         first, last = (seen(of, lookups, min(n, epoch)) for n in (first_batch, last_batch))
-        born = (last - first) / span / num_ranks
+        born = (last - first) / span / owners
         rows, reads = _mean_curve(of, lookups, moments, epoch, POLICIES[policy])
-        rows, reads = rows / num_ranks, reads / num_ranks
+        rows, reads = rows / owners, reads / owners
         # Rows on their way through take room beside those that are kept.
         rows = rows + np.minimum(window * (reads + born), held)
         order = np.argsort(rows, kind="stable")
@@ -187,6 +190,70 @@ def place(
         others = [t for t in range(len(wanted)) if t not in chosen]
         shares = iter(_share([wanted[t] for t in others], dram_bytes, at_once))
         rows = [each.most_rows if t in chosen else next(shares) for t, each in enumerate(wanted)]
+
+
+def place_on_ranks(
+    wanted: Sequence[Demand],
+    shardings: Sequence[Sharding],
+    num_ranks: int,
+    dram_bytes: int | None,
+    mapped_bytes: int | None = 0,
+    *,
+    at_once: int = 1,
+) -> list[Placed]:
+    """`place` where ranks have different tables: each rank's memory goes to those it has, and a table gets what every
+    rank with rows of it can give. `wanted`: of these shardings, by table. Raises as `place` does."""
+    loads = [
+        [t for t, shard in enumerate(shards) if shard.place is not None]
+        for shards in distinct_loads(shardings, num_ranks)
+    ]
+    loads = [held for held in loads if held]
+    given = [_placed_at(wanted, held, dram_bytes, mapped_bytes, at_once) for held in loads]
+    tiers = {t: {by_table[t].tier for by_table in given if t in by_table} for t in range(len(wanted))}  # fmt: skip
+    if any(len(kinds) > 1 for kinds in tiers.values()):
+        # Some rank has no mapped room for a table: then it is in memory on all, and leaves that to others.
+        mapped = {t for t, kinds in tiers.items() if kinds == {"mapped"}}
+        given = [
+            {t: Placed(wanted[t].name, wanted[t].most_rows, 0.0, "mapped") for t in held if t in mapped}
+            | _placed_at(wanted, [t for t in held if t not in mapped], dram_bytes, 0, at_once)
+            for held in loads
+        ]  # fmt: skip
+    return [
+        min((by_table[t] for by_table in given if t in by_table), key=lambda placed: placed.rows)
+        for t in range(len(wanted))
+    ]
+
+
+def _placed_at(
+    wanted: Sequence[Demand],
+    held: Sequence[int],
+    dram_bytes: int | None,
+    mapped_bytes: int | None,
+    at_once: int,
+) -> dict[int, Placed]:
+    """By table, on a rank that has rows of those `held`."""
+    found = place([wanted[t] for t in held], dram_bytes, mapped_bytes, at_once=at_once)
+    return dict(zip(held, found, strict=True))
+
+
+def mean_over_ranks(
+    wanted: Sequence[Demand],
+    placed: Sequence[Placed],
+    shardings: Sequence[Sharding],
+    num_ranks: int,
+) -> tuple[list[Demand], list[Placed]]:
+    """What ranks with rows of a table read and give birth to, as the mean over all ranks."""
+    parts = [len(sharding.ranks) / num_ranks for sharding in shardings]
+    return (
+        [
+            replace(
+                each, reads=tuple(part * reads for reads in each.reads),
+                unique=part * each.unique, births=part * each.births,
+            )
+            for each, part in zip(wanted, parts, strict=True)
+        ],
+        [replace(each, reads=part * each.reads) for each, part in zip(placed, parts, strict=True)],
+    )  # fmt: skip
 
 
 def window_fits(wanted: Sequence[Demand], dram_bytes: int | None) -> bool:

@@ -314,7 +314,11 @@ def placed_plan(
     planned = []
     for table, before in zip(tables, plan.tables, strict=True):
         count, tier = rows[table.name]
-        whole = table.rows is not None and count >= share(table.rows, before.sharding.num_owners)
+        owned = None if table.rows is None else share(table.rows, before.sharding.num_owners)
+        if before.sharding.slices > 1:  # memory for so many whole rows holds more of their slices
+            count *= before.sharding.slices
+            count = count if owned is None else min(count, owned)
+        whole = owned is not None and count >= owned
         fits = whole or (before.fits and not is_limited)
         planned.append(
             replace(

@@ -12,12 +12,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch
 from colonnade.batch import Ids as FeatureIds
 from colonnade.data.counter import GAMMA, mix64
 from colonnade.errors import ConfigError
+from colonnade.exchange.packing import (
+    expected_list_bytes,
+    expected_listed_bytes,
+    listed_head_bytes,
+    measured_bytes,
+)
 from colonnade.plan.popularity import Popularity, from_spectrum
 from colonnade.table import Feature, Table
 
@@ -27,6 +34,8 @@ Curve = tuple[tuple[float, ...], tuple[float, ...]]
 REUSES = 2**18
 """Lookups of a table beyond which reuse distances are those of a sample of its ids."""
 GROWTH_POINTS = 12
+LISTED_BATCHES = 8
+"""Batches whose ids are packed as if they travelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,17 @@ class TableProfile:
     """Different rows of the fullest batch; 0: not known."""
     unique: Curve = ((), ())
     """(so many samples of a batch, different rows among them on average), ascending; up to a whole batch."""
+    listing: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]] = ((), (), ())
+    """(so many samples of a batch; bytes of their different ids as they travel, by those of as many that are evenly
+    spread; the same of all ids as they come), ascending."""
+
+    def list_ratios(self, samples: float) -> tuple[float, float]:
+        """`listing` at so many samples of a batch; 1 where nothing was measured."""
+        sizes, distinct, listed = self.listing
+        if not sizes or samples <= 0:
+            return 1.0, 1.0
+        at = math.log(samples), np.log(sizes)
+        return float(np.interp(*at, distinct)), float(np.interp(*at, listed))
 
     @property
     def rows(self) -> int:
@@ -119,6 +139,7 @@ def profile(
     columns = {each.name: FeatureProfile(each.name, 0, 0, False) for each in features}
     sizes: list[int] = []
     counts = np.zeros((len(tables), 0))
+    packed = np.zeros((len(tables), 4, 0))
     pieces = np.zeros(0)
     samples = count = largest = 0
     for batch in batches:
@@ -127,6 +148,7 @@ def profile(
         if not sizes:
             sizes = _halvings(batch.size)
             counts, pieces = np.zeros((len(tables), len(sizes))), np.zeros(len(sizes))
+            packed = np.zeros((len(tables), 4, len(sizes)))
         samples, count, largest = samples + batch.size, count + 1, max(largest, batch.size)
         mine: list[list[Ids]] = [[] for _ in tables]
         owners: list[list[Ids]] = [[] for _ in tables]
@@ -144,6 +166,8 @@ def profile(
             unique = len(np.unique(ids))
             uniques[t], most[t] = uniques[t] + unique, max(most[t], unique)
             counts[t] += unique_of_pieces(ids, owner, sizes, batch.size)
+            if count <= LISTED_BATCHES:
+                packed[t] += listing_of_pieces(ids, owner, sizes, tables[t].rows or 0)
     if not count:
         raise ConfigError(
             "the sample has no samples, so there is nothing to profile; give more data"
@@ -157,6 +181,7 @@ def profile(
                 _floats(np.array(sizes)[is_counted]),
                 _floats(counts[t][is_counted] / pieces[is_counted]),
             ),
+            listing=_ratios(sizes, packed[t]),
         )
         for t, table in enumerate(tables)
     ]
@@ -199,6 +224,32 @@ def unique_of_pieces(ids: Ids, owner: Ids, sizes: Sequence[int], batch_size: int
         is_new[1:] &= ~(is_same & (piece[1:] == piece[:-1]))
         found[i] = is_new.sum()
     return found
+
+
+def listing_of_pieces(ids: Ids, owner: Ids, sizes: Sequence[int], rows: int) -> NDArray[np.float64]:
+    """(4, len(sizes)): of a batch's first samples of each size, bytes of the different ids as they travel, of as many
+    that are evenly spread; of all ids as they come, of evenly spread ones. rows 0: an open table."""
+    found = np.zeros((4, len(sizes)))
+    for i, size in enumerate(sizes):
+        some = ids[owner < size]
+        if len(some):
+            distinct, listed = measured_bytes(torch.from_numpy(some), rows)
+            spread = expected_list_bytes(len(np.unique(some)), rows, 1)
+            head = listed_head_bytes(len(some), rows)
+            found[:, i] = (
+                distinct, spread, max(listed - head, 0.0), expected_listed_bytes(len(some), rows, 1) - head,
+            )  # fmt: skip
+    return found
+
+
+def _ratios(sizes: Sequence[int], packed: NDArray[np.float64]) -> tuple:
+    is_seen = packed[1] > 0
+    distinct, spread, listed, listed_spread = packed[:, is_seen]
+    return (
+        _floats(np.array(sizes, dtype=np.float64)[is_seen]),
+        _floats(distinct / spread),
+        _floats(listed / np.maximum(listed_spread, 1.0)),
+    )
 
 
 def profile_ids(name: str, ids: Ids, unique_per_batch: float) -> TableProfile:

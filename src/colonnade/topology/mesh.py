@@ -319,9 +319,13 @@ def host_mesh(mesh: Mesh) -> Iterator[Mesh]:
 
 
 def close_mesh(mesh: Mesh) -> None:
-    """Collective: leave the world."""
-    if mesh.num_ranks > 1:
-        _leave()
+    """Collective: leave the world, all together. Raises PeerLost, naming it, where a rank does not come: torchrun would
+    wait for one that is stopped, with nothing left for it to do, for ever."""
+    if mesh.num_ranks == 1 or _mesh is None:
+        return
+    if mesh.presence is not None and not mesh.presence.lost:
+        mesh.barrier()
+    _leave()
 
 
 def _leave() -> None:

@@ -7,6 +7,7 @@ moves them, so bytes that a rank only passes on count as its own, too. Protocol 
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ class Traffic:
 
     sent_bytes: Counter[tuple[str, Link]] = field(default_factory=Counter)
     messages: Counter[tuple[str, Link]] = field(default_factory=Counter)
+    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    """Rows of one purpose leave on two threads."""
 
     def count(
         self, purpose: str, world: World, rank: int, peer: int, num_bytes: int, messages: int = 1
@@ -41,8 +44,9 @@ class Traffic:
         if not num_bytes or peer == rank:
             return
         key = (purpose, link(world, rank, peer))
-        self.sent_bytes[key] += num_bytes
-        self.messages[key] += messages
+        with self._counting:
+            self.sent_bytes[key] += num_bytes
+            self.messages[key] += messages
 
     def bytes_of(self, purpose: str) -> int:
         return sum(self.sent_bytes[purpose, each] for each in LINKS)

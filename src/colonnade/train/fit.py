@@ -44,7 +44,8 @@ ROW_SETTINGS = ("clip_norm", "clip_value")
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What came of `fit`. The model is trained in place and can be used, evaluated or fitted again (without `run`)."""
+    """What came of `fit`. The model is trained in place and can be used, evaluated or fitted again (without `run`).
+    On a server (`plan.servers`) only the rows of its collection are trained."""
 
     metrics: dict[str, float]
     """Of the best evaluation by the validation part, else of the last: "validation_auc", "test_auc", ..."""

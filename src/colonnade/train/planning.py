@@ -19,12 +19,21 @@ from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.plan.choice import Choice
 from colonnade.plan.device import Device, measure
 from colonnade.plan.loads import TableLoad
-from colonnade.plan.placement import Demand, Placed, demands, place, window_fits
+from colonnade.plan.placement import (
+    Demand,
+    Placed,
+    demands,
+    mean_over_ranks,
+    place,
+    place_on_ranks,
+    window_fits,
+)
 from colonnade.plan.plan import Plan, placed_plan, plan_of
 from colonnade.plan.prediction import Prediction, StepCosts, depth_for, predict
 from colonnade.plan.profile import Profile, profile
 from colonnade.topology.links import measure_links
 from colonnade.topology.mesh import Mesh
+from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
 from colonnade.train.choosing import choose_for, link_costs, loads_of
 from colonnade.train.objective import Objective
@@ -117,8 +126,9 @@ def plan_from_sample(
     is_auto = config.plan.lookahead == "auto"
     batch_size = found.largest_batch  # of data smaller than a batch: what there is
     at_once = 1 + config.plan.staleness_steps
-    for depth in AUTO_DEPTHS if is_auto else (int(config.plan.lookahead),):
-        wanted = demands(
+
+    def asked(depth: int, shardings: Sequence[Sharding] | None = None) -> list[Demand]:
+        return demands(
             collection.tables,
             found,
             batch_size=batch_size,
@@ -129,10 +139,14 @@ def plan_from_sample(
             first_batch=first_step,
             last_batch=max(steps, first_step + 1),
             fixed_bytes=memory.tables,
+            shardings=shardings,
         )
+
+    for depth in AUTO_DEPTHS if is_auto else (int(config.plan.lookahead),):
+        wanted = asked(depth)
         if window_fits(wanted, memory.dram):
             break
-    placed = place(wanted, memory.dram, mapped_bytes, at_once=at_once)
+    place(wanted, memory.dram, mapped_bytes, at_once=at_once)
     # Only now is the disk touched: what does not fit has been said.
     places = [each.path for each in even.ssd] or [str(place_of_rows)]
     if not even.needs_backing:
@@ -144,8 +158,17 @@ def plan_from_sample(
     )  # fmt: skip
     choice = choose_for(collection, loads, config, world, device, wanted)
     even = plan_of(config.plan, collection.tables, world, choice)
+    # Of who has which rows, now that it is known.
+    shardings = [table.sharding for table in even.tables]
+    wanted = asked(depth, shardings)
     if config.plan.placement == "even":
         placed = as_planned(wanted, even)
+    else:
+        placed = place_on_ranks(
+            wanted, shardings, world.num_ranks, memory.dram, mapped_bytes, at_once=at_once
+        )
+    capacities = {each.name: (each.rows, each.tier) for each in placed}
+    wanted, placed = mean_over_ranks(wanted, placed, shardings, owners)
     if costs is None:
         mine = sample
         if trainers > 1:  # a rank's own share: what travels between ranks is not foretold
@@ -183,7 +206,7 @@ def plan_from_sample(
         plan = placed_plan(
             even,
             collection.tables,
-            {each.name: (each.rows, each.tier) for each in placed},
+            capacities,
             lookahead=depth,
             prediction=asdict(prediction),
         )

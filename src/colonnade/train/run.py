@@ -93,6 +93,8 @@ class Run:
     """Bytes that a rank sent per step, the mean over ranks, by purpose: once trained."""
     rows: dict[str, Any] = field(default_factory=dict)
     """What the first rank that has rows says of them: once trained."""
+    samples: int = 0
+    """That all ranks trained on, whose shares may differ: once trained."""
 
     def train(self) -> Outcome:
         """Collective. Writes the run folder's summary on rank 0."""
@@ -103,6 +105,7 @@ class Run:
             self.trainer.progress.close()
         self.sent = mean_sent(self.mesh, outcome.steps)
         self.rows = rows_of_first_owner(self.mesh, self.trainer.collection)
+        self.samples = int(self.mesh.all_reduce("control", torch.tensor(outcome.samples)))
         if self.commits is not None and self.commits.mirror is not None:
             self.commits.mirror.close()
         if self.folder is not None and self.mesh.rank == 0:
@@ -115,9 +118,10 @@ class Run:
         by source and tier."""
         collection, phases = self.trainer.collection, self.trainer.phases.seconds
         trained = outcome.seconds - phases.get("evaluate", 0.0) - phases.get("commit", 0.0)
-        rate = outcome.samples * self.mesh.trainers.num_ranks / max(trained, 1e-9)
+        rate = self.samples / max(trained, 1e-9)
         return {
             **asdict(outcome),
+            "samples": self.samples,
             "samples_per_second": rate,
             **checked(collection.plan, rate, self.config.train.batch_size, self.sent),
             "num_ranks": self.mesh.num_ranks,

@@ -1,0 +1,53 @@
+"""What ranks had read ahead, as commits hold it: a run may go on with other exchanges, for rows say what sums will be.
+
+Legend: T tables, U rows held, D a table's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade.errors import CheckpointError
+
+Held = Mapping[str, Tensor]
+
+
+def rows_held(held: Sequence[Held]) -> list[Held]:
+    """Of all ranks' reads, those that are rows, whichever exchanges read them: each ids (U,), table_offsets (T + 1,)
+    and values, table by table."""
+    found: list[Held] = []
+    for each in held:
+        ends = [key for key in each if key.rpartition(".")[2] == "table_offsets"]
+        for prefix in (key.removesuffix("table_offsets") for key in ends):
+            found.append({name: each[prefix + name] for name in ("ids", "table_offsets", "values")})
+    return found
+
+
+def values_of(parts: Sequence[Held], widths: np.ndarray, t: int, wanted: Tensor) -> Tensor:
+    """(len(wanted), D) of rows of table t, by id. Raises CheckpointError where they are not held."""
+    ids, rows, dim = [], [], int(widths[t])
+    for part in parts:
+        offsets = part["table_offsets"]
+        first, last = offsets[t : t + 2].tolist()
+        before = int((offsets.diff()[:t] * torch.from_numpy(widths[:t])).sum())
+        ids.append(part["ids"][first:last])
+        rows.append(part["values"][before : before + (last - first) * dim].view(-1, dim))
+    all_ids, order = torch.cat(ids).sort(stable=True) if ids else (wanted[:0], wanted[:0])
+    where = torch.searchsorted(all_ids, wanted)
+    if bool((where >= len(all_ids)).any()) or not torch.equal(all_ids[where], wanted):
+        raise other_exchange()
+    if not len(wanted):
+        return rows[0][:0] if rows else torch.empty(0, dim)
+    return torch.cat(rows)[order[where]]
+
+
+def other_exchange() -> CheckpointError:
+    return CheckpointError(
+        "the commit holds what another exchange had read ahead, and sums do not say what rows were; go on with the "
+        "exchanges of the commit (plan.exchange and plan.tables as they were), or from a commit of a run without "
+        "staleness"
+    )
