@@ -46,12 +46,15 @@ class Interaction(nn.Module):
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         """Merged statistics (B, P) -> (B, anything)."""
 
-    def forward(self, fields: Tensor) -> Tensor:
-        """The whole operator where every sample's vectors are here: pooled fields (B, F, D) -> (B, anything)."""
+    def partial_of(self, fields: Tensor) -> Tensor:
+        """`partial` of as many vectors for every sample: pooled fields (B, F, D) -> (B, P)."""
         num_samples, num_fields, dim = fields.shape
         samples = torch.arange(num_samples, device=fields.device).repeat_interleave(num_fields)
-        stats = self.partial(fields.reshape(num_samples * num_fields, dim), samples, num_samples)
-        return self.combine(stats)
+        return self.partial(fields.reshape(num_samples * num_fields, dim), samples, num_samples)
+
+    def forward(self, fields: Tensor) -> Tensor:
+        """The whole operator where every sample's vectors are here: pooled fields (B, F, D) -> (B, anything)."""
+        return self.combine(self.partial_of(fields))
 
 
 class FM(Interaction):
@@ -83,6 +86,9 @@ class FM(Interaction):
         sums, squares = stats[:, :-1], stats[:, -1:]
         return (sums.square().sum(1, keepdim=True) - squares) / 2
 
+    def partial_of(self, fields: Tensor) -> Tensor:
+        return torch.cat([fields.sum(1), fields.square().sum((1, 2))[:, None]], dim=1)
+
     def forward(self, fields: Tensor) -> Tensor:
         return ops.fm([fields], dim=fields.shape[2])
 
@@ -110,6 +116,9 @@ class Sum(Interaction):
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats
+
+    def partial_of(self, fields: Tensor) -> Tensor:
+        return fields.sum(1)
 
     def forward(self, fields: Tensor) -> Tensor:
         return fields.sum(1)
@@ -142,6 +151,9 @@ class BiInteraction(Interaction):
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         sums, squares = stats.chunk(2, dim=1)
         return (sums.square() - squares) / 2
+
+    def partial_of(self, fields: Tensor) -> Tensor:
+        return torch.cat([fields.sum(1), fields.square().sum(1)], dim=1)
 
     def forward(self, fields: Tensor) -> Tensor:
         return (fields.sum(1).square() - fields.square().sum(1)) / 2

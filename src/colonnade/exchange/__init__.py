@@ -13,6 +13,7 @@ from colonnade.exchange.pooled import PooledExchange
 from colonnade.exchange.replicated import ReplicatedExchange
 from colonnade.exchange.rows import RowsExchange
 from colonnade.exchange.several import End, SeveralExchanges, part_of
+from colonnade.exchange.substitute import SubstituteExchange
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding, row_wise_in
 
@@ -20,6 +21,7 @@ EXCHANGES: dict[str, type[PooledExchange] | type[RowsExchange]] = {
     "pooled": PooledExchange,
     "replicated": ReplicatedExchange,
     "rows": RowsExchange,
+    "substitute": SubstituteExchange,
 }
 
 
@@ -76,7 +78,7 @@ def open_exchange(
     if len(used) < 2:
         return EXCHANGES[next(iter(used), names[0])](declaration, mesh, shardings, coding)
     ends: dict[str, End] = {
-        name: EXCHANGES[name](part_of(declaration, mine), mesh, shardings, coding)
+        name: EXCHANGES[name](part_of(declaration, mine, name), mesh, shardings, coding)
         for name, mine in used.items()
     }
     return SeveralExchanges(declaration, mesh, ends)

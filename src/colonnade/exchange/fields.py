@@ -3,7 +3,7 @@ lie in the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,6 +34,30 @@ class Run:
         return slice(self.there, self.there + self.width)
 
 
+Key = int | str
+"""A field's index into Declaration.fields; or a consumer's name, for its partial."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What lies side by side in a message or a tensor."""
+
+    dims: Mapping[Key, int]
+    """Widths, in order."""
+
+    @cached_property
+    def starts(self) -> dict[Key, int]:
+        """The first column of each."""
+        return dict(zip(self.dims, np.cumsum([0, *self.dims.values()])[:-1].tolist(), strict=True))
+
+    @cached_property
+    def width(self) -> int:
+        return sum(self.dims.values())
+
+    def of(self, key: Key) -> slice:
+        return slice(self.starts[key], self.starts[key] + self.dims[key])
+
+
 @dataclass(frozen=True)
 class Fields:
     """All fields of a declaration side by side, in the order in which outputs take them first."""
@@ -42,14 +66,12 @@ class Fields:
     order: tuple[int, ...]  # indices into Declaration.fields
 
     @cached_property
-    def starts(self) -> dict[int, int]:
-        """By field: its first column."""
-        dims = [self.declaration.fields[i].dim for i in self.order]
-        return dict(zip(self.order, np.cumsum([0, *dims])[:-1].tolist(), strict=True))
+    def columns(self) -> Columns:
+        return Columns({i: self.declaration.fields[i].dim for i in self.order})
 
-    @cached_property
+    @property
     def width(self) -> int:
-        return sum(self.declaration.fields[i].dim for i in self.order)
+        return self.columns.width
 
     @cached_property
     def features(self) -> tuple[int, ...]:
@@ -62,25 +84,29 @@ class Fields:
         mine = [i for i in self.order if rank in shardings[parts[fields[i].part][0]].ranks]
         return Fields(self.declaration, tuple(mine))
 
-    def as_sums(self) -> Declaration:
-        """What an owner computes: one output with these fields, of sums, in the compute dtype."""
+    def as_sums(self, but: Collection[int] = ()) -> Declaration:
+        """What an owner computes: one output with these fields, of sums, in the compute dtype. but: indices of features
+        that it pools as they are declared."""
         declaration = self.declaration
-        features = tuple(replace(declaration.features[f], pooling="sum") for f in self.features)
+        features = tuple(
+            declaration.features[f] if f in but else replace(declaration.features[f], pooling="sum")
+            for f in self.features
+        )
         names = tuple(declaration.fields[i].name for i in self.order)
         consumers = {"pooled": Consumer(Concat(), names)} if names else {}
         compute: Any = declaration.tables[0].compute_dtype
         return Declaration(declaration.tables, features, consumers, compute)
 
 
-def runs_of(blocks: Sequence[Sequence[tuple[int, int]]], fields: Fields) -> list[list[Run]]:
-    """blocks: of each, (field, its first column there), ascending. Where their columns lie among all fields'."""
-    written: set[int] = set()
+def runs_of(blocks: Sequence[Iterable[tuple[Key, int]]], whole: Columns) -> list[list[Run]]:
+    """blocks: of each, (what lies there, its first column there), ascending. Where that lies in the whole."""
+    written: set[Key] = set()
     found = []
     for block in blocks:
         runs: list[Run] = []
-        for i, here in block:
-            run = Run(here, fields.starts[i], fields.declaration.fields[i].dim, i not in written)
-            written.add(i)
+        for key, here in block:
+            run = Run(here, whole.starts[key], whole.dims[key], key not in written)
+            written.add(key)
             last = runs[-1] if runs else None
             if last and (last.here + last.width, last.there + last.width, last.is_first) == (
                 run.here, run.there, run.is_first,

@@ -80,6 +80,11 @@ class Declaration:
                     found.append(Field(name + self.tables[t].suffix, f, p, part.dim))
         return tuple(found)
 
+    @cached_property
+    def output_names(self) -> tuple[str, ...]:
+        """Of what a model gets, in order."""
+        return tuple(name for output in outputs(self) for name in output.names)
+
     def table_of(self, feature: Feature) -> int:
         return next(t for t, table in enumerate(self.tables) if table.name == feature.table)
 
@@ -93,6 +98,15 @@ class Output:
     columns: tuple[int, ...]  # first column of each field
     width: int
     is_sequence: bool
+    is_partial: bool = False
+    """Of a single consumer: its partial, merged, and no fields at all."""
+
+    @property
+    def pieces(self) -> list[tuple[int | str, int]]:
+        """What it is put together from, and the first column of each: fields, or its consumer's partial."""
+        if self.is_partial:
+            return [(self.names[0], 0)]
+        return list(zip(self.fields, self.columns, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +257,6 @@ class Lookups:
 def collect(batch: Batch, declaration: Declaration, consumption: Consumption) -> Lookups:
     """The batch's ids, a column of lookups after the other. Raises DataError, NonFiniteError naming the feature."""
     values, bags, weights = [], [], []
-    sizes = [0]
-    one_hot, weighted = True, False
     for f in consumption.features:
         feature = declaration.features[f]
         ids = batch.ids.get(feature.name)
@@ -255,41 +267,57 @@ def collect(batch: Batch, declaration: Declaration, consumption: Consumption) ->
             )
         _check_ids(feature, ids, batch.size, declaration.compute_dtype)
         values.append(ids.values)
-        sizes.append(sizes[-1] + len(ids.values))
         bags.append(ids.offsets)
         weights.append(ids.weights)
-        one_hot &= ids.offsets is None
-        weighted |= ids.weights is not None
-    offsets = torch.tensor(sizes, dtype=torch.int64)
+    offsets = torch.tensor(np.cumsum([0, *map(len, values)]), dtype=torch.int64)
     all_ids = torch.cat(values) if values else torch.empty(0, dtype=torch.int64)
+    return _lookups(
+        all_ids, offsets, bags, weights, consumption, batch.size, declaration.compute_dtype
+    )
+
+
+def weighed(
+    lookups: Lookups,
+    weights: Sequence[Tensor | None],
+    consumption: Consumption,
+    dtype: torch.dtype,
+) -> Lookups:
+    """The same lookups with other weights, by column; `dtype`: the compute dtype."""
+    return _lookups(
+        lookups.ids, lookups.feature_offsets, lookups.bags, weights, consumption, lookups.batch_size,
+        dtype,
+    )  # fmt: skip
+
+
+def _lookups(
+    ids: Tensor,
+    offsets: Tensor,
+    bags: Sequence[Tensor | None],
+    weights: Sequence[Tensor | None],
+    consumption: Consumption,
+    size: int,
+    dtype: torch.dtype,
+) -> Lookups:
     bag_offsets = None
-    if not one_hot:
-        ramp = torch.arange(batch.size + 1, dtype=torch.int64)
+    if any(bag is not None for bag in bags):
+        ramp = torch.arange(size + 1, dtype=torch.int64)
         starts = [
             (ramp if bag is None else bag)[:-1] + start
-            for bag, start in zip(bags, sizes[:-1], strict=True)
+            for bag, start in zip(bags, offsets.tolist(), strict=False)
         ]
         bag_offsets = torch.cat([*starts, offsets[-1:]])
     all_weights = None
-    if weighted:
+    if any(each is not None for each in weights):
         all_weights = torch.cat(
             [
-                torch.ones(len(v), dtype=declaration.compute_dtype)
-                if w is None
-                else w.to(declaration.compute_dtype)
-                for v, w in zip(values, weights, strict=True)
+                torch.ones(count, dtype=dtype) if each is None else each.to(dtype)
+                for count, each in zip(offsets.diff().tolist(), weights, strict=True)
             ]
         )
     native = _native.Lookups(
-        all_ids,
-        offsets,
-        consumption.tables,
-        consumption.poolings,
-        batch.size,
-        bag_offsets,
-        all_weights,
+        ids, offsets, consumption.tables, consumption.poolings, size, bag_offsets, all_weights
     )
-    return Lookups(all_ids, offsets, native, batch.size, bags, weights)
+    return Lookups(ids, offsets, native, size, list(bags), list(weights))
 
 
 def collect_codes(batch: Batch, declaration: Declaration, consumption: Consumption) -> np.ndarray:

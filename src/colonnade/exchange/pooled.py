@@ -11,7 +11,7 @@ owns, W columns of all fields side by side, W_o those with a share on rank o.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,12 +34,13 @@ from colonnade.exchange.contract import (
     Ticket,
 )
 from colonnade.exchange.deal import deal
-from colonnade.exchange.fields import Fields, runs_of
+from colonnade.exchange.fields import Columns, Fields, runs_of
 from colonnade.exchange.held import Held, rows_held, values_of
 from colonnade.exchange.layout import (
     Consumption,
     Declaration,
     Lookups,
+    Output,
     collect,
     collect_codes,
     consumption,
@@ -63,6 +64,8 @@ class Wire:
 
     sizes: list[int]  # by rank
     lookups: Lookups  # of this rank's batch
+    pooled: Any = None  # of an exchange that sends partials: what they were evaluated of here,
+    partials: Any = None  # and how
 
 
 @dataclass(slots=True)
@@ -92,6 +95,10 @@ class PooledExchange(Owner):
     exactness = REASSOCIATED
     """Sums of a bag whose rows have several owners, of a row's gradients over the ranks, and of the gradients of a
     field that several consumers take."""
+    averaged_there: Collection[int] = ()
+    """Features that owners pool as they are declared; of all others they give sums."""
+    undivided: Collection[int] = ()
+    """Features whose means need no division where the samples are."""
 
     def __init__(
         self,
@@ -109,38 +116,56 @@ class PooledExchange(Owner):
                 )
         self.declaration, self.shardings, self.coding = declaration, shardings, coding
         self.exactness = coding.exactness(REASSOCIATED, declaration.dtype, mesh.num_ranks)
-        self.outputs = outputs(declaration)
+        self.outputs = self._outputs()
         order = dict.fromkeys(i for output in self.outputs for i in output.fields)
         self.fields = Fields(declaration, tuple(order))
         shares = [self.fields.share(rank, shardings) for rank in range(mesh.num_ranks)]
-        self.widths_of = [share.width for share in shares]
-        fields = declaration.fields
-        self.dims_of = [tuple(fields[i].dim for i in share.order) for share in shares]
         self.here = shares[mesh.rank]
-        sums = self.here.as_sums()
+        self.whole, messages = self._carried(self.fields), [self._carried(each) for each in shares]
+        self.sent = messages[mesh.rank]
+        self.widths_of = [message.width for message in messages]
+        self.dims_of = [tuple(message.dims.values()) for message in messages]
+        sums = self.here.as_sums(but=self.averaged_there)
         self.owned = consumption(sums)
         super().__init__(sums, self.owned, outputs(sums), mesh)
         features = self.fields.features
         tables = [declaration.table_of(declaration.features[f]) for f in features]
-        # As sums: an owner's plan, and in a world of one its lookups, too.
-        poolings = torch.full((len(features),), POOLINGS.index("sum"), dtype=torch.uint8)
-        self.asked = Consumption(features, (), torch.tensor(tables, dtype=torch.int32), poolings)
+        # As an owner pools them: they are an owner's lookups, too, in a world of one.
+        poolings = [
+            POOLINGS.index(declaration.features[f].pooling if f in self.averaged_there else "sum")
+            for f in features
+        ]
+        self.asked = Consumption(
+            features, (), torch.tensor(tables, dtype=torch.int32), torch.tensor(poolings, dtype=torch.uint8)
+        )  # fmt: skip
         column = {f: c for c, f in enumerate(features)}
         self.deal = deal(shardings, mesh.num_ranks)
-        self.blocks = runs_of([[(i, s) for i, s in share.starts.items()] for share in shares], self.fields)  # fmt: skip
-        self.taken = runs_of(
-            [list(zip(each.fields, each.columns, strict=True)) for each in self.outputs],
-            self.fields,
-        )
+        self.blocks = runs_of([message.starts.items() for message in messages], self.whole)
+        self.taken = runs_of([each.pieces for each in self.outputs], self.whole)
         self.divided = [
-            (column[field.feature], declaration.features[field.feature].pooling, slice(start, start + field.dim))
-            for field, start in ((declaration.fields[i], s) for i, s in self.fields.starts.items())
-            if declaration.features[field.feature].pooling in ("mean", "sqrtn")
+            (column[f], declaration.features[f].pooling, self.whole.of(key))
+            for key, f in ((k, declaration.fields[k].feature) for k in self.whole.dims if isinstance(k, int))
+            if declaration.features[f].pooling in ("mean", "sqrtn") and f not in self.undivided
         ]  # fmt: skip
+
+    def _outputs(self) -> tuple[Output, ...]:
+        return outputs(self.declaration)
+
+    def _carried(self, share: Fields) -> Columns:
+        """What a rank that has these fields sends the ranks of the samples."""
+        return share.columns
+
+    def _message(self, ticket: Ticket, pooled: Tensor) -> Tensor:
+        """pooled (G, W_o) of this rank's fields -> (G, P) as it is sent."""
+        return pooled
+
+    def _gradients_here(self, ticket: Ticket, received: Tensor) -> Tensor:
+        """received (G, P): gradients of what was sent -> (G, W_o), of what was pooled here."""
+        return received
 
     def ask(self, batch: Batch, purpose: str = "route") -> Asked:
         """Raises IdRangeError, DataError."""
-        lookups = collect(batch, self.declaration, self.asked)
+        lookups = self._collected(batch)
         codes = None
         if batch.next_use is not None:
             codes = collect_codes(batch, self.declaration, self.asked)
@@ -171,6 +196,9 @@ class PooledExchange(Owner):
         ticket.wire = Wire(every.sizes, lookups)
         return ticket
 
+    def _collected(self, batch: Batch) -> Lookups:
+        return collect(batch, self.declaration, self.asked)
+
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
         """Collective in a world of several. Rows are pooled before it returns; the sums may still travel."""
         block = empty(0, dtype=self.declaration.compute_dtype)
@@ -180,7 +208,7 @@ class PooledExchange(Owner):
                 placed = take(source.rows, ticket.owner_plan.inverse)
             kernels = self.kernels(source.views)
             (pooled,) = kernels.pool(ticket.lookups, kernels.place(ticket.lookups, source.views, placed))  # fmt: skip
-            block = pooled.to(CPU).view(-1)
+            block = self._message(ticket, pooled.to(CPU)).view(-1)
         counts_as, codec = counted(ticket.purpose, "fetch"), CODECS[self.coding.codecs.values]
         if codec.name == "exact" or self.mesh.num_ranks == 1:
             received, work = self.mesh.all_to_all(
@@ -223,8 +251,8 @@ class PooledExchange(Owner):
         reads.wait()
         size = ticket.batch_size
         if reads.is_whole or self.mesh.num_ranks == 1:
-            return reads.received.view(size, self.fields.width).clone()
-        total = empty(size, self.fields.width, dtype=self.declaration.compute_dtype)
+            return reads.received.view(size, self.whole.width).clone()
+        total = empty(size, self.whole.width, dtype=self.declaration.compute_dtype)
         parts = reads.received.split(self._asked(ticket))
         for part, width, runs in zip(parts, self.widths_of, self.blocks, strict=True):
             block = part.view(size, width)
@@ -266,12 +294,13 @@ class PooledExchange(Owner):
                 ticket.pinned, ticket.owned_offsets, torch.zeros(1, dtype=torch.int32), none, source
             )
         total = sum(ticket.wire.sizes)
-        return self.native.of_outputs(ticket, [received.view(total, self.here.width)])
+        gradients = self._gradients_here(ticket, received.view(total, self.sent.width))
+        return self.native.of_outputs(ticket, [gradients])
 
     def _gradients(self, ticket: Ticket) -> Tensor:
         """(sum of B * W_o,) of the compute dtype: gradients of the owners' sums, owner after owner."""
         dtype, size = self.declaration.compute_dtype, ticket.batch_size
-        total = empty(size, self.fields.width, dtype=dtype)
+        total = empty(size, self.whole.width, dtype=dtype)
         given = summed_backwards(ticket, dtype)
         if given is None:
             total.zero_()
@@ -315,10 +344,10 @@ class PooledExchange(Owner):
             return
         sums = torch.cat([each["sums"] for each in held])
         sizes, rank = ticket.wire.sizes, self.mesh.rank
-        if sums.shape != (sum(sizes), self.fields.width):
+        if sums.shape != (sum(sizes), self.whole.width):
             raise CheckpointError(
                 f"the commit holds sums of shape {tuple(sums.shape)} that were read ahead, this batch wants "
-                f"{(sum(sizes), self.fields.width)}; go on with the data, model and batch size of the commit"
+                f"{(sum(sizes), self.whole.width)}; go on with the data, model and batch size of the commit"
             )
         first = sum(sizes[:rank])
         ticket.reads = Fetched(sums[first : first + sizes[rank]].reshape(-1), True)
@@ -346,8 +375,8 @@ class PooledExchange(Owner):
             if bag is not None:
                 samples = torch.arange(size).repeat_interleave(bag.diff())
                 rows = torch.zeros(size, rows.shape[1], dtype=dtype).index_add_(0, samples, rows)
-            for i, start in self.fields.starts.items():
-                field = self.declaration.fields[i]
+            for i in self.fields.order:
+                field, start = self.declaration.fields[i], self.fields.columns.starts[i]
                 if field.feature == f:
                     column = self.declaration.parts[field.part][1].column
                     sums[:, start : start + field.dim] = rows[:, column : column + field.dim]
@@ -363,7 +392,7 @@ class PooledExchange(Owner):
 
     def _served(self, ticket: Ticket) -> list[int]:
         """Elements of the block of each rank's samples, of what lies here."""
-        return [size * self.here.width for size in ticket.wire.sizes]
+        return [size * self.sent.width for size in ticket.wire.sizes]
 
     def _asked(self, ticket: Ticket) -> list[int]:
         """Elements of the block of this rank's samples, of what lies with each owner."""

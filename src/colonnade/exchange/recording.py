@@ -57,8 +57,12 @@ def found(
         tensor = pooled.to(device)  # once, before the consumers that share it
         for name in output.names:
             consumer = declaration.consumers.get(name)
-            seen[name] = tensor if consumer is None else evaluate(consumer, tensor)
-    return seen
+            if output.is_partial:
+                assert consumer is not None
+                seen[name] = consumer.interaction.combine(tensor)
+            else:
+                seen[name] = tensor if consumer is None else evaluate(consumer, tensor)
+    return {name: seen[name] for name in declaration.output_names if name in seen}
 
 
 def evaluate(consumer: Consumer, pooled: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ Legend: T tables, O rows this rank owns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -55,7 +55,10 @@ class SeveralExchanges:
     def __init__(self, declaration: Declaration, mesh: Mesh, ends: Mapping[str, End]) -> None:
         self.declaration, self.mesh = declaration, mesh
         self.names, self.ends = tuple(ends), tuple(ends.values())
-        self.outputs = outputs(declaration)
+        partials = {
+            each.names[0]: each for end in self.ends for each in end.outputs if each.is_partial
+        }
+        self.outputs = tuple(_without_partials(outputs(declaration), partials))
         by_table = [0] * len(declaration.tables)
         by_feature = {}
         for i, end in enumerate(self.ends):
@@ -74,6 +77,13 @@ class SeveralExchanges:
     ) -> list[tuple[int, int, int, int]]:
         """Where an output's columns come from, in order: (exchange, output of it, first column there, last + 1)."""
         output = self.outputs[number]
+        if output.is_partial:
+            return [
+                (i, j, 0, output.width)
+                for i, end in enumerate(self.ends)
+                for j, each in enumerate(end.outputs)
+                if each.is_partial and each.names == output.names
+            ]
         found: list[tuple[int, int, int, int]] = []
         for f in output.fields:
             field = self.declaration.fields[f]
@@ -240,9 +250,9 @@ class SeveralExchanges:
         )
 
 
-def part_of(declaration: Declaration, tables: set[str]) -> Declaration:
-    """The features of these tables and what consumers take of them, as they are; all tables, so that their numbers stay
-    what they are."""
+def part_of(declaration: Declaration, tables: set[str], exchange: str) -> Declaration:
+    """The features of these tables and what consumers take of them, as they are, but for consumers whose partials may
+    travel; all tables, so that their numbers stay what they are."""
     features = tuple(each for each in declaration.features if each.table in tables)
     mine = {
         field.name
@@ -252,8 +262,19 @@ def part_of(declaration: Declaration, tables: set[str]) -> Declaration:
     consumers = {}
     for name, consumer in declaration.consumers.items():
         if taken := tuple(each for each in consumer.features if each in mine):
-            consumers[name] = Consumer(Concat(), taken)
+            is_whole = exchange == "substitute" and taken == consumer.features
+            consumers[name] = consumer if is_whole else Consumer(Concat(), taken)
     return Declaration(declaration.tables, features, consumers, declaration.output)
+
+
+def _without_partials(
+    declared: Sequence[Output], partials: Mapping[str, Output]
+) -> Iterator[Output]:
+    """Outputs, those that some exchange has the partials of by themselves."""
+    for output in declared:
+        if others := tuple(name for name in output.names if name not in partials):
+            yield replace(output, names=others)
+        yield from (partials[name] for name in output.names if name in partials)
 
 
 def _sum(offsets: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,213 @@
+"""`substitute`: owners evaluate the model's first operators on the rows they have, for the samples of all ranks;
+partial results travel, and gradients of them travel back (DES, Rong et al. 2020).
+
+It is `pooled` up to the message: owners pool their fields for the global batch, and send, for each consumer that is
+cheaper so (`substitution.py`), its partial instead of its fields' values. Requesters add partials over owners in rank
+order and combine. On the way back an owner takes the gradient of the merged partial, which is that of its own, through
+its part of the operator; rows are updated with the sum over the global batch, and no gradient of a row travels.
+
+Legend: G samples of all ranks, W_o columns of the fields on rank o, P of what it sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from colonnade.batch import Batch
+from colonnade.errors import CheckpointError, DataError
+from colonnade.exchange.coding import AS_IT_IS, Coding
+from colonnade.exchange.contract import Ticket
+from colonnade.exchange.fields import Columns, Fields, Key
+from colonnade.exchange.layout import Declaration, Lookups, Output, outputs, weighed
+from colonnade.exchange.pooled import Fetched, PooledExchange
+from colonnade.exchange.substitution import partial_width, substituted
+from colonnade.ops.memory import empty
+from colonnade.topology.mesh import Mesh
+from colonnade.topology.sharding import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Of one consumer and one batch, as it was evaluated here."""
+
+    fields: tuple[int, ...]
+    """Those on this rank."""
+    values: Tensor  # (G, F, D), a leaf
+    result: Tensor  # (G, P)
+
+
+class SubstituteExchange(PooledExchange):
+    """One rank's end."""
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        mesh: Mesh,
+        shardings: Sequence[Sharding],
+        coding: Coding = AS_IT_IS,
+    ) -> None:
+        """As `pooled`."""
+        self.consumers = substituted(declaration, shardings)
+        numbers = {field.name: i for i, field in enumerate(declaration.fields)}
+        self.taken_by = {
+            name: tuple(numbers[field] for field in declaration.consumers[name].features)
+            for name in self.consumers
+        }
+        features = {declaration.fields[i].feature for of in self.taken_by.values() for i in of}
+        whole = {
+            f
+            for f in features
+            if shardings[declaration.table_of(declaration.features[f])].num_owners == 1
+        }
+        # A bag's owner divides where it has all of it; else every lookup of the bag weighs less.
+        averaged = {f for f in features if declaration.features[f].pooling in ("mean", "sqrtn")}
+        self.weighed = averaged - whole
+        self.undivided, self.averaged_there = averaged, averaged & whole
+        self.unsplit = {
+            declaration.fields[i].feature
+            for name, fields in self.taken_by.items()
+            if declaration.consumers[name].interaction.needs() == "fields"
+            for i in fields
+        } - whole
+        super().__init__(declaration, mesh, shardings, coding)
+
+    def _outputs(self) -> tuple[Output, ...]:
+        found: list[Output] = []
+        for output in outputs(self.declaration):
+            if others := tuple(name for name in output.names if name not in self.consumers):
+                found.append(replace(output, names=others))
+            for name in output.names:
+                if name in self.consumers:
+                    width = partial_width(self.declaration, name)
+                    assert width is not None
+                    found.append(Output((name,), output.fields, (), width, False, True))
+        return tuple(found)
+
+    def _carried(self, share: Fields) -> Columns:
+        dims: dict[Key, int] = {}
+        for output in self.outputs:
+            for key, _ in output.pieces:
+                if isinstance(key, str):
+                    if set(self.taken_by[key]) & set(share.order):
+                        dims[key] = output.width
+                elif key in share.order:
+                    dims[key] = self.declaration.fields[key].dim
+        return Columns(dims)
+
+    def _collected(self, batch: Batch) -> Lookups:
+        """Raises DataError."""
+        lookups = super()._collected(batch)
+        weights = list(lookups.weights)
+        for c, f in enumerate(self.asked.features):
+            bags = lookups.bags[c]
+            if bags is None:
+                continue
+            lengths = bags.diff()
+            feature = self.declaration.features[f]
+            if f in self.unsplit and len(lengths) and int(lengths.max()) > 1:
+                raise DataError(
+                    f"feature {feature.name!r}: got a sample with {int(lengths.max())} ids, wanted at most one: its "
+                    "table's rows lie on several ranks and its consumer needs a sample's whole bag on one. Give table "
+                    f"{feature.table!r} the sharding table_wise, or exchange pooled"
+                )
+            if f in self.weighed:
+                dtype = self.declaration.compute_dtype
+                each = lengths.clamp(min=1).to(dtype)
+                each = (1 / (each if feature.pooling == "mean" else each.sqrt())).repeat_interleave(
+                    lengths
+                )
+                given = weights[c]
+                weights[c] = each if given is None else each * given.to(dtype)
+        if not self.weighed:
+            return lookups
+        return weighed(lookups, weights, self.asked, self.declaration.compute_dtype)
+
+    def _message(self, ticket: Ticket, pooled: Tensor) -> Tensor:
+        is_trained = ticket.purpose != "evaluate"
+        partials = self._partials(pooled, self.here.columns, is_trained)
+        if is_trained:
+            ticket.wire.pooled, ticket.wire.partials = pooled, partials
+        return self._sent(pooled, self.here.columns, self.sent, partials)
+
+    def _partials(self, pooled: Tensor, here: Columns, is_trained: bool) -> dict[str, Partial]:
+        """By consumer: of those of its fields whose columns are here."""
+        found = {}
+        for name, fields in self.taken_by.items():
+            if not (mine := tuple(i for i in fields if i in here.dims)):
+                continue
+            values = torch.stack([pooled[:, here.of(i)] for i in mine], dim=1)
+            with torch.set_grad_enabled(is_trained):
+                values.requires_grad_(is_trained)
+                result = self.declaration.consumers[name].interaction.partial_of(values)
+            found[name] = Partial(mine, values, result)
+        return found
+
+    def _sent(
+        self, pooled: Tensor, here: Columns, carried: Columns, partials: Mapping[str, Partial]
+    ) -> Tensor:
+        """(G, P): values and partials side by side."""
+        send = empty(len(pooled), carried.width, dtype=pooled.dtype)
+        for key in carried.dims:
+            is_field = isinstance(key, int)
+            values = pooled[:, here.of(key)] if is_field else partials[str(key)].result.detach()
+            send[:, carried.of(key)] = values
+        return send
+
+    def hold(self, ticket: Ticket) -> dict[str, Tensor]:
+        """What partials were evaluated of here, (G, dim) by field: rows may be others when their gradients come."""
+        here = self.here.columns
+        return {self._held(i): ticket.wire.pooled[:, here.of(i)].clone() for i in self.here.order}
+
+    def _held(self, i: int) -> str:
+        field = self.declaration.fields[i]
+        return f"{'averaged' if field.feature in self.undivided else 'pooled'} {field.name}"
+
+    def restore(self, ticket: Ticket, held: Sequence[dict[str, Tensor]]) -> None:
+        """As the contract says. Each field is added over the ranks that had rows of it. Raises CheckpointError for what
+        another exchange held, or another cut."""
+        sizes, whole = ticket.wire.sizes, self.fields.columns
+        every = torch.zeros(sum(sizes), whole.width, dtype=self.declaration.compute_dtype)
+        for i in self.fields.order:
+            name = self._held(i)
+            if not (parts := [each[name] for each in held if name in each]):
+                raise CheckpointError(
+                    "the commit holds what another exchange had read ahead, or owners that evaluated other consumers; go "
+                    "on with the exchanges and the number of ranks of the commit, or from a commit without staleness"
+                )
+            every[:, whole.of(i)] = sum(parts[1:], parts[0])
+        first = sum(sizes[: self.mesh.rank])
+        mine = every[first : first + sizes[self.mesh.rank]]
+        seen = self._sent(mine, whole, self.whole, self._partials(mine, whole, False))
+        ticket.reads = Fetched(seen.view(-1), True)
+        # A sample's bag of a field lies on one rank, or the operator is linear: whole fields give the same gradients.
+        here = self.here.columns
+        pooled = torch.cat([every[:, whole.of(i)] for i in here.dims] or [every[:, :0]], dim=1)
+        ticket.wire.partials = self._partials(pooled, here, True)
+        for i in self.here.order:
+            if self._first_owner(i) != self.mesh.rank:
+                pooled[:, here.of(i)] = 0.0  # held once
+        ticket.wire.pooled = pooled
+
+    def _first_owner(self, i: int) -> int:
+        field = self.declaration.fields[i]
+        return self.shardings[self.declaration.parts[field.part][0]].ranks[0]
+
+    def _gradients_here(self, ticket: Ticket, received: Tensor) -> Tensor:
+        here = self.here.columns
+        found = torch.zeros(len(received), here.width, dtype=received.dtype)
+        for key in self.sent.dims:
+            given = received[:, self.sent.of(key)]
+            if isinstance(key, int):
+                found[:, here.of(key)] += given
+                continue
+            partial: Partial = ticket.wire.partials[key]
+            (gradient,) = torch.autograd.grad(
+                partial.result, partial.values, given, retain_graph=True
+            )
+            for number, i in enumerate(partial.fields):
+                found[:, here.of(i)] += gradient[:, number]
+        return found

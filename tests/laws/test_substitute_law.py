@@ -1,0 +1,238 @@
+"""Owners that evaluate partials train what one rank trains that evaluates the operators: every operator, whole tables
+and split ones, means and weights, beside values and other exchanges; in float64, and bit for bit from run to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from ranks import run_ranks
+from scenario import all_rows, features, global_batch, share_of, tables
+
+from colonnade import (
+    FM,
+    BiInteraction,
+    Concat,
+    EmbeddingCollection,
+    Feature,
+    Mesh,
+    RowOptimizer,
+    Sum,
+    Table,
+    build_plan,
+)
+from colonnade.exchange.layout import declare
+from colonnade.exchange.substitution import floats, substituted
+from colonnade.topology.sharding import Sharding, row_wise, table_wise
+
+SIZES = [13, 0, 1, 24]
+FIELDS = ("user.deep", "item", "seen", "tags")
+TABLES = ("user", "item", "tag", "wide")
+
+
+@dataclass(frozen=True)
+class Case:
+    consumers: dict
+    kind: str
+    """Of all tables' shardings."""
+    wanted: tuple[str, ...]
+    """Consumers that are evaluated at the owners."""
+    exchanges: dict[str, str] = field(default_factory=lambda: dict.fromkeys(TABLES, "substitute"))
+
+    def shardings_in(self, num_ranks: int) -> dict[str, Sharding]:
+        if self.kind == "table_wise":
+            return {name: table_wise(t % num_ranks) for t, name in enumerate(TABLES)}
+        if self.kind == "host_wise":  # the last two ranks
+            return {name: Sharding("host_wise", tuple(range(num_ranks))[-2:]) for name in TABLES}
+        return {}
+
+
+WIDE = {"linear": (Sum(), ("user.wide",)), "past": (Sum(), ("history",))}
+CASES = {
+    "whole tables": Case(
+        {"fm": (FM(), FIELDS), "pairs": (BiInteraction(), ("item", "tags", "user.deep")), **WIDE},
+        "table_wise",
+        ("fm", "pairs"),
+    ),
+    "split tables": Case(
+        {"sums": (Sum(), ("seen", "tags", "item")), "fm": (FM(), ("user.deep", "item")), **WIDE},
+        "row_wise",
+        ("sums", "fm"),
+    ),
+    "split over some": Case(
+        {"sums": (Sum(), FIELDS), **WIDE},
+        "host_wise",
+        ("sums",),
+    ),
+    "values are there": Case(
+        {"fm": (FM(), FIELDS), "deep": (Concat(), FIELDS[::-1]), **WIDE}, "table_wise", ()
+    ),
+    "beside rows": Case(
+        {"fm": (FM(), ("user.deep", "item", "seen")), "all": (FM(), FIELDS), **WIDE},
+        "table_wise",
+        (),
+        {"user": "substitute", "item": "substitute", "wide": "substitute"},
+    ),
+    "beside rows, apart": Case(
+        {"fm": (FM(), ("user.deep", "item", "seen")), "tagged": (Sum(), ("tags",)), **WIDE},
+        "table_wise",
+        ("fm",),
+        {"user": "substitute", "item": "substitute", "wide": "pooled"},
+    ),
+}
+
+
+RUNS = [(case, 0) for case in CASES.values()] + [(CASES["split tables"], 2)]
+
+
+def our_features() -> list[Feature]:
+    found = features()
+    found[-1] = replace(found[-1], pooling="mean")  # `history`
+    return found
+
+
+def train(mesh, case: Case, *, exchanges=None, shardings=None, staleness: int = 0):
+    """By step, this rank's outputs; and all rows at the end."""
+    collection = EmbeddingCollection(
+        tables("float64"), our_features(), consumers=case.consumers, seed=3
+    )
+    plan = build_plan(
+        collection.tables, mesh.num_ranks, exchanges=exchanges or {}, shardings=shardings or {},
+        staleness_steps=staleness,
+    )  # fmt: skip
+    collection.open(plan, mesh)
+    rows, seen = RowOptimizer(collection), []
+    batches = (share_of(global_batch(t, n), mesh.rank, mesh.num_ranks) for t, n in enumerate(SIZES))
+    for step, batch in enumerate(collection.lookahead(batches)):
+        found = collection(batch)
+        seen.append({name: output.detach().clone() for name, output in found.items()})
+        first, last = (SIZES[step] * r // mesh.num_ranks for r in (mesh.rank, mesh.rank + 1))
+        given = []
+        for i, output in enumerate(found.values()):
+            random = torch.Generator().manual_seed(10 * step + i)
+            whole = torch.randn(SIZES[step], output.shape[1], generator=random, dtype=output.dtype)
+            given.append(whole[first:last])
+        for _ in range(1 + step % 2):  # two backwards
+            torch.autograd.backward(list(found.values()), given, retain_graph=True)
+        rows.step()
+    collection.eval()
+    with torch.no_grad():
+        batch = share_of(global_batch(9, 7), mesh.rank, mesh.num_ranks)
+        seen.append(dict(collection(batch)))
+    return seen, all_rows(collection)
+
+
+def train_all(mesh):
+    return [
+        train(
+            mesh, case, exchanges=case.exchanges, shardings=case.shardings_in(mesh.num_ranks),
+            staleness=staleness,
+        )
+        for case, staleness in RUNS
+    ]  # fmt: skip
+
+
+def close(found, wanted, what: str) -> None:
+    torch.testing.assert_close(
+        found, wanted, rtol=1e-10, atol=1e-10, msg=lambda said: f"{what}: {said}"
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_equals_the_operators_on_one_rank(num_ranks):
+    everyone = [train_all(Mesh())] if num_ranks == 1 else run_ranks(num_ranks, train_all)
+    for number, (case, staleness) in enumerate(RUNS):
+        wanted, rows = train(Mesh(), case, staleness=staleness)
+        for step, outputs in enumerate(wanted):
+            assert list(outputs) == list(everyone[0][number][0][step]), "order"
+            for key, value in outputs.items():
+                found = torch.cat([rank[number][0][step][key] for rank in everyone])
+                close(found, value, f"run {number}, step {step}, {key}")
+        for table, value in rows.items():
+            close(everyone[0][number][1][table], value, f"run {number}, {table}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_travels_as_partials(name):
+    case = CASES[name]
+    collection = EmbeddingCollection(tables("float64"), our_features(), consumers=case.consumers)
+    plan = build_plan(collection.tables, exchanges=case.exchanges, shardings=case.shardings_in(1))
+    collection.open(plan)
+    ends = getattr(collection.exchange, "ends", [collection.exchange])
+    found = [each for end in ends for each in getattr(end, "consumers", ())]
+    assert tuple(found) == case.wanted
+
+
+def test_the_cut_is_the_least_of_all():
+    """Where values of some fields travel anyway, and a consumer shares others."""
+    declared = [Table(name, 8, rows=99) for name in "abcd"]
+    fields = [Feature(name, name) for name in "abcd"]
+    shardings = [row_wise(4)] * 4
+
+    def cut(consumers):
+        declaration = declare(declared, fields, consumers)
+        return substituted(declaration, shardings), declaration
+
+    assert cut({"fm": (FM(), "abcd")})[0] == ("fm",)  # 9 < 32
+    assert cut({"fm": (FM(), "a")})[0] == ()  # 9 > 8
+    assert cut({"fm": (FM(), "abcd"), "deep": (Concat(), "abcd")})[0] == ()  # free
+    assert cut({"fm": (FM(), "abcd"), "deep": (Concat(), "abc")})[0] == ()  # 9 > 8 of d
+    assert cut({"fm": (FM(), "abcd"), "deep": (Concat(), "ab")})[0] == ("fm",)  # 9 < 16
+    # Either alone saves nothing, for the other needs the values.
+    both = {"fm": (FM(), "abcd"), "pairs": (BiInteraction(), "abcd")}
+    found, declaration = cut(both)
+    assert found == ("fm", "pairs")  # 9 + 16 < 32
+    assert floats(declaration, shardings, ("fm",)) > floats(declaration, shardings, ())
+
+
+def test_a_split_bag_of_an_operator_on_fields_is_refused():
+    case = Case({"fm": (FM(), FIELDS)}, "row_wise", ("fm",))
+    with pytest.raises(AssertionError, match=r"DataError: feature 'seen'.*table_wise"):
+        run_ranks(2, _refused, case)
+
+
+def held(mesh):
+    """A batch that was read ahead, and what this rank holds of it."""
+    case, consumers = CASES["whole tables"], {"fm": (FM(), FIELDS), **WIDE}
+    collection = EmbeddingCollection(tables("float64"), our_features(), consumers=consumers, seed=3)
+    settings = {"exchanges": case.exchanges, "shardings": case.shardings_in(mesh.num_ranks)}
+    plan = build_plan(collection.tables, mesh.num_ranks, staleness_steps=1, **settings)
+    collection.open(plan, mesh)
+    batch = share_of(global_batch(3, 11), mesh.rank, mesh.num_ranks)
+    ticket = collection.prepare(batch)
+    collection.fetch(ticket)
+    return collection, batch, ticket, collection.exchange.hold(ticket)
+
+
+def hold_and_see(mesh):
+    collection, _, ticket, found = held(mesh)
+    values = collection.exchange.values(ticket, collection.handle)
+    return found, {name: value.detach() for name, value in values.items()}
+
+
+def test_what_was_read_ahead_is_read_in_another_world():
+    everyone = run_ranks(2, hold_and_see)
+    collection, batch, ticket, _ = held(Mesh())
+    collection.drop(ticket)
+    reads = [each for each, _ in everyone]
+    doubled = [{name: 2 * value for name, value in each.items()} for each in reads]
+    found = []
+    for batch.held in (reads, doubled):
+        ticket = collection.prepare(batch)
+        assert collection.exchange.hold(ticket).keys() == {name for each in reads for name in each}
+        collection.live.append(ticket)
+        values = collection.exchange.values(ticket, collection.handle)
+        sum(value.sum() for value in values.values()).backward()
+        square = collection.squared_gradient_norm()
+        found.append(({name: value.detach() for name, value in values.items()}, square))
+        collection.forget()
+    for name, value in found[0][0].items():
+        close(value, torch.cat([seen[name] for _, seen in everyone]), name)
+    assert torch.equal(found[1][0]["linear"], 2 * found[0][0]["linear"])
+    close(found[1][0]["fm"], 4 * found[0][0]["fm"], "fm")
+    assert found[1][1] > found[0][1], "gradients of FM follow what was read, not the rows"
+
+
+def _refused(mesh, case):
+    train(mesh, case, exchanges=case.exchanges)
