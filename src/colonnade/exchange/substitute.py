@@ -175,8 +175,8 @@ class SubstituteExchange(PooledExchange):
             name = self._held(i)
             if not (parts := [each[name] for each in held if name in each]):
                 raise CheckpointError(
-                    "the commit holds what another exchange had read ahead, or owners that evaluated other consumers; go "
-                    "on with the exchanges and the number of ranks of the commit, or from a commit without staleness"
+                    "the commit holds what another exchange had read ahead, or owners that evaluated other consumers; "
+                    "go on with the exchanges and the number of ranks of the commit, or from a commit without staleness"
                 )
             every[:, whole.of(i)] = sum(parts[1:], parts[0])
         first = sum(sizes[: self.mesh.rank])
