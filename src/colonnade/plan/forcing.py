@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from colonnade.config import PlanConfig
 from colonnade.errors import ConfigError
 from colonnade.plan.choice import Forced
 from colonnade.plan.cutting import CUT, everywhere
+from colonnade.plan_config import PlanConfig
 from colonnade.table import Table
 from colonnade.topology.sharding import (
     Kind,

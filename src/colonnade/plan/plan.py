@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from colonnade.config import PlanConfig
 from colonnade.errors import ConfigError
 from colonnade.exchange import EXCHANGES, implied_exchange
 from colonnade.exchange.codec import CODECS, EXACT, Codecs
 from colonnade.plan.choice import Choice
 from colonnade.plan.forcing import forced_by, settled
+from colonnade.plan_config import PlanConfig
 from colonnade.sizes import Place
 from colonnade.store.budget import (
     capacity_rows,

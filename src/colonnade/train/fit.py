@@ -14,11 +14,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from colonnade.batch import Batch
-from colonnade.config import DenseConfig, PlanConfig, RowsConfig, RunConfig, TrainConfig, override
+from colonnade.config import DenseConfig, RowsConfig, RunConfig, TrainConfig, override
 from colonnade.data.batches import batches_of
 from colonnade.data.contract import Source, Splits
 from colonnade.errors import ConfigError, DataError
 from colonnade.plan.plan import build_plan
+from colonnade.plan_config import PlanConfig
 from colonnade.topology.mesh import Mesh, open_mesh
 from colonnade.train.agreement import agree_on_config
 from colonnade.train.commits import open_commits, read_header, resolve

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade import _native
-from colonnade.config import MemoryConfig, RunConfig, dump_config, load_config, override
+from colonnade.config import RunConfig, dump_config, load_config, override
 from colonnade.data import Splits, num_steps, open_source
 from colonnade.data.next_use import splits_with_next_use
 from colonnade.data.processes import read_ahead
@@ -32,6 +32,7 @@ from colonnade.errors import (
 from colonnade.models.build import build_model
 from colonnade.plan.forcing import is_settled
 from colonnade.plan.plan import plan_of
+from colonnade.plan_config import MemoryConfig
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably

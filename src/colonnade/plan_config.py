@@ -1,0 +1,192 @@
+"""Sections of a configuration that say where rows lie, what travels and how late reads may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic.functional_validators import AfterValidator, BeforeValidator, PlainValidator
+
+from colonnade.section import Section
+from colonnade.sizes import Place, Said, absolute, parse_bytes, parse_place, positive_bytes
+
+RENAMED = {"plan.dram": "plan.memory.dram"}
+
+
+def renamed(name: str) -> str:
+    return f"unknown setting {name!r}; it is now {RENAMED[name]}"
+
+
+def _lookahead(value: Any) -> Any:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not is_count and value != "auto":
+        raise ValueError(f"got {value!r}, wanted a number of batches, 0 or more, or auto")
+    return value
+
+
+LEAST_RATE = 2**20
+"""Bytes per second below which a run would seem to hang: a commit waits for what is not written."""
+
+
+def _rate(value: Any) -> Any:
+    count = parse_bytes(value)
+    is_number = isinstance(count, int | float) and not isinstance(count, bool)
+    if not is_number or count < LEAST_RATE:
+        raise ValueError(
+            f"got {value!r}, wanted at least 1MiB, which is per second, such as 50MB; leave it out for no limit"
+        )
+    return count
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _distinct(texts: list[str]) -> list[str]:
+    paths = [parse_place(text).path for text in texts]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ValueError(f"got {path} twice, wanted directories that differ")
+    return texts
+
+
+Size = Annotated[int, BeforeValidator(positive_bytes), Said("bytes")]
+Rate = Annotated[int, BeforeValidator(_rate), Said("bytes")]
+PlaceText = Annotated[str, AfterValidator(absolute), Said("directory[:bytes]")]
+CodecChoice = Literal["exact", "bf16", "fp16", "int8"]
+
+
+class MemoryConfig(Section):
+    """What each rank may use of each tier. A run whose rows all fit in memory needs none of it."""
+
+    hbm: Size | None = None
+    """GPU memory for rows, above dram, e.g. 40GiB; needs train.device=cuda. Default: no row is kept there."""
+    dram: Size | None = None
+    """Memory for rows, e.g. 2GiB; rows beyond it rest in files. Default: no limit."""
+    mapped: PlaceText | None = None
+    """Directory on byte-addressable memory (DAX, CXL), or any, /path:10GiB, for tables that DRAM has no room for."""
+    ssd: Annotated[list[PlaceText], BeforeValidator(_listed), AfterValidator(_distinct)] = []
+    """Where rows rest: /path:64GiB, or a list of such over which files are striped. Default: the run folder."""
+    tables: dict[str, Size] = {}
+    """Memory of single tables, by name, taken out of dram; the others share the rest."""
+
+    @property
+    def mapped_place(self) -> Place | None:
+        return None if self.mapped is None else parse_place(self.mapped)
+
+    @property
+    def ssd_places(self) -> tuple[Place, ...]:
+        return tuple(map(parse_place, self.ssd))
+
+    @model_validator(mode="after")
+    def _check(self) -> MemoryConfig:
+        paths = [place.path for place in self.ssd_places]
+        if self.mapped_place is not None and self.mapped_place.path in paths:
+            raise ValueError(
+                f"got {self.mapped_place.path} as mapped and as ssd, wanted one tier in a directory"
+            )
+        taken = sum(self.tables.values())
+        if self.dram is not None and taken > self.dram:
+            raise ValueError(
+                f"got {taken:,} bytes for single tables out of dram={self.dram:,}; raise dram, or give them less"
+            )
+        return self
+
+
+class WireConfig(Section):
+    """Anything but exact trades accuracy for bytes between ranks; a run on one rank is always exact."""
+
+    values: CodecChoice = "exact"
+    """Of rows on their way to the samples: exact, bf16, fp16 or int8 (a scale for each part of a row), to nearest."""
+    gradients: CodecChoice = "exact"
+    """Of gradients on their way to the rows, rounded at random so that sums are right on the mean."""
+
+
+ExchangeChoice = Literal["rows", "pooled", "replicated", "auto"]
+ShardingChoice = Literal[
+    "row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated", "auto"
+]
+
+
+def _same_copies(exchange: str | None, sharding: str | None) -> None:
+    """Raises ValueError where one says that every rank has all rows, and the other that not."""
+    if exchange == "replicated" and sharding not in (None, "row_wise", "replicated", "auto"):
+        raise ValueError(
+            f"got exchange=replicated with sharding={sharding}; replicated rows are on every rank: leave sharding out"
+        )
+    if sharding == "replicated" and exchange not in (None, "rows", "replicated", "auto"):
+        raise ValueError(
+            f"got sharding=replicated with exchange={exchange}; of replicated rows only gradients travel: leave "
+            "exchange out"
+        )
+
+
+class TablePlanConfig(Section):
+    """Of one table; what is left out is as plan.sharding and plan.exchange say."""
+
+    sharding: ShardingChoice | None = None
+    """Which ranks have its rows."""
+    exchange: ExchangeChoice | None = None
+    """What of it travels between ranks."""
+    ranks: list[Annotated[int, Field(ge=0)]] | None = None
+    """The rank of table_wise, those of one host for host_wise, each one's for column_wise, those of several hosts for
+    grid; default: where most room is, and slices on all."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TablePlanConfig:
+        _same_copies(self.exchange, self.sharding)
+        if self.ranks is None:
+            return self
+        if self.sharding not in ("table_wise", "host_wise", "column_wise", "grid"):
+            raise ValueError(
+                f"got ranks={self.ranks} with sharding={self.sharding}, wanted sharding=table_wise, host_wise, "
+                "column_wise or grid"
+            )
+        if len(set(self.ranks)) != len(self.ranks) or not self.ranks:
+            raise ValueError(f"got ranks={self.ranks}, wanted at least one, each once")
+        if self.sharding == "table_wise" and len(self.ranks) > 1:
+            raise ValueError(f"got ranks={self.ranks}, wanted the one rank of a table_wise table")
+        return self
+
+
+class PlanConfig(Section):
+    memory: MemoryConfig = MemoryConfig()
+    """What each rank may use of each tier."""
+    placement: Literal["even", "profiled"] = "even"
+    """Which tables get the memory: all alike, or those whose rows are read most, by a profile of a sample."""
+    lookahead: Annotated[int | Literal["auto"], PlainValidator(_lookahead)] = 2
+    """Batches whose ids travel and whose rows become resident ahead of training; auto: as deep as reads are slow."""
+    write_budget: Rate | None = None
+    """Bytes per second that rows may be written to files with, on each rank. Default: no limit."""
+    staleness_steps: int = Field(0, ge=0)
+    """0: synchronous. k: every read misses exactly the newest k updates of rows."""
+    exchange: ExchangeChoice = "rows"
+    """What travels between ranks: rows, what owners pool of them, gradients alone; auto: the fastest by prediction."""
+    sharding: ShardingChoice = "row_wise"
+    """Which ranks have a table's rows: all, one host's, one, some columns on each (of hosts: grid), each a copy; auto:
+    as is foretold to be fastest."""
+    wire: WireConfig = WireConfig()
+    """What rows look like while they travel."""
+    servers: int = Field(0, ge=0)
+    """Ranks of each host, its last ones, that have rows and nothing else; 0: the ranks that train have the rows."""
+    tables: dict[str, TablePlanConfig] = {}
+    """By name: tables with a sharding, exchange or ranks of their own."""
+
+    @model_validator(mode="after")
+    def _check(self) -> PlanConfig:
+        _same_copies(self.exchange, self.sharding)
+        if self.servers and self.memory.hbm is not None:
+            raise ValueError(
+                f"got plan.memory.hbm with plan.servers={self.servers}; devices belong to the ranks that train, which "
+                "have no rows then: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_names(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            for old in RENAMED.keys() & {f"plan.{name}" for name in values}:
+                raise ValueError(renamed(old))
+        return values
