@@ -37,7 +37,8 @@ from colonnade import (
     build_plan,
     open_mesh,
 )
-from colonnade.plan.choice import Choice, Forced, choose, step_seconds
+from colonnade.plan.choice import choose
+from colonnade.plan.chosen import Choice, Forced, step_seconds
 from colonnade.plan.device import RowRate, measure_rows
 from colonnade.plan.flows import alone
 from colonnade.plan.loads import ColumnLoad, TableLoad

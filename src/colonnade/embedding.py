@@ -10,9 +10,7 @@ import json
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,7 +22,7 @@ from colonnade.data.lookahead import Lookahead, Window
 from colonnade.errors import BudgetExceeded, CheckpointError, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
 from colonnade.exchange.ahead import Ahead, open_ahead
-from colonnade.exchange.contract import RowGradients, RowSource, Ticket
+from colonnade.exchange.contract import Pushed, RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import declare
 from colonnade.exchange.recording import all_finite
 from colonnade.exchange.rows import RowsExchange
@@ -32,11 +30,11 @@ from colonnade.exchange.slices import slices_of
 from colonnade.interaction import Interaction
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.plan.plan import Plan, build_plan
-from colonnade.store.contract import Backing, RowView
+from colonnade.store.contract import Backing, Rows, RowView
 from colonnade.store.dram import DramStore, open_dram
 from colonnade.store.hbm import HbmStore, open_hbm
 from colonnade.store.mapped import MappedRows
-from colonnade.store.policies import RowRetention, open_policies
+from colonnade.store.policies import RowPolicy, RowRetention, open_policies
 from colonnade.table import CLOCK_BYTES, Feature, Table
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.reads import announced
@@ -537,33 +535,6 @@ class EmbeddingCollection(nn.Module):
             )
         if not self._opened:
             self.open()
-
-
-class RowPolicy(Protocol):
-    """Which rows of a table stay: admission and eviction, decided at the owner when an update has been applied."""
-
-    def forget(self, ids: Tensor, clocks: Tensor, step: int) -> Tensor:
-        """ids (N,), clocks (N,) after the update: the rows that step `step` trained, here. Returns the ids to forget:
-        any of these (not admitted) or of earlier ones (evicted). Must depend on nothing but what it is told, and
-        in no other order, so that a run can be repeated."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Some trained rows of a table."""
-
-    ids: Tensor  # (N,) int64
-    weights: Tensor  # (N, width of this rank's slice) of the table's dtype
-    clocks: Tensor  # (N,) int64: updates applied
-
-
-@dataclass(frozen=True, slots=True)
-class Pushed:
-    """Gradients at their owners, and how many backwards they are of."""
-
-    gradients: RowGradients | None
-    recorded: int
 
 
 def _other_rows(said: tuple[str, int] | None, here: tuple[str, int]) -> str:

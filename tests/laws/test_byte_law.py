@@ -21,7 +21,8 @@ from colonnade import (
     build_plan,
 )
 from colonnade.exchange.codec import EXACT, Codecs
-from colonnade.plan.choice import Forced, choose
+from colonnade.plan.choice import choose
+from colonnade.plan.chosen import Forced
 from colonnade.plan.flows import PURPOSES
 from colonnade.plan.loads import table_loads
 from colonnade.plan.profile import profile

@@ -19,7 +19,8 @@ from colonnade import Adam, Batch, EmbeddingCollection, Ids, Mesh, RowOptimizer,
 from colonnade.config import build_config, override
 from colonnade.data import open_batches
 from colonnade.errors import ConfigError
-from colonnade.plan.choice import Forced, choose
+from colonnade.plan.choice import choose
+from colonnade.plan.chosen import Forced
 from colonnade.plan.loads import table_loads
 from colonnade.plan.profile import profile
 from colonnade.report.reading import read_run

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from colonnade import World
 from colonnade.errors import ConfigError
-from colonnade.plan.choice import OPTIONS, Forced, Memory, choose
+from colonnade.plan.choice import OPTIONS, choose
+from colonnade.plan.chosen import Forced, Memory
 from colonnade.plan.cutting import LEAST_COLUMNS
 from colonnade.plan.device import RowRate
 from colonnade.plan.flows import (

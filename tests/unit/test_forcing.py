@@ -15,7 +15,7 @@ from colonnade import (
 )
 from colonnade.config import build_config, override
 from colonnade.errors import ConfigError
-from colonnade.plan.choice import Forced
+from colonnade.plan.chosen import Forced
 from colonnade.plan.forcing import forced_by, is_settled
 from colonnade.plan.plan import Plan, build_plan, explain, plan_of
 from colonnade.topology.sharding import Sharding, column_wise, grid

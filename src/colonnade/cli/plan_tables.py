@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from colonnade.plan.choice import Choice, Cost, TableChoice
+from colonnade.plan.chosen import Choice, Cost, TableChoice
 from colonnade.plan.plan import held_bytes
 from colonnade.report.words import bytes_words, count_words, seconds_words
 from colonnade.store.budget import slot_bytes

@@ -145,6 +145,14 @@ class RowGradients:
     keep: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """Gradients at their owners, and how many backwards they are of."""
+
+    gradients: RowGradients | None
+    recorded: int
+
+
 class Exchange(Protocol):
     """One rank's end. Every method but `place`, `recall`, `values`, `hold` and `squared_norms` is collective in a world
     of several."""

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
+from colonnade.plan.chosen import Choice, Cost, Forced, Memory, Option, Seconds, TableChoice
 from colonnade.plan.cutting import CUT, cut_places, everywhere, most_slices
 from colonnade.plan.device import RowRate
 from colonnade.plan.flows import (
@@ -47,7 +48,6 @@ from colonnade.topology.sharding import (
 from colonnade.topology.world import World
 
 Floats = NDArray[np.float64]
-Option = tuple[ExchangeName, Kind]
 
 OPTIONS: tuple[Option, ...] = (
     ("rows", "row_wise"),
@@ -72,107 +72,6 @@ MANY = 10_000
 """Tables times ranks beyond which only the two best beginnings are gone on from."""
 TIE = 0.01
 """Weight of what is not the bottleneck: of two choices as fast, the one that leaves more room."""
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Of each rank, for rows."""
-
-    bytes: int | None = None
-    """None: no limit."""
-    seconds_per_byte: float = float("inf")
-    """What a byte more than fits costs a step, in reads of files; inf: there are no files."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forced:
-    """What a person said of one table; None: as is best."""
-
-    kind: Kind | None = None
-    exchange: ExchangeName | None = None
-    ranks: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Of one table under one choice, beside the choices of all others."""
-
-    exchange: ExchangeName
-    sharding: Sharding
-    sent: Mapping[tuple[str, str], float]
-    """Bytes that a rank sends, the mean over ranks, by (purpose, "local" or "remote")."""
-    seconds: float
-    """Of links and processors, if all of them had the same to do: the table's part of a step."""
-    more: float
-    """By how much this choice makes the whole step longer than the chosen one, all other tables staying as they are."""
-
-    @property
-    def option(self) -> Option:
-        return self.exchange, self.sharding.kind
-
-    def bytes_over(self, link: str) -> float:
-        return sum(size for (_, over), size in self.sent.items() if over == link)
-
-
-@dataclass(frozen=True, slots=True)
-class TableChoice:
-    name: str
-    chosen: Cost
-    others: tuple[Cost, ...]
-    """The other choices that this table has, cheapest first."""
-    is_forced: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """Of the slowest rank or uplink."""
-
-    processor: float
-    route: float
-    fetch: float
-    push: float
-    crowding: float = 1.0
-    """`World.crowding`"""
-    is_fetched_ahead: bool = False
-
-    @property
-    def step(self) -> float:
-        """Ranks that share processors compute while others of them wait."""
-        return step_seconds(self.processor, self.waited, self.behind, self.crowding)
-
-    @property
-    def waited(self) -> float:
-        """For links, while the processor has nothing to do: gradients must be gone before the next rows come."""
-        return self.push + (0.0 if self.is_fetched_ahead else self.fetch)
-
-    @property
-    def behind(self) -> float:
-        """On links while the processor computes."""
-        return self.route + (self.fetch if self.is_fetched_ahead else 0.0)
-
-
-def step_seconds(processor: float, waited: float, behind: float, crowding: float) -> float:
-    """Of a rank that computes for `processor` seconds where it has a processor to itself, waits for links, and lets
-    messages travel behind both."""
-    return max(processor * crowding, processor + waited, behind)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    tables: tuple[TableChoice, ...]
-    seconds: Seconds
-    sent: Mapping[tuple[str, str], float]
-    """Bytes that a rank sends, the mean over ranks, by (purpose, "local" or "remote"), headers included."""
-    halved_seconds: float
-    """What a step would save if values and gradients travelled as 16 bits (which is never chosen: it is not exact)."""
-
-    @property
-    def shardings(self) -> dict[str, Sharding]:
-        return {table.name: table.chosen.sharding for table in self.tables}
-
-    @property
-    def exchanges(self) -> dict[str, str]:
-        return {table.name: table.chosen.exchange for table in self.tables}
 
 
 def choose(

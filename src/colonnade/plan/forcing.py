@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from colonnade.errors import ConfigError
-from colonnade.plan.choice import Forced
+from colonnade.plan.chosen import Forced
 from colonnade.plan.cutting import CUT, everywhere
 from colonnade.plan_config import PlanConfig
 from colonnade.table import Table

@@ -16,7 +16,7 @@ import numpy as np
 from colonnade.errors import ConfigError
 from colonnade.exchange import EXCHANGES, implied_exchange
 from colonnade.exchange.codec import CODECS, EXACT, Codecs
-from colonnade.plan.choice import Choice
+from colonnade.plan.chosen import Choice
 from colonnade.plan.forcing import forced_by, settled
 from colonnade.plan_config import PlanConfig
 from colonnade.sizes import Place

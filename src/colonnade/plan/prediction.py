@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from colonnade.plan.choice import step_seconds
+from colonnade.plan.chosen import step_seconds
 from colonnade.plan.device import PAGE, Device
 from colonnade.plan.placement import Demand, Placed
 from colonnade.table import Table

@@ -18,6 +18,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Some trained rows of a table."""
+
+    ids: Tensor  # (N,) int64
+    weights: Tensor  # (N, width of this rank's slice) of the table's dtype
+    clocks: Tensor  # (N,) int64: updates applied
+
+
+@dataclass(frozen=True, slots=True)
 class RowView:
     """Where a table's rows lie, for operations that work on them in place."""
 

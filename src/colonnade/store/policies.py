@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,6 +33,16 @@ PIECE_ROWS = 1 << 14
 PIECE_BYTES = 1 << 18
 LEAST_WIDTH = 256  # counters of a sketch's block: fewer would be filled too unevenly
 WORD = 2**64 - 1
+
+
+class RowPolicy(Protocol):
+    """Which rows of a table stay: admission and eviction, decided at the owner when an update has been applied."""
+
+    def forget(self, ids: Tensor, clocks: Tensor, step: int) -> Tensor:
+        """ids (N,), clocks (N,) after the update: the rows that step `step` trained, here. Returns the ids to forget:
+        any of these (not admitted) or of earlier ones (evicted). Must depend on nothing but what it is told, and
+        in no other order, so that a run can be repeated."""
+        ...
 
 
 class RowRetention:

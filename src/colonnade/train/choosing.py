@@ -9,7 +9,8 @@ from torch import nn
 from colonnade.config import RunConfig
 from colonnade.embedding import EmbeddingCollection
 from colonnade.exchange.codec import EXACT, Codecs
-from colonnade.plan.choice import Choice, Memory, choose
+from colonnade.plan.choice import choose
+from colonnade.plan.chosen import Choice, Memory
 from colonnade.plan.device import Device
 from colonnade.plan.flows import alone
 from colonnade.plan.forcing import forced_by

@@ -16,7 +16,7 @@ from colonnade.config import RunConfig
 from colonnade.data.contract import Source, Splits, num_steps
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ColonnadeError, ConfigError
-from colonnade.plan.choice import Choice
+from colonnade.plan.chosen import Choice
 from colonnade.plan.device import Device, measure
 from colonnade.plan.loads import TableLoad
 from colonnade.plan.placement import (
