@@ -59,6 +59,8 @@ ALL = ("user", "item", "tag", "wide")
 CHOICES = {
     "rows": Choice(),
     "pooled": Choice(dict.fromkeys(ALL, "pooled"), has_sequence=False),
+    # Consumers of values alone have no partials.
+    "substitute": Choice(dict.fromkeys(ALL, "substitute"), has_sequence=False),
     # An output with fields of both; parts by rows.
     "mixed": Choice(dict.fromkeys(("item", "tag"), "pooled")),
     # Parts pooled, and the fields of one output in turns.

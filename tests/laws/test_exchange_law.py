@@ -33,4 +33,5 @@ def test_what_each_declares():
         "rows": "bitwise",
         "pooled": "reassociated",
         "replicated": "bitwise",
+        "substitute": "reassociated",
     }

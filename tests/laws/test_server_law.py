@@ -12,7 +12,7 @@ import test_retrieval as retrieval
 import torch
 from ranks import run_ranks
 from small_run import CONFIG, digest, opened
-from test_choice_byte_law import FEATURES, PURPOSES, SIZE, STEPS, TABLES, batch_of
+from test_byte_law import FEATURES, PURPOSES, SIZE, STEPS, TABLES, batch_of
 from test_run import poisoned
 
 from colonnade import Adam, Batch, EmbeddingCollection, Ids, Mesh, RowOptimizer, build_plan, fit
@@ -274,7 +274,7 @@ def counted(mesh):
         )  # fmt: skip
         collection.open(plan, alone)
         rows, size = RowOptimizer(collection), 0 if alone.is_server else SIZE // 2
-        mine = (batch_of(1000 + 2 * t + alone.trainers.rank, size) for t in range(STEPS))
+        mine = (batch_of(1000 + 2 * t + alone.trainers.rank, "spread", size) for t in range(STEPS))
         for batch in collection.lookahead(mine):
             sum(value.sum() for value in collection(batch).values()).backward()
             rows.step()
@@ -284,7 +284,7 @@ def counted(mesh):
 
 def test_bytes_are_foretold_for_trainers_and_servers():
     everyone = run_ranks(4, counted, ranks_per_host=2)
-    sampled = profile(TABLES, FEATURES, [batch_of(step) for step in range(30)])
+    sampled = profile(TABLES, FEATURES, [batch_of(step, "spread") for step in range(30)])
     loads = table_loads(TABLES, FEATURES, sampled, WORLD, batch_size=SIZE, last_batch=100)
     for case, said in FORCED.items():
         forced = {table.name: said.get(table.name, DEALT) for table in TABLES}
@@ -296,7 +296,7 @@ def test_bytes_are_foretold_for_trainers_and_servers():
 
 
 def test_tables_are_chosen_places_on_servers_alone():
-    sampled = profile(TABLES, FEATURES, [batch_of(step) for step in range(9)])
+    sampled = profile(TABLES, FEATURES, [batch_of(step, "spread") for step in range(9)])
     for servers in (1, 3):
         world = World(num_hosts=2, ranks_per_host=4, servers_per_host=servers)
         loads = table_loads(TABLES, FEATURES, sampled, world, batch_size=SIZE, last_batch=100)

@@ -342,11 +342,10 @@ def raises_in_backward(mesh):
             dense.begin()
             layers(torch.ones(2, 4)).sum().backward()
             dense.reduce(finite=True, stop=False)
-    except ZeroDivisionError:
-        return (
-            "raised",
-            0.0,
-        )  # its thread has a bucket on the wire, or waits for one that never comes
+    except ZeroDivisionError as error:
+        # Its thread has a bucket on the wire, or waits for one that never comes.
+        mesh.presence.stop(str(error))  # as a program that ends by this error does
+        return "raised", 0.0
     except PeerLost:
         return "lost", time.monotonic() - began
     return "done", 0.0

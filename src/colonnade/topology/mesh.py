@@ -167,11 +167,11 @@ class Mesh:
             for block, size in zip(self.all_gather(purpose, padded), sizes, strict=True)
         ]
 
-    def broadcast(self, purpose: str, values: Tensor) -> Tensor:
+    def broadcast(self, purpose: str, values: Tensor, *, counts_as: str | None = None) -> Tensor:
         """Collective, in place: rank 0's tensor."""
         if self.num_ranks > 1:
             for peer in tree_children(self.rank, self.num_ranks):
-                self._count(purpose, peer, values.nbytes)
+                self._count(counts_as or purpose, peer, values.nbytes)
             self._begin(
                 purpose, lambda group: dist.broadcast(values, 0, group=group, async_op=True)
             ).wait()
@@ -319,11 +319,11 @@ def host_mesh(mesh: Mesh) -> Iterator[Mesh]:
 
 
 def close_mesh(mesh: Mesh) -> None:
-    """Collective: leave the world, all together. Raises PeerLost, naming it, where a rank does not come: torchrun would
-    wait for one that is stopped, with nothing left for it to do, for ever."""
+    """Collective, but for a rank that has said that it ends: leave the world, all together. Raises PeerLost, naming it,
+    where a rank does not come: for one that is stopped, with nothing left to do, torchrun would wait for ever."""
     if mesh.num_ranks == 1 or _mesh is None:
         return
-    if mesh.presence is not None and not mesh.presence.lost:
+    if mesh.presence is not None and not (mesh.presence.lost or mesh.presence.is_over):
         mesh.barrier()
     _leave()
 

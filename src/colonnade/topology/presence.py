@@ -176,6 +176,11 @@ class Presence:
             self._wake.set()
             self._thread.join(1.0)
 
+    @property
+    def is_over(self) -> bool:
+        """This rank has said that it ends."""
+        return self._over.is_set()
+
     def enter(self, purpose: str) -> None:
         """A call begins. Raises PeerLost where an earlier one has shown that it would not end."""
         if self.lost:

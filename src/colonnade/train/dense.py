@@ -240,7 +240,9 @@ class DenseGradients:
         """Collective: all go rank 0's ways. A rank that has measured other links would wait in another group."""
         numbers = torch.tensor([WAYS.index(bucket.way) for bucket in self.buckets])
         for bucket, number in zip(
-            self.buckets, self.mesh.broadcast("control", numbers).tolist(), strict=True
+            self.buckets,
+            self.mesh.broadcast("dense", numbers, counts_as="control").tolist(),
+            strict=True,
         ):
             bucket.way = WAYS[number]
 
