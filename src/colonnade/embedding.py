@@ -264,10 +264,12 @@ class EmbeddingCollection(nn.Module):
         before its use as the plan's staleness says. Close the iterator to stop early.
         """
         self.ensure_open()
-        self.ahead = open_ahead(
-            self.mesh.world, self.exchange, self.store, self.plan.lookahead,
-            self.consistency.reads_ahead, never=list(self.policies),
-        )  # fmt: skip
+        self.ahead = None
+        if self.plan.rows_ahead:
+            self.ahead = open_ahead(
+                self.mesh.num_ranks, self.exchange, self.store, self.plan.lookahead,
+                self.consistency.reads_ahead, never=list(self.policies),
+            )  # fmt: skip
         return Lookahead(
             batches,
             prepare=self.prepare,

@@ -157,6 +157,8 @@ class PlanConfig(Section):
     """Which tables get the memory: all alike, or those whose rows are read most, by a profile of a sample."""
     lookahead: Annotated[int | Literal["auto"], PlainValidator(_lookahead)] = 2
     """Batches whose ids travel and whose rows become resident ahead of training; auto: as deep as reads are slow."""
+    rows_ahead: bool = False
+    """Rows that no batch in flight changes travel a batch early (exchange rows): for slow links and idle processors."""
     write_budget: Rate | None = None
     """Bytes per second that rows may be written to files with, on each rank. Default: no limit."""
     staleness_steps: int = Field(0, ge=0)

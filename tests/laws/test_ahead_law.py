@@ -3,7 +3,7 @@ memory and codecs, and with as many bytes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from exchanges import CHOICES, Choice, consumers, gradient_like
 from ranks import run_ranks
 from scenario import all_rows, global_batch, open_backings, probe_ids, share_of, tables
 
-from colonnade import EmbeddingCollection, RowOptimizer, World, build_plan
+from colonnade import EmbeddingCollection, RowOptimizer, build_plan
 from colonnade.exchange.codec import Codecs
 from colonnade.train.transfer import load_rows
 
@@ -67,15 +67,16 @@ SPOILT = ("deleted", "loaded", "beside", "unused", "closed")
 """What was sent ahead is sent again."""
 
 
-def run(mesh, case: Case, folder):
+def run(mesh, case: Case, folder, rows_ahead: bool):
     """What was read step by step, rows at the end, bytes sent, rows that left ahead."""
     collection = EmbeddingCollection(
         tables(case.dtype, case.stays), case.choice.features, consumers=consumers(), seed=3
     )
     shardings, exchanges = case.choice.shardings_in(mesh.num_ranks), case.choice.exchanges
     plan = build_plan(
-        collection.tables, mesh.num_ranks, exchanges=exchanges, shardings=shardings, **case.plan
-    )
+        collection.tables, mesh.num_ranks, exchanges=exchanges, shardings=shardings,
+        rows_ahead=rows_ahead, **case.plan,
+    )  # fmt: skip
     backings = (
         open_backings(folder, mesh, collection.tables, plan.shardings) if plan.needs_backing else []
     )
@@ -144,12 +145,10 @@ DIM_OF_USER = 6
 
 def run_cases(mesh, names, folder):
     """By case: whether reads and rows are the same bits, and (bytes, rows ahead) of both."""
-    near = replace(mesh, world=World(ranks_per_host=mesh.num_ranks))
     found = {}
     for name in names:
         one, other = (
-            run(each, CASES[name], folder / name / kind)
-            for each, kind in ((near, "near"), (mesh, "far"))
+            run(mesh, CASES[name], folder / name / str(wanted), wanted) for wanted in (False, True)
         )
         same = len(one[0]) == len(other[0]) and all(
             torch.equal(a, b)
@@ -162,7 +161,7 @@ def run_cases(mesh, names, folder):
 
 
 def check(num_ranks, names, folder):
-    for found in run_ranks(num_ranks, run_cases, list(names), folder, ranks_per_host=1):
+    for found in run_ranks(num_ranks, run_cases, list(names), folder):
         for name, (same, (bytes_near, ahead_near), (bytes_far, ahead_far)) in found.items():
             assert same, name
             assert ahead_near == 0

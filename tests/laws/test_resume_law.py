@@ -44,6 +44,7 @@ VARIANTS = {
     },
 }
 OF_TWO = {
+    "tiered": {**VARIANTS["tiered"], "plan.rows_ahead": True},
     "stale": VARIANTS["stale"],
     "pooled": {
         "plan.exchange": "pooled", "plan.staleness_steps": 1, "plan.memory.dram": 90_000,
@@ -53,11 +54,11 @@ OF_TWO = {
 
 
 def start(folder: Path, settings: dict, kill_at: int = 0, num_ranks: int = 1):
-    """The run's processes, one per rank, each on a host of its own; `kill_at` is rank 0's."""
+    """The run's processes, one per rank; `kill_at` is rank 0's."""
     environment = {
         **os.environ,
         "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",

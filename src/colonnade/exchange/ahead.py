@@ -28,13 +28,12 @@ from colonnade.exchange.clean import Rows, clean_rows
 from colonnade.exchange.contract import Exchange, RowSource, Ticket
 from colonnade.store.dram import DramStore
 from colonnade.topology.waiting import waiting
-from colonnade.topology.world import World
 
 END = "end"
 
 
 def open_ahead(
-    world: World,
+    num_ranks: int,
     exchange: Exchange,
     store: object,
     depth: int | Literal["auto"],
@@ -42,11 +41,10 @@ def open_ahead(
     *,
     never: Sequence[int],
 ) -> Ahead | None:
-    """For a lookahead of this depth; None where nothing leaves ahead, by what all ranks know alike. Not between ranks
-    of one host: its links are its memory, and sending costs the cores that compute. Not under bounded staleness, which
-    reads ahead all there is. Not of rows on a device, which come down when they are fetched."""
-    is_near = world.num_hosts == 1
-    if is_near or depth == 0 or reads_ahead or not exchange.sends_clean:
+    """For a lookahead of this depth, where a plan wants it; None where nothing leaves ahead, by what all ranks know
+    alike. Not under bounded staleness, which reads ahead all there is. Not of rows on a device, which come down when
+    they are fetched."""
+    if num_ranks == 1 or depth == 0 or reads_ahead or not exchange.sends_clean:
         return None
     return Ahead(exchange, store, never) if isinstance(store, DramStore) else None
 

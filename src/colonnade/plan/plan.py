@@ -75,6 +75,8 @@ class Plan:
     """Byte-addressable memory that the tables of tier "mapped" lie in."""
     ssd: tuple[Place, ...] = ()
     """Directories that rows rest in, striped; none: the run folder."""
+    rows_ahead: bool = False
+    """Rows of the next batch that no batch in flight changes travel while this one computes."""
     write_budget: int | None = None
     """Bytes per second that may be written on each rank."""
     hbm_bytes: int | None = None
@@ -136,6 +138,7 @@ def build_plan(
     mapped: Place | None = None,
     ssd: Sequence[Place] = (),
     lookahead: int | Literal["auto"] = 2,
+    rows_ahead: bool = False,
     write_budget: int | None = None,
     staleness_steps: int = 0,
     exchange: str = "rows",
@@ -258,6 +261,7 @@ def build_plan(
         tables=tuple(planned),
         mapped=mapped,
         ssd=tuple(ssd),
+        rows_ahead=rows_ahead,
         write_budget=write_budget,
         hbm_bytes=hbm_bytes,
         codecs=codecs,
@@ -291,6 +295,7 @@ def plan_of(
         mapped=memory.mapped_place,
         ssd=memory.ssd_places,
         lookahead=config.lookahead,
+        rows_ahead=config.rows_ahead,
         write_budget=config.write_budget,
         staleness_steps=config.staleness_steps,
         exchanges=exchanges,
