@@ -40,7 +40,6 @@ from colonnade import (
 from colonnade.plan.choice import choose
 from colonnade.plan.chosen import Choice, Forced, step_seconds
 from colonnade.plan.device import RowRate, measure_rows
-from colonnade.plan.flows import alone
 from colonnade.plan.loads import ColumnLoad, TableLoad
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.links import measure_links
@@ -48,6 +47,8 @@ from colonnade.topology.sharding import Sharding, host_wise, replicated, row_wis
 from workers.exchange_loop import EPS, ROWS_LR, Case, Iterations, digest_of, serve
 
 AUTO = "auto"
+REHEARSED = "rows row-wise"
+"""The system whose processor time is measured; of all others, formulas say how much more or less."""
 COUNTED = 4
 """Batches that tell how many different rows a step asks for."""
 PHASES = ("wait", "forward", "backward", "rows")
@@ -172,8 +173,7 @@ class Chooser:
         heard = mesh.all_gather("control", torch.tensor([rate.gathered, rate.updated]))
         gathered, updated = torch.stack(heard).min(0).values.tolist()
         self.rates = [RowRate(rate.width, gathered, updated)]
-        self.alone = rehearse(case, held, mesh)
-        self.in_alone = sum(alone(load, self.rates) for load in self.loads)
+        self.rehearsed: float | None = None
         self.crowding = max(1.0, mesh.num_ranks / (os.cpu_count() or 1))
 
     def plan(self) -> dict[str, Any]:
@@ -197,16 +197,20 @@ class Chooser:
         except ColonnadeError as error:
             choices.pop(AUTO, None)
             found["left_out"][AUTO] = str(error)
+        if self.rehearsed is None:  # once all systems have shown that they do the same work
+            self.rehearsed = rehearse(self.systems[REHEARSED], self.mesh)
+        base = choices[REHEARSED].seconds.processor
         for name, choice in choices.items():
             found["predicted"][name] = {
                 "payload_bytes": {" ".join(key): size for key, size in choice.sent.items()},
-                "seconds": self.step_seconds(choice, links.crowding),
+                "seconds": self.step_seconds(choice, base, links.crowding),
             }
         return found
 
-    def step_seconds(self, choice: Choice, crowding: float) -> float:
+    def step_seconds(self, choice: Choice, base: float, crowding: float) -> float:
+        """base: what the formulas say of the rehearsed system's processor; what they leave out is the same for all."""
         seconds = choice.seconds
-        processor = seconds.processor - self.in_alone + self.alone
+        processor = seconds.processor - base + (self.rehearsed or 0.0)
         return step_seconds(processor, seconds.waited, seconds.behind, crowding)
 
     def forced(self, links: World, plan: Any) -> Choice:
@@ -215,13 +219,12 @@ class Chooser:
         return choose(self.loads, links, rates=self.rates, forced=said)
 
 
-def rehearse(case: Case, held: list[Batch], mesh: Mesh) -> float:
-    """Collective: seconds of a processor that a step takes a rank with all rows to itself, the mean over ranks."""
-    opened = Opened(case, {"exchange": "rows", "sharding": "row_wise"}, held, Mesh())
-    opened.run(0, len(held), lambda: None)  # meets every row
-    began: list[float] = []
-    opened.run(2, len(held), lambda: began.append(time.process_time()))
-    mine = torch.tensor((time.process_time() - began[0]) / len(held), dtype=torch.float64)
+def rehearse(system: Opened, mesh: Mesh) -> float:
+    """Collective: seconds of a processor that a step takes a rank, the mean over ranks."""
+    steps, began = len(system.held), []
+    system.run(0, steps, lambda: None)  # meets every row
+    system.run(2, steps, lambda: began.append(time.process_time()))
+    mine = torch.tensor((time.process_time() - began[0]) / steps, dtype=torch.float64)
     return fmean(float(each) for each in mesh.all_gather("control", mine))
 
 
