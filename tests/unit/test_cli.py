@@ -11,6 +11,7 @@ import time
 import pytest
 
 from colonnade.cli import convert, main
+from colonnade.cli.ranks import death_signal
 from colonnade.cli.train import parse_settings
 from colonnade.config import RunConfig
 from colonnade.data import convert as data_convert
@@ -321,3 +322,12 @@ def test_a_run_that_never_committed_may_be_tried_again_with_other_settings(colon
     assert status == 2 and "line 42" in said
     schema.write_text("fields: {label: {type: label}, x: {type: category}, u: {type: category}}\n")
     assert colonnade(*arguments)[0] == 0
+
+
+def test_a_rank_whose_launcher_is_killed_commits_only_where_nobody_starts_it_again():
+    assert (
+        death_signal({})
+        == death_signal({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+        == signal.SIGTERM
+    )
+    assert death_signal({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}) == signal.SIGKILL

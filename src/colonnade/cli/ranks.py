@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,7 +139,15 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
 
 
 def _die_with_parent() -> None:
-    """A rank whose launcher was killed ends too (SIGTERM: it commits first), instead of training on unseen."""
+    """A rank whose launcher was killed ends too, instead of training on unseen."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, death_signal(os.environ))
+
+
+def death_signal(environment: Mapping[str, str]) -> int:
+    """On one host SIGTERM: the run commits and ends, for nothing would start it again. On several a launcher that is
+    gone is a host that is lost: SIGKILL, so that the others' launchers start anew, and wait for it."""
+    ranks = int(environment.get("WORLD_SIZE", "1"))
+    is_alone = ranks == int(environment.get("LOCAL_WORLD_SIZE", ranks))
+    return signal.SIGTERM if is_alone else signal.SIGKILL
