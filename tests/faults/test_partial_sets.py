@@ -43,6 +43,34 @@ def trained(mesh, *folders):
     return said, sorted(path.name for path in mine.iterdir()) if mine.exists() else []
 
 
+def dealt_by_table(mesh, folder):
+    """A run whose tables lie on either of two ranks, in folders of one name; one table of each is lost in turn."""
+    settings = override(SETTINGS, {"plan.sharding": "table_wise"})
+    run = open_run(settings, mesh, Path(folder))
+    run.train()
+    last = {table.sharding.ranks: t for t, table in enumerate(run.trainer.collection.plan.tables)}
+    run.close()
+    place, said = Path(folder) / "rows" / "0-of-1", []
+    for table in (place / f"{t:03d}" for t in last.values()):
+        mesh.barrier()
+        if mesh.rank == 0:
+            table.rename(place.with_name("away"))
+        mesh.barrier()
+        with pytest.raises(CheckpointError) as refused:
+            open_run(settings, mesh, Path(folder))
+        said.append(str(refused.value))
+        mesh.barrier()
+        if mesh.rank == 0:
+            place.with_name("away").rename(table)
+    return set(last), said
+
+
+def test_tables_of_several_ranks_in_folders_of_one_name_are_missed(tmp_path):
+    for owners, said in run_ranks(2, dealt_by_table, str(tmp_path / "run")):
+        assert owners == {(0,), (1,)}
+        assert all("rows/0-of-1 is not what this run committed there" in each for each in said)
+
+
 def lose_rank(place, other):
     shutil.rmtree(place / "rows" / "1-of-2")
 

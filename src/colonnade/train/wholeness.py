@@ -25,9 +25,11 @@ from colonnade.topology.mesh import Mesh
 SEEN_SECONDS = 10.0  # that a file of another host may take to be seen: network file systems remember what was not there
 
 
-def marks(folder: Path, backings: Sequence[Any], step: int, mesh: Mesh) -> dict[str, list[str]]:
-    """Collective, on the purpose `commit`, when every rank's stores have committed: by folder of rows, its tables'
-    folders, and a digest of their manifests."""
+def marks(
+    folder: Path, backings: Sequence[Any], step: int, mesh: Mesh
+) -> dict[str, list[list[str]]]:
+    """Collective, on the purpose `commit`, when every rank's stores have committed: by folder of rows, of each rank
+    that has tables in it, these tables' folders and a digest of their manifests."""
     tables: dict[str, list[str]] = {}
     for backing in backings:
         if isinstance(backing, LogBacking):
@@ -37,9 +39,10 @@ def marks(folder: Path, backings: Sequence[Any], step: int, mesh: Mesh) -> dict[
         home: [*names, _digest(folder / "rows" / home, names, step)]
         for home, names in sorted(tables.items())
     }
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[list[str]]] = {}
     for said in mesh.all_gather_bytes("commit", json.dumps(mine).encode()):
-        found |= json.loads(said)
+        for home, mark in json.loads(said).items():
+            found.setdefault(home, []).append(mark)
     return found
 
 
@@ -104,7 +107,7 @@ def _problems(folder: Path, step: int, mesh: Mesh) -> list[str]:
     found = [
         f"commits/{place.name}/{name} is missing" for name in states if not (place / name).is_file()
     ]
-    wanted = list(header.get("rows", {}).items())
+    wanted = [(name, mark) for name, of in header.get("rows", {}).items() for mark in of]
     for name, (*tables, digest) in wanted[mesh.rank :: mesh.num_ranks]:
         rows = folder / "rows" / name
         if not rows.is_dir():
