@@ -21,13 +21,13 @@ from colonnade.train.run import open_run
 PROGRAM = """
 import sys
 from pathlib import Path
-from colonnade import config, Mesh
+from colonnade import config, plan_config, Mesh
 from colonnade.cli import ranks
 from colonnade.train import commits, interrupt
 from rich.console import Console
 from small_run import CONFIG
 
-config.LEAST_RATE = 1
+plan_config.LEAST_RATE = 1
 commits.SLOW_SECONDS, interrupt.REPEAT_SECONDS = 0.3, 0.0
 slow = config.override(config.build_config(CONFIG), {"plan.write_budget": 1, "train.max_steps": 3})
 ranks.train(slow, Path(sys.argv[1]), 1, Console(width=400))
