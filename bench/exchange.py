@@ -298,7 +298,13 @@ class Bench:
             keep()
             tables.print_case(self.console, self.measured, case)
         long = [turn for turn in turns if turn.name == AUTO]
-        if long and self.extent.session_steps and not tables.has_session(self.measured):
+        is_apart = not name.startswith("1x")
+        if (
+            long
+            and is_apart
+            and self.extent.session_steps
+            and not tables.has_session(self.measured)
+        ):
             long[0].block(WARM_SESSION, keep=True)
             long[0].block(self.extent.session_steps, keep=True)
             self.measured.append(tables.session_of(name, AUTO, *long[0].blocks[-2:]))

@@ -5,6 +5,7 @@ Legend: O rows this rank owns and some rank asked for.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,9 +68,9 @@ class Owner(Asks):
     def recall(self, ticket: Ticket) -> None:
         """See the contract."""
 
+    @abstractmethod
     def pooled(self, ticket: Ticket) -> list[Tensor]:
         """One tensor per output, of what was fetched."""
-        raise NotImplementedError
 
     def tensors(self, ticket: Ticket, handle: Tensor) -> tuple[Tensor, ...]:
         """`pooled`, in a graph whose backward records its gradients on the ticket."""
