@@ -61,21 +61,31 @@ class Opened:
         self, case: Case, choice: Mapping[str, Any], held: list[Batch], mesh: Mesh
     ) -> None:
         self.case, self.held, self.mesh = case, held, mesh
+        tables, features, consumers = self.declared(case)
+        self.collection = EmbeddingCollection(tables, features, consumers=consumers)
+        self.rows = RowOptimizer(self.collection)
+        self.collection.open(plan_of(tables, choice, case, mesh), mesh)
+        self.gradient = case.gradient()
+        self.next = 0
+
+    @staticmethod
+    def declared(case: Case) -> tuple[list[Table], list[Feature], dict[str, Any] | None]:
+        """Tables, features and consumers."""
         optimizer = RowWiseAdagrad(lr=ROWS_LR, eps=EPS)
         tables = [
             Table(name, case.dim, rows=rows, optimizer=optimizer, initializer=Uniform(scale=0.0))
             for name, rows in zip(case.names, case.rows, strict=True)
         ]
         pooling = "sum" if case.pooled else "sequence"
-        self.collection = EmbeddingCollection(
-            tables,
-            [Feature(name, name, pooling=pooling) for name in case.names],
-            consumers={"fields": (Concat(), case.names)} if case.pooled else None,
-        )
-        self.rows = RowOptimizer(self.collection)
-        self.collection.open(plan_of(tables, choice, case, mesh), mesh)
-        self.gradient = case.gradient()
-        self.next = 0
+        features = [Feature(name, name, pooling=pooling) for name in case.names]
+        return tables, features, {"fields": (Concat(), case.names)} if case.pooled else None
+
+    def outputs(self, found: dict[str, Tensor]) -> list[Tensor]:
+        """What gradients come back to."""
+        return [found["fields"]] if self.case.pooled else [found[n] for n in self.case.names]
+
+    def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
+        return [self.gradient] * len(outputs)
 
     def batches(self) -> Iterator[Batch]:
         for number in itertools.count(self.next):
@@ -95,12 +105,9 @@ class Opened:
                 marks = [time.perf_counter()]
                 batch = next(ready)
                 marks.append(time.perf_counter())
-                found = self.collection(batch)
-                outputs = (
-                    [found["fields"]] if self.case.pooled else [found[n] for n in self.case.names]
-                )
+                outputs = self.outputs(self.collection(batch))
                 marks.append(time.perf_counter())
-                torch.autograd.backward(outputs, [self.gradient] * len(outputs))
+                torch.autograd.backward(outputs, self.gradients(outputs))
                 marks.append(time.perf_counter())
                 self.rows.step()
                 marks.append(time.perf_counter())
@@ -164,12 +171,20 @@ def the_mesh() -> Mesh:
 class Chooser:
     """What `plan.choice` says of every system between the links as they are, and the one that it chooses."""
 
-    def __init__(self, case: Case, held: list[Batch], mesh: Mesh, systems: dict[str, Any]) -> None:
-        self.case, self.held, self.mesh, self.systems = case, held, mesh, systems
+    def __init__(
+        self,
+        case: Case,
+        held: list[Batch],
+        mesh: Mesh,
+        systems: dict[str, Any],
+        system: type[Opened],
+    ) -> None:
+        self.case, self.held, self.mesh = case, held, mesh
+        self.systems, self.system = systems, system
         self.loads = loads_of(case, mesh)
         # All ranks at once, as they compute in a step: they share the processors.
         mesh.barrier()
-        rate = measure_rows(case.dim)
+        rate = measure_rows(case.width)
         heard = mesh.all_gather("control", torch.tensor([rate.gathered, rate.updated]))
         gathered, updated = torch.stack(heard).min(0).values.tolist()
         self.rates = [RowRate(rate.width, gathered, updated)]
@@ -189,7 +204,7 @@ class Chooser:
             choices[AUTO] = choose(self.loads, links, rates=self.rates)
             self.systems.pop(AUTO, None)
             chosen = {"exchanges": choices[AUTO].exchanges, "shardings": choices[AUTO].shardings}
-            self.systems[AUTO] = Opened(self.case, chosen, self.held, self.mesh)
+            self.systems[AUTO] = self.system(self.case, chosen, self.held, self.mesh)
             counts = Counter(
                 f"{t.chosen.exchange} {t.chosen.sharding.kind}" for t in choices[AUTO].tables
             )
@@ -234,7 +249,7 @@ def loads_of(case: Case, mesh: Mesh) -> list[TableLoad]:
     on_host = mesh.world.ranks_per_host
     found = []
     for f, (name, rows) in enumerate(zip(case.names, case.rows, strict=True)):
-        table = Table(name, case.dim, rows=rows, optimizer=RowWiseAdagrad(lr=ROWS_LR))
+        table = Table(name, case.width, rows=rows, optimizer=RowWiseAdagrad(lr=ROWS_LR))
 
         def different(ranks: int, column: int = f) -> float:
             """Rows of so many ranks' batches together, the mean over all such groups."""
@@ -246,8 +261,8 @@ def loads_of(case: Case, mesh: Mesh) -> list[TableLoad]:
         lookups = float(case.batch_size * case.lookups)
         columns = (ColumnLoad(lookups, case.lookups),)
         load = TableLoad(
-            name=name, width=case.dim, value_bytes=4 * case.dim, gradient_bytes=4 * case.dim,
-            bag_bytes=4 * case.dim, rows=float(rows), slot_bytes=slot_bytes(table),
+            name=name, width=case.width, value_bytes=4 * case.width, gradient_bytes=4 * case.width,
+            bag_bytes=4 * case.width, rows=float(rows), slot_bytes=slot_bytes(table),
             samples=float(case.batch_size), unique_rank=different(1), unique_host=different(on_host),
             unique_world=different(mesh.num_ranks), lookups=lookups, columns=columns,
             is_pooled=case.pooled, vocabulary=rows,
@@ -257,7 +272,7 @@ def loads_of(case: Case, mesh: Mesh) -> list[TableLoad]:
 
 
 def build(
-    case: Case, choices: Mapping[str, Any]
+    case: Case, choices: Mapping[str, Any], system: type[Opened] = Opened
 ) -> tuple[dict[str, Any], dict[str, str], dict, Any]:
     mesh = the_mesh()
     held = [batch_of(case, ids) for ids in case.load(mesh.rank)]
@@ -265,10 +280,10 @@ def build(
     left_out = {}
     for name, choice in choices.items():
         try:
-            systems[name] = Opened(case, choice, held, mesh)
+            systems[name] = system(case, choice, held, mesh)
         except ColonnadeError as error:  # on all ranks alike: nothing has travelled
             left_out[name] = str(error)
-    chooser = Chooser(case, held, mesh, systems) if mesh.num_ranks > 1 else None
+    chooser = Chooser(case, held, mesh, systems, system) if mesh.num_ranks > 1 else None
     return systems, left_out, {"colonnade": colonnade.__version__}, chooser
 
 

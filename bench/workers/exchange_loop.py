@@ -51,6 +51,11 @@ class Case:
     seed: int
 
     @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.dim
+
+    @property
     def names(self) -> list[str]:
         return [f"C{f + 1}" for f in range(len(self.rows))]
 
@@ -106,9 +111,7 @@ class Iterations:
 Built = tuple[dict[str, System], dict[str, str], dict[str, Any], Planner | None]
 
 
-def serve(
-    build: Callable[[Case, Mapping[str, Any]], Built],
-) -> None:
+def serve(build: Callable[[Any, Mapping[str, Any]], Built], case_type: type[Case] = Case) -> None:
     """Answer the parent until it closes the socket. `build(case, choices)` is called on every rank, and opens the world
     when it is called first: (systems, what is left out and why, facts, a planner where there is one)."""
     torch.set_num_threads(1)
@@ -126,7 +129,7 @@ def serve(
                 systems, planner = {}, None
                 gc.collect()  # rows of the case before
                 systems, left_out, facts, planner = build(
-                    Case(**message["case"]), message["choices"]
+                    case_type(**message["case"]), message["choices"]
                 )
                 if not dist.is_initialized():  # alone
                     dist.init_process_group("gloo")

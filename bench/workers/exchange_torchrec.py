@@ -40,18 +40,21 @@ CPU = torch.device("cpu")
 class Sharded:
     """One sharded collection and its batches."""
 
+    optimizer_type: Any = RowWiseAdagrad
+    settings: Mapping[str, float] = {"lr": ROWS_LR, "eps": EPS}
+
     def __init__(
         self, case: Case, choice: Mapping[str, Any], keyed: list[KeyedJaggedTensor]
     ) -> None:
         self.case, self.keyed, self.ahead = case, keyed, choice.get("ahead", False)
-        self.module, self.plan = shard(case, choice)
+        self.module, self.plan = shard(case, choice, self.optimizer_type, self.settings)
         self.gradient = case.gradient()
         self.next = 0
         # Small tables that the planner replicates: torch's own gradients, and an optimizer beside the fused one.
         replicated = dict(in_backward_optimizer_filter(self.module.named_parameters()))
         self.optimizer = None
         if replicated:
-            self.optimizer = RowWiseAdagrad(replicated.values(), lr=ROWS_LR, eps=EPS)
+            self.optimizer = self.optimizer_type(replicated.values(), **self.settings)
 
     def batches(self, count: int) -> Iterator[KeyedJaggedTensor]:
         for _ in range(count):
@@ -73,9 +76,7 @@ class Sharded:
             if self.ahead and following is not None:
                 ctx = module.create_context()
                 coming = module.input_dist(ctx, following)
-            torch.autograd.backward(
-                outputs, [self.gradient] * len(outputs)
-            )  # updates what is fused
+            torch.autograd.backward(outputs, self.gradients(outputs))  # updates what is fused
             if self.optimizer is not None:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -85,6 +86,9 @@ class Sharded:
             if step >= warm_up:
                 seconds.append(time.perf_counter() - began)
         return Iterations(seconds, digest_of(outputs))
+
+    def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
+        return [self.gradient] * len(outputs)
 
     def outputs_of(self, found: Any) -> list[Tensor]:
         """In the order of the features: (B, F * D) as one, or each sequence's (B * L, D)."""
@@ -96,7 +100,9 @@ class Sharded:
         return [found[name].values() for name in self.case.names]
 
 
-def shard(case: Case, choice: Mapping[str, Any]) -> tuple[nn.Module, str]:
+def shard(
+    case: Case, choice: Mapping[str, Any], optimizer: Any, optimizer_settings: Mapping[str, float]
+) -> tuple[nn.Module, str]:
     """The sharded module, and how its tables lie, in words."""
     settings: dict[str, Any] = {
         "device": torch.device("meta"),
@@ -114,7 +120,7 @@ def shard(case: Case, choice: Mapping[str, Any]) -> tuple[nn.Module, str]:
     sharder: Any = EmbeddingBagCollectionSharder()
     if not case.pooled:
         sharder = EmbeddingCollectionSharder()
-    apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": ROWS_LR, "eps": EPS})
+    apply_optimizer_in_backward(optimizer, module.parameters(), dict(optimizer_settings))
     num_ranks, on_host = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     if choice["sharding"] == "row_wise":
         plan = construct_module_sharding_plan(
@@ -162,7 +168,7 @@ def keyed_ids(case: Case, ids: Tensor) -> KeyedJaggedTensor:
 
 
 def build(
-    case: Case, choices: Mapping[str, Any]
+    case: Case, choices: Mapping[str, Any], system: type[Sharded] = Sharded
 ) -> tuple[dict[str, Any], dict[str, str], dict, Any]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -172,7 +178,7 @@ def build(
     left_out, facts = {}, {n: version(n) for n in ("torchrec", "fbgemm-gpu-cpu", "torch")}
     for name, choice in choices.items():
         try:
-            systems[name] = Sharded(case, choice, keyed)
+            systems[name] = system(case, choice, keyed)
             facts[f"{name} plan"] = systems[name].plan
         except Exception as error:  # whatever its planner or sharders raise, on all ranks alike
             left_out[name] = f"{type(error).__name__}: {error}"[:300]

@@ -14,6 +14,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
 
 import exchange  # noqa: E402
+from cluster import race  # noqa: E402
 from harness import BenchError, Measured  # noqa: E402
 from tables import exchange as tables  # noqa: E402
 from workers.exchange_loop import Case  # noqa: E402
@@ -113,7 +114,7 @@ def test_ids_are_those_of_the_workload(workload, tmp_path, monkeypatch):
     case = exchange.write_case(tmp_path, workload, num_ranks=2, max_cardinality=1000)
     assert Case(**{**case.__dict__}) == case and len(case.names) == len(workload.fields)
     ids = np.load(case.ids)
-    assert ids.shape == (exchange.NUM_BATCHES, 2, len(workload.fields), 64 * workload.lookups)
+    assert ids.shape == (race.NUM_BATCHES, 2, len(workload.fields), 64 * workload.lookups)
     for f, rows in enumerate(case.rows):
         of = ids[:, :, f].ravel()
         assert 0 <= of.min() and of.max() < rows <= 1000
@@ -142,30 +143,30 @@ class Answering:
         return block([1.0, 1.0], digest=self.digests[self.said["system"]])
 
 
-def turns(**digests: float) -> list[exchange.Turn]:
+def turns(**digests: float) -> list[race.Turn]:
     fleet = Answering(digests)
-    made = [exchange.Turn(name, fleet) for name in digests]
+    made = [race.Turn(name, fleet) for name in digests]
     for turn in made:
         turn.block(3, keep=True)
     return made
 
 
 def test_systems_that_did_other_work_are_refused():
-    exchange.check_same_work(turns(rows=1.0, torchrec=1.0000001), "case")
-    exchange.check_same_work(turns(rows=1.0, rows_lossy=1.1), "case")
+    race.check_same_work(turns(rows=1.0, torchrec=1.0000001), "case")
+    race.check_same_work(turns(rows=1.0, rows_lossy=1.1), "case")
     with pytest.raises(BenchError, match="outputs differ"):
-        exchange.check_same_work(turns(rows=1.0, torchrec=1.01), "case")
+        race.check_same_work(turns(rows=1.0, torchrec=1.01), "case")
 
 
 def test_a_system_that_dies_is_named():
-    turn = exchange.Turn("pooled", Answering({}, dies="pooled"))
-    with pytest.raises(exchange.Broken) as caught:
+    turn = race.Turn("pooled", Answering({}, dies="pooled"))
+    with pytest.raises(race.Broken) as caught:
         turn.block(1, keep=True)
     assert caught.value.system == "pooled" and "killed" in str(caught.value)
 
 
 def test_a_broken_system_is_left_out_and_its_case_done_again(tmp_path, monkeypatch):
-    bench = exchange.Bench.__new__(exchange.Bench)
+    bench = race.Bench.__new__(race.Bench)
     bench.folder, bench.extent, bench.only = tmp_path, exchange.QUICK, ""
     bench.console = Console(file=io.StringIO())
     bench.measured, bench.left_out, bench.broken, tried = [], [], set(), []
@@ -181,9 +182,9 @@ def test_a_broken_system_is_left_out_and_its_case_done_again(tmp_path, monkeypat
         tried.append((name, sorted(bench.broken)))
         bench.measured.append(Measured(f"{name} half done", "rows", "ms/step", [1.0]))
         if "pooled" not in bench.broken:
-            raise exchange.Broken("pooled", "killed")
+            raise race.Broken("pooled", "killed")
 
-    monkeypatch.setattr(exchange, "open_hosts", lambda _: NoHosts())
+    monkeypatch.setattr(race, "open_hosts", lambda _: NoHosts())
     bench.open_fleets = lambda *_: {}
     bench.open_case = lambda *_: []
     bench.measure = measure

@@ -1,0 +1,344 @@
+"""Systems on hosts of this machine taking turns, block by block: what benches between hosts have in common.
+
+Hosts are network namespaces whose uplinks are shaped (`hosts`), ranks are torchrun's (`fleet`). All systems of one kind
+live in the same processes. Every system does the same work first, which is checked; then each rate has its rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import (
+    PEER_INSTALLS,
+    ROOT,
+    BenchError,
+    Measured,
+    describe_machine,
+    open_environment,
+    others_share,
+    read_cpu_seconds,
+    report,
+    write_report,
+)
+from rich.console import Console
+from tables import exchange as tables
+
+import colonnade
+from cluster.fleet import Fleet, open_fleet
+from cluster.hosts import Hosts, open_hosts
+
+NUM_BATCHES = 8
+"""Of each rank; they go round."""
+WARM_SESSION = 100
+"""Steps before memory is looked at for the first time."""
+WARM_UP_STEPS = 2
+"""Before the clock starts in every block: batches ahead are on their way."""
+MAX_DIGEST_GAP = 1e-3
+"""Exact systems whose outputs differ by more, relatively, have not done the same work."""
+HOPELESS = 3.0
+"""A choice this many times slower than the fastest of its kind is measured by one short block."""
+TIMEOUT = 120.0
+WIDTH = 150
+AUTO = tables.AUTO
+"""What Colonnade chooses for the links as it measures them."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What one bench asks."""
+
+    name: str
+    """Of the bench. Its workers are `workers.<name>_<kind>`."""
+    choices: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    """By kind, torchrec or colonnade, and system."""
+    write_case: Callable[[Path, Any, int, int], Any]
+    """(folder, workload, ranks, most rows of a table) -> what the workers are told."""
+    ratios_of: Callable[[Sequence[Measured]], Mapping[str, float]]
+    print_result: Callable[[Console, Sequence[Measured], Mapping[str, Any]], None]
+    facts: Mapping[str, Any]
+    """Of the results' machine entry."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured."""
+
+    worlds: tuple[tuple[int, int], ...]  # hosts, ranks on each
+    gigabits: tuple[float, ...]
+    workloads: tuple[Any, ...]  # each with a name
+    scaling: tuple[tuple[int, int], ...]
+    """Further worlds, for the first workload at the last rate alone."""
+    max_cardinality: int
+    rounds: int
+    block_seconds: float
+    max_steps: int
+    session_steps: int
+    """Of one long session, in the first case: does memory grow?"""
+
+
+class Broken(BenchError):
+    """A system whose ranks ended, or said nothing."""
+
+    def __init__(self, system: str, reason: str) -> None:
+        super().__init__(f"{system}: {reason}")
+        self.system = system
+
+
+@dataclass
+class Turn:
+    """One system under one rate."""
+
+    name: str
+    fleet: Fleet
+    steps: int = 1
+    blocks: list[list[dict[str, Any]]] = field(default_factory=list)  # by block, by rank
+
+    def block(self, steps: int, *, keep: bool) -> float:
+        """Seconds per step."""
+        try:
+            self.fleet.send({"system": self.name, "warm_up": WARM_UP_STEPS, "steps": steps})
+            answers = self.fleet.answers()
+        except BenchError as error:
+            raise Broken(self.name, str(error)) from None
+        if keep:
+            self.blocks.append(answers)
+        return tables.step_seconds(answers)
+
+
+class Bench:
+    def __init__(
+        self, question: Question, folder: Path, extent: Extent, only: str, console: Console
+    ) -> None:
+        self.question, self.folder, self.extent = question, folder, extent
+        self.only, self.console = only, console
+        self.measured: list[Measured] = []
+        self.facts: dict[str, str] = {}
+        self.left_out: list[str] = []
+        self.broken: set[str] = set()
+        """Systems that ended their ranks, and are not tried again."""
+        self.pythons = {"colonnade": sys.executable}
+        try:
+            self.pythons["torchrec"] = open_environment(ROOT / "build" / "bench-env", PEER_INSTALLS)
+        except BenchError as error:
+            self.leave_out(f"torchrec: {error}")
+
+    def leave_out(self, what: str) -> None:
+        if what not in self.left_out:
+            self.left_out.append(what)
+            self.console.print(f"left out: {what}", style="yellow", markup=False)
+
+    def say(self, words: str) -> None:
+        self.console.print(words, style="dim", markup=False)
+
+    def run(self, keep: Callable[[], object]) -> None:
+        """`keep` is called when something is measured: a long run that is stopped leaves what it had."""
+        extent = self.extent
+        for world in (
+            extent.scaling
+        ):  # quick, and first: a run that is stopped has the figures of small worlds
+            self.run_world(world, extent.workloads[:1], extent.gigabits[-1:], keep)
+        for world in extent.worlds:
+            self.run_world(world, extent.workloads, extent.gigabits, keep)
+
+    def run_world(
+        self,
+        world: tuple[int, int],
+        workloads: Sequence[Any],
+        rates: Sequence[float],
+        keep: Callable[[], object],
+    ) -> None:
+        num_hosts, ranks_per_host = world
+        named = {f"{num_hosts}x{ranks_per_host} {each.name}": each for each in workloads}
+        left = [name for name in named if self.only in name]
+        while left:
+            with open_hosts(num_hosts) as hosts, ExitStack() as stack:
+                try:
+                    fleets = self.open_fleets(hosts, ranks_per_host, stack)
+                    while left:
+                        name = left[0]
+                        turns = self.open_case(name, named[name], fleets, rates[0], world)
+                        self.measure(name, turns, hosts, ranks_per_host, rates, keep)
+                        left.pop(0)
+                except Broken as error:  # the same once more, without it, with ranks of their own
+                    self.broken.add(error.system)
+                    self.leave_out(f"{name} {error}")
+                    self.measured = [m for m in self.measured if not m.case.startswith(f"{name} ")]
+                except BenchError as error:
+                    self.leave_out(f"{left.pop(0)}: {error}")
+
+    def open_fleets(self, hosts: Hosts, ranks_per_host: int, stack: ExitStack) -> dict[str, Fleet]:
+        fleets: dict[str, Fleet] = {}
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        for number, (system, python) in enumerate(self.pythons.items()):
+            fleets[system] = open_fleet(
+                system, hosts, ranks_per_host, f"workers.{self.question.name}_{system}", python=python,
+                folder=folder / system, timeout=TIMEOUT, number=number,
+            )  # fmt: skip
+            stack.callback(fleets[system].close)
+        return fleets
+
+    def open_case(
+        self,
+        name: str,
+        workload: Any,
+        fleets: Mapping[str, Fleet],
+        gigabits: float,
+        world: tuple[int, int],
+    ) -> list[Turn]:
+        """Every system that can run, warm, and having done the same work."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        case = self.question.write_case(
+            folder, workload, world[0] * world[1], self.extent.max_cardinality
+        )
+        link = {"link_bytes_per_second": gigabits * 1e9 / 8}
+        choices = {
+            kind: {name: {**choice, **link} for name, choice in named.items()}
+            for kind, named in self.question.choices.items()
+        }
+        turns: list[Turn] = []
+        for system, fleet in fleets.items():
+            fleet.send({"case": asdict(case), "choices": choices[system]})
+            answer = fleet.answers()[0]
+            for left, reason in answer["left_out"].items():
+                self.leave_out(f"{left}: {reason}")
+            plans = {f"{name} {k}" if " " in k else k: v for k, v in answer["ready"].items()}
+            self.facts |= plans
+            turns += [Turn(n, fleet) for n in choices[system] if n not in answer["left_out"]]
+        self.say(f"{name}: {len(turns)} systems of {world[0] * world[1]} ranks are ready")
+        for turn in turns:
+            turn.block(NUM_BATCHES, keep=True)
+        check_same_work(turns, name)
+        return turns
+
+    def measure(
+        self,
+        name: str,
+        turns: Sequence[Turn],
+        hosts: Hosts,
+        ranks_per_host: int,
+        rates: Sequence[float],
+        keep: Callable[[], object],
+    ) -> None:
+        """All rates of one world and workload: the ranks stay, the links change."""
+        turns, free = list(turns), {}
+        for gigabits in (None, *rates):
+            hosts.shape(gigabits)
+            turns = [turn for turn in turns if turn.name != AUTO]
+            predicted = self.plan(name, turns, gigabits)
+            for turn in turns:
+                turn.blocks = []
+            self.take_turns(turns, rounds=self.extent.rounds if gigabits else 1)
+            if gigabits is None:
+                free = {turn.name: tables.median_seconds(turn.blocks) for turn in turns}
+                continue
+            case = f"{name} {gigabits:g} Gbit/s"
+            for turn in turns:
+                self.measured += tables.cases_of(
+                    case, turn.name, turn.blocks, ranks_per_host, free.get(turn.name), predicted.get(turn.name)
+                )  # fmt: skip
+            keep()
+            tables.print_case(self.console, self.measured, case)
+        long = [turn for turn in turns if turn.name == AUTO]
+        is_apart = not name.startswith("1x")
+        if (
+            long
+            and is_apart
+            and self.extent.session_steps
+            and not tables.has_session(self.measured)
+        ):
+            long[0].block(WARM_SESSION, keep=True)
+            long[0].block(self.extent.session_steps, keep=True)
+            self.measured.append(tables.session_of(name, AUTO, *long[0].blocks[-2:]))
+            keep()
+
+    def plan(self, name: str, turns: list[Turn], gigabits: float | None) -> Mapping[str, Any]:
+        """What Colonnade foretells of its systems between these links; its choice joins `turns`."""
+        fleet = next(turn.fleet for turn in turns if not tables.is_peer(turn.name))
+        fleet.send({"plan": True})
+        answer = fleet.answers()[0]
+        for system, reason in answer.get("left_out", {}).items():
+            self.leave_out(f"{system}: {reason}")
+        if "chosen" not in answer or AUTO in self.broken:
+            return answer.get("predicted", {})
+        rate = "not shaped" if gigabits is None else f"{gigabits:g} Gbit/s"
+        for what in ("links", "chosen"):
+            self.facts[f"{name} {rate} {what}"] = answer[what]
+            self.say(f"{name} {rate}, {what}: {answer[what]}")
+        turns.append(Turn(AUTO, fleet))
+        return answer["predicted"]
+
+    def take_turns(self, turns: Sequence[Turn], *, rounds: int) -> None:
+        """The first block says how many steps the others have."""
+        first = {}
+        for turn in turns:
+            first[turn.name] = turn.block(2, keep=True)
+            wanted = self.extent.block_seconds / first[turn.name]
+            turn.steps = int(min(self.extent.max_steps, max(2, wanted)))
+        best = {
+            kind: min(s for n, s in first.items() if tables.is_peer(n) == kind)
+            for kind in set(map(tables.is_peer, first))
+        }
+        hopeful = [t for t in turns if first[t.name] <= HOPELESS * best[tables.is_peer(t.name)]]
+        for turn in hopeful:
+            turn.blocks = []
+        for _ in range(rounds):
+            for turn in hopeful:
+                turn.block(turn.steps, keep=True)
+
+
+def check_same_work(turns: Sequence[Turn], name: str) -> None:
+    """A speed of something else is worth nothing: after as many steps, the same outputs."""
+    digests = {t.name: t.blocks[0][0]["digest"] for t in turns if tables.LOSSY not in t.name}
+    if max(digests.values()) - min(digests.values()) > MAX_DIGEST_GAP * max(digests.values()):
+        raise BenchError(f"{name}: the systems' outputs differ: {digests}")
+
+
+def main(question: Question, description: str, full: Extent, quick: Extent) -> None:
+    """The bench's command line."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, help="write cases, raw values and ratios here")
+    parser.add_argument(
+        "--quick", action="store_true", help="one world, two workloads: to try, not to quote"
+    )
+    parser.add_argument(
+        "--only", default="", help='of the cases, e.g. "2x2 D=64": those with this in their name'
+    )
+    options = parser.parse_args(sys.argv[1:])
+    if options.json and not options.json.parent.is_dir():
+        parser.error(
+            f"--json {options.json}: there is no folder {options.json.parent}; make it first"
+        )
+    console = Console(highlight=False, width=max(WIDTH, Console().width))
+    before = read_cpu_seconds()
+    with tempfile.TemporaryDirectory(prefix="colonnade-bench-") as folder:
+        bench = Bench(
+            question, Path(folder), quick if options.quick else full, options.only, console
+        )
+
+        def result_of() -> Mapping[str, Any]:
+            result = report(
+                question.name,
+                version=colonnade.__version__,
+                machine=describe_machine(
+                    threads=1, others_share=round(others_share(before), 2),
+                    versions={k: v for k, v in bench.facts.items() if " " not in k},
+                    plans={k: v for k, v in bench.facts.items() if " " in k}, left_out=bench.left_out,
+                    max_cardinality=bench.extent.max_cardinality, **question.facts,
+                ),
+                measured=bench.measured,
+                ratios=question.ratios_of(bench.measured),
+            )  # fmt: skip
+            if options.json:
+                write_report(options.json, result)
+            return result
+
+        bench.run(result_of)
+        result = result_of()
+    question.print_result(console, bench.measured, result)

@@ -1,0 +1,104 @@
+"""How much less travels, and how much faster is a step, when partial results travel instead of rows?
+
+Hosts are network namespaces on this machine, as in `bench exchange`: 2 or 4 of 2 ranks each, uplinks of 1 or 10 Gbit/s.
+Models are the first operators of LR+FM, Wide&Deep and DeepFM (a first layer 128 wide) over tables of 50,000 rows of D
+elements and one weight; 26, 100 and 500 ids a sample (26 x 1, 50 x 2, 100 x 5 fields and ids), Zipf 1.1; 1024 samples
+a rank. A step is lookup, operators, a fixed gradient back to them, SGD; what models have behind them is the same for
+all, and left out. Rows begin as zeros, so every system must come to the same outputs, and is checked.
+
+    rows         a parameter server that sends each rank its unique rows, and is sent a sum of gradients for each
+    pooled       what owners pool of them
+    substitute   what owners evaluate of the operators (DES)
+    torchrec     pooled, by its kernels, operators in torch; a row and its weight are one row, of a multiple of four
+
+All ranks share this machine's cores: what a step costs in processor time is printed beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cluster import race
+from cluster.hosts import NoHosts
+from cluster.race import NUM_BATCHES, Extent, Question
+from harness import BenchError
+from tables import substitute as tables
+from workers.substitute_loop import OPERATORS, ModelCase
+from workers.tier_stream import Law
+
+BATCH_SIZE = 1024
+SKEW = 1.1
+ROWS = 50_000
+
+TORCHREC: dict[str, dict[str, Any]] = {
+    "torchrec table-wise": {"sharding": "table_wise"},
+    "torchrec table-wise ahead": {"sharding": "table_wise", "ahead": True},
+    "torchrec row-wise": {"sharding": "row_wise"},
+}
+COLONNADE: dict[str, dict[str, Any]] = {
+    "rows row-wise": {"exchange": "rows", "sharding": "row_wise"},
+    "rows table-wise": {"exchange": "rows", "sharding": "table_wise"},
+    "pooled row-wise": {"exchange": "pooled", "sharding": "row_wise"},
+    "pooled table-wise": {"exchange": "pooled", "sharding": "table_wise"},
+    "substitute row-wise": {"exchange": "substitute", "sharding": "row_wise"},
+    "substitute table-wise": {"exchange": "substitute", "sharding": "table_wise"},
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    model: str
+    fields: int
+    lookups: int
+    dim: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} K={self.fields * self.lookups} D={self.dim}"
+
+
+SHAPES = ((26, 1), (50, 2), (100, 5))
+"""Fields, and ids of each."""
+WORKLOADS = tuple(
+    Workload(model, *shape, dim) for model in OPERATORS for shape in SHAPES for dim in (8, 16)
+)
+FULL = Extent(
+    ((2, 2), (4, 2)), (1.0, 10.0), WORKLOADS, (), ROWS, rounds=3, block_seconds=0.7, max_steps=8,
+    session_steps=0,
+)  # fmt: skip
+QUICK = Extent(
+    ((2, 2),), (1.0,), (WORKLOADS[2], WORKLOADS[8]), (), ROWS // 10, rounds=1, block_seconds=0.3,
+    max_steps=3, session_steps=0,
+)  # fmt: skip
+
+
+def write_case(folder: Path, workload: Workload, num_ranks: int, num_rows: int) -> ModelCase:
+    """The ids of every rank, drawn by one law; which rows are frequent differs by table."""
+    shape = NUM_BATCHES, num_ranks, workload.fields, BATCH_SIZE * workload.lookups
+    ids = np.lib.format.open_memmap(folder / "ids.npy", "w+", np.int64, shape)
+    for f in range(workload.fields):
+        generator = np.random.Generator(np.random.SFC64([f, num_rows]))
+        drawn = Law(num_rows, SKEW).draw(generator, ids[:, :, f].size)
+        ids[:, :, f] = generator.permutation(num_rows)[drawn].reshape(*shape[:2], shape[3])
+    ids.flush()
+    return ModelCase(
+        ids=str(folder / "ids.npy"), rows=[num_rows] * workload.fields, dim=workload.dim,
+        batch_size=BATCH_SIZE, lookups=workload.lookups, pooled=True, seed=0, model=workload.model,
+    )  # fmt: skip
+
+
+QUESTION = Question(
+    "substitute", {"torchrec": TORCHREC, "colonnade": COLONNADE}, write_case, tables.ratios_of,
+    tables.print_result, {"batch_size": BATCH_SIZE, "skew": SKEW},
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    try:
+        race.main(QUESTION, __doc__.splitlines()[0], FULL, QUICK)
+    except (BenchError, NoHosts) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,83 @@
+"""What `bench substitute` makes of its blocks, beside what `tables.exchange` makes of any: ratios against the
+parameter server, and predictions for more ranks.
+
+Legend: K ids of a sample, D dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harness import Measured, print_machine
+from rich.console import Console
+from rich.table import Table as Grid
+
+from tables.exchange import AUTO, PAYLOAD, PREDICTED_PAYLOAD, is_peer, names_of, steps_of
+
+DES, SERVER, POOLED = "substitute", "rows", "pooled"
+
+
+def best_of(figures: Mapping[str, float], kind: str) -> float | None:
+    """The least of a kind of systems."""
+    return min((value for name, value in figures.items() if name.startswith(kind)), default=None)
+
+
+def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
+    """Best cases where the name says so, else the worst."""
+    saved, faster, regret, off = {}, {}, {}, []
+    for case in names_of(measured):
+        steps, sent = steps_of(measured, case), steps_of(measured, case + PAYLOAD)
+        of_des, of_server = best_of(sent, DES), best_of(sent, SERVER)
+        if of_des is not None and of_server:
+            saved[case] = 1 - of_des / of_server
+        of_des, of_server = best_of(steps, DES), best_of(steps, SERVER)
+        if of_des is not None and of_server is not None:
+            faster[case] = of_server / of_des
+        forced = [ms for n, ms in steps.items() if n != AUTO and not is_peer(n)]
+        if AUTO in steps and forced:
+            regret[case] = steps[AUTO] / min(forced)
+        for system, said in steps_of(measured, case + PREDICTED_PAYLOAD).items():
+            if system.startswith(DES) and sent.get(system):
+                off.append(abs(said - sent[system]) / sent[system])
+    ratios = {}
+    for name, best, found in (
+        ("des_bytes_saved_vs_ps", max, saved),
+        ("des_throughput_vs_ps", max, faster),
+        ("chooser_regret", max, regret),
+    ):
+        if found:
+            whole = name if found is regret else f"{name}_best"
+            ratios[whole] = best(found.values())
+            ratios |= {f"{name} {case}": value for case, value in found.items()}
+    if off:
+        ratios["des_bytes_vs_formula_error"] = max(off)
+    return ratios
+
+
+def print_result(console: Console, measured: Sequence[Measured], result: Mapping[str, Any]) -> None:
+    """One line per case: bytes of a host and milliseconds of a step, of the best of each kind."""
+    grid = Grid(
+        box=None, title_justify="left", padding=(0, 1, 0, 0),
+        title="The best of each kind: payload MB a host and step, ms/step",
+    )  # fmt: skip
+    kinds = (SERVER, POOLED, DES)
+    headings = (
+        "case",
+        *(f"{kind} MB" for kind in kinds),
+        *(f"{kind} ms" for kind in (*kinds, "torchrec", AUTO)),
+    )
+    for heading in headings:
+        grid.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=True)
+    for case in names_of(measured):
+        steps, sent = steps_of(measured, case), steps_of(measured, case + PAYLOAD)
+        cells = [best_of(sent, kind) for kind in kinds]
+        cells += [best_of(steps, kind) for kind in (*kinds, "torchrec", AUTO)]
+        grid.add_row(case, *("" if value is None else f"{value:.2f}" for value in cells))
+    console.print(grid)
+    for name, ratio in result["ratios"].items():
+        if " " not in name:
+            console.print(f"{name}: {ratio:.3f}")
+    for what in result["machine"]["left_out"]:
+        console.print(f"left out: {what}", style="yellow", markup=False)
+    print_machine(console, result)
