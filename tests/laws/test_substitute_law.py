@@ -23,10 +23,11 @@ from colonnade import (
     RowOptimizer,
     Sum,
     Table,
+    World,
     build_plan,
 )
 from colonnade.exchange.layout import declare
-from colonnade.exchange.substitution import floats, substituted
+from colonnade.exchange.substitution import floats, reasons, substituted
 from colonnade.topology.sharding import Sharding, row_wise, table_wise
 
 SIZES = [13, 0, 1, 24]
@@ -87,11 +88,10 @@ CASES = {
         {
             "first": (FieldsLinear((5, 5, 3, 5), 2), ("user.deep", "item", "history", "tags")),
             "normal": (NormalizedLinear((5, 3, 5), 1), ("seen", "history", "item")),
-            "fm": (FM(), FIELDS),
             "linear": (Sum(), ("user.wide",)),
         },
         "table_wise",
-        ("first", "normal", "fm"),
+        ("first", "normal"),
     ),
     "weights, split tables": Case(
         {
@@ -296,3 +296,43 @@ def _refused(mesh):
     exchanges = dict.fromkeys(("user", "item", "tag"), "substitute")
     collection.open(build_plan(collection.tables, mesh.num_ranks, exchanges=exchanges), mesh)
     collection(share_of(global_batch(0, 13), mesh.rank, mesh.num_ranks))
+
+
+def test_reasons_for_values_that_travel():
+    declared = [Table(name, 8, rows=99) for name in "abcd"]
+    fields = [Feature(name, name, pooling="mean" if name == "b" else "sum") for name in "abcd"]
+    consumers = {
+        "deep": (FieldsLinear((8, 8, 8), 4), "abc"),
+        "pairs": (FM(), "ab"),
+        "beside": (Concat(), "d"),
+        "one": (Sum(), "d"),
+    }
+    declaration = declare(declared, fields, consumers)
+
+    def found(shardings, **given):
+        names = substituted(declaration, shardings, **given)
+        why = reasons(declaration, shardings, **given)
+        assert set(names) | set(why) == set(consumers) and not set(names) & set(why)
+        return why
+
+    dealt, whole = [row_wise(4)] * 4, [table_wise(rank) for rank in range(4)]
+    why = found(dealt)
+    assert set(why) == {"pairs", "beside", "one"}
+    assert "whole bags" in why["pairs"] and "feature 'b' wants a mean" in why["pairs"]
+    why = found(whole)
+    wanted = "its partials would be 12 floats a sample, the values that they would save 8"
+    assert why["deep"] == wanted
+    assert why["pairs"] == "the values of its fields travel anyway, for another consumer"
+    assert why["beside"] == "nothing smaller than its fields' values stands for them in Concat"
+    assert why["one"] == "the values of its fields travel anyway, for another consumer"
+    assert "2 steps early" in found(whole, reads_ahead=2)["deep"]
+    assert "one rank" in found([table_wise(0)] * 4, world=World())["deep"]
+    servers = World(ranks_per_host=4, servers_per_host=1)
+    assert "rank 3 is a server" in found([table_wise(3)] * 4, world=servers)["deep"]
+    cut = [Sharding("column_wise", (0, 1), 2), *whole[1:]]
+    assert "'a' are cut by columns" in found(cut)["one"]
+    given = ["rows", "substitute", "substitute", "substitute"]
+    assert (
+        reasons(declaration, whole, exchanges=given)["deep"]
+        == "its field 'a' comes by exchange rows"
+    )
