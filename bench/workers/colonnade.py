@@ -21,7 +21,7 @@ from colonnade import (
     Uniform,
 )
 from colonnade.interaction import Concat
-from colonnade.models.dcn import DCNv2
+from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.dlrm import DLRM
 from workers.loop import CROSS_LAYERS, Case, Laps, Step, serve

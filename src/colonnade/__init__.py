@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from colonnade.embedding import EmbeddingCollection
     from colonnade.errors import ColonnadeError
     from colonnade.exchange.codec import Codecs
-    from colonnade.interaction import FM, BiInteraction, Concat, Interaction, Sum
+    from colonnade.interaction import (
+        FM,
+        BiInteraction,
+        Concat,
+        FieldsLinear,
+        Interaction,
+        NormalizedLinear,
+        Sum,
+    )
     from colonnade.optimizers import (
         FTRL,
         LAMB,
@@ -46,7 +54,9 @@ _HOMES = {
     "embedding": ("EmbeddingCollection",),
     "errors": ("ColonnadeError",),
     "exchange.codec": ("Codecs",),
-    "interaction": ("FM", "BiInteraction", "Concat", "Interaction", "Sum"),
+    "interaction": (
+        "FM", "BiInteraction", "Concat", "FieldsLinear", "Interaction", "NormalizedLinear", "Sum",
+    ),
     "optimizers": (
         "FTRL", "LAMB", "SGD", "Adagrad", "Adam", "AdamW", "RowWiseAdagrad", "RowWiseAdam", "SparseOptimizer",
     ),
@@ -83,11 +93,13 @@ __all__ = [
     "CountMinAdmission",
     "EmbeddingCollection",
     "Feature",
+    "FieldsLinear",
     "Fitted",
     "Ids",
     "Interaction",
     "MaxRowsEviction",
     "Mesh",
+    "NormalizedLinear",
     "Plan",
     "Predictor",
     "RandomAdmission",

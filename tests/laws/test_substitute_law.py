@@ -3,6 +3,7 @@ and split ones, means and weights, beside values and other exchanges; in float64
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -16,14 +17,17 @@ from colonnade import (
     Concat,
     EmbeddingCollection,
     Feature,
+    FieldsLinear,
     Mesh,
+    NormalizedLinear,
     RowOptimizer,
     Sum,
     Table,
+    World,
     build_plan,
 )
 from colonnade.exchange.layout import declare
-from colonnade.exchange.substitution import floats, substituted
+from colonnade.exchange.substitution import floats, reasons, substituted
 from colonnade.topology.sharding import Sharding, row_wise, table_wise
 
 SIZES = [13, 0, 1, 24]
@@ -37,7 +41,7 @@ class Case:
     kind: str
     """Of all tables' shardings."""
     wanted: tuple[str, ...]
-    """Consumers that are evaluated at the owners."""
+    """Consumers that are evaluated at the owners; of those with weights, on several ranks."""
     exchanges: dict[str, str] = field(default_factory=lambda: dict.fromkeys(TABLES, "substitute"))
 
     def shardings_in(self, num_ranks: int) -> dict[str, Sharding]:
@@ -80,10 +84,36 @@ CASES = {
         ("fm",),
         {"user": "substitute", "item": "substitute", "wide": "pooled"},
     ),
+    "weights, whole tables": Case(
+        {
+            "first": (FieldsLinear((5, 5, 3, 5), 2), ("user.deep", "item", "history", "tags")),
+            "normal": (NormalizedLinear((5, 3, 5), 1), ("seen", "history", "item")),
+            "linear": (Sum(), ("user.wide",)),
+        },
+        "table_wise",
+        ("first", "normal"),
+    ),
+    "weights, split tables": Case(
+        {
+            "first": (FieldsLinear((5, 5, 3, 5), 2), ("seen", "tags", "history", "item")),
+            "again": (FieldsLinear((3, 1), 1), ("history", "user.wide")),
+            "normal": (NormalizedLinear((5, 5), 1), ("user.deep", "item")),
+            "sums": (Sum(), ("tags", "seen")),
+        },
+        "row_wise",
+        ("first", "again", "normal", "sums"),
+    ),
+    "weights where values are": Case(
+        {"first": (FieldsLinear((5, 5), 2), FIELDS[:2]), "deep": (Concat(), FIELDS), **WIDE},
+        "table_wise",
+        (),
+    ),
 }
+WEIGHTED = [name for name in CASES if name.startswith("weights")]
 
 
-RUNS = [(case, 0) for case in CASES.values()] + [(CASES["split tables"], 2)]
+RUNS = [(case, 0) for case in CASES.values()]
+RUNS += [(CASES["split tables"], 2), (CASES["weights, split tables"], 1)]
 
 
 def our_features() -> list[Feature]:
@@ -93,16 +123,23 @@ def our_features() -> list[Feature]:
 
 
 def train(mesh, case: Case, *, exchanges=None, shardings=None, staleness: int = 0):
-    """By step, this rank's outputs; and all rows at the end."""
-    collection = EmbeddingCollection(
-        tables("float64"), our_features(), consumers=case.consumers, seed=3
-    )
+    """By step, this rank's outputs; all rows at the end, and all weights; and who was evaluated at the owners."""
+    consumers = copy.deepcopy(case.consumers)
+    collection = EmbeddingCollection(tables("float64"), our_features(), consumers=consumers, seed=3)
+    collection.double()
+    random = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in collection.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=random, dtype=weight.dtype))
     plan = build_plan(
         collection.tables, mesh.num_ranks, exchanges=exchanges or {}, shardings=shardings or {},
         staleness_steps=staleness,
     )  # fmt: skip
     collection.open(plan, mesh)
     rows, seen = RowOptimizer(collection), []
+    dense = None
+    if weights := list(collection.parameters()):
+        dense = (torch.optim.Adam if staleness else torch.optim.SGD)(weights, lr=0.01)
     batches = (share_of(global_batch(t, n), mesh.rank, mesh.num_ranks) for t, n in enumerate(SIZES))
     for step, batch in enumerate(collection.lookahead(batches)):
         found = collection(batch)
@@ -116,11 +153,23 @@ def train(mesh, case: Case, *, exchanges=None, shardings=None, staleness: int = 
         for _ in range(1 + step % 2):  # two backwards
             torch.autograd.backward(list(found.values()), given, retain_graph=True)
         rows.step()
+        if dense is not None:
+            for weight in weights:  # after the rows' step, which has completed them
+                weight.grad = mesh.all_reduce("dense", weight.grad)
+            dense.step()
+            dense.zero_grad()
     collection.eval()
     with torch.no_grad():
         batch = share_of(global_batch(9, 7), mesh.rank, mesh.num_ranks)
         seen.append(dict(collection(batch)))
-    return seen, all_rows(collection)
+    left = {name: weight.detach() for name, weight in collection.named_parameters()}
+    return seen, all_rows(collection) | left, at_owners(collection)
+
+
+def at_owners(collection) -> tuple[str, ...]:
+    """Consumers that are evaluated there."""
+    ends = getattr(collection.exchange, "ends", [collection.exchange])
+    return tuple(each for end in ends for each in getattr(end, "consumers", ()))
 
 
 def train_all(mesh):
@@ -143,25 +192,27 @@ def close(found, wanted, what: str) -> None:
 def test_equals_the_operators_on_one_rank(num_ranks):
     everyone = [train_all(Mesh())] if num_ranks == 1 else run_ranks(num_ranks, train_all)
     for number, (case, staleness) in enumerate(RUNS):
-        wanted, rows = train(Mesh(), case, staleness=staleness)
+        wanted, rows, _ = train(Mesh(), case, staleness=staleness)
         for step, outputs in enumerate(wanted):
             assert list(outputs) == list(everyone[0][number][0][step]), "order"
             for key, value in outputs.items():
                 found = torch.cat([rank[number][0][step][key] for rank in everyone])
                 close(found, value, f"run {number}, step {step}, {key}")
         for table, value in rows.items():
-            close(everyone[0][number][1][table], value, f"run {number}, {table}")
+            for rank in everyone:
+                close(rank[number][1][table], value, f"run {number}, {table}")
+        if case in [CASES[name] for name in WEIGHTED] and num_ranks > 1:
+            found = {rank[number][2] for rank in everyone}
+            assert found == {() if staleness else case.wanted}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WEIGHTED])
 def test_what_travels_as_partials(name):
     case = CASES[name]
     collection = EmbeddingCollection(tables("float64"), our_features(), consumers=case.consumers)
     plan = build_plan(collection.tables, exchanges=case.exchanges, shardings=case.shardings_in(1))
     collection.open(plan)
-    ends = getattr(collection.exchange, "ends", [collection.exchange])
-    found = [each for end in ends for each in getattr(end, "consumers", ())]
-    assert tuple(found) == case.wanted
+    assert at_owners(collection) == case.wanted
 
 
 def test_the_cut_is_the_least_of_all():
@@ -187,9 +238,9 @@ def test_the_cut_is_the_least_of_all():
 
 
 def test_a_split_bag_of_an_operator_on_fields_is_refused():
-    case = Case({"fm": (FM(), FIELDS)}, "row_wise", ("fm",))
+    """Where nothing says that a feature has bags."""
     with pytest.raises(AssertionError, match=r"DataError: feature 'seen'.*table_wise"):
-        run_ranks(2, _refused, case)
+        run_ranks(2, _refused)
 
 
 def held(mesh):
@@ -234,5 +285,54 @@ def test_what_was_read_ahead_is_read_in_another_world():
     assert found[1][1] > found[0][1], "gradients of FM follow what was read, not the rows"
 
 
-def _refused(mesh, case):
-    train(mesh, case, exchanges=case.exchanges)
+def _refused(mesh):
+    declared = [
+        replace(each, pooling="sum" if each.name == "seen" else each.pooling) for each in features()
+    ]
+    fields = ("user.deep", "item", "seen")
+    collection = EmbeddingCollection(
+        tables("float64"), declared, consumers={"fm": (FM(), fields)}, seed=3
+    )
+    exchanges = dict.fromkeys(("user", "item", "tag"), "substitute")
+    collection.open(build_plan(collection.tables, mesh.num_ranks, exchanges=exchanges), mesh)
+    collection(share_of(global_batch(0, 13), mesh.rank, mesh.num_ranks))
+
+
+def test_reasons_for_values_that_travel():
+    declared = [Table(name, 8, rows=99) for name in "abcd"]
+    fields = [Feature(name, name, pooling="mean" if name == "b" else "sum") for name in "abcd"]
+    consumers = {
+        "deep": (FieldsLinear((8, 8, 8), 4), "abc"),
+        "pairs": (FM(), "ab"),
+        "beside": (Concat(), "d"),
+        "one": (Sum(), "d"),
+    }
+    declaration = declare(declared, fields, consumers)
+
+    def found(shardings, **given):
+        names = substituted(declaration, shardings, **given)
+        why = reasons(declaration, shardings, **given)
+        assert set(names) | set(why) == set(consumers) and not set(names) & set(why)
+        return why
+
+    dealt, whole = [row_wise(4)] * 4, [table_wise(rank) for rank in range(4)]
+    why = found(dealt)
+    assert set(why) == {"pairs", "beside", "one"}
+    assert "whole bags" in why["pairs"] and "feature 'b' wants a mean" in why["pairs"]
+    why = found(whole)
+    wanted = "its partials would be 12 floats a sample, the values that they would save 8"
+    assert why["deep"] == wanted
+    assert why["pairs"] == "the values of its fields travel anyway, for another consumer"
+    assert why["beside"] == "nothing smaller than its fields' values stands for them in Concat"
+    assert why["one"] == "the values of its fields travel anyway, for another consumer"
+    assert "2 steps early" in found(whole, reads_ahead=2)["deep"]
+    assert "one rank" in found([table_wise(0)] * 4, world=World())["deep"]
+    servers = World(ranks_per_host=4, servers_per_host=1)
+    assert "rank 3 is a server" in found([table_wise(3)] * 4, world=servers)["deep"]
+    cut = [Sharding("column_wise", (0, 1), 2), *whole[1:]]
+    assert "'a' are cut by columns" in found(cut)["one"]
+    given = ["rows", "substitute", "substitute", "substitute"]
+    assert (
+        reasons(declaration, whole, exchanges=given)["deep"]
+        == "its field 'a' comes by exchange rows"
+    )

@@ -1,11 +1,12 @@
 """The models again, in plain PyTorch: nn.EmbeddingBag, nn.Linear, and the papers' formulas written out.
 
-Parameters are named as the models', so that `load_state_dict` gives a twin the same dense weights.
+Parameters are named as the models', or `taken` says how, so that `load_state_dict` gives a twin the same dense weights.
 Legend: B samples, F fields, D dim, n dense columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
@@ -43,6 +44,11 @@ class Plain(nn.Module):
                 for t in tables
             }
         )
+
+    @staticmethod
+    def taken(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A model's weights, or their gradients, as they are named and cut here."""
+        return dict(given)
 
     def fields(self, batch: Batch) -> Tensor:
         found = []
@@ -88,26 +94,39 @@ class PlainNFM(PlainLR):
 
 
 class PlainWideDeep(PlainLR):
-    NAME = "top"
     HAS_FM = False
 
     def __init__(self, tables, features, num_dense, tasks, top):
         super().__init__(tables, features, num_dense, tasks)
         width = num_dense + len(features) * (tables[0].width - tasks)
-        setattr(self, self.NAME, stack([width, *top, tasks]))
+        self.deep = stack([width, *top, tasks])
 
     def forward(self, batch):
         fields, tasks = self.fields(batch), len(self.linear.bias)
         deep, wide = fields[..., :-tasks], fields[..., -tasks:]
-        hidden = getattr(self, self.NAME)(torch.cat([batch.dense, deep.flatten(1)], 1))
+        hidden = self.deep(torch.cat([batch.dense, deep.flatten(1)], 1))
         logits = hidden + wide.sum(1) + self.linear(batch.dense)
         if self.HAS_FM:
             logits = logits + sum(pair.sum(1, keepdim=True) for pair in pairs(deep))
         return logits
 
+    @staticmethod
+    def taken(given):
+        """Of a model whose first layer is in two parts."""
+        given = dict(given)
+        of_fields = given.pop("embeddings.interactions.deep.weight")
+        of_columns = given.pop("deep.columns.weight")
+        found = {"deep.0.weight": torch.cat([of_columns, of_fields], 1)}
+        found["deep.0.bias"] = given.pop("deep.columns.bias")
+        for name, value in given.items():  # its first layer has no number
+            if name.startswith("deep.top."):
+                _, _, number, kind = name.split(".")
+                name = f"deep.{int(number) + 2}.{kind}"
+            found[name] = value
+        return found
+
 
 class PlainDeepFM(PlainWideDeep):
-    NAME = "deep"
     HAS_FM = True
 
 
@@ -179,13 +198,16 @@ class MixtureLayer(nn.Module):
 
 
 class PlainDCN(Plain):
-    def __init__(self, tables, features, num_dense, tasks, layers, top, structure="parallel"):
+    def __init__(
+        self, tables, features, num_dense, tasks, layers, top, structure="parallel", cross_layers=2
+    ):
         super().__init__(tables, features)
         width = num_dense + len(features) * tables[0].width
-        self.cross = nn.ModuleList(layers(width) for _ in range(2))
+        self.cross = nn.ModuleList(layers(width) for _ in range(cross_layers))
         self.top = stack([width, *top], last_relu=True)
         self.is_parallel = structure == "parallel"
-        self.last = nn.Linear(top[-1] + width * self.is_parallel, tasks)
+        last = top[-1] if top else width
+        self.last = nn.Linear(last + width * self.is_parallel, tasks)
 
     def forward(self, batch):
         first = x = torch.cat([batch.dense, self.fields(batch).flatten(1)], 1)
@@ -194,3 +216,32 @@ class PlainDCN(Plain):
         if self.is_parallel:
             return self.last(torch.cat([x, self.top(first)], 1))
         return self.last(self.top(x))
+
+
+class PlainDCNv1(PlainDCN):
+    @staticmethod
+    def taken(given):
+        """Of a model that is collapsed: one map of x_0 for all that takes it."""
+        given = dict(given)
+        first = torch.cat([given["weights"], given["embeddings.interactions.first.weight"]], 1)
+        num_layers, tasks = (
+            len(given["biases"]),
+            len(first) - len(given["bias"]) - len(given["biases"]),
+        )
+        cross, last, hidden = first.split([num_layers, tasks, len(given["bias"])])
+        found = {}
+        for n in range(num_layers):
+            found[f"cross.{n}.weight"] = cross[n : n + 1]
+            found[f"cross.{n}.bias"] = given["biases"][n]
+        after = {k.removeprefix("top."): v for k, v in given.items() if k.startswith("top.")}
+        if not after:  # the last layer is the first
+            found["last.weight"], found["last.bias"] = torch.cat([last, hidden], 1), given["bias"]
+            return found
+        found["top.0.weight"], found["top.0.bias"] = hidden, given["bias"]
+        number = max(int(name.split(".")[0]) for name in after)
+        for name, value in after.items():
+            if int(name.split(".")[0]) < number:
+                found[f"top.{int(name.split('.')[0]) + 2}.{name.split('.')[1]}"] = value
+        found["last.weight"] = torch.cat([last, after[f"{number}.weight"]], 1)
+        found["last.bias"] = after[f"{number}.bias"]
+        return found

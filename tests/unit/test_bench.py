@@ -18,7 +18,7 @@ from workers.loop import PHASES, Case  # noqa: E402
 from workers.network import DCNv2Network, DeepFMNetwork, DenseNetwork  # noqa: E402
 
 from colonnade import Batch, Feature, Ids, Table  # noqa: E402
-from colonnade.models.dcn import DCNv2  # noqa: E402
+from colonnade.models.dcnv2 import DCNv2  # noqa: E402
 from colonnade.models.deepfm import DeepFM  # noqa: E402
 from colonnade.models.dlrm import DLRM  # noqa: E402
 

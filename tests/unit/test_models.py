@@ -11,6 +11,7 @@ from plain_models import (
     MatrixLayer,
     MixtureLayer,
     PlainDCN,
+    PlainDCNv1,
     PlainDeepFM,
     PlainDLRM,
     PlainFM,
@@ -24,7 +25,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 from colonnade import SGD, Batch, Feature, Ids, RowOptimizer, Table, Uniform
 from colonnade.errors import ConfigError
-from colonnade.models.dcn import DCN, DCNv2
+from colonnade.models.dcn import DCN
+from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.dlrm import DLRM
 from colonnade.models.linear import FM, LR
@@ -68,6 +70,10 @@ def dcn_twin(layer, structure="parallel"):
     return lambda *given: PlainDCN(*given, layer, [5], structure)
 
 
+def dcn_v1_twin(top, layers=2):
+    return lambda *given: PlainDCNv1(*given, VectorLayer, top, cross_layers=layers)
+
+
 CASES = {
     "lr": (LR, "weights", {}, PlainLR),
     "fm": (FM, "both", {}, PlainFM),
@@ -83,7 +89,10 @@ CASES = {
         {"bottom": [6], "top": [5], "keep_fields": True},
         lambda *given: PlainDLRM(*given, [6], [5], True),
     ),
-    "dcn": (DCN, "vector", {"cross_layers": 2, "top": [5]}, dcn_twin(VectorLayer)),
+    "deepfm, nothing deep": (DeepFM, "both", {"top": []}, lambda *given: PlainDeepFM(*given, [])),
+    "dcn": (DCN, "vector", {"cross_layers": 2, "top": [5]}, dcn_v1_twin([5])),
+    "dcn, deeper": (DCN, "vector", {"cross_layers": 4, "top": [5, 3]}, dcn_v1_twin([5, 3], 4)),
+    "dcn, nothing deep": (DCN, "vector", {"cross_layers": 1, "top": []}, dcn_v1_twin([], 1)),
     "dcnv2": (
         DCNv2, "vector", {"cross_layers": 2, "top": [5]}, dcn_twin(lambda width: MatrixLayer(width, None))
     ),
@@ -118,7 +127,7 @@ def twin_of(case: str, model, num_dense: int, tasks: int):
         for name, value in model.state_dict().items()
         if not name.endswith("_extra_state")
     }
-    left = plain.load_state_dict(dense, strict=False)
+    left = plain.load_state_dict(plain.taken(dense), strict=False)
     assert not left.unexpected_keys and all(key.startswith("bags.") for key in left.missing_keys)
     with torch.no_grad():
         for name, bag in plain.bags.items():
@@ -142,10 +151,10 @@ def test_model_is_its_twin(case, num_dense, tasks):
     bce(logits, given.label).backward()
     bce(wanted, given.label).backward()
     twins = dict(plain.named_parameters())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, twins[name].grad, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    gradients = plain.taken({name: each.grad for name, each in model.named_parameters()})
+    assert len(twins) == len(gradients) + len(plain.bags)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, twins[name].grad, msg=lambda m, n=name: f"{n}: {m}")
     RowOptimizer(model.embeddings).step()
     for name, bag in plain.bags.items():
         stepped = bag.weight.detach() - LR_ROWS * bag.weight.grad

@@ -56,9 +56,11 @@ def open_exchange(
     shardings: Sequence[Sharding] | None = None,
     codecs: Codecs = EXACT,
     seed: int = 0,
+    reads_ahead: int = 0,
 ) -> Exchange:
     """One rank's end of what travels. By table: `exchanges`, keys of EXCHANGES, default "rows"; `shardings`, default
-    row_wise. seed: the run's, of the random bits that codecs round gradients with. Raises ConfigError where this
+    row_wise. seed: the run's, of the random bits that codecs round gradients with. reads_ahead: steps between reading a
+    row and its use. Raises ConfigError where this
     cannot work in this world."""
     num_tables = len(declaration.tables)
     shardings = shardings or [row_wise_in(mesh.world)] * num_tables
@@ -75,10 +77,13 @@ def open_exchange(
         for name in sorted(set(names))
     }
     used = {name: mine & looked_up for name, mine in tables.items() if mine & looked_up}
+
+    def end_of(name: str, part: Declaration) -> End:
+        if name == "substitute":
+            return SubstituteExchange(part, mesh, shardings, coding, reads_ahead=reads_ahead)
+        return EXCHANGES[name](part, mesh, shardings, coding)
+
     if len(used) < 2:
-        return EXCHANGES[next(iter(used), names[0])](declaration, mesh, shardings, coding)
-    ends: dict[str, End] = {
-        name: EXCHANGES[name](part_of(declaration, mine, name), mesh, shardings, coding)
-        for name, mine in used.items()
-    }
+        return end_of(next(iter(used), names[0]), declaration)
+    ends = {name: end_of(name, part_of(declaration, mine, name)) for name, mine in used.items()}
     return SeveralExchanges(declaration, mesh, ends)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from torch import Tensor, device
+from torch import Tensor, device, nn
 
 from colonnade.interaction import Interaction
 from colonnade.store.contract import RowView
@@ -189,6 +189,12 @@ class Exchange(Protocol):
         Differentiable: backward records (lookups, gradient) on the ticket. `handle` requires a gradient, so that
         torch runs that backward.
         """
+        ...
+
+    @property
+    def pushed_parameters(self) -> Sequence[nn.Parameter]:
+        """Dense parameters whose gradients `push` completes: the same on every rank. What it adds to `.grad` of each
+        is of the global batch, on the rank that has the rows, so the sum over ranks is to be taken after it."""
         ...
 
     def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:

@@ -184,11 +184,8 @@ def declare(
                     f"consumer {name!r} takes feature {field!r}, which is a sequence; "
                     "pool it (sum, mean) or leave it without a consumer"
                 )
-        dims = {by_name[field].dim for field in wanted}
-        if len(dims) > 1 and interaction.width(max(dims)) is not None:
-            raise ConfigError(
-                f"consumer {name!r} needs fields of one width; got dims {sorted(dims)}"
-            )
+        if problem := interaction.refusal([by_name[field].dim for field in wanted]):
+            raise ConfigError(f"consumer {name!r} {problem}")
         checked[name] = Consumer(interaction, tuple(wanted))
     return replace(declaration, consumers=checked)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colonnade import _native
 from colonnade.batch import Batch
@@ -33,6 +33,11 @@ class Owner(Asks):
     outputs: tuple[Output, ...]
     exactness: Exactness
     sends_clean = False
+
+    @property
+    def pushed_parameters(self) -> tuple[nn.Parameter, ...]:
+        """See the contract; none, where only rows and their sums travel."""
+        return ()
 
     def __init__(
         self, declaration: Declaration, consumption: Consumption, outputs: Sequence[Output], mesh: Mesh

@@ -71,6 +71,8 @@ def evaluate(consumer: Consumer, pooled: Tensor) -> Tensor:
     dim = pooled.shape[1] // max(1, num_fields)
     if interaction.width(dim) is None:
         return interaction.combine(pooled)
+    if not interaction.one_width:
+        return interaction(pooled)
     return interaction(pooled.unflatten(1, (num_fields, dim)))
 
 

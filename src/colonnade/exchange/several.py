@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.exchange.contract import (
@@ -105,6 +105,10 @@ class SeveralExchanges:
         each = [end.exactness for end in self.ends]
         kind = max((one.kind for one in each), key=KINDS.index)
         return Exactness(kind, max(one.max_error for one in each))
+
+    @property
+    def pushed_parameters(self) -> tuple[nn.Parameter, ...]:
+        return tuple(dict.fromkeys(p for end in self.ends for p in end.pushed_parameters))
 
     def route(self, batch: Batch, step: int, *, purpose: str = "route") -> Ticket:
         """Collective on `purpose`'s group. Raises IdRangeError, DataError before anything travels."""

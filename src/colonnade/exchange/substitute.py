@@ -6,6 +6,10 @@ cheaper so (`substitution.py`), its partial instead of its fields' values. Reque
 order and combine. On the way back an owner takes the gradient of the merged partial, which is that of its own, through
 its part of the operator; rows are updated with the sum over the global batch, and no gradient of a row travels.
 
+Weights of an operator are dense parameters, the same on every rank. An owner's part of their gradient is that of the
+global batch, for the columns of its fields; it is added to their `.grad` there by `push`, so the sum over ranks is what
+one rank would have, as it is for every other dense parameter.
+
 Legend: G samples of all ranks, W_o columns of the fields on rank o, P of what it sends.
 """
 
@@ -15,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.errors import CheckpointError, DataError
 from colonnade.exchange.coding import AS_IT_IS, Coding
-from colonnade.exchange.contract import Ticket
+from colonnade.exchange.contract import RowGradients, Ticket
 from colonnade.exchange.fields import Columns, Fields, Key
 from colonnade.exchange.layout import Declaration, Lookups, Output, outputs, weighed
 from colonnade.exchange.pooled import Fetched, PooledExchange
@@ -36,7 +40,7 @@ class Partial:
 
     fields: tuple[int, ...]
     """Those on this rank."""
-    values: Tensor  # (G, F, D), a leaf
+    values: Tensor  # (G, W) of them side by side, a leaf
     result: Tensor  # (G, P)
 
 
@@ -49,9 +53,13 @@ class SubstituteExchange(PooledExchange):
         mesh: Mesh,
         shardings: Sequence[Sharding],
         coding: Coding = AS_IT_IS,
+        *,
+        reads_ahead: int = 0,
     ) -> None:
-        """As `pooled`."""
-        self.consumers = substituted(declaration, shardings)
+        """As `pooled`. reads_ahead: steps between `fetch` and the use of what it read."""
+        self.consumers = substituted(
+            declaration, shardings, world=mesh.world, reads_ahead=reads_ahead
+        )
         numbers = {field.name: i for i, field in enumerate(declaration.fields)}
         self.taken_by = {
             name: tuple(numbers[field] for field in declaration.consumers[name].features)
@@ -74,6 +82,11 @@ class SubstituteExchange(PooledExchange):
             for i in fields
         } - whole
         super().__init__(declaration, mesh, shardings, coding)
+
+    @property
+    def pushed_parameters(self) -> tuple[nn.Parameter, ...]:
+        every = (self.declaration.consumers[name].interaction for name in self.consumers)
+        return tuple(dict.fromkeys(p for each in every for p in trained(each)))
 
     def _outputs(self) -> tuple[Output, ...]:
         found: list[Output] = []
@@ -137,12 +150,16 @@ class SubstituteExchange(PooledExchange):
         """By consumer: of those of its fields whose columns are here."""
         found = {}
         for name, fields in self.taken_by.items():
-            if not (mine := tuple(i for i in fields if i in here.dims)):
+            numbers = tuple(n for n, i in enumerate(fields) if i in here.dims)
+            if not numbers:
                 continue
-            values = torch.stack([pooled[:, here.of(i)] for i in mine], dim=1)
+            mine = tuple(fields[n] for n in numbers)
+            interaction = self.declaration.consumers[name].interaction
+            values = torch.cat([pooled[:, here.of(i)] for i in mine], dim=1)
             with torch.set_grad_enabled(is_trained):
                 values.requires_grad_(is_trained)
-                result = self.declaration.consumers[name].interaction.partial_of(values)
+                given = values.unflatten(1, (len(mine), -1)) if interaction.one_width else values
+                result = interaction.partial_of(given, numbers)
             found[name] = Partial(mine, values, result)
         return found
 
@@ -205,9 +222,33 @@ class SubstituteExchange(PooledExchange):
                 found[:, here.of(key)] += given
                 continue
             partial: Partial = ticket.wire.partials[key]
-            (gradient,) = torch.autograd.grad(
-                partial.result, partial.values, given, retain_graph=True
-            )
-            for number, i in enumerate(partial.fields):
-                found[:, here.of(i)] += gradient[:, number]
+            parameters = trained(self.declaration.consumers[key].interaction)
+            gradient, *of_weights = torch.autograd.grad(
+                partial.result, [partial.values, *parameters], given, retain_graph=True,
+                allow_unused=True,
+            )  # fmt: skip
+            for parameter, each in zip(parameters, of_weights, strict=True):
+                if each is not None:
+                    _add(parameter, each)
+            first = 0
+            for i in partial.fields if gradient is not None else ():
+                there = found[:, here.of(i)]
+                there += gradient[:, first : (first := first + there.shape[1])]
         return found
+
+    def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
+        """As `pooled`; and gradients of weights that were used here are added to them."""
+        for parameter in self.pushed_parameters:  # a rank may have none of its fields
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return super().push(tickets, step)
+
+
+def trained(interaction: nn.Module) -> list[nn.Parameter]:
+    return [each for each in interaction.parameters() if each.requires_grad]
+
+
+@torch.no_grad()
+def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.add_(gradient)

@@ -12,15 +12,24 @@ from itertools import combinations
 
 from colonnade.exchange.layout import Declaration
 from colonnade.topology.sharding import Sharding
+from colonnade.topology.world import World
 
 MOST_CONSUMERS = 12
 """Of those that have partials: beyond, sets are not tried one by one but grown."""
 
 
-def substituted(declaration: Declaration, shardings: Sequence[Sharding]) -> tuple[str, ...]:
+def substituted(
+    declaration: Declaration,
+    shardings: Sequence[Sharding],
+    *,
+    world: World | None = None,
+    reads_ahead: int = 0,
+) -> tuple[str, ...]:
     """Names of consumers, as declared, whose partials travel instead of their fields' values. Of sets as good, the
-    smallest: partials that save nothing are not made."""
-    able = [name for name in declaration.consumers if partial_width(declaration, name) is not None]
+    smallest: partials that save nothing are not made. world: None, several ranks without servers. reads_ahead: steps
+    between reading a row and its use."""
+    barred = bars(declaration, shardings, world=world, reads_ahead=reads_ahead)
+    able = [name for name in declaration.consumers if name not in barred]
     best: tuple[str, ...] = ()
     least = floats(declaration, shardings, best)
     for some in _sets(able, lambda some: floats(declaration, shardings, some)):
@@ -28,6 +37,123 @@ def substituted(declaration: Declaration, shardings: Sequence[Sharding]) -> tupl
         if found < least:
             best, least = some, found
     return best
+
+
+def reasons(
+    declaration: Declaration,
+    shardings: Sequence[Sharding],
+    *,
+    world: World | None = None,
+    reads_ahead: int = 0,
+    exchanges: Sequence[str] | None = None,
+) -> dict[str, str]:
+    """By consumer that is not evaluated at the owners of its fields: why, in words. As `substituted`; exchanges: by
+    table, where some are not `substitute`."""
+    given = {"world": world, "reads_ahead": reads_ahead}
+    barred = bars(declaration, shardings, exchanges=exchanges, **given)  # type: ignore[arg-type]
+    chosen = substituted(declaration, shardings, **given)  # type: ignore[arg-type]
+    owners = owners_by_field(declaration, shardings)
+    dims = {field.name: field.dim for field in declaration.fields}
+    found = {}
+    for name, consumer in declaration.consumers.items():
+        if name in barred:
+            found[name] = barred[name]
+        elif name not in chosen:
+            travels = _values(declaration, {*chosen, name})
+            others = {field for field in consumer.features if field not in travels}
+            if not others:
+                found[name] = "the values of its fields travel anyway, for another consumer"
+                continue
+            values = sum(len(owners[field]) * dims[field] for field in others)
+            partials = _width(declaration, name, owners)
+            found[name] = (
+                f"its partials would be {partials} floats a sample, the values that they would save {values}"
+            )
+    return found
+
+
+def bars(
+    declaration: Declaration,
+    shardings: Sequence[Sharding],
+    *,
+    world: World | None = None,
+    reads_ahead: int = 0,
+    exchanges: Sequence[str] | None = None,
+) -> dict[str, str]:
+    """By consumer that owners cannot evaluate, whatever it would save: why, in words. Arguments as `reasons`."""
+    if cut := [
+        t.name for t, each in zip(declaration.tables, shardings, strict=True) if each.slices > 1
+    ]:
+        words = f"rows of table {cut[0]!r} are cut by columns, so values are put together where the samples are"
+        return dict.fromkeys(declaration.consumers, words)
+    found = {}
+    for name in declaration.consumers:
+        why = _other_exchange(declaration, name, exchanges) or _of_operator(declaration, name)
+        why = why or _split_bags(declaration, name, shardings)
+        if why := why or _weights(declaration, name, shardings, world, reads_ahead):
+            found[name] = why
+    return found
+
+
+def _other_exchange(
+    declaration: Declaration, name: str, exchanges: Sequence[str] | None
+) -> str | None:
+    if exchanges is None:
+        return None
+    for field in declaration.fields:
+        t, _ = declaration.parts[field.part]
+        if field.name in declaration.consumers[name].features and exchanges[t] != "substitute":
+            return f"its field {field.name!r} comes by exchange {exchanges[t]}"
+    return None
+
+
+def _of_operator(declaration: Declaration, name: str) -> str | None:
+    if partial_width(declaration, name) is not None:
+        return None
+    interaction = declaration.consumers[name].interaction
+    kind = type(interaction).__name__
+    if interaction.merge != "sum":
+        return f"partials of {kind} do not add up"
+    return f"nothing smaller than its fields' values stands for them in {kind}"
+
+
+def _split_bags(declaration: Declaration, name: str, shardings: Sequence[Sharding]) -> str | None:
+    """Features of means have bags. Of others nobody knows before the data comes: `SubstituteExchange` looks."""
+    consumer = declaration.consumers[name]
+    if consumer.interaction.needs() == "rows":
+        return None
+    for field in declaration.fields:
+        feature = declaration.features[field.feature]
+        t, _ = declaration.parts[field.part]
+        is_split = len(shardings[t].ranks) > 1
+        if field.name in consumer.features and feature.pooling in ("mean", "sqrtn") and is_split:
+            return (
+                f"it needs whole bags, and rows of table {feature.table!r} lie on {len(shardings[t].ranks)} ranks, "
+                f"of which feature {feature.name!r} wants a {feature.pooling}"
+            )
+    return None
+
+
+def _weights(
+    declaration: Declaration,
+    name: str,
+    shardings: Sequence[Sharding],
+    world: World | None,
+    reads_ahead: int,
+) -> str | None:
+    consumer = declaration.consumers[name]
+    if not any(True for _ in consumer.interaction.parameters()):
+        return None
+    if reads_ahead:
+        return f"owners would evaluate it {reads_ahead} steps early, and its weights are dense, which are never stale"
+    if world is None:
+        return None
+    if world.num_ranks == 1:
+        return "nothing travels on one rank"
+    owners = owners_by_field(declaration, shardings)
+    if servers := {r for field in consumer.features for r in owners[field]} & {*world.servers}:
+        return f"rank {min(servers)} is a server, which has none of its weights"
+    return None
 
 
 def partial_width(declaration: Declaration, name: str) -> int | None:
@@ -45,18 +171,24 @@ def floats(
     """Per sample, from all owners to its rank, where those consumers' partials travel and every other consumer's
     values do; its own rank counts as any."""
     owners = owners_by_field(declaration, shardings)
-    taken = {name for consumer in declaration.consumers.values() for name in consumer.features}
-    needed = {field.name for field in declaration.fields if field.name not in taken}
-    total = 0
-    for name, consumer in declaration.consumers.items():
-        if name in consumers:
-            ranks = set().union(*(owners[field] for field in consumer.features))
-            total += len(ranks) * (partial_width(declaration, name) or 0)
-        else:
-            needed |= set(consumer.features)
-    return total + sum(
-        len(owners[field.name]) * field.dim for field in declaration.fields if field.name in needed
+    values = _values(declaration, consumers)
+    return sum(_width(declaration, name, owners) for name in consumers) + sum(
+        len(owners[field.name]) * field.dim for field in declaration.fields if field.name in values
     )
+
+
+def _values(declaration: Declaration, consumers: Collection[str]) -> set[str]:
+    """Fields whose values travel where those consumers' partials do."""
+    given = declaration.consumers.items()
+    taken = {name for _, consumer in given for name in consumer.features}
+    alone = {field.name for field in declaration.fields if field.name not in taken}
+    return alone.union(*(consumer.features for name, consumer in given if name not in consumers))
+
+
+def _width(declaration: Declaration, name: str, owners: Mapping[str, frozenset[int]]) -> int:
+    """Floats per sample of a consumer's partials, from all ranks that have some of its fields."""
+    ranks = set().union(*(owners[field] for field in declaration.consumers[name].features))
+    return len(ranks) * (partial_width(declaration, name) or 0)
 
 
 def owners_by_field(

@@ -17,7 +17,8 @@ from colonnade.config import (
 from colonnade.data.contract import Column, Schema
 from colonnade.data.sets.interactions import LOG_Q
 from colonnade.errors import ConfigError
-from colonnade.models.dcn import DCN, DCNv2
+from colonnade.models.dcn import DCN
+from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.dlrm import DLRM
 from colonnade.models.fields import DEEP, WIDE

@@ -1,4 +1,4 @@
-"""Cross layers: x_{l+1} = x_0 * factor(x_l) + x_l, elementwise, for three ways of making the factor.
+"""Cross layers: x_{l+1} = x_0 * factor(x_l) + x_l, elementwise, for two ways of making the factor.
 
 Legend: B samples, W width of x, R rank, K experts.
 """
@@ -13,20 +13,6 @@ from torch import Tensor, nn
 
 from colonnade.ops.interaction import cross
 from colonnade.ops.linear import linear
-
-
-class VectorCross(nn.Module):
-    """DCN (Wang et al. 2017): x_0 <w, x_l> + b + x_l."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        bound = width**-0.5
-        self.weight = nn.Parameter(torch.empty(1, width).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.zeros(width))
-
-    def forward(self, first: Tensor, x: Tensor) -> Tensor:
-        """Both (B, W) -> (B, W)."""
-        return first * nn.functional.linear(x, self.weight) + self.bias + x
 
 
 class MatrixCross(nn.Module):

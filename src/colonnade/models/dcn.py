@@ -1,125 +1,84 @@
-"""Deep & cross networks: DCN (Wang et al. 2017) and DCN-v2 (Wang et al. 2021).
+"""Deep & cross network (Wang et al. 2017): cross layers with one weight vector each, beside an MLP.
 
-Legend: B samples, W width of x_0 = dense columns and fields side by side.
+Legend: B samples, n dense columns, W width of x_0 = dense columns and fields side by side, L cross layers, T tasks,
+H width of the MLP's first layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
-from torch import Tensor, cat, nn
+import torch
+from torch import Tensor, nn
 
 from colonnade.embedding import EmbeddingCollection
-from colonnade.errors import ConfigError
-from colonnade.interaction import Concat
-from colonnade.models.cross import MatrixCross, MixtureCross, VectorCross
 from colonnade.models.fields import dims_of
 from colonnade.models.mlp import mlp
 from colonnade.models.scorer import Scorer
+from colonnade.models.tower import first_layer
 from colonnade.table import Feature, Table
 
 
-class _CrossNetwork(Scorer):
-    """Cross layers over x_0, and an MLP: beside them (parallel: both feed the last layer) or after them (stacked)."""
+class DCN(Scorer):
+    """x_{l+1} = x_0 <w_l, x_l> + b_l + x_l is a_{l+1} x_0 + c_{l+1} with a number a and a sum of biases c:
+
+        a_{l+1} = a_l + a_l <w_l, x_0> + <w_l, c_l>,    c_{l+1} = c_l + b_l,    a_0 = 1, c_0 = 0
+
+    so of x_0 the cross layers, the last layer's part of x_L and the MLP's first layer need one linear map of it, of
+    L + T + H rows: `weights` of the dense columns, the consumer "first" of the fields. No x_l is ever made.
+    """
 
     def __init__(
         self,
         tables: Sequence[Table],
         features: Sequence[Feature],
-        layer: Callable[[int], nn.Module],
         *,
         num_dense: int,
-        cross_layers: int,
-        top: Sequence[int],
-        structure: Literal["parallel", "stacked"],
-        tasks: int,
-        seed: int,
+        cross_layers: int = 3,
+        top: Sequence[int] = (128, 64),
+        tasks: int = 1,
+        seed: int = 0,
     ) -> None:
         super().__init__()
-        dims = dims_of(tables, features)
+        dims, widths = dims_of(tables, features), [*top, tasks]
+        self.rows = [cross_layers, tasks, widths[0]]
+        first = first_layer(num_dense, dims.values(), sum(self.rows))
         self.embeddings = EmbeddingCollection(
-            tables, features, consumers={"fields": (Concat(), list(dims))}, seed=seed
+            tables, features, consumers={"first": (first, list(dims))}, seed=seed
         )
         width = num_dense + sum(dims.values())
-        self.cross = nn.ModuleList(layer(width) for _ in range(cross_layers))
-        self.top = mlp([width, *top], last_relu=True)
-        self.is_parallel = structure == "parallel"
-        last = top[-1] if top else width
-        self.last = nn.Linear(last + width if self.is_parallel else last, tasks)
+        self.weights = nn.Parameter(torch.empty(sum(self.rows), num_dense))
+        self.bias = nn.Parameter(torch.empty(widths[0]))
+        for parameter in (self.weights, self.bias):
+            nn.init.uniform_(parameter, -(width**-0.5), width**-0.5)
+        self.biases = nn.Parameter(torch.zeros(cross_layers, width))
+        self.top = mlp(widths)
+        # The last layer takes x_L and the MLP's output side by side: its parts start as parts of it.
+        last_width = width + (top[-1] if top else width)
+        rows = slice(cross_layers, cross_layers + tasks if top else None)
+        parts = [(each, rows, width) for each in (first.weight, self.weights)]
+        after = self.top[-1].parameters() if top else [self.bias]
+        parts += [(each, slice(None), top[-1] if top else width) for each in after]
+        with torch.no_grad():
+            for parameter, chosen, fan_in in parts:
+                parameter[chosen] *= (fan_in / last_width) ** 0.5
 
     def network(self, fields: Mapping[str, Tensor], dense: Tensor) -> Tensor:
-        first = cat([dense, fields["fields"]], dim=1)
-        x = first
-        for layer in self.cross:
-            x = layer(first, x)
-        if self.is_parallel:
-            return self.last(cat([x, self.top(first)], dim=1))
-        return self.last(self.top(x))
-
-
-class DCN(_CrossNetwork):
-    """Cross layers with one weight vector each beside an MLP."""
-
-    def __init__(
-        self,
-        tables: Sequence[Table],
-        features: Sequence[Feature],
-        *,
-        num_dense: int,
-        cross_layers: int = 3,
-        top: Sequence[int] = (128, 64),
-        tasks: int = 1,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            tables,
-            features,
-            VectorCross,
-            num_dense=num_dense,
-            cross_layers=cross_layers,
-            top=top,
-            structure="parallel",
-            tasks=tasks,
-            seed=seed,
-        )
-
-
-class DCNv2(_CrossNetwork):
-    """Cross layers with a matrix each: whole, of `cross_rank`, or a mixture of `cross_experts` of that rank."""
-
-    def __init__(
-        self,
-        tables: Sequence[Table],
-        features: Sequence[Feature],
-        *,
-        num_dense: int,
-        cross_layers: int = 3,
-        cross_rank: int | None = None,
-        cross_experts: int = 1,
-        structure: Literal["parallel", "stacked"] = "parallel",
-        top: Sequence[int] = (128, 64),
-        tasks: int = 1,
-        seed: int = 0,
-    ) -> None:
-        if cross_experts > 1 and cross_rank is None:
-            raise ConfigError(
-                f"got cross_experts={cross_experts} without cross_rank; experts are of low rank: set one, e.g. 32"
-            )
-
-        def layer(width: int) -> nn.Module:
-            if cross_experts > 1 and cross_rank is not None:
-                return MixtureCross(width, cross_rank, cross_experts)
-            return MatrixCross(width, cross_rank)
-
-        super().__init__(
-            tables,
-            features,
-            layer,
-            num_dense=num_dense,
-            cross_layers=cross_layers,
-            top=top,
-            structure=structure,
-            tasks=tasks,
-            seed=seed,
-        )
+        num_layers, tasks, _ = self.rows
+        known = fields["first"] + dense @ self.weights.T
+        crossed, last, hidden = known.split(self.rows, dim=1)
+        of_fields = self.embeddings.interactions["first"].weight
+        both = (self.weights[: num_layers + tasks], of_fields[: num_layers + tasks])
+        weights = torch.cat(both, dim=1)  # (L + T, W)
+        biases = self.biases.cumsum(0)  # c_1 .. c_L
+        scale = torch.ones_like(known[:, :1])  # a_l
+        for layer in range(num_layers):
+            product = scale * crossed[:, layer : layer + 1]
+            if layer:
+                product = product + (weights[layer] * biases[layer - 1]).sum()
+            scale = scale + product
+        logits = scale * last
+        if num_layers:
+            logits = logits + (weights[num_layers:] * biases[-1]).sum(1)
+        hidden = hidden + self.bias
+        return logits + self.top(hidden.relu() if len(self.top) else hidden)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor, cat
+from torch import Tensor
 
 from colonnade.embedding import EmbeddingCollection
-from colonnade.interaction import FM, Concat, Sum
+from colonnade.interaction import FM, Sum
 from colonnade.models.fields import DEEP, dims_of, first_order
 from colonnade.models.linear_term import LinearTerm
-from colonnade.models.mlp import mlp
 from colonnade.models.scorer import Scorer
+from colonnade.models.tower import Tower, first_layer
 from colonnade.table import Feature, Table
 
 
@@ -35,16 +35,20 @@ class DeepFM(Scorer):
         super().__init__()
         deep = dims_of(tables, features, DEEP)
         wide = first_order(tables, features, tasks)
-        names = list(deep)
+        names, widths = list(deep), [*top, tasks]
         self.embeddings = EmbeddingCollection(
             tables,
             features,
-            consumers={"fm": (FM(), names), "deep": (Concat(), names), "linear": (Sum(), wide)},
+            consumers={
+                "fm": (FM(), names),
+                "deep": (first_layer(num_dense, deep.values(), widths[0]), names),
+                "linear": (Sum(), wide),
+            },
             seed=seed,
         )
         self.linear = LinearTerm(num_dense, tasks)
-        self.deep = mlp([num_dense + sum(deep.values()), *top, tasks])
+        self.deep = Tower(num_dense, deep.values(), widths)
 
     def network(self, fields: Mapping[str, Tensor], dense: Tensor) -> Tensor:
-        deep = self.deep(cat([dense, fields["deep"]], dim=1))
+        deep = self.deep(fields["deep"], dense)
         return fields["fm"] + deep + fields["linear"] + self.linear(dense)

@@ -20,7 +20,7 @@ class MLP(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         layers = list(self)
         is_done = False  # the ReLU, with the layer before it
-        for layer, after in zip(layers, [*layers[1:], None], strict=True):
+        for layer, after in zip(layers, [*layers[1:], None], strict=False):
             if is_done:
                 is_done = False
             elif type(layer) is nn.Linear:

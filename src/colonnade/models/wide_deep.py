@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor, cat
+from torch import Tensor
 
 from colonnade.embedding import EmbeddingCollection
-from colonnade.interaction import Concat, Sum
+from colonnade.interaction import Sum
 from colonnade.models.fields import DEEP, dims_of, first_order
 from colonnade.models.linear_term import LinearTerm
-from colonnade.models.mlp import mlp
 from colonnade.models.scorer import Scorer
+from colonnade.models.tower import Tower, first_layer
 from colonnade.table import Feature, Table
 
 
@@ -35,15 +35,17 @@ class WideDeep(Scorer):
         super().__init__()
         deep = dims_of(tables, features, DEEP)
         wide = first_order(tables, features, tasks)
+        widths = [*top, tasks]
+        first = first_layer(num_dense, deep.values(), widths[0])
         self.embeddings = EmbeddingCollection(
             tables,
             features,
-            consumers={"deep": (Concat(), list(deep)), "linear": (Sum(), wide)},
+            consumers={"deep": (first, list(deep)), "linear": (Sum(), wide)},
             seed=seed,
         )
         self.linear = LinearTerm(num_dense, tasks)
-        self.top = mlp([num_dense + sum(deep.values()), *top, tasks])
+        self.deep = Tower(num_dense, deep.values(), widths)
 
     def network(self, fields: Mapping[str, Tensor], dense: Tensor) -> Tensor:
-        deep = self.top(cat([dense, fields["deep"]], dim=1))
+        deep = self.deep(fields["deep"], dense)
         return deep + fields["linear"] + self.linear(dense)

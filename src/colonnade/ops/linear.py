@@ -24,11 +24,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool = False
         not ONEDNN
         or torch.compiler.is_compiling()
         or x.device.type != "cpu"
-        or bias is None
-        or not x.dtype == weight.dtype == bias.dtype == torch.float32
+        or not x.dtype == weight.dtype == torch.float32
         or x.dim() != 2
         or weight.dim() != 2
-        or bias.shape != weight.shape[:1]
+        or (bias is not None and (bias.dtype != torch.float32 or bias.shape != weight.shape[:1]))
         or x.shape[1] != weight.shape[1]
         or not weight.numel()
         or len(x) < MIN_ROWS
@@ -42,8 +41,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool = False
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, relu: bool) -> Tensor:
-        x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
         y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         if relu:
             y.relu_()  # apart: oneDNN's makes 0 of NaN, which would hide that a model diverges
@@ -62,6 +62,6 @@ class _Linear(torch.autograd.Function):
             dx = torch.ops.mkldnn._linear_pointwise(gradient, weight.t(), None, "none", [], "")
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             dw, db = torch.ops.aten.mkldnn_linear_backward_weights(
-                gradient.to_mkldnn(), x.to_mkldnn(), weight, True
+                gradient.to_mkldnn(), x.to_mkldnn(), weight, ctx.needs_input_grad[2]
             )
-        return dx, dw, db, None
+        return dx, dw, db if ctx.needs_input_grad[2] else None, None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,7 @@ class Bucket:
     wire: Tensor  # (m,) on the CPU, m >= n a multiple of the ranks; `gradients` are its first n where they are there
     way: Way
     stream: torch.Stream | None  # on a device: of the copies to `wire` and back
+    is_late: bool = False  # leaves at `send`
     missing: int = 0  # gradients that backward has yet to add
     written: list[torch.Event] = field(default_factory=list)  # on a device: when they are
     ready: threading.Event = field(default_factory=threading.Event)
@@ -51,8 +52,17 @@ class DenseGradients:
         send(...); anything on other groups of the mesh; wait()      (or `reduce`, which is both)
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:
-        """On a server: no parameters. It says and hears what `send` and `wait` say of the step, and nothing else."""
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        *,
+        late: Sequence[nn.Parameter] = (),
+    ) -> None:
+        """late: those whose gradients are not complete before `send` (`EmbeddingCollection.pushed_parameters`): their
+        buckets are the last, and wait for it. On a server: no parameters. It says and hears what `send` and `wait` say
+        of the step, and nothing else."""
+        self.late = {id(each) for each in late}
         self.everybody, self.mesh = mesh, mesh.trainers
         self.parameters = () if mesh.is_server else tuple(parameters)
         self.buckets: list[
@@ -75,7 +85,8 @@ class DenseGradients:
         for hook in self._hooks:
             hook.remove()
         kinds = [(p.dtype, p.device) for p in self.parameters]
-        layout = bucket_layout(kinds, [p.numel() for p in self.parameters])
+        late = {number for number, p in enumerate(self.parameters) if id(p) in self.late}
+        layout = bucket_layout(kinds, [p.numel() for p in self.parameters], late)
         self.buckets = [
             self._bucket(numbers, i == len(layout) - 1) for i, numbers in enumerate(layout)
         ]
@@ -127,6 +138,7 @@ class DenseGradients:
             return
         for bucket in self.buckets:
             bucket.missing = sum(self._expected[number] for number in bucket.numbers)
+            bucket.missing += bucket.is_late  # `send` brings the rest
             bucket.ready.clear()
         self.buckets[-1].missing += 1  # the signals, which `send` brings
         self._start()
@@ -234,7 +246,8 @@ class DenseGradients:
             gradients = torch.zeros(size, dtype=first.dtype, device=first.device)
             stream = torch.Stream(first.device)
         way = choose_way(self.mesh.world, padded * wire.itemsize)
-        return Bucket(numbers, gradients, wire, way, stream)
+        is_late = any(id(self.parameters[number]) in self.late for number in numbers)
+        return Bucket(numbers, gradients, wire, way, stream, is_late)
 
     def _agree_on_ways(self) -> None:
         """Collective: all go rank 0's ways. A rank that has measured other links would wait in another group."""
@@ -314,19 +327,22 @@ class DenseGradients:
 
 
 def bucket_layout(
-    kinds: Sequence[tuple[torch.dtype, torch.device]], sizes: Sequence[int]
+    kinds: Sequence[tuple[torch.dtype, torch.device]],
+    sizes: Sequence[int],
+    late: Collection[int] = (),
 ) -> list[list[int]]:
     """Numbers of the parameters of each bucket, in the order in which backward fills them if it goes through the model
-    from its end to its beginning. Pure. The last may carry signals: it has 32 or 64 bits, or no parameters."""
+    from its end to its beginning; `late` ones apart, behind all others. Pure. The last may carry signals: it has 32 or
+    64 bits, or no parameters."""
     done: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    filling: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
     for number in reversed(range(len(kinds))):
-        kind = kinds[number]
+        kind = (*kinds[number], number in late)
         bucket = filling.setdefault(kind, [])
         bucket.append(number)
         if sum(sizes[n] for n in bucket) * kind[0].itemsize >= BUCKET_BYTES:
             done.append(filling.pop(kind))
-    done = sorted([*done, *filling.values()], key=lambda bucket: -bucket[-1])
+    done = sorted([*done, *filling.values()], key=lambda bucket: (bucket[-1] in late, -bucket[-1]))
     if not done or kinds[done[-1][0]][0] not in (torch.float32, torch.float64):
         done.append([])
     return done

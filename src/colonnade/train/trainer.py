@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -157,10 +158,15 @@ class Trainer:
                 break
         with self.phases("check gradients"):
             finite = bool(torch.isfinite(total)) and self.collection.finite()
-            self.dense.send(finite=finite, stop=self.stop_asked, loss=total)
+            send = partial(self.dense.send, finite=finite, stop=self.stop_asked, loss=total)
+            waits = bool(self.collection.pushed_parameters)
+            if not waits:
+                send()
         with self.phases("push rows"):
             self.collection.collect()  # travels beside the dense gradients; applied when all ranks agree
         with self.phases("check gradients"):
+            if waits:  # for the gradients of weights that are used where rows are
+                send()
             finite, stop, whole = self.dense.wait()
         if parts > 1:
             total, whole = total / max(weight, 1e-12), whole / max(weight, 1e-12)

@@ -1,60 +1,18 @@
-"""Operators that can be evaluated where rows live: F(x; W) = combine(merge over shards of partial(shard)).
+"""Operators without weights: their partials are sums of what each vector says for itself.
 
 Legend: B samples, F fields, D dim, E vectors, P floats of a partial.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from colonnade.interaction.contract import Interaction
 from colonnade.ops import interaction as ops
-
-
-class Interaction(nn.Module):
-    """A model's first operator after the embeddings, in two parts (DES, Rong et al. 2020, section 3).
-
-    A partial is an additive statistic of the vectors a rank holds; the merge of all ranks' partials is
-    what `combine` needs. On one process the two compose to the ordinary operator.
-    """
-
-    merge: Literal["sum", "logsumexp"] = "sum"
-
-    @abstractmethod
-    def width(self, dim: int) -> int | None:
-        """P, floats per sample in a partial, for vectors of width `dim`; None: values must travel."""
-
-    @abstractmethod
-    def needs(self) -> Literal["rows", "fields"]:
-        """Whether single rows suffice, or a field's rows must be pooled on one rank first."""
-
-    @abstractmethod
-    def partial(
-        self,
-        values: Tensor,  # (E, D)
-        segments: Tensor,  # (E,) int64: the sample of each vector
-        num_samples: int,  # B
-        weights: Tensor | None = None,  # (E,)
-        context: Tensor | None = None,  # what the sample's rank sends first
-    ) -> Tensor:
-        """(B, P). Samples without vectors get the merge's neutral element."""
-
-    @abstractmethod
-    def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
-        """Merged statistics (B, P) -> (B, anything)."""
-
-    def partial_of(self, fields: Tensor) -> Tensor:
-        """`partial` of as many vectors for every sample: pooled fields (B, F, D) -> (B, P)."""
-        num_samples, num_fields, dim = fields.shape
-        samples = torch.arange(num_samples, device=fields.device).repeat_interleave(num_fields)
-        return self.partial(fields.reshape(num_samples * num_fields, dim), samples, num_samples)
-
-    def forward(self, fields: Tensor) -> Tensor:
-        """The whole operator where every sample's vectors are here: pooled fields (B, F, D) -> (B, anything)."""
-        return self.combine(self.partial_of(fields))
 
 
 class FM(Interaction):
@@ -86,7 +44,7 @@ class FM(Interaction):
         sums, squares = stats[:, :-1], stats[:, -1:]
         return (sums.square().sum(1, keepdim=True) - squares) / 2
 
-    def partial_of(self, fields: Tensor) -> Tensor:
+    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
         return torch.cat([fields.sum(1), fields.square().sum((1, 2))[:, None]], dim=1)
 
     def forward(self, fields: Tensor) -> Tensor:
@@ -117,7 +75,7 @@ class Sum(Interaction):
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats
 
-    def partial_of(self, fields: Tensor) -> Tensor:
+    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
         return fields.sum(1)
 
     def forward(self, fields: Tensor) -> Tensor:
@@ -152,7 +110,7 @@ class BiInteraction(Interaction):
         sums, squares = stats.chunk(2, dim=1)
         return (sums.square() - squares) / 2
 
-    def partial_of(self, fields: Tensor) -> Tensor:
+    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
         return torch.cat([fields.sum(1), fields.square().sum(1)], dim=1)
 
     def forward(self, fields: Tensor) -> Tensor:

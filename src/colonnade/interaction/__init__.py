@@ -1,0 +1,17 @@
+"""Operators that can be evaluated where rows live: a model's first ones after the embeddings."""
+
+from __future__ import annotations
+
+from colonnade.interaction.contract import Interaction
+from colonnade.interaction.linear import FieldsLinear, NormalizedLinear
+from colonnade.interaction.statistics import FM, BiInteraction, Concat, Sum
+
+__all__ = [
+    "FM",
+    "BiInteraction",
+    "Concat",
+    "FieldsLinear",
+    "Interaction",
+    "NormalizedLinear",
+    "Sum",
+]
