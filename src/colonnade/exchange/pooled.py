@@ -11,9 +11,8 @@ owns, W columns of all fields side by side, W_o those with a share on rank o.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.exchange import bags
-from colonnade.exchange.codec import CODECS, Block, Draw, decode, encode
 from colonnade.exchange.coding import AS_IT_IS, Coding
 from colonnade.exchange.contract import (
     REASSOCIATED,
@@ -50,9 +48,10 @@ from colonnade.exchange.layout import (
 from colonnade.exchange.owner import Owner, soonest, take
 from colonnade.exchange.recording import CPU, summed_backwards
 from colonnade.exchange.routing import counted
+from colonnade.exchange.travel import Flight, open_routes
 from colonnade.ops.memory import empty
 from colonnade.table import POOLINGS
-from colonnade.topology.mesh import Call, Mesh
+from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -72,21 +71,12 @@ class Wire:
 class Fetched:
     """Pooled sums, for the samples of this rank."""
 
-    received: (
-        Tensor  # (sum of B * W_o,): from owner after owner; or all fields, where it was restored
-    )
-    is_whole: bool  # (B, W): nothing to add
-    work: Call | None = None
-    keep: Any = None
-    decode: Callable[[], None] | None = None  # once it has arrived
+    flights: Sequence[Flight]  # by route
+    whole: Tensor | None = None  # (B, W), where nothing has to travel or to be added
 
     def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        if self.decode is not None:
-            self.decode()
-            self.decode = None
+        for flight in self.flights:
+            flight.wait()
 
 
 class PooledExchange(Owner):
@@ -123,8 +113,8 @@ class PooledExchange(Owner):
         self.here = shares[mesh.rank]
         self.whole, messages = self._carried(self.fields), [self._carried(each) for each in shares]
         self.sent = messages[mesh.rank]
-        self.widths_of = [message.width for message in messages]
-        self.dims_of = [tuple(message.dims.values()) for message in messages]
+        self.routes = open_routes(mesh, messages, self.whole, coding, declaration.compute_dtype)
+        self.routed = [runs_of([each.columns.starts.items()], self.sent)[0] for each in self.routes]
         sums = self.here.as_sums(but=self.averaged_there)
         self.owned = consumption(sums)
         super().__init__(sums, self.owned, outputs(sums), mesh)
@@ -140,7 +130,6 @@ class PooledExchange(Owner):
         )  # fmt: skip
         column = {f: c for c, f in enumerate(features)}
         self.deal = deal(shardings, mesh.num_ranks)
-        self.blocks = runs_of([message.starts.items() for message in messages], self.whole)
         self.taken = runs_of([each.pieces for each in self.outputs], self.whole)
         self.divided = [
             (column[f], declaration.features[f].pooling, self.whole.of(key))
@@ -201,30 +190,27 @@ class PooledExchange(Owner):
 
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
         """Collective in a world of several. Rows are pooled before it returns; the sums may still travel."""
-        block = empty(0, dtype=self.declaration.compute_dtype)
+        sizes, dtype = ticket.wire.sizes, self.declaration.compute_dtype
+        block = empty(sum(sizes), 0, dtype=dtype)
         if self.here.order:
             placed = ticket.placed if source.rows is ticket.slots else None
             if placed is None:
                 placed = take(source.rows, ticket.owner_plan.inverse)
             kernels = self.kernels(source.views)
             (pooled,) = kernels.pool(ticket.lookups, kernels.place(ticket.lookups, source.views, placed))  # fmt: skip
-            block = self._message(ticket, pooled.to(CPU)).view(-1)
-        counts_as, codec = counted(ticket.purpose, "fetch"), CODECS[self.coding.codecs.values]
-        if codec.name == "exact" or self.mesh.num_ranks == 1:
-            received, work = self.mesh.all_to_all(
-                "fetch", block, self._served(ticket), self._asked(ticket), wait=False,
-                counts_as=counts_as,
-            )  # fmt: skip
-            ticket.reads = Fetched(received, False, work, block)
+            block = self._message(ticket, pooled.to(CPU))
+        if self.mesh.num_ranks == 1:
+            ticket.reads = Fetched((), block)
             return
-        theirs, mine = self._blocks(ticket)
-        coded = encode(codec, block, theirs)
-        data, work = self.mesh.all_to_all(
-            "fetch", coded, [each.bytes_of(codec, block.dtype) for each in theirs],
-            [each.bytes_of(codec, block.dtype) for each in mine], wait=False, counts_as=counts_as,
-        )  # fmt: skip
-        received = empty(sum(self._asked(ticket)), dtype=block.dtype)
-        ticket.reads = Fetched(received, False, work, coded, partial(decode, codec, data, mine, received))  # fmt: skip
+        counts_as, flights = counted(ticket.purpose, "fetch"), []
+        for route, runs in zip(self.routes, self.routed, strict=True):
+            part = block
+            if route.columns.width < self.sent.width:
+                part = empty(sum(sizes), route.columns.width, dtype=dtype)
+                for run in runs:
+                    part[:, run.columns_here] = block[:, run.columns_there]
+            flights.append(route.fetch(part, sizes, counts_as))
+        ticket.reads = Fetched(flights)
 
     def pooled(self, ticket: Ticket) -> list[Tensor]:
         """One tensor per output, in the output dtype."""
@@ -248,17 +234,12 @@ class PooledExchange(Owner):
     def _total(self, ticket: Ticket) -> Tensor:
         """(B, W) of the compute dtype: sums of bags, added over owners in rank order. The caller's own."""
         reads: Fetched = ticket.reads
+        if reads.whole is not None:
+            return reads.whole.clone()
         reads.wait()
-        size = ticket.batch_size
-        if reads.is_whole or self.mesh.num_ranks == 1:
-            return reads.received.view(size, self.whole.width).clone()
-        total = empty(size, self.whole.width, dtype=self.declaration.compute_dtype)
-        parts = reads.received.split(self._asked(ticket))
-        for part, width, runs in zip(parts, self.widths_of, self.blocks, strict=True):
-            block = part.view(size, width)
-            for run in runs:
-                there, here = total[:, run.columns_there], block[:, run.columns_here]
-                there.copy_(here) if run.is_first else there.add_(here)
+        total = empty(ticket.batch_size, self.whole.width, dtype=self.declaration.compute_dtype)
+        for route, flight in zip(self.routes, reads.flights, strict=True):
+            route.add(flight, total)
         return total
 
     def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
@@ -268,37 +249,28 @@ class PooledExchange(Owner):
 
     def _push_one(self, ticket: Ticket, step: int, number: int) -> RowGradients:
         """number: of the ticket in its step."""
-        send = self._gradients(ticket)
-        codec = CODECS[self.coding.codecs.gradients]
-        if codec.name == "exact" or self.mesh.num_ranks == 1:
-            asked, served = self._asked(ticket), self._served(ticket)
-            received, _ = self.mesh.all_to_all("push", send, asked, served)
-        else:
-            theirs, mine = self._blocks(ticket)
-            samples, rank = torch.arange(ticket.batch_size), self.mesh.rank
-            draws = [
-                Draw(samples, self.coding.seed(f"pooled by {owner}", rank, number), step)
-                for owner in range(self.mesh.num_ranks)
-            ]
-            data, _ = self.mesh.all_to_all(
-                "push", encode(codec, send, mine, draws),
-                [each.bytes_of(codec, send.dtype) for each in mine],
-                [each.bytes_of(codec, send.dtype) for each in theirs],
-            )  # fmt: skip
-            received = empty(sum(self._served(ticket)), dtype=send.dtype)
-            decode(codec, data, theirs, received)
+        total, sizes = self._gradients(ticket), ticket.wire.sizes
+        received = total
+        if self.mesh.num_ranks > 1:
+            received = empty(sum(sizes), self.sent.width, dtype=total.dtype)
+            for route, runs in zip(self.routes, self.routed, strict=True):
+                part = route.push(total, sizes, step, number)
+                if route.columns.width == self.sent.width:
+                    received = part
+                    continue
+                for run in runs:
+                    received[:, run.columns_there] = part[:, run.columns_here]
         if not self.here.order:
             none = torch.empty(0, dtype=torch.int32)
             source = _native.RowGradients(received.data_ptr(), none, self.native.compute)
             return RowGradients(
                 ticket.pinned, ticket.owned_offsets, torch.zeros(1, dtype=torch.int32), none, source
             )
-        total = sum(ticket.wire.sizes)
-        gradients = self._gradients_here(ticket, received.view(total, self.sent.width))
+        gradients = self._gradients_here(ticket, received)
         return self.native.of_outputs(ticket, [gradients])
 
     def _gradients(self, ticket: Ticket) -> Tensor:
-        """(sum of B * W_o,) of the compute dtype: gradients of the owners' sums, owner after owner."""
+        """(B, W) of the compute dtype: gradients of the sums."""
         dtype, size = self.declaration.compute_dtype, ticket.batch_size
         total = empty(size, self.whole.width, dtype=dtype)
         given = summed_backwards(ticket, dtype)
@@ -315,19 +287,13 @@ class PooledExchange(Owner):
             if (bag := lookups.bags[c]) is not None:
                 lengths = bag.diff().clamp(min=1).to(dtype)
                 total[:, columns] *= (1 / (lengths if pooling == "mean" else _sqrt(lengths)))[:, None]  # fmt: skip
-        if self.mesh.num_ranks == 1:
-            return total.view(-1)
-        send = empty(sum(self._asked(ticket)), dtype=dtype)
-        parts = send.split(self._asked(ticket))
-        for part, width, runs in zip(parts, self.widths_of, self.blocks, strict=True):
-            block = part.view(size, width)
-            for run in runs:
-                block[:, run.columns_here] = total[:, run.columns_there]
-        return send
+        return total
 
     def drop(self, ticket: Ticket) -> None:
-        if ticket.reads is not None and ticket.reads.work is not None:
-            ticket.reads.work.wait()
+        if ticket.reads is not None:
+            for flight in ticket.reads.flights:
+                if flight.call is not None:
+                    flight.call.wait()
         ticket.reads = None
         ticket.forget()
 
@@ -340,7 +306,7 @@ class PooledExchange(Owner):
         whose blocks they are, in rank order, in every world; or their sums, where another exchange held rows. Raises
         CheckpointError where neither is there."""
         if not all(torch.equal(each.get("fields", NOTHING), self._names) for each in held):
-            ticket.reads = Fetched(self._sums_of_rows(ticket, rows_held(held)).reshape(-1), True)
+            ticket.reads = Fetched((), self._sums_of_rows(ticket, rows_held(held)))
             return
         sums = torch.cat([each["sums"] for each in held])
         sizes, rank = ticket.wire.sizes, self.mesh.rank
@@ -350,7 +316,7 @@ class PooledExchange(Owner):
                 f"{(sum(sizes), self.whole.width)}; go on with the data, model and batch size of the commit"
             )
         first = sum(sizes[:rank])
-        ticket.reads = Fetched(sums[first : first + sizes[rank]].reshape(-1), True)
+        ticket.reads = Fetched((), sums[first : first + sizes[rank]])
 
     @property
     def _names(self) -> Tensor:
@@ -381,22 +347,6 @@ class PooledExchange(Owner):
                     column = self.declaration.parts[field.part][1].column
                     sums[:, start : start + field.dim] = rows[:, column : column + field.dim]
         return sums
-
-    def _blocks(self, ticket: Ticket) -> tuple[list[Block], list[Block]]:
-        """By rank: of its samples, what lies here; of this rank's samples, what lies there."""
-        here = self.dims_of[self.mesh.rank]
-        return (
-            [Block(size, here) for size in ticket.wire.sizes],
-            [Block(ticket.batch_size, dims) for dims in self.dims_of],
-        )
-
-    def _served(self, ticket: Ticket) -> list[int]:
-        """Elements of the block of each rank's samples, of what lies here."""
-        return [size * self.sent.width for size in ticket.wire.sizes]
-
-    def _asked(self, ticket: Ticket) -> list[int]:
-        """Elements of the block of this rank's samples, of what lies with each owner."""
-        return [ticket.batch_size * width for width in self.widths_of]
 
 
 def _sqrt(values: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ class SubstituteExchange(PooledExchange):
         first = sum(sizes[: self.mesh.rank])
         mine = every[first : first + sizes[self.mesh.rank]]
         seen = self._sent(mine, whole, self.whole, self._partials(mine, whole, False))
-        ticket.reads = Fetched(seen.view(-1), True)
+        ticket.reads = Fetched((), seen)
         # A sample's bag of a field lies on one rank, or the operator is linear: whole fields give the same gradients.
         here = self.here.columns
         pooled = torch.cat([every[:, whole.of(i)] for i in here.dims] or [every[:, :0]], dim=1)

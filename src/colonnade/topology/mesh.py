@@ -5,7 +5,7 @@ may run at its own pace has a group of its own: ids of later batches (`route`) t
 (`fetch`, and `ahead` those that no batch in flight changes), gradients (`push`) and dense gradients (`dense`) of
 earlier ones do, and a `commit` is written.
 Where there are several hosts of several ranks, `dense in host` joins those of one host, and `dense over hosts`
-those that have the same number in theirs.
+those that have the same number in theirs; `fetch` and `push` have such groups, too.
 
 Where some ranks are servers (`with_servers`), the others have a mesh of their own, `trainers`, for what only they do.
 """
@@ -35,6 +35,9 @@ from colonnade.topology.world import World
 PURPOSES = ("route", "ahead", "fetch", "push", "dense", "gather", "evaluate", "commit", "control")
 OF_TRAINERS = ("dense", "gather", "evaluate")
 """Purposes of `Mesh.trainers`."""
+BY_HOST = ("dense", "fetch", "push")
+"""Purposes with groups of the ranks of a host, and of those with one number."""
+IN_HOST, OVER_HOSTS = " in host", " over hosts"
 TIMEOUT = timedelta(minutes=5)
 
 
@@ -184,9 +187,9 @@ class Mesh:
     def _members(self, purpose: str) -> Sequence[int]:
         """Ranks of a group, in its order."""
         local, every = self.world.ranks_per_host, range(self.num_ranks)
-        if purpose == "dense in host":
+        if purpose.endswith(IN_HOST):
             return every[self.world.host(self.rank) * local :][:local]
-        return every[self.rank % local :: local] if purpose == "dense over hosts" else every
+        return every[self.rank % local :: local] if purpose.endswith(OVER_HOSTS) else every
 
     def _count(self, purpose: str, peer: int, num_bytes: int, messages: int = 1) -> None:
         self.traffic.count(purpose, self.world, self.rank, peer, num_bytes, messages)
@@ -251,14 +254,15 @@ def open_mesh(
         )
     groups = {purpose: dist.new_group(timeout=longest) for purpose in PURPOSES}
     world = World(num_hosts=num_ranks // local, ranks_per_host=local)
-    groups |= _host_groups(world, range(num_ranks), rank, longest)
+    for purpose in BY_HOST:
+        groups |= _host_groups(purpose, world, range(num_ranks), rank, longest)
     _mesh = Mesh(world, rank, groups, presence=presence)
     atexit.register(_leave)  # gloo's threads abort a process that ends without it
     return _mesh
 
 
 def _host_groups(
-    world: World, ranks: Sequence[int], rank: int, timeout: timedelta
+    purpose: str, world: World, ranks: Sequence[int], rank: int, timeout: timedelta
 ) -> dict[str, dist.ProcessGroup]:
     """Collective: every rank makes every group, in one order, and keeps its own. `ranks`: those of `world`, as the
     world that was joined counts them, and so `rank`, which may be none of them."""
@@ -270,12 +274,12 @@ def _host_groups(
         some = ranks[host * local : (host + 1) * local]
         group = dist.new_group(some, timeout=timeout)
         if rank in some:
-            found["dense in host"] = group
+            found[purpose + IN_HOST] = group
     for number in range(local):
         some = ranks[number::local]
         group = dist.new_group(some, timeout=timeout)
         if rank in some:
-            found["dense over hosts"] = group
+            found[purpose + OVER_HOSTS] = group
     return found
 
 
@@ -289,7 +293,7 @@ def with_servers(mesh: Mesh, per_host: int) -> Mesh:
     longest = timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
     ranks, own = world.trainers, world.of_trainers()
     groups = {purpose: dist.new_group(ranks, timeout=longest) for purpose in OF_TRAINERS}
-    groups |= _host_groups(own, ranks, mesh.rank, longest)
+    groups |= _host_groups("dense", own, ranks, mesh.rank, longest)
     crew = Mesh(traffic=mesh.traffic)
     if mesh.rank in ranks:
         called = "trainers "

@@ -1,0 +1,264 @@
+"""How what owners pooled travels to the samples' ranks, and gradients of it back: straight, or added up inside a host.
+
+Columns that every rank sends (those of tables whose rows lie on all of them, and partials of operators whose fields do)
+are sums over ranks. Where there are several hosts of several ranks, the ranks of a host add them up first, so that a
+host sends another one block for each of its ranks' samples, not as many as it has ranks; the bytes over an uplink fall
+by the ranks of a host, and what travels inside a host grows by as much.
+
+Legend: N ranks, H hosts, L ranks of a host, B samples of this rank, G of all, P columns of a route, W of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from colonnade.exchange.codec import CODECS, Block, Draw, decode, encode
+from colonnade.exchange.coding import Coding
+from colonnade.exchange.fields import Columns, runs_of
+from colonnade.ops.memory import empty
+from colonnade.topology.mesh import Call, Mesh
+from colonnade.topology.reduction import sum_in_order
+
+
+@dataclass(slots=True)
+class Flight:
+    """A message to this rank, or several side by side, under way."""
+
+    received: Tensor  # flat, sender after sender
+    call: Call | None
+    keep: Any = None  # what must live until it has arrived
+    decode: Callable[[], None] | None = None  # once it has
+
+    def wait(self) -> None:
+        if self.call is not None:
+            self.call.wait()
+            self.call = self.keep = None
+        if self.decode is not None:
+            self.decode()
+            self.decode = None
+
+
+class Route(Protocol):
+    """For the columns of one kind. Methods but `add` are collective, in one order on all ranks."""
+
+    columns: Columns
+    """What this rank sends; maybe none."""
+
+    def fetch(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Flight:
+        """block (G, P), contiguous: sums for all ranks' samples. sizes: those, by rank."""
+        ...
+
+    def add(self, flight: Flight, total: Tensor) -> None:
+        """Its columns of total (B, W), which hold nothing yet, become the sums over owners, in a fixed order."""
+        ...
+
+    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Tensor:
+        """total (B, W): gradients of sums -> (G, P), of what this rank had sent. step, number: what random bits depend
+        on: updates before this one, and which batch of it this is."""
+        ...
+
+
+def open_routes(
+    mesh: Mesh, messages: Sequence[Columns], whole: Columns, coding: Coding, dtype: torch.dtype
+) -> list[Route]:
+    """messages: what each rank sends; whole: all columns. The same routes on every rank. In a world of one: none."""
+    if mesh.num_ranks == 1:
+        return []
+    world, common = mesh.world, set[Any]()
+    if world.num_hosts > 1 and world.ranks_per_host > 1:
+        common = set.intersection(*(set(message.dims) for message in messages))
+    routes: list[Route] = []
+    if any(set(message.dims) - common for message in messages):
+        some = [_only(message, set(message.dims) - common) for message in messages]
+        routes.append(Straight(mesh, some, whole, coding, dtype))
+    if common:
+        routes.append(ByHost(mesh, _only(messages[0], common), whole, coding, dtype))
+    return routes
+
+
+class Straight:
+    """Every rank's columns to every other rank."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        messages: Sequence[Columns],
+        whole: Columns,
+        coding: Coding,
+        dtype: torch.dtype,
+    ) -> None:
+        self.mesh, self.coding, self.dtype = mesh, coding, dtype
+        self.columns = messages[mesh.rank]
+        self.widths = [message.width for message in messages]
+        self.dims = [tuple(message.dims.values()) for message in messages]
+        self.blocks = runs_of([message.starts.items() for message in messages], whole)
+
+    def fetch(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Flight:
+        codec = CODECS[self.coding.codecs.values]
+        theirs, mine = self._served(sizes), self._asked(sizes)
+        if codec.name == "exact":
+            received, call = self.mesh.all_to_all(
+                "fetch", block.view(-1), _elements(theirs), _elements(mine), wait=False,
+                counts_as=counts_as,
+            )  # fmt: skip
+            return Flight(received, call, block)
+        coded = encode(codec, block.view(-1), theirs)
+        data, call = self.mesh.all_to_all(
+            "fetch", coded, [each.bytes_of(codec, self.dtype) for each in theirs],
+            [each.bytes_of(codec, self.dtype) for each in mine], wait=False, counts_as=counts_as,
+        )  # fmt: skip
+        received = empty(sum(_elements(mine)), dtype=self.dtype)
+        return Flight(received, call, coded, partial(decode, codec, data, mine, received))
+
+    def add(self, flight: Flight, total: Tensor) -> None:
+        parts = flight.received.split([len(total) * width for width in self.widths])
+        for part, width, runs in zip(parts, self.widths, self.blocks, strict=True):
+            _add(part.view(len(total), width), total, runs)
+
+    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Tensor:
+        codec, size = CODECS[self.coding.codecs.gradients], len(total)
+        theirs, mine = self._served(sizes), self._asked(sizes)
+        send = empty(sum(_elements(mine)), dtype=self.dtype)
+        for part, width, runs in zip(
+            send.split(_elements(mine)), self.widths, self.blocks, strict=True
+        ):
+            _take(total, part.view(size, width), runs)
+        if codec.name == "exact":
+            received, _ = self.mesh.all_to_all("push", send, _elements(mine), _elements(theirs))
+        else:
+            samples, rank = torch.arange(size), self.mesh.rank
+            draws = [
+                Draw(samples, self.coding.seed(f"pooled by {owner}", rank, number), step)
+                for owner in range(self.mesh.num_ranks)
+            ]
+            data, _ = self.mesh.all_to_all(
+                "push", encode(codec, send, mine, draws),
+                [each.bytes_of(codec, self.dtype) for each in mine],
+                [each.bytes_of(codec, self.dtype) for each in theirs],
+            )  # fmt: skip
+            received = empty(sum(_elements(theirs)), dtype=self.dtype)
+            decode(codec, data, theirs, received)
+        return received.view(sum(sizes), self.columns.width)
+
+    def _served(self, sizes: Sequence[int]) -> list[Block]:
+        """By rank: of its samples, what lies here."""
+        return [Block(size, self.dims[self.mesh.rank]) for size in sizes]
+
+    def _asked(self, sizes: Sequence[int]) -> list[Block]:
+        """By rank: of this rank's samples, what lies there."""
+        return [Block(sizes[self.mesh.rank], dims) for dims in self.dims]
+
+
+class ByHost:
+    """Columns that all ranks send. Rank l of a host adds up what its host has for the samples of the ranks l of all
+    hosts, and sends it to them; gradients go the same way back. Between hosts, codecs apply; inside, sums stay as they
+    are."""
+
+    def __init__(
+        self, mesh: Mesh, columns: Columns, whole: Columns, coding: Coding, dtype: torch.dtype
+    ) -> None:
+        self.mesh, self.coding, self.columns, self.dtype = mesh, coding, columns, dtype
+        self.dims = tuple(columns.dims.values())
+        hosts = mesh.world.num_hosts
+        self.blocks = runs_of([columns.starts.items() for _ in range(hosts)], whole)
+
+    @property
+    def alike(self) -> list[list[int]]:
+        """(L, H): ranks of the same number in their hosts, who add up for each other."""
+        local, every = self.mesh.world.ranks_per_host, range(self.mesh.num_ranks)
+        return [list(every[number::local]) for number in range(local)]
+
+    def fetch(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Flight:
+        """Inside the host before it returns; between hosts sums may still travel."""
+        codec, local = CODECS[self.coding.codecs.values], self.mesh.world.ranks_per_host
+        blocks = block.split(list(sizes))
+        send = torch.cat([blocks[rank] for some in self.alike for rank in some])
+        mine = [sizes[rank] for rank in self.alike[self.mesh.rank % local]]
+        received, _ = self.mesh.all_to_all(
+            "fetch in host", send, [sum(sizes[rank] for rank in some) for some in self.alike],
+            [sum(mine)] * local, counts_as=counts_as,
+        )  # fmt: skip
+        of_host = sum_in_order(received.view(1, local, -1))
+        theirs, ours = [Block(n, self.dims) for n in mine], self._asked(sizes)
+        if codec.name == "exact":
+            received, call = self.mesh.all_to_all(
+                "fetch over hosts", of_host, _elements(theirs), _elements(ours), wait=False,
+                counts_as=counts_as,
+            )  # fmt: skip
+            return Flight(received, call, of_host)
+        coded = encode(codec, of_host, theirs)
+        data, call = self.mesh.all_to_all(
+            "fetch over hosts", coded, [each.bytes_of(codec, self.dtype) for each in theirs],
+            [each.bytes_of(codec, self.dtype) for each in ours], wait=False, counts_as=counts_as,
+        )  # fmt: skip
+        received = empty(sum(_elements(ours)), dtype=self.dtype)
+        return Flight(received, call, coded, partial(decode, codec, data, ours, received))
+
+    def add(self, flight: Flight, total: Tensor) -> None:
+        parts = flight.received.view(len(self.blocks), len(total), self.columns.width)
+        for part, runs in zip(parts, self.blocks, strict=True):
+            _add(part, total, runs)
+
+    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Tensor:
+        codec, world, rank = CODECS[self.coding.codecs.gradients], self.mesh.world, self.mesh.rank
+        block = empty(len(total), self.columns.width, dtype=self.dtype)
+        _take(total, block, self.blocks[0])
+        data, every = block.view(-1), [Block(size, self.dims) for size in sizes]
+        lengths = _elements(every)
+        if codec.name != "exact":
+            seed = self.coding.seed("pooled by hosts", rank, number)
+            data = encode(codec, data, [every[rank]], [Draw(torch.arange(len(total)), seed, step)])
+            lengths = [each.bytes_of(codec, self.dtype) for each in every]
+        local, hosts = world.ranks_per_host, world.num_hosts
+        of_alike = [[lengths[r] for r in some] for some in self.alike]
+        received, _ = self.mesh.all_to_all(
+            "push over hosts", data.repeat(hosts), [len(data)] * hosts, of_alike[rank % local]
+        )
+        received, _ = self.mesh.all_to_all(
+            "push in host",
+            received.repeat(local),
+            [len(received)] * local,
+            list(map(sum, of_alike)),
+        )
+        # Rank l of the host after the other, of each what it got from host after host: back into rank order.
+        starts = dict(
+            zip([r for some in self.alike for r in some],
+                accumulate((n for some in of_alike for n in some), initial=0), strict=False)
+        )  # fmt: skip
+        data = torch.cat([received[starts[r] : starts[r] + n] for r, n in enumerate(lengths)])
+        if codec.name != "exact":
+            found = empty(sum(_elements(every)), dtype=self.dtype)
+            decode(codec, data, every, found)
+            data = found
+        return data.view(sum(sizes), self.columns.width)
+
+    def _asked(self, sizes: Sequence[int]) -> list[Block]:
+        """By host: of this rank's samples."""
+        return [Block(sizes[self.mesh.rank], self.dims)] * len(self.blocks)
+
+
+def _only(columns: Columns, keys: Iterable[Any]) -> Columns:
+    wanted = set(keys)
+    return Columns({key: dim for key, dim in columns.dims.items() if key in wanted})
+
+
+def _elements(blocks: Iterable[Block]) -> list[int]:
+    return [block.rows * sum(block.dims) for block in blocks]
+
+
+def _add(block: Tensor, total: Tensor, runs: Sequence[Any]) -> None:
+    for run in runs:
+        there, here = total[:, run.columns_there], block[:, run.columns_here]
+        there.copy_(here) if run.is_first else there.add_(here)
+
+
+def _take(total: Tensor, block: Tensor, runs: Sequence[Any]) -> None:
+    for run in runs:
+        block[:, run.columns_here] = total[:, run.columns_there]

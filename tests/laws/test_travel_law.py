@@ -1,0 +1,115 @@
+"""On hosts of several ranks, what all ranks have a share of is added up inside a host before it crosses to another:
+the same training, and as many bytes over an uplink as the formula says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+from scenario import global_batch, share_of
+from test_substitute_law import CASES, WIDE, Case, close, our_features, tables, train
+
+from colonnade import Codecs, Concat, EmbeddingCollection, Mesh, RowOptimizer, Sum, build_plan
+
+HOSTS, LOCAL = 2, 2
+MIXED = Case(  # sums that all ranks have a share of beside fields that lie on one
+    {"sums": (Sum(), ("seen", "tags", "item")), "deep": (Concat(), ("user.deep",)), **WIDE},
+    "row_wise",
+    ("sums",),
+    {"user": "pooled", "item": "substitute", "tag": "substitute", "wide": "substitute"},
+)
+LAWS = {
+    "whole tables": (CASES["whole tables"], 0),
+    "split tables": (CASES["split tables"], 0),
+    "read ahead": (CASES["split tables"], 2),
+    "pooled": (replace(CASES["split tables"], exchanges=dict.fromkeys(CASES["split tables"].exchanges, "pooled")), 0),
+    "mixed": (MIXED, 0),
+}  # fmt: skip
+
+
+def train_all(mesh):
+    return [
+        train(
+            mesh, case, exchanges=case.exchanges, shardings=case.shardings_in(mesh.num_ranks),
+            staleness=staleness,
+        )
+        for case, staleness in LAWS.values()
+    ]  # fmt: skip
+
+
+def test_equals_one_rank():
+    everyone = run_ranks(HOSTS * LOCAL, train_all, ranks_per_host=LOCAL)
+    for number, (name, (case, staleness)) in enumerate(LAWS.items()):
+        wanted, rows = train(Mesh(), case, staleness=staleness)
+        for step, outputs in enumerate(wanted):
+            for key, value in outputs.items():
+                found = torch.cat([rank[number][0][step][key] for rank in everyone])
+                close(found, value, f"{name}, step {step}, {key}")
+        for table, value in rows.items():
+            for rank in everyone:
+                close(rank[number][1][table], value, f"{name}, {table}")
+
+
+SIZE = 24
+"""Samples of all ranks."""
+COUNTED = {("substitute", "exact"): 8, ("pooled", "exact"): 8, ("substitute", "bf16"): 2}
+"""Exchange and codec: bytes of a float that crosses."""
+
+
+def one_step(mesh, exchange, codec):
+    """Bytes sent, outputs, and floats of a sample that owners have shares of."""
+    case = CASES["split tables"]
+    consumers = {"sums": (Sum(), ("seen", "tags", "item")), **WIDE}
+    collection = EmbeddingCollection(tables("float64"), our_features(), consumers=consumers, seed=3)
+    collection.open(
+        build_plan(
+            collection.tables, mesh.num_ranks, exchanges=dict.fromkeys(case.exchanges, exchange),
+            codecs=Codecs(codec, codec),
+        ),
+        mesh,
+    )  # fmt: skip
+    rows = RowOptimizer(collection)
+    batch = share_of(global_batch(3, SIZE), mesh.rank, mesh.num_ranks)
+    before = dict(mesh.traffic.sent_bytes)
+    found = collection(batch)
+    wanted = [found[name] for name in consumers]
+    sum(each.square().sum() for each in wanted).backward()
+    rows.step()
+    sent = {key: count - before.get(key, 0) for key, count in mesh.traffic.sent_bytes.items()}
+    width = sum(
+        end.whole.width for end in getattr(collection.exchange, "ends", [collection.exchange])
+    )
+    return sent, {name: found[name].detach() for name in consumers}, width
+
+
+def steps(mesh):
+    return [one_step(mesh, *each) for each in COUNTED]
+
+
+def test_bytes_between_hosts_are_those_of_the_formula():
+    everyone = run_ranks(HOSTS * LOCAL, steps, ranks_per_host=LOCAL)
+    exact = torch.cat([rank[0][1]["sums"] for rank in everyone])
+    for number, (what, item) in enumerate(COUNTED.items()):
+        payload = SIZE * everyone[0][number][2] * item  # of all ranks' samples, to one other host
+        for purpose in ("fetch", "push"):
+            sent = sum(rank[number][0].get((purpose, "remote"), 0) for rank in everyone)
+            assert sent == (HOSTS - 1) * payload, f"{what}, {purpose}"
+        found = torch.cat([rank[number][1]["sums"] for rank in everyone])
+        limit = 2**-8 if item == 2 else 1e-10
+        largest = exact.abs().amax(1, keepdim=True)
+        assert ((found - exact).abs() <= limit * HOSTS * largest).all(), what
+
+
+@pytest.mark.parametrize("exchange", ["pooled", "substitute"])
+def test_one_host_or_one_rank_each_has_nothing_to_add_first(exchange):
+    for ranks_per_host in (1, 2):
+        found = run_ranks(2, one_step, exchange, "exact", ranks_per_host=ranks_per_host)
+        remote = sum(rank[0].get(("fetch", "remote"), 0) for rank in found)
+        assert bool(remote) == (ranks_per_host == 1)
+
+
+def test_partials_are_narrower_than_values():
+    substitute, pooled, _ = steps(Mesh())
+    assert substitute[2] < pooled[2]
