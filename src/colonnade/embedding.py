@@ -151,7 +151,7 @@ class EmbeddingCollection(nn.Module):
         self.shards = tuple(each.sharding.shard_of(self.mesh.rank) for each in laid)
         tiers = ["dram" if each.is_hot else planned[each.number].tier for each in laid]
         memory = open_dram(
-            [each.table for each in laid],
+            [each.stored for each in laid],
             [each.room(planned[each.number].capacity_rows) for each in laid],
             seed=self.seed,
             shards=self.shards,

@@ -222,9 +222,8 @@ class TableSide(Table):
 
 
 def side_of(table: Table, side: Literal["hot", "cold"]) -> TableSide:
-    """Hot rows are an open table whatever the whole is: memory for them must not grow with its rows."""
+    """Its rows have the first values, updates and records of the whole table's."""
     said = {each.name: getattr(table, each.name) for each in fields(Table) if each.name != "name"}
-    said["rows"] = None if side == "hot" else table.rows
     return TableSide(f"{table.name}[{side}]", **said, whole=table, side=side)
 
 

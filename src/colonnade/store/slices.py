@@ -10,7 +10,7 @@ Legend: N rows, R bytes of a whole record, S of a slice's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,11 @@ class Laid:
     @property
     def is_hot(self) -> bool:
         return isinstance(self.table, TableSide) and self.table.side == "hot"
+
+    @property
+    def stored(self) -> Table:
+        """As stores know it: memory for hot rows must not grow with all that the table may have."""
+        return replace(self.table, rows=None) if self.is_hot else self.table
 
     def room(self, planned: int) -> int:
         """Rows of it that may be in memory at once, by what is planned of the table: hot ones all are, beside it."""

@@ -198,7 +198,7 @@ def open_stores(
     opened: Stores = []
     try:
         for t, each in enumerate(lay_out(tables, shardings)):
-            table, sharding = each.table, each.sharding
+            table, sharding = each.stored, each.sharding
             shard, path = sharding.shard_of(rank), home(sharding, rank, each.label)
             if path is None or shard.place is None:
                 opened.append(AbsentRows(table.name, table.record_bytes))
@@ -236,7 +236,7 @@ def _open_holders(folder: Path, laid: Laid, disk: Disk, step: int) -> Shards:
     """The stores of one table or slice that have all its rows between them, in order of their places, read-only."""
     opened: list[LogBacking] = []
     reader = _native.PageReader("auto", READ_DEPTH)
-    table, sharding = laid.table, laid.sharding
+    table, sharding = laid.stored, laid.sharding
     for rank in sharding.holders:
         shard, path = sharding.shard_of(rank), home(sharding, rank, laid.label)
         assert shard.place is not None and path is not None
