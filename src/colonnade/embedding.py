@@ -150,10 +150,10 @@ class EmbeddingCollection(nn.Module):
             reads_ahead=self.consistency.reads_ahead,
         )
         self.shards = tuple(each.sharding.shard_of(self.mesh.rank) for each in laid)
-        tiers = [planned[each.number].tier for each in laid]
+        tiers = ["dram" if each.is_hot else planned[each.number].tier for each in laid]
         memory = open_dram(
-            [each.table for each in laid],
-            [planned[each.number].capacity_rows for each in laid],
+            [each.stored for each in laid],
+            [each.room(planned[each.number].capacity_rows) for each in laid],
             seed=self.seed,
             shards=self.shards,
             backings=backings,
@@ -165,7 +165,7 @@ class EmbeddingCollection(nn.Module):
         self.store: DramStore | HbmStore = memory
         if self.plan.hbm_bytes is not None:
             slots = [
-                0 if shard.place is None else planned[each.number].hbm_rows
+                0 if shard.place is None else each.room(planned[each.number].hbm_rows)
                 for shard, each in zip(self.shards, laid, strict=True)
             ]
             self.store = open_hbm(memory, slots, self.place.device, seed=self.seed)
@@ -173,7 +173,8 @@ class EmbeddingCollection(nn.Module):
         given = {self._slices(name): policy for name, policy in (policies or {}).items()}
         if cut := [laid[numbers[0]].table.origin[0] for numbers in given if len(numbers) > 1]:
             raise ConfigError(
-                f"table {cut[0]!r}: got a policy of your own for rows that are cut by columns; choose another sharding"
+                f"table {cut[0]!r}: got a policy of your own for rows that are cut by columns, or hot and cold; choose "
+                "another sharding"
             )
         if both := sorted(laid[t].table.name for (t,) in given if t in own):
             raise ConfigError(
@@ -251,7 +252,7 @@ class EmbeddingCollection(nn.Module):
             ticket = self.prepare(batch, purpose="control")
             self.fetch(ticket)
         self.live.append(ticket)
-        found = self.slices.seen(self.exchange.values(ticket, self.handle, self.place.device))
+        found = self.slices.values(self.exchange, ticket, self.handle, self.place.device)
         if ticket.leaving is None:
             self.changes()
         elif self.ahead is not None:
@@ -287,7 +288,7 @@ class EmbeddingCollection(nn.Module):
         """Collective, any one thread: ids travel, owners make the rows resident and pin them. While a lookahead
         closes, rows that have no room are left out: the ticket is good for `drop` alone."""
         self.ensure_open()
-        ticket = self.exchange.route(batch, self.step, purpose=purpose)
+        ticket = self.slices.route(self.exchange, batch, self.step, purpose)
         batch.world_weight = ticket.weight
         while True:
             seen = self.store.releases
@@ -521,7 +522,7 @@ class EmbeddingCollection(nn.Module):
     def read(self, batch: Batch) -> dict[str, Tensor]:
         """Evaluation: sees every update, leaves no trace; any number of training batches may be in flight. A server
         calls it where the others call the collection: `topology.reads`."""
-        ticket = self.exchange.route(batch, self.step, purpose="evaluate")
+        ticket = self.slices.route(self.exchange, batch, self.step, "evaluate")
         batch.world_weight = ticket.weight
         found = self.store.read(ticket.owned_ids, ticket.owned_offsets)
         views = [
@@ -530,7 +531,7 @@ class EmbeddingCollection(nn.Module):
         ]
         numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in found]
         self.exchange.fetch(ticket, RowSource(views, torch.cat(numbers), True, found))
-        return self.slices.seen(self.exchange.values(ticket, self.handle, self.place.device))
+        return self.slices.values(self.exchange, ticket, self.handle, self.place.device)
 
     @property
     def is_open(self) -> bool:

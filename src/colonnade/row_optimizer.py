@@ -192,7 +192,7 @@ class RowOptimizer(Optimizer):
                     f"param group {group['name']!r}: got momentum={group['momentum']} for rows that keep none; "
                     "declare the table with SGD(momentum=...)"
                 )
-            if group["max_norm"] is not None and slices.of_part.count(len(settings)) > 1:
+            if group["max_norm"] is not None and slices.is_cut_part(len(settings)):
                 raise ConfigError(
                     f"param group {group['name']!r}: got max_norm={group['max_norm']} for rows cut by columns; "
                     "leave it None, or choose a sharding that keeps rows whole"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args
 
 from colonnade.errors import ConfigError
@@ -209,6 +209,24 @@ class TableSlice(Table):
         return f"[{self.first}:{self.first + self.width}]"
 
 
+@dataclass(frozen=True, slots=True)
+class TableSide(Table):
+    """Hot rows of a table, or its cold ones, a table by itself wherever rows lie and travel: `side_of` makes one."""
+
+    whole: Table = field(kw_only=True)
+    side: Literal["hot", "cold"] = field(kw_only=True)
+
+    @property
+    def origin(self) -> tuple[str, int]:
+        return self.whole.name, 0
+
+
+def side_of(table: Table, side: Literal["hot", "cold"]) -> TableSide:
+    """Its rows have the first values, updates and records of the whole table's."""
+    said = {each.name: getattr(table, each.name) for each in fields(Table) if each.name != "name"}
+    return TableSide(f"{table.name}[{side}]", **said, whole=table, side=side)
+
+
 def slice_of(table: Table, first: int, last: int) -> TableSlice:
     """Columns first .. last - 1 of `table`: what whole rows would have there, first values and updates alike, where
     `check_slices` has nothing against it."""
@@ -245,6 +263,23 @@ def check_slices(table: Table, slices: Sequence[Table]) -> None:
         raise ConfigError(
             f"table {table.name!r}: got column_wise or grid, which cut rows by columns, for what needs whole rows: "
             f"{said}, or choose row_wise, host_wise or table_wise"
+        )
+
+
+def check_hot(table: Table, ids: Sequence[int]) -> None:
+    """ids ascending. Raises ConfigError where a table has no such rows, or may not have them on every rank."""
+    if table.admission is not None or table.eviction is not None:
+        raise ConfigError(
+            f"table {table.name!r}: got hot rows of a table with admission or eviction, which decide for the rows that "
+            "one rank owns, and copies on every rank would be left out of it; leave hot rows out, or both of these"
+        )
+    if table.rows is not None and not (ids[0] >= 0 and ids[-1] < table.rows):
+        raise ConfigError(
+            f"table {table.name!r}: got hot rows {ids[0]} .. {ids[-1]}, wanted ids in 0 .. {table.rows - 1}"
+        )
+    if ids[0] < -(2**63) or ids[-1] >= 2**63:
+        raise ConfigError(
+            f"table {table.name!r}: got hot rows {ids[0]} .. {ids[-1]}, wanted 64-bit ids"
         )
 
 

@@ -243,6 +243,7 @@ def train(
     stays: str | None = None,
     shardings: Mapping[str, Sharding] | None = None,
     exchanges: Mapping[str, str] | None = None,
+    hot: Mapping[str, Any] | None = None,
 ) -> Trained:
     """Every rank calls it; every rank returns the same, on the CPU. Step t has `sizes[t]` (or `size`) samples."""
     model = Net(dtype, stays=stays).to(device)
@@ -256,6 +257,7 @@ def train(
         staleness_steps=staleness,
         shardings=shardings,
         exchanges=exchanges,
+        hot=hot,
     )
     backings = (
         [] if folder is None else open_backings(folder, mesh, collection.tables, plan.shardings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from colonnade import Mesh
 from colonnade.config import build_config, override
 from colonnade.plan.plan import build_plan
 from colonnade.store.log import LogBacking
+from colonnade.topology.hot import hot_rows
 from colonnade.topology.sharding import (
     Sharding,
     column_wise,
@@ -45,7 +47,25 @@ KINDS = {
         column_wise([0, n - 1]),
     ][t],
     "grid": lambda t, n: Sharding("grid", tuple(range(n)), 2),
+    "hot": lambda t, n: [
+        hot(row_wise(n), n, range(9)),
+        hot(table_wise(n - 1), n, range(0, 900, 30)),
+        row_wise(n),
+        hot(row_wise(n), n, range(100)),
+    ][t],
+    "others hot": lambda t, n: [
+        row_wise(n),
+        hot(row_wise(n), n, range(0, 900, 20)),
+        hot(table_wise(0), n, [6]),
+        hot(row_wise(n), n, range(100)),
+    ][t],
 }
+
+
+def hot(sharding, num_ranks, ids):
+    return replace(sharding, hot=hot_rows(ids, num_ranks)) if num_ranks > 1 else sharding
+
+
 DATA = {"num_train": 500, "num_test": 100, "cardinalities": [50, 900, 7, 3000]}
 SHORT = {**CONFIG, "data": {"name": "synthetic", "options": DATA}}
 SMALL = {"plan.memory.dram": 60_000, "train.commit_steps": 3}
@@ -214,3 +234,40 @@ def test_grids_are_cut_joined_and_copied(tmp_path):
 def test_slices_forget_alike(tmp_path):
     run_ranks(2, cut_and_leaving, tmp_path)
     assert digest(tmp_path / "leaving") == digest(tmp_path / "stayed")
+
+
+def hot_and_cold(mesh, folder):
+    for epochs, kind in enumerate(("hot", "hot", "others hot", "columns"), 1):
+        go_on(mesh, folder / "changing", kind, epochs, ADAM)
+    go_on(mesh, folder / "changing", "hot", 5, ADAM)
+    go_on(mesh, folder / "same", "row_wise", 5, ADAM)
+
+
+def hot_on_three(mesh, folder):
+    go_on(mesh, folder / "changing", "others hot", 6, ADAM)
+    go_on(mesh, folder / "same", "row_wise", 6, ADAM)
+
+
+def check_hot(folder):
+    """All that a commit of hot and cold rows holds is read, as it was written, and by one rank."""
+    changing, same = folder / "changing", folder / "same"
+    assert digest(changing) == digest(same)
+    step = committed_steps(changing)[-1]
+    assert all(each.problem == "" for each in verify_commit(changing, step))
+    assert as_exported(changing, folder / f"out-{step}") == as_exported(same, folder / f"old-{step}")  # fmt: skip
+    seen = go_on(Mesh(), changing, "hot", 5, ADAM, read_only=True)
+    assert seen[0] == go_on(Mesh(), same, "row_wise", 5, ADAM, read_only=True)[0]
+    return {str(home.path) for home in homes(read_header(changing, step))}
+
+
+def test_rows_become_hot_and_cold(tmp_path):
+    """From whole rows, from slices of columns, from other hot rows; to another world, and to one rank."""
+    run_ranks(2, hot_and_cold, tmp_path)
+    found = check_hot(tmp_path)
+    assert {path[:16] for path in found} >= {"0-of-2/000-cold-", "0-of-1/001-cold-", "1-of-2/002"}
+    assert sum("-hot-" in path for path in found) == 6  # a copy on each rank
+    run_ranks(3, hot_on_three, tmp_path)
+    check_hot(tmp_path)
+    for name in ("changing", "same"):
+        go_on(Mesh(), tmp_path / name, "row_wise", 7, ADAM)
+    assert digest(tmp_path / "changing") == digest(tmp_path / "same")

@@ -98,6 +98,7 @@ class Ticket:
     )  # of these tensors when they were recorded
 
     parts: Sequence[Ticket] = ()
+    dealt: Any = None  # exchange.hot.Dealt, of a collection with hot rows
 
     @property
     def pinned(self) -> Tensor:

@@ -255,14 +255,7 @@ def collect(batch: Batch, declaration: Declaration, consumption: Consumption) ->
     """The batch's ids, a column of lookups after the other. Raises DataError, NonFiniteError naming the feature."""
     values, bags, weights = [], [], []
     for f in consumption.features:
-        feature = declaration.features[f]
-        ids = batch.ids.get(feature.name)
-        if ids is None:
-            raise DataError(
-                f"the batch has no feature {feature.name!r}; it has {', '.join(sorted(batch.ids))}. "
-                "The reader's schema and the model's features must agree"
-            )
-        _check_ids(feature, ids, batch.size, declaration.compute_dtype)
+        ids = checked_ids(batch, declaration.features[f], declaration.compute_dtype)
         values.append(ids.values)
         bags.append(ids.offsets)
         weights.append(ids.weights)
@@ -271,6 +264,18 @@ def collect(batch: Batch, declaration: Declaration, consumption: Consumption) ->
     return _lookups(
         all_ids, offsets, bags, weights, consumption, batch.size, declaration.compute_dtype
     )
+
+
+def checked_ids(batch: Batch, feature: Feature, compute_dtype: torch.dtype) -> Ids:
+    """A feature's. Raises DataError, NonFiniteError naming it."""
+    ids = batch.ids.get(feature.name)
+    if ids is None:
+        raise DataError(
+            f"the batch has no feature {feature.name!r}; it has {', '.join(sorted(batch.ids))}. "
+            "The reader's schema and the model's features must agree"
+        )
+    _check_ids(feature, ids, batch.size, compute_dtype)
+    return ids
 
 
 def weighed(
@@ -409,8 +414,15 @@ def explain_range(
     numbers = {words[i]: int(words[i + 1]) for i in range(0, len(words) - 1, 2)}
     table = declaration.tables[numbers["table"]]
     feature = declaration.features[consumed[numbers["feature"]]]
+    return out_of_range(
+        feature.name, numbers["position"], numbers["id"], numbers["rows"], table.origin[0]
+    )
+
+
+def out_of_range(feature: str, position: int, id: int, rows: int, table: str) -> IdRangeError:
+    """position: of the lookup among the feature's of a batch."""
     return IdRangeError(
-        f"feature {feature.name!r}, lookup {numbers['position']} of the batch: got id {numbers['id']}, "
-        f"wanted 0 .. {numbers['rows'] - 1} of vocabulary table {table.origin[0]!r}. Declare more rows, "
+        f"feature {feature!r}, lookup {position} of the batch: got id {id}, "
+        f"wanted 0 .. {rows - 1} of vocabulary table {table!r}. Declare more rows, "
         "hash the id into range, or leave rows out for an open table"
     )

@@ -6,18 +6,20 @@ Making, printing and comparing a plan touches no device and no file.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
 
 from colonnade.errors import ConfigError
 from colonnade.exchange import EXCHANGES, implied_exchange
 from colonnade.exchange.codec import CODECS, EXACT, Codecs
 from colonnade.plan.chosen import Choice
 from colonnade.plan.forcing import forced_by, settled
+from colonnade.plan.hot import beside_hot, with_hot
 from colonnade.plan_config import PlanConfig
 from colonnade.sizes import Place
 from colonnade.store.budget import (
@@ -29,6 +31,7 @@ from colonnade.store.budget import (
 )
 from colonnade.store.slices import Laid, lay_out
 from colonnade.table import Table, check_slices
+from colonnade.topology.hot import HotRows
 from colonnade.topology.sharding import Shard, Sharding, row_wise, share
 from colonnade.topology.world import World
 
@@ -125,7 +128,10 @@ class Plan:
 
 
 def _sharding_from(said: dict[str, Any]) -> Sharding:
-    return Sharding(said["kind"], tuple(said["ranks"]), said.get("slices", 1))
+    hot = said.get("hot")
+    if hot is not None:
+        hot = HotRows(tuple(hot["ids"]), hot["num_ranks"])
+    return Sharding(said["kind"], tuple(said["ranks"]), said.get("slices", 1), hot)
 
 
 def build_plan(
@@ -144,13 +150,15 @@ def build_plan(
     exchange: str = "rows",
     exchanges: Mapping[str, str] | None = None,
     shardings: Mapping[str, Sharding] | None = None,
+    hot: Mapping[str, Iterable[int] | Tensor] | None = None,
     codecs: Codecs = EXACT,
     servers: Sequence[int] = (),
 ) -> Plan:
     """Every table alike (`plan.placement` prefers some). Pure. Raises ConfigError for numbers that cannot work.
 
     By table name: `table_bytes`, memory of single tables, out of `dram_bytes`; `exchanges`, where it is not
-    `exchange`; `shardings`, where rows are not dealt to all ranks. `servers`: the only ranks that rows may lie on.
+    `exchange`; `shardings`, where rows are not dealt to all ranks; `hot`, ids of rows that lie on every rank, in memory
+    (on one rank they mean nothing). `servers`: the only ranks that rows may lie on.
     """
     exchanges, shardings = exchanges or {}, shardings or {}
     for said in (exchange, *exchanges.values()):
@@ -187,7 +195,12 @@ def build_plan(
         )
     everywhere = Sharding("row_wise", tuple(servers)) if servers else row_wise(num_ranks)
     of_tables = [shardings.get(table.name, everywhere) for table in tables]
-    laid = lay_out(tables, of_tables)
+    of_tables = with_hot(tables, of_tables, hot or {}, num_ranks, servers)
+    every = lay_out(tables, of_tables)
+    asked = dram_bytes, hbm_bytes
+    dram_bytes = beside_hot(every, dram_bytes, "plan.memory.dram", slot_bytes)
+    hbm_bytes = beside_hot(every, hbm_bytes, "plan.memory.hbm", lambda table: table.record_bytes)
+    laid = [each for each in every if not each.is_hot]
     slices = [each.table for each in laid]
     for t, table in enumerate(tables):
         check_slices(table, [each.table for each in laid if each.number == t])
@@ -253,6 +266,7 @@ def build_plan(
                 hbm_rows=on_device[t],
             )
         )
+    dram_bytes, hbm_bytes = asked
     plan = Plan(
         num_ranks=num_ranks,
         dram_bytes=dram_bytes,
@@ -419,7 +433,9 @@ def explain(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
     for table, planned in zip(tables, plan.tables, strict=True):
         owners = planned.sharding.num_owners
         owned = "any" if table.rows is None else f"{share(table.rows, owners):,}"
+        hot = planned.sharding.hot
         memory = planned.capacity_rows * held_bytes(table, planned.sharding)
+        memory += 0 if hot is None else len(hot.ids) * slot_bytes(table)
         unbounded = table.rows is None and planned.fits
         hbm = {}
         if plan.hbm_bytes is not None:

@@ -1,4 +1,5 @@
-"""Tables as they are laid out: whole, or cut by columns into slices; and records of whole rows from those of slices.
+"""Tables as they are laid out: whole, cut by columns into slices, or with hot rows apart from cold ones; and records
+of whole rows from those of slices.
 
 A slice is a table by itself wherever rows lie, rest and travel. Its records hold the same ids and clocks as those of
 the other slices, for all slices of a row are looked up, updated and forgotten together.
@@ -9,21 +10,22 @@ Legend: N rows, R bytes of a whole record, S of a slice's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from colonnade.errors import ConfigError, StorageError
 from colonnade.store.contract import Pending, RowBatch
-from colonnade.store.shards import ReadOnly, Shards
-from colonnade.table import CLOCK_BYTES, ITEM_BYTES, Table, TableSlice, slice_of
+from colonnade.store.shards import ReadOnly, Shards, ShardsRead
+from colonnade.table import CLOCK_BYTES, ITEM_BYTES, Table, TableSide, TableSlice, side_of, slice_of
+from colonnade.topology.hot import HotRows, is_hot
 from colonnade.topology.sharding import Sharding, columns_of
 
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A declared table as it is, or one slice of it."""
+    """A declared table as it is, one slice of it, or its hot or cold rows."""
 
     number: int
     """Of the declared table."""
@@ -34,7 +36,22 @@ class Laid:
     @property
     def label(self) -> str:
         """Of its folders."""
-        return label(self.number, self.columns if isinstance(self.table, TableSlice) else None)
+        columns = self.columns if isinstance(self.table, TableSlice) else None
+        return label(self.number, columns, self.sharding.hot)
+
+    @property
+    def is_hot(self) -> bool:
+        return isinstance(self.table, TableSide) and self.table.side == "hot"
+
+    @property
+    def stored(self) -> Table:
+        """As stores know it: memory for hot rows must not grow with all that the table may have."""
+        return replace(self.table, rows=None) if self.is_hot else self.table
+
+    def room(self, planned: int) -> int:
+        """Rows of it that may be in memory at once, by what is planned of the table: hot ones all are, beside it."""
+        hot = self.sharding.hot
+        return len(hot.ids) if self.is_hot and hot is not None else planned
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -43,15 +60,22 @@ class Laid:
         return first, first + self.table.width
 
 
-def label(number: int, columns: tuple[int, int] | None = None) -> str:
-    """Of the folders of table `number`, or of some of its columns."""
+def label(number: int, columns: tuple[int, int] | None = None, hot: HotRows | None = None) -> str:
+    """Of the folders of table `number`, of some of its columns, or of its rows of one side of a list."""
+    if hot is not None:
+        return f"{number:03d}-{hot.side}-{hot.word}"
     return f"{number:03d}" if columns is None else f"{number:03d}-{columns[0]}-{columns[1]}"
 
 
 def lay_out(tables: Sequence[Table], shardings: Sequence[Sharding]) -> tuple[Laid, ...]:
-    """In the order of the tables, slices from the left. Pure. Raises ConfigError for more slices than columns."""
+    """In the order of the tables, slices from the left, cold rows before hot ones. Pure. Raises ConfigError for more
+    slices than columns."""
     found = []
     for t, (table, sharding) in enumerate(zip(tables, shardings, strict=True)):
+        if sharding.has_hot:
+            found.append(Laid(t, side_of(table, "cold"), sharding.of_cold))
+            found.append(Laid(t, side_of(table, "hot"), sharding.of_hot))
+            continue
         if sharding.slices == 1:
             found.append(Laid(t, table, sharding))
             continue
@@ -174,11 +198,39 @@ class JoinedRead(Pending):
         return there
 
 
+class Rejoined(ReadOnly):
+    """The cold and the hot rows of a table, read as one store."""
+
+    def __init__(self, cold: Shards, hot: Shards, ids: Tensor) -> None:
+        """ids (H,) int64 ascending, of the hot ones."""
+        self.cold, self.hot, self.ids = cold, hot, ids
+        self.record_bytes = cold.record_bytes
+
+    def __len__(self) -> int:
+        return len(self.cold) + len(self.hot)
+
+    def read(self, ids: Tensor, out: Tensor) -> Pending:
+        mask, parts = is_hot(ids, self.ids), []
+        for side, each in ((mask, self.hot), (~mask, self.cold)):
+            where = side.nonzero()[:, 0]
+            records = torch.empty(len(where), self.record_bytes, dtype=torch.uint8)
+            parts.append((where, records, each.read(ids[where], records)))
+        return ShardsRead(parts, len(ids), out)
+
+    def scan(self) -> Iterator[RowBatch]:
+        yield from self.cold.scan()
+        yield from self.hot.scan()
+
+    def close(self) -> None:
+        self.cold.close()
+        self.hot.close()
+
+
 class Sliced(ReadOnly):
     """Some columns of a store of whole records, read as a slice's store."""
 
     def __init__(
-        self, whole: Shards | Joined, columns: tuple[int, int], shape: RecordShape
+        self, whole: Shards | Joined | Rejoined, columns: tuple[int, int], shape: RecordShape
     ) -> None:
         self.whole, self.bytes = whole, shape.bytes_of(*columns)
         self.record_bytes = len(self.bytes)

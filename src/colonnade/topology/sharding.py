@@ -8,7 +8,7 @@ Pure values and functions of numbers; the native core computes the same owners (
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import ConfigError
+from colonnade.topology.hot import HotRows
 from colonnade.topology.world import World
 
 Kind = Literal["row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated"]
@@ -36,6 +37,8 @@ class Shard:
 
     num_owners: int = 1
     place: int | None = 0
+    hot: HotRows | None = None
+    """Of these rows, those of its side."""
 
     def most_rows(self, rows: int) -> int:
         """Of a vocabulary table of `rows` rows."""
@@ -45,7 +48,10 @@ class Shard:
         """(N,) bool; ids (N,) int64 of a vocabulary table of `rows` rows, or of an open one."""
         if self.place is None:
             return torch.zeros(len(ids), dtype=torch.bool)
-        return torch.as_tensor(_native.owner_of(ids, rows or 0, self.num_owners)) == self.place
+        owner = torch.as_tensor(_native.owner_of(ids, rows or 0, self.num_owners))
+        return (
+            owner == self.place if self.hot is None else (owner == self.place) & self.hot.owns(ids)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,8 @@ class Sharding:
     """Of one table. `row_wise`: rows are dealt to all ranks; `host_wise`: to the ranks of one host; `table_wise`: one
     rank has them all; `replicated`: every rank has every row, and all apply the same updates. Where some ranks are
     servers, those are "all ranks", and nothing is replicated.
+
+    Of `row_wise`, `host_wise` and `table_wise`, some rows may be `hot`: these lie on every rank.
 
     `column_wise`: rows are cut into slices of columns, and one rank has a slice of all of them; `grid`: each slice is
     dealt to the ranks of a host."""
@@ -63,6 +71,8 @@ class Sharding:
     that among the slice's own ranks."""
     slices: int = 1
     """Into how many its rows are cut: slice i, counted from the left, has the i-th of as many runs of `ranks`."""
+    hot: HotRows | None = None
+    """Rows that lie on every rank; the kind says who owns the others."""
 
     def __post_init__(self) -> None:
         if not self.ranks or list(self.ranks) != sorted(set(self.ranks)) or self.ranks[0] < 0:
@@ -85,12 +95,18 @@ class Sharding:
             raise ConfigError(
                 f"sharding column_wise: got {len(self.ranks)} ranks for {self.slices} slices, wanted one for each"
             )
+        if self.has_hot and (self.is_replicated or self.kind in ("column_wise", "grid")):
+            raise ConfigError(
+                f"sharding {self.kind}: got hot rows, wanted row_wise, host_wise or table_wise, whose other rows are "
+                "whole and have one owner each"
+            )
 
     def __str__(self) -> str:
         first, last = self.ranks[0], self.ranks[-1]
         where = f"rank {first}" if len(self.ranks) == 1 else f"ranks {first} .. {last}"
         cut = f", {self.slices} slices" if self.kind == "grid" else ""
-        return f"{self.kind}, {where}{cut}"
+        hot = f", {self.hot}" if self.hot is not None else ""
+        return f"{self.kind}, {where}{cut}{hot}"
 
     @property
     def num_owners(self) -> int:
@@ -101,12 +117,29 @@ class Sharding:
     def is_replicated(self) -> bool:
         return self.kind == "replicated"
 
+    @property
+    def has_hot(self) -> bool:
+        """Of a table's, whose hot rows have not been taken apart from the cold ones."""
+        return self.hot is not None and self.hot.side == "both"
+
+    @property
+    def of_hot(self) -> Sharding:
+        """Of the hot rows alone, of a sharding that has some."""
+        assert self.hot is not None
+        return replace(replicated(self.hot.num_ranks), hot=replace(self.hot, side="hot"))
+
+    @property
+    def of_cold(self) -> Sharding:
+        """Of the others."""
+        assert self.hot is not None
+        return replace(self, hot=replace(self.hot, side="cold"))
+
     def shard_of(self, rank: int) -> Shard:
         """What lies on `rank`."""
         if rank not in self.ranks:
             return Shard(self.num_owners, None)
         place = 0 if self.is_replicated else self.ranks.index(rank) % self.num_owners
-        return Shard(self.num_owners, place)
+        return Shard(self.num_owners, place, self.hot)
 
     @property
     def of_slices(self) -> tuple[Sharding, ...]:
@@ -145,13 +178,15 @@ class Sharding:
             else:
                 runs.append([rank, rank])
         cut = {"slices": self.slices} if self.slices > 1 else {}
-        return {"kind": self.kind, "ranks": runs, **cut}
+        hot = {} if self.hot is None else {"hot": list(self.hot.ids), "copies": self.hot.num_ranks}
+        return {"kind": self.kind, "ranks": runs, **cut, **hot}
 
 
 def sharding_from(said: Mapping[str, Any]) -> Sharding:
     """Of `Sharding.plain`."""
     ranks = (rank for first, last in said["ranks"] for rank in range(first, last + 1))
-    return Sharding(said["kind"], tuple(ranks), said.get("slices", 1))
+    hot = HotRows(tuple(said["hot"]), said["copies"]) if "hot" in said else None
+    return Sharding(said["kind"], tuple(ranks), said.get("slices", 1), hot)
 
 
 def row_wise(num_ranks: int) -> Sharding:

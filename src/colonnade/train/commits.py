@@ -32,7 +32,7 @@ from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
 from colonnade.store.log import LogBacking
 from colonnade.store.shards import Shards
-from colonnade.store.slices import Joined, Laid, Sliced, lay_out
+from colonnade.store.slices import Joined, Laid, Rejoined, Sliced, lay_out
 from colonnade.store.writer import LogWriter
 from colonnade.table import Table
 from colonnade.topology.mesh import Mesh
@@ -69,7 +69,7 @@ class Commits:
         self,
         folder: Path,
         mesh: Mesh,
-        backings: Sequence[LogBacking | Shards | Joined | Sliced | AbsentRows],
+        backings: Sequence[LogBacking | Shards | Joined | Rejoined | Sliced | AbsentRows],
         *,
         keep: int,
         disk: Disk,
@@ -404,10 +404,10 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     num_held = min(len(state["held"]) for state in ranks)
     laid, tables = trainer.collection.slices.laid, trainer.collection.tables
     then = lay_out(tables, shardings_of(header))
-    if num_held and [each.columns for each in then] != [each.columns for each in laid]:
+    if num_held and [each.label for each in then] != [each.label for each in laid]:
         raise CheckpointError(
-            f"{folder}: got a commit that holds what was read ahead of tables that were cut by columns otherwise; "
-            "go on with the shardings of the commit, or from one of a run without staleness"
+            f"{folder}: got a commit that holds what was read ahead of tables that were cut by columns otherwise, or "
+            "had other hot rows; go on with the shardings of the commit, or from one of a run without staleness"
         )
     trainer.held = [[state["held"][i] for state in ranks] for i in range(num_held)]
 

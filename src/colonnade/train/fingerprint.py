@@ -11,7 +11,7 @@ import torch
 from colonnade.errors import CheckpointError
 from colonnade.exchange.layout import Declaration
 from colonnade.store.policies import retention_words
-from colonnade.table import Table
+from colonnade.table import Table, TableSide
 
 
 def check_model(
@@ -63,7 +63,9 @@ def identity_of(table: Table) -> str:
     """What the bytes of a table's records mean."""
     dims = {part.name: part.dim for part in table.parts}
     optimizers = "+".join(part.optimizer.name for part in table.parts)
-    return identity_words(table.name, dims, optimizers, dtype_words(table))
+    # Hot and cold rows have the records of whole tables; slices of columns do not.
+    name = table.origin[0] if isinstance(table, TableSide) else table.name
+    return identity_words(name, dims, optimizers, dtype_words(table))
 
 
 def identity_words(table: str, dims: Mapping[str, int], optimizers: str, dtype: str) -> str:

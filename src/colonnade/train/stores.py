@@ -3,7 +3,8 @@
 run/rows/<place>-of-<owners>/<table>/   rows dealt to so many owners; `Sharding.home_of`
 run/rows/copy-<rank>/<table>/           a rank's copy of a replicated table
 
-<table> is its number, and of one that is cut by columns the columns: 003-16-32.
+<table> is its number; of one that is cut by columns, with the columns: 003-16-32; of one with hot rows, with the side
+and a word of their list: 003-hot-7c0a3ef19b52.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from colonnade.store.log import (
 )
 from colonnade.store.manifest import describe
 from colonnade.store.shards import Shards
-from colonnade.store.slices import Joined, Laid, RecordShape, Sliced, label, lay_out
+from colonnade.store.slices import Joined, Laid, RecordShape, Rejoined, Sliced, label, lay_out
 from colonnade.store.space import Space
 from colonnade.store.stripes import Stripe
 from colonnade.store.writer import LogWriter
-from colonnade.table import ITEM_BYTES, Table
+from colonnade.table import ITEM_BYTES, Table, TableSlice
 from colonnade.topology.sharding import Shard, Sharding, columns_of, row_wise, sharding_from
 from colonnade.train.fingerprint import identity_of, identity_words
 
@@ -79,9 +80,9 @@ def homes(header: Mapping[str, Any]) -> Iterator[Home]:
     ):
         for each, columns in _slices(sharding, of_table):
             for rank in each.ranks:
-                path = home(each, rank, label(number, columns))
+                path = home(each, rank, label(number, columns, each.hot))
                 assert path is not None
-                yield Home(number, _name(name, columns), each.shard_of(rank), path)
+                yield Home(number, _name(name, each, columns), each.shard_of(rank), path)
 
 
 def home(sharding: Sharding, rank: int, label: str) -> Path | None:
@@ -94,6 +95,8 @@ def _slices(
     sharding: Sharding, of_table: Mapping[str, Any]
 ) -> list[tuple[Sharding, tuple[int, int] | None]]:
     """A table of a commit as it was laid out: shardings, and columns where rows were cut."""
+    if sharding.has_hot:
+        return [(sharding.of_cold, None), (sharding.of_hot, None)]
     if sharding.slices == 1:
         return [(sharding, None)]
     columns = columns_of(sum(_dims(of_table)), sharding.slices)
@@ -105,7 +108,9 @@ def _dims(of_table: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(dim.values()) if isinstance(dim, Mapping) else (dim,)
 
 
-def _name(table: str, columns: tuple[int, int] | None) -> str:
+def _name(table: str, sharding: Sharding, columns: tuple[int, int] | None) -> str:
+    if sharding.hot is not None:
+        return f"{table}[{sharding.hot.side}]"
     return table if columns is None else f"{table}[{columns[0]}:{columns[1]}]"
 
 
@@ -119,7 +124,7 @@ def open_recorded_stores(
     for each, columns in _slices(sharding, of_table):
         slices.append(_open_recorded(folder, header, number, each, columns))
     if sharding.slices == 1:
-        return slices[0]
+        return [store for each in slices for store in each]
     dims, dtype = _dims(of_table), of_table["dtype"].split()[0]
     states = tuple(header["shardings"][name]["states"])
     compute = ITEM_BYTES["float64" if dtype == "float64" else "float32"]
@@ -145,16 +150,19 @@ def _open_recorded(
     reader = _native.PageReader("auto", READ_DEPTH)
     stores = []
     for rank in sharding.holders:
-        shard, path = sharding.shard_of(rank), home(sharding, rank, label(number, columns))
+        shard, path = (
+            sharding.shard_of(rank),
+            home(sharding, rank, label(number, columns, sharding.hot)),
+        )
         assert shard.place is not None and path is not None
         said = describe(folder / "rows" / path, step)
         stores.append(
             open_log(
                 folder / "rows" / path,
-                table_name=_name(name, columns),
+                table_name=_name(name, sharding, columns),
                 record_bytes=said["record_bytes"],
                 identity=said["identity"],
-                rows=of_table["rows"],
+                rows=None if sharding.hot and sharding.is_replicated else of_table["rows"],
                 num_owners=shard.num_owners,
                 place=shard.place,
                 reader=reader,
@@ -190,7 +198,7 @@ def open_stores(
     opened: Stores = []
     try:
         for t, each in enumerate(lay_out(tables, shardings)):
-            table, sharding = each.table, each.sharding
+            table, sharding = each.stored, each.sharding
             shard, path = sharding.shard_of(rank), home(sharding, rank, each.label)
             if path is None or shard.place is None:
                 opened.append(AbsentRows(table.name, table.record_bytes))
@@ -228,7 +236,7 @@ def _open_holders(folder: Path, laid: Laid, disk: Disk, step: int) -> Shards:
     """The stores of one table or slice that have all its rows between them, in order of their places, read-only."""
     opened: list[LogBacking] = []
     reader = _native.PageReader("auto", READ_DEPTH)
-    table, sharding = laid.table, laid.sharding
+    table, sharding = laid.stored, laid.sharding
     for rank in sharding.holders:
         shard, path = sharding.shard_of(rank), home(sharding, rank, laid.label)
         assert shard.place is not None and path is not None
@@ -256,19 +264,22 @@ def _open_source(
     wanted: Laid,
     disk: Disk,
     step: int,
-) -> Shards | Joined | Sliced:
-    """All rows of a table or slice, out of the stores of a commit whose tables may have been cut otherwise."""
+) -> Shards | Joined | Rejoined | Sliced:
+    """All rows of a table or slice, and maybe others of the table, out of the stores of a commit whose tables may have
+    been cut otherwise."""
     had = [each for each in then if each.number == wanted.number]
     for each in had:
-        if each.columns == wanted.columns:
+        if each.label == wanted.label:
             return _open_holders(folder, each, disk, step)
     shape = RecordShape.of(tables[wanted.number])
     shards = [_open_holders(folder, each, disk, step) for each in had]
-    whole: Shards | Joined = shards[0]
-    if len(had) > 1:
+    whole: Shards | Joined | Rejoined = shards[0]
+    if (hot := had[0].sharding.hot) is not None:
+        whole = Rejoined(shards[0], shards[1], hot.tensor)
+    elif len(had) > 1:
         whole = Joined(shards, [each.columns for each in had], shape)
-    is_whole = wanted.table is tables[wanted.number]
-    return whole if is_whole else Sliced(whole, wanted.columns, shape)
+    is_cut = isinstance(wanted.table, TableSlice)
+    return Sliced(whole, wanted.columns, shape) if is_cut else whole
 
 
 def open_shards(
@@ -279,7 +290,7 @@ def open_shards(
     rank: int,
     disk: Disk,
     step: int,
-) -> list[Shards | Joined | Sliced | AbsentRows]:
+) -> list[Shards | Joined | Rejoined | Sliced | AbsentRows]:
     """What a rank needs to read a commit of other shardings in place: of each table or slice it has rows of now, all
     that were there then."""
     return [
@@ -315,14 +326,12 @@ def adopt(
 
 def to_adopt(then: Sequence[Laid], now: Sequence[Laid], rank: int) -> list[int]:
     """Tables or slices, of `now`, whose rows on `rank` no folder holds yet. Pure."""
-    before = {(each.number, each.columns): each.sharding for each in then}
+    before = {each.label: each.sharding for each in then}
     return [
         t
         for t, each in enumerate(now)
         if each.sharding.shard_of(rank).place is not None
-        and not (
-            (had := before.get((each.number, each.columns))) and each.sharding.continues(had, rank)
-        )
+        and not ((had := before.get(each.label)) and each.sharding.continues(had, rank))
     ]
 
 
