@@ -103,7 +103,7 @@ class WireConfig(Section):
     """Of gradients on their way to the rows, rounded at random so that sums are right on the mean."""
 
 
-ExchangeChoice = Literal["rows", "pooled", "replicated", "auto"]
+ExchangeChoice = Literal["rows", "pooled", "substitute", "replicated", "auto"]
 ShardingChoice = Literal[
     "row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated", "auto"
 ]
@@ -164,7 +164,8 @@ class PlanConfig(Section):
     staleness_steps: int = Field(0, ge=0)
     """0: synchronous. k: every read misses exactly the newest k updates of rows."""
     exchange: ExchangeChoice = "rows"
-    """What travels between ranks: rows, what owners pool of them, gradients alone; auto: the fastest by prediction."""
+    """What travels between ranks: rows, what owners pool of them (pooled), partials of the model's first operators
+    where those are less (substitute), gradients alone (replicated); auto: the fastest by prediction."""
     sharding: ShardingChoice = "row_wise"
     """Which ranks have a table's rows: all, one host's, one, some columns on each (of hosts: grid), each a copy; auto:
     as is foretold to be fastest."""

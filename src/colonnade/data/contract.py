@@ -60,6 +60,11 @@ class Schema:
     )  # one per task; a NaN in `Batch.label` is a label nobody knows
 
 
+def bags_of(schema: Schema) -> frozenset[str]:
+    """Columns whose samples may have several ids."""
+    return frozenset(column.name for column in schema.categorical if column.kind != "one")
+
+
 class Source(Protocol):
     """Samples in an order that depends only on the source and the epoch."""
 

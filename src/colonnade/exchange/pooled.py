@@ -101,8 +101,8 @@ class PooledExchange(Owner):
         for feature in declaration.features:
             if feature.pooling == "sequence":
                 raise ConfigError(
-                    f"feature {feature.name!r} of table {feature.table!r}: got exchange pooled for a sequence, whose "
-                    "rows reach the model one by one; give this table exchange rows"
+                    f"feature {feature.name!r} of table {feature.table!r}: got exchange pooled or substitute for a "
+                    "sequence, whose rows reach the model one by one; give this table exchange rows"
                 )
         self.declaration, self.shardings, self.coding = declaration, shardings, coding
         self.exactness = coding.exactness(REASSOCIATED, declaration.dtype, mesh.num_ranks)

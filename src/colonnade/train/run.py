@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from colonnade import _native
 from colonnade.config import RunConfig, dump_config, load_config, override
 from colonnade.data import Splits, num_steps, open_source
+from colonnade.data.contract import bags_of
 from colonnade.data.next_use import splits_with_next_use
 from colonnade.data.processes import read_ahead
 from colonnade.data.tabular.tables import lasting_options
@@ -31,7 +32,8 @@ from colonnade.errors import (
 )
 from colonnade.models.build import build_model
 from colonnade.plan.forcing import is_settled
-from colonnade.plan.plan import plan_of
+from colonnade.plan.partials import check_bags
+from colonnade.plan.plan import Plan, plan_of
 from colonnade.plan_config import MemoryConfig
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.disk import Disk
@@ -236,6 +238,7 @@ def prepare(
             memory = MemoryConfig(dram=wanted.memory.dram)
             wanted = wanted.model_copy(update={"memory": memory})
         plan = plan_of(wanted, collection.tables, mesh.world)
+        _check_bags(plan, collection, data)
         if not read_only:
             check_tiers(plan.ssd, plan.mapped)
     agree_on_plan(plan, optimizer, mesh)  # the last word before anything is written
@@ -252,6 +255,7 @@ def prepare(
             model, collection, data, config, mesh, folder, objective=objective, make_optimizer=make,
             first_step=done,
         )  # fmt: skip
+        _check_bags(plan, collection, data)
     taken = None
     if config.train.warm_start is not None and not read_only:
         if folder is None or not committed_steps(folder):
@@ -406,6 +410,11 @@ def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
             f"train.patience={config.train.patience} waits for a better {objective.monitor} on the validation part, "
             "and this data set has none; give it one, or set patience to 0"
         )
+
+
+def _check_bags(plan: Plan, collection: EmbeddingCollection, data: Splits) -> None:
+    exchanges = [table.exchange for table in plan.tables]
+    check_bags(collection.declaration, plan.shardings, exchanges, bags_of(data.train.schema))
 
 
 def _fetch_if_bare(folder: Path, config: RunConfig, mesh: Mesh, console: Console | None) -> None:

@@ -1,0 +1,265 @@
+"""`substitute` beside everything else a plan says: tiers, staleness, admission and eviction at the owners, servers,
+codecs, and whole runs by configuration. N ranks train what one rank trains, and remember the rows that it remembers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+from scenario import all_rows, features, global_batch, open_backings, share_of, tables
+from small_run import CONFIG, opened
+
+from colonnade import (
+    FM,
+    AgeEviction,
+    CountMinAdmission,
+    EmbeddingCollection,
+    MaxRowsEviction,
+    Mesh,
+    RandomAdmission,
+    RowOptimizer,
+    Sum,
+    build_plan,
+)
+from colonnade.config import build_config, override
+from colonnade.errors import ConfigError
+from colonnade.exchange.codec import EXACT, Codecs
+from colonnade.models.build import build_model
+from colonnade.topology.mesh import with_servers
+from colonnade.topology.sharding import table_wise
+from colonnade.train.objective import objective_of
+from colonnade.train.run import load_run_config, open_run, prepare
+
+SIZES = [23, 0, 1, 24, 23, 22]
+FIELDS = ("user.deep", "item", "seen", "tags")
+TABLES = ("user", "item", "tag", "wide")
+LINEAR = {"linear": (Sum(), ("user.wide",)), "past": (Sum(), ("history",))}
+WHOLE = {"fm": (FM(), FIELDS), **LINEAR}
+SPLIT = {"sums": (Sum(), ("seen", "tags", "item")), "fm": (FM(), ("user.deep", "item")), **LINEAR}
+BY_CHANCE = {
+    "item": {"admission": RandomAdmission(probability=0.5), "eviction": AgeEviction(steps=2)},
+    "wide": {"eviction": AgeEviction(steps=1)},
+}
+COUNTED = {  # so wide that no two ids meet: then counts are exact, however ids are dealt
+    "item": {
+        "admission": CountMinAdmission(updates=2, expected_ids=1 << 16, error=0.001, halve_steps=3),
+        "eviction": AgeEviction(steps=3),
+    }
+}
+FULLEST = {  # a quota has one owner
+    "item": {
+        "admission": CountMinAdmission(updates=2, expected_ids=1 << 16, error=0.001),
+        "eviction": MaxRowsEviction(rows=20, by="frequency", halve_steps=4),
+    },
+    "wide": {"eviction": MaxRowsEviction(rows=9, by="recency")},
+}
+STAYS = {
+    "by chance": (BY_CHANCE, False),
+    "counted": (COUNTED, False),
+    "by chance, whole": (BY_CHANCE, True),
+    "fullest, whole": (FULLEST, True),
+}
+"""(settings by table, whether tables are whole)"""
+
+
+def train(mesh, *, stays=None, is_whole=False, folder=None, codecs=EXACT, **settings):
+    """Outputs by step; at the end all rows, how many of open tables there are over all ranks, and bytes."""
+    declared = [replace(t, **(stays or {}).get(t.name, {})) for t in tables("float64")]
+    looked_up = [replace(f, pooling="mean") if f.pooling == "sequence" else f for f in features()]
+    collection = EmbeddingCollection(
+        declared, looked_up, consumers=WHOLE if is_whole else SPLIT, seed=3
+    )
+    shardings, owners = {}, mesh.world.owners
+    if is_whole:
+        shardings = {name: table_wise(owners[t % len(owners)]) for t, name in enumerate(TABLES)}
+    plan = build_plan(
+        collection.tables, mesh.num_ranks, exchange="substitute", shardings=shardings, codecs=codecs,
+        servers=mesh.world.servers, **settings,
+    )  # fmt: skip
+    backings = [] if folder is None else open_backings(folder, mesh, declared, plan.shardings)
+    collection.open(plan, mesh, backings=backings)
+    rows, seen, trainers = RowOptimizer(collection), [], mesh.trainers
+    assert mesh.num_ranks == 1 or collection.exchange.consumers  # else nothing is tried
+    mesh.traffic.sent_bytes.clear()
+
+    def batches():
+        for t, n in enumerate(SIZES):
+            whole = global_batch(t, n)
+            yield (
+                share_of(whole, 0, 99)
+                if mesh.is_server
+                else share_of(whole, trainers.rank, trainers.num_ranks)
+            )
+
+    for step, batch in enumerate(collection.lookahead(batches())):
+        found = collection(batch)
+        seen.append({name: output.detach().clone() for name, output in found.items()})
+        first, last = (
+            SIZES[step] * r // trainers.num_ranks for r in (trainers.rank, trainers.rank + 1)
+        )
+        given = []
+        for i, output in enumerate(found.values()):
+            random = torch.Generator().manual_seed(10 * step + i)
+            whole = torch.randn(SIZES[step], output.shape[1], generator=random, dtype=output.dtype)
+            given.append(whole[:0] if mesh.is_server else whole[first:last])
+        torch.autograd.backward(list(found.values()), given)
+        rows.step()
+    sent = {purpose: mesh.traffic.bytes_of(purpose) for purpose in ("fetch", "push")}
+    counts = torch.tensor([collection.store.num_rows(t) for t in (1, 3)])
+    found = seen, all_rows(collection), mesh.all_reduce("control", counts).tolist(), sent
+    for backing in backings:
+        backing.close()
+    return found
+
+
+def everything(mesh, folder):
+    budget = {"dram_bytes": 40_000, "lookahead": 3}
+    found = {}
+    for is_whole in (False, True):
+        found["plain", is_whole] = train(mesh, is_whole=is_whole)
+        found["coded", is_whole] = train(mesh, is_whole=is_whole, codecs=Codecs("bf16", "bf16"))
+    found["tiered", False] = train(mesh, folder=folder / "tiered", **budget)
+    found["late", True] = train(mesh, is_whole=True, staleness_steps=2)
+    found["late and tiered", True] = train(
+        mesh, is_whole=True, staleness_steps=2, folder=folder / "late", **budget
+    )
+    for name, (stays, is_whole) in STAYS.items():
+        found[name] = train(mesh, stays=stays, is_whole=is_whole, folder=folder / name, **budget)
+    return found
+
+
+def close(found, wanted, what, bound=1e-10):
+    torch.testing.assert_close(
+        found, wanted, rtol=bound, atol=bound, msg=lambda said: f"{what}: {said}"
+    )
+
+
+def check(everyone, wanted, what, bound=1e-10):
+    for step, outputs in enumerate(wanted[0]):
+        for name, value in outputs.items():
+            found = torch.cat([rank[0][step][name] for rank in everyone])
+            close(found, value, f"{what}, step {step}, {name}", bound)
+    for rank in everyone:
+        for table, value in wanted[1].items():
+            close(rank[1][table], value, f"{what}, rows of {table}", bound)
+        assert rank[2] == wanted[2], f"{what}: rows of open tables"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return everything(Mesh(), tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_train_and_remember_what_one_does(num_ranks, alone, tmp_path):
+    everyone = run_ranks(num_ranks, everything, tmp_path)
+    for name, wanted in alone.items():
+        ours = [rank[name] for rank in everyone]
+        is_coded = name[0] == "coded"
+        check(ours, wanted, f"{name}", 0.05 if is_coded else 1e-10)
+    pairs = ((("plain", False), ("tiered", False)), (("late", True), ("late and tiered", True)))
+    for rank in everyone:
+        for one, other in pairs:
+            for table, value in rank[one][1].items():
+                assert torch.equal(value, rank[other][1][table]), (one, table)
+        for is_whole in (False, True):
+            exact, coded = (rank[name, is_whole][3] for name in ("plain", "coded"))
+            assert coded["fetch"] * 4 == exact["fetch"] and coded["push"] * 4 == exact["push"]
+    for name in STAYS:
+        assert alone[name][2][0] < alone["plain", False][2][0], f"{name}: nobody left"
+
+
+def with_a_server(mesh):
+    mesh = with_servers(mesh, 1)
+    return mesh.is_server, train(mesh), train(mesh, stays=COUNTED)
+
+
+def test_trainers_with_a_server_train_what_one_rank_does(alone):
+    everyone = run_ranks(3, with_a_server)
+    trainers = [each for each in everyone if not each[0]]
+    assert len(trainers) == 2
+    for i, name in ((1, ("plain", False)), (2, "counted")):
+        check([each[i] for each in trainers], alone[name], f"with a server: {name}")
+
+
+NFM = {"model.name": "nfm", "model.bottom": None, "plan.exchange": "substitute"}
+
+
+def config_of(**settings):
+    return override(
+        build_config(CONFIG), NFM | {name.replace("__", "."): v for name, v in settings.items()}
+    )
+
+
+def run_until(mesh, folder, step, settings):
+    config = config_of(train__max_steps=step, **settings)
+    run = open_run(config, mesh, folder, data=opened(config))
+    exchanges = {table.exchange for table in run.trainer.collection.plan.tables}
+    outcome = run.train()
+    run.close()
+    traffic = mesh.traffic
+    return exchanges, outcome.steps, outcome.metrics, traffic.bytes_of("fetch")
+
+
+def scores_of(mesh, folder):
+    run = open_run(load_run_config(folder), mesh, folder, read_only=True)
+    found = run.trainer.evaluate(run.trainer.data.test)
+    run.close()
+    return found
+
+
+def on_two_ranks(mesh, folder):
+    whole = run_until(mesh, folder / "whole", 10, {})
+    half = run_until(mesh, folder / "half", 5, {})
+    return whole, half, scores_of(mesh, folder / "whole")
+
+
+def test_runs_by_configuration_are_evaluated_and_go_on_in_another_world(tmp_path):
+    everyone = run_ranks(2, on_two_ranks, tmp_path)
+    wanted = run_until(Mesh(), tmp_path / "alone", 10, {})
+    again = run_until(Mesh(), tmp_path / "half", 10, {})  # 5 steps of a rank after 5 of two
+    for whole, half, scores in everyone:
+        assert whole[0] == {"substitute"} and whole[1] == 10 and half[1] == 5
+        assert whole[2] == pytest.approx(wanted[2], rel=1e-3)
+        assert scores["auc"] == pytest.approx(whole[2]["test_auc"], rel=1e-6)
+    assert again[0] == {"rows"} and again[1] == 5
+    assert again[2] == pytest.approx(wanted[2], rel=1e-3)
+    assert scores_of(Mesh(), tmp_path / "whole")["auc"] == pytest.approx(scores["auc"], rel=1e-3)
+
+
+class Bags:
+    """The data, of columns with several ids each."""
+
+    def __init__(self, source):
+        self.source, whole = source, source.schema
+        columns = tuple(replace(column, kind="bag") for column in whole.categorical)
+        self.schema, self.num_samples = replace(whole, categorical=columns), source.num_samples
+
+
+def refusals(mesh):
+    """What is said of bags whose rows are split, and that whole tables, or sums, are allowed."""
+    said = []
+    for settings in (
+        {},
+        {"plan__tables": {f"C{i}": {"sharding": "table_wise", "ranks": [0]} for i in range(1, 5)}},
+        {"model__name": "lr", "model__dim": None, "model__top": None},
+    ):
+        config = config_of(**settings)
+        data = opened(config)
+        data = replace(data, train=Bags(data.train), test=Bags(data.test))
+        model = build_model(data.train.schema, config)
+        try:
+            prepare(model, data, config, mesh, None, objective=objective_of(model))
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_bags_that_are_split_are_refused_before_the_first_batch():
+    for split, whole, sums in run_ranks(2, refusals):
+        assert "table 'C1': got exchange=substitute with sharding=row_wise" in split
+        assert "plan.tables.C1.sharding=table_wise" in split
+        assert whole == sums == ""
