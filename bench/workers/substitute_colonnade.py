@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade import FM, SGD, Feature, Sum, Table, Uniform
-
-FieldsLinear = lambda *a: None
+from colonnade import FM, SGD, Feature, FieldsLinear, Sum, Table, Uniform
 from workers import exchange_colonnade
 from workers.exchange_loop import serve
 from workers.substitute_loop import LR, ModelCase
