@@ -61,7 +61,7 @@ def test_dense_weights_depend_on_the_seed_alone():
         build_model(SCHEMA, build_config({"model": {"name": "dcn"}, "train": {"seed": seed}}))
         for seed in (1, 1, 2)
     ]
-    first, same, other = (model.last.weight for model in built)
+    first, same, other = (model.top[0].weight for model in built)
     assert torch.equal(first, same) and not torch.equal(first, other)
 
 

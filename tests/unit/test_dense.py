@@ -83,6 +83,8 @@ def test_the_layout_is_in_reverse_order_and_has_every_parameter_once():
     kinds = [(SINGLE, CPU), (SINGLE, CPU), (DOUBLE, CPU), (SINGLE, CPU), (SINGLE, GPU)]
     layout = bucket_layout(kinds, [10, whole, 3, whole // 2, 5])
     assert layout == [[4], [2], [3, 1], [0]]  # as they are full
+    layout = bucket_layout(kinds, [10, whole, 3, whole // 2, 5], late={2, 3})
+    assert layout == [[4], [1], [0], [3], [2]]
     for dtype in (HALF, torch.float16):  # has no room for a loss
         assert bucket_layout([(dtype, CPU)] * 2, [3, 4]) == [[1, 0], []]
     assert bucket_layout([], []) == [[]]
@@ -209,6 +211,33 @@ def leaves_while_backward_runs(mesh):
     assert seen == [0, 3]
 
 
+def completed_late(mesh):
+    """A parameter declared first, one in the middle and the last of them get the rest of their gradients between
+    backward and `send`: their buckets are the last and wait for it, others leave before."""
+    dense_module.BUCKET_BYTES = 32
+    layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
+    late = [layers[number].weight for number in (0, 2, 4)]
+    dense = DenseGradients(list(layers.parameters()), mesh, late=late)
+    dense.attach()
+    assert [bucket.numbers for bucket in dense.buckets] == [[3], [1], [4], [2], [0]]
+    late[1].requires_grad_(False)  # hears nothing in backward at all
+    wanted = torch.autograd.grad(layers(torch.ones(2, 4)).sum(), [late[0], late[2]])
+    for step in range(3):  # the first is watched
+        dense.zero()
+        dense.begin()
+        layers(torch.ones(2, 4)).sum().backward()
+        if step:
+            assert dense.buckets[0].ready.wait(30) and dense.buckets[1].ready.wait(30)
+        assert not any(bucket.ready.is_set() and step for bucket in dense.buckets[2:])
+        for each in late:
+            each.grad += 1.0 + mesh.rank
+        dense.reduce(finite=True, stop=False)
+        more = sum(1.0 + rank for rank in range(mesh.num_ranks))
+        for each, own in zip((late[0], late[2]), wanted, strict=True):
+            torch.testing.assert_close(each.grad, mesh.num_ranks * own + more)
+        assert torch.equal(late[1].grad, torch.full((4, 4), more))
+
+
 def reenters(mesh):
     """Checkpointing that runs a backward inside backward adds a parameter's gradients one by one."""
     model, other = Odd(), Odd()
@@ -241,7 +270,7 @@ def gradients_elsewhere(mesh):
 def on_two(mesh):
     assert check(mesh, "cpu")
     leaves_while_backward_runs(mesh)
-    dense_module.BUCKET_BYTES = 32
+    completed_late(mesh)
     reenters(mesh)
     gradients_elsewhere(mesh)
     return bits_at_any_time(mesh)

@@ -1,0 +1,125 @@
+"""Whole models whose first operators are evaluated at the owners, weights and all: several ranks train, through the
+trainer, what one rank trains; with clipping, accumulation and a step that is skipped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_substitute_law import at_owners
+
+from colonnade import SGD, Adam, Feature, Ids, Mesh, Table, Uniform, build_plan, fit
+from colonnade.data import Splits, open_tensors
+from colonnade.models.dcn import DCN
+from colonnade.models.deepfm import DeepFM
+from colonnade.models.linear import LR
+from colonnade.models.nfm import NFM
+from colonnade.models.wide_deep import WideDeep
+from colonnade.topology.sharding import table_wise
+
+ROWS, DIM, NAMES = 30, 6, "abcd"
+KINDS = {
+    "lr": (LR, {}, 1),
+    "nfm": (NFM, {"top": [3]}, None),
+    "wide_deep": (WideDeep, {"top": [3, 2]}, None),
+    "deepfm": (DeepFM, {"top": [3]}, None),
+    "dcn": (DCN, {"top": [3], "cross_layers": 2}, DIM),
+}
+"""Model, settings, dim of its tables; None: parts."""
+RUNS = {
+    "lr": {"dealt": True, "wanted": ("linear",)},
+    "nfm": {"dealt": True, "wanted": ("pairs", "linear"), "dense_optimizer": "adam"},
+    "wide_deep": {"dealt": True, "wanted": ("deep", "linear"), "accumulate": 4},
+    "deepfm": {"dealt": True, "wanted": ("fm", "deep", "linear"), "dense_optimizer": "adam"},
+    "deepfm, whole tables": {
+        "wanted": ("fm", "deep", "linear"), "dense_clip_norm": 0.05, "rows_clip_norm": 0.05,
+    },
+    "dcn": {"dealt": True, "wanted": ("first",), "dense_clip_norm": 0.1},
+    "dcn, whole tables": {"wanted": ("first",), "dense_optimizer": "adam"},
+    "dcn, a step is skipped": {"dealt": True, "wanted": ("first",), "on_non_finite": "skip"},
+}  # fmt: skip
+
+
+def source(is_split: bool, is_poisoned: bool):
+    """190 samples; the last feature has bags where tables are whole."""
+    random = torch.Generator().manual_seed(4)
+    ids = {name: Ids(torch.randint(0, ROWS, (190,), generator=random)) for name in NAMES}
+    lengths = torch.randint(0, 4, (190,), generator=random)
+    if not is_split:
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        bag = torch.randint(0, ROWS, (int(offsets[-1]),), generator=random)
+        ids["d"] = Ids(bag, offsets)
+    dense = torch.rand(190, 2, generator=random)
+    label = (torch.rand(190, generator=random) < 0.4).float()
+    found = open_tensors(ids, dense=dense, label=label, cardinalities=dict.fromkeys(NAMES, ROWS))
+    if is_poisoned:
+        found.columns.dense[71] = float("nan")
+    return found
+
+
+def trained(mesh, name):
+    """Rows, dense weights, metrics, steps that were skipped; and who was evaluated at the owners."""
+    settings = dict(RUNS[name])
+    is_split, wanted = settings.pop("dealt", False), settings.pop("wanted")
+    make, given, dim = KINDS[name.split(",")[0]]
+    optimizers = {"deep": Adam(lr=0.01, eps=1e-3), "wide": SGD(lr=0.2)}
+    tables = [
+        Table(
+            table,
+            dim or {"deep": DIM, "wide": 1},
+            rows=ROWS,
+            optimizer=optimizers["deep"] if dim else optimizers,
+            initializer=Uniform(scale=0.5),
+            dtype="float64",
+        )
+        for table in NAMES
+    ]
+    pooling = "sum" if is_split else "mean"
+    features = [Feature(each, each, pooling=pooling if each == "d" else "sum") for each in NAMES]
+    torch.manual_seed(3)
+    model = make(tables, features, num_dense=2, **given).double()
+    shardings = {}
+    if not is_split:  # others have no rows
+        shardings = {t: table_wise(i % min(2, mesh.num_ranks)) for i, t in enumerate(NAMES)}
+    plan = build_plan(
+        tables, mesh.num_ranks, exchanges=dict.fromkeys(NAMES, "substitute"), shardings=shardings
+    )
+    model.embeddings.open(plan, mesh)
+    chosen = at_owners(model.embeddings)
+    if mesh.num_ranks > 1:
+        assert chosen == wanted, (name, chosen)
+    whole = source(is_split, False)
+    found = fit(
+        model,
+        Splits(train=source(is_split, "skipped" in name), test=whole),
+        mesh=mesh,
+        batch_size=48,
+        epochs=2,
+        dense_lr=0.05,
+        quiet=True,
+        **settings,
+    )
+    rows = {t.name: model.embeddings.rows(t.name, torch.arange(ROWS)) for t in tables}
+    dense = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    assert any(bool(each.any()) for each in dense.values())
+    return rows, dense, found.metrics, (found.outcome.steps, found.outcome.skipped)
+
+
+def train_all(mesh):
+    return {name: trained(mesh, name) for name in RUNS}
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    return train_all(Mesh())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_train_what_one_rank_trains(num_ranks, one_rank):
+    for runs in run_ranks(num_ranks, train_all):
+        for name, (rows, dense, metrics, steps) in one_rank.items():
+            close = {"rtol": 1e-10, "atol": 1e-12, "msg": lambda said, n=name: f"{n}: {said}"}
+            torch.testing.assert_close(runs[name][0], rows, **close)
+            torch.testing.assert_close(runs[name][1], dense, **close)
+            assert runs[name][2] == pytest.approx(metrics, rel=1e-10)
+            assert runs[name][3] == steps == (8, 2 * ("skipped" in name))
