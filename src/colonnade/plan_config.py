@@ -132,10 +132,19 @@ class TablePlanConfig(Section):
     ranks: list[Annotated[int, Field(ge=0)]] | None = None
     """The rank of table_wise, those of one host for host_wise, each one's for column_wise, those of several hosts for
     grid; default: where most room is, and slices on all."""
+    hot_rows: int = Field(0, ge=0)
+    """So many rows, the most popular of a sample, lie on every rank, in memory; on one rank it does nothing."""
 
     @model_validator(mode="after")
     def _check(self) -> TablePlanConfig:
         _same_copies(self.exchange, self.sharding)
+        if self.hot_rows:
+            for what, said in (("exchange", self.exchange), ("sharding", self.sharding)):
+                if said in ("replicated", "column_wise", "grid"):
+                    raise ValueError(
+                        f"got hot_rows={self.hot_rows} with {what}={said}, wanted sharding=row_wise, host_wise or "
+                        "table_wise, of whose rows some can be copied to every rank"
+                    )
         if self.ranks is None:
             return self
         if self.sharding not in ("table_wise", "host_wise", "column_wise", "grid"):

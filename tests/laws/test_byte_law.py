@@ -24,6 +24,7 @@ from colonnade.exchange.codec import EXACT, Codecs
 from colonnade.plan.choice import choose
 from colonnade.plan.chosen import Forced
 from colonnade.plan.flows import PURPOSES
+from colonnade.plan.hot import popular, sides_of
 from colonnade.plan.loads import table_loads
 from colonnade.plan.profile import profile
 from colonnade.topology.sharding import column_wise, replicated, row_wise, table_wise
@@ -68,7 +69,11 @@ FORCED = {
     "rows, coded": (DEALT, CODED, "spread"),
     "all three, coded": (MIXED, CODED, "spread"),
     "pooled, coded": (POOLED, Codecs("bf16", "int8"), "spread"),
+    "hot rows beside rows": (DEALT, EXACT, "spread"),
+    "hot rows beside pooled ones": (POOLED, EXACT, "popular"),
 }
+MANY = {"big": 150, "open": 80, "bags": 400}
+"""Hot rows of the cases that have some."""
 
 
 def batch_of(step: int, order: str, size: int = SIZE) -> Batch:
@@ -103,6 +108,15 @@ def shardings_of(forced):
     return {name: kinds[said.kind](said) for name, said in forced.items()}
 
 
+def hot_of(case):
+    """By table: the most popular ids of other batches."""
+    if not case.startswith("hot rows"):
+        return {}
+    batches = [batch_of(step, FORCED[case][2]) for step in range(30)]
+    readers = {name: [each.name for each in FEATURES if each.table == name] for name in MANY}
+    return {name: popular(batches, readers[name], count) for name, count in MANY.items()}
+
+
 def counted(mesh):
     """By case: bytes by (purpose, link), this rank's of all steps."""
     found = {}
@@ -112,7 +126,7 @@ def counted(mesh):
         exchanges = {name: said.exchange for name, said in forced.items()}
         plan = build_plan(
             TABLES, mesh.num_ranks, shardings=shardings_of(forced), exchanges=exchanges,
-            codecs=codecs,
+            codecs=codecs, hot=hot_of(case),
         )  # fmt: skip
         collection.open(plan, alone)
         rows = RowOptimizer(collection)
@@ -141,10 +155,18 @@ def profiles():
 def test_what_a_choice_foretells_is_counted(everyone, profiles, case):
     forced, codecs, order = FORCED[case]
     world = World(ranks_per_host=RANKS)
+    tables, features, seen = TABLES, FEATURES, profiles[order]
+    forced = {name: forced.get(name, EVERYWHERE) for name in NAMES}
+    if hot := hot_of(case):
+        declared = EmbeddingCollection(TABLES, FEATURES).declaration
+        sides, seen = sides_of(declared, hot, [batch_of(step, order) for step in range(30)])
+        tables, features = sides.tables, sides.features
+        forced |= {f"{name}[cold]": forced[name] for name in hot}
+        forced |= {f"{name}[hot]": Forced("replicated", "replicated") for name in hot}
     loads = table_loads(
-        TABLES, FEATURES, profiles[order], world, batch_size=SIZE, last_batch=100, codecs=codecs
+        tables, features, seen, world, batch_size=SIZE, last_batch=100, codecs=codecs
     )
-    choice = choose(loads, world, forced={name: forced.get(name, EVERYWHERE) for name in NAMES})
+    choice = choose(loads, world, forced=forced)
     for purpose in PURPOSES:
         sent = sum(each[case].get((purpose, "local"), 0) for each in everyone) / (RANKS * STEPS)
         assert choice.sent[purpose, "local"] == pytest.approx(sent, rel=0.02), purpose

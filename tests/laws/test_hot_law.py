@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
+
 import pytest
+import torch
 from ranks import run_ranks
 from scenario import assert_close, assert_same_bits, probe_ids, train
 
-from colonnade import Mesh
-from colonnade.topology.sharding import host_wise, table_wise
+from colonnade import (
+    SGD,
+    AgeEviction,
+    Batch,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    Mesh,
+    Plan,
+    RandomAdmission,
+    Table,
+    Uniform,
+    build_plan,
+)
+from colonnade.errors import ConfigError, DataError, IdRangeError
+from colonnade.store.budget import slot_bytes
+from colonnade.topology.hot import hot_rows
+from colonnade.topology.sharding import (
+    column_wise,
+    host_wise,
+    replicated,
+    row_wise,
+    sharding_from,
+    table_wise,
+)
+from colonnade.topology.traffic import Traffic
+from colonnade.train.transfer import load_rows, trained_ids
 
 SIZES = [23, 1, 0, 24]
 IDS = probe_ids()
@@ -56,3 +85,133 @@ def test_hot_rows_train_what_rows_do(num_ranks, tmp_path):
             assert_close(wanted, found, rtol=1e-10)
         for found in stale[1:]:
             assert_close(stale[0], found, rtol=1e-10)
+
+
+TABLES = [
+    Table("item", 3, rows=50, optimizer=SGD(lr=0.1)),
+    Table("user", 2, optimizer=SGD(lr=0.1), initializer=Uniform(scale=0.5)),
+]
+FEATURES = [Feature("item", "item"), Feature("user", "user", pooling="mean")]
+LISTED = {"item": [3, 1, 3, 49], "user": torch.tensor([-5, 2**63 - 1])}
+
+
+def collection_of(mesh, **settings):
+    collection = EmbeddingCollection(TABLES, FEATURES, seed=2)
+    return collection.open(build_plan(TABLES, mesh.num_ranks, **settings), mesh)
+
+
+def batch_of(items, users, offsets, weights=None):
+    users = Ids(torch.tensor(users, dtype=torch.int64), torch.tensor(offsets), weights)
+    return Batch(len(items), torch.zeros(len(items), 0), {"item": Ids(torch.tensor(items)), "user": users})  # fmt: skip
+
+
+def said_of(error, action):
+    with pytest.raises(error) as found:
+        action()
+    return str(found.value)
+
+
+def in_and_out(mesh):
+    """Rows that are loaded, looked up, deleted and listed; what is sent for them; bad batches."""
+    alone = replace(mesh, traffic=Traffic())
+    hot = collection_of(alone, hot=LISTED)
+    cold = collection_of(mesh)
+    ids = torch.tensor([0, 1, 2, 3, 49])
+    assert torch.equal(hot.rows("item", ids), cold.rows("item", ids))  # first values
+    for each in (hot, cold):
+        load_rows(each, "item", torch.arange(150.0).view(50, 3))
+        load_rows(each, "user", torch.ones(3, 2), torch.tensor([-5, 7, 2**63 - 1]))
+    assert torch.equal(hot.rows("item", ids), torch.arange(150.0).view(50, 3)[ids])
+    first = trained_ids(hot, "item"), trained_ids(hot, "user")
+    listed = torch.cat([rows.ids for rows in hot.scan("item")])
+    for each in (hot, cold):
+        each.delete("item", torch.tensor([0, 3, 10]))
+    assert torch.equal(hot.rows("item", ids), cold.rows("item", ids))
+    left = trained_ids(hot, "item")
+
+    def sent():
+        return alone.traffic.sent_bytes.get(("fetch", "local"), 0) + alone.traffic.sent_bytes.get(
+            ("evaluate", "local"), 0
+        )
+
+    batch = batch_of([3, 49, 1], [-5, 2**63 - 1, 8, -5], [0, 2, 2, 4])
+    seen = [each(copy(batch)) for each in (hot, cold)]
+    for name in ("item", "user"):
+        torch.testing.assert_close(seen[0][name], seen[1][name])
+    for each in (hot, cold):
+        each.forget()
+        each.eval()
+    before = sent()
+    with torch.no_grad():
+        all_hot = batch_of([3, 49, 1], [-5, 2**63 - 1, -5], [0, 2, 2, 3])
+        found, wanted = hot(copy(all_hot)), cold(copy(all_hot))
+    assert torch.equal(found["item"], wanted["item"])
+    words = sent() - before
+    bad = [
+        said_of(IdRangeError, lambda: hot(batch_of([3, 50, 1], [], [0, 0, 0, 0]))),
+        said_of(DataError, lambda: hot(batch_of([3, 4], [7, 8], [0, 1, 1]))),
+        said_of(DataError, lambda: hot(Batch(1, torch.zeros(1, 0), {"item": Ids(torch.tensor([1]))}))),
+    ]  # fmt: skip
+    return first, left, listed, words, bad
+
+
+def test_rows_go_in_and_come_out():
+    for rank, (first, left, listed, words, bad) in enumerate(run_ranks(2, in_and_out)):
+        assert torch.equal(first[0], torch.arange(50)) and len(first[1]) == 3
+        assert torch.equal(left, torch.tensor([i for i in range(50) if i not in (0, 3, 10)]))
+        assert {1, 3, 49} <= set(listed.tolist())  # on every rank
+        owned = set(listed.tolist()) - {1, 3, 49}
+        assert owned == set(range(50)) - {1, 3, 49} - set(others(rank, first[0]))
+        assert words < 100  # no value
+        assert "feature 'item', lookup 1 of the batch: got id 50, wanted 0 .. 49 of" in bad[0]
+        assert "feature 'user': got offsets" in bad[1]
+        assert "the batch has no feature 'user'" in bad[2]
+
+
+def others(rank, ids):
+    """Of vocabulary ids, those that the other rank owns."""
+    return ids[~row_wise(2).shard_of(rank).owns(ids, 50)].tolist()
+
+
+def test_a_plan_says_what_is_hot():
+    plan = build_plan(TABLES, 2, hot=LISTED, dram_bytes=10_000)
+    assert Plan.from_json(plan.to_json()) == plan
+    item, user = (each.sharding for each in plan.tables)
+    assert (item.hot.ids, user.hot.ids) == ((1, 3, 49), (-5, 2**63 - 1))
+    assert str(item) == "row_wise, ranks 0 .. 1, 3 hot rows on each of 2 ranks"
+    assert sharding_from(user.plain()) == user
+    assert build_plan(TABLES, 1, hot=LISTED) == build_plan(TABLES, 1)
+    assert "9223372036854775807" not in repr(plan)
+    # Copies are always in memory, out of what each rank may use.
+    without = build_plan(TABLES, 2, dram_bytes=10_000)
+    taken = 3 * slot_bytes(TABLES[0]) + 2 * slot_bytes(TABLES[1])
+    less = build_plan(TABLES, 2, dram_bytes=10_000 - taken)
+    rows = [each.tables[1].capacity_rows for each in (plan, less, without)]
+    assert rows[0] == rows[1] < rows[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"hot": {"other": [1]}}, "hot: got 'other', wanted a table of this model: item, user"),
+        ({"hot": {"item": [3, 50]}}, "got hot rows 3 .. 50, wanted ids in 0 .. 49"),
+        ({"hot": {"user": [2**63]}}, "wanted 64-bit ids"),
+        ({"hot": {"item": [1]}, "shardings": {"item": replicated(2)}}, "sharding replicated: got hot rows"),
+        ({"hot": {"item": [1]}, "shardings": {"item": column_wise([0, 1])}}, "sharding column_wise: got hot rows"),
+        ({"hot": {"item": [1]}, "servers": [1]}, "got hot rows beside servers"),
+        ({"hot": {"item": range(50)}, "dram_bytes": 1500}, "plan.memory.dram: got 1,500 bytes, wanted more than"),
+        ({"shardings": {"item": replace(row_wise(2), hot=hot_rows([1], 3))}}, "hot rows on 3 of 2 ranks"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_hot(settings, wanted):
+    assert wanted in said_of(ConfigError, lambda: build_plan(TABLES, 2, **settings))
+
+
+@pytest.mark.parametrize(
+    "stays", [{"admission": RandomAdmission(probability=0.5)}, {"eviction": AgeEviction(steps=2)}]
+)
+def test_tables_that_forget_have_no_hot_rows(stays):
+    tables = [Table("t", 3, **stays)]
+    said = said_of(ConfigError, lambda: build_plan(tables, 2, hot={"t": [1]}))
+    assert "got hot rows of a table with admission or eviction" in said
+    assert build_plan(tables, 1, hot={"t": [1]}) == build_plan(tables, 1)

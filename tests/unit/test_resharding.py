@@ -11,7 +11,8 @@ from small_run import CONFIG, digest, opened
 
 from colonnade import Mesh
 from colonnade.config import build_config, override
-from colonnade.plan.plan import build_plan
+from colonnade.models.build import build_model
+from colonnade.plan.plan import Plan, build_plan
 from colonnade.store.log import LogBacking
 from colonnade.topology.hot import hot_rows
 from colonnade.topology.sharding import (
@@ -271,3 +272,46 @@ def test_rows_become_hot_and_cold(tmp_path):
     for name in ("changing", "same"):
         go_on(Mesh(), tmp_path / name, "row_wise", 7, ADAM)
     assert digest(tmp_path / "changing") == digest(tmp_path / "same")
+
+
+def chosen_hot(mesh, folder, epochs, settings):
+    """A run whose configuration asks for hot rows; the lists of its plan."""
+    config = override(build_config(SHORT), {**SMALL, **settings, "train.epochs": epochs})
+    run = runs.open_run(config, mesh, Path(folder), data=opened(config))
+    run.train()
+    run.close()
+    tables = run.trainer.collection.plan.tables
+    return {table.name: table.sharding.hot.ids for table in tables if table.sharding.hot}
+
+
+def configured(mesh, folder):
+    names = [table.name for table in tables_of(SHORT)]
+    wanted = {f"plan.tables.{names[1]}.hot_rows": 60, f"plan.tables.{names[3]}.hot_rows": 40}
+    auto = {**wanted, "plan.exchange": "auto", "plan.sharding": "auto"}
+    first = chosen_hot(mesh, folder / "hot", 1, wanted)
+    # A list that was made otherwise: the run goes on with it.
+    go_on(mesh, folder / "said", "others hot", 1)
+    went_on = chosen_hot(mesh, folder / "said", 2, {f"plan.tables.{names[3]}.hot_rows": 100})
+    again = chosen_hot(mesh, folder / "hot", 2, wanted)
+    last = chosen_hot(mesh, folder / "hot", 3, auto)
+    go_on(mesh, folder / "same", "row_wise", 3)
+    return names, first, again, last, went_on
+
+
+def tables_of(settings):
+    config = build_config(settings)
+    model = build_model(opened(config).train.schema, config)
+    return model.embeddings.tables
+
+
+def test_a_configuration_asks_for_hot_rows(tmp_path):
+    names, first, again, last, went_on = run_ranks(2, configured, tmp_path)[0]
+    assert {name: len(ids) for name, ids in first.items()} == {names[1]: 60, names[3]: 40}
+    assert first == again
+    assert set(last) <= {names[1], names[3]}  # not where copies of all rows were chosen
+    assert went_on == {names[3]: tuple(range(100))}
+    assert digest(tmp_path / "hot") == digest(tmp_path / "same")
+    plan = Plan.from_json((tmp_path / "hot" / "plan.json").read_text())
+    assert {each.name: each.sharding.hot.ids for each in plan.tables if each.sharding.hot} == last
+    alone = {f"plan.tables.{names[1]}.hot_rows": 60}
+    assert chosen_hot(Mesh(), tmp_path / "hot", 4, alone) == {}

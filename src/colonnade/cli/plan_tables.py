@@ -10,7 +10,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from colonnade.plan.chosen import Choice, Cost, TableChoice
-from colonnade.plan.plan import held_bytes
+from colonnade.plan.plan import held_bytes, memory_bytes
 from colonnade.report.words import bytes_words, count_words, seconds_words
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
@@ -134,7 +134,7 @@ def _show_totals(console: Console, found: Planned, tables: Sequence[Table]) -> N
     said = found.prediction
     used: dict[str, Any] = {"dram": 0, "mapped": 0}
     for table, planned in zip(tables, found.plan.tables, strict=True):
-        used[planned.tier] += planned.capacity_rows * held_bytes(table, planned.sharding)
+        used[planned.tier] += memory_bytes(table, planned)
     budget = found.plan.dram_bytes
     memory = f"memory {bytes_words(used['dram'])}"
     memory += " (no limit)" if budget is None else f" of {bytes_words(budget)}"

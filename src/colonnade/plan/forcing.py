@@ -109,6 +109,8 @@ def settled(said: Forced, world: World) -> tuple[Sharding, str] | None:
 
 
 def is_settled(config: PlanConfig, tables: Sequence[Table], world: World) -> bool:
-    """Whether nothing is left to be chosen. Raises as `forced_by`."""
+    """Whether nothing is left to be chosen, hot rows neither. Raises as `forced_by`."""
+    if world.num_ranks > 1 and any(table.hot_rows for table in config.tables.values()):
+        return False
     said = forced_by(config, tables, world).values()
     return all(settled(each, world) is not None for each in said)

@@ -1,17 +1,24 @@
-"""Hot rows in a plan: shardings that have them, and what they leave of memory. Pure."""
+"""Hot rows in a plan: which they are, shardings that have them, what they leave of memory, and what a sample says of
+hot and cold rows as the tables that exchanges take them for. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 from torch import Tensor
 
+from colonnade.batch import Batch
 from colonnade.errors import ConfigError
+from colonnade.exchange.hot import deal
+from colonnade.exchange.layout import Declaration
+from colonnade.exchange.slices import slices_of
+from colonnade.plan.profile import Profile, profile
 from colonnade.store.slices import Laid
 from colonnade.table import Table, check_hot
 from colonnade.topology.hot import hot_rows
-from colonnade.topology.sharding import Sharding
+from colonnade.topology.sharding import Sharding, row_wise
 
 
 def with_hot(
@@ -61,3 +68,24 @@ def beside_hot(
         f"{name}: got {budget:,} bytes, wanted more than the {taken:,} of hot rows, which are always in memory; raise "
         "it, or name fewer hot rows"
     )
+
+
+def popular(batches: Sequence[Batch], features: Iterable[str], count: int) -> list[int]:
+    """So many ids that these features look up most often, ascending; of equal ones the smaller. Fewer, where there are
+    no more."""
+    ids = [batch.ids[name].values.numpy() for name in features for batch in batches]
+    values, lookups = np.unique(np.concatenate([*ids, np.zeros(0, np.int64)]), return_counts=True)
+    first = np.lexsort((values, -lookups))[:count]
+    return sorted(values[first].tolist())
+
+
+def sides_of(
+    declared: Declaration, hot: Mapping[str, Iterable[int] | Tensor], batches: Iterable[Batch]
+) -> tuple[Declaration, Profile]:
+    """A declaration with hot rows beside cold ones, table by table, and the profile of a sample of such."""
+    tables = declared.tables
+    two = with_hot(tables, [row_wise(2)] * len(tables), hot, 2)  # whoever owns the cold ones
+    slices = slices_of(declared, two)
+    dealt = (deal(batch, declared, slices.hot).batch for batch in batches)
+    sides = slices.declaration
+    return sides, profile(sides.tables, sides.features, dealt)

@@ -15,7 +15,7 @@ from colonnade.exchange.codec import CODECS, EXACT, Codecs
 from colonnade.plan.popularity import OPEN_ROOM, seen
 from colonnade.plan.profile import Profile
 from colonnade.store.budget import slot_bytes
-from colonnade.table import Feature, Table, needs_whole_rows
+from colonnade.table import Feature, Table, TableSide, needs_whole_rows
 from colonnade.topology.world import World
 
 
@@ -138,7 +138,8 @@ def table_loads(
                 ),
                 vocabulary=table.rows or 0,
                 is_pooled=all(feature.pooling != "sequence" for feature in readers),
-                may_be_cut=not needs_whole_rows(table, [p.name for p in table.parts if p.dim > 1]),
+                may_be_cut=not isinstance(table, TableSide)
+                and not needs_whole_rows(table, [p.name for p in table.parts if p.dim > 1]),
                 births=ever / last_batch if last_batch else 0.0,
             )
         )

@@ -288,18 +288,25 @@ def build_plan(
 
 
 def plan_of(
-    config: PlanConfig, tables: Sequence[Table], world: World, choice: Choice | None = None
+    config: PlanConfig,
+    tables: Sequence[Table],
+    world: World,
+    choice: Choice | None = None,
+    hot: Mapping[str, Sequence[int]] | None = None,
 ) -> Plan:
     """`build_plan` with a configuration's settings. `choice`: what was found for tables of which it leaves something
-    open; without, their rows are dealt to all ranks and travel as rows. Raises ConfigError."""
+    open; without, their rows are dealt to all ranks and travel as rows. `hot`: by name, of tables whose `hot_rows` it
+    asks for; where copies of all rows were chosen, they mean nothing. Raises ConfigError."""
     memory = config.memory
     shardings, exchanges = {}, {}
     for name, said in forced_by(config, tables, world).items():
         found = settled(said, world)
         if found is None and choice is not None:
-            found = choice.shardings[name], choice.exchanges[name]
+            side = name if name in choice.shardings else f"{name}[cold]"
+            found = choice.shardings[side], choice.exchanges[side]
         if found is not None:
             shardings[name], exchanges[name] = found
+    copied = [name for name, sharding in shardings.items() if sharding.is_replicated]
     return build_plan(
         tables,
         world.num_ranks,
@@ -314,6 +321,7 @@ def plan_of(
         staleness_steps=config.staleness_steps,
         exchanges=exchanges,
         shardings=shardings,
+        hot={name: ids for name, ids in (hot or {}).items() if name not in copied},
         codecs=Codecs(config.wire.values, config.wire.gradients),
         servers=world.servers,
     )
@@ -423,6 +431,13 @@ def held_bytes(table: Table, sharding: Sharding) -> int:
     return max(slot_bytes(each.table) for each in lay_out([table], [sharding]))
 
 
+def memory_bytes(table: Table, planned: TablePlan) -> int:
+    """Of each rank that has some of its rows: what is planned for them, and for copies of its hot ones."""
+    hot = planned.sharding.hot
+    copies = 0 if hot is None else len(hot.ids) * slot_bytes(table)
+    return planned.capacity_rows * held_bytes(table, planned.sharding) + copies
+
+
 def _travels(table: TablePlan) -> dict[str, str]:
     return {"sharding": str(table.sharding), "exchange": table.exchange}
 
@@ -433,9 +448,7 @@ def explain(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
     for table, planned in zip(tables, plan.tables, strict=True):
         owners = planned.sharding.num_owners
         owned = "any" if table.rows is None else f"{share(table.rows, owners):,}"
-        hot = planned.sharding.hot
-        memory = planned.capacity_rows * held_bytes(table, planned.sharding)
-        memory += 0 if hot is None else len(hot.ids) * slot_bytes(table)
+        memory = memory_bytes(table, planned)
         unbounded = table.rows is None and planned.fits
         hbm = {}
         if plan.hbm_bytes is not None:

@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
+from colonnade.batch import Batch
 from colonnade.config import RunConfig
 from colonnade.embedding import EmbeddingCollection
 from colonnade.exchange.codec import EXACT, Codecs
+from colonnade.exchange.layout import Declaration
 from colonnade.plan.choice import choose
-from colonnade.plan.chosen import Choice, Memory
+from colonnade.plan.chosen import Choice, Forced, Memory
 from colonnade.plan.device import Device
 from colonnade.plan.flows import alone
 from colonnade.plan.forcing import forced_by
+from colonnade.plan.hot import popular
 from colonnade.plan.loads import TableLoad, table_loads
 from colonnade.plan.placement import Demand, place
 from colonnade.plan.prediction import LinkCosts
 from colonnade.plan.profile import Profile
+from colonnade.plan_config import PlanConfig
 from colonnade.topology.reduction import choose_way, sent
+from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
 
 FILLED = 0.9
 """Part of the memory whose rows are compared with those of all of it, to say what a byte is worth."""
 
 
+def hot_of(
+    config: PlanConfig,
+    declared: Declaration,
+    sample: Sequence[Batch],
+    world: World,
+    before: Mapping[str, Sharding],
+) -> dict[str, Sequence[int]]:
+    """By table whose hot rows are asked for: their ids. `before`: shardings of the run's newest commit, whose ids a run
+    goes on with, as long as as many are wanted."""
+    found: dict[str, Sequence[int]] = {}
+    for name, said in config.tables.items():
+        if not said.hot_rows or world.num_ranks == 1:
+            continue
+        readers = [feature.name for feature in declared.features if feature.table == name]
+        found[name] = popular(sample, readers, said.hot_rows)
+        had = before[name].hot if name in before else None
+        if had is not None and len(had.ids) == len(found[name]):
+            found[name] = had.ids
+    return found
+
+
 def loads_of(
-    collection: EmbeddingCollection,
+    declared: Declaration,
     profile: Profile,
     world: World,
     *,
@@ -36,8 +62,8 @@ def loads_of(
 ) -> list[TableLoad]:
     """Of full batches as the sample has them."""
     return table_loads(
-        collection.tables,
-        collection.declaration.features,
+        declared.tables,
+        declared.features,
         profile,
         world,
         batch_size=profile.largest_batch,
@@ -54,9 +80,15 @@ def choose_for(
     world: World,
     device: Device,
     wanted: Sequence[Demand] = (),
+    hot: Collection[str] = (),
 ) -> Choice:
     """What `config` leaves open is chosen, the rest is as it says. `wanted`: what tables ask of memory, where it is
-    limited. Raises ConfigError where what is said cannot be."""
+    limited; `hot`: tables whose hot and cold rows have loads of their own. Raises ConfigError where what is said cannot
+    be."""
+    forced = forced_by(config.plan, collection.tables, world)
+    for name in hot:
+        forced[f"{name}[cold]"] = forced[name]
+        forced[f"{name}[hot]"] = Forced("replicated", "replicated")
     budget = config.plan.memory.dram
     memory = Memory(budget)
     if budget is not None and wanted:
@@ -66,7 +98,7 @@ def choose_for(
         world,
         memory=memory,
         rates=device.memory,
-        forced=forced_by(config.plan, collection.tables, world),
+        forced=forced,
         is_fetched_ahead=config.plan.staleness_steps > 0,
     )
 

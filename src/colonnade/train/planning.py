@@ -18,6 +18,7 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.plan.chosen import Choice
 from colonnade.plan.device import Device, measure
+from colonnade.plan.hot import beside_hot, sides_of
 from colonnade.plan.loads import TableLoad
 from colonnade.plan.placement import (
     Demand,
@@ -31,13 +32,17 @@ from colonnade.plan.placement import (
 from colonnade.plan.plan import Plan, placed_plan, plan_of
 from colonnade.plan.prediction import Prediction, StepCosts, depth_for, predict
 from colonnade.plan.profile import Profile, profile
+from colonnade.store.budget import slot_bytes
+from colonnade.store.slices import lay_out
 from colonnade.topology.links import measure_links
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
-from colonnade.train.choosing import choose_for, link_costs, loads_of
+from colonnade.train.choosing import choose_for, hot_of, link_costs, loads_of
+from colonnade.train.commits import committed_steps, read_header
 from colonnade.train.objective import Objective
 from colonnade.train.rehearsal import rehearse
+from colonnade.train.stores import shardings_of
 
 SAMPLE_LOOKUPS = 1 << 20
 LEAST_BATCHES = 8
@@ -117,7 +122,13 @@ def plan_from_sample(
     owners, trainers = len(world.owners), world.num_trainers
     even = plan_of(config.plan, collection.tables, world)
     sample = read_sample(data.train, config.train.batch_size, lookups)
-    found = profile(collection.tables, collection.declaration.features, sample)
+    declared = collection.declaration
+    found = profile(collection.tables, declared.features, sample)
+    hot = hot_of(config.plan, declared, sample, world, _recorded(folder))
+    every = lay_out(
+        collection.tables, plan_of(config.plan, collection.tables, world, hot=hot).shardings
+    )
+    dram = beside_hot(every, config.plan.memory.dram, "plan.memory.dram", slot_bytes)
     steps = _steps(config, data.train)
     if steps is None:
         steps = first_step + UNKNOWN_LENGTH * len(sample)
@@ -144,20 +155,21 @@ def plan_from_sample(
 
     for depth in AUTO_DEPTHS if is_auto else (int(config.plan.lookahead),):
         wanted = asked(depth)
-        if window_fits(wanted, memory.dram):
+        if window_fits(wanted, dram):
             break
-    place(wanted, memory.dram, mapped_bytes, at_once=at_once)
+    place(wanted, dram, mapped_bytes, at_once=at_once)
     # Only now is the disk touched: what does not fit has been said.
     places = [each.path for each in even.ssd] or [str(place_of_rows)]
     if not even.needs_backing:
         places = []
     device = device or measured_before(folder, places) or measure(places)
+    sides, seen = sides_of(declared, hot, sample) if hot else (declared, found)
     loads = loads_of(
-        collection, found, world, last_batch=steps, num_samples=data.train.num_samples,
+        sides, seen, world, last_batch=steps, num_samples=data.train.num_samples,
         codecs=even.codecs,
     )  # fmt: skip
-    choice = choose_for(collection, loads, config, world, device, wanted)
-    even = plan_of(config.plan, collection.tables, world, choice)
+    choice = choose_for(collection, loads, config, world, device, wanted, hot)
+    even = plan_of(config.plan, collection.tables, world, choice, hot)
     # Of who has which rows, now that it is known.
     shardings = [table.sharding for table in even.tables]
     wanted = asked(depth, shardings)
@@ -165,7 +177,7 @@ def plan_from_sample(
         placed = as_planned(wanted, even)
     else:
         placed = place_on_ranks(
-            wanted, shardings, world.num_ranks, memory.dram, mapped_bytes, at_once=at_once
+            wanted, shardings, world.num_ranks, dram, mapped_bytes, at_once=at_once
         )
     capacities = {each.name: (each.rows, each.tier) for each in placed}
     wanted, placed = mean_over_ranks(wanted, placed, shardings, owners)
@@ -211,6 +223,15 @@ def plan_from_sample(
             prediction=asdict(prediction),
         )
     return Planned(plan, found, device, costs, prediction, choice, tuple(loads), world)
+
+
+def _recorded(folder: Path | None) -> dict[str, Sharding]:
+    """By table: of the newest commit of a run."""
+    steps = [] if folder is None else committed_steps(folder)
+    if folder is None or not steps:
+        return {}
+    header = read_header(folder, steps[-1])
+    return dict(zip(header["model"]["tables"], shardings_of(header), strict=True))
 
 
 def as_planned(wanted: Sequence[Demand], plan: Plan) -> list[Placed]:
