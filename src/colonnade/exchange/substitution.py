@@ -23,7 +23,7 @@ def substituted(declaration: Declaration, shardings: Sequence[Sharding]) -> tupl
     able = [name for name in declaration.consumers if partial_width(declaration, name) is not None]
     best: tuple[str, ...] = ()
     least = floats(declaration, shardings, best)
-    for some in _sets(able, lambda some: floats(declaration, shardings, some)):
+    for some in sets(able, lambda some: floats(declaration, shardings, some)):
         found = floats(declaration, shardings, some)
         if found < least:
             best, least = some, found
@@ -70,7 +70,7 @@ def owners_by_field(
     }
 
 
-def _sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...]]:
+def sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...]]:
     if len(names) <= MOST_CONSUMERS:
         for size in range(1, len(names) + 1):
             yield from combinations(names, size)

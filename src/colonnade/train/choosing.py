@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
@@ -11,6 +11,7 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.exchange.codec import EXACT, Codecs
 from colonnade.plan.choice import choose
 from colonnade.plan.chosen import Choice, Memory
+from colonnade.plan.consumers import model_load
 from colonnade.plan.device import Device
 from colonnade.plan.flows import alone
 from colonnade.plan.forcing import forced_by
@@ -54,9 +55,10 @@ def choose_for(
     world: World,
     device: Device,
     wanted: Sequence[Demand] = (),
+    bags: Collection[str] = (),
 ) -> Choice:
     """What `config` leaves open is chosen, the rest is as it says. `wanted`: what tables ask of memory, where it is
-    limited. Raises ConfigError where what is said cannot be."""
+    limited; `bags`: features whose samples may have several ids. Raises ConfigError where what is said cannot be."""
     budget = config.plan.memory.dram
     memory = Memory(budget)
     if budget is not None and wanted:
@@ -68,6 +70,12 @@ def choose_for(
         rates=device.memory,
         forced=forced_by(config.plan, collection.tables, world),
         is_fetched_ahead=config.plan.staleness_steps > 0,
+        model=model_load(
+            collection.declaration,
+            loads,
+            codecs=Codecs(config.plan.wire.values, config.plan.wire.gradients),
+            bags=bags,
+        ),
     )
 
 
