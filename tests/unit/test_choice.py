@@ -53,6 +53,7 @@ def load_of(
 def counted_by_hand(load, sharding: Sharding, exchange, world):
     """(bytes out of each rank inside its host, out of each host, and into both), rank by rank and pair by pair."""
     n, size = world.num_ranks, world.ranks_per_host
+    exchange = "pooled" if exchange == "substitute" else exchange  # where no consumer is known
     costs = pair(load, exchange, len(sharding.ranks) // sharding.slices, sharding.slices)
     found = {p: (np.zeros((2, n)), np.zeros((2, world.num_hosts))) for p in ("fetch", "push")}
     for asker, owner in itertools.product(range(n), sharding.ranks):

@@ -32,7 +32,7 @@ def substituted(
     able = [name for name in declaration.consumers if name not in barred]
     best: tuple[str, ...] = ()
     least = floats(declaration, shardings, best)
-    for some in _sets(able, lambda some: floats(declaration, shardings, some)):
+    for some in sets(able, lambda some: floats(declaration, shardings, some)):
         found = floats(declaration, shardings, some)
         if found < least:
             best, least = some, found
@@ -202,7 +202,7 @@ def owners_by_field(
     }
 
 
-def _sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...]]:
+def sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...]]:
     if len(names) <= MOST_CONSUMERS:
         for size in range(1, len(names) + 1):
             yield from combinations(names, size)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
 from colonnade.plan.chosen import Choice, Cost, Forced, Memory, Option, Seconds, TableChoice
+from colonnade.plan.consumers import ModelLoad, bare
 from colonnade.plan.cutting import CUT, cut_places, everywhere, most_slices
 from colonnade.plan.device import RowRate
 from colonnade.plan.flows import (
@@ -35,6 +36,8 @@ from colonnade.plan.flows import (
     work,
 )
 from colonnade.plan.loads import TableLoad
+from colonnade.plan.partials import Joint, Partials, burden
+from colonnade.plan.paths import Paths
 from colonnade.topology.sharding import (
     Kind,
     Sharding,
@@ -60,6 +63,9 @@ OPTIONS: tuple[Option, ...] = (
     ("pooled", "column_wise"),
     ("rows", "grid"),
     ("pooled", "grid"),
+    ("substitute", "row_wise"),
+    ("substitute", "host_wise"),
+    ("substitute", "table_wise"),
     ("replicated", "replicated"),
 )
 DEFAULT: Option = ("rows", "row_wise")
@@ -70,6 +76,8 @@ TRIED = 4
 """Least loaded ranks and hosts that a table may go to; one of them in a large world."""
 MANY = 10_000
 """Tables times ranks beyond which only the two best beginnings are gone on from."""
+BY_OWNERS = ("pooled", "substitute")
+"""Exchanges whose owners pool bags."""
 TIE = 0.01
 """Weight of what is not the bottleneck: of two choices as fast, the one that leaves more room."""
 
@@ -83,15 +91,16 @@ def choose(
     forced: Mapping[str, Forced] | None = None,
     options: Collection[Option] = OPTIONS,
     is_fetched_ahead: bool = False,
+    model: ModelLoad | None = None,
 ) -> Choice:
     """The fastest of `options` for each table, as far as `forced` (by name) leaves one. `rates`: how fast rows are
-    gathered and updated, where that was measured; `is_fetched_ahead`: staleness allows it. Raises ConfigError where
-    what is forced cannot be."""
+    gathered and updated, where that was measured; `is_fetched_ahead`: staleness allows it; `model`: what takes the
+    tables' fields, without which `substitute` is not considered. Raises ConfigError where what is forced cannot be."""
     search = _Search(
-        loads, world, memory or Memory(), rates, forced or {}, options, is_fetched_ahead
+        loads, world, memory or Memory(), rates, forced or {}, options, is_fetched_ahead, model
     )
     beginnings = list(search.beginnings())
-    if len(loads) * world.num_ranks > MANY:
+    if search.is_large:
         beginnings = sorted(beginnings, key=search.objective)[:2]
     return search.explained(min(map(search.improved, beginnings), key=search.objective))
 
@@ -104,6 +113,10 @@ class _State:
     held: Floats  # (N,) bytes of all rows
     in_use: Floats  # (N,) bytes of the rows of one step
     users: dict[str, int] = field(default_factory=dict)  # tables by exchange
+    owners: Floats = field(default_factory=lambda: np.zeros((0, 0)))  # (T, N) of `Partials`
+    cut: int = 0  # tables whose rows are
+    joint: Joint | None = None  # of the tables under `substitute`
+    burden: tuple[Floats, Floats] | None = None  # its seconds, as they were added
 
 
 class _Search:
@@ -116,36 +129,44 @@ class _Search:
         forced: Mapping[str, Forced],
         options: Collection[Option],
         is_fetched_ahead: bool,
+        model: ModelLoad | None,
     ) -> None:
         self.loads, self.world, self.memory, self.rates = loads, world, memory, rates
         self.is_fetched_ahead = is_fetched_ahead
         # Else a host is the world, or a rank.
         self.has_hosts = world.num_hosts > 1 and world.ranks_per_host > 1
         self.forced = [forced.get(load.name, Forced()) for load in loads]
+        self.is_known = model is not None
+        self.partials = Partials(model or bare(loads), len(loads))
+        self.grouped = {t for group in self.partials.groups for t in group}
+        self.samples = loads[0].samples if loads else 0.0
+        self.is_large = len(loads) * world.num_ranks > MANY
         self.possible = [
-            self._possible(load, said, options)
-            for load, said in zip(loads, self.forced, strict=True)
+            self._possible(t, load, said, options)
+            for t, (load, said) in enumerate(zip(loads, self.forced, strict=True))
         ]
         num_ranks = world.num_ranks
         self.owners = np.array(world.owners)
-        self.asks = np.ones(num_ranks)
-        self.asks[list(world.servers)] = 0.0
+        self.paths = Paths(world)
+        self.asks = self.paths.asks
         self.even = sum(load.total_bytes for load in loads) / len(self.owners)
-        self.tried = TRIED if len(loads) * num_ranks <= MANY else 1
-        self.paths: dict[Any, tuple[Floats, Floats, float]] = {}
+        self.tried = 1 if self.is_large else TRIED
         self.pairs: dict[tuple[int, ExchangeName, int, int], tuple[Pair, Work]] = {}
         self.everywhere = {"row_wise": row_wise_in(world), "replicated": replicated(num_ranks)}
-        self.all = self._path(np.ones(num_ranks), np.ones(num_ranks))[0]
+        self.all = self.paths.of(np.ones(num_ranks), np.ones(num_ranks))[0]
         self.peak = float(self.all.max())
         self.scale = 1.0
 
-    def _possible(self, load: TableLoad, said: Forced, options: Collection[Option]) -> list[Option]:
+    def _possible(
+        self, t: int, load: TableLoad, said: Forced, options: Collection[Option]
+    ) -> list[Option]:
         found = [
             (exchange, kind)
             for exchange, kind in OPTIONS
             if (said.kind is None or kind == said.kind)
             and (said.exchange is None or exchange == said.exchange)
-            and (exchange != "pooled" or (load.is_pooled and len(load.columns) > 0))
+            and (exchange not in BY_OWNERS or (load.is_pooled and len(load.columns) > 0))
+            and (exchange != "substitute" or said.exchange == exchange or t in self.grouped)
             and (exchange, kind) in options
             and (kind != "host_wise" or self.has_hosts or said.kind == kind)
             and (kind != "replicated" or not self.world.has_servers)
@@ -160,32 +181,6 @@ class _Search:
             f"plan.sharding, or plan.tables.{load.name}"
         )
 
-    def path(self, sharding: Sharding) -> tuple[Floats, Floats, float]:
-        """(R,) seconds of every direction of links for a byte from each asker to each owner, and for one back; and of
-        the slowest, were all of its kind alike."""
-        key = _key(sharding)
-        if key not in self.paths:
-            if len(self.paths) > 4096:
-                self.paths.clear()
-            owns = np.zeros(self.world.num_ranks)
-            owns[list(sharding.ranks)] = 1.0
-            self.paths[key] = self._path(self.asks, owns)
-        return self.paths[key]
-
-    def _path(self, asks: Floats, owns: Floats) -> tuple[Floats, Floats, float]:
-        """`path` from each rank that asks to each that owns: (N,), 1 for those that do."""
-        world, size = self.world, self.world.ranks_per_host
-        asking, owning = (each.reshape(world.num_hosts, size).sum(1) for each in (asks, owns))
-        local_out = asks * (np.repeat(owning, size) - owns)
-        local_in = owns * (np.repeat(asking, size) - asks)
-        remote_out = asking * (owns.sum() - owning)
-        remote_in = owning * (asks.sum() - asking)
-        near, far = 1 / world.local_bytes_per_second, 1 / world.remote_bytes_per_second
-        there = [local_out * near, local_in * near, remote_out * far, remote_in * far]
-        back = [local_in * near, local_out * near, remote_in * far, remote_out * far]
-        slowest = max(float(each.mean()) for each in there)
-        return np.concatenate(there), np.concatenate(back), slowest
-
     def costs(self, t: int, exchange: ExchangeName, sharding: Sharding) -> tuple[Pair, Work]:
         slices = sharding.slices
         n = len(sharding.ranks) // slices
@@ -199,14 +194,15 @@ class _Search:
 
     def empty(self) -> _State:
         n, links = self.world.num_ranks, np.zeros((3, len(self.all)))
-        return _State([], links, np.zeros(n), np.zeros(n), np.zeros(n))
+        owners = np.zeros((len(self.loads), n))
+        return _State([], links, np.zeros(n), np.zeros(n), np.zeros(n), owners=owners)
 
     def add(
         self, state: _State, t: int, exchange: ExchangeName, sharding: Sharding, sign: float = 1.0
     ) -> None:
         """In place; `chosen` is left as it is."""
         bytes_, seconds = self.costs(t, exchange, sharding)
-        there, back, _ = self.path(sharding)
+        there, back, _ = self.paths.to(sharding)
         load = self.loads[t]
         state.links[0] += (sign * bytes_.route) * there
         if TABLE_BYTES[exchange]:
@@ -221,6 +217,23 @@ class _Search:
         in_use = min(load.unique_world, load.rows) * load.slot_bytes
         state.in_use[owners] += sign * in_use / share
         state.users[exchange] = state.users.get(exchange, 0) + int(sign)
+        state.cut += int(sign) * (sharding.slices > 1)
+        if exchange == "substitute":
+            state.owners[t, owners] = 1 / sharding.slices if sign > 0 else 0.0
+        if exchange == "substitute" or (state.joint is not None and sharding.slices > 1):
+            self._join(state)
+
+    def _join(self, state: _State) -> None:
+        """In place: what the tables under `substitute` cost together, as they are now."""
+        if state.burden is not None:
+            state.links -= state.burden[0]
+            state.processor -= state.burden[1]
+        state.joint = state.burden = None
+        if state.users.get("substitute"):
+            state.joint = self.partials.joint(state.owners, may_evaluate=not state.cut)
+            state.burden = burden(state.joint, state.owners, self.samples, self.paths, self.rates)
+            state.links += state.burden[0]
+            state.processor += state.burden[1]
 
     def seconds(self, state: _State) -> Seconds:
         phases = state.links.max(1)
@@ -255,6 +268,8 @@ class _Search:
                 total += over * self.memory.seconds_per_byte
             if state.in_use.max() > max(budget, self.in_use_at_least):
                 return float("inf")
+        if state.joint is not None and not state.joint.is_possible:
+            return float("inf")
         spare = float(state.links.sum()) / state.links.shape[1] + found.behind
         spare += float(state.processor.sum()) / self.world.num_ranks
         uneven = float(state.held.max()) / max(self.even, 1.0)
@@ -273,11 +288,33 @@ class _Search:
         self.scale = self.objective(first)
         yield first
         names = {exchange for options in self.possible for exchange, _ in options}
+        names -= {"substitute"}
         alone: list[set[ExchangeName]] = [{name} for name in sorted(names)]
         pairs: list[set[ExchangeName]] = [{"rows", "pooled"}, {"rows", "replicated"}]
         for some in (*alone, *pairs, names):
             if some <= names:
                 yield self.begun(lambda t, options, some=some: self.balanced(t, options, some))
+        kinds = ("row_wise", "table_wise", *(("host_wise",) if self.has_hosts else ()))
+        for group in self.partials.groups if self.is_known else ():
+            for kind in kinds:
+                yield self.begun(
+                    lambda t, options, group=group, kind=kind: self.together(
+                        t, options, group, kind, names
+                    )
+                )
+
+    def together(
+        self, t: int, options: Sequence[Option], group: Sequence[int], kind: str, others: set[str]
+    ) -> Option:
+        """A table of the group under `substitute`, as that kind of sharding where it may be."""
+        mine = [each for each in options if each[0] == "substitute"]
+        if t not in group or not mine:
+            return self.balanced(t, options, others)
+        has_bags = any(field.has_bags for field in self.partials.model.fields if field.table == t)
+        for wanted in ("table_wise", kind) if has_bags else (kind,):
+            if ("substitute", wanted) in mine:
+                return "substitute", wanted  # type: ignore[return-value]
+        return mine[0]
 
     def begun(self, pick) -> _State:
         state = self.empty()
@@ -301,13 +338,15 @@ class _Search:
         for _, kind in options:
             if kind in CUT:
                 anywhere[kind] = self.places(self.empty(), t, kind)[0]
-        return min(options, key=lambda each: self.mean_seconds(t, each[0], anywhere[each[1]]))
+        return min(
+            options, key=lambda each: self.mean_seconds(t, _alone(each[0]), anywhere[each[1]])
+        )
 
     def mean_seconds(self, t: int, exchange: ExchangeName, sharding: Sharding) -> float:
         """Of the links if all ranks and uplinks had the same to carry, and of processors likewise."""
         n = len(sharding.ranks)
         bytes_, seconds = self.costs(t, exchange, sharding)
-        links = (bytes_.fetch + bytes_.push) * self.path(sharding)[2]
+        links = (bytes_.fetch + bytes_.push) * self.paths.to(sharding)[2]
         return links + seconds.asker + seconds.owner * n / self.world.num_ranks
 
     def order(self) -> list[int]:
@@ -365,9 +404,13 @@ class _Search:
             for t in self.order():
                 exchange, sharding = state.chosen[t]
                 now = self.objective(state)
+                if self.is_large and exchange == "substitute":
+                    continue  # all of the group's cost would be found anew for each
                 self.add(state, t, exchange, sharding, -1.0)
                 best, least = (exchange, sharding), now * (1 - 1e-6)
                 for other, kind in self.possible[t]:
+                    if other == "substitute" and self.is_large:
+                        continue
                     for place in self.shardings(state, t, kind):
                         found = self.with_(state, t, other, place)
                         if found < least:
@@ -396,6 +439,8 @@ class _Search:
             for exchange, kind in OPTIONS:
                 if (exchange, kind) == mine.option or not self._has(load, exchange, kind):
                     continue
+                if exchange == "substitute" and not self._is_shown(state, t):
+                    continue
                 places = [
                     self.cost(state, t, exchange, place, now)
                     for place in self.places(state, t, kind)
@@ -423,7 +468,13 @@ class _Search:
             return False
         if kind in CUT and most_slices(load, kind, self.world) < 2:
             return False
-        return (exchange != "pooled" or is_pooled) and (kind != "host_wise" or self.has_hosts)
+        return (exchange not in BY_OWNERS or is_pooled) and (kind != "host_wise" or self.has_hosts)
+
+    def _is_shown(self, state: _State, t: int) -> bool:
+        """Whether it is of use to say what the table would cost under `substitute`, all others staying as they are."""
+        if not self.is_known or t not in self.grouped:
+            return False
+        return state.chosen[t][0] == "substitute" or not self.is_large
 
     def _peers(self) -> dict[str, int]:
         world = self.world
@@ -444,10 +495,34 @@ class _Search:
         sent = {}
         for purpose, size in zip(PURPOSES, (bytes_.route, bytes_.fetch, bytes_.push), strict=True):
             sent[purpose, "local"], sent[purpose, "remote"] = size * local, size * remote
+        seconds = self.mean_seconds(t, exchange, sharding)
+        if exchange == "substitute":
+            seconds += self._share_of(state, t, sharding, sent)
         for link, count in self._peers().items():
             sent["route", link] += TABLE_BYTES[exchange] * sharding.slices * count
         more = self.with_(state, t, exchange, sharding) - now
-        return Cost(exchange, sharding, sent, self.mean_seconds(t, exchange, sharding), more)
+        return Cost(exchange, sharding, sent, seconds, more)
+
+    def _share_of(
+        self, state: _State, t: int, sharding: Sharding, sent: dict[tuple[str, str], float]
+    ) -> float:
+        """Into `sent`: bytes of values, partials and gradients that are this table's, were it so beside all others.
+        Returns seconds of links, as `mean_seconds`."""
+        self.add(state, t, "substitute", sharding)
+        joint, world = state.joint, self.world
+        assert joint is not None
+        shares = self.partials.shares(joint, state.owners, t)
+        self.add(state, t, "substitute", sharding, -1.0)
+        far = world.num_trainers - world.trainers_per_host
+        near = world.trainers_per_host - (not world.has_servers)
+        for purpose, each in zip(("fetch", "push"), shares, strict=True):
+            size = float(each.sum()) * self.samples / world.num_ranks
+            sent[purpose, "local"], sent[purpose, "remote"] = size * near, size * far
+        added = joint.added.get(t, 0.0) / world.num_ranks
+        sent["route", "local"] += added * near
+        sent["route", "remote"] += added * far
+        each = float(sum(share.sum() for share in shares)) / len(sharding.ranks)
+        return self.samples * each * self.paths.to(sharding)[2]
 
 
 def _least(values: Floats, count: int) -> NDArray[np.intp]:
@@ -457,10 +532,9 @@ def _least(values: Floats, count: int) -> NDArray[np.intp]:
     return some[np.argsort(values[some], kind="stable")]
 
 
-def _key(sharding: Sharding) -> Any:
-    """Ranks in a row are told by the first and how many: hashing a thousand takes longer than what is looked up."""
-    first, count = sharding.ranks[0], len(sharding.ranks)
-    return (first, count) if sharding.ranks[-1] - first + 1 == count else sharding.ranks
+def _alone(exchange: ExchangeName) -> ExchangeName:
+    """What a table costs at most by itself, whatever others do."""
+    return "pooled" if exchange == "substitute" else exchange
 
 
 def _index(ranks: tuple[int, ...]) -> Any:

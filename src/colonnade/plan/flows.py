@@ -25,19 +25,25 @@ from colonnade.plan.loads import TableLoad
 from colonnade.topology.sharding import Kind
 from colonnade.topology.world import World
 
-ExchangeName = Literal["rows", "pooled", "replicated"]
+ExchangeName = Literal["rows", "pooled", "substitute", "replicated"]
 PURPOSES = ("route", "fetch", "push")
-CALLS = {"rows": (0, 1, 1), "pooled": (0, 1, 1), "replicated": (0, 0, 1)}
+CALLS = {
+    "rows": (0, 1, 1),
+    "pooled": (0, 1, 1),
+    "substitute": (0, 1, 1),
+    "replicated": (0, 0, 1),
+}
 """All-to-alls of a step, by purpose, beside the two that all exchanges route with: sizes, and what is asked for."""
 SHARED_BYTES = float(WEIGHT.size)
 """Of those, from each rank to each other: the weight of its batch."""
 FIXED_BYTES = {
     "rows": float(SIZE_BYTES + FLAG_BYTES),
     "pooled": float(HEAD_BYTES),
+    "substitute": float(HEAD_BYTES),
     "replicated": float(SIZE_BYTES + FLAG_BYTES),
 }
 """From each rank to each other, of an exchange that any table uses."""
-TABLE_BYTES = {"rows": 1.0, "pooled": 0.0, "replicated": 1.0}
+TABLE_BYTES = {"rows": 1.0, "pooled": 0.0, "substitute": 0.0, "replicated": 1.0}
 """From each rank to each other, of each table: that no ids of it follow."""
 
 
@@ -85,7 +91,8 @@ def pair(load: TableLoad, exchange: ExchangeName, num_owners: int, slices: int =
         ids -= TABLE_BYTES[exchange]
         each = unique / (n * slices)
         return Pair(ids, each * load.value_bytes, each * load.gradient_bytes)
-    # Every owner sends a block of all bags, and is sent one: 0 where it has no row of a bag.
+    # Every owner sends a block of all bags, and is sent one: 0 where it has no row of a bag. Under `substitute` what
+    # travels so is known of all its tables together (plan/partials.py).
     route = ids_bytes(
         load.lookups / n, unique / n, load.vocabulary, n,
         list_ratio=load.list_ratio, listed_ratio=load.listed_ratio,
@@ -93,6 +100,8 @@ def pair(load: TableLoad, exchange: ExchangeName, num_owners: int, slices: int =
     for column in load.columns:
         route += lengths_bytes(column.longest, column.lookups, load.samples, n)
         route += column.lookups * load.weight_bytes / n if column.is_weighted else 0.0
+    if exchange == "substitute":
+        return Pair(route, 0.0, 0.0)
     bags = load.bags / slices
     return Pair(route, bags * load.bag_bytes, bags * load.gradient_bytes)
 
@@ -117,7 +126,7 @@ def work(
         exchange == "rows"
     ):  # pooled and summed where the samples are; copied, summed again and applied where rows are
         return Work(2 * load.lookups * gather * slices, 2 * asked / n * gather + updates)
-    asker = (n + 1) * load.bags * gather * slices
+    asker = 0.0 if exchange == "substitute" else (n + 1) * load.bags * gather * slices
     return Work(asker, 2 * num_ranks * load.lookups / n * gather + updates)
 
 

@@ -1,53 +1,186 @@
-"""What `substitute` makes of a plan: whose partials travel, how many bytes that is, what it asks of the data. Pure."""
+"""What tables under `substitute` cost together: partials belong to consumers, not to tables.
+
+The cut is that of `exchange/substitution.py`, on numbers alone: a consumer whose fields' tables are all under
+`substitute` may have its partial travel, from every rank that has rows of one of them; all other fields travel as under
+`pooled`. A partial's bytes are the tables' that have rows on the rank which sends it, by the widths of the fields that
+it stands for there: exact where all tables lie on the same ranks, and the truth in sum wherever they lie.
+
+Legend: N ranks, T tables, F fields, C consumers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from colonnade.errors import ConfigError
-from colonnade.exchange.layout import Declaration
-from colonnade.exchange.several import part_of
-from colonnade.exchange.slices import slices_of
-from colonnade.exchange.substitution import substituted
-from colonnade.topology.sharding import Sharding
+import numpy as np
+from numpy.typing import NDArray
 
+from colonnade.exchange.substitution import sets
+from colonnade.plan.consumers import ConsumerLoad, ModelLoad
+from colonnade.plan.device import RowRate
+from colonnade.plan.flows import PURPOSES, row_seconds
+from colonnade.plan.paths import Paths
 
-def evaluated_at_owners(
-    declaration: Declaration, shardings: Sequence[Sharding], exchanges: Sequence[str]
-) -> tuple[str, ...]:
-    """Names of the consumers whose partials travel; by table: `shardings`, `exchanges`."""
-    slices = slices_of(declaration, shardings)
-    names = [exchanges[each.number] for each in slices.laid]
-    tables = {
-        each.table.name
-        for each, name in zip(slices.laid, names, strict=True)
-        if name == "substitute"
-    }
-    mine = part_of(slices.declaration, tables, "substitute")
-    return substituted(mine, [each.sharding for each in slices.laid])
+Floats = NDArray[np.float64]
+
+WIDTH = 16
+"""Floats of a row whose rate is taken for each float of a partial."""
 
 
-def check_bags(
-    declaration: Declaration,
-    shardings: Sequence[Sharding],
-    exchanges: Sequence[str],
-    bags: Collection[str],
-) -> None:
-    """`bags`: features whose samples have any number of ids. Raises ConfigError where rows of such a bag may lie on
-    several ranks, and an operator that is evaluated there needs the whole bag."""
-    fields = {field.name: field for field in declaration.fields}
-    for name in evaluated_at_owners(declaration, shardings, exchanges):
-        consumer = declaration.consumers[name]
-        if consumer.interaction.needs() != "fields":
-            continue
-        for each in consumer.features:
-            feature = declaration.features[fields[each].feature]
-            sharding = shardings[declaration.table_of(feature)]
-            if feature.name in bags and sharding.num_owners > 1:
-                raise ConfigError(
-                    f"table {feature.table!r}: got exchange=substitute with sharding={sharding.kind}, but feature "
-                    f"{feature.name!r} has bags of ids, and consumer {name!r}, which is evaluated where rows lie, "
-                    f"needs a sample's whole bag on one rank; set plan.tables.{feature.table}.sharding=table_wise "
-                    "(plan.sharding=auto finds a rank for it), or "
-                    f"plan.tables.{feature.table}.exchange=pooled"
-                )
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Of all tables under `substitute`, per sample."""
+
+    consumers: tuple[int, ...]
+    """Whose partials travel."""
+    values: Floats
+    """(N,) bytes that an owner sends."""
+    gradients: Floats
+    """(N,) bytes that it is sent back."""
+    floats: Floats
+    """(N,) that it sends."""
+    evaluated: Floats
+    """(N,) floats of fields that it takes partials of."""
+    added: Mapping[int, float]
+    """By table, of a rank's batch, to all its owners: weights of lookups, where owners divide."""
+    is_possible: bool = True
+    """No operator that needs whole bags has split ones."""
+
+
+class Partials:
+    """Of one model. owners (T, N) of the methods: the part of a table's columns that a rank has rows of; 0 all over for
+    tables that are not under `substitute`."""
+
+    def __init__(self, model: ModelLoad, num_tables: int) -> None:
+        self.model, self.num_tables = model, num_tables
+        self.tables = np.array([field.table for field in model.fields], dtype=np.int64)
+        self.dims = np.array([field.dim for field in model.fields], dtype=np.float64)
+        self.value_bytes = np.array([field.value_bytes for field in model.fields])
+        self.gradient_bytes = np.array([field.gradient_bytes for field in model.fields])
+        self.takes = np.zeros((len(model.consumers), len(model.fields)), dtype=bool)
+        for c, consumer in enumerate(model.consumers):
+            self.takes[c, list(consumer.fields)] = True
+
+    @cached_property
+    def taken(self) -> NDArray[np.bool_]:
+        """(F,) by some consumer."""
+        return self.takes.any(0)
+
+    def tables_of(self, consumer: ConsumerLoad) -> tuple[int, ...]:
+        return tuple(sorted({self.model.fields[f].table for f in consumer.fields}))
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Tables that `substitute` may pay for together: those of each consumer that is able, and of all of them."""
+        each = [self.tables_of(consumer) for consumer in self.model.able]
+        every = tuple(sorted({t for tables in each for t in tables}))
+        return tuple(dict.fromkeys([*each, every])) if every else ()
+
+    def cut(self, owners: Floats, *, may_evaluate: bool = True) -> tuple[int, ...]:
+        """Indices of the consumers whose partials travel. may_evaluate: no table is cut by columns."""
+        if not may_evaluate:
+            return ()
+        counts = (owners > 0).sum(1)
+        mine = counts[self.tables] > 0  # (F,)
+        able = [
+            c
+            for c, each in enumerate(self.model.consumers)
+            if each.width is not None and each.fields and mine[self.takes[c]].all()
+        ]
+        if not able:
+            return ()
+        field_floats = self.dims * counts[self.tables]
+        widths = {c: self.partial_floats(c, owners) for c in able}
+
+        def floats(some: Sequence[int]) -> float:
+            needed = self.needed(some)
+            return sum(widths[c] for c in some) + float(field_floats[needed].sum())
+
+        best: tuple[int, ...] = ()
+        least, names = floats(best), [str(c) for c in able]
+        for some in sets(names, lambda some: floats([int(c) for c in some])):
+            chosen = tuple(int(c) for c in some)
+            if (found := floats(chosen)) < least:
+                best, least = chosen, found
+        return best
+
+    def partial_floats(self, c: int, owners: Floats) -> float:
+        """Of a sample, from all owners."""
+        tables = list(self.tables_of(self.model.consumers[c]))
+        return float((owners[tables] > 0).any(0).sum()) * (self.model.consumers[c].width or 0)
+
+    def needed(self, some: Sequence[int]) -> NDArray[np.bool_]:
+        """(F,) fields whose values travel where those consumers' partials do."""
+        others = np.ones(len(self.takes), dtype=bool)
+        others[list(some)] = False
+        return ~self.taken | self.takes[others].any(0)
+
+    def joint(self, owners: Floats, *, may_evaluate: bool = True) -> Joint:
+        some, model = self.cut(owners, may_evaluate=may_evaluate), self.model
+        needed = self.needed(some)
+        values = self._by_table(self.value_bytes * needed) @ owners
+        gradients = self._by_table(self.gradient_bytes * needed) @ owners
+        floats = self._by_table(self.dims * needed) @ owners
+        evaluated = np.zeros(owners.shape[1])
+        added: dict[int, float] = {}
+        is_possible, counts = True, (owners > 0).sum(1)
+        weighed: dict[
+            int, int
+        ] = {}  # a feature, one of its fields: it is weighed once for all of them
+        for c in some:
+            consumer = model.consumers[c]
+            there = (owners[list(self.tables_of(consumer))] > 0).any(0)
+            values = values + consumer.value_bytes * there
+            gradients = gradients + consumer.gradient_bytes * there
+            floats = floats + (consumer.width or 0) * there
+            evaluated += self._by_table(self.dims * self.takes[c]) @ owners
+            for f in consumer.fields:
+                field = model.fields[f]
+                is_split = counts[field.table] > 1
+                if is_split and field.has_bags and consumer.needs_bags:
+                    is_possible = False
+                if is_split and field.added_bytes:
+                    weighed[field.feature] = f
+        for f in weighed.values():
+            field = model.fields[f]
+            added[field.table] = added.get(field.table, 0.0) + field.added_bytes
+        return Joint(some, values, gradients, floats, evaluated, added, is_possible)
+
+    def _by_table(self, of_fields: Floats) -> Floats:
+        return np.bincount(self.tables, weights=of_fields, minlength=self.num_tables)
+
+    def shares(self, joint: Joint, owners: Floats, t: int) -> tuple[Floats, Floats]:
+        """(N,) each: of `joint.values` and `joint.gradients`, those that are table t's."""
+        needed, mine = self.needed(joint.consumers), self.tables == t
+        has = owners[t]
+        values = float((self.value_bytes * needed * mine).sum()) * has
+        gradients = float((self.gradient_bytes * needed * mine).sum()) * has
+        for c in joint.consumers:
+            consumer = self.model.consumers[c]
+            by_table = self._by_table(self.dims * self.takes[c])
+            share = by_table[t] * has / np.maximum(by_table @ owners, 1e-300)
+            values = values + consumer.value_bytes * share
+            gradients = gradients + consumer.gradient_bytes * share
+        return values, gradients
+
+
+def burden(
+    joint: Joint, owners: Floats, samples: float, paths: Paths, rates: Sequence[RowRate]
+) -> tuple[Floats, Floats]:
+    """For so many samples of a rank: (3, R) seconds of links by purpose, and (N,) of processors."""
+    world, asks = paths.world, paths.asks
+    links = np.zeros((len(PURPOSES), 2 * (world.num_ranks + world.num_hosts)))
+    links[1] = samples * paths.of(asks, joint.values)[1]
+    links[2] = samples * paths.of(asks, joint.gradients)[0]
+    for t, size in joint.added.items():
+        links[0] += size * paths.of(asks, owners[t] / owners[t].sum())[0]
+    others = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
+    moved = (joint.values + joint.gradients) * world.byte_processor_seconds * others
+    asker, owner = float(moved.sum()), world.num_trainers * moved
+    if rates:  # blocks are added up; partials are taken, and gradients of them, for all samples
+        each = row_seconds(rates, WIDTH)[0] / WIDTH
+        asker += each * float(joint.floats.sum() + joint.floats.max())
+        owner = owner + 2 * each * world.num_trainers * joint.evaluated
+    return links, samples * (asker * asks + owner)

@@ -13,6 +13,7 @@ from colonnade.exchange.codec import EXACT, Codecs
 from colonnade.exchange.layout import Declaration
 from colonnade.plan.choice import choose
 from colonnade.plan.chosen import Choice, Forced, Memory
+from colonnade.plan.consumers import model_load
 from colonnade.plan.device import Device
 from colonnade.plan.flows import alone
 from colonnade.plan.forcing import forced_by
@@ -80,11 +81,12 @@ def choose_for(
     world: World,
     device: Device,
     wanted: Sequence[Demand] = (),
+    bags: Collection[str] = (),
     hot: Collection[str] = (),
 ) -> Choice:
     """What `config` leaves open is chosen, the rest is as it says. `wanted`: what tables ask of memory, where it is
-    limited; `hot`: tables whose hot and cold rows have loads of their own. Raises ConfigError where what is said cannot
-    be."""
+    limited; `bags`: features whose samples may have several ids; `hot`: tables whose hot and cold rows have loads of
+    their own. Raises ConfigError where what is said cannot be."""
     forced = forced_by(config.plan, collection.tables, world)
     for name in hot:
         forced[f"{name}[cold]"] = forced[name]
@@ -100,6 +102,14 @@ def choose_for(
         rates=device.memory,
         forced=forced,
         is_fetched_ahead=config.plan.staleness_steps > 0,
+        model=None
+        if hot  # what tables with hot rows give is put together where the samples are
+        else model_load(
+            collection.declaration,
+            loads,
+            codecs=Codecs(config.plan.wire.values, config.plan.wire.gradients),
+            bags=bags,
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from colonnade.batch import Batch
 from colonnade.config import RunConfig
-from colonnade.data.contract import Source, Splits, num_steps
+from colonnade.data.contract import Source, Splits, bags_of, num_steps
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.plan.chosen import Choice
@@ -168,7 +168,8 @@ def plan_from_sample(
         sides, seen, world, last_batch=steps, num_samples=data.train.num_samples,
         codecs=even.codecs,
     )  # fmt: skip
-    choice = choose_for(collection, loads, config, world, device, wanted, hot)
+    bags = bags_of(data.train.schema)
+    choice = choose_for(collection, loads, config, world, device, wanted, bags, hot)
     even = plan_of(config.plan, collection.tables, world, choice, hot)
     # Of who has which rows, now that it is known.
     shardings = [table.sharding for table in even.tables]

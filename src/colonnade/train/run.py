@@ -31,8 +31,8 @@ from colonnade.errors import (
     StorageError,
 )
 from colonnade.models.build import build_model
+from colonnade.plan.consumers import check_bags
 from colonnade.plan.forcing import is_settled
-from colonnade.plan.partials import check_bags
 from colonnade.plan.plan import Plan, plan_of
 from colonnade.plan_config import MemoryConfig
 from colonnade.row_optimizer import RowOptimizer

@@ -1,0 +1,165 @@
+"""What a model's first operators take of its tables, as numbers: what the choice of `substitute` goes by. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from colonnade.errors import ConfigError
+from colonnade.exchange.codec import CODECS, EXACT, Codecs
+from colonnade.exchange.layout import Declaration
+from colonnade.exchange.several import part_of
+from colonnade.exchange.slices import slices_of
+from colonnade.exchange.substitution import partial_width, substituted
+from colonnade.plan.loads import TableLoad
+from colonnade.topology.sharding import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class FieldLoad:
+    """Of what one feature reads of one part of its table."""
+
+    name: str
+    table: int
+    """Index into the tables of the model."""
+    feature: int
+    """That reads it."""
+    dim: int
+    value_bytes: float
+    """Of a sample's pooled values as they travel."""
+    gradient_bytes: float
+    added_bytes: float = 0.0
+    """To owners, of all of a rank's lookups, where they divide: a weight each."""
+    has_bags: bool = False
+    """A sample may have several ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerLoad:
+    """Of one of the model's first operators."""
+
+    name: str
+    fields: tuple[int, ...]
+    """Indices into `ModelLoad.fields`."""
+    width: int | None
+    """Floats of a sample's partial; None: it has none that adds up."""
+    value_bytes: float = 0.0
+    """Of a sample's partial as it travels."""
+    gradient_bytes: float = 0.0
+    needs_bags: bool = True
+    """A sample's bag of a field must lie on one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """All of them."""
+
+    fields: tuple[FieldLoad, ...]
+    consumers: tuple[ConsumerLoad, ...] = ()
+
+    @property
+    def able(self) -> tuple[ConsumerLoad, ...]:
+        """Those with partials that may save something, were all fields of one owner."""
+        return tuple(
+            each
+            for each in self.consumers
+            if each.width is not None and each.width < sum(self.fields[f].dim for f in each.fields)
+        )
+
+
+def bare(loads: Sequence[TableLoad]) -> ModelLoad:
+    """Of a model of which nothing is known but its tables: all values travel."""
+    return ModelLoad(
+        tuple(
+            FieldLoad(f"{load.name} {c}", t, c, load.width, load.bag_bytes, load.gradient_bytes)
+            for t, load in enumerate(loads)
+            for c in range(len(load.columns))
+        )
+    )
+
+
+def model_load(
+    declaration: Declaration,
+    loads: Sequence[TableLoad],
+    *,
+    codecs: Codecs = EXACT,
+    bags: Collection[str] = (),
+) -> ModelLoad:
+    """`loads`: of the declaration's tables. `bags`: features whose samples may have several ids, beside those of which
+    a sample of the data has shown some."""
+    compute = declaration.compute_dtype
+    values, gradients = CODECS[codecs.values], CODECS[codecs.gradients]
+    columns = {}
+    for load in loads:
+        readers = [each for each in declaration.features if each.table == load.name]
+        columns |= {each.name: column for each, column in zip(readers, load.columns, strict=False)}
+    fields = []
+    for field in declaration.fields:
+        feature = declaration.features[field.feature]
+        column = columns.get(feature.name)
+        longest = 1 if column is None else column.longest
+        has_bags = longest > 1 or feature.name in bags
+        added = 0.0
+        if feature.pooling in ("mean", "sqrtn") and column and has_bags and not column.is_weighted:
+            added = column.lookups * compute.itemsize
+        fields.append(
+            FieldLoad(
+                field.name, declaration.parts[field.part][0], field.feature, field.dim,
+                float(values.row_bytes([field.dim], compute)),
+                float(gradients.row_bytes([field.dim], compute)), added, has_bags,
+            )
+        )  # fmt: skip
+    numbers = {field.name: i for i, field in enumerate(fields)}
+    consumers = []
+    for name, consumer in declaration.consumers.items():
+        width, needs = partial_width(declaration, name), consumer.interaction.needs()
+        of_partial = [width or 0]
+        consumers.append(
+            ConsumerLoad(
+                name, tuple(numbers[each] for each in consumer.features), width,
+                float(values.row_bytes(of_partial, compute)),
+                float(gradients.row_bytes(of_partial, compute)), needs == "fields",
+            )
+        )  # fmt: skip
+    return ModelLoad(tuple(fields), tuple(consumers))
+
+
+def evaluated_at_owners(
+    declaration: Declaration, shardings: Sequence[Sharding], exchanges: Sequence[str]
+) -> tuple[str, ...]:
+    """Names of the consumers whose partials travel; by table: `shardings`, `exchanges`."""
+    slices = slices_of(declaration, shardings)
+    names = [exchanges[each.number] for each in slices.laid]
+    tables = {
+        each.table.name
+        for each, name in zip(slices.laid, names, strict=True)
+        if name == "substitute"
+    }
+    mine = part_of(slices.declaration, tables, "substitute")
+    return substituted(mine, [each.sharding for each in slices.laid])
+
+
+def check_bags(
+    declaration: Declaration,
+    shardings: Sequence[Sharding],
+    exchanges: Sequence[str],
+    bags: Collection[str],
+) -> None:
+    """`bags`: features whose samples have any number of ids. Raises ConfigError where rows of such a bag may lie on
+    several ranks, and an operator that is evaluated there needs the whole bag."""
+    fields = {field.name: field for field in declaration.fields}
+    for name in evaluated_at_owners(declaration, shardings, exchanges):
+        consumer = declaration.consumers[name]
+        if consumer.interaction.needs() != "fields":
+            continue
+        for each in consumer.features:
+            feature = declaration.features[fields[each].feature]
+            sharding = shardings[declaration.table_of(feature)]
+            if feature.name in bags and sharding.num_owners > 1:
+                raise ConfigError(
+                    f"table {feature.table!r}: got exchange=substitute with sharding={sharding.kind}, but feature "
+                    f"{feature.name!r} has bags of ids, and consumer {name!r}, which is evaluated where rows lie, "
+                    f"needs a sample's whole bag on one rank; set plan.tables.{feature.table}.sharding=table_wise "
+                    "(plan.sharding=auto finds a rank for it), or "
+                    f"plan.tables.{feature.table}.exchange=pooled"
+                )

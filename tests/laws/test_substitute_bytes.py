@@ -1,0 +1,205 @@
+"""Payload under `substitute` that is foretold from a profile equals what is counted on other batches, within 2 %:
+partials of tables whole and split, beside values, weights, codecs and other exchanges; and the cut that the formulas go
+by is the one that an exchange makes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from colonnade import (
+    FM,
+    SGD,
+    Batch,
+    BiInteraction,
+    Concat,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    RowOptimizer,
+    Sum,
+    Table,
+    World,
+    build_plan,
+)
+from colonnade.exchange.codec import EXACT, Codecs
+from colonnade.exchange.layout import declare
+from colonnade.exchange.substitution import substituted
+from colonnade.plan.choice import choose
+from colonnade.plan.chosen import Forced
+from colonnade.plan.consumers import evaluated_at_owners, model_load
+from colonnade.plan.flows import PURPOSES
+from colonnade.plan.loads import table_loads
+from colonnade.plan.partials import Partials
+from colonnade.plan.profile import profile
+from colonnade.topology.sharding import Sharding, row_wise, table_wise
+from colonnade.topology.traffic import Traffic
+
+SIZE, STEPS = 900, 6
+NAMES = tuple("abcdefg")
+TABLES = [
+    Table(name, {"deep": 8, "wide": 1}, rows=500 + 300 * t, optimizer=SGD(lr=0.1))
+    for t, name in enumerate(NAMES)
+]
+FEATURES = [
+    *(Feature(name, name) for name in NAMES[:5]),
+    Feature("f", "f", pooling="sum"),
+    Feature("g", "g", pooling="mean"),
+]
+DEEP, WIDE = ([f"{name}.{part}" for name in NAMES] for part in ("deep", "wide"))
+ONE_HOT = DEEP[:5]
+LR_FM = {"linear": (Sum(), WIDE), "fm": (FM(), DEEP)}
+SPLIT = {"linear": (Sum(), WIDE), "fm": (FM(), ONE_HOT)}  # values of bags travel
+VALUES = {**LR_FM, "top": (Concat(), DEEP)}
+SOME = {
+    "linear": (Sum(), WIDE[:4]),
+    "fm": (FM(), DEEP[:4]),
+    "top": (Concat(), DEEP[4:]),
+    "pairs": (BiInteraction(), DEEP),
+}
+
+
+def dealt(num_ranks, exchange="substitute"):
+    return {name: Forced("table_wise", exchange, (t % num_ranks,)) for t, name in enumerate(NAMES)}
+
+
+def all_over(num_ranks, exchange="substitute"):
+    return dict.fromkeys(NAMES, Forced("row_wise", exchange))
+
+
+def on_one(num_ranks):
+    first = dict.fromkeys(NAMES[:5], Forced("table_wise", "substitute", (1,)))
+    return {**all_over(num_ranks, "pooled"), **first}
+
+
+def mixed(num_ranks):
+    beside = {"e": Forced("row_wise", "rows"), "f": Forced("table_wise", "pooled", (0,))}
+    return {**all_over(num_ranks), **beside}
+
+
+def half_split(num_ranks):
+    """Whose partials are, attributed to tables on different ranks."""
+    return {**dealt(num_ranks), **dict.fromkeys(NAMES[:3], Forced("row_wise", "substitute"))}
+
+
+CASES = {
+    "whole tables": (LR_FM, dealt, EXACT, {"linear", "fm"}),
+    "whole tables, values too": (VALUES, dealt, EXACT, {"linear"}),
+    "split tables": (SPLIT, all_over, EXACT, {"linear", "fm"}),
+    "whole and split": (LR_FM, half_split, EXACT, {"linear", "fm"}),
+    "some on one rank": (SOME, on_one, EXACT, {"linear"}),
+    "partials beside values": ({"fm": LR_FM["fm"], "top": (Concat(), WIDE)}, dealt, EXACT, {"fm"}),
+    "beside rows and pooled": ({"fm": (FM(), DEEP[:4]), "linear": SPLIT["linear"]}, mixed, EXACT, {"fm"}),
+    "coded": (SPLIT, all_over, Codecs("bf16", "fp16"), {"linear", "fm"}),
+    "pooled, to compare": (LR_FM, lambda n: dealt(n, "pooled"), EXACT, set()),
+}  # fmt: skip
+
+
+def batch_of(step: int, size: int = SIZE) -> Batch:
+    draws = torch.Generator().manual_seed(step)
+
+    def draw(rows, count=size):
+        return (torch.rand(count, generator=draws) ** 3 * rows).long()
+
+    ids = {name: Ids(draw(500 + 300 * t)) for t, name in enumerate(NAMES[:5])}
+    for t, name in ((5, "f"), (6, "g")):
+        lengths = torch.randint(0, 6, (size,), generator=draws)
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        ids[name] = Ids(draw(500 + 300 * t, int(ends[-1])), ends)
+    return Batch(size, torch.zeros(size, 0), ids)
+
+
+def sharding_of(said: Forced, num_ranks: int) -> Sharding:
+    return row_wise(num_ranks) if said.kind == "row_wise" else table_wise(*said.ranks)
+
+
+def collection_of(consumers):
+    return EmbeddingCollection(TABLES, FEATURES, consumers=consumers)
+
+
+def counted(mesh):
+    """By case: bytes by (purpose, link), this rank's of all steps; and the consumers whose partials travelled."""
+    found, n = {}, mesh.num_ranks
+    for case, (consumers, says, codecs, _) in CASES.items():
+        alone, forced = replace(mesh, traffic=Traffic()), says(n)
+        collection = collection_of(consumers)
+        plan = build_plan(
+            TABLES, n, codecs=codecs,
+            shardings={name: sharding_of(said, n) for name, said in forced.items()},
+            exchanges={name: said.exchange for name, said in forced.items()},
+        )  # fmt: skip
+        collection.open(plan, alone)
+        rows = RowOptimizer(collection)
+        mine = (batch_of(1000 + n * t + mesh.rank, SIZE // n) for t in range(STEPS))
+        for batch in collection.lookahead(mine):
+            sum(value.sum() for value in collection(batch).values()).backward()
+            rows.step()
+        ends = getattr(collection.exchange, "ends", [collection.exchange])
+        evaluated = {name for end in ends for name in getattr(end, "consumers", ())}
+        found[case] = dict(alone.traffic.sent_bytes), evaluated
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_bytes_are_foretold(num_ranks):
+    everyone = run_ranks(num_ranks, counted)
+    world = World(ranks_per_host=num_ranks)
+    sampled = profile(TABLES, FEATURES, [batch_of(step) for step in range(20)])
+    for case, (consumers, says, codecs, wanted) in CASES.items():
+        declaration, forced = collection_of(consumers).declaration, says(num_ranks)
+        loads = table_loads(
+            TABLES, FEATURES, sampled, world, batch_size=SIZE, last_batch=100, codecs=codecs
+        )
+        model = model_load(declaration, loads, codecs=codecs)
+        choice = choose(loads, world, forced=forced, model=model)
+        for purpose in PURPOSES:
+            sent = [each[case][0].get((purpose, "local"), 0) for each in everyone]
+            mean = sum(sent) / (num_ranks * STEPS)
+            assert choice.sent[purpose, "local"] == pytest.approx(mean, rel=0.02), (case, purpose)
+        plan = build_plan(TABLES, num_ranks, shardings=choice.shardings, exchanges=choice.exchanges)
+        found = evaluated_at_owners(
+            declaration, plan.shardings, [table.exchange for table in plan.tables]
+        )
+        assert set(found) == everyone[0][case][1], case
+        assert set(found) == wanted, case
+
+
+def test_the_cut_of_numbers_is_the_exchanges():
+    """On declarations and shardings at random."""
+    dice = random.Random(5)
+    for _ in range(200):
+        names = [str(t) for t in range(dice.randint(1, 6))]
+        tables = [Table(name, 6, rows=99) for name in names]
+        features = [Feature(f"f{i}", dice.choice(names)) for i in range(dice.randint(1, 8))]
+        fields = [feature.name for feature in features]
+        kinds = (FM(), Sum(), BiInteraction(), Concat())
+        consumers = {
+            f"c{i}": (dice.choice(kinds), dice.sample(fields, dice.randint(1, len(fields))))
+            for i in range(dice.randint(0, 5))
+        }
+        n = dice.randint(2, 5)
+        shardings = [
+            Sharding("host_wise", tuple(sorted(dice.sample(range(n), dice.randint(1, n)))))
+            for _ in names
+        ]
+        declaration = declare(tables, features, consumers)
+        sampled = profile(tables, features, [one_of_each(features)])
+        loads = table_loads(tables, features, sampled, World(ranks_per_host=n), batch_size=1)
+        partials = Partials(model_load(declaration, loads), len(tables))
+        owners = torch.zeros(len(tables), n).double().numpy()
+        for t, sharding in enumerate(shardings):
+            owners[t, list(sharding.ranks)] = 1.0
+        found = [partials.model.consumers[c].name for c in partials.cut(owners)]
+        assert tuple(found) == substituted(declaration, shardings)
+        joint = partials.joint(owners)
+        shares = [partials.shares(joint, owners, t) for t in range(len(tables))]
+        assert sum(share[0] for share in shares) == pytest.approx(joint.values)
+        assert sum(share[1] for share in shares) == pytest.approx(joint.gradients)
+
+
+def one_of_each(features):
+    return Batch(1, torch.zeros(1, 0), {each.name: Ids(torch.tensor([1])) for each in features})
