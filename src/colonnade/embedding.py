@@ -331,7 +331,7 @@ class EmbeddingCollection(nn.Module):
 
     def collect(self) -> RowGradients | None:
         """Collective: push what backward recorded since the last step to the rows' owners. None: there is nothing.
-        Completes the gradients of `pushed_parameters`.
+        Completes the gradients of `exchange.pushed_parameters`.
 
         Once per step: `push` then applies what is here. RuntimeError if a backward came in between.
         """
@@ -351,12 +351,6 @@ class EmbeddingCollection(nn.Module):
                 "and step()"
             )
         return self.pushed.gradients
-
-    @property
-    def pushed_parameters(self) -> Sequence[nn.Parameter]:
-        """Weights of consumers that the owners of their fields evaluate: their gradients are complete when `collect`
-        has been called, and only then to be summed over ranks. None without the exchange `substitute`."""
-        return self.exchange.pushed_parameters if self._opened and self._served is None else ()
 
     def squared_gradient_norm(self) -> float:
         """Collective: the sum of squares of all rows' summed gradients, over all ranks."""

@@ -108,6 +108,15 @@ CASES = {
         "table_wise",
         (),
     ),
+    "weights beside rows": Case(
+        {
+            "first": (FieldsLinear((5, 3), 1), ("seen", "history")),
+            "again": (FieldsLinear((5, 5), 1), ("item", "tags")),
+        },
+        "row_wise",
+        ("first",),
+        {"item": "substitute", "wide": "substitute", "user": "pooled"},
+    ),
 }
 WEIGHTED = [name for name in CASES if name.startswith("weights")]
 
@@ -172,7 +181,29 @@ def at_owners(collection) -> tuple[str, ...]:
     return tuple(each for end in ends for each in getattr(end, "consumers", ()))
 
 
+def step_too_late(mesh) -> None:
+    """The dense optimizer steps before the rows': every rank is told."""
+    consumers = {"first": (FieldsLinear((5, 5), 1), ("user.deep", "item"))}
+    collection = EmbeddingCollection(tables("float64"), our_features(), consumers=consumers)
+    exchanges = {"user": "substitute", "item": "substitute"}
+    shardings = {name: table_wise(0) for name in exchanges}  # of other ranks none has the fields
+    plan = build_plan(collection.tables, mesh.num_ranks, exchanges=exchanges, shardings=shardings)
+    collection.double().open(plan, mesh)
+    rows, dense = RowOptimizer(collection), torch.optim.SGD(collection.parameters(), lr=0.1)
+    found = collection(share_of(global_batch(0, 9), mesh.rank, mesh.num_ranks))
+    found["first"].sum().backward()
+    (weight,) = collection.parameters()
+    weight.grad = torch.ones_like(weight)
+    dense.step()
+    with pytest.raises(
+        RuntimeError, match="'first', which the rows' owners evaluate, were changed"
+    ):
+        rows.step()
+
+
 def train_all(mesh):
+    if mesh.num_ranks > 1:
+        step_too_late(mesh)
     return [
         train(
             mesh, case, exchanges=case.exchanges, shardings=case.shardings_in(mesh.num_ranks),

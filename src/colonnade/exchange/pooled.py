@@ -64,7 +64,8 @@ class Wire:
     sizes: list[int]  # by rank
     lookups: Lookups  # of this rank's batch
     pooled: Any = None  # of an exchange that sends partials: what they were evaluated of here,
-    partials: Any = None  # and how
+    partials: Any = None  # and how,
+    versions: Any = None  # of the weights then
 
 
 @dataclass(slots=True)

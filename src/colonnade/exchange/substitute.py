@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from colonnade.batch import Batch
 from colonnade.errors import CheckpointError, DataError
 from colonnade.exchange.coding import AS_IT_IS, Coding
-from colonnade.exchange.contract import RowGradients, Ticket
+from colonnade.exchange.contract import RowGradients, RowSource, Ticket
 from colonnade.exchange.fields import Columns, Fields, Key
 from colonnade.exchange.layout import Declaration, Lookups, Output, outputs, weighed
 from colonnade.exchange.pooled import Fetched, PooledExchange
@@ -139,6 +139,11 @@ class SubstituteExchange(PooledExchange):
             return lookups
         return weighed(lookups, weights, self.asked, self.declaration.compute_dtype)
 
+    def fetch(self, ticket: Ticket, source: RowSource) -> None:
+        """As `pooled`."""
+        ticket.wire.versions = [each._version for each in self.pushed_parameters]
+        super().fetch(ticket, source)
+
     def _message(self, ticket: Ticket, pooled: Tensor) -> Tensor:
         is_trained = ticket.purpose != "evaluate"
         partials = self._partials(pooled, self.here.columns, is_trained)
@@ -237,7 +242,15 @@ class SubstituteExchange(PooledExchange):
         return found
 
     def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
-        """As `pooled`; and gradients of weights that were used here are added to them."""
+        """As `pooled`; and gradients of weights that were used here are added to them. RuntimeError, on every rank,
+        where such a weight has changed since it was used."""
+        now = [each._version for each in self.pushed_parameters]
+        if any(ticket.wire.versions not in (None, now) for ticket in tickets):
+            raise RuntimeError(
+                f"weights of {', '.join(map(repr, self.consumers))}, which the rows' owners evaluate, were changed "
+                "between forward and RowOptimizer.step(), which completes their gradients; call it before the dense "
+                "gradients are summed over ranks and before the dense optimizer's step"
+            )
         for parameter in self.pushed_parameters:  # a rank may have none of its fields
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

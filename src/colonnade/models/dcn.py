@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.embedding import EmbeddingCollection
+from colonnade.interaction import FieldsLinear
 from colonnade.models.fields import dims_of
 from colonnade.models.mlp import mlp
 from colonnade.models.scorer import Scorer
@@ -67,8 +68,9 @@ class DCN(Scorer):
         num_layers, tasks, _ = self.rows
         known = fields["first"] + dense @ self.weights.T
         crossed, last, hidden = known.split(self.rows, dim=1)
-        of_fields = self.embeddings.interactions["first"].weight
-        both = (self.weights[: num_layers + tasks], of_fields[: num_layers + tasks])
+        first = self.embeddings.interactions["first"]
+        assert isinstance(first, FieldsLinear)
+        both = (self.weights[: num_layers + tasks], first.weight[: num_layers + tasks])
         weights = torch.cat(both, dim=1)  # (L + T, W)
         biases = self.biases.cumsum(0)  # c_1 .. c_L
         scale = torch.ones_like(known[:, :1])  # a_l

@@ -59,7 +59,7 @@ class DenseGradients:
         *,
         late: Sequence[nn.Parameter] = (),
     ) -> None:
-        """late: those whose gradients are not complete before `send` (`EmbeddingCollection.pushed_parameters`): their
+        """late: those whose gradients are not complete before `send` (`Exchange.pushed_parameters`): their
         buckets are the last, and wait for it. On a server: no parameters. It says and hears what `send` and `wait` say
         of the step, and nothing else."""
         self.late = {id(each) for each in late}

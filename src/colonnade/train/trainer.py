@@ -159,7 +159,7 @@ class Trainer:
         with self.phases("check gradients"):
             finite = bool(torch.isfinite(total)) and self.collection.finite()
             send = partial(self.dense.send, finite=finite, stop=self.stop_asked, loss=total)
-            waits = bool(self.collection.pushed_parameters)
+            waits = bool(self.collection.exchange.pushed_parameters)
             if not waits:
                 send()
         with self.phases("push rows"):
