@@ -20,6 +20,7 @@ from colonnade import (
     Mesh,
     Plan,
     RandomAdmission,
+    RowOptimizer,
     Table,
     Uniform,
     build_plan,
@@ -155,8 +156,34 @@ def in_and_out(mesh):
     return first, left, listed, words, bad
 
 
+def zipf_bytes(mesh, num_hot):
+    """Bytes that this rank sends by purpose, of three steps whose ids follow Zipf's law."""
+    alone = replace(mesh, traffic=Traffic())
+    table = Table("item", 64, rows=20_000, optimizer=SGD(lr=0.1))
+    collection = EmbeddingCollection([table], [Feature("item", "item")])
+    collection.open(build_plan([table], mesh.num_ranks, hot={"item": range(num_hot)}), alone)
+    rows, chance = RowOptimizer(collection), 1 / torch.arange(1.0, 20_001) ** 1.05
+    for step in range(3):
+        random = torch.Generator().manual_seed(10 * step + mesh.rank)
+        ids = torch.multinomial(chance, 1024, replacement=True, generator=random)
+        collection(Batch(1024, torch.zeros(1024, 0), {"item": Ids(ids)}))["item"].sum().backward()
+        rows.step()
+    sent = alone.traffic.sent_bytes
+    return {purpose: sent[purpose, "local"] for purpose in ("fetch", "push")}
+
+
+def hot_and_bytes(mesh):
+    return in_and_out(mesh), [zipf_bytes(mesh, num_hot) for num_hot in (0, 1000)]
+
+
 def test_rows_go_in_and_come_out():
-    for rank, (first, left, listed, words, bad) in enumerate(run_ranks(2, in_and_out)):
+    """And values of hot rows do not travel: on two ranks, about as many bytes of gradients do instead."""
+    heard = run_ranks(2, hot_and_bytes)
+    for _, (without, hot) in heard:
+        print(without, hot)
+        assert hot["fetch"] < 0.55 * without["fetch"]
+        assert sum(hot.values()) < 1.02 * sum(without.values())
+    for rank, (first, left, listed, words, bad) in enumerate(each for each, _ in heard):
         assert torch.equal(first[0], torch.arange(50)) and len(first[1]) == 3
         assert torch.equal(left, torch.tensor([i for i in range(50) if i not in (0, 3, 10)]))
         assert {1, 3, 49} <= set(listed.tolist())  # on every rank
