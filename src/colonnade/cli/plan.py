@@ -154,5 +154,6 @@ def as_values(found: Planned) -> dict[str, Any]:
         "choices": {
             each.name: [cost(each.chosen), *map(cost, each.others)] for each in found.choice.tables
         },
+        "consumers": [asdict(each) for each in found.choice.consumers],
         "sample": {"samples": found.profile.samples, "batches": found.profile.batches},
     }

@@ -103,6 +103,25 @@ def _show_exchanges(console: Console, found: Planned) -> None:
         console.print(f"  and {len(lines) - MAX_LINES} more, which take less")
     if any(table.is_forced for table in lines):
         console.print("  !: as it was said, not chosen")
+    _show_consumers(console, found)
+
+
+def _show_consumers(console: Console, found: Planned) -> None:
+    """What travels of the model's first operators, where one of them could be evaluated at the owners."""
+    consumers = found.choice.consumers
+    if all(each.partial_floats is None for each in consumers):
+        return
+    console.print(
+        "\nconsumers: whether partials of the model's first operators travel; floats of a sample, from all owners"
+    )
+    grid = _grid(("consumer", "travels", "partial", "values", "because"), ("travels", "because"))
+    for each in consumers[:MAX_LINES]:
+        partial = each.partial_floats
+        grid.add_row(*map(Text, [
+            each.name, "partial" if each.is_partial else "values", "-" if partial is None else f"{partial:,.0f}",
+            f"{each.value_floats:,.0f}", each.why,
+        ]))  # fmt: skip
+    console.print(grid)
 
 
 def _show_choices(console: Console, found: Planned, table: TableChoice) -> None:

@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
-from colonnade.plan.chosen import Choice, Cost, Forced, Memory, Option, Seconds, TableChoice
-from colonnade.plan.consumers import ModelLoad, bare
+from colonnade.plan.chosen import BY_OWNERS, OPTIONS, Choice, Forced, Memory, Option, Seconds
+from colonnade.plan.consumers import ModelLoad, bare, split_bag
 from colonnade.plan.cutting import CUT, cut_places, everywhere, most_slices
 from colonnade.plan.device import RowRate
+from colonnade.plan.explanation import explained
 from colonnade.plan.flows import (
     CALLS,
     FIXED_BYTES,
-    PURPOSES,
     SHARED_BYTES,
     TABLE_BYTES,
     ExchangeName,
@@ -52,22 +52,6 @@ from colonnade.topology.world import World
 
 Floats = NDArray[np.float64]
 
-OPTIONS: tuple[Option, ...] = (
-    ("rows", "row_wise"),
-    ("rows", "host_wise"),
-    ("rows", "table_wise"),
-    ("pooled", "row_wise"),
-    ("pooled", "host_wise"),
-    ("pooled", "table_wise"),
-    ("rows", "column_wise"),
-    ("pooled", "column_wise"),
-    ("rows", "grid"),
-    ("pooled", "grid"),
-    ("substitute", "row_wise"),
-    ("substitute", "host_wise"),
-    ("substitute", "table_wise"),
-    ("replicated", "replicated"),
-)
 DEFAULT: Option = ("rows", "row_wise")
 SWEEPS = 4
 GAIN = 1e-3
@@ -76,8 +60,10 @@ TRIED = 4
 """Least loaded ranks and hosts that a table may go to; one of them in a large world."""
 MANY = 10_000
 """Tables times ranks beyond which only the two best beginnings are gone on from."""
-BY_OWNERS = ("pooled", "substitute")
-"""Exchanges whose owners pool bags."""
+FEW = 1_000
+"""The same beyond which tables under `substitute` stay as they began: each move asks for the cost of all of them."""
+TOGETHER = 2
+"""Best beginnings with partials that are gone on from."""
 TIE = 0.01
 """Weight of what is not the bottleneck: of two choices as fast, the one that leaves more room."""
 
@@ -96,17 +82,28 @@ def choose(
     """The fastest of `options` for each table, as far as `forced` (by name) leaves one. `rates`: how fast rows are
     gathered and updated, where that was measured; `is_fetched_ahead`: staleness allows it; `model`: what takes the
     tables' fields, without which `substitute` is not considered. Raises ConfigError where what is forced cannot be."""
-    search = _Search(
+    search = Search(
         loads, world, memory or Memory(), rates, forced or {}, options, is_fetched_ahead, model
     )
     beginnings = list(search.beginnings())
     if search.is_large:
         beginnings = sorted(beginnings, key=search.objective)[:2]
-    return search.explained(min(map(search.improved, beginnings), key=search.objective))
+    found = [search.improved(each) for each in beginnings]
+    best = min(found, key=search.objective)
+    if best.joint is not None and best.joint.split is not None:
+        consumer, f = best.joint.split
+        field = search.partials.model.fields[f]
+        raise split_bag(
+            loads[field.table].name, best.chosen[field.table][1].kind, field.name, consumer
+        )
+    others = [each for each in found if each.joint is not None and each.joint.consumers]
+    later = min((search.objective(each) for each in others), default=None)
+    later = None if later is None else max(later - search.objective(best), 0.0)
+    return explained(search, best, later)
 
 
 @dataclass(slots=True)
-class _State:
+class State:
     chosen: list[tuple[ExchangeName, Sharding]]
     links: Floats  # (3, R) seconds by purpose
     processor: Floats  # (N,) seconds
@@ -119,7 +116,7 @@ class _State:
     burden: tuple[Floats, Floats] | None = None  # its seconds, as they were added
 
 
-class _Search:
+class Search:
     def __init__(
         self,
         loads: Sequence[TableLoad],
@@ -140,6 +137,8 @@ class _Search:
         self.partials = Partials(model or bare(loads), len(loads))
         self.grouped = {t for group in self.partials.groups for t in group}
         self.samples = loads[0].samples if loads else 0.0
+        self.whole = self.partials.tables_of_bags
+        self.are_held = len(loads) * world.num_ranks > FEW
         self.is_large = len(loads) * world.num_ranks > MANY
         self.possible = [
             self._possible(t, load, said, options)
@@ -167,6 +166,9 @@ class _Search:
             and (said.exchange is None or exchange == said.exchange)
             and (exchange not in BY_OWNERS or (load.is_pooled and len(load.columns) > 0))
             and (exchange != "substitute" or said.exchange == exchange or t in self.grouped)
+            and (
+                exchange != "substitute" or said.kind or kind == "table_wise" or t not in self.whole
+            )
             and (exchange, kind) in options
             and (kind != "host_wise" or self.has_hosts or said.kind == kind)
             and (kind != "replicated" or not self.world.has_servers)
@@ -192,13 +194,13 @@ class _Search:
             self.pairs[key] = bytes_, seconds + moving(bytes_, n * slices, self.world)
         return self.pairs[key]
 
-    def empty(self) -> _State:
+    def empty(self) -> State:
         n, links = self.world.num_ranks, np.zeros((3, len(self.all)))
         owners = np.zeros((len(self.loads), n))
-        return _State([], links, np.zeros(n), np.zeros(n), np.zeros(n), owners=owners)
+        return State([], links, np.zeros(n), np.zeros(n), np.zeros(n), owners=owners)
 
     def add(
-        self, state: _State, t: int, exchange: ExchangeName, sharding: Sharding, sign: float = 1.0
+        self, state: State, t: int, exchange: ExchangeName, sharding: Sharding, sign: float = 1.0
     ) -> None:
         """In place; `chosen` is left as it is."""
         bytes_, seconds = self.costs(t, exchange, sharding)
@@ -223,7 +225,7 @@ class _Search:
         if exchange == "substitute" or (state.joint is not None and sharding.slices > 1):
             self._join(state)
 
-    def _join(self, state: _State) -> None:
+    def _join(self, state: State) -> None:
         """In place: what the tables under `substitute` cost together, as they are now."""
         if state.burden is not None:
             state.links -= state.burden[0]
@@ -235,7 +237,7 @@ class _Search:
             state.links += state.burden[0]
             state.processor += state.burden[1]
 
-    def seconds(self, state: _State) -> Seconds:
+    def seconds(self, state: State) -> Seconds:
         phases = state.links.max(1)
         used = [exchange for exchange, users in state.users.items() if users]
         computed = float(state.processor.max())
@@ -258,7 +260,7 @@ class _Search:
         """From each rank to each other, whatever the tables are."""
         return SHARED_BYTES + sum(FIXED_BYTES[exchange] for exchange in used)
 
-    def objective(self, state: _State) -> float:
+    def objective(self, state: State) -> float:
         found = self.seconds(state)
         total = found.step
         budget = self.memory.bytes
@@ -268,8 +270,10 @@ class _Search:
                 total += over * self.memory.seconds_per_byte
             if state.in_use.max() > max(budget, self.in_use_at_least):
                 return float("inf")
-        if state.joint is not None and not state.joint.is_possible:
+        if state.joint is not None and state.joint.split is not None:
             return float("inf")
+        if state.joint is not None and not state.joint.consumers:
+            total *= 1 + GAIN  # `pooled` is that, too
         spare = float(state.links.sum()) / state.links.shape[1] + found.behind
         spare += float(state.processor.sum()) / self.world.num_ranks
         uneven = float(state.held.max()) / max(self.even, 1.0)
@@ -281,11 +285,11 @@ class _Search:
         rows = sum(min(each.unique_world, each.rows) * each.slot_bytes for each in self.loads)
         return rows / len(self.owners)
 
-    def beginnings(self) -> Iterator[_State]:
+    def beginnings(self) -> Iterator[State]:
         """All dealt to all ranks; then, with fewer and more exchanges, each table by what it would cost if everything
         were in balance, the largest first to whoever has least."""
         first = self.begun(lambda t, options: DEFAULT if DEFAULT in options else options[0])
-        self.scale = self.objective(first)
+        self.scale = self.seconds(first).step
         yield first
         names = {exchange for options in self.possible for exchange, _ in options}
         names -= {"substitute"}
@@ -295,13 +299,14 @@ class _Search:
             if some <= names:
                 yield self.begun(lambda t, options, some=some: self.balanced(t, options, some))
         kinds = ("row_wise", "table_wise", *(("host_wise",) if self.has_hosts else ()))
-        for group in self.partials.groups if self.is_known else ():
-            for kind in kinds:
-                yield self.begun(
-                    lambda t, options, group=group, kind=kind: self.together(
-                        t, options, group, kind, names
-                    )
-                )
+        some = [
+            self.begun(
+                lambda t, options, group=group, kind=kind: self.together(t, options, group, kind, names)
+            )
+            for group in (self.partials.groups if self.is_known else ())
+            for kind in kinds
+        ]  # fmt: skip
+        yield from sorted(some, key=self.objective)[:TOGETHER]
 
     def together(
         self, t: int, options: Sequence[Option], group: Sequence[int], kind: str, others: set[str]
@@ -310,13 +315,11 @@ class _Search:
         mine = [each for each in options if each[0] == "substitute"]
         if t not in group or not mine:
             return self.balanced(t, options, others)
-        has_bags = any(field.has_bags for field in self.partials.model.fields if field.table == t)
-        for wanted in ("table_wise", kind) if has_bags else (kind,):
-            if ("substitute", wanted) in mine:
-                return "substitute", wanted  # type: ignore[return-value]
-        return mine[0]
+        if ("substitute", kind) in mine:
+            return "substitute", kind  # type: ignore[return-value]
+        return mine[-1]
 
-    def begun(self, pick) -> _State:
+    def begun(self, pick) -> State:
         state = self.empty()
         state.chosen = [("rows", row_wise(1))] * len(self.loads)
         for t in self.order():
@@ -356,11 +359,11 @@ class _Search:
             key=lambda t: -self.loads[t].unique_rank * self.loads[t].gradient_bytes,
         )
 
-    def shardings(self, state: _State, t: int, kind: Kind) -> list[Sharding]:
+    def shardings(self, state: State, t: int, kind: Kind) -> list[Sharding]:
         said = self.forced[t].ranks
         return self.places(state, t, kind) if said is None else [on_ranks(kind, said, self.world)]
 
-    def places(self, state: _State, t: int, kind: Kind) -> list[Sharding]:
+    def places(self, state: State, t: int, kind: Kind) -> list[Sharding]:
         world = self.world
         if kind in self.everywhere:
             return [self.everywhere[kind]]
@@ -375,7 +378,7 @@ class _Search:
         hosts = busy.reshape(world.num_hosts, -1).mean(1)
         return [host_wise(world, int(host)) for host in _least(hosts, self.tried)]
 
-    def busy(self, state: _State) -> Floats:
+    def busy(self, state: State) -> Floats:
         """(N,) seconds that an owner already has to answer, and a little for what it holds."""
         world, n = self.world, self.world.num_ranks
         fetch, push = state.links[1], state.links[2]
@@ -390,27 +393,28 @@ class _Search:
             )
         return found + 0.01 * self.scale * held
 
-    def with_(self, state: _State, t: int, exchange: ExchangeName, sharding: Sharding) -> float:
+    def with_(self, state: State, t: int, exchange: ExchangeName, sharding: Sharding) -> float:
         """The objective with one table more."""
         self.add(state, t, exchange, sharding)
         found = self.objective(state)
         self.add(state, t, exchange, sharding, -1.0)
         return found
 
-    def improved(self, state: _State) -> _State:
+    def improved(self, state: State) -> State:
         """Tables change one after another while that helps."""
         for _ in range(SWEEPS):
             before = self.objective(state)
             for t in self.order():
                 exchange, sharding = state.chosen[t]
                 now = self.objective(state)
-                if self.is_large and exchange == "substitute":
-                    continue  # all of the group's cost would be found anew for each
+                if self.are_held and exchange == "substitute":
+                    continue
+                before_joint = state.joint
                 self.add(state, t, exchange, sharding, -1.0)
                 best, least = (exchange, sharding), now * (1 - 1e-6)
                 for other, kind in self.possible[t]:
-                    if other == "substitute" and self.is_large:
-                        continue
+                    if other == "substitute" and (self.are_held or before_joint is None):
+                        continue  # alone it saves nothing
                     for place in self.shardings(state, t, kind):
                         found = self.with_(state, t, other, place)
                         if found < least:
@@ -421,108 +425,13 @@ class _Search:
                 break
         return self.rebuilt(state)
 
-    def rebuilt(self, state: _State) -> _State:
+    def rebuilt(self, state: State) -> State:
         """The same without what rounding left of tables that came and went."""
         found = self.empty()
         found.chosen = list(state.chosen)
         for t, chosen in enumerate(state.chosen):
             self.add(found, t, *chosen)
         return found
-
-    def explained(self, state: _State) -> Choice:
-        tables = []
-        for t, load in enumerate(self.loads):
-            self.add(state, t, *state.chosen[t], -1.0)
-            now = self.with_(state, t, *state.chosen[t])
-            mine = self.cost(state, t, *state.chosen[t], now)
-            others = []
-            for exchange, kind in OPTIONS:
-                if (exchange, kind) == mine.option or not self._has(load, exchange, kind):
-                    continue
-                if exchange == "substitute" and not self._is_shown(state, t):
-                    continue
-                places = [
-                    self.cost(state, t, exchange, place, now)
-                    for place in self.places(state, t, kind)
-                ]
-                others += sorted(places, key=lambda cost: cost.more)[:1]
-            self.add(state, t, *state.chosen[t])
-            others.sort(key=lambda cost: cost.more)
-            tables.append(TableChoice(load.name, mine, tuple(others), self.forced[t] != Forced()))
-        sent = {(p, link): 0.0 for p in PURPOSES for link in ("local", "remote")}
-        for table in tables:
-            for key, size in table.chosen.sent.items():
-                sent[key] += size
-        used = [exchange for exchange, users in state.users.items() if users]
-        for link, count in self._peers().items():
-            sent["route", link] += self.fixed_bytes(used) * count
-        _, fetch, push = state.links.max(1).tolist()
-        seconds = self.seconds(state)
-        # Half of what a step waits for: values that are fetched ahead cost it nothing as they are.
-        halved = (push + (0.0 if seconds.is_fetched_ahead else fetch)) / 2
-        return Choice(tuple(tables), seconds, sent, halved)
-
-    def _has(self, load: TableLoad, exchange: ExchangeName, kind: Kind) -> bool:
-        is_pooled = load.is_pooled and len(load.columns) > 0
-        if kind == "replicated" and self.world.has_servers:
-            return False
-        if kind in CUT and most_slices(load, kind, self.world) < 2:
-            return False
-        return (exchange not in BY_OWNERS or is_pooled) and (kind != "host_wise" or self.has_hosts)
-
-    def _is_shown(self, state: _State, t: int) -> bool:
-        """Whether it is of use to say what the table would cost under `substitute`, all others staying as they are."""
-        if not self.is_known or t not in self.grouped:
-            return False
-        return state.chosen[t][0] == "substitute" or not self.is_large
-
-    def _peers(self) -> dict[str, int]:
-        world = self.world
-        return {
-            "local": world.ranks_per_host - 1,
-            "remote": world.num_ranks - world.ranks_per_host,
-        }
-
-    def cost(
-        self, state: _State, t: int, exchange: ExchangeName, sharding: Sharding, now: float
-    ) -> Cost:
-        bytes_, _ = self.costs(t, exchange, sharding)
-        world, owners = self.world, sharding.ranks
-        of_host = np.bincount(np.array(owners) // world.ranks_per_host, minlength=world.num_hosts)
-        asking = world.trainers_per_host  # of a host; an owner that asks has its own rows
-        local = float(asking - (not world.has_servers)) * len(owners) / world.num_ranks
-        remote = float((of_host * (world.num_trainers - asking)).sum()) / world.num_ranks
-        sent = {}
-        for purpose, size in zip(PURPOSES, (bytes_.route, bytes_.fetch, bytes_.push), strict=True):
-            sent[purpose, "local"], sent[purpose, "remote"] = size * local, size * remote
-        seconds = self.mean_seconds(t, exchange, sharding)
-        if exchange == "substitute":
-            seconds += self._share_of(state, t, sharding, sent)
-        for link, count in self._peers().items():
-            sent["route", link] += TABLE_BYTES[exchange] * sharding.slices * count
-        more = self.with_(state, t, exchange, sharding) - now
-        return Cost(exchange, sharding, sent, seconds, more)
-
-    def _share_of(
-        self, state: _State, t: int, sharding: Sharding, sent: dict[tuple[str, str], float]
-    ) -> float:
-        """Into `sent`: bytes of values, partials and gradients that are this table's, were it so beside all others.
-        Returns seconds of links, as `mean_seconds`."""
-        self.add(state, t, "substitute", sharding)
-        joint, world = state.joint, self.world
-        assert joint is not None
-        shares = self.partials.shares(joint, state.owners, t)
-        self.add(state, t, "substitute", sharding, -1.0)
-        far = world.num_trainers - world.trainers_per_host
-        near = world.trainers_per_host - (not world.has_servers)
-        for purpose, each in zip(("fetch", "push"), shares, strict=True):
-            size = float(each.sum()) * self.samples / world.num_ranks
-            sent[purpose, "local"], sent[purpose, "remote"] = size * near, size * far
-        added = joint.added.get(t, 0.0) / world.num_ranks
-        sent["route", "local"] += added * near
-        sent["route", "remote"] += added * far
-        each = float(sum(share.sum() for share in shares)) / len(sharding.ranks)
-        return self.samples * each * self.paths.to(sharding)[2]
 
 
 def _least(values: Floats, count: int) -> NDArray[np.intp]:

@@ -12,6 +12,24 @@ from colonnade.plan.flows import ExchangeName
 from colonnade.topology.sharding import Kind, Sharding
 
 Option = tuple[ExchangeName, Kind]
+OPTIONS: tuple[Option, ...] = (
+    ("rows", "row_wise"),
+    ("rows", "host_wise"),
+    ("rows", "table_wise"),
+    ("pooled", "row_wise"),
+    ("pooled", "host_wise"),
+    ("pooled", "table_wise"),
+    ("rows", "column_wise"),
+    ("pooled", "column_wise"),
+    ("rows", "grid"),
+    ("pooled", "grid"),
+    ("substitute", "row_wise"),
+    ("substitute", "host_wise"),
+    ("substitute", "table_wise"),
+    ("replicated", "replicated"),
+)
+BY_OWNERS = ("pooled", "substitute")
+"""Exchanges whose owners pool bags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +82,19 @@ class TableChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class ConsumerChoice:
+    """Of one of the model's first operators: what of it travels. Floats are those of a sample, from all owners."""
+
+    name: str
+    is_partial: bool
+    """Else its fields' values travel, or their rows."""
+    partial_floats: float | None
+    """None: it has no partial that adds up."""
+    value_floats: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Seconds:
     """Of the slowest rank or uplink."""
 
@@ -105,6 +136,8 @@ class Choice:
     """Bytes that a rank sends, the mean over ranks, by (purpose, "local" or "remote"), headers included."""
     halved_seconds: float
     """What a step would save if values and gradients travelled as 16 bits (which is never chosen: it is not exact)."""
+    consumers: tuple[ConsumerChoice, ...] = ()
+    """Where the model's are known, in its order."""
 
     @property
     def shardings(self) -> dict[str, Sharding]:

@@ -156,10 +156,14 @@ def check_bags(
             feature = declaration.features[fields[each].feature]
             sharding = shardings[declaration.table_of(feature)]
             if feature.name in bags and sharding.num_owners > 1:
-                raise ConfigError(
-                    f"table {feature.table!r}: got exchange=substitute with sharding={sharding.kind}, but feature "
-                    f"{feature.name!r} has bags of ids, and consumer {name!r}, which is evaluated where rows lie, "
-                    f"needs a sample's whole bag on one rank; set plan.tables.{feature.table}.sharding=table_wise "
-                    "(plan.sharding=auto finds a rank for it), or "
-                    f"plan.tables.{feature.table}.exchange=pooled"
-                )
+                raise split_bag(feature.table, sharding.kind, feature.name, name)
+
+
+def split_bag(table: str, kind: str, feature: str, consumer: str) -> ConfigError:
+    """To be raised."""
+    return ConfigError(
+        f"table {table!r}: got exchange=substitute with sharding={kind}, but feature {feature!r} has bags of ids, and "
+        f"consumer {consumer!r}, which is evaluated where rows lie, needs a sample's whole bag on one rank; set "
+        f"plan.tables.{table}.sharding=table_wise (plan.sharding=auto finds a rank for it), or "
+        f"plan.tables.{table}.exchange=pooled"
+    )

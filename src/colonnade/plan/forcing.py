@@ -59,6 +59,11 @@ def _forced(config: PlanConfig, name: str, world: World) -> Forced:
                 "exchange and sharding"
             )
         exchange = kind = "replicated"
+    if exchange == "substitute" and kind in CUT:
+        raise ConfigError(
+            f"table {name!r}: got exchange=substitute with sharding={kind}; operators are evaluated on whole rows, "
+            "wanted table_wise, row_wise or host_wise, or exchange pooled"
+        )
     return Forced(None if kind == "auto" else kind, None if exchange == "auto" else exchange, ranks)
 
 

@@ -45,8 +45,8 @@ class Joint:
     """(N,) floats of fields that it takes partials of."""
     added: Mapping[int, float]
     """By table, of a rank's batch, to all its owners: weights of lookups, where owners divide."""
-    is_possible: bool = True
-    """No operator that needs whole bags has split ones."""
+    split: tuple[str, int] | None = None
+    """An operator that needs whole bags, and a field whose bags are split; None: this can be."""
 
 
 class Partials:
@@ -77,6 +77,17 @@ class Partials:
         each = [self.tables_of(consumer) for consumer in self.model.able]
         every = tuple(sorted({t for tables in each for t in tables}))
         return tuple(dict.fromkeys([*each, every])) if every else ()
+
+    @cached_property
+    def tables_of_bags(self) -> frozenset[int]:
+        """Tables whose rows must lie on one rank for some partial."""
+        fields = self.model.fields
+        return frozenset(
+            fields[f].table
+            for consumer in self.model.able
+            for f in consumer.fields
+            if consumer.needs_bags and fields[f].has_bags
+        )
 
     def cut(self, owners: Floats, *, may_evaluate: bool = True) -> tuple[int, ...]:
         """Indices of the consumers whose partials travel. may_evaluate: no table is cut by columns."""
@@ -125,7 +136,7 @@ class Partials:
         floats = self._by_table(self.dims * needed) @ owners
         evaluated = np.zeros(owners.shape[1])
         added: dict[int, float] = {}
-        is_possible, counts = True, (owners > 0).sum(1)
+        split, counts = None, (owners > 0).sum(1)
         weighed: dict[
             int, int
         ] = {}  # a feature, one of its fields: it is weighed once for all of them
@@ -140,13 +151,13 @@ class Partials:
                 field = model.fields[f]
                 is_split = counts[field.table] > 1
                 if is_split and field.has_bags and consumer.needs_bags:
-                    is_possible = False
+                    split = consumer.name, f
                 if is_split and field.added_bytes:
                     weighed[field.feature] = f
         for f in weighed.values():
             field = model.fields[f]
             added[field.table] = added.get(field.table, 0.0) + field.added_bytes
-        return Joint(some, values, gradients, floats, evaluated, added, is_possible)
+        return Joint(some, values, gradients, floats, evaluated, added, split)
 
     def _by_table(self, of_fields: Floats) -> Floats:
         return np.bincount(self.tables, weights=of_fields, minlength=self.num_tables)

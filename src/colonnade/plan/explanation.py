@@ -1,0 +1,137 @@
+"""What a choice costs, table by table and beside what else each could have: the words of `plan/choice.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from colonnade.plan.chosen import (
+    BY_OWNERS,
+    OPTIONS,
+    Choice,
+    ConsumerChoice,
+    Cost,
+    Forced,
+    TableChoice,
+)
+from colonnade.plan.cutting import CUT, most_slices
+from colonnade.plan.flows import PURPOSES, TABLE_BYTES, ExchangeName
+from colonnade.plan.loads import TableLoad
+from colonnade.plan.reasons import consumer_choices
+from colonnade.topology.sharding import Kind, Sharding
+
+if TYPE_CHECKING:
+    from colonnade.plan.choice import Search, State
+
+
+def explained(search: Search, state: State, later: float | None) -> Choice:
+    """later: by how many seconds a step is longer where partials travel, at best; None: that was not tried."""
+    tables = []
+    for t, load in enumerate(search.loads):
+        search.add(state, t, *state.chosen[t], -1.0)
+        now = search.with_(state, t, *state.chosen[t])
+        mine = cost(search, state, t, *state.chosen[t], now)
+        others = []
+        for exchange, kind in OPTIONS:
+            if (exchange, kind) == mine.option or not _has(search, load, exchange, kind):
+                continue
+            if exchange == "substitute" and not _is_shown(search, state, t):
+                continue
+            places = [
+                cost(search, state, t, exchange, place, now)
+                for place in search.places(state, t, kind)
+            ]
+            others += sorted(places, key=lambda cost: cost.more)[:1]
+        search.add(state, t, *state.chosen[t])
+        others.sort(key=lambda cost: cost.more)
+        tables.append(TableChoice(load.name, mine, tuple(others), search.forced[t] != Forced()))
+    sent = {(p, link): 0.0 for p in PURPOSES for link in ("local", "remote")}
+    for table in tables:
+        for key, size in table.chosen.sent.items():
+            sent[key] += size
+    used = [exchange for exchange, users in state.users.items() if users]
+    for link, count in _peers(search).items():
+        sent["route", link] += search.fixed_bytes(used) * count
+    _, fetch, push = state.links.max(1).tolist()
+    seconds = search.seconds(state)
+    # Half of what a step waits for: values that are fetched ahead cost it nothing as they are.
+    halved = (push + (0.0 if seconds.is_fetched_ahead else fetch)) / 2
+    return Choice(tuple(tables), seconds, sent, halved, _consumers(search, state, later))
+
+
+def _consumers(search: Search, state: State, later: float | None) -> tuple[ConsumerChoice, ...]:
+    owners = np.zeros((len(search.loads), search.world.num_ranks))
+    for t, (_, sharding) in enumerate(state.chosen):
+        owners[t, list(sharding.ranks)] = 1 / sharding.slices
+    exchanges = [exchange for exchange, _ in state.chosen]
+    return consumer_choices(
+        search.partials, owners, exchanges, [each.name for each in search.loads], later
+    )
+
+
+def _has(search: Search, load: TableLoad, exchange: ExchangeName, kind: Kind) -> bool:
+    is_pooled = load.is_pooled and len(load.columns) > 0
+    if kind == "replicated" and search.world.has_servers:
+        return False
+    if kind in CUT and most_slices(load, kind, search.world) < 2:
+        return False
+    return (exchange not in BY_OWNERS or is_pooled) and (kind != "host_wise" or search.has_hosts)
+
+
+def _is_shown(search: Search, state: State, t: int) -> bool:
+    """Whether it is of use to say what the table would cost under `substitute`, all others staying as they are."""
+    if not search.is_known or t not in search.grouped:
+        return False
+    return state.chosen[t][0] == "substitute" or not search.are_held
+
+
+def _peers(search: Search) -> dict[str, int]:
+    world = search.world
+    return {
+        "local": world.ranks_per_host - 1,
+        "remote": world.num_ranks - world.ranks_per_host,
+    }
+
+
+def cost(
+    search: Search, state: State, t: int, exchange: ExchangeName, sharding: Sharding, now: float
+) -> Cost:
+    bytes_, _ = search.costs(t, exchange, sharding)
+    world, owners = search.world, sharding.ranks
+    of_host = np.bincount(np.array(owners) // world.ranks_per_host, minlength=world.num_hosts)
+    asking = world.trainers_per_host  # of a host; an owner that asks has its own rows
+    local = float(asking - (not world.has_servers)) * len(owners) / world.num_ranks
+    remote = float((of_host * (world.num_trainers - asking)).sum()) / world.num_ranks
+    sent = {}
+    for purpose, size in zip(PURPOSES, (bytes_.route, bytes_.fetch, bytes_.push), strict=True):
+        sent[purpose, "local"], sent[purpose, "remote"] = size * local, size * remote
+    seconds = search.mean_seconds(t, exchange, sharding)
+    if exchange == "substitute":
+        seconds += _share_of(search, state, t, sharding, sent)
+    for link, count in _peers(search).items():
+        sent["route", link] += TABLE_BYTES[exchange] * sharding.slices * count
+    more = search.with_(state, t, exchange, sharding) - now
+    return Cost(exchange, sharding, sent, seconds, more)
+
+
+def _share_of(
+    search: Search, state: State, t: int, sharding: Sharding, sent: dict[tuple[str, str], float]
+) -> float:
+    """Into `sent`: bytes of values, partials and gradients that are this table's, were it so beside all others.
+    Returns seconds of links, as `mean_seconds`."""
+    search.add(state, t, "substitute", sharding)
+    joint, world = state.joint, search.world
+    assert joint is not None
+    shares = search.partials.shares(joint, state.owners, t)
+    search.add(state, t, "substitute", sharding, -1.0)
+    far = world.num_trainers - world.trainers_per_host
+    near = world.trainers_per_host - (not world.has_servers)
+    for purpose, each in zip(("fetch", "push"), shares, strict=True):
+        size = float(each.sum()) * search.samples / world.num_ranks
+        sent[purpose, "local"], sent[purpose, "remote"] = size * near, size * far
+    added = joint.added.get(t, 0.0) / world.num_ranks
+    sent["route", "local"] += added * near
+    sent["route", "remote"] += added * far
+    each = float(sum(share.sum() for share in shares)) / len(sharding.ranks)
+    return search.samples * each * search.paths.to(sharding)[2]

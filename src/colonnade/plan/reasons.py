@@ -1,0 +1,89 @@
+"""Why a consumer's partial travels, or its fields' values: words and floats for a person to read. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from colonnade.plan.chosen import ConsumerChoice
+from colonnade.plan.partials import Floats, Partials
+
+
+def consumer_choices(
+    partials: Partials,
+    owners: Floats,
+    exchanges: Sequence[str],
+    names: Sequence[str],
+    later: float | None = None,
+) -> tuple[ConsumerChoice, ...]:
+    """By consumer. owners (T, N): the part of a table's columns that a rank has rows of, whatever its exchange; by
+    table: `exchanges`, `names`; later: by how many seconds a step is longer where partials travel, if it is known."""
+    model = partials.model
+    under = [exchange == "substitute" for exchange in exchanges]
+    mine = owners * [[float(each)] for each in under]
+    cut = [names[t] for t, row in enumerate(owners) if ((row > 0) & (row < 1)).any()]
+    some = partials.cut(mine, may_evaluate=not cut)
+    counts = (owners > 0).sum(1)
+    floats = partials.dims * owners.sum(1)[partials.tables]
+    found = []
+    for c, consumer in enumerate(model.consumers):
+        values = float(floats[partials.takes[c]].sum())
+        partial = None if consumer.width is None else partials.partial_floats(c, owners)
+        tables = partials.tables_of(consumer)
+        others = [names[t] for t in tables if not under[t]]
+        if c in some:
+            why = f"{_floats(partial)} floats, not {_floats(values)}"
+        elif partial is None:
+            why = "its operator has no partial that adds up"
+        elif cut:
+            why = f"rows of table {cut[0]} are cut by columns"
+        elif others:
+            first = next(t for t in tables if not under[t])
+            why = f"table {names[first]} is under {exchanges[first]}"
+            if len(others) == len(tables):
+                of = {exchanges[t] for t in tables}
+                why = f"its tables are under {', '.join(sorted(of))}"
+            if not some and later is not None:
+                why += f"; with partials a step takes {1e3 * later:.3g} ms more"
+            elif partial >= values:
+                why += f"; a partial is {_floats(partial)} floats, values {_floats(values)}"
+        else:
+            why = _costs_more(partials, c, some, floats, partial)
+        split = [
+            model.fields[f].name
+            for f in consumer.fields
+            if consumer.needs_bags
+            and model.fields[f].has_bags
+            and counts[model.fields[f].table] > 1
+        ]
+        if split and partial is not None and c not in some and others:
+            why += f"; bags of {split[0]} are split"
+        found.append(ConsumerChoice(consumer.name, c in some, partial, values, why))
+    return tuple(found)
+
+
+def _costs_more(
+    partials: Partials, c: int, some: Sequence[int], floats: Floats, partial: float
+) -> str:
+    takes, model = partials.takes, partials.model
+    values = float(floats[takes[c]].sum())
+    if partial >= values:
+        return f"costs more: {_floats(partial)} floats, not {_floats(values)}"
+    others = [
+        k for k in range(len(model.consumers))
+        if k != c and k not in some and (takes[k] & takes[c]).any()
+    ]  # fmt: skip
+    if not others:
+        return f"saves nothing: {_floats(partial)} floats, not {_floats(values)}"
+    rest = takes[c] & ~takes[others].any(0)
+    first = ", ".join(model.consumers[k].name for k in others)
+    if not rest.any():
+        return f"values travel anyway for {first}"
+    left = float(floats[rest].sum())
+    return (
+        f"values travel anyway for {first}, all but {_floats(left)} floats; a partial is "
+        f"{_floats(partial)}"
+    )
+
+
+def _floats(count: float | None) -> str:
+    return f"{count or 0:,.0f}"

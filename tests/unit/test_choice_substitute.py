@@ -1,0 +1,217 @@
+"""`substitute` is chosen where the formulas of Distributed Equivalent Substitution say that it wins, and nowhere else;
+a plan says of each consumer why."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+from test_choice import load_of
+
+from colonnade import World
+from colonnade.errors import ConfigError
+from colonnade.plan.choice import OPTIONS, Search, choose
+from colonnade.plan.chosen import Forced, Memory
+from colonnade.plan.consumers import ConsumerLoad, FieldLoad, ModelLoad
+from colonnade.topology.sharding import Sharding, row_wise, table_wise
+
+
+def consumer(name, fields, width, needs_bags=True):
+    size = 4.0 * (width or 0)
+    return ConsumerLoad(name, tuple(fields), width, size, size, needs_bags)
+
+
+@dataclass(frozen=True)
+class Case:
+    """F tables of D floats and, where the model has them, one more each for a linear part; h ids a sample."""
+
+    num_ranks: int
+    tables: int
+    hot: int
+    dim: int
+    widths: tuple[int | None, ...]
+    """Of the partials of consumers that take all vectors; None: one that wants values."""
+    wanted: str
+    has_linear: bool = True
+    unique: float = 0.35
+    """Share of a rank's ids that are different."""
+    samples: int = 512
+    bytes: int | None = None
+
+    @property
+    def world(self) -> World:
+        """So slow a link that bytes decide."""
+        return World(
+            num_hosts=self.num_ranks,
+            ranks_per_host=1,
+            remote_bytes_per_second=1e7,
+        )
+
+    @property
+    def width(self) -> int:
+        return self.dim + self.has_linear
+
+    def loads(self):
+        count = self.samples * self.hot
+        found = []
+        for t in range(self.tables):
+            load = load_of(
+                f"t{t}",
+                10 * count,
+                self.world,
+                samples=self.samples,
+                hot=self.hot,
+                width=self.width,
+            )
+            mine = self.unique * count
+            every = mine * self.num_ranks
+            found.append(
+                replace(
+                    load,
+                    unique_rank=mine,
+                    unique_host=mine,
+                    unique_world=every,
+                    vocabulary=10 * count,
+                )
+            )
+        return found
+
+    def model(self) -> ModelLoad:
+        fields, bags = [], self.hot > 1
+        for t in range(self.tables):
+            fields.append(FieldLoad(f"f{t}", t, t, self.dim, 4.0 * self.dim, 4.0 * self.dim, 0.0, bags))  # fmt: skip
+        if self.has_linear:
+            fields += [FieldLoad(f"w{t}", t, t, 1, 4.0, 4.0, 0.0, bags) for t in range(self.tables)]
+        every = range(self.tables)
+        consumers = [
+            consumer(f"c{i}", every, width, needs_bags=width != self.dim)
+            for i, width in enumerate(self.widths)
+        ]
+        if self.has_linear:
+            linear = range(self.tables, 2 * self.tables)
+            consumers.append(consumer("linear", linear, 1, needs_bags=False))
+        return ModelLoad(tuple(fields), tuple(consumers))
+
+    def volumes(self) -> dict[str, float]:
+        """Floats of a sample that a rank sends, forward or back: the break-even formulas (research, des_dct 1.6)."""
+        n, values, partial = self.num_ranks, self.tables * self.width, 0.0
+        left = float(values)
+        deep = self.tables * self.dim
+        if None not in self.widths and n * sum(self.widths) < deep:
+            partial, left = partial + sum(self.widths), left - deep
+        if self.has_linear and n < self.tables:
+            partial, left = partial + 1, left - self.tables
+        others = (n - 1) / n
+        return {
+            "rows": others * self.unique * self.hot * values,
+            "pooled": others * values,
+            "substitute": (n - 1) * partial + others * left if partial else float("inf"),
+        }
+
+
+CASES = {
+    "LR + FM, few ranks": Case(4, 39, 1, 16, (17,), "substitute"),
+    "LR + FM, many ids": Case(8, 100, 5, 8, (9,), "substitute", unique=0.3),
+    "LR + FM, too many ranks, one id": Case(48, 39, 1, 16, (17,), "rows"),
+    "LR + FM, too many ranks, many ids": Case(48, 39, 10, 16, (17,), "pooled"),
+    "FM against rows that are often the same": Case(8, 39, 1, 16, (17,), "rows", unique=0.01),
+    "LR": Case(8, 26, 1, 1, (1,), "substitute", has_linear=False, unique=0.95),
+    "LR, more ranks than fields": Case(32, 26, 4, 1, (1,), "pooled", has_linear=False),
+    "NFM, few ranks": Case(4, 26, 4, 16, (32,), "substitute"),
+    "NFM, its vectors lose": Case(16, 26, 4, 16, (32,), "pooled", has_linear=False),
+    "cross network": Case(16, 50, 2, 8, (4,), "substitute", unique=0.9),
+    "first layer, narrow": Case(4, 39, 4, 32, (256,), "substitute", has_linear=False),
+    "first layer, wide": Case(4, 39, 4, 16, (400,), "pooled", has_linear=False),
+    "FM beside a deep network": Case(4, 39, 4, 16, (17, None), "pooled", has_linear=False),
+    "DeepFM: its linear part alone": Case(4, 40, 4, 4, (5, None), "substitute"),
+    "two operators together": Case(4, 39, 4, 16, (17, 32), "substitute"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chosen_as_the_formulas_say(name):
+    case = CASES[name]
+    volumes = case.volumes()
+    assert min(volumes, key=volumes.get) == case.wanted  # by the formulas
+    model, loads = case.model(), case.loads()
+    choice = choose(loads, case.world, model=model)
+    taken = [exchange for exchange in choice.exchanges.values()]
+    assert set(taken) == {case.wanted}, choice.exchanges
+    kinds = {each.chosen.sharding.kind for each in choice.tables}
+    is_whole = case.hot > 1 and case.wanted == "substitute" and case.widths != (case.dim,)
+    assert not is_whole or kinds == {"table_wise"}  # a bag on one rank
+    sent = sum(choice.sent[p, "remote"] for p in ("fetch", "push"))
+    assert sent == pytest.approx(2 * 4 * case.samples * volumes[case.wanted], rel=0.12)
+    # No other exchange of all tables would make a shorter step.
+    for exchange in ("rows", "pooled", "substitute"):
+        forced = {load.name: Forced(None, exchange) for load in loads}
+        other = choose(loads, case.world, forced=forced, model=model)
+        assert choice.seconds.step <= other.seconds.step * 1.001, exchange
+    assert any(each.is_partial for each in choice.consumers) == (case.wanted == "substitute")
+
+
+def test_bags_too_many_for_one_rank_are_dealt_by_rows():
+    """Sums need no whole bags: a linear model whose one table no rank has room for."""
+    case = replace(CASES["LR"], tables=1, dim=16, hot=40)
+    field = FieldLoad("f", 0, 0, 16, 64.0, 64.0, 0.0, True)
+    model = ModelLoad((field,), (consumer("sum", [0], 16, False),))
+    (load,) = case.loads()
+    load = replace(load, width=16, value_bytes=64, gradient_bytes=64, bag_bytes=64)
+    memory = Memory(int(load.total_bytes / 4), 1e-3)
+    (table,) = choose([load], case.world, memory=memory, model=model).tables
+    assert table.chosen.option == ("pooled", "row_wise")  # a partial of one field saves nothing
+
+
+def small(num_ranks=2):
+    """Three tables of one world, one of them with bags: all choices can be tried."""
+    case = Case(num_ranks, 3, 1, 8, (9,), "substitute", unique=0.9, samples=100)
+    loads, model = case.loads(), case.model()
+    loads[2] = replace(load_of("t2", 400, case.world, samples=100, hot=3, width=9))
+    fields = [replace(field, has_bags=field.table == 2, added_bytes=0.0) for field in model.fields]
+    return case.world, loads, replace(model, fields=tuple(fields))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_search_finds_what_trying_all_finds(num_ranks):
+    world, loads, model = small(num_ranks)
+    choice = choose(loads, world, model=model)
+    search = Search(loads, world, Memory(), (), {}, OPTIONS, False, model)
+    places: list[Sharding] = [row_wise(num_ranks), *map(table_wise, range(num_ranks))]
+    best, evaluated = float("inf"), False
+    for exchanges in itertools.product(("rows", "pooled", "substitute"), repeat=3):
+        for shardings in itertools.product(places, repeat=3):
+            state = search.empty()
+            for t in range(3):
+                search.add(state, t, exchanges[t], shardings[t])
+            if state.joint is not None and state.joint.split is not None:
+                assert "substitute" in exchanges
+                continue
+            if search.seconds(state).step < best:
+                best = search.seconds(state).step
+                evaluated = state.joint is not None and len(state.joint.consumers) > 0
+    assert choice.seconds.step <= 1.05 * best
+    assert evaluated == any(each.is_partial for each in choice.consumers) == (num_ranks == 2)
+
+
+def test_a_split_bag_is_refused_with_what_to_do():
+    world, loads, model = small()
+    model = replace(model, consumers=model.consumers[:1])
+    forced = {load.name: Forced("row_wise", "substitute") for load in loads}
+    wide = replace(model, consumers=(replace(model.consumers[0], width=2),))
+    with pytest.raises(ConfigError, match=r"'f2' has bags.*plan.tables.t2.sharding=table_wise"):
+        choose(loads, world, forced=forced, model=wide)
+
+
+def test_reasons_in_words():
+    case = CASES["DeepFM: its linear part alone"]
+    fm, top, linear = choose(case.loads(), case.world, model=case.model()).consumers
+    assert fm.why == "values travel anyway for c1" and not fm.is_partial
+    assert top.why == "its operator has no partial that adds up" and top.partial_floats is None
+    assert linear.is_partial and linear.why == "4 floats, not 40"
+    case = CASES["LR + FM, too many ranks, many ids"]
+    fm, linear = choose(case.loads(), case.world, model=case.model()).consumers
+    assert fm.why.startswith("its tables are under pooled") and not linear.is_partial
+    forced = {f"t{t}": Forced("table_wise", "substitute") for t in range(39)}
+    fm, linear = choose(case.loads(), case.world, model=case.model(), forced=forced).consumers
+    assert fm.why == "costs more: 663 floats, not 624" and fm.partial_floats == 39 * 17
