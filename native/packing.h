@@ -12,6 +12,7 @@
 //                                     whichever is shorter
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -29,6 +30,10 @@ constexpr std::uint64_t unmix64(std::uint64_t x) {
   x = (x ^ (x >> 27) ^ (x >> 54)) * 0x96de1b173f119089u;
   return x ^ (x >> 30) ^ (x >> 60);
 }
+
+// What `Packer` makes of it.
+std::size_t varint_bytes(std::uint64_t value);
+std::size_t numbers_bytes(std::span<const std::uint64_t> values);
 
 // Appends to a message.
 class Packer {
