@@ -8,7 +8,10 @@
 #include <string>
 #include <utility>
 
+#include "buffer.h"
+#include "distinct.h"
 #include "packing.h"
+#include "row_order.h"
 
 namespace colonnade {
 namespace {
@@ -21,107 +24,279 @@ constexpr std::array<int, 6> kBits = {1, 2, 4, 8, 16, 32};  // of a length
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("got " + what); }
 
-// The lookups of a batch that one rank has the rows of.
-class Message {
- public:
-  Message(const Lookups& lookups, const Plan& plan, const Dealt& dealt, const Lookups::ByTable& by_table,
-          std::int64_t batch_size, std::vector<std::uint8_t>& out)
-      : lookups_(lookups), plan_(plan), dealt_(dealt), by_table_(by_table), size_(batch_size), out_(out), packer_(out) {}
+// What one rank is told, but for what all are.
+struct Message {
+  std::vector<std::uint8_t> lengths;                      // as their columns' tables come
+  std::vector<std::pair<std::size_t, std::size_t>> runs;  // (C,) of `lengths`: where each column's lie
+  std::vector<std::uint8_t> ids, weights;
+  std::vector<std::uint64_t> codes;
+};
 
-  // mine: positions, ascending. places (T,): the rank's.
-  void pack(std::span<const std::int32_t> mine, std::span<const std::int64_t> places,
-            std::span<const std::uint8_t> is_weighted, const std::optional<std::span<const std::uint8_t>>& codes) {
-    packer_.varint(static_cast<std::uint64_t>(size_));
-    out_.push_back(codes.has_value());
-    columns_.assign(static_cast<std::size_t>(lookups_.num_features()), {});
-    auto at = mine.begin();
-    for (std::int64_t c = 0; c < lookups_.num_features(); ++c) {
-      const auto end = std::lower_bound(at, mine.end(), lookups_.last(c), [](auto a, auto b) { return a < b; });
-      auto& column = columns_[static_cast<std::size_t>(c)];
-      column = std::span(at, end);
-      at = end;
-      if (places[static_cast<std::size_t>(lookups_.table(c))] >= 0) lengths(c, column, is_weighted[static_cast<std::size_t>(c)]);
-    }
-    std::size_t block = 0;
+// Deals a batch's lookups to the ranks that have their rows, table after table, and packs them.
+class Sender {
+ public:
+  Sender(const Lookups& lookups, const Dealt& dealt, std::span<const std::int64_t> places, bool keeps_ranks)
+      : lookups_(lookups),
+        dealt_(dealt),
+        places_(places),
+        by_table_(lookups.by_table(static_cast<std::int64_t>(dealt.table_rows.size()))),
+        size_(static_cast<std::size_t>(lookups.batch_size())),
+        messages_(dealt.table_rows.empty() ? 0 : places.size() / dealt.table_rows.size()) {
+    for (auto& message : messages_) message.runs.resize(static_cast<std::size_t>(lookups.num_features()));
+    std::size_t longest = 0;
+    for (std::size_t t = 0; t < dealt.table_rows.size(); ++t) longest = std::max(longest, count(t));
+    keys_ = Buffer<std::uint64_t>(longest);
+    dealt_keys_ = Buffer<std::uint64_t>(longest);
+    numbers_ = Buffer<std::uint64_t>(longest);
+    owners_ = Buffer<std::uint32_t>(longest);
+    if (keeps_ranks) rank_of_ = Buffer<std::uint32_t>(static_cast<std::size_t>(lookups.num_lookups()));
+  }
+
+  void deal(std::span<const std::uint8_t> is_weighted) {
     for (std::size_t t = 0; t < dealt_.table_rows.size(); ++t) {
-      if (places[t] >= 0) ids(t, places[t], block + static_cast<std::size_t>(places[t]));
-      block += static_cast<std::size_t>(dealt_.num_owners[t]);
+      if (by_table_.first[t] < by_table_.first[t + 1]) deal(t, is_weighted);
     }
-    if (const auto& weights = lookups_.weights()) {
-      const auto item = static_cast<std::size_t>(item_bytes(weights->dtype));
-      const auto* all = static_cast<const std::uint8_t*>(weights->data);
-      for (std::size_t c = 0; c < columns_.size(); ++c) {
-        if (!is_weighted[c]) continue;
-        for (const auto e : columns_[c]) {
-          const auto* one = all + static_cast<std::size_t>(e) * item;
-          out_.insert(out_.end(), one, one + item);
-        }
+  }
+
+  void add_weights(std::span<const std::uint8_t> is_weighted) {
+    const auto item = static_cast<std::size_t>(item_bytes(lookups_.weights()->dtype));
+    const auto* const all = static_cast<const std::uint8_t*>(lookups_.weights()->data);
+    for (std::int64_t c = 0; c < lookups_.num_features(); ++c) {
+      if (!is_weighted[static_cast<std::size_t>(c)]) continue;
+      for (auto e = lookups_.first(c); e < lookups_.last(c); ++e) {
+        const auto* const one = all + static_cast<std::size_t>(e) * item;
+        auto& out = messages_[rank_of_[static_cast<std::size_t>(e)]].weights;
+        out.insert(out.end(), one, one + item);
       }
     }
-    if (codes) {
-      numbers_.clear();
-      for (const auto e : mine) numbers_.push_back((*codes)[static_cast<std::size_t>(e)]);
-      packer_.numbers(numbers_);
+  }
+
+  void add_codes(std::span<const std::uint8_t> codes) {
+    for (std::size_t e = 0; e < codes.size(); ++e) messages_[rank_of_[e]].codes.push_back(codes[e]);
+  }
+
+  PackedBags pack(bool has_codes) const {
+    PackedBags found;
+    std::size_t bytes = 0;
+    for (const auto& m : messages_) {
+      bytes += 16 + m.lengths.size() + m.ids.size() + m.weights.size() + m.codes.size() * 65 / 64;
     }
+    found.bytes.reserve(bytes);
+    Packer packer(found.bytes);
+    const auto add = [&](const auto& part) { found.bytes.insert(found.bytes.end(), part.begin(), part.end()); };
+    for (const auto& message : messages_) {
+      packer.varint(size_);
+      found.bytes.push_back(has_codes);
+      for (const auto& [begin, end] : message.runs) add(std::span(message.lengths).subspan(begin, end - begin));
+      add(message.ids);
+      add(message.weights);
+      if (has_codes) packer.numbers(message.codes);
+      found.ends.push_back(static_cast<std::int64_t>(found.bytes.size()));
+    }
+    return found;
   }
 
  private:
-  void lengths(std::int64_t c, std::span<const std::int32_t> column, bool is_weighted) {
-    const std::int32_t* rows = lookups_.bags(c) ? lookups_.output_rows() : nullptr;
-    numbers_.assign(static_cast<std::size_t>(size_), 0);
-    for (const auto e : column) ++numbers_[static_cast<std::size_t>(rows ? rows[e] : e - lookups_.first(c))];
-    const auto [least, most] = std::minmax_element(numbers_.begin(), numbers_.end());
-    const std::uint8_t flag = is_weighted ? kWeighted : 0;
-    if (numbers_.empty() || *least == *most) {
-      out_.push_back(flag);
-      packer_.varint(numbers_.empty() ? 0 : *most);
-      return;
-    }
-    const int needed = std::bit_width(*most);
-    const int bits = *std::find_if(kBits.begin(), kBits.end(), [&](int b) { return b >= needed; });
-    out_.push_back(static_cast<std::uint8_t>(flag | bits));
-    packer_.bits(numbers_, bits);
+  std::span<const std::int32_t> columns(std::size_t t) const {
+    return std::span(by_table_.features)
+        .subspan(static_cast<std::size_t>(by_table_.first[t]),
+                 static_cast<std::size_t>(by_table_.first[t + 1] - by_table_.first[t]));
+  }
+  std::size_t count(std::size_t t) const {
+    std::int64_t found = 0;
+    for (const auto c : columns(t)) found += lookups_.last(c) - lookups_.first(c);
+    return static_cast<std::size_t>(found);
   }
 
-  void ids(std::size_t t, std::int64_t place, std::size_t block) {
-    const IdSpace space{dealt_.table_rows[t], dealt_.num_owners[t], place};
-    listed_.clear();
-    numbers_.clear();
-    const std::int64_t first = plan_.block_offsets[block], last = plan_.block_offsets[block + 1];
-    if (first == last) return;
-    for (auto i = by_table_.first[t]; i < by_table_.first[t + 1]; ++i) {
-      for (const auto e : columns_[static_cast<std::size_t>(by_table_.features[static_cast<std::size_t>(i)])]) {
-        listed_.push_back(lookups_.ids()[static_cast<std::size_t>(e)]);
-        numbers_.push_back(static_cast<std::uint64_t>(plan_.inverse[static_cast<std::size_t>(e)] - first));
+  void deal(std::size_t t, std::span<const std::uint8_t> is_weighted) {
+    const std::int64_t rows = dealt_.table_rows[t];
+    const auto num_owners = static_cast<std::size_t>(dealt_.num_owners[t]);
+    ranks_.assign(num_owners, messages_.size());
+    for (std::size_t r = 0; r < messages_.size(); ++r) {
+      const auto place = places_[r * dealt_.table_rows.size() + t];
+      if (place >= 0) ranks_[static_cast<std::size_t>(place)] = r;
+    }
+    for (std::size_t p = 0; p < num_owners; ++p) {
+      if (ranks_[p] == messages_.size()) {
+        throw std::invalid_argument("places: owner " + std::to_string(p) + " of table " + std::to_string(t) + " is no rank");
       }
     }
-    // Both are made, and the longer is forgotten: a guess would have to know how ids lie.
-    const std::size_t begin = out_.size();
-    out_.push_back(kListed);
-    packer_.list(listed_, space, false);
-    const std::size_t middle = out_.size();
-    out_.push_back(kDistinct);
-    packer_.list({plan_.unique_ids.data() + first, static_cast<std::size_t>(last - first)}, space, true);
-    packer_.numbers(numbers_);
-    const std::size_t distinct = out_.size() - middle;
-    if (distinct < middle - begin) {
-      std::memmove(out_.data() + begin, out_.data() + middle, distinct);
-      out_.resize(begin + distinct);
+    counts_.assign(num_owners, 0);
+    if (rows) check_inside(lookups_, columns(t), static_cast<std::int64_t>(t), rows);
+    if (num_owners == 1) {
+      deal(t, is_weighted, [](std::int64_t id) { return std::pair(std::uint32_t{0}, static_cast<std::uint64_t>(id)); });
+    } else if (rows) {
+      deal(t, is_weighted, [of = VocabularyDeal(static_cast<std::uint32_t>(num_owners))](std::int64_t id) {
+        return of(static_cast<std::uint64_t>(id));
+      });
     } else {
-      out_.resize(middle);
+      deal(t, is_weighted, [n = static_cast<std::uint32_t>(num_owners)](std::int64_t id) {
+        return std::pair(open_owner(id, n), static_cast<std::uint64_t>(id));
+      });
+    }
+    starts_.assign(num_owners + 1, 0);
+    for (std::size_t p = 0; p < num_owners; ++p) starts_[p + 1] = starts_[p] + counts_[p];
+    const std::uint64_t* keys = keys_.data();
+    if (num_owners > 1) {
+      next_.assign(starts_.begin(), starts_.end() - 1);
+      for (std::size_t i = 0; i < starts_.back(); ++i) dealt_keys_[next_[owners_[i]]++] = keys_[i];
+      keys = dealt_keys_.data();
+    }
+    for (std::size_t p = 0; p < num_owners; ++p) {
+      if (!counts_[p]) continue;
+      const IdSpace space{rows, static_cast<std::int64_t>(num_owners), static_cast<std::int64_t>(p)};
+      auto& out = messages_[ranks_[p]].ids;
+      const std::span mine(keys + starts_[p], counts_[p]);
+      rows ? tell_rows(mine, space, out) : tell_ids(mine, space, out);
     }
   }
 
+  // Owner and key of each lookup, in the order of the table's columns, and how long each sample's bags are there. A key:
+  // the local row, of an open table the id.
+  template <class Deal>
+  void deal(std::size_t t, std::span<const std::uint8_t> is_weighted, const Deal& owner_and_key) {
+    const std::size_t num_owners = counts_.size();
+    std::size_t at = 0;
+    for (const auto c : columns(t)) {
+      const auto first = lookups_.first(c), last = lookups_.last(c);
+      const std::int64_t* const bags = lookups_.bags(c);
+      if (!bags && last - first != lookups_.batch_size()) {
+        throw std::invalid_argument("column " + std::to_string(c) + " is a sequence, which is not pooled");
+      }
+      lengths_.assign(num_owners * size_, 0);
+      const std::size_t begin = at;
+      at = deal_ids(lookups_.ids().subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(last - first)), begin,
+                    num_owners > 1, owner_and_key);
+      const std::uint32_t* owner = owners_.data() + begin;
+      for (std::size_t b = 0; b < size_; ++b) {
+        const std::int64_t length = bags ? bags[b + 1] - bags[b] : 1;
+        if (num_owners == 1) {
+          lengths_[b] = static_cast<std::uint64_t>(length);
+          continue;
+        }
+        for (const auto* const end = owner + length; owner < end; ++owner) ++lengths_[*owner * size_ + b];
+      }
+      for (std::size_t p = 0; p < num_owners; ++p) {
+        for (std::size_t b = 0; b < size_; ++b) counts_[p] += lengths_[p * size_ + b];
+      }
+      if (rank_of_.size()) {
+        for (auto e = first; e < last; ++e) {
+          const auto owner = num_owners == 1 ? 0 : owners_[begin + static_cast<std::size_t>(e - first)];
+          rank_of_[static_cast<std::size_t>(e)] = static_cast<std::uint32_t>(ranks_[owner]);
+        }
+      }
+      for (std::size_t p = 0; p < num_owners; ++p) {
+        auto& message = messages_[ranks_[p]];
+        const std::size_t before = message.lengths.size();
+        tell_lengths(std::span<const std::uint64_t>(lengths_).subspan(p * size_, size_),
+                     is_weighted[static_cast<std::size_t>(c)], message.lengths);
+        message.runs[static_cast<std::size_t>(c)] = {before, message.lengths.size()};
+      }
+    }
+  }
+
+  // From lookup `at` of the table's on; returns how many there are then. Everything as values: what is stored may alias
+  // whatever is reached through a reference.
+  template <class Deal>
+  std::size_t deal_ids(std::span<const std::int64_t> ids, std::size_t at, bool keeps_owners, Deal owner_and_key) {
+    std::uint64_t* const keys = keys_.data() + at;
+    std::uint32_t* const owners = owners_.data() + at;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const auto [owner, key] = owner_and_key(ids[i]);
+      keys[i] = key;
+      if (keeps_owners) owners[i] = owner;
+    }
+    return at + ids.size();
+  }
+
+  static void tell_lengths(std::span<const std::uint64_t> lengths, bool is_weighted, std::vector<std::uint8_t>& out) {
+    Packer packer(out);
+    const std::uint8_t flag = is_weighted ? kWeighted : 0;
+    const std::uint64_t first = lengths.empty() ? 0 : lengths.front();
+    std::uint64_t any = 0, differing = 0;
+    for (const auto length : lengths) any |= length, differing |= length ^ first;
+    if (!differing) {
+      out.push_back(flag);
+      return packer.varint(first);
+    }
+    const int needed = std::bit_width(any);
+    const int bits = *std::find_if(kBits.begin(), kBits.end(), [&](int b) { return b >= needed; });
+    out.push_back(static_cast<std::uint8_t>(flag | bits));
+    packer.bits(lengths, bits);
+  }
+
+  // Both forms are measured, and the shorter one is packed: a guess would have to know how ids lie.
+  void tell_rows(std::span<const std::uint64_t> rows, const IdSpace& space, std::vector<std::uint8_t>& out) {
+    Packer packer(out);
+    const auto limit = static_cast<std::uint64_t>((space.rows - 1) / space.num_owners + 1);
+    const auto unique = distinct_.find(rows, limit);
+    distances_.resize(unique.size());
+    std::uint64_t next = 0;
+    for (std::size_t i = 0; i < unique.size(); ++i) {
+      distances_[i] = unique[i] - next;
+      next = unique[i] + 1;
+    }
+    const std::size_t list = varint_bytes(unique.size()) + numbers_bytes(distances_);
+    const std::size_t told = numbers_bytes(rows), listed = varint_bytes(rows.size()) + told;
+    const bool is_full = unique.size() == limit;  // a row is its own number
+    if (is_full ? list + told < listed : is_shorter(rows, list, listed)) {
+      out.push_back(kDistinct);
+      packer.varint(unique.size());
+      packer.numbers(distances_);
+      return packer.numbers(is_full ? rows : numbers(rows.size()));
+    }
+    out.push_back(kListed);
+    packer.varint(rows.size());
+    packer.numbers(rows);
+  }
+
+  void tell_ids(std::span<const std::uint64_t> ids, const IdSpace& space, std::vector<std::uint8_t>& out) {
+    Packer packer(out);
+    hashes_.resize(ids.size());
+    for (std::size_t i = 0; i < ids.size(); ++i) hashes_[i] = mix64(ids[i]);
+    const auto unique = distinct_.find(hashes_, 0);
+    unique_.resize(unique.size());
+    for (std::size_t i = 0; i < unique.size(); ++i) unique_[i] = static_cast<std::int64_t>(unmix64(unique[i]));
+    told_.clear();
+    Packer(told_).list(unique_, space, true);
+    listed_.assign(ids.begin(), ids.end());
+    told_listed_.clear();
+    Packer(told_listed_).list(listed_, space, false);
+    if (is_shorter(hashes_, told_.size(), told_listed_.size())) {
+      out.push_back(kDistinct);
+      out.insert(out.end(), told_.begin(), told_.end());
+      return packer.numbers(numbers(ids.size()));
+    }
+    out.push_back(kListed);
+    out.insert(out.end(), told_listed_.begin(), told_listed_.end());
+  }
+
+  // Whether keys are told in fewer bytes by a list of the different ones, of so many bytes, and their numbers, which are
+  // made where that can be.
+  bool is_shorter(std::span<const std::uint64_t> keys, std::size_t list, std::size_t listed) {
+    if (list + (keys.size() + 127) / 128 >= listed) return false;  // a byte for each block of numbers at least
+    const std::span found(numbers_.data(), keys.size());
+    distinct_.number(keys, found);
+    return list + numbers_bytes(found) < listed;
+  }
+  std::span<const std::uint64_t> numbers(std::size_t count) const { return {numbers_.data(), count}; }
+
   const Lookups& lookups_;
-  const Plan& plan_;
   const Dealt& dealt_;
-  const Lookups::ByTable& by_table_;
-  std::int64_t size_;
-  std::vector<std::uint8_t>& out_;
-  Packer packer_;
-  std::vector<std::span<const std::int32_t>> columns_;
-  std::vector<std::uint64_t> numbers_;
-  std::vector<std::int64_t> listed_;
+  std::span<const std::int64_t> places_;
+  const Lookups::ByTable by_table_;
+  std::size_t size_;
+  std::vector<Message> messages_;  // by rank
+  // Of one table: by lookup; by owner.
+  Buffer<std::uint64_t> keys_, dealt_keys_, numbers_;
+  Buffer<std::uint32_t> owners_;
+  std::vector<std::size_t> ranks_, counts_, starts_, next_;
+  std::vector<std::uint64_t> lengths_;  // (N, B) of one column
+  Buffer<std::uint32_t> rank_of_;       // (E,) where weights or codes go; else empty
+  Distinct distinct_;
+  std::vector<std::uint64_t> distances_, hashes_;
+  std::vector<std::int64_t> unique_, listed_;
+  std::vector<std::uint8_t> told_, told_listed_;
 };
 
 // What one message says.
@@ -257,43 +432,17 @@ void fill_ones(std::span<std::uint8_t> weights, Dtype dtype) {
 
 }  // namespace
 
-PackedBags pack_bags(const Lookups& lookups, const Plan& plan, const Dealt& dealt, std::span<const std::int64_t> places,
+PackedBags pack_bags(const Lookups& lookups, const Dealt& dealt, std::span<const std::int64_t> places,
                      std::span<const std::uint8_t> is_weighted, std::optional<std::span<const std::uint8_t>> codes) {
-  const std::size_t num_tables = dealt.table_rows.size(), num_ranks = num_tables ? places.size() / num_tables : 0;
   if (static_cast<std::uint64_t>(lookups.batch_size()) > kMaxSamples) {
     throw std::invalid_argument("a batch of " + std::to_string(lookups.batch_size()) + " samples, wanted at most " +
                                 std::to_string(kMaxSamples));
   }
-  // By unique row: the rank that has it.
-  std::vector<std::int32_t> rank_of(static_cast<std::size_t>(plan.num_unique()));
-  for (std::size_t t = 0, block = 0; t < num_tables; block += static_cast<std::size_t>(dealt.num_owners[t]), ++t) {
-    for (std::size_t r = 0; r < num_ranks; ++r) {
-      const auto place = places[r * num_tables + t];
-      if (place < 0) continue;
-      const auto k = block + static_cast<std::size_t>(place);
-      std::fill(rank_of.begin() + plan.block_offsets[k], rank_of.begin() + plan.block_offsets[k + 1], static_cast<std::int32_t>(r));
-    }
-  }
-  // Lookups rank by rank, in their order.
-  const auto num_lookups = static_cast<std::size_t>(lookups.num_lookups());
-  std::vector<std::size_t> ends(num_ranks + 1);
-  for (std::size_t e = 0; e < num_lookups; ++e) ++ends[static_cast<std::size_t>(rank_of[static_cast<std::size_t>(plan.inverse[e])]) + 1];
-  for (std::size_t r = 0; r < num_ranks; ++r) ends[r + 1] += ends[r];
-  std::vector<std::int32_t> order(num_lookups);
-  auto next = ends;
-  for (std::size_t e = 0; e < num_lookups; ++e) {
-    order[next[static_cast<std::size_t>(rank_of[static_cast<std::size_t>(plan.inverse[e])])]++] = static_cast<std::int32_t>(e);
-  }
-  const auto by_table = lookups.by_table(static_cast<std::int64_t>(num_tables));
-  PackedBags found;
-  found.bytes.reserve(num_lookups * 2 + num_ranks * 64);
-  Message message(lookups, plan, dealt, by_table, lookups.batch_size(), found.bytes);
-  for (std::size_t r = 0; r < num_ranks; ++r) {
-    message.pack(std::span(order).subspan(ends[r], ends[r + 1] - ends[r]), places.subspan(r * num_tables, num_tables),
-                 is_weighted, codes);
-    found.ends.push_back(static_cast<std::int64_t>(found.bytes.size()));
-  }
-  return found;
+  Sender sender(lookups, dealt, places, lookups.weights() || codes);
+  sender.deal(is_weighted);
+  if (lookups.weights()) sender.add_weights(is_weighted);
+  if (codes) sender.add_codes(*codes);
+  return sender.pack(codes.has_value());
 }
 
 JoinedBags join_bags(std::span<const std::span<const std::uint8_t>> messages, std::span<const std::int32_t> tables,

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "lookups.h"
-#include "plan.h"
 
 namespace colonnade {
 
@@ -26,14 +25,14 @@ struct Dealt {
   std::span<const std::int64_t> num_owners;  // (T,)
 };
 
-// Messages by rank, one after the other, and where each ends. plan: of these lookups, dealt so. places (N, T): as which of
-// a table's owners a rank has rows; -1: it has none. is_weighted (C,): other columns' weights do not travel. codes (E,).
-// invalid_argument for more samples than a message can tell of.
+// Messages by rank, one after the other, and where each ends. places (N, T): as which of a table's owners a rank has rows;
+// -1: it has none. is_weighted (C,): other columns' weights do not travel. codes (E,). out_of_range for an id outside its
+// vocabulary table, invalid_argument for more samples than a message can tell of.
 struct PackedBags {
   std::vector<std::uint8_t> bytes;
   std::vector<std::int64_t> ends;
 };
-PackedBags pack_bags(const Lookups& lookups, const Plan& plan, const Dealt& dealt, std::span<const std::int64_t> places,
+PackedBags pack_bags(const Lookups& lookups, const Dealt& dealt, std::span<const std::int64_t> places,
                      std::span<const std::uint8_t> is_weighted, std::optional<std::span<const std::uint8_t>> codes);
 
 // All ranks' samples as one batch, in rank order: C columns, G samples, E lookups.
