@@ -299,119 +299,135 @@ class Sender {
   std::vector<std::uint8_t> told_, told_listed_;
 };
 
-// What one message says.
-struct Part {
-  std::uint64_t size = 0;                          // samples
-  std::vector<std::uint8_t> is_weighted;           // (C,)
-  std::vector<std::vector<std::uint64_t>> lengths;  // (C,) of each bag; empty where all are `equal`
-  std::vector<std::uint64_t> equal, starts;        // (C,), (C + 1,): lookups before each column
-  std::vector<std::int64_t> ids;                   // column by column
-  std::vector<std::span<const std::uint8_t>> weights;  // (C,)
-  std::vector<std::uint64_t> codes;                    // empty: it knows none
-
-  std::uint64_t length(std::size_t c, std::uint64_t sample) const { return lengths[c].empty() ? equal[c] : lengths[c][sample]; }
-};
-
+// Reads one message: first how many lookups it tells of, then, once there is room for those of all messages, what they are.
 class Reader {
  public:
   Reader(std::span<const std::uint8_t> data, std::span<const std::int32_t> tables, const Dealt& dealt,
-         std::span<const std::int64_t> places, std::size_t item)
-      : data_(data), unpacker_(data), tables_(tables), dealt_(dealt), places_(places), item_(item), of_table_(places.size()) {}
+         std::span<const std::int64_t> places)
+      : data_(data), unpacker_(data), tables_(tables), dealt_(dealt), places_(places) {}
 
-  Part read() {
-    Part part;
-    part.size = unpacker_.varint();
-    if (part.size > kMaxSamples) refuse(std::to_string(part.size) + " samples");
-    const auto has_codes = unpacker_.byte();
-    if (has_codes > 1) refuse("a flag of " + std::to_string(has_codes));
-    part.starts.push_back(0);
-    for (std::size_t c = 0; c < tables_.size(); ++c) lengths(part);
-    for (std::size_t t = 0; t < places_.size(); ++t) ids(part, t);
-    sort_ids(part);  // all that were told of are there, so a message bounds the memory it takes
-    for (std::size_t c = 0; c < tables_.size(); ++c) {
-      part.weights.push_back(unpacker_.raw(part.is_weighted[c] ? (part.starts[c + 1] - part.starts[c]) * item_ : 0));
+  void read_lengths() {
+    size_ = unpacker_.varint();
+    if (size_ > kMaxSamples) refuse(std::to_string(size_) + " samples");
+    has_codes_ = unpacker_.byte();
+    if (has_codes_ > 1) refuse("a flag of " + std::to_string(has_codes_));
+    for (std::size_t c = 0; c < tables_.size(); ++c) read_column();
+    check_told(num_lookups());  // so a message bounds the memory it takes
+  }
+
+  std::size_t size() const { return static_cast<std::size_t>(size_); }
+  std::uint64_t num_lookups() const { return num_lookups_; }
+  std::size_t count(std::size_t c) const { return static_cast<std::size_t>(columns_[c].count); }
+  bool is_one_hot(std::size_t c) const { return columns_[c].lengths.empty() && (columns_[c].equal == 1 || !size_); }
+  bool has_weights(std::size_t c) const { return columns_[c].is_weighted && columns_[c].count; }
+  bool has_codes() const { return has_codes_ && num_lookups_; }
+
+  // out (size(),): where each sample's bag begins, the first of them `at`; returns where the next begins.
+  std::int64_t bags(std::size_t c, std::int64_t at, std::int64_t* out) const {
+    const auto& column = columns_[c];
+    for (std::size_t s = 0; s < size_; ++s) {
+      out[s] = at;
+      at += static_cast<std::int64_t>(column.lengths.empty() ? column.equal : column.lengths[s]);
     }
-    if (has_codes) {
-      part.codes = numbers(part.ids.size());
-      for (const auto code : part.codes) {
+    return at;
+  }
+
+  // out: by column, as many as it has lookups.
+  void read_ids(std::span<const std::span<std::int64_t>> out) {
+    for (std::size_t t = 0; t < places_.size(); ++t) {
+      mine_.clear();
+      std::uint64_t count = 0;
+      for (std::size_t c = 0; c < tables_.size(); ++c) {
+        if (static_cast<std::size_t>(tables_[c]) != t) continue;
+        mine_.push_back(out[c]);
+        count += out[c].size();
+      }
+      if (count) read_ids(t, count);
+    }
+  }
+
+  // Then weights (count(c),) of item bytes each of the columns that have them, and at last codes (num_lookups(),).
+  std::span<const std::uint8_t> read_weights(std::size_t c, std::size_t item) {
+    return unpacker_.raw(columns_[c].is_weighted ? count(c) * item : 0);
+  }
+  std::vector<std::uint64_t> read_codes() {
+    std::vector<std::uint64_t> codes;
+    if (has_codes_) {
+      check_told(num_lookups_);
+      codes.resize(num_lookups_);
+      unpacker_.numbers(codes);
+      for (const auto code : codes) {
         if (code > 255) refuse("a code of more than 8 bits");
       }
     }
     if (unpacker_.position() != data_.size()) {
       refuse(std::to_string(data_.size() - unpacker_.position()) + " bytes after its end");
     }
-    return part;
+    return codes;
   }
 
  private:
-  void lengths(Part& part) {
+  struct Column {
+    std::vector<std::uint64_t> lengths;  // of each bag; empty where all are `equal`
+    std::uint64_t equal = 0, count = 0;
+    bool is_weighted = false;
+  };
+
+  void read_column() {
+    Column column;
     const auto head = unpacker_.byte();
     const int bits = head & ~kWeighted;
-    std::vector<std::uint64_t> found;
-    std::uint64_t count = 0;
     if (!bits) {
-      part.equal.push_back(unpacker_.varint());
-      if (part.equal.back() >= kMaxLookups) refuse("bags of " + std::to_string(part.equal.back()) + " lookups");
-      count = part.size * part.equal.back();
+      column.equal = unpacker_.varint();
+      if (column.equal >= kMaxLookups) refuse("bags of " + std::to_string(column.equal) + " lookups");
+      column.count = size_ * column.equal;
     } else {
       if (std::find(kBits.begin(), kBits.end(), bits) == kBits.end()) refuse("lengths of " + std::to_string(bits) + " bits");
-      if (part.size > 8 * (data_.size() - unpacker_.position())) refuse(std::to_string(part.size) + " lengths at its end");
-      found.resize(part.size);
-      unpacker_.bits(found, bits);
-      for (const auto length : found) count += length;
-      part.equal.push_back(0);
+      if (size_ > 8 * (data_.size() - unpacker_.position())) refuse(std::to_string(size_) + " lengths at its end");
+      column.lengths.resize(size_);
+      unpacker_.bits(column.lengths, bits);
+      for (const auto length : column.lengths) column.count += length;
     }
-    if (count >= kMaxLookups) refuse(std::to_string(count) + " lookups");
-    part.is_weighted.push_back(head & kWeighted ? 1 : 0);
-    part.lengths.push_back(std::move(found));
-    part.starts.push_back(part.starts.back() + count);
+    if (column.count >= kMaxLookups) refuse(std::to_string(column.count) + " lookups");
+    column.is_weighted = head & kWeighted;
+    num_lookups_ += column.count;
+    columns_.push_back(std::move(column));
   }
 
-  // Of all columns of table t.
-  void ids(Part& part, std::size_t t) {
-    std::uint64_t count = 0;
-    for (std::size_t c = 0; c < tables_.size(); ++c) {
-      if (static_cast<std::size_t>(tables_[c]) == t) count += part.starts[c + 1] - part.starts[c];
-    }
-    if (!count) return;
+  // A block of 128 numbers takes a byte at least.
+  void check_told(std::uint64_t count) const {
+    const std::uint64_t left = data_.size() - unpacker_.position();
+    if (count > left * 128) refuse(std::to_string(count) + " lookups in " + std::to_string(left) + " bytes");
+  }
+
+  // Of all columns of table t, `mine_`: in place where it has one.
+  void read_ids(std::size_t t, std::uint64_t count) {
     const IdSpace space{dealt_.table_rows[t], dealt_.num_owners[t], places_[t]};
     const auto kind = unpacker_.byte();
     if (kind > kDistinct) refuse("ids of kind " + std::to_string(kind));
-    auto& found = of_table_[t];
-    std::vector<std::uint64_t> which;
-    const auto told = static_cast<std::uint64_t>(unpacker_.list(space, kind == kDistinct, found));
-    if (kind == kListed && told != count) refuse(std::to_string(told) + " ids, wanted " + std::to_string(count));
-    if (kind == kDistinct) {
-      which = numbers(count);
-      for (const auto index : which) {
-        if (index >= told) refuse("id " + std::to_string(index) + " of " + std::to_string(told));
-      }
+    const std::uint64_t told = unpacker_.count();
+    if (mine_.size() > 1) listed_.resize(count);
+    const std::span<std::int64_t> ids = mine_.size() > 1 ? std::span(listed_) : mine_.front();
+    if (kind == kListed) {
+      if (told != count) refuse(std::to_string(told) + " ids, wanted " + std::to_string(count));
+      unpacker_.ids(space, false, ids);
+    } else {
+      different_.resize(told);
+      unpacker_.ids(space, true, different_);
+      check_told(count);
+      which_.resize(count);
+      unpacker_.numbers(which_);
+      const std::uint64_t highest = *std::max_element(which_.begin(), which_.end());
+      if (highest >= told) refuse("id " + std::to_string(highest) + " of " + std::to_string(told));
+      for (std::size_t i = 0; i < count; ++i) ids[i] = different_[which_[i]];
     }
-    if (kind == kListed) return;
-    std::vector<std::int64_t> listed(count);
-    for (std::size_t i = 0; i < count; ++i) listed[i] = found[which[i]];
-    found.swap(listed);
-  }
-
-  // From table by table to column by column.
-  void sort_ids(Part& part) {
-    std::vector<std::size_t> next(places_.size());
-    part.ids.reserve(part.starts.back());
-    for (std::size_t c = 0; c < tables_.size(); ++c) {
-      const auto t = static_cast<std::size_t>(tables_[c]);
-      const auto count = part.starts[c + 1] - part.starts[c];
-      const auto from = of_table_[t].begin() + static_cast<std::ptrdiff_t>(next[t]);
-      part.ids.insert(part.ids.end(), from, from + static_cast<std::ptrdiff_t>(count));
-      next[t] += count;
+    if (mine_.size() < 2) return;
+    auto from = listed_.begin();
+    for (const auto& column : mine_) {
+      const auto end = from + static_cast<std::ptrdiff_t>(column.size());
+      std::copy(from, end, column.begin());
+      from = end;
     }
-  }
-
-  std::vector<std::uint64_t> numbers(std::uint64_t count) {
-    const std::uint64_t left = data_.size() - unpacker_.position();
-    if (count > left * 128) refuse(std::to_string(count) + " lookups in " + std::to_string(left) + " bytes");
-    std::vector<std::uint64_t> found(count);
-    unpacker_.numbers(found);
-    return found;
   }
 
   std::span<const std::uint8_t> data_;
@@ -419,8 +435,13 @@ class Reader {
   std::span<const std::int32_t> tables_;
   const Dealt& dealt_;
   std::span<const std::int64_t> places_;
-  std::size_t item_;
-  std::vector<std::vector<std::int64_t>> of_table_;  // ids by lookup
+  std::uint64_t size_ = 0, num_lookups_ = 0;
+  std::uint8_t has_codes_ = 0;
+  std::vector<Column> columns_;
+  // Of one table.
+  std::vector<std::span<std::int64_t>> mine_;  // its columns
+  std::vector<std::int64_t> listed_, different_;
+  std::vector<std::uint64_t> which_;
 };
 
 void fill_ones(std::span<std::uint8_t> weights, Dtype dtype) {
@@ -448,56 +469,69 @@ PackedBags pack_bags(const Lookups& lookups, const Dealt& dealt, std::span<const
 JoinedBags join_bags(std::span<const std::span<const std::uint8_t>> messages, std::span<const std::int32_t> tables,
                      const Dealt& dealt, std::span<const std::int64_t> places, Dtype dtype) {
   const auto item = static_cast<std::size_t>(item_bytes(dtype));
-  std::vector<Part> parts;
-  for (const auto message : messages) {
-    try {
-      parts.push_back(Reader(message, tables, dealt, places, item).read());
-    } catch (const std::invalid_argument& error) {
-      throw std::invalid_argument("rank " + std::to_string(parts.size()) + " sent " + std::to_string(message.size()) +
-                                  " bytes that are no lookups to pool (" + error.what() + ")");
+  std::vector<Reader> readers;
+  for (const auto message : messages) readers.emplace_back(message, tables, dealt, places);
+  const auto for_each_reader = [&](const auto& read) {
+    for (std::size_t r = 0; r < readers.size(); ++r) {
+      try {
+        read(readers[r]);
+      } catch (const std::invalid_argument& error) {
+        throw std::invalid_argument("rank " + std::to_string(r) + " sent " + std::to_string(messages[r].size()) +
+                                    " bytes that are no lookups to pool (" + error.what() + ")");
+      }
     }
-  }
+  };
   JoinedBags found;
   std::size_t num_lookups = 0, num_samples = 0;
   bool has_weights = false, has_codes = false, is_one_hot = true;
-  for (const auto& part : parts) {
-    found.sizes.push_back(static_cast<std::int64_t>(part.size));
-    num_samples += part.size, num_lookups += part.ids.size();
-    has_codes |= !part.codes.empty();
+  for_each_reader([&](Reader& reader) {
+    reader.read_lengths();
+    found.sizes.push_back(static_cast<std::int64_t>(reader.size()));
+    num_samples += reader.size(), num_lookups += reader.num_lookups();
+    has_codes |= reader.has_codes();
     for (std::size_t c = 0; c < tables.size(); ++c) {
-      has_weights |= part.is_weighted[c] && !part.weights[c].empty();
-      is_one_hot &= part.lengths[c].empty() && (part.equal[c] == 1 || !part.size);
+      has_weights |= reader.has_weights(c);
+      is_one_hot &= reader.is_one_hot(c);
     }
-  }
-  found.ids.reserve(num_lookups);
-  found.feature_offsets.push_back(0);
-  if (has_codes) found.codes.reserve(num_lookups);
+  });
+  found.ids = Buffer<std::int64_t>(num_lookups);
+  if (!is_one_hot) found.bag_offsets = Buffer<std::int64_t>(tables.size() * num_samples + 1);
+  if (has_codes) found.codes.resize(num_lookups);
   if (has_weights) {
     found.weights.resize(num_lookups * item);
     fill_ones(found.weights, dtype);
   }
-  if (!is_one_hot) found.bag_offsets.reserve(tables.size() * num_samples + 1);
-  std::int64_t at = 0;
+  // Column by column, in each rank by rank.
+  std::vector<std::span<std::int64_t>> ids(readers.size() * tables.size());  // (N, C)
+  std::size_t at = 0, bag = 0;
+  found.feature_offsets.push_back(0);
   for (std::size_t c = 0; c < tables.size(); ++c) {
-    for (const auto& part : parts) {
-      const auto first = part.starts[c], last = part.starts[c + 1];
-      if (has_weights && !part.weights[c].empty()) {
-        std::memcpy(found.weights.data() + found.ids.size() * item, part.weights[c].data(), part.weights[c].size());
+    for (std::size_t r = 0; r < readers.size(); ++r) {
+      ids[r * tables.size() + c] = {found.ids.data() + at, readers[r].count(c)};
+      if (!is_one_hot) {
+        readers[r].bags(c, static_cast<std::int64_t>(at), found.bag_offsets.data() + bag);
+        bag += readers[r].size();
       }
-      found.ids.insert(found.ids.end(), part.ids.begin() + static_cast<std::ptrdiff_t>(first),
-                       part.ids.begin() + static_cast<std::ptrdiff_t>(last));
-      if (has_codes) {
-        for (auto e = first; e < last; ++e) found.codes.push_back(part.codes.empty() ? 0 : static_cast<std::uint8_t>(part.codes[e]));
-      }
-      if (is_one_hot) continue;
-      for (std::uint64_t s = 0; s < part.size; ++s) {
-        found.bag_offsets.push_back(at);
-        at += static_cast<std::int64_t>(part.length(c, s));
-      }
+      at += readers[r].count(c);
     }
-    found.feature_offsets.push_back(static_cast<std::int64_t>(found.ids.size()));
+    found.feature_offsets.push_back(static_cast<std::int64_t>(at));
   }
-  if (!is_one_hot) found.bag_offsets.push_back(at);
+  if (!is_one_hot) found.bag_offsets[bag] = static_cast<std::int64_t>(at);
+  auto mine = ids.begin();
+  for_each_reader([&](Reader& reader) {
+    const std::span of_rank(mine, tables.size());
+    mine += static_cast<std::ptrdiff_t>(tables.size());
+    reader.read_ids(of_rank);
+    const auto first = [&](std::size_t c) { return static_cast<std::size_t>(of_rank[c].data() - found.ids.data()); };
+    for (std::size_t c = 0; c < tables.size(); ++c) {
+      const auto weights = reader.read_weights(c, item);
+      if (!weights.empty()) std::memcpy(found.weights.data() + first(c) * item, weights.data(), weights.size());
+    }
+    const auto codes = reader.read_codes();
+    for (std::size_t c = 0, e = 0; c < tables.size() && !codes.empty(); ++c) {
+      for (std::size_t i = 0; i < of_rank[c].size(); ++i, ++e) found.codes[first(c) + i] = static_cast<std::uint8_t>(codes[e]);
+    }
+  });
   return found;
 }
 

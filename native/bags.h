@@ -15,6 +15,7 @@
 #include <span>
 #include <vector>
 
+#include "buffer.h"
 #include "lookups.h"
 
 namespace colonnade {
@@ -37,9 +38,9 @@ PackedBags pack_bags(const Lookups& lookups, const Dealt& dealt, std::span<const
 
 // All ranks' samples as one batch, in rank order: C columns, G samples, E lookups.
 struct JoinedBags {
-  std::vector<std::int64_t> ids;              // (E,)
+  Buffer<std::int64_t> ids;                   // (E,)
   std::vector<std::int64_t> feature_offsets;  // (C + 1,)
-  std::vector<std::int64_t> bag_offsets;      // (C * G + 1,); empty where each bag has one lookup
+  Buffer<std::int64_t> bag_offsets;           // (C * G + 1,); empty where each bag has one lookup
   std::vector<std::uint8_t> weights;          // (E,) elements, 1 in columns of ranks without; empty: nobody has any
   std::vector<std::uint8_t> codes;            // (E,) 0 of ranks that know none; empty: nobody does
   std::vector<std::int64_t> sizes;            // (N,) samples

@@ -255,18 +255,19 @@ void Unpacker::bits(std::span<std::uint64_t> values, int width) {
   if (held) refuse("bits after the last number");
 }
 
-std::int64_t Unpacker::list(const IdSpace& space, bool is_ascending, std::vector<std::int64_t>& ids) {
+std::uint64_t Unpacker::count() {
   const std::uint64_t count = varint();
-  if (!count) return 0;
   // A block of numbers takes a byte at least: what follows cannot be more, so memory is bounded by the message.
   const std::size_t left = data_.size() - position_;
   if (count > left * kBlock) {
     refuse(std::to_string(count) + " ids in " + std::to_string(left) + " bytes");
   }
-  keys_.resize(count);
-  const std::size_t first = ids.size();
-  ids.resize(first + count);
-  const std::span<std::int64_t> found = std::span(ids).subspan(first);
+  return count;
+}
+
+void Unpacker::ids(const IdSpace& space, bool is_ascending, std::span<std::int64_t> found) {
+  if (found.empty()) return;
+  keys_.resize(found.size());
   if (space.rows) {
     rows(space, is_ascending, found);
   } else if (const std::uint8_t kind = byte(); kind == 0 && is_ascending) {
@@ -276,22 +277,44 @@ std::int64_t Unpacker::list(const IdSpace& space, bool is_ascending, std::vector
   } else {
     refuse("a list of kind " + std::to_string(kind));
   }
-  return static_cast<std::int64_t>(count);
+}
+
+std::int64_t Unpacker::list(const IdSpace& space, bool is_ascending, std::vector<std::int64_t>& ids) {
+  const std::size_t first = ids.size(), found = count();
+  ids.resize(first + found);
+  this->ids(space, is_ascending, std::span(ids).subspan(first));
+  return static_cast<std::int64_t>(found);
 }
 
 void Unpacker::rows(const IdSpace& space, bool is_ascending, std::span<std::int64_t> ids) {
   numbers(keys_);
   const VocabularyShare share(space.rows, space.num_owners, space.place);
   const auto limit = static_cast<std::uint64_t>(share.num_places());
-  std::uint64_t next = 0;
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    // next <= limit, so the sum cannot wrap where the distance is below it.
-    if (keys_[i] >= limit) refuse("a row beyond its table's");
-    const std::uint64_t row = is_ascending ? next + keys_[i] : keys_[i];
-    if (row >= limit) refuse("a row beyond its table's");
-    ids[i] = share.id_of(row);
-    if (share.is_outside(ids[i])) refuse("an id beyond its table's");
-    next = row + 1;
+  std::uint64_t highest = 0;
+  if (is_ascending) {
+    std::uint64_t next = 0;
+    for (auto& key : keys_) {
+      // next <= limit, so the sum cannot wrap where the distance is below it.
+      if (key >= limit) refuse("a row beyond its table's");
+      key += next;
+      if (key >= limit) refuse("a row beyond its table's");
+      next = key + 1;
+    }
+    highest = next - 1;
+  } else {
+    for (const auto key : keys_) highest = std::max(highest, key);
+    if (highest >= limit) refuse("a row beyond its table's");
+  }
+  // Of an owner's rows only the last may be none.
+  if (share.is_outside(share.id_of(highest))) refuse("an id beyond its table's");
+  if (share.is_whole()) {
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(keys_[i]);
+  } else if (!is_ascending && highest < ids.size() / 2) {  // each row several times: its id is found once
+    ids_.resize(highest + 1);
+    for (std::uint64_t row = 0; row <= highest; ++row) ids_[row] = share.id_of(row);
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = ids_[keys_[i]];
+  } else {
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = share.id_of(keys_[i]);
   }
 }
 

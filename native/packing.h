@@ -64,7 +64,10 @@ class Unpacker {
   std::uint64_t varint();
   void numbers(std::span<std::uint64_t> values);
   void bits(std::span<std::uint64_t> values, int width);
-  // Appends to `ids`; returns how many.
+  // Of a list: how many ids it has, which are no more than the message has room for; then these.
+  std::uint64_t count();
+  void ids(const IdSpace& space, bool is_ascending, std::span<std::int64_t> found);
+  // Both; appends to `ids`, returns how many.
   std::int64_t list(const IdSpace& space, bool is_ascending, std::vector<std::int64_t>& ids);
 
  private:
@@ -75,6 +78,7 @@ class Unpacker {
   std::span<const std::uint8_t> data_;
   std::size_t position_ = 0;
   std::vector<std::uint64_t> keys_;
+  std::vector<std::int64_t> ids_;  // by row
 };
 
 }  // namespace colonnade
