@@ -8,7 +8,10 @@
 #include <string>
 #include <utility>
 
+#include "buffer.h"
+#include "distinct.h"
 #include "packing.h"
+#include "row_order.h"
 
 namespace colonnade {
 namespace {
@@ -21,222 +24,410 @@ constexpr std::array<int, 6> kBits = {1, 2, 4, 8, 16, 32};  // of a length
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("got " + what); }
 
-// The lookups of a batch that one rank has the rows of.
-class Message {
- public:
-  Message(const Lookups& lookups, const Plan& plan, const Dealt& dealt, const Lookups::ByTable& by_table,
-          std::int64_t batch_size, std::vector<std::uint8_t>& out)
-      : lookups_(lookups), plan_(plan), dealt_(dealt), by_table_(by_table), size_(batch_size), out_(out), packer_(out) {}
+// What one rank is told, but for what all are.
+struct Message {
+  std::vector<std::uint8_t> lengths;                      // as their columns' tables come
+  std::vector<std::pair<std::size_t, std::size_t>> runs;  // (C,) of `lengths`: where each column's lie
+  std::vector<std::uint8_t> ids, weights;
+  std::vector<std::uint64_t> codes;
+};
 
-  // mine: positions, ascending. places (T,): the rank's.
-  void pack(std::span<const std::int32_t> mine, std::span<const std::int64_t> places,
-            std::span<const std::uint8_t> is_weighted, const std::optional<std::span<const std::uint8_t>>& codes) {
-    packer_.varint(static_cast<std::uint64_t>(size_));
-    out_.push_back(codes.has_value());
-    columns_.assign(static_cast<std::size_t>(lookups_.num_features()), {});
-    auto at = mine.begin();
-    for (std::int64_t c = 0; c < lookups_.num_features(); ++c) {
-      const auto end = std::lower_bound(at, mine.end(), lookups_.last(c), [](auto a, auto b) { return a < b; });
-      auto& column = columns_[static_cast<std::size_t>(c)];
-      column = std::span(at, end);
-      at = end;
-      if (places[static_cast<std::size_t>(lookups_.table(c))] >= 0) lengths(c, column, is_weighted[static_cast<std::size_t>(c)]);
-    }
-    std::size_t block = 0;
+// Deals a batch's lookups to the ranks that have their rows, table after table, and packs them.
+class Sender {
+ public:
+  Sender(const Lookups& lookups, const Dealt& dealt, std::span<const std::int64_t> places, bool keeps_ranks)
+      : lookups_(lookups),
+        dealt_(dealt),
+        places_(places),
+        by_table_(lookups.by_table(static_cast<std::int64_t>(dealt.table_rows.size()))),
+        size_(static_cast<std::size_t>(lookups.batch_size())),
+        messages_(dealt.table_rows.empty() ? 0 : places.size() / dealt.table_rows.size()) {
+    for (auto& message : messages_) message.runs.resize(static_cast<std::size_t>(lookups.num_features()));
+    std::size_t longest = 0;
+    for (std::size_t t = 0; t < dealt.table_rows.size(); ++t) longest = std::max(longest, count(t));
+    keys_ = Buffer<std::uint64_t>(longest);
+    dealt_keys_ = Buffer<std::uint64_t>(longest);
+    numbers_ = Buffer<std::uint64_t>(longest);
+    owners_ = Buffer<std::uint32_t>(longest);
+    if (keeps_ranks) rank_of_ = Buffer<std::uint32_t>(static_cast<std::size_t>(lookups.num_lookups()));
+  }
+
+  void deal(std::span<const std::uint8_t> is_weighted) {
     for (std::size_t t = 0; t < dealt_.table_rows.size(); ++t) {
-      if (places[t] >= 0) ids(t, places[t], block + static_cast<std::size_t>(places[t]));
-      block += static_cast<std::size_t>(dealt_.num_owners[t]);
+      if (by_table_.first[t] < by_table_.first[t + 1]) deal(t, is_weighted);
     }
-    if (const auto& weights = lookups_.weights()) {
-      const auto item = static_cast<std::size_t>(item_bytes(weights->dtype));
-      const auto* all = static_cast<const std::uint8_t*>(weights->data);
-      for (std::size_t c = 0; c < columns_.size(); ++c) {
-        if (!is_weighted[c]) continue;
-        for (const auto e : columns_[c]) {
-          const auto* one = all + static_cast<std::size_t>(e) * item;
-          out_.insert(out_.end(), one, one + item);
-        }
+  }
+
+  void add_weights(std::span<const std::uint8_t> is_weighted) {
+    const auto item = static_cast<std::size_t>(item_bytes(lookups_.weights()->dtype));
+    const auto* const all = static_cast<const std::uint8_t*>(lookups_.weights()->data);
+    for (std::int64_t c = 0; c < lookups_.num_features(); ++c) {
+      if (!is_weighted[static_cast<std::size_t>(c)]) continue;
+      for (auto e = lookups_.first(c); e < lookups_.last(c); ++e) {
+        const auto* const one = all + static_cast<std::size_t>(e) * item;
+        auto& out = messages_[rank_of_[static_cast<std::size_t>(e)]].weights;
+        out.insert(out.end(), one, one + item);
       }
     }
-    if (codes) {
-      numbers_.clear();
-      for (const auto e : mine) numbers_.push_back((*codes)[static_cast<std::size_t>(e)]);
-      packer_.numbers(numbers_);
+  }
+
+  void add_codes(std::span<const std::uint8_t> codes) {
+    for (std::size_t e = 0; e < codes.size(); ++e) messages_[rank_of_[e]].codes.push_back(codes[e]);
+  }
+
+  PackedBags pack(bool has_codes) const {
+    PackedBags found;
+    std::size_t bytes = 0;
+    for (const auto& m : messages_) {
+      bytes += 16 + m.lengths.size() + m.ids.size() + m.weights.size() + m.codes.size() * 65 / 64;
     }
+    found.bytes.reserve(bytes);
+    Packer packer(found.bytes);
+    const auto add = [&](const auto& part) { found.bytes.insert(found.bytes.end(), part.begin(), part.end()); };
+    for (const auto& message : messages_) {
+      packer.varint(size_);
+      found.bytes.push_back(has_codes);
+      for (const auto& [begin, end] : message.runs) add(std::span(message.lengths).subspan(begin, end - begin));
+      add(message.ids);
+      add(message.weights);
+      if (has_codes) packer.numbers(message.codes);
+      found.ends.push_back(static_cast<std::int64_t>(found.bytes.size()));
+    }
+    return found;
   }
 
  private:
-  void lengths(std::int64_t c, std::span<const std::int32_t> column, bool is_weighted) {
-    const std::int32_t* rows = lookups_.bags(c) ? lookups_.output_rows() : nullptr;
-    numbers_.assign(static_cast<std::size_t>(size_), 0);
-    for (const auto e : column) ++numbers_[static_cast<std::size_t>(rows ? rows[e] : e - lookups_.first(c))];
-    const auto [least, most] = std::minmax_element(numbers_.begin(), numbers_.end());
-    const std::uint8_t flag = is_weighted ? kWeighted : 0;
-    if (numbers_.empty() || *least == *most) {
-      out_.push_back(flag);
-      packer_.varint(numbers_.empty() ? 0 : *most);
-      return;
-    }
-    const int needed = std::bit_width(*most);
-    const int bits = *std::find_if(kBits.begin(), kBits.end(), [&](int b) { return b >= needed; });
-    out_.push_back(static_cast<std::uint8_t>(flag | bits));
-    packer_.bits(numbers_, bits);
+  std::span<const std::int32_t> columns(std::size_t t) const {
+    return std::span(by_table_.features)
+        .subspan(static_cast<std::size_t>(by_table_.first[t]),
+                 static_cast<std::size_t>(by_table_.first[t + 1] - by_table_.first[t]));
+  }
+  std::size_t count(std::size_t t) const {
+    std::int64_t found = 0;
+    for (const auto c : columns(t)) found += lookups_.last(c) - lookups_.first(c);
+    return static_cast<std::size_t>(found);
   }
 
-  void ids(std::size_t t, std::int64_t place, std::size_t block) {
-    const IdSpace space{dealt_.table_rows[t], dealt_.num_owners[t], place};
-    listed_.clear();
-    numbers_.clear();
-    const std::int64_t first = plan_.block_offsets[block], last = plan_.block_offsets[block + 1];
-    if (first == last) return;
-    for (auto i = by_table_.first[t]; i < by_table_.first[t + 1]; ++i) {
-      for (const auto e : columns_[static_cast<std::size_t>(by_table_.features[static_cast<std::size_t>(i)])]) {
-        listed_.push_back(lookups_.ids()[static_cast<std::size_t>(e)]);
-        numbers_.push_back(static_cast<std::uint64_t>(plan_.inverse[static_cast<std::size_t>(e)] - first));
+  void deal(std::size_t t, std::span<const std::uint8_t> is_weighted) {
+    const std::int64_t rows = dealt_.table_rows[t];
+    const auto num_owners = static_cast<std::size_t>(dealt_.num_owners[t]);
+    ranks_.assign(num_owners, messages_.size());
+    for (std::size_t r = 0; r < messages_.size(); ++r) {
+      const auto place = places_[r * dealt_.table_rows.size() + t];
+      if (place >= 0) ranks_[static_cast<std::size_t>(place)] = r;
+    }
+    for (std::size_t p = 0; p < num_owners; ++p) {
+      if (ranks_[p] == messages_.size()) {
+        throw std::invalid_argument("places: owner " + std::to_string(p) + " of table " + std::to_string(t) + " is no rank");
       }
     }
-    // Both are made, and the longer is forgotten: a guess would have to know how ids lie.
-    const std::size_t begin = out_.size();
-    out_.push_back(kListed);
-    packer_.list(listed_, space, false);
-    const std::size_t middle = out_.size();
-    out_.push_back(kDistinct);
-    packer_.list({plan_.unique_ids.data() + first, static_cast<std::size_t>(last - first)}, space, true);
-    packer_.numbers(numbers_);
-    const std::size_t distinct = out_.size() - middle;
-    if (distinct < middle - begin) {
-      std::memmove(out_.data() + begin, out_.data() + middle, distinct);
-      out_.resize(begin + distinct);
+    counts_.assign(num_owners, 0);
+    if (rows) check_inside(lookups_, columns(t), static_cast<std::int64_t>(t), rows);
+    if (num_owners == 1) {
+      deal(t, is_weighted, [](std::int64_t id) { return std::pair(std::uint32_t{0}, static_cast<std::uint64_t>(id)); });
+    } else if (rows) {
+      deal(t, is_weighted, [of = VocabularyDeal(static_cast<std::uint32_t>(num_owners))](std::int64_t id) {
+        return of(static_cast<std::uint64_t>(id));
+      });
     } else {
-      out_.resize(middle);
+      deal(t, is_weighted, [n = static_cast<std::uint32_t>(num_owners)](std::int64_t id) {
+        return std::pair(open_owner(id, n), static_cast<std::uint64_t>(id));
+      });
+    }
+    starts_.assign(num_owners + 1, 0);
+    for (std::size_t p = 0; p < num_owners; ++p) starts_[p + 1] = starts_[p] + counts_[p];
+    const std::uint64_t* keys = keys_.data();
+    if (num_owners > 1) {
+      next_.assign(starts_.begin(), starts_.end() - 1);
+      for (std::size_t i = 0; i < starts_.back(); ++i) dealt_keys_[next_[owners_[i]]++] = keys_[i];
+      keys = dealt_keys_.data();
+    }
+    for (std::size_t p = 0; p < num_owners; ++p) {
+      if (!counts_[p]) continue;
+      const IdSpace space{rows, static_cast<std::int64_t>(num_owners), static_cast<std::int64_t>(p)};
+      auto& out = messages_[ranks_[p]].ids;
+      const std::span mine(keys + starts_[p], counts_[p]);
+      rows ? tell_rows(mine, space, out) : tell_ids(mine, space, out);
     }
   }
 
+  // Owner and key of each lookup, in the order of the table's columns, and how long each sample's bags are there. A key:
+  // the local row, of an open table the id.
+  template <class Deal>
+  void deal(std::size_t t, std::span<const std::uint8_t> is_weighted, const Deal& owner_and_key) {
+    const std::size_t num_owners = counts_.size();
+    std::size_t at = 0;
+    for (const auto c : columns(t)) {
+      const auto first = lookups_.first(c), last = lookups_.last(c);
+      const std::int64_t* const bags = lookups_.bags(c);
+      if (!bags && last - first != lookups_.batch_size()) {
+        throw std::invalid_argument("column " + std::to_string(c) + " is a sequence, which is not pooled");
+      }
+      lengths_.assign(num_owners * size_, 0);
+      const std::size_t begin = at;
+      at = deal_ids(lookups_.ids().subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(last - first)), begin,
+                    num_owners > 1, owner_and_key);
+      const std::uint32_t* owner = owners_.data() + begin;
+      for (std::size_t b = 0; b < size_; ++b) {
+        const std::int64_t length = bags ? bags[b + 1] - bags[b] : 1;
+        if (num_owners == 1) {
+          lengths_[b] = static_cast<std::uint64_t>(length);
+          continue;
+        }
+        for (const auto* const end = owner + length; owner < end; ++owner) ++lengths_[*owner * size_ + b];
+      }
+      for (std::size_t p = 0; p < num_owners; ++p) {
+        for (std::size_t b = 0; b < size_; ++b) counts_[p] += lengths_[p * size_ + b];
+      }
+      if (rank_of_.size()) {
+        for (auto e = first; e < last; ++e) {
+          const auto owner = num_owners == 1 ? 0 : owners_[begin + static_cast<std::size_t>(e - first)];
+          rank_of_[static_cast<std::size_t>(e)] = static_cast<std::uint32_t>(ranks_[owner]);
+        }
+      }
+      for (std::size_t p = 0; p < num_owners; ++p) {
+        auto& message = messages_[ranks_[p]];
+        const std::size_t before = message.lengths.size();
+        tell_lengths(std::span<const std::uint64_t>(lengths_).subspan(p * size_, size_),
+                     is_weighted[static_cast<std::size_t>(c)], message.lengths);
+        message.runs[static_cast<std::size_t>(c)] = {before, message.lengths.size()};
+      }
+    }
+  }
+
+  // From lookup `at` of the table's on; returns how many there are then. Everything as values: what is stored may alias
+  // whatever is reached through a reference.
+  template <class Deal>
+  std::size_t deal_ids(std::span<const std::int64_t> ids, std::size_t at, bool keeps_owners, Deal owner_and_key) {
+    std::uint64_t* const keys = keys_.data() + at;
+    std::uint32_t* const owners = owners_.data() + at;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const auto [owner, key] = owner_and_key(ids[i]);
+      keys[i] = key;
+      if (keeps_owners) owners[i] = owner;
+    }
+    return at + ids.size();
+  }
+
+  static void tell_lengths(std::span<const std::uint64_t> lengths, bool is_weighted, std::vector<std::uint8_t>& out) {
+    Packer packer(out);
+    const std::uint8_t flag = is_weighted ? kWeighted : 0;
+    const std::uint64_t first = lengths.empty() ? 0 : lengths.front();
+    std::uint64_t any = 0, differing = 0;
+    for (const auto length : lengths) any |= length, differing |= length ^ first;
+    if (!differing) {
+      out.push_back(flag);
+      return packer.varint(first);
+    }
+    const int needed = std::bit_width(any);
+    const int bits = *std::find_if(kBits.begin(), kBits.end(), [&](int b) { return b >= needed; });
+    out.push_back(static_cast<std::uint8_t>(flag | bits));
+    packer.bits(lengths, bits);
+  }
+
+  // Both forms are measured, and the shorter one is packed: a guess would have to know how ids lie.
+  void tell_rows(std::span<const std::uint64_t> rows, const IdSpace& space, std::vector<std::uint8_t>& out) {
+    Packer packer(out);
+    const auto limit = static_cast<std::uint64_t>((space.rows - 1) / space.num_owners + 1);
+    const auto unique = distinct_.find(rows, limit);
+    distances_.resize(unique.size());
+    std::uint64_t next = 0;
+    for (std::size_t i = 0; i < unique.size(); ++i) {
+      distances_[i] = unique[i] - next;
+      next = unique[i] + 1;
+    }
+    const std::size_t list = varint_bytes(unique.size()) + numbers_bytes(distances_);
+    const std::size_t told = numbers_bytes(rows), listed = varint_bytes(rows.size()) + told;
+    const bool is_full = unique.size() == limit;  // a row is its own number
+    if (is_full ? list + told < listed : is_shorter(rows, list, listed)) {
+      out.push_back(kDistinct);
+      packer.varint(unique.size());
+      packer.numbers(distances_);
+      return packer.numbers(is_full ? rows : numbers(rows.size()));
+    }
+    out.push_back(kListed);
+    packer.varint(rows.size());
+    packer.numbers(rows);
+  }
+
+  void tell_ids(std::span<const std::uint64_t> ids, const IdSpace& space, std::vector<std::uint8_t>& out) {
+    Packer packer(out);
+    hashes_.resize(ids.size());
+    for (std::size_t i = 0; i < ids.size(); ++i) hashes_[i] = mix64(ids[i]);
+    const auto unique = distinct_.find(hashes_, 0);
+    unique_.resize(unique.size());
+    for (std::size_t i = 0; i < unique.size(); ++i) unique_[i] = static_cast<std::int64_t>(unmix64(unique[i]));
+    told_.clear();
+    Packer(told_).list(unique_, space, true);
+    listed_.assign(ids.begin(), ids.end());
+    told_listed_.clear();
+    Packer(told_listed_).list(listed_, space, false);
+    if (is_shorter(hashes_, told_.size(), told_listed_.size())) {
+      out.push_back(kDistinct);
+      out.insert(out.end(), told_.begin(), told_.end());
+      return packer.numbers(numbers(ids.size()));
+    }
+    out.push_back(kListed);
+    out.insert(out.end(), told_listed_.begin(), told_listed_.end());
+  }
+
+  // Whether keys are told in fewer bytes by a list of the different ones, of so many bytes, and their numbers, which are
+  // made where that can be.
+  bool is_shorter(std::span<const std::uint64_t> keys, std::size_t list, std::size_t listed) {
+    if (list + (keys.size() + 127) / 128 >= listed) return false;  // a byte for each block of numbers at least
+    const std::span found(numbers_.data(), keys.size());
+    distinct_.number(keys, found);
+    return list + numbers_bytes(found) < listed;
+  }
+  std::span<const std::uint64_t> numbers(std::size_t count) const { return {numbers_.data(), count}; }
+
   const Lookups& lookups_;
-  const Plan& plan_;
   const Dealt& dealt_;
-  const Lookups::ByTable& by_table_;
-  std::int64_t size_;
-  std::vector<std::uint8_t>& out_;
-  Packer packer_;
-  std::vector<std::span<const std::int32_t>> columns_;
-  std::vector<std::uint64_t> numbers_;
-  std::vector<std::int64_t> listed_;
+  std::span<const std::int64_t> places_;
+  const Lookups::ByTable by_table_;
+  std::size_t size_;
+  std::vector<Message> messages_;  // by rank
+  // Of one table: by lookup; by owner.
+  Buffer<std::uint64_t> keys_, dealt_keys_, numbers_;
+  Buffer<std::uint32_t> owners_;
+  std::vector<std::size_t> ranks_, counts_, starts_, next_;
+  std::vector<std::uint64_t> lengths_;  // (N, B) of one column
+  Buffer<std::uint32_t> rank_of_;       // (E,) where weights or codes go; else empty
+  Distinct distinct_;
+  std::vector<std::uint64_t> distances_, hashes_;
+  std::vector<std::int64_t> unique_, listed_;
+  std::vector<std::uint8_t> told_, told_listed_;
 };
 
-// What one message says.
-struct Part {
-  std::uint64_t size = 0;                          // samples
-  std::vector<std::uint8_t> is_weighted;           // (C,)
-  std::vector<std::vector<std::uint64_t>> lengths;  // (C,) of each bag; empty where all are `equal`
-  std::vector<std::uint64_t> equal, starts;        // (C,), (C + 1,): lookups before each column
-  std::vector<std::int64_t> ids;                   // column by column
-  std::vector<std::span<const std::uint8_t>> weights;  // (C,)
-  std::vector<std::uint64_t> codes;                    // empty: it knows none
-
-  std::uint64_t length(std::size_t c, std::uint64_t sample) const { return lengths[c].empty() ? equal[c] : lengths[c][sample]; }
-};
-
+// Reads one message: first how many lookups it tells of, then, once there is room for those of all messages, what they are.
 class Reader {
  public:
   Reader(std::span<const std::uint8_t> data, std::span<const std::int32_t> tables, const Dealt& dealt,
-         std::span<const std::int64_t> places, std::size_t item)
-      : data_(data), unpacker_(data), tables_(tables), dealt_(dealt), places_(places), item_(item), of_table_(places.size()) {}
+         std::span<const std::int64_t> places)
+      : data_(data), unpacker_(data), tables_(tables), dealt_(dealt), places_(places) {}
 
-  Part read() {
-    Part part;
-    part.size = unpacker_.varint();
-    if (part.size > kMaxSamples) refuse(std::to_string(part.size) + " samples");
-    const auto has_codes = unpacker_.byte();
-    if (has_codes > 1) refuse("a flag of " + std::to_string(has_codes));
-    part.starts.push_back(0);
-    for (std::size_t c = 0; c < tables_.size(); ++c) lengths(part);
-    for (std::size_t t = 0; t < places_.size(); ++t) ids(part, t);
-    sort_ids(part);  // all that were told of are there, so a message bounds the memory it takes
-    for (std::size_t c = 0; c < tables_.size(); ++c) {
-      part.weights.push_back(unpacker_.raw(part.is_weighted[c] ? (part.starts[c + 1] - part.starts[c]) * item_ : 0));
+  void read_lengths() {
+    size_ = unpacker_.varint();
+    if (size_ > kMaxSamples) refuse(std::to_string(size_) + " samples");
+    has_codes_ = unpacker_.byte();
+    if (has_codes_ > 1) refuse("a flag of " + std::to_string(has_codes_));
+    for (std::size_t c = 0; c < tables_.size(); ++c) read_column();
+    check_told(num_lookups());  // so a message bounds the memory it takes
+  }
+
+  std::size_t size() const { return static_cast<std::size_t>(size_); }
+  std::uint64_t num_lookups() const { return num_lookups_; }
+  std::size_t count(std::size_t c) const { return static_cast<std::size_t>(columns_[c].count); }
+  bool is_one_hot(std::size_t c) const { return columns_[c].lengths.empty() && (columns_[c].equal == 1 || !size_); }
+  bool has_weights(std::size_t c) const { return columns_[c].is_weighted && columns_[c].count; }
+  bool has_codes() const { return has_codes_ && num_lookups_; }
+
+  // out (size(),): where each sample's bag begins, the first of them `at`; returns where the next begins.
+  std::int64_t bags(std::size_t c, std::int64_t at, std::int64_t* out) const {
+    const auto& column = columns_[c];
+    for (std::size_t s = 0; s < size_; ++s) {
+      out[s] = at;
+      at += static_cast<std::int64_t>(column.lengths.empty() ? column.equal : column.lengths[s]);
     }
-    if (has_codes) {
-      part.codes = numbers(part.ids.size());
-      for (const auto code : part.codes) {
+    return at;
+  }
+
+  // out: by column, as many as it has lookups.
+  void read_ids(std::span<const std::span<std::int64_t>> out) {
+    for (std::size_t t = 0; t < places_.size(); ++t) {
+      mine_.clear();
+      std::uint64_t count = 0;
+      for (std::size_t c = 0; c < tables_.size(); ++c) {
+        if (static_cast<std::size_t>(tables_[c]) != t) continue;
+        mine_.push_back(out[c]);
+        count += out[c].size();
+      }
+      if (count) read_ids(t, count);
+    }
+  }
+
+  // Then weights (count(c),) of item bytes each of the columns that have them, and at last codes (num_lookups(),).
+  std::span<const std::uint8_t> read_weights(std::size_t c, std::size_t item) {
+    return unpacker_.raw(columns_[c].is_weighted ? count(c) * item : 0);
+  }
+  std::vector<std::uint64_t> read_codes() {
+    std::vector<std::uint64_t> codes;
+    if (has_codes_) {
+      check_told(num_lookups_);
+      codes.resize(num_lookups_);
+      unpacker_.numbers(codes);
+      for (const auto code : codes) {
         if (code > 255) refuse("a code of more than 8 bits");
       }
     }
     if (unpacker_.position() != data_.size()) {
       refuse(std::to_string(data_.size() - unpacker_.position()) + " bytes after its end");
     }
-    return part;
+    return codes;
   }
 
  private:
-  void lengths(Part& part) {
+  struct Column {
+    std::vector<std::uint64_t> lengths;  // of each bag; empty where all are `equal`
+    std::uint64_t equal = 0, count = 0;
+    bool is_weighted = false;
+  };
+
+  void read_column() {
+    Column column;
     const auto head = unpacker_.byte();
     const int bits = head & ~kWeighted;
-    std::vector<std::uint64_t> found;
-    std::uint64_t count = 0;
     if (!bits) {
-      part.equal.push_back(unpacker_.varint());
-      if (part.equal.back() >= kMaxLookups) refuse("bags of " + std::to_string(part.equal.back()) + " lookups");
-      count = part.size * part.equal.back();
+      column.equal = unpacker_.varint();
+      if (column.equal >= kMaxLookups) refuse("bags of " + std::to_string(column.equal) + " lookups");
+      column.count = size_ * column.equal;
     } else {
       if (std::find(kBits.begin(), kBits.end(), bits) == kBits.end()) refuse("lengths of " + std::to_string(bits) + " bits");
-      if (part.size > 8 * (data_.size() - unpacker_.position())) refuse(std::to_string(part.size) + " lengths at its end");
-      found.resize(part.size);
-      unpacker_.bits(found, bits);
-      for (const auto length : found) count += length;
-      part.equal.push_back(0);
+      if (size_ > 8 * (data_.size() - unpacker_.position())) refuse(std::to_string(size_) + " lengths at its end");
+      column.lengths.resize(size_);
+      unpacker_.bits(column.lengths, bits);
+      for (const auto length : column.lengths) column.count += length;
     }
-    if (count >= kMaxLookups) refuse(std::to_string(count) + " lookups");
-    part.is_weighted.push_back(head & kWeighted ? 1 : 0);
-    part.lengths.push_back(std::move(found));
-    part.starts.push_back(part.starts.back() + count);
+    if (column.count >= kMaxLookups) refuse(std::to_string(column.count) + " lookups");
+    column.is_weighted = head & kWeighted;
+    num_lookups_ += column.count;
+    columns_.push_back(std::move(column));
   }
 
-  // Of all columns of table t.
-  void ids(Part& part, std::size_t t) {
-    std::uint64_t count = 0;
-    for (std::size_t c = 0; c < tables_.size(); ++c) {
-      if (static_cast<std::size_t>(tables_[c]) == t) count += part.starts[c + 1] - part.starts[c];
-    }
-    if (!count) return;
+  // A block of 128 numbers takes a byte at least.
+  void check_told(std::uint64_t count) const {
+    const std::uint64_t left = data_.size() - unpacker_.position();
+    if (count > left * 128) refuse(std::to_string(count) + " lookups in " + std::to_string(left) + " bytes");
+  }
+
+  // Of all columns of table t, `mine_`: in place where it has one.
+  void read_ids(std::size_t t, std::uint64_t count) {
     const IdSpace space{dealt_.table_rows[t], dealt_.num_owners[t], places_[t]};
     const auto kind = unpacker_.byte();
     if (kind > kDistinct) refuse("ids of kind " + std::to_string(kind));
-    auto& found = of_table_[t];
-    std::vector<std::uint64_t> which;
-    const auto told = static_cast<std::uint64_t>(unpacker_.list(space, kind == kDistinct, found));
-    if (kind == kListed && told != count) refuse(std::to_string(told) + " ids, wanted " + std::to_string(count));
-    if (kind == kDistinct) {
-      which = numbers(count);
-      for (const auto index : which) {
-        if (index >= told) refuse("id " + std::to_string(index) + " of " + std::to_string(told));
-      }
+    const std::uint64_t told = unpacker_.count();
+    if (mine_.size() > 1) listed_.resize(count);
+    const std::span<std::int64_t> ids = mine_.size() > 1 ? std::span(listed_) : mine_.front();
+    if (kind == kListed) {
+      if (told != count) refuse(std::to_string(told) + " ids, wanted " + std::to_string(count));
+      unpacker_.ids(space, false, ids);
+    } else {
+      different_.resize(told);
+      unpacker_.ids(space, true, different_);
+      check_told(count);
+      which_.resize(count);
+      unpacker_.numbers(which_);
+      const std::uint64_t highest = *std::max_element(which_.begin(), which_.end());
+      if (highest >= told) refuse("id " + std::to_string(highest) + " of " + std::to_string(told));
+      for (std::size_t i = 0; i < count; ++i) ids[i] = different_[which_[i]];
     }
-    if (kind == kListed) return;
-    std::vector<std::int64_t> listed(count);
-    for (std::size_t i = 0; i < count; ++i) listed[i] = found[which[i]];
-    found.swap(listed);
-  }
-
-  // From table by table to column by column.
-  void sort_ids(Part& part) {
-    std::vector<std::size_t> next(places_.size());
-    part.ids.reserve(part.starts.back());
-    for (std::size_t c = 0; c < tables_.size(); ++c) {
-      const auto t = static_cast<std::size_t>(tables_[c]);
-      const auto count = part.starts[c + 1] - part.starts[c];
-      const auto from = of_table_[t].begin() + static_cast<std::ptrdiff_t>(next[t]);
-      part.ids.insert(part.ids.end(), from, from + static_cast<std::ptrdiff_t>(count));
-      next[t] += count;
+    if (mine_.size() < 2) return;
+    auto from = listed_.begin();
+    for (const auto& column : mine_) {
+      const auto end = from + static_cast<std::ptrdiff_t>(column.size());
+      std::copy(from, end, column.begin());
+      from = end;
     }
-  }
-
-  std::vector<std::uint64_t> numbers(std::uint64_t count) {
-    const std::uint64_t left = data_.size() - unpacker_.position();
-    if (count > left * 128) refuse(std::to_string(count) + " lookups in " + std::to_string(left) + " bytes");
-    std::vector<std::uint64_t> found(count);
-    unpacker_.numbers(found);
-    return found;
   }
 
   std::span<const std::uint8_t> data_;
@@ -244,8 +435,13 @@ class Reader {
   std::span<const std::int32_t> tables_;
   const Dealt& dealt_;
   std::span<const std::int64_t> places_;
-  std::size_t item_;
-  std::vector<std::vector<std::int64_t>> of_table_;  // ids by lookup
+  std::uint64_t size_ = 0, num_lookups_ = 0;
+  std::uint8_t has_codes_ = 0;
+  std::vector<Column> columns_;
+  // Of one table.
+  std::vector<std::span<std::int64_t>> mine_;  // its columns
+  std::vector<std::int64_t> listed_, different_;
+  std::vector<std::uint64_t> which_;
 };
 
 void fill_ones(std::span<std::uint8_t> weights, Dtype dtype) {
@@ -257,98 +453,85 @@ void fill_ones(std::span<std::uint8_t> weights, Dtype dtype) {
 
 }  // namespace
 
-PackedBags pack_bags(const Lookups& lookups, const Plan& plan, const Dealt& dealt, std::span<const std::int64_t> places,
+PackedBags pack_bags(const Lookups& lookups, const Dealt& dealt, std::span<const std::int64_t> places,
                      std::span<const std::uint8_t> is_weighted, std::optional<std::span<const std::uint8_t>> codes) {
-  const std::size_t num_tables = dealt.table_rows.size(), num_ranks = num_tables ? places.size() / num_tables : 0;
   if (static_cast<std::uint64_t>(lookups.batch_size()) > kMaxSamples) {
     throw std::invalid_argument("a batch of " + std::to_string(lookups.batch_size()) + " samples, wanted at most " +
                                 std::to_string(kMaxSamples));
   }
-  // By unique row: the rank that has it.
-  std::vector<std::int32_t> rank_of(static_cast<std::size_t>(plan.num_unique()));
-  for (std::size_t t = 0, block = 0; t < num_tables; block += static_cast<std::size_t>(dealt.num_owners[t]), ++t) {
-    for (std::size_t r = 0; r < num_ranks; ++r) {
-      const auto place = places[r * num_tables + t];
-      if (place < 0) continue;
-      const auto k = block + static_cast<std::size_t>(place);
-      std::fill(rank_of.begin() + plan.block_offsets[k], rank_of.begin() + plan.block_offsets[k + 1], static_cast<std::int32_t>(r));
-    }
-  }
-  // Lookups rank by rank, in their order.
-  const auto num_lookups = static_cast<std::size_t>(lookups.num_lookups());
-  std::vector<std::size_t> ends(num_ranks + 1);
-  for (std::size_t e = 0; e < num_lookups; ++e) ++ends[static_cast<std::size_t>(rank_of[static_cast<std::size_t>(plan.inverse[e])]) + 1];
-  for (std::size_t r = 0; r < num_ranks; ++r) ends[r + 1] += ends[r];
-  std::vector<std::int32_t> order(num_lookups);
-  auto next = ends;
-  for (std::size_t e = 0; e < num_lookups; ++e) {
-    order[next[static_cast<std::size_t>(rank_of[static_cast<std::size_t>(plan.inverse[e])])]++] = static_cast<std::int32_t>(e);
-  }
-  const auto by_table = lookups.by_table(static_cast<std::int64_t>(num_tables));
-  PackedBags found;
-  found.bytes.reserve(num_lookups * 2 + num_ranks * 64);
-  Message message(lookups, plan, dealt, by_table, lookups.batch_size(), found.bytes);
-  for (std::size_t r = 0; r < num_ranks; ++r) {
-    message.pack(std::span(order).subspan(ends[r], ends[r + 1] - ends[r]), places.subspan(r * num_tables, num_tables),
-                 is_weighted, codes);
-    found.ends.push_back(static_cast<std::int64_t>(found.bytes.size()));
-  }
-  return found;
+  Sender sender(lookups, dealt, places, lookups.weights() || codes);
+  sender.deal(is_weighted);
+  if (lookups.weights()) sender.add_weights(is_weighted);
+  if (codes) sender.add_codes(*codes);
+  return sender.pack(codes.has_value());
 }
 
 JoinedBags join_bags(std::span<const std::span<const std::uint8_t>> messages, std::span<const std::int32_t> tables,
                      const Dealt& dealt, std::span<const std::int64_t> places, Dtype dtype) {
   const auto item = static_cast<std::size_t>(item_bytes(dtype));
-  std::vector<Part> parts;
-  for (const auto message : messages) {
-    try {
-      parts.push_back(Reader(message, tables, dealt, places, item).read());
-    } catch (const std::invalid_argument& error) {
-      throw std::invalid_argument("rank " + std::to_string(parts.size()) + " sent " + std::to_string(message.size()) +
-                                  " bytes that are no lookups to pool (" + error.what() + ")");
+  std::vector<Reader> readers;
+  for (const auto message : messages) readers.emplace_back(message, tables, dealt, places);
+  const auto for_each_reader = [&](const auto& read) {
+    for (std::size_t r = 0; r < readers.size(); ++r) {
+      try {
+        read(readers[r]);
+      } catch (const std::invalid_argument& error) {
+        throw std::invalid_argument("rank " + std::to_string(r) + " sent " + std::to_string(messages[r].size()) +
+                                    " bytes that are no lookups to pool (" + error.what() + ")");
+      }
     }
-  }
+  };
   JoinedBags found;
   std::size_t num_lookups = 0, num_samples = 0;
   bool has_weights = false, has_codes = false, is_one_hot = true;
-  for (const auto& part : parts) {
-    found.sizes.push_back(static_cast<std::int64_t>(part.size));
-    num_samples += part.size, num_lookups += part.ids.size();
-    has_codes |= !part.codes.empty();
+  for_each_reader([&](Reader& reader) {
+    reader.read_lengths();
+    found.sizes.push_back(static_cast<std::int64_t>(reader.size()));
+    num_samples += reader.size(), num_lookups += reader.num_lookups();
+    has_codes |= reader.has_codes();
     for (std::size_t c = 0; c < tables.size(); ++c) {
-      has_weights |= part.is_weighted[c] && !part.weights[c].empty();
-      is_one_hot &= part.lengths[c].empty() && (part.equal[c] == 1 || !part.size);
+      has_weights |= reader.has_weights(c);
+      is_one_hot &= reader.is_one_hot(c);
     }
-  }
-  found.ids.reserve(num_lookups);
-  found.feature_offsets.push_back(0);
-  if (has_codes) found.codes.reserve(num_lookups);
+  });
+  found.ids = Buffer<std::int64_t>(num_lookups);
+  if (!is_one_hot) found.bag_offsets = Buffer<std::int64_t>(tables.size() * num_samples + 1);
+  if (has_codes) found.codes.resize(num_lookups);
   if (has_weights) {
     found.weights.resize(num_lookups * item);
     fill_ones(found.weights, dtype);
   }
-  if (!is_one_hot) found.bag_offsets.reserve(tables.size() * num_samples + 1);
-  std::int64_t at = 0;
+  // Column by column, in each rank by rank.
+  std::vector<std::span<std::int64_t>> ids(readers.size() * tables.size());  // (N, C)
+  std::size_t at = 0, bag = 0;
+  found.feature_offsets.push_back(0);
   for (std::size_t c = 0; c < tables.size(); ++c) {
-    for (const auto& part : parts) {
-      const auto first = part.starts[c], last = part.starts[c + 1];
-      if (has_weights && !part.weights[c].empty()) {
-        std::memcpy(found.weights.data() + found.ids.size() * item, part.weights[c].data(), part.weights[c].size());
+    for (std::size_t r = 0; r < readers.size(); ++r) {
+      ids[r * tables.size() + c] = {found.ids.data() + at, readers[r].count(c)};
+      if (!is_one_hot) {
+        readers[r].bags(c, static_cast<std::int64_t>(at), found.bag_offsets.data() + bag);
+        bag += readers[r].size();
       }
-      found.ids.insert(found.ids.end(), part.ids.begin() + static_cast<std::ptrdiff_t>(first),
-                       part.ids.begin() + static_cast<std::ptrdiff_t>(last));
-      if (has_codes) {
-        for (auto e = first; e < last; ++e) found.codes.push_back(part.codes.empty() ? 0 : static_cast<std::uint8_t>(part.codes[e]));
-      }
-      if (is_one_hot) continue;
-      for (std::uint64_t s = 0; s < part.size; ++s) {
-        found.bag_offsets.push_back(at);
-        at += static_cast<std::int64_t>(part.length(c, s));
-      }
+      at += readers[r].count(c);
     }
-    found.feature_offsets.push_back(static_cast<std::int64_t>(found.ids.size()));
+    found.feature_offsets.push_back(static_cast<std::int64_t>(at));
   }
-  if (!is_one_hot) found.bag_offsets.push_back(at);
+  if (!is_one_hot) found.bag_offsets[bag] = static_cast<std::int64_t>(at);
+  auto mine = ids.begin();
+  for_each_reader([&](Reader& reader) {
+    const std::span of_rank(mine, tables.size());
+    mine += static_cast<std::ptrdiff_t>(tables.size());
+    reader.read_ids(of_rank);
+    const auto first = [&](std::size_t c) { return static_cast<std::size_t>(of_rank[c].data() - found.ids.data()); };
+    for (std::size_t c = 0; c < tables.size(); ++c) {
+      const auto weights = reader.read_weights(c, item);
+      if (!weights.empty()) std::memcpy(found.weights.data() + first(c) * item, weights.data(), weights.size());
+    }
+    const auto codes = reader.read_codes();
+    for (std::size_t c = 0, e = 0; c < tables.size() && !codes.empty(); ++c) {
+      for (std::size_t i = 0; i < of_rank[c].size(); ++i, ++e) found.codes[first(c) + i] = static_cast<std::uint8_t>(codes[e]);
+    }
+  });
   return found;
 }
 

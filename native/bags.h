@@ -15,8 +15,8 @@
 #include <span>
 #include <vector>
 
+#include "buffer.h"
 #include "lookups.h"
-#include "plan.h"
 
 namespace colonnade {
 
@@ -26,21 +26,21 @@ struct Dealt {
   std::span<const std::int64_t> num_owners;  // (T,)
 };
 
-// Messages by rank, one after the other, and where each ends. plan: of these lookups, dealt so. places (N, T): as which of
-// a table's owners a rank has rows; -1: it has none. is_weighted (C,): other columns' weights do not travel. codes (E,).
-// invalid_argument for more samples than a message can tell of.
+// Messages by rank, one after the other, and where each ends. places (N, T): as which of a table's owners a rank has rows;
+// -1: it has none. is_weighted (C,): other columns' weights do not travel. codes (E,). out_of_range for an id outside its
+// vocabulary table, invalid_argument for more samples than a message can tell of.
 struct PackedBags {
   std::vector<std::uint8_t> bytes;
   std::vector<std::int64_t> ends;
 };
-PackedBags pack_bags(const Lookups& lookups, const Plan& plan, const Dealt& dealt, std::span<const std::int64_t> places,
+PackedBags pack_bags(const Lookups& lookups, const Dealt& dealt, std::span<const std::int64_t> places,
                      std::span<const std::uint8_t> is_weighted, std::optional<std::span<const std::uint8_t>> codes);
 
 // All ranks' samples as one batch, in rank order: C columns, G samples, E lookups.
 struct JoinedBags {
-  std::vector<std::int64_t> ids;              // (E,)
+  Buffer<std::int64_t> ids;                   // (E,)
   std::vector<std::int64_t> feature_offsets;  // (C + 1,)
-  std::vector<std::int64_t> bag_offsets;      // (C * G + 1,); empty where each bag has one lookup
+  Buffer<std::int64_t> bag_offsets;           // (C * G + 1,); empty where each bag has one lookup
   std::vector<std::uint8_t> weights;          // (E,) elements, 1 in columns of ranks without; empty: nobody has any
   std::vector<std::uint8_t> codes;            // (E,) 0 of ranks that know none; empty: nobody does
   std::vector<std::int64_t> sizes;            // (N,) samples

@@ -132,4 +132,23 @@ Lookups::ByTable Lookups::by_table(std::int64_t num_tables) const {
   return by;
 }
 
+void check_inside(const Lookups& lookups, std::span<const std::int32_t> features, std::int64_t table, std::int64_t rows) {
+  const auto* const ids = lookups.ids().data();
+  const auto is_outside = [&](std::int64_t e) { return static_cast<std::uint64_t>(ids[e]) >= static_cast<std::uint64_t>(rows); };
+  for (const auto f : features) {
+    // Below 0 or not below `rows`: the top bit of one or of the other difference.
+    std::uint64_t signs = 0;
+    for (auto e = lookups.first(f); e < lookups.last(f); ++e) {
+      signs |= static_cast<std::uint64_t>(ids[e]) | (static_cast<std::uint64_t>(rows - 1) - static_cast<std::uint64_t>(ids[e]));
+    }
+    if (!(signs >> 63)) continue;
+    for (auto e = lookups.first(f); e < lookups.last(f); ++e) {
+      if (is_outside(e)) {
+        throw std::out_of_range("table " + number(table) + " feature " + number(f) + " position " + number(e - lookups.first(f)) +
+                                " id " + number(ids[e]) + " rows " + number(rows));
+      }
+    }
+  }
+}
+
 }  // namespace colonnade

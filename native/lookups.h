@@ -71,4 +71,7 @@ class Lookups {
   mutable Buffer<std::int32_t> output_rows_;
 };
 
+// out_of_range, naming the first lookup, if an id of a table's features is not one of its rows.
+void check_inside(const Lookups& lookups, std::span<const std::int32_t> features, std::int64_t table, std::int64_t rows);
+
 }  // namespace colonnade

@@ -1,10 +1,11 @@
 #include "packing.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
-#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "hash.h"
 #include "vocabulary.h"
@@ -25,15 +26,6 @@ constexpr std::size_t bytes_of(std::size_t count, int width) {
   return (count * static_cast<std::size_t>(width) + 7) / 8;
 }
 
-std::size_t packed_bytes(std::span<const std::uint64_t> values) {
-  std::size_t size = 0;
-  for (std::size_t i = 0; i < values.size(); i += kBlock) {
-    const auto block = values.subspan(i, std::min(kBlock, values.size() - i));
-    size += 1 + bytes_of(block.size(), width_of(block));
-  }
-  return size;
-}
-
 // Hashes of owner `place` begin here: the least h with scale_down(h, num_owners) == place.
 Wide first_hash(std::int64_t place, std::int64_t num_owners) {
   const auto n = static_cast<Wide>(num_owners);
@@ -51,7 +43,75 @@ constexpr std::int64_t unzigzag(std::uint64_t value) {
   throw std::invalid_argument("message of ids: got " + what);
 }
 
+// Eight numbers of W bits are W bytes, so shifts are known to the compiler. Words are read and written whole: up to
+// kSlack bytes beyond the last group.
+constexpr int kGroup = 8, kWidest = 32;
+constexpr std::size_t kSlack = 7;
+
+template <int W>
+constexpr int kWords = (W + 7) / 8;
+
+template <int W>
+void pack_groups(const std::uint64_t* values, std::size_t groups, std::uint8_t* out) {
+  for (; groups; --groups, values += kGroup, out += W) {
+    std::uint64_t words[kWords<W> + 1] = {};
+#pragma GCC unroll 8
+    for (int i = 0; i < kGroup; ++i) {
+      const int word = i * W / 64, shift = i * W % 64;
+      words[word] |= values[i] << shift;
+      if (shift + W > 64) words[word + 1] |= values[i] >> (64 - shift);
+    }
+    for (int k = 0; k < kWords<W>; ++k) {
+      for (int b = 0; b < 8; ++b) out[8 * k + b] = static_cast<std::uint8_t>(words[k] >> 8 * b);
+    }
+  }
+}
+
+template <int W>
+void unpack_groups(const std::uint8_t* data, std::size_t groups, std::uint64_t* values) {
+  constexpr std::uint64_t kMask = (std::uint64_t{1} << W) - 1;
+  for (; groups; --groups, values += kGroup, data += W) {
+    std::uint64_t words[kWords<W> + 1] = {};
+    for (int k = 0; k < kWords<W>; ++k) {
+      std::uint64_t word = 0;
+      for (int b = 0; b < 8; ++b) word |= static_cast<std::uint64_t>(data[8 * k + b]) << 8 * b;
+      words[k] = word;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kGroup; ++i) {
+      const int word = i * W / 64, shift = i * W % 64;
+      std::uint64_t value = words[word] >> shift;
+      if (shift + W > 64) value |= words[word + 1] << (64 - shift);
+      values[i] = value & kMask;
+    }
+  }
+}
+
+template <int... W>
+constexpr auto packers(std::integer_sequence<int, W...>) {
+  return std::array{pack_groups<W + 1>...};
+}
+template <int... W>
+constexpr auto unpackers(std::integer_sequence<int, W...>) {
+  return std::array{unpack_groups<W + 1>...};
+}
+constexpr auto kPack = packers(std::make_integer_sequence<int, kWidest>());  // of 1 bit and more
+constexpr auto kUnpack = unpackers(std::make_integer_sequence<int, kWidest>());
+
 }  // namespace
+
+std::size_t varint_bytes(std::uint64_t value) {
+  return value ? static_cast<std::size_t>(std::bit_width(value) + 6) / 7 : 1;
+}
+
+std::size_t numbers_bytes(std::span<const std::uint64_t> values) {
+  std::size_t size = 0;
+  for (std::size_t i = 0; i < values.size(); i += kBlock) {
+    const auto block = values.subspan(i, std::min(kBlock, values.size() - i));
+    size += 1 + bytes_of(block.size(), width_of(block));
+  }
+  return size;
+}
 
 void Packer::varint(std::uint64_t value) {
   for (; value >= 0x80; value >>= 7) out_.push_back(static_cast<std::uint8_t>(value | 0x80));
@@ -69,7 +129,15 @@ void Packer::numbers(std::span<const std::uint64_t> values) {
 
 void Packer::bits(std::span<const std::uint64_t> values, int width) {
   std::size_t at = out_.size();
-  out_.resize(at + bytes_of(values.size(), width));
+  const std::size_t end = at + bytes_of(values.size(), width);
+  if (width <= kWidest) {
+    const std::size_t groups = values.size() / kGroup;
+    out_.resize(end + kSlack);
+    kPack[static_cast<std::size_t>(width - 1)](values.data(), groups, out_.data() + at);
+    at += groups * static_cast<std::size_t>(width);
+    values = values.subspan(groups * kGroup);
+  }
+  out_.resize(end);
   Wide held = 0;
   int bits = 0;
   for (const auto value : values) {
@@ -108,7 +176,7 @@ void Packer::list(std::span<const std::int64_t> ids, const IdSpace& space, bool 
       keys_[i] = hash - next;
       next = hash + 1;
     }
-    if (packed_bytes(keys_) <= packed_bytes(offsets_) + 1) {
+    if (numbers_bytes(keys_) <= numbers_bytes(offsets_) + 1) {
       out_.push_back(0);
       return numbers(keys_);
     }
@@ -157,6 +225,14 @@ std::span<const std::uint8_t> Unpacker::raw(std::size_t size) {
 void Unpacker::bits(std::span<std::uint64_t> values, int width) {
   const auto part = raw(bytes_of(values.size(), width));
   const std::uint8_t *at = part.data(), *const end = at + part.size();
+  if (width <= kWidest) {
+    const std::size_t left = static_cast<std::size_t>(data_.data() + data_.size() - at), w = static_cast<std::size_t>(width);
+    std::size_t groups = values.size() / kGroup;
+    while (groups && groups * w + kSlack > left) --groups;
+    kUnpack[w - 1](at, groups, values.data());
+    at += groups * w;
+    values = values.subspan(groups * kGroup);
+  }
   const std::uint64_t mask = ~std::uint64_t{0} >> (64 - width);
   Wide held = 0;
   int bits = 0;
@@ -179,18 +255,19 @@ void Unpacker::bits(std::span<std::uint64_t> values, int width) {
   if (held) refuse("bits after the last number");
 }
 
-std::int64_t Unpacker::list(const IdSpace& space, bool is_ascending, std::vector<std::int64_t>& ids) {
+std::uint64_t Unpacker::count() {
   const std::uint64_t count = varint();
-  if (!count) return 0;
   // A block of numbers takes a byte at least: what follows cannot be more, so memory is bounded by the message.
   const std::size_t left = data_.size() - position_;
   if (count > left * kBlock) {
     refuse(std::to_string(count) + " ids in " + std::to_string(left) + " bytes");
   }
-  keys_.resize(count);
-  const std::size_t first = ids.size();
-  ids.resize(first + count);
-  const std::span<std::int64_t> found = std::span(ids).subspan(first);
+  return count;
+}
+
+void Unpacker::ids(const IdSpace& space, bool is_ascending, std::span<std::int64_t> found) {
+  if (found.empty()) return;
+  keys_.resize(found.size());
   if (space.rows) {
     rows(space, is_ascending, found);
   } else if (const std::uint8_t kind = byte(); kind == 0 && is_ascending) {
@@ -200,22 +277,44 @@ std::int64_t Unpacker::list(const IdSpace& space, bool is_ascending, std::vector
   } else {
     refuse("a list of kind " + std::to_string(kind));
   }
-  return static_cast<std::int64_t>(count);
+}
+
+std::int64_t Unpacker::list(const IdSpace& space, bool is_ascending, std::vector<std::int64_t>& ids) {
+  const std::size_t first = ids.size(), found = count();
+  ids.resize(first + found);
+  this->ids(space, is_ascending, std::span(ids).subspan(first));
+  return static_cast<std::int64_t>(found);
 }
 
 void Unpacker::rows(const IdSpace& space, bool is_ascending, std::span<std::int64_t> ids) {
   numbers(keys_);
   const VocabularyShare share(space.rows, space.num_owners, space.place);
   const auto limit = static_cast<std::uint64_t>(share.num_places());
-  std::uint64_t next = 0;
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    // next <= limit, so the sum cannot wrap where the distance is below it.
-    if (keys_[i] >= limit) refuse("a row beyond its table's");
-    const std::uint64_t row = is_ascending ? next + keys_[i] : keys_[i];
-    if (row >= limit) refuse("a row beyond its table's");
-    ids[i] = share.id_of(row);
-    if (share.is_outside(ids[i])) refuse("an id beyond its table's");
-    next = row + 1;
+  std::uint64_t highest = 0;
+  if (is_ascending) {
+    std::uint64_t next = 0;
+    for (auto& key : keys_) {
+      // next <= limit, so the sum cannot wrap where the distance is below it.
+      if (key >= limit) refuse("a row beyond its table's");
+      key += next;
+      if (key >= limit) refuse("a row beyond its table's");
+      next = key + 1;
+    }
+    highest = next - 1;
+  } else {
+    for (const auto key : keys_) highest = std::max(highest, key);
+    if (highest >= limit) refuse("a row beyond its table's");
+  }
+  // Of an owner's rows only the last may be none.
+  if (share.is_outside(share.id_of(highest))) refuse("an id beyond its table's");
+  if (share.is_whole()) {
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(keys_[i]);
+  } else if (!is_ascending && highest < ids.size() / 2) {  // each row several times: its id is found once
+    ids_.resize(highest + 1);
+    for (std::uint64_t row = 0; row <= highest; ++row) ids_[row] = share.id_of(row);
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = ids_[keys_[i]];
+  } else {
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = share.id_of(keys_[i]);
   }
 }
 

@@ -12,6 +12,7 @@
 //                                     whichever is shorter
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -29,6 +30,10 @@ constexpr std::uint64_t unmix64(std::uint64_t x) {
   x = (x ^ (x >> 27) ^ (x >> 54)) * 0x96de1b173f119089u;
   return x ^ (x >> 30) ^ (x >> 60);
 }
+
+// What `Packer` makes of it.
+std::size_t varint_bytes(std::uint64_t value);
+std::size_t numbers_bytes(std::span<const std::uint64_t> values);
 
 // Appends to a message.
 class Packer {
@@ -59,7 +64,10 @@ class Unpacker {
   std::uint64_t varint();
   void numbers(std::span<std::uint64_t> values);
   void bits(std::span<std::uint64_t> values, int width);
-  // Appends to `ids`; returns how many.
+  // Of a list: how many ids it has, which are no more than the message has room for; then these.
+  std::uint64_t count();
+  void ids(const IdSpace& space, bool is_ascending, std::span<std::int64_t> found);
+  // Both; appends to `ids`, returns how many.
   std::int64_t list(const IdSpace& space, bool is_ascending, std::vector<std::int64_t>& ids);
 
  private:
@@ -70,6 +78,7 @@ class Unpacker {
   std::span<const std::uint8_t> data_;
   std::size_t position_ = 0;
   std::vector<std::uint64_t> keys_;
+  std::vector<std::int64_t> ids_;  // by row
 };
 
 }  // namespace colonnade

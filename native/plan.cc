@@ -437,15 +437,7 @@ class Planner {
 
   [[noreturn]] void refuse(std::int64_t t) const {
     const TableOrder& table = tables_[t];
-    for (const auto f : table.features) {
-      for (std::int64_t e = lookups_.first(f); e < lookups_.last(f); ++e) {
-        if (static_cast<std::uint64_t>(ids_[e]) >= static_cast<std::uint64_t>(table.rows)) {
-          throw std::out_of_range("table " + std::to_string(t) + " feature " + std::to_string(f) +
-                                  " position " + std::to_string(e - lookups_.first(f)) + " id " +
-                                  std::to_string(ids_[e]) + " rows " + std::to_string(table.rows));
-        }
-      }
-    }
+    check_inside(lookups_, table.features, t, table.rows);
     throw std::logic_error("an id was out of range and is no longer: the batch changed under the plan");
   }
 

@@ -33,7 +33,8 @@ class VocabularyDeal {
   std::uint64_t quotient(std::uint64_t n) const {
     return static_cast<std::uint64_t>(static_cast<unsigned __int128>(n) * inverse_ >> 64) >> shift_;
   }
-  std::uint64_t within(std::uint64_t x) const { return x < num_owners_ ? x : x - num_owners_; }
+  // Without a branch, which nobody could foretell.
+  std::uint64_t within(std::uint64_t x) const { return x - (num_owners_ & (0 - static_cast<std::uint64_t>(x >= num_owners_))); }
 
   std::uint64_t num_owners_;
   int shift_;

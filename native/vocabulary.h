@@ -40,7 +40,8 @@ class VocabularyShare {
   std::int64_t id_of(std::uint64_t place) const {
     if (is_whole()) return static_cast<std::int64_t>(place);
     const std::uint64_t turn = rest(mix64(place));
-    return static_cast<std::int64_t>(place * num_owners_ + (turn > place_ ? place_ + num_owners_ - turn : place_ - turn));
+    // Without a branch, which nobody could foretell.
+    return static_cast<std::int64_t>(place * num_owners_ + place_ - turn + (num_owners_ & (0 - static_cast<std::uint64_t>(turn > place_))));
   }
 
  private:

@@ -83,6 +83,13 @@ Made<T> tensor(std::vector<T> values) {
   return Made<T>(kept->data(), {kept->size()}, owner);
 }
 
+template <class T>
+Made<T> tensor(Buffer<T> values) {
+  auto* kept = new Buffer<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<Buffer<T>*>(p); });
+  return Made<T>(kept->data(), {kept->size()}, owner);
+}
+
 // A tensor that looks into `owner` and keeps it alive.
 template <class T>
 Made<T> view(const Buffer<T>& values, nb::handle owner) {

@@ -31,7 +31,7 @@ struct HeldDeal {
 void bind_bags(nb::module_& m) {
   m.def(
       "pack_bags",
-      [](const HeldLookups& lookups, const Plan& plan, In table_rows, In num_owners, In places, In is_weighted,
+      [](const HeldLookups& lookups, In table_rows, In num_owners, In places, In is_weighted,
          std::optional<In> codes) {
         const HeldDeal deal(table_rows, num_owners);
         const auto p = elements<const int64_t>(places, "places", {-1, deal.num_tables()});
@@ -41,20 +41,14 @@ void bind_bags(nb::module_& m) {
         const auto w = elements<const uint8_t>(is_weighted, "is_weighted", {lookups.lookups->num_features()});
         std::optional<std::span<const uint8_t>> c;
         if (codes) c = elements<const uint8_t>(*codes, "codes", {lookups.lookups->num_lookups()});
-        int64_t blocks = 1;
-        for (const auto owners : deal.dealt.num_owners) blocks += owners;
-        if (static_cast<int64_t>(plan.inverse.size()) != lookups.lookups->num_lookups() ||
-            static_cast<int64_t>(plan.block_offsets.size()) != blocks) {
-          throw std::invalid_argument("plan: got that of other lookups or owners");
-        }
         PackedBags found;
         {
           nb::gil_scoped_release release;
-          found = pack_bags(*lookups.lookups, plan, deal.dealt, p, w, c);
+          found = pack_bags(*lookups.lookups, deal.dealt, p, w, c);
         }
         return std::pair(tensor(std::move(found.bytes)), tensor(std::move(found.ends)));
       },
-      "lookups"_a, "plan"_a, "table_rows"_a, "num_owners"_a, "places"_a, "is_weighted"_a, "codes"_a.none());
+      "lookups"_a, "table_rows"_a, "num_owners"_a, "places"_a, "is_weighted"_a, "codes"_a.none());
   m.def(
       "join_bags",
       [](const std::vector<In>& messages, In tables, In table_rows, In num_owners, In places, const std::string& dtype) {

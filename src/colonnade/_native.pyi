@@ -129,7 +129,6 @@ def unpack_numbers(data: Array, count: int) -> tuple[Array, int]:
 
 def pack_bags(
     lookups: Lookups,
-    plan: Plan,  # of them, dealt to these owners
     table_rows: Array,  # (T,) int64
     num_owners: Array,  # (T,) int64
     places: Array,  # (N, T) int64: as which of a table's owners a rank has rows; -1: it has none

@@ -52,8 +52,7 @@ def asked(batch, dealt, codes, dtype=torch.float32):
     """(messages by rank, lookups)."""
     declaration = DECLARATIONS[dtype]
     lookups = collect(batch, declaration, consumption(declaration))
-    plan = _native.make_plan(lookups.native, ROWS, dealt.num_owners)
-    return bags.pack(lookups, plan, ROWS, dealt, codes), lookups
+    return bags.pack(lookups, ROWS, dealt, codes), lookups
 
 
 def owners_of(batch, dealt):
@@ -203,8 +202,7 @@ def test_lengths_take_as_few_bits_as_they_need(longest):
     ids = Ids(torch.zeros(longest, dtype=torch.int64), torch.tensor([0, 0, longest]))
     lookups = collect(Batch(2, torch.zeros(2, 0), {"user": ids}), declaration, consumption(declaration))  # fmt: skip
     dealt = deal([row_wise(1)], 1)
-    plan = _native.make_plan(lookups.native, ROWS[:1], dealt.num_owners)
-    (message,) = bags.pack(lookups, plan, ROWS[:1], dealt, None)
+    (message,) = bags.pack(lookups, ROWS[:1], dealt, None)
     assert message[2] == bits
 
 

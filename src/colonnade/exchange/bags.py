@@ -36,14 +36,14 @@ class Joined:
 
 
 def pack(
-    lookups: Lookups, plan: _native.Plan, table_rows: Tensor, deal: Deal, codes: np.ndarray | None
+    lookups: Lookups, table_rows: Tensor, deal: Deal, codes: np.ndarray | None
 ) -> list[np.ndarray]:
-    """A message to each rank, uint8. plan: of these lookups, dealt so; codes (E,). Raises DataError for a batch that is
-    too large to be told."""
+    """A message to each rank, uint8. codes (E,). Raises IndexError for an id outside its vocabulary table, as
+    `_native.make_plan` does, and DataError for a batch that is too large to be told."""
     is_weighted = torch.tensor([each is not None for each in lookups.weights], dtype=torch.uint8)
     try:
         packed, ends = _native.pack_bags(
-            lookups.native, plan, table_rows, deal.num_owners, torch.from_numpy(deal.places), is_weighted,
+            lookups.native, table_rows, deal.num_owners, torch.from_numpy(deal.places), is_weighted,
             None if codes is None else torch.from_numpy(codes),
         )  # fmt: skip
     except ValueError as error:

@@ -159,13 +159,14 @@ class PooledExchange(Owner):
         codes = None
         if batch.next_use is not None:
             codes = collect_codes(batch, self.declaration, self.asked)
+        plan, messages = None, []
         try:
-            plan = _native.make_plan(lookups.native, self.table_rows, self.deal.num_owners)
+            if self.mesh.num_ranks > 1:
+                messages = bags.pack(lookups, self.table_rows, self.deal, codes)
+            else:
+                plan = _native.make_plan(lookups.native, self.table_rows, self.undealt)
         except IndexError as error:
             raise explain_range(error, self.declaration, self.asked.features) from None
-        messages = []
-        if self.mesh.num_ranks > 1:
-            messages = bags.pack(lookups, plan, self.table_rows, self.deal, codes)
         return Asked(batch.size, messages, (lookups, plan, codes))
 
     def answer(
