@@ -158,7 +158,7 @@ def build_plan(
             raise ConfigError(
                 f"unknown exchange {said!r}; choose from {', '.join(sorted(EXCHANGES))}"
             )
-    for said in (codecs.values, codecs.gradients):
+    for said in (codecs.values, codecs.gradients, codecs.dense):
         if said not in CODECS:
             raise ConfigError(f"unknown codec {said!r}; choose from {', '.join(CODECS)}")
     names = [table.name for table in tables]
@@ -300,7 +300,7 @@ def plan_of(
         staleness_steps=config.staleness_steps,
         exchanges=exchanges,
         shardings=shardings,
-        codecs=Codecs(config.wire.values, config.wire.gradients),
+        codecs=Codecs(config.wire.values, config.wire.gradients, config.wire.dense),
         servers=world.servers,
     )
 

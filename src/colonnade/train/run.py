@@ -281,7 +281,8 @@ def prepare(
                 backings=commits.backings if commits else (),
                 committed=(commits.run, step) if commits and step is not None else None,
             )
-    dense, part = DenseGradients(parameters, mesh), part_of(mesh)
+    dense = DenseGradients(parameters, mesh, collection.plan.codecs.dense)
+    part = part_of(mesh)
     trainer = Trainer(
         model,
         collection,
