@@ -101,6 +101,9 @@ class WireConfig(Section):
     """Of rows on their way to the samples: exact, bf16, fp16 or int8 (a scale for each part of a row), to nearest."""
     gradients: CodecChoice = "exact"
     """Of gradients on their way to the rows, rounded at random so that sums are right on the mean."""
+    dense: CodecChoice = "exact"
+    """Of the dense network's gradients between hosts (on one host: between ranks); the next step makes up for what
+    rounding took."""
 
 
 ExchangeChoice = Literal["rows", "pooled", "substitute", "replicated", "auto"]
@@ -179,7 +182,7 @@ class PlanConfig(Section):
     """Which ranks have a table's rows: all, one host's, one, some columns on each (of hosts: grid), each a copy; auto:
     as is foretold to be fastest."""
     wire: WireConfig = WireConfig()
-    """What rows look like while they travel."""
+    """What rows and gradients look like while they travel."""
     servers: int = Field(0, ge=0)
     """Ranks of each host, its last ones, that have rows and nothing else; 0: the ranks that train have the rows."""
     tables: dict[str, TablePlanConfig] = {}

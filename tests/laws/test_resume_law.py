@@ -48,7 +48,7 @@ OF_TWO = {
     "stale": VARIANTS["stale"],
     "pooled": {
         "plan.exchange": "pooled", "plan.staleness_steps": 1, "plan.memory.dram": 90_000,
-        "plan.tables": {"C1": {"sharding": "table_wise"}},
+        "plan.tables": {"C1": {"sharding": "table_wise"}}, "plan.wire.dense": "int8",
     },
 }  # fmt: skip
 

@@ -185,8 +185,8 @@ def leaves_while_backward_runs(mesh):
     dense = attached(layers, mesh)
     order, reduce = [], dense_module._reduce
 
-    def noted(bucket, mesh):
-        reduce(bucket, mesh)
+    def noted(bucket, mesh, unit):
+        reduce(bucket, mesh, unit)
         order.append((bucket.numbers, threading.current_thread().name))
 
     dense_module._reduce = noted

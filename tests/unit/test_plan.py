@@ -55,7 +55,7 @@ def test_plans_round_trip(tables, budget, mapped, num_ranks, staleness):
         ssd=(Place("/a"), Place("/b", 5)),
         staleness_steps=staleness,
         write_budget=7,
-        codecs=Codecs("bf16", "int8"),
+        codecs=Codecs("bf16", "int8", "fp16"),
     )
     assert Plan.from_json(plan.to_json()) == plan
     assert len(explain(plan, tables)) == len(tables)
@@ -119,6 +119,7 @@ def test_small_tables_stay_whole():
     [
         ({"exchange": "rowz"}, "rowz"),
         ({"codecs": Codecs("int9")}, "int9"),
+        ({"codecs": Codecs(dense="int7")}, "int7"),
         ({"dram_bytes": 0}, "dram_bytes=0"),
         ({"dram_bytes": 43}, r"plan\.memory\.dram: got 43 bytes, wanted at least 44"),
         ({"dram_bytes": 60, "table_bytes": {"t": 61}}, "wanted at least 61"),

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from colonnade import World, open_mesh
 from colonnade.errors import ConfigError
 from colonnade.topology import mesh as mesh_module
 from colonnade.topology.reduction import choose_way, sent, sum_in_order
+from colonnade.train.choosing import reduction_seconds
 
 WAYS = ("whole", "scattered", "by host")
 
@@ -53,6 +55,21 @@ def test_by_host_a_byte_crosses_an_uplink_once_per_host(hosts, local):
     uplink = {way: local * sent(way, world, size).remote_bytes for way in WAYS}
     assert uplink["by host"] == pytest.approx(2 * size * (hosts - 1) / hosts)
     assert uplink["scattered"] == pytest.approx(local * uplink["by host"])
+
+
+def test_seconds_of_coded_gradients_follow_their_bytes():
+    world = World(num_hosts=2, ranks_per_host=2, remote_message_seconds=0, message_seconds=0)
+    model = nn.Linear(1023, 1000)  # about a million weights
+    exact = sent("by host", world, 4_096_000)
+    assert reduction_seconds(model, world, "exact") == pytest.approx(exact.seconds(world), rel=0.01)
+    for name, part in (("bf16", 1 / 2), ("fp16", 1 / 2), ("int8", 1 / 4)):
+        inside = exact.local_bytes / world.local_bytes_per_second
+        between = part * 2 * exact.remote_bytes / world.remote_bytes_per_second
+        found = reduction_seconds(model, world, name)
+        assert found == pytest.approx(inside + between, rel=0.02)
+    halves = model.bfloat16()  # as they are
+    assert reduction_seconds(halves, world, "int8") == reduction_seconds(halves, world, "exact")
+    assert reduction_seconds(model, World(), "int8") == 0
 
 
 def test_ranks_that_do_not_fill_their_hosts_are_refused(monkeypatch):

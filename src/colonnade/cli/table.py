@@ -26,6 +26,7 @@ def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
     memory = "no limit" if plan.dram_bytes is None else f"{plan.dram_bytes / 2**20:,.0f} MiB"
     wire = plan.codecs
     coded = "" if wire.is_exact else f"values {wire.values}, gradients {wire.gradients}, "
+    coded += "" if wire.dense == "exact" else f"dense gradients {wire.dense}, "
     rows_only = f" ({len(plan.servers)} of them for rows only)" if plan.servers else ""
     grid = Grid(
         title=f"plan: {plan.num_ranks} rank(s){rows_only}, exchange {', '.join(plan.exchanges)}, {coded}{staleness}, "

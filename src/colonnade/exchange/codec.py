@@ -9,9 +9,9 @@ A codec applies to every row that an exchange moves, those of the rank itself to
 who owns it. In a world of one nothing travels, and nothing is encoded.
 
 Error feedback (adding to the next message what rounding took from the last) is for sums that come again at the same
-place, as dense gradients do (`encode_with_feedback`). Of rows no residual is kept: it would take a row's memory on
-every rank that ever asked for the row, and be added long after, when the row is asked for again; rounding at random
-needs none.
+place, as dense gradients do (train/coded_sum.py), which are rounded to nearest. Of rows no residual is kept: it would
+take a row's memory on every rank that ever asked for the row, and be added long after, when the row is asked for again;
+rounding at random needs none.
 
 A part of a row (its own optimizer, its own magnitude) is encoded for itself:
     exact   the elements
@@ -63,13 +63,15 @@ CODECS: dict[str, Codec] = {
 
 @dataclass(frozen=True, slots=True)
 class Codecs:
-    """One for each direction; names of CODECS."""
+    """One for each direction of rows, and one of the dense network's gradients; names of CODECS."""
 
     values: CodecName = "exact"
     gradients: CodecName = "exact"
+    dense: CodecName = "exact"
 
     @property
     def is_exact(self) -> bool:
+        """Of rows: what exchanges go by."""
         return self.values == self.gradients == "exact"
 
 
@@ -139,15 +141,3 @@ def decode_rows(codec: Codec, data: Tensor, dims: Sequence[int]) -> Tensor:
     widths = torch.tensor(dims, dtype=torch.int32)
     _native.decode_rows(codec.name, data.contiguous(), widths, values)
     return values
-
-
-def encode_with_feedback(codec: Codec, values: Tensor, residual: Tensor) -> Tensor:
-    """values and residual (n,) float32: their sum to nearest, as uint8; `residual` becomes what was lost of it, to be
-    given again with the next values of the same place. A sum that is not finite leaves none."""
-    wanted = values + residual
-    block = [Block(1, (len(values),))]
-    data, back = encode(codec, wanted, block), torch.empty_like(values)
-    decode(codec, data, block, back)
-    lost = wanted - back
-    residual.copy_(torch.where(lost.isfinite(), lost, 0.0))
-    return data

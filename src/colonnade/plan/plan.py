@@ -166,7 +166,7 @@ def build_plan(
             raise ConfigError(
                 f"unknown exchange {said!r}; choose from {', '.join(sorted(EXCHANGES))}"
             )
-    for said in (codecs.values, codecs.gradients):
+    for said in (codecs.values, codecs.gradients, codecs.dense):
         if said not in CODECS:
             raise ConfigError(f"unknown codec {said!r}; choose from {', '.join(CODECS)}")
     names = [table.name for table in tables]
@@ -322,7 +322,7 @@ def plan_of(
         exchanges=exchanges,
         shardings=shardings,
         hot={name: ids for name, ids in (hot or {}).items() if name not in copied},
-        codecs=Codecs(config.wire.values, config.wire.gradients),
+        codecs=Codecs(config.wire.values, config.wire.gradients, config.wire.dense),
         servers=world.servers,
     )
 

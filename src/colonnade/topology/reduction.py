@@ -46,17 +46,19 @@ class Sent:
         )
 
 
-def sent(way: Way, world: World, size: float) -> Sent:
-    """Pure. `size` bytes of buffer; the same for every rank. A host's uplink carries L x `remote_bytes` out, and as
-    much in: 2 (H - 1) L / H x S `scattered`, and 2 (H - 1) / H x S `by host`."""
+def sent(way: Way, world: World, size: float, coded: float | None = None) -> Sent:
+    """Pure. `size` bytes of buffer; the same for every rank. `coded`: bytes that stand for the whole buffer where
+    they are fewer, which is on the slow hop: between hosts `by host`, everywhere else. A host's uplink carries
+    L x `remote_bytes` out, and as much in: 2 (H - 1) L / H x S `scattered`, and 2 (H - 1) / H x S `by host`."""
     ranks, hosts, local = world.num_ranks, world.num_hosts, world.ranks_per_host
     near, far = local - 1, ranks - local
+    slow = size if coded is None else coded
     if way == "whole":
-        return Sent(near, far, near * size, far * size)
+        return Sent(near, far, near * slow, far * slow)
     if way == "scattered":
-        return Sent(2 * near, 2 * far, 2 * near * size / ranks, 2 * far * size / ranks)
+        return Sent(2 * near, 2 * far, 2 * near * slow / ranks, 2 * far * slow / ranks)
     far = hosts - 1
-    return Sent(2 * near, 2 * far, 2 * near * size / local, 2 * far * size / ranks)
+    return Sent(2 * near, 2 * far, 2 * near * size / local, 2 * far * slow / ranks)
 
 
 def choose_way(world: World, size: float) -> Way:
@@ -68,22 +70,28 @@ def choose_way(world: World, size: float) -> Way:
     return min(ways, key=lambda way: sent(way, world, size).seconds(world))
 
 
+def way_of_layout(world: World) -> Way:
+    """Pure: of sums that are rounded on their way (train/coded_sum.py), whose bits follow the way and so may follow
+    nothing that was measured. `by host` where there are several hosts of several ranks."""
+    return "by host" if world.num_hosts > 1 and world.ranks_per_host > 1 else "scattered"
+
+
 def sum_over_ranks(mesh: Mesh, values: Tensor, way: Way) -> None:
     """Collective, one issuing thread, in place. values (n,) on the CPU, contiguous, n a multiple of N."""
     ranks, hosts, local = mesh.num_ranks, mesh.world.num_hosts, mesh.world.ranks_per_host
     if ranks == 1:
         return
     if way == "whole":
-        every = _gathered(mesh, "dense", values, ranks).view(hosts, local, -1)
+        every = gathered(mesh, "dense", values, ranks).view(hosts, local, -1)
         _add(every, values)
     elif way == "scattered":
-        part = _added(_scattered(mesh, "dense", values, ranks).view(hosts, local, -1))
-        _copy(_gathered(mesh, "dense", part, ranks), values)
+        part = added(scattered(mesh, "dense", values, ranks).view(hosts, local, -1))
+        copy_in_pieces(gathered(mesh, "dense", part, ranks), values)
     else:
-        of_host = _added(_scattered(mesh, "dense in host", values, local).view(1, local, -1))
-        part = _added(_scattered(mesh, "dense over hosts", of_host, hosts).view(hosts, 1, -1))
-        of_host = _gathered(mesh, "dense over hosts", part, hosts)
-        _copy(_gathered(mesh, "dense in host", of_host, local), values)
+        of_host = added(scattered(mesh, "dense in host", values, local).view(1, local, -1))
+        part = added(scattered(mesh, "dense over hosts", of_host, hosts).view(hosts, 1, -1))
+        of_host = gathered(mesh, "dense over hosts", part, hosts)
+        copy_in_pieces(gathered(mesh, "dense in host", of_host, local), values)
 
 
 def sum_in_order(parts: Tensor) -> Tensor:
@@ -96,22 +104,22 @@ def sum_in_order(parts: Tensor) -> Tensor:
     return parts[0, 0]
 
 
-def _scattered(mesh: Mesh, group: str, values: Tensor, size: int) -> Tensor:
+def scattered(mesh: Mesh, group: str, values: Tensor, size: int) -> Tensor:
     """(n,) -> (size x n / size,): this rank's share of every member's values, in rank order."""
     share = [len(values) // size] * size
     return mesh.all_to_all(group, values, share, share)[0]
 
 
-def _gathered(mesh: Mesh, group: str, values: Tensor, size: int) -> Tensor:
+def gathered(mesh: Mesh, group: str, values: Tensor, size: int) -> Tensor:
     """(n,) -> (size x n,): every member's values, in rank order."""
     send = values.new_empty(size * len(values))
     for block in send.view(size, -1):
-        _copy(values, block)
+        copy_in_pieces(values, block)
     share = [len(values)] * size
     return mesh.all_to_all(group, send, share, share)[0]
 
 
-def _added(parts: Tensor) -> Tensor:
+def added(parts: Tensor) -> Tensor:
     out = parts.new_empty(parts.shape[-1])
     _add(parts, out)
     return out
@@ -123,6 +131,6 @@ def _add(parts: Tensor, out: Tensor) -> None:
         here.copy_(sum_in_order(piece))
 
 
-def _copy(values: Tensor, out: Tensor) -> None:
+def copy_in_pieces(values: Tensor, out: Tensor) -> None:
     for piece, here in zip(values.split(PIECE), out.split(PIECE), strict=True):
         here.copy_(piece)

@@ -45,6 +45,7 @@ def capture(trainer: Trainer, held: Sequence[dict], run: str) -> Captured:
         "held": list(held),  # `Exchange.hold` gives copies
         "source": None if mesh.is_server else copy.deepcopy(trainer.position.state),
         "is_server": mesh.is_server,
+        "dense_residuals": trainer.dense.state(),
     }
     header = {
         "format": FORMAT,

@@ -9,7 +9,7 @@ from torch import nn
 from colonnade.batch import Batch
 from colonnade.config import RunConfig
 from colonnade.embedding import EmbeddingCollection
-from colonnade.exchange.codec import EXACT, Codecs
+from colonnade.exchange.codec import EXACT, CodecName, Codecs
 from colonnade.exchange.layout import Declaration
 from colonnade.plan.choice import choose
 from colonnade.plan.chosen import Choice, Forced, Memory
@@ -23,9 +23,10 @@ from colonnade.plan.placement import Demand, place
 from colonnade.plan.prediction import LinkCosts
 from colonnade.plan.profile import Profile
 from colonnade.plan_config import PlanConfig
-from colonnade.topology.reduction import choose_way, sent
+from colonnade.topology.reduction import choose_way, sent, way_of_layout
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
+from colonnade.train.coded_sum import CODED_DTYPES, SIGNAL_BYTES, coded_size
 
 FILLED = 0.9
 """Part of the memory whose rows are compared with those of all of it, to say what a byte is worth."""
@@ -128,15 +129,17 @@ def memory_price(wanted: Sequence[Demand], budget: int, device: Device) -> float
 
 
 def link_costs(
-    choice: Choice, loads: Sequence[TableLoad], device: Device, model: nn.Module, world: World
+    choice: Choice,
+    loads: Sequence[TableLoad],
+    device: Device,
+    model: nn.Module,
+    world: World,
+    codecs: Codecs = EXACT,
 ) -> LinkCosts:
     """What the choice adds to a step that one rank would take alone."""
     if world.num_ranks == 1:
         return LinkCosts()
-    dense = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    trainers, reduced = world.of_trainers(), 0.0
-    if dense:
-        reduced = sent(choose_way(trainers, dense), trainers, dense).seconds(trainers)
+    reduced = reduction_seconds(model, world.of_trainers(), codecs.dense)
     mine = sum(alone(load, device.memory) for load in loads)
     return LinkCosts(
         processor_seconds=choice.seconds.processor - mine,
@@ -145,6 +148,22 @@ def link_costs(
         crowding=world.crowding,
         sent=by_purpose(choice.sent),
     )
+
+
+def reduction_seconds(model: nn.Module, trainers: World, codec: CodecName) -> float:
+    """Of the dense gradients' sum over ranks, if it were one buffer of those that are coded and one of the others."""
+    learned = [p for p in model.parameters() if p.requires_grad]
+    coded = [p for p in learned if codec != "exact" and p.dtype in CODED_DTYPES]
+    size = sum(p.numel() * p.element_size() for p in coded)
+    rest = sum(p.numel() * p.element_size() for p in learned) - size
+    seconds = 0.0
+    if rest:
+        seconds += sent(choose_way(trainers, rest), trainers, rest).seconds(trainers)
+    if size:
+        slow = coded_size(codec, sum(p.numel() for p in coded), trainers.num_ranks)
+        seconds += sent(way_of_layout(trainers), trainers, size, slow).seconds(trainers)
+        seconds += sent("whole", trainers, SIGNAL_BYTES).seconds(trainers)
+    return seconds
 
 
 def by_purpose(sent: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:

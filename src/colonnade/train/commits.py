@@ -1,7 +1,7 @@
 """Commits of a run: the one file that makes every rank's commit of a step count.
 
 run/rows/<home>/<table>/              each rank's stores (stores.py), committed first
-run/commits/<step>/rank-<r>           each rank's random state and held reads
+run/commits/<step>/rank-<r>           each rank's random state, held reads, residuals of coded dense gradients
 run/commits/<step>/retention-<r>      what each rank's admission and eviction remember, where there are any
 run/commits/<step>/dense              dense weights, optimizer states, position (rank 0)
 run/commits/<step>.json               written last, by rank 0: from here on the step is committed
@@ -358,7 +358,8 @@ def remove_others(places: Sequence[Path], used: Collection[str]) -> None:
 
 
 def restore(trainer: Trainer, folder: Path, step: int) -> None:
-    """Every rank: put dense weights, optimizers, position, random state and held reads back to `step`."""
+    """Every rank: put dense weights, optimizers, position, random state and held reads back to `step`; before
+    the dense gradients are laid out, which take up what rounding had kept."""
     header = read_header(folder, step)
     check_model(folder, header, trainer.collection.declaration, trainer.model)
     place = folder / "commits" / f"{step:012d}"
@@ -397,6 +398,7 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
         of_gpus = mine.get("random_gpus", [])
         if of_gpus and len(of_gpus) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(of_gpus)
+    trainer.dense.restore([state.get("dense_residuals") for state in sources])
     source = mine.get("source") if mine and len(sources) == mesh.num_ranks else None
     epoch, step_of_epoch = dense["position"]
     trainer.position = Position(epoch, step_of_epoch, source)

@@ -3,7 +3,8 @@
 DDP rebuilds its buckets after the first step, which changes the order of sums at three or more ranks and
 after a restart; these are laid out once, in reverse order of the parameters, and sums keep the order of
 `topology.reduction`, so bits depend neither on when a bucket leaves nor on how it travels. The ranks' word that
-all is finite, and that somebody asked to stop, and their parts of the loss, ride at the end of the last.
+all is finite, and that somebody asked to stop, and their parts of the loss, ride at the end of the last. Where
+gradients are coded (`plan.wire.dense`), that word has a bucket of its own, which is not.
 """
 
 from __future__ import annotations
@@ -12,13 +13,23 @@ import math
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from colonnade.exchange.codec import CODECS, CodecName
 from colonnade.topology.mesh import Mesh
-from colonnade.topology.reduction import PIECE, WAYS, Way, choose_way, sum_over_ranks
+from colonnade.topology.reduction import (
+    PIECE,
+    WAYS,
+    Way,
+    choose_way,
+    sum_over_ranks,
+    way_of_layout,
+)
 from colonnade.topology.waiting import waiting
+from colonnade.train.coded_sum import CODED_DTYPES, CodedSum, State, lost_by_parameter
 
 SIGNALS = 3  # not finite, stop asked, loss
 BUCKET_BYTES = 1 << 20
@@ -35,6 +46,11 @@ class Bucket:
     way: Way
     stream: torch.Stream | None  # on a device: of the copies to `wire` and back
     is_late: bool = False  # leaves at `send`
+    coded: CodedSum | None = None  # instead of `way`
+    owed: Tensor | None = (
+        None  # as `gradients`: what other ranks' residuals had kept, for the next step, on rank 0
+    )
+    owed_before: Tensor | None = None  # before the last step
     missing: int = 0  # gradients that backward has yet to add
     written: list[torch.Event] = field(default_factory=list)  # on a device: when they are
     ready: threading.Event = field(default_factory=threading.Event)
@@ -56,14 +72,17 @@ class DenseGradients:
         self,
         parameters: Sequence[nn.Parameter],
         mesh: Mesh,
+        codec: CodecName = "exact",
         *,
         late: Sequence[nn.Parameter] = (),
     ) -> None:
         """late: those whose gradients are not complete before `send` (`Exchange.pushed_parameters`): their
         buckets are the last, and wait for it. On a server: no parameters. It says and hears what `send` and `wait` say
-        of the step, and nothing else."""
+        of the step, and nothing else. `codec`: of gradients of 32 and 64 bits on the slow hop; on one rank nothing is
+        coded."""
         self.late = {id(each) for each in late}
         self.everybody, self.mesh = mesh, mesh.trainers
+        self.codec: CodecName = codec if self.mesh.num_ranks > 1 else "exact"
         self.parameters = () if mesh.is_server else tuple(parameters)
         self.buckets: list[
             Bucket
@@ -79,6 +98,9 @@ class DenseGradients:
         self._thread: threading.Thread | None = None
         self._is_given_up = False
         self._error: BaseException | None = None
+        self._unit = 1.0
+        self._may_take_back = False
+        self._committed: Sequence[State | None] = ()
 
     def attach(self) -> None:
         """Collective. Lay the buckets out and point every parameter's gradient into them."""
@@ -87,6 +109,8 @@ class DenseGradients:
         kinds = [(p.dtype, p.device) for p in self.parameters]
         late = {number for number, p in enumerate(self.parameters) if id(p) in self.late}
         layout = bucket_layout(kinds, [p.numel() for p in self.parameters], late)
+        if self.codec != "exact" and layout[-1]:
+            layout.append([])  # for the signals
         self.buckets = [
             self._bucket(numbers, i == len(layout) - 1) for i, numbers in enumerate(layout)
         ]
@@ -103,7 +127,9 @@ class DenseGradients:
                 self._views[number] = bucket.gradients[start:stop].view_as(parameter)
                 parameter.grad = self._views[number]
                 start = stop
-        self._expected, self._hooks = [], []
+        self._expected, self._hooks, self._may_take_back = [], [], False
+        self._take_up(self._committed)
+        self._committed = ()
         if self.mesh.num_ranks > 1:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._hook(number))
@@ -123,13 +149,16 @@ class DenseGradients:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
-    def begin(self) -> None:
+    def begin(self, *, unit: float = 1.0) -> None:
         """The next backward is the step's last, on every rank: each bucket leaves when it is full, in fixed order.
+        `unit`: what gradients are divided by (`scale`) before they are applied, the same on every rank, since
+        residuals of other steps are parts of what is applied.
 
         The first such backward is only watched: how many gradients does each parameter get? (Checkpointing that
         re-enters backward adds several.) RuntimeError in backward where a parameter gets one more than ever before
         and its bucket has left.
         """
+        self._unit = unit
         if self.mesh.num_ranks == 1:
             return
         self._heard = [0] * len(self.parameters)
@@ -180,7 +209,51 @@ class DenseGradients:
         # A NaN or inf of any rank survives the sum, so every rank sees the same answer.
         unhealthy, stops, whole = self._signals.tolist()
         is_finite = all(math.isfinite(bucket.total) for bucket in self.buckets)
-        return self._heard_by_servers(unhealthy == 0 and is_finite, stops > 0, whole)
+        for bucket in self.buckets:
+            bucket.owed, bucket.owed_before = None, bucket.owed
+        self._may_take_back = True
+        said = self._heard_by_servers(unhealthy == 0 and is_finite, stops > 0, whole)
+        if not said[0]:
+            self.take_back()
+        return said
+
+    def take_back(self) -> None:
+        """The step's gradients are not applied: what was owed before it still is. `wait` calls it where it finds them
+        not finite; a second call does nothing."""
+        if self._may_take_back:
+            for bucket in self.buckets:
+                bucket.owed = bucket.owed_before
+                if bucket.coded is not None:
+                    bucket.coded.take_back()
+        self._may_take_back = False
+
+    def state(self) -> State | None:
+        """Between steps: this rank's residuals, copied; None where there are none."""
+        if all(bucket.coded is None and bucket.owed is None for bucket in self.buckets):
+            return None
+        world = self.mesh.world
+        return {
+            "hosts": world.num_hosts,
+            "local": world.ranks_per_host,
+            "sizes": [parameter.numel() for parameter in self.parameters],
+            "buckets": [
+                {
+                    "numbers": list(bucket.numbers),
+                    "sent": None if bucket.coded is None else bucket.coded.sent.kept.clone(),
+                    "summed": None if bucket.coded is None else bucket.coded.summed.kept.clone(),
+                    "owed": None if bucket.owed is None else bucket.owed.cpu().clone(),
+                }
+                for bucket in self.buckets
+            ],
+        }
+
+    def restore(self, states: Sequence[State | None]) -> None:
+        """Before `attach`, on every rank: the residuals of a commit, by trainer. In the same world with the same
+        buckets each rank goes on with its own. Else rank 0 adds all of them to its next gradients: nothing is lost,
+        also where sums are exact from now on. Where other parameters are trained than in the commit, residuals are
+        dropped: what they belong to is not known, and they are one rounding of one step.
+        """
+        self._committed = states
 
     def _heard_by_servers(
         self, is_finite: bool, stops: bool, loss: float
@@ -235,7 +308,9 @@ class DenseGradients:
                     tensor.data.copy_(self.mesh.broadcast("dense", tensor.data.cpu()))
 
     def _bucket(self, numbers: list[int], is_last: bool) -> Bucket:
-        first = self.parameters[numbers[0]] if numbers else self._signals
+        # Beside gradients, the loss has their dtype.
+        alone = torch.float32 if self.codec == "exact" else torch.float64
+        first = self.parameters[numbers[0]] if numbers else torch.zeros(0, dtype=alone)
         size = sum(self.parameters[number].numel() for number in numbers)
         ranks = self.mesh.num_ranks
         padded = -(-(size + SIGNALS * is_last) // ranks) * ranks
@@ -245,9 +320,37 @@ class DenseGradients:
         if first.device.type != "cpu":
             gradients = torch.zeros(size, dtype=first.dtype, device=first.device)
             stream = torch.Stream(first.device)
-        way = choose_way(self.mesh.world, padded * wire.itemsize)
+        world = self.mesh.world
         is_late = any(id(self.parameters[number]) in self.late for number in numbers)
+        if numbers and self.codec != "exact" and wire.dtype in CODED_DTYPES:
+            way = way_of_layout(world)
+            coded = CodedSum(CODECS[self.codec], world, way, padded, wire.dtype)
+            return Bucket(numbers, gradients, wire, way, stream, is_late, coded)
+        way = choose_way(world, padded * wire.itemsize)
         return Bucket(numbers, gradients, wire, way, stream, is_late)
+
+    def _take_up(self, states: Sequence[State | None]) -> None:
+        """What `restore` says."""
+        sizes = [parameter.numel() for parameter in self.parameters]
+        said = [state for state in states if state is not None]
+        if self.everybody.is_server or not said or said[0]["sizes"] != sizes:
+            return
+        if len(said) == self.mesh.num_ranks and _layout(said[0]) == _layout(self.state()):
+            for bucket, of in zip(self.buckets, said[self.mesh.rank]["buckets"], strict=True):
+                if bucket.coded is not None:
+                    bucket.coded.sent.kept.copy_(of["sent"])
+                    bucket.coded.summed.kept.copy_(of["summed"])
+                if of["owed"] is not None:
+                    bucket.owed = of["owed"].to(bucket.gradients)
+        elif self.mesh.rank == 0:
+            lost = lost_by_parameter(states)
+            for bucket in self.buckets:
+                if any(number in lost for number in bucket.numbers):
+                    nothing = (torch.zeros(sizes[number]) for number in bucket.numbers)
+                    parts = [
+                        lost.get(n, zero) for n, zero in zip(bucket.numbers, nothing, strict=True)
+                    ]
+                    bucket.owed = torch.cat(parts).to(bucket.gradients)
 
     def _agree_on_ways(self) -> None:
         """Collective: all go rank 0's ways. A rank that has measured other links would wait in another group."""
@@ -316,7 +419,7 @@ class DenseGradients:
                         return  # the process ends in the middle of a step
                 if self._is_given_up:
                     return
-                _reduce(bucket, self.mesh)
+                _reduce(bucket, self.mesh, self._unit)
         except BaseException as error:  # raised again by `wait`
             self._error = error
 
@@ -348,7 +451,19 @@ def bucket_layout(
     return done
 
 
-def _reduce(bucket: Bucket, mesh: Mesh) -> None:
+def _layout(state: State | None) -> list[Any]:
+    """What residuals of two commits must have in common to be of the same places."""
+    if state is None:
+        return []
+    buckets = [(bucket["numbers"], bucket["sent"] is None) for bucket in state["buckets"]]
+    return [state["hosts"], state["local"], state["sizes"], buckets]
+
+
+def _reduce(bucket: Bucket, mesh: Mesh, unit: float) -> None:
+    if bucket.owed is not None:
+        for event in bucket.written:
+            event.synchronize()
+        bucket.gradients.add_(bucket.owed, alpha=unit)
     if mesh.num_ranks == 1:
         bucket.total = float(bucket.gradients.sum(dtype=torch.float64))
         return
@@ -359,7 +474,13 @@ def _reduce(bucket: Bucket, mesh: Mesh) -> None:
         bucket.written = []
         with bucket.stream:
             bucket.wire[:size].copy_(bucket.gradients)
-    sum_over_ranks(mesh, bucket.wire, bucket.way)
+    if bucket.coded is None:
+        sum_over_ranks(mesh, bucket.wire, bucket.way)
+    else:
+        bucket.wire[
+            size:
+        ].zero_()  # NaN where the last step's were: a scale is of gradients and padding
+        bucket.coded.add(mesh, bucket.wire, unit)
     bucket.total = sum(float(piece.sum(dtype=torch.float64)) for piece in bucket.wire.split(PIECE))
     if bucket.stream is not None:
         with bucket.stream:

@@ -285,7 +285,9 @@ def prepare(
                 backings=commits.backings if commits else (),
                 committed=(commits.run, step) if commits and step is not None else None,
             )
-    dense = DenseGradients(parameters, mesh, late=collection.exchange.pushed_parameters)
+    dense = DenseGradients(
+        parameters, mesh, collection.plan.codecs.dense, late=collection.exchange.pushed_parameters
+    )
     part = part_of(mesh)
     trainer = Trainer(
         model,

@@ -151,7 +151,7 @@ class Trainer:
                 return None
             batch = coming
             is_last = number == parts - 1 or batch.ends_epoch
-            loss = self._serve(batch) if self.mesh.is_server else self._learn(batch, is_last)
+            loss = self._learn(batch, is_last, weight)
             total = total + loss if parts > 1 else loss
             weight, size = weight + batch.world_weight, size + batch.size
             if batch.ends_epoch:
@@ -187,16 +187,20 @@ class Trainer:
         self.progress.step(self.collection.step, whole, shown, self.mesh.trainers.num_ranks)
         return batch, stop
 
-    def _learn(self, batch: Batch, is_last: bool) -> Tensor:
-        """Forward and backward; `is_last` of the step. Returns this rank's part of the loss, or of the loss' sum where
-        a step has several batches."""
+    def _learn(self, batch: Batch, is_last: bool, weight: float) -> Tensor:
+        """Forward and backward; `is_last` of the step, after batches of so much `weight`. Returns this rank's part of
+        the loss, or of the loss' sum where a step has several batches."""
+        if self.mesh.is_server:
+            return self._serve(batch)
+        unit = 1.0
         with self.phases("forward"):
             loss = self.objective.loss(self.model, batch, self.mesh.trainers)
             if self.schedule.accumulate > 1:  # the weight of the whole step is known at its end
                 loss = loss * batch.world_weight
+                unit = max(weight + batch.world_weight, 1e-12)
         with self.phases("backward"):
             if is_last:
-                self.dense.begin()  # buckets of dense gradients leave while it runs
+                self.dense.begin(unit=unit)  # buckets of dense gradients leave while it runs
             loss.backward()
         return loss.detach()
 
@@ -333,6 +337,7 @@ class Trainer:
         )
 
     def _refuse(self, message: str, outcome: Outcome) -> None:
+        self.dense.take_back()
         if not self.schedule.skip_non_finite:
             raise NonFiniteError(f"{message}. Lower train lr, or set train.on_non_finite=skip")
         outcome.skipped += 1

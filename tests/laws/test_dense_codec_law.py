@@ -1,0 +1,314 @@
+"""Dense gradients that are rounded on their way: the same bits on every rank, nothing lost for longer than a step, the
+ranks' word exact, and residuals that outlive a run in whatever world it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_run import CONFIG
+from torch import nn
+
+from colonnade import Mesh, World
+from colonnade.config import build_config, override
+from colonnade.exchange.codec import CODECS
+from colonnade.topology.reduction import choose_way, sent, way_of_layout
+from colonnade.topology.traffic import Traffic
+from colonnade.train import dense as dense_module
+from colonnade.train.coded_sum import coded_size, lost_by_parameter
+from colonnade.train.dense import DenseGradients
+from colonnade.train.fingerprint import dense_weights
+from colonnade.train.run import open_run
+
+NAMES = ("bf16", "fp16", "int8")
+STEPS, BUCKET = 12, 6000
+SIZES = {"first": 1300, "second": 37, "wide": 600, "half": 5}
+DTYPES = {"wide": torch.float64, "half": torch.bfloat16}
+
+
+def network():
+    return [nn.Parameter(torch.zeros(n, dtype=DTYPES.get(k))) for k, n in SIZES.items()]
+
+
+def gradients_of(rank, step):
+    """Some elements are hundreds of times as large as their neighbours, which int8 then rounds to nothing; nearly the
+    same in every step."""
+    random = torch.Generator().manual_seed(7)
+    steady = [torch.randn(n, generator=random, dtype=torch.float64) for n in SIZES.values()]
+    for part in steady:
+        part[::97] *= 300
+    random.manual_seed(1000 * step + rank)
+    noise = [torch.randn(n, generator=random, dtype=torch.float64) for n in SIZES.values()]
+    return [(1 + rank) * a + 1e-4 * b for a, b in zip(steady, noise, strict=True)]
+
+
+def unit_of(step):
+    """What a step's gradients are divided by, as where it has several batches."""
+    return 1.0 if step % 3 else 64.0
+
+
+def step_of(dense, rank, step, *, gradients=None, finite=True, loss=0.0):
+    """What is applied, by parameter, and what `wait` said."""
+    unit = unit_of(step)
+    dense.zero()
+    dense.begin(unit=unit)
+    given = gradients or gradients_of(rank, step)
+    sum(
+        (p * (g * unit).to(p.dtype)).double().sum()
+        for p, g in zip(dense.parameters, given, strict=True)
+    ).backward()
+    said = dense.reduce(finite=finite, stop=False, loss=loss)
+    dense.scale(1 / unit)
+    return [p.grad.clone() for p in dense.parameters], said
+
+
+def opened(mesh, name, states=()):
+    dense_module.BUCKET_BYTES = BUCKET
+    dense = DenseGradients(network(), mesh, name)
+    dense.restore(states)
+    dense.attach()
+    return dense
+
+
+def foretold(dense):
+    """Bytes of a step by link."""
+    world, found = dense.mesh.world, {"local": 0.0, "remote": 0.0}
+    for bucket in dense.buckets:
+        size = bucket.wire.nbytes
+        if bucket.coded is None:
+            told = sent(choose_way(world, size), world, size)
+        else:
+            coded = coded_size(dense.codec, len(bucket.wire), world.num_ranks)
+            told = sent(way_of_layout(world), world, size, coded)
+        found = {link: found[link] + getattr(told, f"{link}_bytes") for link in found}
+    return found
+
+
+def train(mesh, name, *, feeds_back=True):
+    """Sums over STEPS steps: of what was applied, and of this rank's gradients."""
+    mesh = replace(mesh, traffic=Traffic())
+    dense = opened(mesh, name)
+    applied, mine, bits = [0.0] * len(SIZES), [0.0] * len(SIZES), []
+    for step in range(STEPS):
+        before = dict(mesh.traffic.sent_bytes)
+        found, _ = step_of(dense, mesh.rank, step)
+        after, told = mesh.traffic.sent_bytes, foretold(dense)
+        for link, size in told.items():
+            assert after.get(("dense", link), 0) - before.get(("dense", link), 0) == size
+        applied = [a + f.double() for a, f in zip(applied, found, strict=True)]
+        mine = [a + g for a, g in zip(mine, gradients_of(mesh.rank, step), strict=True)]
+        bits.append(found)
+        if not feeds_back:
+            for bucket in dense.buckets:
+                if bucket.coded is not None:
+                    bucket.coded.sent.kept.zero_()
+                    bucket.coded.summed.kept.zero_()
+    return {"applied": applied, "mine": mine, "bits": bits, "state": dense.state(), "sent": told}
+
+
+def goes_on(mesh, name):
+    """A world that goes on where another ended does its next step with the same bits; one that would not restore what
+    was kept does not."""
+    dense = opened(mesh, name)
+    for step in range(2):
+        step_of(dense, mesh.rank, step)
+    states = [dense.state()] * mesh.num_ranks  # of others it takes none
+    again, anew = opened(mesh, name, states), opened(mesh, name)
+    wanted, found, other = (step_of(each, mesh.rank, 3)[0] for each in (dense, again, anew))
+    assert all(map(torch.equal, found, wanted)) and not all(map(torch.equal, other, wanted))
+    assert same(again.state(), dense.state())
+
+
+def same(one, other):
+    return all(
+        torch.equal(a[leg], b[leg])
+        for a, b in zip(one["buckets"], other["buckets"], strict=True)
+        for leg in ("sent", "summed")
+        if a[leg] is not None
+    )
+
+
+def refuses(mesh, name):
+    """One bad number anywhere is seen by all, and a step that is not applied leaves no trace."""
+    dense = opened(mesh, name)
+    for step in range(2):
+        step_of(dense, mesh.rank, step)
+    kept = dense.state()
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        gradients = gradients_of(mesh.rank, 3)
+        if mesh.rank == 1:
+            gradients[0][1299] = bad
+        assert not step_of(dense, mesh.rank, 3, gradients=gradients)[1][0]
+        assert same(dense.state(), kept)
+    assert not step_of(dense, mesh.rank, 3, finite=mesh.rank != 1)[1][0]
+    assert same(dense.state(), kept)
+    _, said = step_of(dense, mesh.rank, 3, loss=2.0**-40 + (mesh.rank == 0))
+    assert said == (True, False, 1 + mesh.num_ranks * 2.0**-40)  # to the last bit
+    assert not same(dense.state(), kept)
+    dense.take_back()  # as where clipping finds that norms are no numbers
+    assert same(dense.state(), kept)
+
+
+def loss_after(mesh, name):
+    """A small network that learns another one, each rank from samples of its own."""
+    torch.manual_seed(3)
+    teacher, model = (nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 1)) for _ in "12")
+    dense = DenseGradients(list(model.parameters()), mesh, name)
+    dense.attach()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    inputs = torch.randn(90, 8)[mesh.rank :: mesh.num_ranks]
+    for _ in range(60):
+        dense.zero()
+        dense.begin()
+        loss = ((model(inputs) - teacher(inputs).detach()) ** 2).sum() / 90
+        loss.backward()
+        whole = dense.reduce(finite=True, stop=False, loss=loss.detach())[2]
+        optimizer.step()
+    return whole
+
+
+def everything(mesh):
+    found = {}
+    for name in ("exact", *NAMES):
+        found[name] = train(mesh, name)
+    for name in ("exact", "int8"):
+        found[name, "loss"] = loss_after(mesh, name)
+    for name in NAMES:
+        found[name, "alone"] = train(mesh, name, feeds_back=False)
+        goes_on(mesh, name)
+        refuses(mesh, name)
+    return found
+
+
+@pytest.fixture(scope="module", params=[(3, 3), (4, 2)], ids=["3 ranks", "2 x 2"])
+def everyone(request):
+    num_ranks, per_host = request.param
+    return run_ranks(num_ranks, everything, ranks_per_host=per_host)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rank_has_the_same_bits(everyone, name):
+    for results in everyone[1:]:
+        for step, found in enumerate(results[name]["bits"]):
+            assert all(map(torch.equal, found, everyone[0][name]["bits"][step]))
+    # Parameters of 16 bits travel as they are.
+    exact, coded = (everyone[0][which]["bits"][0] for which in ("exact", name))
+    assert torch.equal(exact[3], coded[3]) and not torch.equal(exact[0], coded[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_applied_is_what_was_computed_less_the_last_residuals(everyone, name):
+    codec = CODECS[name]
+    lost = lost_by_parameter([results[name]["state"] for results in everyone])
+    alone = everyone[0][name, "alone"]["applied"]
+    assert set(lost) == {0, 1, 2}
+    for number in lost:
+        wanted = sum(results[name]["mine"][number] for results in everyone)
+        off = wanted - everyone[0][name]["applied"][number]
+        largest = float(wanted.abs().max()) / STEPS  # of a step's sum
+        # But for the rounding of float32, nothing else was lost;
+        rounded = (torch.float64 == DTYPES.get(list(SIZES)[number])) * 1e-12 or 3e-6
+        assert float((off - lost[number]).abs().max()) <= rounded * largest * STEPS
+        # and that is one rounding of what each rank sent and one of the sum.
+        assert float(off.abs().max()) <= 2.2 * codec.nearest_error * largest
+        # Without feedback it adds up over steps, for small elements beside large ones to all they are.
+        assert float((wanted - alone[number]).abs().mean()) > 1.7 * float(off.abs().mean())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_are_those_of_the_codec_where_links_are_slow(everyone, name):
+    exact, coded = everyone[0]["exact"]["sent"], everyone[0][name]["sent"]
+    link = "remote" if exact["remote"] else "local"
+    halves = 2 if name != "int8" else 1
+    codes, elements = halves * (1300 + 37 + 600), 4 * (1300 + 37) + 8 * 600
+    assert coded[link] / exact[link] < 1.15 * codes / elements  # as counted: `train` asserts it
+
+
+def test_a_network_learns_nearly_as_well(everyone):
+    assert everyone[0]["int8", "loss"] == pytest.approx(everyone[0]["exact", "loss"], rel=0.05)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_world_is_given_what_was_kept(everyone, name):
+    """One rank alone, with other buckets: what was applied is then all that was computed."""
+    states = [results[name]["state"] for results in everyone]
+    lost = lost_by_parameter(states)
+    dense = opened(Mesh(), name, states)
+    nothing = [torch.zeros(n, dtype=torch.float64) for n in SIZES.values()]
+    assert not step_of(dense, 0, 0, gradients=[torch.full_like(g, float("nan")) for g in nothing])[1][0]  # fmt: skip
+    kept = dense.state()  # still: nothing was applied
+    found, _ = step_of(dense, 0, 0, gradients=nothing)
+    for number, part in lost.items():
+        torch.testing.assert_close(found[number].double(), part.double(), rtol=1e-6, atol=0)
+    assert not bool(found[3].any())
+    assert dense.state() is None
+    assert not any(bool(part.any()) for part in step_of(dense, 0, 1, gradients=nothing)[0])
+    again, _ = step_of(opened(Mesh(), "exact", [kept]), 0, 0, gradients=nothing)
+    assert all(map(torch.equal, again, found))
+    # Of weights that are no longer trained nothing is kept.
+    other = DenseGradients(network()[:3], Mesh())
+    other.restore(states)
+    other.attach()
+    assert other.state() is None
+
+
+def given_on_two(mesh, states, name):
+    """Two ranks, where there were others: rank 0 alone adds what was kept."""
+    dense = opened(mesh, name, states)
+    zeros = [torch.zeros(n, dtype=torch.float64) for n in SIZES.values()]
+    found, _ = step_of(dense, mesh.rank, 0, gradients=zeros)
+    return found, dense.state()
+
+
+def test_a_coded_world_of_another_size_is_given_what_was_kept(everyone):
+    states = [results["int8"]["state"] for results in everyone]
+    (found, _), (same_found, _) = both = run_ranks(2, given_on_two, states, "int8")
+    left = lost_by_parameter([state for _, state in both])
+    for number, part in lost_by_parameter(states).items():
+        assert torch.equal(found[number], same_found[number])
+        total = found[number].double() + left[number].double()
+        torch.testing.assert_close(total, part.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_on_one_rank_nothing_is_coded():
+    dense = opened(Mesh(World()), "int8")
+    found, _ = step_of(dense, 0, 1)
+    for mine, wanted in zip(found, gradients_of(0, 1), strict=True):
+        assert torch.equal(mine, wanted.to(mine.dtype))
+    assert dense.state() is None
+
+
+def runs(mesh, folder):
+    """Dense weights after 7 steps at once; after 4, and 3 more once that run was closed; and what was then kept."""
+    found = []
+    for name, stops in (("once", [7]), ("twice", [4, 7])):
+        for stop in stops:
+            config = override(
+                build_config(CONFIG), {"plan.wire.dense": "int8", "train.max_steps": stop}
+            )
+            run = open_run(config, mesh, folder / name)
+            run.train()
+            dense = dense_weights(run.trainer.model)
+            found.append(({n: v.clone() for n, v in dense.items()}, run.trainer.dense.state()))
+            run.close()
+    return found
+
+
+def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(tmp_path):
+    """And one that goes on on one rank is given what the others had kept."""
+    all_found = run_ranks(2, runs, tmp_path)
+    for (once, kept), (earlier, _), (twice, kept_again) in all_found:
+        assert all(torch.equal(once[name], twice[name]) for name in once)
+        assert not all(torch.equal(once[name], earlier[name]) for name in once)
+        assert same(kept, kept_again)
+    config = override(build_config(CONFIG), {"plan.wire.dense": "int8", "train.max_steps": 8})
+    run = open_run(config, Mesh(), tmp_path / "twice")
+    lost = lost_by_parameter([found[2][1] for found in all_found])
+    owed = run.trainer.dense.state()["buckets"][0]
+    parts = [lost[number] for number in owed["numbers"]]
+    assert torch.equal(owed["owed"], torch.cat(parts)) and bool(owed["owed"].any())
+    run.train()
+    assert run.trainer.dense.state() is None
+    run.close()
