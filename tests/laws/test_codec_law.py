@@ -61,7 +61,7 @@ def all_cases(mesh):
     found = {}
     for name in ("exact", *NAMES):
         codecs = Codecs(name, name)
-        for exchange in ("rows", "pooled"):
+        for exchange in ("rows", "pooled", "substitute"):
             found[name, exchange] = train(mesh, codecs, exchange, row_wise(NUM_RANKS))
         found[name, "again"] = train(mesh, codecs, "rows", row_wise(NUM_RANKS))
         found[name, "one"] = train(mesh, codecs, "rows", table_wise(1))
@@ -75,7 +75,7 @@ def everyone():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("exchange", ["rows", "pooled"])
+@pytest.mark.parametrize("exchange", ["rows", "pooled", "substitute"])
 def test_no_further_off_than_declared(everyone, name, exchange):
     exactness = everyone[0][name, exchange][1]
     codec = CODECS[name]
@@ -117,7 +117,7 @@ def test_the_same_bits_every_time_and_however_rows_are_dealt(everyone, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_shrink_as_told(everyone, name):
     codec = CODECS[name]
-    for exchange in ("rows", "pooled"):
+    for exchange in ("rows", "pooled", "substitute"):
         for results in everyone:
             exact, coded = results["exact", exchange][2], results[name, exchange][2]
             for purpose in ("fetch", "push"):

@@ -53,6 +53,7 @@ def plans(num_ranks):
     return {
         "rows": {},
         "pooled": {"exchanges": POOLED},
+        "substitute": {"exchanges": dict.fromkeys(POOLED, "substitute")},
         "one rank": {"shardings": dict.fromkeys(POOLED, last)},
         "one rank, pooled": {"shardings": dict.fromkeys(POOLED, last), "exchanges": POOLED},
         "replicated": {"shardings": everywhere, "exchanges": dict.fromkeys(POOLED, "replicated")},

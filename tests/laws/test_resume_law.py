@@ -50,6 +50,10 @@ OF_TWO = {
         "plan.exchange": "pooled", "plan.staleness_steps": 1, "plan.memory.dram": 90_000,
         "plan.tables": {"C1": {"sharding": "table_wise"}}, "plan.wire.dense": "int8",
     },
+    "substitute": {
+        "model.name": "nfm", "model.bottom": None, "plan.exchange": "substitute",
+        "plan.staleness_steps": 1, "plan.memory.dram": 120_000,
+    },
 }  # fmt: skip
 
 
@@ -146,7 +150,12 @@ def test_killed_at_random_moments(undisturbed, variant, tmp_path):
 
 @pytest.mark.parametrize(
     ("variant", "kill_at"),
-    [("tiered", 201), ("pooled", 150), pytest.param("stale", 90, marks=pytest.mark.slow)],
+    [
+        ("tiered", 201),
+        ("pooled", 150),
+        ("substitute", 150),
+        pytest.param("stale", 90, marks=pytest.mark.slow),
+    ],
 )
 def test_one_of_two_ranks_killed(undisturbed, variant, kill_at, tmp_path):
     children = start(tmp_path, (VARIANTS | OF_TWO)[variant], kill_at, num_ranks=2)

@@ -112,7 +112,7 @@ class Case:
 
 CASES = {
     "LR + FM, few ranks": Case(4, 39, 1, 16, (17,), "substitute"),
-    "LR + FM, many ids": Case(8, 100, 5, 8, (9,), "substitute", unique=0.3),
+    "LR + FM, many ids": Case(8, 40, 5, 8, (9,), "substitute", unique=0.3),
     "LR + FM, too many ranks, one id": Case(48, 39, 1, 16, (17,), "rows"),
     "LR + FM, too many ranks, many ids": Case(48, 39, 10, 16, (17,), "pooled"),
     "FM against rows that are often the same": Case(8, 39, 1, 16, (17,), "rows", unique=0.01),
@@ -120,7 +120,7 @@ CASES = {
     "LR, more ranks than fields": Case(32, 26, 4, 1, (1,), "pooled", has_linear=False),
     "NFM, few ranks": Case(4, 26, 4, 16, (32,), "substitute"),
     "NFM, its vectors lose": Case(16, 26, 4, 16, (32,), "pooled", has_linear=False),
-    "cross network": Case(16, 50, 2, 8, (4,), "substitute", unique=0.9),
+    "cross network": Case(16, 30, 2, 8, (4,), "substitute", unique=0.9),
     "first layer, narrow": Case(4, 39, 4, 32, (256,), "substitute", has_linear=False),
     "first layer, wide": Case(4, 39, 4, 16, (400,), "pooled", has_linear=False),
     "FM beside a deep network": Case(4, 39, 4, 16, (17, None), "pooled", has_linear=False),

@@ -51,7 +51,7 @@ def test_a_table_s_own_word_counts_more():
 @pytest.mark.parametrize(
     "plan, is_open",
     [({"exchange": "auto"}, True), ({"sharding": "table_wise"}, True), ({"sharding": "replicated"}, False),
-     ({"sharding": "host_wise"}, True), ({"exchange": "pooled"}, False),
+     ({"sharding": "host_wise"}, True), ({"exchange": "pooled"}, False), ({"exchange": "substitute"}, False),
      ({"tables": {"a": {"sharding": "host_wise", "ranks": [2, 3]}}}, False)],
 )  # fmt: skip
 def test_what_is_left_open_is_chosen_from_a_profile(plan, is_open):
@@ -82,6 +82,7 @@ def test_what_is_said_is_planned():
         ({"tables": {"a": {"sharding": "grid", "ranks": [0, 1, 2]}}}, "all ranks of two or more hosts"),
         ({"tables": {"a": {"sharding": "column_wise", "ranks": [0, 4]}}}, "this world has ranks 0 .. 3"),
         ({"exchange": "replicated", "sharding": "column_wise"}, "leave sharding out"),
+        ({"exchange": "substitute", "sharding": "column_wise"}, "evaluated on whole rows, wanted table_wise"),
         ({"exchange": "row"}, "plan.exchange"),
         ({"tables": {"a": {"exchnage": "rows"}}}, "did you mean plan.tables.a.exchange"),
     ],

@@ -60,7 +60,7 @@ TRIED = 4
 """Least loaded ranks and hosts that a table may go to; one of them in a large world."""
 MANY = 10_000
 """Tables times ranks beyond which only the two best beginnings are gone on from."""
-FEW = 1_000
+FEW = 150
 """The same beyond which tables under `substitute` stay as they began: each move asks for the cost of all of them."""
 TOGETHER = 2
 """Best beginnings with partials that are gone on from."""
@@ -298,25 +298,31 @@ class Search:
         for some in (*alone, *pairs, names):
             if some <= names:
                 yield self.begun(lambda t, options, some=some: self.balanced(t, options, some))
-        kinds = ("row_wise", "table_wise", *(("host_wise",) if self.has_hosts else ()))
-        some = [
+        kinds: list[Kind] = ["row_wise", "table_wise"]
+        kinds += ["host_wise"] if self.has_hosts else []
+        laid = [
             self.begun(
                 lambda t, options, group=group, kind=kind: self.together(t, options, group, kind, names)
             )
             for group in (self.partials.groups if self.is_known else ())
             for kind in kinds
         ]  # fmt: skip
-        yield from sorted(some, key=self.objective)[:TOGETHER]
+        yield from sorted(laid, key=self.objective)[:TOGETHER]
 
     def together(
-        self, t: int, options: Sequence[Option], group: Sequence[int], kind: str, others: set[str]
+        self,
+        t: int,
+        options: Sequence[Option],
+        group: Sequence[int],
+        kind: Kind,
+        others: Collection[str],
     ) -> Option:
         """A table of the group under `substitute`, as that kind of sharding where it may be."""
         mine = [each for each in options if each[0] == "substitute"]
         if t not in group or not mine:
             return self.balanced(t, options, others)
         if ("substitute", kind) in mine:
-            return "substitute", kind  # type: ignore[return-value]
+            return "substitute", kind
         return mine[-1]
 
     def begun(self, pick) -> State:

@@ -11,7 +11,7 @@ from colonnade.exchange.layout import Declaration
 from colonnade.exchange.several import part_of
 from colonnade.exchange.slices import slices_of
 from colonnade.exchange.substitution import partial_width, substituted
-from colonnade.plan.loads import TableLoad
+from colonnade.plan.loads import ColumnLoad, TableLoad
 from colonnade.topology.sharding import Sharding
 
 
@@ -89,7 +89,7 @@ def model_load(
     a sample of the data has shown some."""
     compute = declaration.compute_dtype
     values, gradients = CODECS[codecs.values], CODECS[codecs.gradients]
-    columns = {}
+    columns: dict[str, ColumnLoad] = {}
     for load in loads:
         readers = [each for each in declaration.features if each.table == load.name]
         columns |= {each.name: column for each, column in zip(readers, load.columns, strict=False)}

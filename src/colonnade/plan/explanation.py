@@ -36,7 +36,7 @@ def explained(search: Search, state: State, later: float | None) -> Choice:
         for exchange, kind in OPTIONS:
             if (exchange, kind) == mine.option or not _has(search, load, exchange, kind):
                 continue
-            if exchange == "substitute" and not _is_shown(search, state, t):
+            if exchange == "substitute" and not _is_shown(search, t):
                 continue
             places = [
                 cost(search, state, t, exchange, place, now)
@@ -79,11 +79,9 @@ def _has(search: Search, load: TableLoad, exchange: ExchangeName, kind: Kind) ->
     return (exchange not in BY_OWNERS or is_pooled) and (kind != "host_wise" or search.has_hosts)
 
 
-def _is_shown(search: Search, state: State, t: int) -> bool:
+def _is_shown(search: Search, t: int) -> bool:
     """Whether it is of use to say what the table would cost under `substitute`, all others staying as they are."""
-    if not search.is_known or t not in search.grouped:
-        return False
-    return state.chosen[t][0] == "substitute" or not search.are_held
+    return search.is_known and t in search.grouped and not search.are_held
 
 
 def _peers(search: Search) -> dict[str, int]:
@@ -133,5 +131,5 @@ def _share_of(
     added = joint.added.get(t, 0.0) / world.num_ranks
     sent["route", "local"] += added * near
     sent["route", "remote"] += added * far
-    each = float(sum(share.sum() for share in shares)) / len(sharding.ranks)
-    return search.samples * each * search.paths.to(sharding)[2]
+    mean = float(sum(share.sum() for share in shares)) / len(sharding.ranks)
+    return search.samples * mean * search.paths.to(sharding)[2]

@@ -66,7 +66,7 @@ class Partials:
     @cached_property
     def taken(self) -> NDArray[np.bool_]:
         """(F,) by some consumer."""
-        return self.takes.any(0)
+        return np.asarray(self.takes.any(0))
 
     def tables_of(self, consumer: ConsumerLoad) -> tuple[int, ...]:
         return tuple(sorted({self.model.fields[f].table for f in consumer.fields}))
@@ -160,7 +160,8 @@ class Partials:
         return Joint(some, values, gradients, floats, evaluated, added, split)
 
     def _by_table(self, of_fields: Floats) -> Floats:
-        return np.bincount(self.tables, weights=of_fields, minlength=self.num_tables)
+        found = np.bincount(self.tables, weights=of_fields, minlength=self.num_tables)
+        return found.astype(np.float64)
 
     def shares(self, joint: Joint, owners: Floats, t: int) -> tuple[Floats, Floats]:
         """(N,) each: of `joint.values` and `joint.gradients`, those that are table t's."""
