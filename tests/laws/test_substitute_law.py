@@ -269,9 +269,9 @@ def test_the_cut_is_the_least_of_all():
 
 
 def test_a_split_bag_of_an_operator_on_fields_is_refused():
-    """Where nothing says that a feature has bags."""
+    case = Case({"fm": (FM(), FIELDS)}, "row_wise", ("fm",))
     with pytest.raises(AssertionError, match=r"DataError: feature 'seen'.*table_wise"):
-        run_ranks(2, _refused)
+        run_ranks(2, _refused, case)
 
 
 def held(mesh):
@@ -316,22 +316,13 @@ def test_what_was_read_ahead_is_read_in_another_world():
     assert found[1][1] > found[0][1], "gradients of FM follow what was read, not the rows"
 
 
-def _refused(mesh):
-    declared = [
-        replace(each, pooling="sum" if each.name == "seen" else each.pooling) for each in features()
-    ]
-    fields = ("user.deep", "item", "seen")
-    collection = EmbeddingCollection(
-        tables("float64"), declared, consumers={"fm": (FM(), fields)}, seed=3
-    )
-    exchanges = dict.fromkeys(("user", "item", "tag"), "substitute")
-    collection.open(build_plan(collection.tables, mesh.num_ranks, exchanges=exchanges), mesh)
-    collection(share_of(global_batch(0, 13), mesh.rank, mesh.num_ranks))
+def _refused(mesh, case):
+    train(mesh, case, exchanges=case.exchanges)
 
 
 def test_reasons_for_values_that_travel():
     declared = [Table(name, 8, rows=99) for name in "abcd"]
-    fields = [Feature(name, name, pooling="mean" if name == "b" else "sum") for name in "abcd"]
+    fields = [Feature(name, name) for name in "abcd"]
     consumers = {
         "deep": (FieldsLinear((8, 8, 8), 4), "abc"),
         "pairs": (FM(), "ab"),
@@ -347,9 +338,10 @@ def test_reasons_for_values_that_travel():
         return why
 
     dealt, whole = [row_wise(4)] * 4, [table_wise(rank) for rank in range(4)]
-    why = found(dealt)
+    assert set(found(dealt)) == {"beside", "one"}
+    why = found(dealt, bags={"b", "c"})
     assert set(why) == {"pairs", "beside", "one"}
-    assert "whole bags" in why["pairs"] and "feature 'b' wants a mean" in why["pairs"]
+    assert "whole bags" in why["pairs"] and "feature 'b' has bags" in why["pairs"]
     why = found(whole)
     wanted = "its partials would be 12 floats a sample, the values that they would save 8"
     assert why["deep"] == wanted

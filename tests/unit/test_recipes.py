@@ -7,18 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def run(name: str, *arguments: str) -> str:
+def run(name: str, *arguments: str, num_ranks: int = 1) -> str:
     path = RECIPES / name
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     assert len(path.read_text().splitlines()) <= 40
     done = subprocess.run(
-        [sys.executable, str(path), *arguments],
+        [sys.executable, *(launcher if num_ranks > 1 else []), str(path), *arguments],
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr
@@ -34,3 +37,11 @@ def test_mtrains_trains_with_rows_below_memory(tmp_path):
     assert "test_auc 0." in said
     assert list((tmp_path / "run-rows").rglob("segment-*"))
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_des_sends_partials():
+    """On the other rank's 250 samples: FM's 17 floats, the first layer's 32 and one of first-order weights."""
+    said = run("des.py", num_ranks=2)
+    assert "bytes a step: 50,000 of partials, 50,000 of their gradients" in said
+    assert float(said.split("test_auc ")[1].split()[0]) > 0.6

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 from colonnade.exchange.layout import Declaration
 from colonnade.topology.sharding import Sharding
@@ -24,11 +25,16 @@ def substituted(
     *,
     world: World | None = None,
     reads_ahead: int = 0,
+    bags: Collection[str] = (),
+    exchanges: Sequence[str] | None = None,
 ) -> tuple[str, ...]:
     """Names of consumers, as declared, whose partials travel instead of their fields' values. Of sets as good, the
     smallest: partials that save nothing are not made. world: None, several ranks without servers. reads_ahead: steps
-    between reading a row and its use."""
-    barred = bars(declaration, shardings, world=world, reads_ahead=reads_ahead)
+    between reading a row and its use. bags: features known to have several ids a sample; `SubstituteExchange`, which
+    does not know, looks at each batch. exchanges: by table, where some are not `substitute`."""
+    barred = bars(
+        declaration, shardings, world=world, reads_ahead=reads_ahead, bags=bags, exchanges=exchanges
+    )
     able = [name for name in declaration.consumers if name not in barred]
     best: tuple[str, ...] = ()
     least = floats(declaration, shardings, best)
@@ -45,13 +51,15 @@ def reasons(
     *,
     world: World | None = None,
     reads_ahead: int = 0,
+    bags: Collection[str] = (),
     exchanges: Sequence[str] | None = None,
 ) -> dict[str, str]:
-    """By consumer that is not evaluated at the owners of its fields: why, in words. As `substituted`; exchanges: by
-    table, where some are not `substitute`."""
-    given = {"world": world, "reads_ahead": reads_ahead}
-    barred = bars(declaration, shardings, exchanges=exchanges, **given)  # type: ignore[arg-type]
-    chosen = substituted(declaration, shardings, **given)  # type: ignore[arg-type]
+    """By consumer that is not evaluated at the owners of its fields: why, in words. As `substituted`."""
+    given: dict[str, Any] = {
+        "world": world, "reads_ahead": reads_ahead, "bags": bags, "exchanges": exchanges,
+    }  # fmt: skip
+    barred = bars(declaration, shardings, **given)
+    chosen = substituted(declaration, shardings, **given)
     owners = owners_by_field(declaration, shardings)
     dims = {field.name: field.dim for field in declaration.fields}
     found = {}
@@ -78,9 +86,10 @@ def bars(
     *,
     world: World | None = None,
     reads_ahead: int = 0,
+    bags: Collection[str] = (),
     exchanges: Sequence[str] | None = None,
 ) -> dict[str, str]:
-    """By consumer that owners cannot evaluate, whatever it would save: why, in words. Arguments as `reasons`."""
+    """By consumer that owners cannot evaluate, whatever it would save: why, in words. As `substituted`."""
     if cut := [
         t.name for t, each in zip(declaration.tables, shardings, strict=True) if each.slices > 1
     ]:
@@ -89,7 +98,7 @@ def bars(
     found = {}
     for name in declaration.consumers:
         why = _other_exchange(declaration, name, exchanges) or _of_operator(declaration, name)
-        why = why or _split_bags(declaration, name, shardings)
+        why = why or _split_bags(declaration, name, shardings, bags)
         if why := why or _weights(declaration, name, shardings, world, reads_ahead):
             found[name] = why
     return found
@@ -117,19 +126,19 @@ def _of_operator(declaration: Declaration, name: str) -> str | None:
     return f"nothing smaller than its fields' values stands for them in {kind}"
 
 
-def _split_bags(declaration: Declaration, name: str, shardings: Sequence[Sharding]) -> str | None:
-    """Features of means have bags. Of others nobody knows before the data comes: `SubstituteExchange` looks."""
+def _split_bags(
+    declaration: Declaration, name: str, shardings: Sequence[Sharding], bags: Collection[str]
+) -> str | None:
     consumer = declaration.consumers[name]
     if consumer.interaction.needs() == "rows":
         return None
     for field in declaration.fields:
         feature = declaration.features[field.feature]
-        t, _ = declaration.parts[field.part]
-        is_split = len(shardings[t].ranks) > 1
-        if field.name in consumer.features and feature.pooling in ("mean", "sqrtn") and is_split:
+        num_owners = len(shardings[declaration.parts[field.part][0]].ranks)
+        if field.name in consumer.features and feature.name in bags and num_owners > 1:
             return (
-                f"it needs whole bags, and rows of table {feature.table!r} lie on {len(shardings[t].ranks)} ranks, "
-                f"of which feature {feature.name!r} wants a {feature.pooling}"
+                f"it needs whole bags, and rows of table {feature.table!r}, of which feature {feature.name!r} "
+                f"has bags, lie on {num_owners} ranks"
             )
     return None
 
