@@ -73,7 +73,7 @@ def train(
 
 
 def run_folder(said: Path | None, name: str) -> Path:
-    """`said`, or a new one by name and time. Raises ConfigError under torchrun, whose ranks have clocks of their own."""
+    """`said`, or a new one by name and time. Raises ConfigError under torchrun, whose ranks differ in it."""
     from colonnade.cli.ranks import is_under_torchrun
 
     if said is None and is_under_torchrun():
