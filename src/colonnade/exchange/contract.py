@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, device
+from torch import Tensor, device, nn
 
 from colonnade.interaction import Interaction
 from colonnade.store.contract import RowView
