@@ -107,7 +107,10 @@ def train(mesh, *, stays=None, is_whole=False, folder=None, codecs=EXACT, **sett
         torch.autograd.backward(list(found.values()), given)
         rows.step()
     sent = {purpose: mesh.traffic.bytes_of(purpose) for purpose in ("fetch", "push")}
-    counts = torch.tensor([collection.store.num_rows(t) for t in (1, 3)])
+    kept = collection.policies  # rows that nobody has trained may lie in memory, too
+    counts = torch.tensor(
+        [len(kept[t]) if t in kept else collection.store.num_rows(t) for t in (1, 3)]
+    )
     found = seen, all_rows(collection), mesh.all_reduce("control", counts).tolist(), sent
     for backing in backings:
         backing.close()

@@ -261,3 +261,17 @@ def test_plan_of_a_world_fits_a_terminal_and_shows_a_table_s_choices(
     assert "wanted a table of this model" in capsys.readouterr().err
     assert app.run(["plan", *SETTINGS, "--world", "2 by 2"]) == 2
     assert "HOSTSxRANKS" in capsys.readouterr().err
+
+
+def test_plan_says_of_each_consumer_what_travels(capsys, tmp_path, monkeypatch, quick):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    model = ["model.name=deepfm", "model.bottom=none", "model.dim=4", "plan.exchange=substitute"]
+    command = ["plan", *SETTINGS, "--world", "16x1", "--uplink", "1Gbit"]
+    assert app.run([*command, *(word for each in model for word in ("--set", each))]) == 0
+    said = capsys.readouterr().out
+    assert "partials, all!" in said and "…" not in said
+    assert "linear: partial (values 416, partial 16): fewer floats" in said
+    lines = " ".join(said.split())
+    assert "fm: values (values 1,664, partial 80): values travel anyway for deep" in lines
+    assert "deep: values (values 1,664, no partial): its operator has no partial" in lines

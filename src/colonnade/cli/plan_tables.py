@@ -18,6 +18,8 @@ from colonnade.topology.sharding import Sharding
 from colonnade.train.planning import Planned
 
 MAX_LINES = 40
+SHORT = {"substitute": "partials"}
+"""Words for exchanges, where their names are too long for 80 columns."""
 
 
 def show(
@@ -111,17 +113,16 @@ def _show_consumers(console: Console, found: Planned) -> None:
     consumers = found.choice.consumers
     if all(each.partial_floats is None for each in consumers):
         return
-    console.print(
-        "\nconsumers: whether partials of the model's first operators travel; floats of a sample, from all owners"
-    )
-    grid = _grid(("consumer", "travels", "partial", "values", "because"), ("travels", "because"))
+    console.print("\nconsumers: what travels of first operators; floats of a sample, all owners")
     for each in consumers[:MAX_LINES]:
-        partial = each.partial_floats
-        grid.add_row(*map(Text, [
-            each.name, "partial" if each.is_partial else "values", "-" if partial is None else f"{partial:,.0f}",
-            f"{each.value_floats:,.0f}", each.why,
-        ]))  # fmt: skip
-    console.print(grid)
+        partial = "no partial"
+        if each.partial_floats is not None:
+            partial = f"partial {each.partial_floats:,.0f}"
+        what = "partial" if each.is_partial else "values"
+        console.print(
+            f"  {each.name}: {what} (values {each.value_floats:,.0f}, {partial}): {each.why}",
+            markup=False,
+        )
 
 
 def _show_choices(console: Console, found: Planned, table: TableChoice) -> None:
@@ -206,7 +207,7 @@ def _show_links(console: Console, choice: Choice, found: Planned) -> None:
 def _words(cost: Cost, found: Planned) -> str:
     if cost.exchange == "replicated":
         return "copies"
-    return f"{cost.exchange}, {_place(cost.sharding, found)}"
+    return f"{SHORT.get(cost.exchange, cost.exchange)}, {_place(cost.sharding, found)}"
 
 
 def _place(sharding: Sharding, found: Planned) -> str:
@@ -227,7 +228,7 @@ def _kind_words(cost: Cost) -> str:
     kinds = {
         "table_wise": "a rank", "host_wise": "a host", "column_wise": "columns", "grid": "a grid"
     }  # fmt: skip
-    return f"{cost.exchange}, {kinds.get(cost.sharding.kind, 'all')}"
+    return f"{SHORT.get(cost.exchange, cost.exchange)}, {kinds.get(cost.sharding.kind, 'all')}"
 
 
 def _more(seconds: float) -> str:

@@ -31,7 +31,7 @@ def consumer_choices(
         tables = partials.tables_of(consumer)
         others = [names[t] for t in tables if not under[t]]
         if c in some:
-            why = f"{_floats(partial)} floats, not {_floats(values)}"
+            why = "fewer floats"
         elif partial is None:
             why = "its operator has no partial that adds up"
         elif cut:
