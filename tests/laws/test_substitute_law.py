@@ -27,7 +27,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.exchange.layout import declare
-from colonnade.exchange.substitution import floats, reasons, substituted
+from colonnade.exchange.substitution import barred, floats, substituted
 from colonnade.topology.sharding import Sharding, row_wise, table_wise
 
 SIZES = [13, 0, 1, 24]
@@ -320,42 +320,24 @@ def _refused(mesh, case):
     train(mesh, case, exchanges=case.exchanges)
 
 
-def test_reasons_for_values_that_travel():
+def test_what_owners_cannot_evaluate():
     declared = [Table(name, 8, rows=99) for name in "abcd"]
     fields = [Feature(name, name) for name in "abcd"]
-    consumers = {
-        "deep": (FieldsLinear((8, 8, 8), 4), "abc"),
-        "pairs": (FM(), "ab"),
-        "beside": (Concat(), "d"),
-        "one": (Sum(), "d"),
-    }
+    consumers = {"deep": (FieldsLinear((8, 8, 8), 4), "abc"), "beside": (Concat(), "d")}
     declaration = declare(declared, fields, consumers)
+    whole = [table_wise(rank) for rank in range(4)]
 
-    def found(shardings, **given):
-        names = substituted(declaration, shardings, **given)
-        why = reasons(declaration, shardings, **given)
-        assert set(names) | set(why) == set(consumers) and not set(names) & set(why)
+    def found(**given):
+        names = substituted(declaration, [row_wise(4)] * 4, **given)
+        why = {name: barred(declaration, name, **given) for name in consumers}
+        assert set(names) == {name for name, each in why.items() if each is None}
         return why
 
-    dealt, whole = [row_wise(4)] * 4, [table_wise(rank) for rank in range(4)]
-    assert set(found(dealt)) == {"beside", "one"}
-    why = found(dealt, bags={"b", "c"})
-    assert set(why) == {"pairs", "beside", "one"}
-    assert "whole bags" in why["pairs"] and "feature 'b' has bags" in why["pairs"]
-    why = found(whole)
-    wanted = "its partials would be 12 floats a sample, the values that they would save 8"
-    assert why["deep"] == wanted
-    assert why["pairs"] == "the values of its fields travel anyway, for another consumer"
-    assert why["beside"] == "nothing smaller than its fields' values stands for them in Concat"
-    assert why["one"] == "the values of its fields travel anyway, for another consumer"
-    assert "2 steps early" in found(whole, reads_ahead=2)["deep"]
-    assert "one rank" in found([table_wise(0)] * 4, world=World())["deep"]
-    servers = World(ranks_per_host=4, servers_per_host=1)
-    assert "rank 3 is a server" in found([table_wise(3)] * 4, world=servers)["deep"]
-    cut = [Sharding("column_wise", (0, 1), 2), *whole[1:]]
-    assert "'a' are cut by columns" in found(cut)["one"]
-    given = ["rows", "substitute", "substitute", "substitute"]
-    assert (
-        reasons(declaration, whole, exchanges=given)["deep"]
-        == "its field 'a' comes by exchange rows"
-    )
+    assert found() == {
+        "deep": None,
+        "beside": "nothing smaller than its fields' values stands for them in Concat",
+    }
+    assert substituted(declaration, whole) == ("deep",)
+    assert "read ahead" in found(reads_ahead=2)["deep"]
+    assert "one rank" in found(world=World())["deep"]
+    assert "servers" in found(world=World(ranks_per_host=4, servers_per_host=1))["deep"]

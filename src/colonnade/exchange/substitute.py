@@ -193,7 +193,10 @@ class SubstituteExchange(PooledExchange):
         another exchange held, or another cut."""
         sizes, whole = ticket.wire.sizes, self.fields.columns
         shares = [self.fields.share(rank, self.shardings) for rank in range(self.mesh.num_ranks)]
-        if [set(each) for each in held] == [{self._held(i) for i in of.order} for of in shares]:
+        is_alike = [set(each) for each in held] == [
+            {self._held(i) for i in of.order} for of in shares
+        ]
+        if is_alike and self.routes:  # on one rank nothing was added up: below are the same bits
             self._restore_here(ticket, held, shares)
             return
         every = torch.zeros(sum(sizes), whole.width, dtype=self.declaration.compute_dtype)
@@ -222,8 +225,9 @@ class SubstituteExchange(PooledExchange):
         self, ticket: Ticket, held: Sequence[dict[str, Tensor]], shares: Sequence[Fields]
     ) -> None:
         """In the world that held it: every owner's message as it was, to the bit."""
-        sizes, rank, blocks = ticket.wire.sizes, self.mesh.rank, []
+        sizes, rank = ticket.wire.sizes, self.mesh.rank
         first = sum(sizes[:rank])
+        blocks: list[list[Tensor]] = [[] for _ in self.routes]
         for owner, (each, share) in enumerate(zip(held, shares, strict=True)):
             parts = [each[self._held(i)] for i in share.order]
             none = torch.zeros(sum(sizes), 0, dtype=self.declaration.compute_dtype)
@@ -232,9 +236,12 @@ class SubstituteExchange(PooledExchange):
             partials = self._partials(pooled, columns, is_mine)
             if is_mine:
                 ticket.wire.pooled, ticket.wire.partials = pooled, partials
-            sent = self._sent(pooled, columns, self._carried(share), partials)
-            blocks.append(sent[first : first + sizes[rank]].reshape(-1))
-        ticket.reads = Fetched(torch.cat(blocks), False)
+            for route, landed in zip(self.routes, blocks, strict=True):
+                sent = self._sent(pooled, columns, route.columns_of(owner), partials)
+                landed.append(sent[first : first + sizes[rank]])
+        ticket.reads = Fetched(
+            [route.landed(landed) for route, landed in zip(self.routes, blocks, strict=True)]
+        )
 
     def _first_owner(self, i: int) -> int:
         field = self.declaration.fields[i]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
-from typing import Any
 
 from colonnade.exchange.layout import Declaration
 from colonnade.topology.sharding import Sharding
@@ -25,17 +24,15 @@ def substituted(
     *,
     world: World | None = None,
     reads_ahead: int = 0,
-    bags: Collection[str] = (),
-    exchanges: Sequence[str] | None = None,
 ) -> tuple[str, ...]:
     """Names of consumers, as declared, whose partials travel instead of their fields' values. Of sets as good, the
     smallest: partials that save nothing are not made. world: None, several ranks without servers. reads_ahead: steps
-    between reading a row and its use. bags: features known to have several ids a sample; `SubstituteExchange`, which
-    does not know, looks at each batch. exchanges: by table, where some are not `substitute`."""
-    barred = bars(
-        declaration, shardings, world=world, reads_ahead=reads_ahead, bags=bags, exchanges=exchanges
-    )
-    able = [name for name in declaration.consumers if name not in barred]
+    between reading a row and its use."""
+    able = [
+        name
+        for name in declaration.consumers
+        if barred(declaration, name, world=world, reads_ahead=reads_ahead) is None
+    ]
     best: tuple[str, ...] = ()
     least = floats(declaration, shardings, best)
     for some in sets(able, lambda some: floats(declaration, shardings, some)):
@@ -45,123 +42,24 @@ def substituted(
     return best
 
 
-def reasons(
-    declaration: Declaration,
-    shardings: Sequence[Sharding],
-    *,
-    world: World | None = None,
-    reads_ahead: int = 0,
-    bags: Collection[str] = (),
-    exchanges: Sequence[str] | None = None,
-) -> dict[str, str]:
-    """By consumer that is not evaluated at the owners of its fields: why, in words. As `substituted`."""
-    given: dict[str, Any] = {
-        "world": world, "reads_ahead": reads_ahead, "bags": bags, "exchanges": exchanges,
-    }  # fmt: skip
-    barred = bars(declaration, shardings, **given)
-    chosen = substituted(declaration, shardings, **given)
-    owners = owners_by_field(declaration, shardings)
-    dims = {field.name: field.dim for field in declaration.fields}
-    found = {}
-    for name, consumer in declaration.consumers.items():
-        if name in barred:
-            found[name] = barred[name]
-        elif name not in chosen:
-            travels = _values(declaration, {*chosen, name})
-            others = {field for field in consumer.features if field not in travels}
-            if not others:
-                found[name] = "the values of its fields travel anyway, for another consumer"
-                continue
-            values = sum(len(owners[field]) * dims[field] for field in others)
-            partials = _width(declaration, name, owners)
-            found[name] = (
-                f"its partials would be {partials} floats a sample, the values that they would save {values}"
-            )
-    return found
-
-
-def bars(
-    declaration: Declaration,
-    shardings: Sequence[Sharding],
-    *,
-    world: World | None = None,
-    reads_ahead: int = 0,
-    bags: Collection[str] = (),
-    exchanges: Sequence[str] | None = None,
-) -> dict[str, str]:
-    """By consumer that owners cannot evaluate, whatever it would save: why, in words. As `substituted`."""
-    if cut := [
-        t.name for t, each in zip(declaration.tables, shardings, strict=True) if each.slices > 1
-    ]:
-        words = f"rows of table {cut[0]!r} are cut by columns, so values are put together where the samples are"
-        return dict.fromkeys(declaration.consumers, words)
-    found = {}
-    for name in declaration.consumers:
-        why = _other_exchange(declaration, name, exchanges) or _of_operator(declaration, name)
-        why = why or _split_bags(declaration, name, shardings, bags)
-        if why := why or _weights(declaration, name, shardings, world, reads_ahead):
-            found[name] = why
-    return found
-
-
-def _other_exchange(
-    declaration: Declaration, name: str, exchanges: Sequence[str] | None
+def barred(
+    declaration: Declaration, name: str, *, world: World | None = None, reads_ahead: int = 0
 ) -> str | None:
-    if exchanges is None:
-        return None
-    for field in declaration.fields:
-        t, _ = declaration.parts[field.part]
-        if field.name in declaration.consumers[name].features and exchanges[t] != "substitute":
-            return f"its field {field.name!r} comes by exchange {exchanges[t]}"
-    return None
-
-
-def _of_operator(declaration: Declaration, name: str) -> str | None:
-    if partial_width(declaration, name) is not None:
-        return None
+    """Why owners cannot evaluate a consumer, wherever its tables lie and whatever it would save. As `substituted`."""
     interaction = declaration.consumers[name].interaction
-    kind = type(interaction).__name__
-    if interaction.merge != "sum":
-        return f"partials of {kind} do not add up"
-    return f"nothing smaller than its fields' values stands for them in {kind}"
-
-
-def _split_bags(
-    declaration: Declaration, name: str, shardings: Sequence[Sharding], bags: Collection[str]
-) -> str | None:
-    consumer = declaration.consumers[name]
-    if consumer.interaction.needs() == "rows":
-        return None
-    for field in declaration.fields:
-        feature = declaration.features[field.feature]
-        num_owners = len(shardings[declaration.parts[field.part][0]].ranks)
-        if field.name in consumer.features and feature.name in bags and num_owners > 1:
-            return (
-                f"it needs whole bags, and rows of table {feature.table!r}, of which feature {feature.name!r} "
-                f"has bags, lie on {num_owners} ranks"
-            )
-    return None
-
-
-def _weights(
-    declaration: Declaration,
-    name: str,
-    shardings: Sequence[Sharding],
-    world: World | None,
-    reads_ahead: int,
-) -> str | None:
-    consumer = declaration.consumers[name]
-    if not any(True for _ in consumer.interaction.parameters()):
+    if partial_width(declaration, name) is None:
+        kind = type(interaction).__name__
+        if interaction.merge != "sum":
+            return f"partials of {kind} do not add up"
+        return f"nothing smaller than its fields' values stands for them in {kind}"
+    if not any(True for _ in interaction.parameters()):
         return None
     if reads_ahead:
-        return f"owners would evaluate it {reads_ahead} steps early, and its weights are dense, which are never stale"
-    if world is None:
-        return None
-    if world.num_ranks == 1:
+        return "its weights are dense, which are never stale, and rows are read ahead"
+    if world is not None and world.num_ranks == 1:
         return "nothing travels on one rank"
-    owners = owners_by_field(declaration, shardings)
-    if servers := {r for field in consumer.features for r in owners[field]} & {*world.servers}:
-        return f"rank {min(servers)} is a server, which has none of its weights"
+    if world is not None and world.has_servers:
+        return "owners are servers, which have none of its weights"
     return None
 
 

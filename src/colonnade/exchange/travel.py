@@ -51,6 +51,14 @@ class Route(Protocol):
     columns: Columns
     """What this rank sends; maybe none."""
 
+    def columns_of(self, rank: int) -> Columns:
+        """What that rank sends."""
+        ...
+
+    def landed(self, blocks: Sequence[Tensor]) -> Flight:
+        """As if it had been fetched. blocks (B, P of the rank) by rank: what they had for this rank's samples."""
+        ...
+
     def fetch(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Flight:
         """block (G, P), contiguous: sums for all ranks' samples. sizes: those, by rank."""
         ...
@@ -95,10 +103,16 @@ class Straight:
         dtype: torch.dtype,
     ) -> None:
         self.mesh, self.coding, self.dtype = mesh, coding, dtype
-        self.columns = messages[mesh.rank]
+        self.messages, self.columns = messages, messages[mesh.rank]
         self.widths = [message.width for message in messages]
         self.dims = [tuple(message.dims.values()) for message in messages]
         self.blocks = runs_of([message.starts.items() for message in messages], whole)
+
+    def columns_of(self, rank: int) -> Columns:
+        return self.messages[rank]
+
+    def landed(self, blocks: Sequence[Tensor]) -> Flight:
+        return Flight(torch.cat([block.reshape(-1) for block in blocks]), None)
 
     def fetch(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Flight:
         codec = CODECS[self.coding.codecs.values]
@@ -174,6 +188,15 @@ class ByHost:
         """(L, H): ranks of the same number in their hosts, who add up for each other."""
         local, every = self.mesh.world.ranks_per_host, range(self.mesh.num_ranks)
         return [list(every[number::local]) for number in range(local)]
+
+    def columns_of(self, rank: int) -> Columns:
+        return self.columns
+
+    def landed(self, blocks: Sequence[Tensor]) -> Flight:
+        world = self.mesh.world
+        every = torch.stack([block.reshape(-1) for block in blocks])
+        hosts = every.view(world.num_hosts, 1, world.ranks_per_host, -1)
+        return Flight(torch.cat([sum_in_order(of_host) for of_host in hosts]), None)
 
     def fetch(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Flight:
         """Inside the host before it returns; between hosts sums may still travel."""

@@ -10,9 +10,10 @@ from colonnade.exchange.codec import CODECS, EXACT, Codecs
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.several import part_of
 from colonnade.exchange.slices import slices_of
-from colonnade.exchange.substitution import partial_width, substituted
+from colonnade.exchange.substitution import barred, partial_width, substituted
 from colonnade.plan.loads import ColumnLoad, TableLoad
 from colonnade.topology.sharding import Sharding
+from colonnade.topology.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class ConsumerLoad:
     gradient_bytes: float = 0.0
     needs_bags: bool = True
     """A sample's bag of a field must lie on one rank."""
+    barred: str = ""
+    """Why it has none, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +87,11 @@ def model_load(
     *,
     codecs: Codecs = EXACT,
     bags: Collection[str] = (),
+    world: World | None = None,
+    reads_ahead: int = 0,
 ) -> ModelLoad:
     """`loads`: of the declaration's tables. `bags`: features whose samples may have several ids, beside those of which
-    a sample of the data has shown some."""
+    a sample of the data has shown some. `world`, `reads_ahead`: as `substitution.barred`."""
     compute = declaration.compute_dtype
     values, gradients = CODECS[codecs.values], CODECS[codecs.gradients]
     columns: dict[str, ColumnLoad] = {}
@@ -112,22 +117,30 @@ def model_load(
     numbers = {field.name: i for i, field in enumerate(fields)}
     consumers = []
     for name, consumer in declaration.consumers.items():
-        width, needs = partial_width(declaration, name), consumer.interaction.needs()
+        why = barred(declaration, name, world=world, reads_ahead=reads_ahead)
+        width = None if why else partial_width(declaration, name)
+        needs = consumer.interaction.needs()
         of_partial = [width or 0]
         consumers.append(
             ConsumerLoad(
                 name, tuple(numbers[each] for each in consumer.features), width,
                 float(values.row_bytes(of_partial, compute)),
-                float(gradients.row_bytes(of_partial, compute)), needs == "fields",
+                float(gradients.row_bytes(of_partial, compute)), needs == "fields", why or "",
             )
         )  # fmt: skip
     return ModelLoad(tuple(fields), tuple(consumers))
 
 
 def evaluated_at_owners(
-    declaration: Declaration, shardings: Sequence[Sharding], exchanges: Sequence[str]
+    declaration: Declaration,
+    shardings: Sequence[Sharding],
+    exchanges: Sequence[str],
+    *,
+    world: World | None = None,
+    reads_ahead: int = 0,
 ) -> tuple[str, ...]:
-    """Names of the consumers whose partials travel; by table: `shardings`, `exchanges`."""
+    """Names of the consumers whose partials travel; by table: `shardings`, `exchanges`. `world`, `reads_ahead`: as
+    `substitution.substituted`."""
     slices = slices_of(declaration, shardings)
     names = [exchanges[each.number] for each in slices.laid]
     tables = {
@@ -136,7 +149,8 @@ def evaluated_at_owners(
         if name == "substitute"
     }
     mine = part_of(slices.declaration, tables, "substitute")
-    return substituted(mine, [each.sharding for each in slices.laid])
+    of_laid = [each.sharding for each in slices.laid]
+    return substituted(mine, of_laid, world=world, reads_ahead=reads_ahead)
 
 
 def check_bags(

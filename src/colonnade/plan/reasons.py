@@ -33,7 +33,7 @@ def consumer_choices(
         if c in some:
             why = "fewer floats"
         elif partial is None:
-            why = "its operator has no partial that adds up"
+            why = consumer.barred or "its operator has no partial that adds up"
         elif cut:
             why = f"rows of table {cut[0]} are cut by columns"
         elif others:

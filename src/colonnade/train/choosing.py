@@ -110,6 +110,8 @@ def choose_for(
             loads,
             codecs=Codecs(config.plan.wire.values, config.plan.wire.gradients),
             bags=bags,
+            world=world,
+            reads_ahead=config.plan.staleness_steps,
         ),
     )
 
