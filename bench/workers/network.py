@@ -45,7 +45,7 @@ class DenseNetwork(nn.Module):
 
 
 class DeepFMNetwork(nn.Module):
-    """Factorization machine and MLP over the fields, first-order weights. Named as in colonnade.models.deepfm."""
+    """Factorization machine and MLP over the fields, first-order weights. The first layer is whole, not in two parts."""
 
     def __init__(self, num_fields: int, dim: int, *, num_dense: int, top: Sequence[int]) -> None:
         super().__init__()

@@ -136,7 +136,8 @@ def pack_bags(
     codes: Array | None,  # (E,) uint8
 ) -> tuple[Array, Array]:
     """What each rank is to pool: (messages (uint8), where each ends (N,) int64). The format is told in native/bags.h.
-    ValueError for more than 2^24 samples."""
+    IndexError, in the words of `make_plan`, for an id outside its vocabulary table; ValueError for more than 2^24
+    samples, a sequence, or an owner that is no rank."""
 
 def join_bags(
     messages: list[Array],  # by rank, uint8

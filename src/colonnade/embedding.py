@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from colonnade.data.lookahead import Lookahead, Window
 from colonnade.errors import BudgetExceeded, CheckpointError, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
 from colonnade.exchange.ahead import Ahead, open_ahead
-from colonnade.exchange.contract import Pushed, RowGradients, RowSource, Ticket
+from colonnade.exchange.contract import Pushed, RowGradients, RowSource, Ticket, touched
 from colonnade.exchange.layout import declare
 from colonnade.exchange.recording import all_finite
 from colonnade.exchange.rows import RowsExchange
@@ -480,15 +479,7 @@ class EmbeddingCollection(nn.Module):
 
     def _ask(self, policy: RowPolicy, t: int, tickets: Sequence[Ticket]) -> None:
         """The policy hears of the rows of table t that were just updated here, and names those to forget."""
-        ids, slots = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int32)]
-        for ticket in tickets:
-            first, last = ticket.owned_offsets[t : t + 2].tolist()
-            ids.append(ticket.owned_ids[first:last])
-            slots.append(ticket.pinned[first:last])
-        updated, where = torch.cat(ids), torch.cat(slots)
-        if len(tickets) > 1:  # a row of several batches was updated once
-            _, first_of = np.unique(updated.numpy(), return_index=True)
-            updated, where = updated[first_of], where[first_of]
+        updated, where = touched(tickets, t)
         clocks = self.store.clocks(t, where)
         if isinstance(policy, RowRetention) and policy.reads_norms:
             left = policy.forget(

@@ -26,6 +26,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.errors import ConfigError, DataError, IdRangeError
+from colonnade.exchange.codec import Codecs
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.hot import hot_rows
 from colonnade.topology.sharding import (
@@ -72,7 +73,7 @@ def train_hot(mesh, folder):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_hot_rows_train_what_rows_do(num_ranks, tmp_path):
     """Bags, means, weighted ones, sequences and parts, of vocabulary and of open tables."""
     wanted = train(Mesh(), **CASE)
@@ -172,30 +173,59 @@ def zipf_bytes(mesh, num_hot):
     return {purpose: sent[purpose, "local"] for purpose in ("fetch", "push")}
 
 
+def three_steps(mesh, **settings):
+    """Norms of all gradients and rows, after a lookahead's batches."""
+    collection = collection_of(mesh, **settings)
+    rows, norms = RowOptimizer(collection), []
+
+    def batches():
+        for step in range(4):
+            random = torch.Generator().manual_seed(10 * step + mesh.rank)
+            items = torch.randint(0, 50, (20,), generator=random)
+            users = [-5, 2**63 - 1, 7, step, -5] * 8
+            yield batch_of(items.tolist(), users, list(range(0, 41, 2)), torch.arange(40) / 8)
+
+    for batch in collection.lookahead(batches()):
+        found = collection(batch)
+        (found["item"].square().sum() + found["user"].sin().sum()).backward()
+        norms.append(float(rows.clip_grad_norm_(1.0)))
+        rows.step()
+    ids = {"item": torch.arange(50), "user": torch.tensor([-5, 2**63 - 1, 7, 0, 1, 2, 3])}
+    return torch.tensor(norms), *[collection.rows(name, each) for name, each in ids.items()]
+
+
 def hot_and_bytes(mesh):
-    return in_and_out(mesh), [zipf_bytes(mesh, num_hot) for num_hot in (0, 1000)]
+    return in_and_out(mesh), [zipf_bytes(mesh, num_hot) for num_hot in (0, 1000)], [
+        three_steps(mesh), three_steps(mesh, hot=LISTED), three_steps(mesh, hot=LISTED, rows_ahead=True),
+        three_steps(mesh, hot=LISTED, exchange="pooled"), three_steps(mesh, hot=LISTED, codecs=Codecs("bf16", "fp16")),
+    ]  # fmt: skip
 
 
 def test_rows_go_in_and_come_out():
-    """And values of hot rows do not travel: on two ranks, about as many bytes of gradients do instead."""
+    """Clipped, ahead, pooled and coded as without; and values of hot rows do not travel: on two ranks, about as many
+    bytes of gradients do instead."""
     heard = run_ranks(2, hot_and_bytes)
-    for _, (without, hot) in heard:
+    for _, _, (wanted, *others) in heard:
+        for found, error in zip(others, (1e-5, 1e-5, 1e-5, 2e-2), strict=True):
+            for mine, theirs in zip(found, wanted, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=error, atol=error)
+    for _, (without, hot), _ in heard:
         print(without, hot)
         assert hot["fetch"] < 0.55 * without["fetch"]
         assert sum(hot.values()) < 1.02 * sum(without.values())
-    for rank, (first, left, listed, words, bad) in enumerate(each for each, _ in heard):
+    for rank, (first, left, listed, words, bad) in enumerate(each for each, _, _ in heard):
         assert torch.equal(first[0], torch.arange(50)) and len(first[1]) == 3
         assert torch.equal(left, torch.tensor([i for i in range(50) if i not in (0, 3, 10)]))
         assert {1, 3, 49} <= set(listed.tolist())  # on every rank
         owned = set(listed.tolist()) - {1, 3, 49}
-        assert owned == set(range(50)) - {1, 3, 49} - set(others(rank, first[0]))
+        assert owned == set(range(50)) - {1, 3, 49} - set(not_of(rank, first[0]))
         assert words < 100  # no value
         assert "feature 'item', lookup 1 of the batch: got id 50, wanted 0 .. 49 of" in bad[0]
         assert "feature 'user': got offsets" in bad[1]
         assert "the batch has no feature 'user'" in bad[2]
 
 
-def others(rank, ids):
+def not_of(rank, ids):
     """Of vocabulary ids, those that the other rank owns."""
     return ids[~row_wise(2).shard_of(rank).owns(ids, 50)].tolist()
 

@@ -46,6 +46,7 @@ CASES = {
     "ahead": {"staleness_steps": 2, "lookahead": 3},
     "pooled": {"exchange": "pooled"},
     "substitute": {"exchange": "substitute"},
+    "coded": {"wire": {"dense": "int8"}},
     "own data": {"evaluate_steps": 0},
     "decisions": {
         "accumulate": 5,
@@ -124,7 +125,7 @@ def test_two_trainers_and_a_server_train_what_two_ranks_train(name, told):
     assert server["num_rows"] > 0 and one["num_rows"] == two["num_rows"] == 0
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "own data"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("own data", "coded")])
 def test_and_what_one_rank_trains(name, told):
     found = told[2][0][0][name]
     wanted = trained(Mesh(), name, 0)
@@ -133,6 +134,39 @@ def test_and_what_one_rank_trains(name, told):
     torch.testing.assert_close(found["dense"], wanted["dense"], **close)
     for metric, value in wanted["metrics"].items():
         assert math.isclose(found["metrics"][metric], value, rel_tol=1e-9)
+
+
+ON_HOSTS = ("rows", "uneven", "ahead", "coded", "pooled", "decisions")
+
+
+def on_hosts(mesh, folder, servers):
+    cases = {name: trained(mesh, name, servers) for name in ON_HOSTS}
+    return cases, on_disk(mesh, folder, servers), decided(mesh, servers), retrieved(mesh, servers)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_trainers_and_a_server_on_each_of_two_hosts(tmp_path):
+    """The bits of the four trainers alone, on two hosts; and each goes on with what the others have left."""
+    without = run_ranks(4, on_hosts, tmp_path, 0, ranks_per_host=2, timeout=500)
+    with_servers = run_ranks(6, on_hosts, tmp_path, 1, ranks_per_host=3, timeout=500)
+    wanted, runs, _, tables = without[0]
+    for number, (cases, halves, decided_on, found) in enumerate(with_servers):
+        for name, each in cases.items():
+            is_exact = name not in ("pooled", "decisions")
+            close = {"rtol": 0, "atol": 0} if is_exact else {"rtol": 1e-11, "atol": 1e-13}
+            torch.testing.assert_close(each["rows"], wanted[name]["rows"], **close)
+            assert each["outcome"][0] == wanted[name]["outcome"][0]
+            is_server = number in (2, 5)
+            assert (each["num_rows"] > 0) == is_server == (each["dense_bytes"] == 0)
+            if not is_server:
+                torch.testing.assert_close(each["dense"], wanted[name]["dense"], **close)
+        assert decided_on == without[0][2] == (5, 1, True)
+        assert halves[0]["metrics"] == runs[0]["metrics"]
+        torch.testing.assert_close(found, tables, rtol=1e-10, atol=1e-12)
+    run_ranks(4, run_until, tmp_path / "half-1", 20, 0, ranks_per_host=2)
+    for name in ("whole-1", "half-0", "half-1"):
+        assert digest(tmp_path / name) == digest(tmp_path / "whole-0"), name
 
 
 TIERED = {

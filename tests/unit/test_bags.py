@@ -187,6 +187,68 @@ def test_ids_that_come_again_are_told_once():
         assert bytes_each < most
 
 
+@pytest.mark.parametrize(
+    ("rows", "spread", "size", "longest"),
+    [
+        (
+            27,
+            27,
+            512,
+            40,
+        ),  # all rows: a row is its own number, and the count of lookups decides by a byte
+        (50_000, 3_000, 300, 30),  # dense enough to be marked
+        (50_000, 50_000, 300, 1),
+        (2**40, 2_000, 300, 30),  # hashed: rows that one radix sort tells apart
+        (2**62 - 1, 2**62 - 1, 300, 3),  # and such as need comparisons
+        (None, 2_000, 300, 30),
+        (None, 2**62, 300, 3),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_shorter_form_is_told_however_it_is_found(rows, spread, size, longest, num_ranks):
+    table = Table("user", 2, rows=rows)
+    declaration = declare([table], [Feature("user", "user", pooling="sum")], {})
+    random = np.random.default_rng(size)
+    lengths = random.integers(0, longest + 1, size)
+    values = torch.from_numpy(random.integers(0, spread, int(lengths.sum())))
+    if rows is None:
+        values *= -0x61C8864680B583EB  # anywhere
+    ids = Ids(values, torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])))
+    lookups = collect(
+        Batch(size, torch.zeros(size, 0), {"user": ids}), declaration, consumption(declaration)
+    )
+    dealt, table_rows = deal([row_wise(num_ranks)], num_ranks), torch.tensor([rows or 0])
+    messages = bags.pack(lookups, table_rows, dealt, None)
+    owners = np.asarray(_native.owner_of(values, rows or 0, num_ranks))
+    bounds = np.cumsum(lengths)[:-1]
+    for rank, message in enumerate(messages):
+        of_bags = [
+            each[whose == rank].tolist()
+            for each, whose in zip(np.split(values.numpy(), bounds), np.split(owners, bounds), strict=True)
+        ]  # fmt: skip
+        space = IdSpace(rows or 0, num_ranks, rank)
+        assert message.tobytes() == twin.pack_bags([twin.Column(0, of_bags)], size, {0: space})
+
+
+def test_an_id_outside_is_refused_in_the_words_of_a_plan():
+    declaration = declare(TABLES[:1], [Feature("user", "user", pooling="sum")], {})
+    dealt = deal([row_wise(2)], 2)
+    for wrong in (53, -1, 2**63 - 1, -(2**63)):
+        ids = Ids(torch.tensor([5, 52, wrong, 0]), torch.tensor([0, 3, 4]))
+        lookups = collect(
+            Batch(2, torch.zeros(2, 0), {"user": ids}), declaration, consumption(declaration)
+        )
+        said = []
+        for ask in (
+            lambda lookups=lookups: bags.pack(lookups, ROWS[:1], dealt, None),
+            lambda lookups=lookups: _native.make_plan(lookups.native, ROWS[:1], dealt.num_owners),
+        ):
+            with pytest.raises(IndexError) as refused:
+                ask()
+            said.append(str(refused.value))
+        assert said == [f"table 0 feature 0 position 2 id {wrong} rows 53"] * 2
+
+
 def test_a_column_of_a_table_elsewhere_takes_no_byte():
     dealt = deal([table_wise(0), table_wise(0), table_wise(0), table_wise(1)], 2)
     batch = batch_of(np.random.default_rng(0), 3, ["one"] * 5, set(), torch.float32, 9)
@@ -200,7 +262,9 @@ def test_lengths_take_as_few_bits_as_they_need(longest):
     bits = next(bits for bits in bags.BITS if longest < 2**bits)
     declaration = declare(TABLES[:1], [Feature("user", "user", pooling="sum")], {})
     ids = Ids(torch.zeros(longest, dtype=torch.int64), torch.tensor([0, 0, longest]))
-    lookups = collect(Batch(2, torch.zeros(2, 0), {"user": ids}), declaration, consumption(declaration))  # fmt: skip
+    lookups = collect(
+        Batch(2, torch.zeros(2, 0), {"user": ids}), declaration, consumption(declaration)
+    )
     dealt = deal([row_wise(1)], 1)
     (message,) = bags.pack(lookups, ROWS[:1], dealt, None)
     assert message[2] == bits

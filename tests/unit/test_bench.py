@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
 import harness  # noqa: E402
 import train  # noqa: E402
 from harness import BenchError, Measured  # noqa: E402
+from plain_models import PlainDeepFM  # noqa: E402
 from workers.loop import PHASES, Case  # noqa: E402
 from workers.network import DCNv2Network, DeepFMNetwork, DenseNetwork  # noqa: E402
 
@@ -41,7 +43,8 @@ def test_the_peers_network_is_the_models(dim: int) -> None:
     tables = [Table(name, dim, rows=rows) for name, rows in zip(names, ROWS, strict=True)]
     model = DLRM(tables, [Feature(n, n) for n in names], num_dense=5, bottom=BOTTOM, top=TOP)
     network = DenseNetwork(len(ROWS), dim, num_dense=5, bottom=BOTTOM, top=TOP)
-    dense = {k: v for k, v in model.state_dict().items() if not k.startswith("embeddings.")}
+    dense = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    dense = taken(dense)
     network.load_state_dict(dense, strict=True)
     batch = random_batch(33, 5)
     fields = model.eval().embeddings(batch)["fields"].detach()
@@ -61,7 +64,7 @@ def test_the_peers_deepfm_is_ours() -> None:
     ]
     model = DeepFM(tables, [Feature(n, n) for n in names], num_dense=5, top=TOP)
     network = DeepFMNetwork(len(ROWS), 4, num_dense=5, top=TOP)
-    load_dense(network, model)
+    load_dense(network, model, PlainDeepFM.taken)
     batch = random_batch(33, 5)
     rows = [model.embeddings.rows(n, batch.ids[n].values) for n in names]
     fields = torch.cat([row[:, :4] for row in rows], dim=1)
@@ -80,11 +83,12 @@ def test_the_peers_dcnv2_is_ours() -> None:
     torch.testing.assert_close(network(batch.dense, fields), model(batch))
 
 
-def load_dense(network: torch.nn.Module, model: torch.nn.Module) -> None:
-    """The model's dense weights, random ones where they start at zero."""
+def load_dense(network: torch.nn.Module, model: torch.nn.Module, taken: Callable = dict) -> None:
+    """The model's dense weights, random ones where they start at zero; `taken`: as the network names them."""
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    dense = {k: v for k, v in model.state_dict().items() if not k.startswith("embeddings.")}
+    dense = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    dense = taken(dense)
     network.load_state_dict({k.replace("layers.0.", ""): v for k, v in dense.items()}, strict=True)
 
 

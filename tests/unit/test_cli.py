@@ -324,6 +324,28 @@ def test_a_run_that_never_committed_may_be_tried_again_with_other_settings(colon
     assert colonnade(*arguments)[0] == 0
 
 
+def test_under_torchrun_a_run_has_a_name(colonnade, tmp_path, monkeypatch):
+    """Ranks that name it by their clocks name it otherwise."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.chdir(tmp_path)
+    for verb in ("demo", "train"):
+        status, out, said = colonnade(verb)
+        assert (status, out) == (2, "") and "with --run" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_demo_on_two_ranks_of_torchrun(tmp_path):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--",
+        "colonnade", "demo", "--samples", "3000", "--run", str(tmp_path / "run"),
+    ]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("A click stream") == ended.stdout.count("best any model could") == 1
+    assert (tmp_path / "run" / "report.html").exists()
+
+
 def test_a_rank_whose_launcher_is_killed_commits_only_where_nobody_starts_it_again():
     assert (
         death_signal({})

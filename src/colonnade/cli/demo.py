@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import time
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -27,16 +27,16 @@ def demo(
     from rich.console import Console
 
     from colonnade.cli.report import report
-    from colonnade.cli.train import train_run
+    from colonnade.cli.train import run_folder, train_run
     from colonnade.config import override
     from colonnade.data import open_source
     from colonnade.train.metrics import ceiling
     from colonnade.train.presets import preset
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     settings = {"data.options.num_train": samples}
     config = override(preset("synthetic"), settings)
-    folder = run or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = run_folder(run, "demo")
     console.print("A click stream shaped like Criteo's: 13 numbers and 26 categories per sample.")
     started = time.perf_counter()
     summary = train_run(config, folder, ranks)

@@ -140,9 +140,10 @@ def _show_choices(console: Console, found: Planned, table: TableChoice) -> None:
         ]))  # fmt: skip
     console.print(grid)
     how = "as it was said" if table.is_forced else "the fewest seconds of the whole step"
+    name = table.name.removesuffix("[cold]").removesuffix("[hot]")
     console.print(
         f"chosen: {how}, all other tables staying as they are. To force another: "
-        f"--set plan.tables.{table.name}.exchange=... --set plan.tables.{table.name}.sharding=...",
+        f"--set plan.tables.{name}.exchange=... --set plan.tables.{name}.sharding=...",
         markup=False,
     )
     console.print(str(found.world))

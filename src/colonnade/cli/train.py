@@ -68,15 +68,19 @@ def train(
     ] = None,
 ) -> None:
     """Train, evaluate after every epoch, commit to the run folder; Ctrl-C commits and ends cleanly."""
+    chosen = choose_config(config, data, path, dram, set_)
+    train_run(chosen, run_folder(run, chosen.data.name), ranks, at)
+
+
+def run_folder(said: Path | None, name: str) -> Path:
+    """`said`, or a new one by name and time. Raises ConfigError under torchrun, whose ranks differ in it."""
     from colonnade.cli.ranks import is_under_torchrun
 
-    chosen = choose_config(config, data, path, dram, set_)
-    if run is None and is_under_torchrun():
+    if said is None and is_under_torchrun():
         raise ConfigError(
             "torchrun starts several ranks, and starts them again: say where their run is, with --run"
         )
-    folder = run or Path("runs") / f"{chosen.data.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    train_run(chosen, folder, ranks, at)
+    return said or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def choose_config(

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor, device, nn
 
 from colonnade.interaction import Interaction
@@ -144,6 +146,20 @@ class RowGradients:
     entries: Any  # int32
     source: Any  # _native.OutputGradients, _native.RowGradients or device_kernels.Sums
     keep: Any = None
+
+
+def touched(tickets: Sequence[Ticket], t: int) -> tuple[Tensor, Tensor]:
+    """(ids (n,) int64, slots (n,) int32): rows of table t that these batches use, each once."""
+    ids, slots = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int32)]
+    for ticket in tickets:
+        first, last = ticket.owned_offsets[t : t + 2].tolist()
+        ids.append(ticket.owned_ids[first:last])
+        slots.append(ticket.pinned[first:last])
+    found, where = torch.cat(ids), torch.cat(slots)
+    if len(tickets) > 1:
+        _, first_of = np.unique(found.numpy(), return_index=True)
+        found, where = found[first_of], where[first_of]
+    return found, where
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class DenseGradients:
         self._committed: Sequence[State | None] = ()
 
     def attach(self) -> None:
-        """Collective. Lay the buckets out and point every parameter's gradient into them."""
+        """Collective. Lay the buckets out, point every parameter's gradient into them, take up what `restore` gave."""
         for hook in self._hooks:
             hook.remove()
         kinds = [(p.dtype, p.device) for p in self.parameters]
