@@ -37,7 +37,7 @@ from colonnade.plan.flows import (
 )
 from colonnade.plan.loads import TableLoad
 from colonnade.plan.partials import Joint, Partials, burden
-from colonnade.plan.paths import Paths
+from colonnade.plan.paths import Paths, adds_in_host
 from colonnade.topology.sharding import (
     Kind,
     Sharding,
@@ -134,7 +134,7 @@ class Search:
         self.has_hosts = world.num_hosts > 1 and world.ranks_per_host > 1
         self.forced = [forced.get(load.name, Forced()) for load in loads]
         self.is_known = model is not None
-        self.partials = Partials(model or bare(loads), len(loads))
+        self.partials = Partials(model or bare(loads), len(loads), adds_in_host=adds_in_host(world))
         self.grouped = {t for group in self.partials.groups for t in group}
         self.samples = loads[0].samples if loads else 0.0
         self.whole = self.partials.tables_of_bags
@@ -204,13 +204,14 @@ class Search:
     ) -> None:
         """In place; `chosen` is left as it is."""
         bytes_, seconds = self.costs(t, exchange, sharding)
-        there, back, _ = self.paths.to(sharding)
+        there, _, _ = self.paths.to(sharding)
+        given, back, _ = self.paths.values_to(sharding, exchange)
         load = self.loads[t]
         state.links[0] += (sign * bytes_.route) * there
         if TABLE_BYTES[exchange]:
             state.links[0] += (sign * TABLE_BYTES[exchange] * sharding.slices) * self.all
         state.links[1] += (sign * bytes_.fetch) * back
-        state.links[2] += (sign * bytes_.push) * there
+        state.links[2] += (sign * bytes_.push) * given
         state.processor += (sign * seconds.asker) * self.asks
         owners = _index(sharding.ranks)
         share = sharding.num_owners * sharding.slices
@@ -355,7 +356,7 @@ class Search:
         """Of the links if all ranks and uplinks had the same to carry, and of processors likewise."""
         n = len(sharding.ranks)
         bytes_, seconds = self.costs(t, exchange, sharding)
-        links = (bytes_.fetch + bytes_.push) * self.paths.to(sharding)[2]
+        links = (bytes_.fetch + bytes_.push) * self.paths.values_to(sharding, exchange)[2]
         return links + seconds.asker + seconds.owner * n / self.world.num_ranks
 
     def order(self) -> list[int]:

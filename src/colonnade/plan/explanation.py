@@ -18,6 +18,7 @@ from colonnade.plan.chosen import (
 from colonnade.plan.cutting import CUT, most_slices
 from colonnade.plan.flows import PURPOSES, TABLE_BYTES, ExchangeName
 from colonnade.plan.loads import TableLoad
+from colonnade.plan.paths import blocks_added
 from colonnade.plan.reasons import consumer_choices
 from colonnade.topology.sharding import Kind, Sharding
 
@@ -104,6 +105,10 @@ def cost(
     sent = {}
     for purpose, size in zip(PURPOSES, (bytes_.route, bytes_.fetch, bytes_.push), strict=True):
         sent[purpose, "local"], sent[purpose, "remote"] = size * local, size * remote
+    if exchange in BY_OWNERS and search.paths.are_added(sharding):
+        near, far = blocks_added(world)
+        for purpose, size in (("fetch", bytes_.fetch), ("push", bytes_.push)):
+            sent[purpose, "local"], sent[purpose, "remote"] = size * near, size * far
     seconds = search.mean_seconds(t, exchange, sharding)
     if exchange == "substitute":
         seconds += _share_of(search, state, t, sharding, sent)
@@ -125,11 +130,19 @@ def _share_of(
     search.add(state, t, "substitute", sharding, -1.0)
     far = world.num_trainers - world.trainers_per_host
     near = world.trainers_per_host - (not world.has_servers)
+    here, there = blocks_added(world)
     for purpose, each in zip(("fetch", "push"), shares, strict=True):
-        size = float(each.sum()) * search.samples / world.num_ranks
+        size = each.straight * search.samples / world.num_ranks
         sent[purpose, "local"], sent[purpose, "remote"] = size * near, size * far
+        size = each.common * search.samples
+        sent[purpose, "local"] += size * here
+        sent[purpose, "remote"] += size * there
     added = joint.added.get(t, 0.0) / world.num_ranks
     sent["route", "local"] += added * near
     sent["route", "remote"] += added * far
-    mean = float(sum(share.sum() for share in shares)) / len(sharding.ranks)
-    return search.samples * mean * search.paths.to(sharding)[2]
+    straight = sum(share.straight for share in shares) / len(sharding.ranks)
+    common = sum(share.common for share in shares)
+    seconds = straight * search.paths.to(sharding)[2]
+    if common:
+        seconds += common * search.paths.added[2]
+    return search.samples * seconds

@@ -43,18 +43,31 @@ class Joint:
     """(N,) that it sends."""
     evaluated: Floats
     """(N,) floats of fields that it takes partials of."""
+    common: tuple[float, float]
+    """Bytes of values that every rank has a share of, and that are added up inside a host before they leave it; and of
+    their gradients. In none of the arrays before but `floats`."""
     added: Mapping[int, float]
     """By table, of a rank's batch, to all its owners: weights of lookups, where owners divide."""
     split: tuple[str, int] | None = None
     """An operator that needs whole bags, and a field whose bags are split; None: this can be."""
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A table's, in bytes per sample."""
+
+    straight: float
+    """That all its owners send."""
+    common: float
+    """That every rank has a share of, and its host adds up."""
+
+
 class Partials:
     """Of one model. owners (T, N) of the methods: the part of a table's columns that a rank has rows of; 0 all over for
     tables that are not under `substitute`."""
 
-    def __init__(self, model: ModelLoad, num_tables: int) -> None:
-        self.model, self.num_tables = model, num_tables
+    def __init__(self, model: ModelLoad, num_tables: int, *, adds_in_host: bool = False) -> None:
+        self.model, self.num_tables, self.adds_in_host = model, num_tables, adds_in_host
         self.tables = np.array([field.table for field in model.fields], dtype=np.int64)
         self.dims = np.array([field.dim for field in model.fields], dtype=np.float64)
         self.value_bytes = np.array([field.value_bytes for field in model.fields])
@@ -130,9 +143,12 @@ class Partials:
 
     def joint(self, owners: Floats, *, may_evaluate: bool = True) -> Joint:
         some, model = self.cut(owners, may_evaluate=may_evaluate), self.model
-        needed = self.needed(some)
-        values = self._by_table(self.value_bytes * needed) @ owners
-        gradients = self._by_table(self.gradient_bytes * needed) @ owners
+        needed, common = self.needed(some), np.zeros(2)
+        sums = self.common(owners)[self.tables]  # (F,)
+        values = self._by_table(self.value_bytes * (needed & ~sums)) @ owners
+        gradients = self._by_table(self.gradient_bytes * (needed & ~sums)) @ owners
+        for b, of_fields in enumerate((self.value_bytes, self.gradient_bytes)):
+            common[b] += float(of_fields[needed & sums].sum())
         floats = self._by_table(self.dims * needed) @ owners
         evaluated = np.zeros(owners.shape[1])
         added: dict[int, float] = {}
@@ -143,8 +159,11 @@ class Partials:
         for c in some:
             consumer = model.consumers[c]
             there = (owners[list(self.tables_of(consumer))] > 0).any(0)
-            values = values + consumer.value_bytes * there
-            gradients = gradients + consumer.gradient_bytes * there
+            if self.adds_in_host and there.all():
+                common += consumer.value_bytes, consumer.gradient_bytes
+            else:
+                values = values + consumer.value_bytes * there
+                gradients = gradients + consumer.gradient_bytes * there
             floats = floats + (consumer.width or 0) * there
             evaluated += self._by_table(self.dims * self.takes[c]) @ owners
             for f in consumer.fields:
@@ -157,25 +176,37 @@ class Partials:
         for f in weighed.values():
             field = model.fields[f]
             added[field.table] = added.get(field.table, 0.0) + field.added_bytes
-        return Joint(some, values, gradients, floats, evaluated, added, split)
+        both = float(common[0]), float(common[1])
+        return Joint(some, values, gradients, floats, evaluated, both, added, split)
 
     def _by_table(self, of_fields: Floats) -> Floats:
         found = np.bincount(self.tables, weights=of_fields, minlength=self.num_tables)
         return found.astype(np.float64)
 
-    def shares(self, joint: Joint, owners: Floats, t: int) -> tuple[Floats, Floats]:
-        """(N,) each: of `joint.values` and `joint.gradients`, those that are table t's."""
+    def common(self, owners: Floats) -> NDArray[np.bool_]:
+        """(T,) tables whose values every rank has a share of, and that are added up inside a host."""
+        return np.asarray((owners == 1).all(1) & self.adds_in_host)
+
+    def shares(self, joint: Joint, owners: Floats, t: int) -> tuple[Share, Share]:
+        """Of `joint.values` and `joint.gradients`, and of `joint.common`, what is table t's."""
         needed, mine = self.needed(joint.consumers), self.tables == t
-        has = owners[t]
-        values = float((self.value_bytes * needed * mine).sum()) * has
-        gradients = float((self.gradient_bytes * needed * mine).sum()) * has
-        for c in joint.consumers:
-            consumer = self.model.consumers[c]
-            by_table = self._by_table(self.dims * self.takes[c])
-            share = by_table[t] * has / np.maximum(by_table @ owners, 1e-300)
-            values = values + consumer.value_bytes * share
-            gradients = gradients + consumer.gradient_bytes * share
-        return values, gradients
+        has, found = owners[t], []
+        for b, of_fields in enumerate((self.value_bytes, self.gradient_bytes)):
+            size = float((of_fields * needed * mine).sum())
+            is_common = bool(self.common(owners)[t])
+            straight, common = (0.0, size) if is_common else (size * float(has.sum()), 0.0)
+            for c in joint.consumers:
+                consumer = self.model.consumers[c]
+                size = (consumer.value_bytes, consumer.gradient_bytes)[b]
+                by_table = self._by_table(self.dims * self.takes[c])
+                share = by_table[t] * has / np.maximum(by_table @ owners, 1e-300)
+                there = (owners[list(self.tables_of(consumer))] > 0).any(0)
+                if self.adds_in_host and there.all():
+                    common += size * float(share.mean())
+                else:
+                    straight += size * float(share.sum())
+            found.append(Share(straight, common))
+        return found[0], found[1]
 
 
 def burden(
@@ -186,10 +217,15 @@ def burden(
     links = np.zeros((len(PURPOSES), 2 * (world.num_ranks + world.num_hosts)))
     links[1] = samples * paths.of(asks, joint.values)[1]
     links[2] = samples * paths.of(asks, joint.gradients)[0]
+    if any(joint.common):
+        links[1] += samples * joint.common[0] * paths.added[1]
+        links[2] += samples * joint.common[1] * paths.added[0]
     for t, size in joint.added.items():
         links[0] += size * paths.of(asks, owners[t] / owners[t].sum())[0]
     others = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
-    moved = (joint.values + joint.gradients) * world.byte_processor_seconds * others
+    moved = (
+        (joint.values + joint.gradients + sum(joint.common)) * world.byte_processor_seconds * others
+    )
     asker, owner = float(moved.sum()), world.num_trainers * moved
     if rates:  # blocks are added up; partials are taken, and gradients of them, for all samples
         each = row_seconds(rates, WIDTH)[0] / WIDTH

@@ -6,6 +6,7 @@ each host.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,26 @@ class Paths:
         self.asks = np.ones(world.num_ranks)  # (N,) 1 for those with samples
         self.asks[list(world.servers)] = 0.0
         self._known: dict[Any, tuple[Floats, Floats, float]] = {}
+        self.adds_in_host = adds_in_host(world)
+
+    def values_to(self, sharding: Sharding, exchange: str) -> tuple[Floats, Floats, float]:
+        """`to`, of values of samples and gradients of them: `pooled` adds up what all ranks have a share of."""
+        if exchange == "pooled" and self.are_added(sharding):
+            return self.added
+        return self.to(sharding)
+
+    def are_added(self, sharding: Sharding) -> bool:
+        """Whether values pooled of such rows are added up inside a host first."""
+        return self.adds_in_host and sharding.kind == "row_wise"
+
+    @cached_property
+    def added(self) -> tuple[Floats, Floats, float]:
+        """`to`, where all ranks own, and add up inside a host what goes to another."""
+        world = self.world
+        local = float((world.ranks_per_host - 1) * world.num_hosts) / world.local_bytes_per_second
+        far = float(world.ranks_per_host * (world.num_hosts - 1)) / world.remote_bytes_per_second
+        found = np.repeat([local, far], [2 * world.num_ranks, 2 * world.num_hosts])
+        return found, found, max(local, far)
 
     def to(self, sharding: Sharding) -> tuple[Floats, Floats, float]:
         """(R,) seconds of every direction of links for a byte from each asker to each owner, and for one back; and of
@@ -54,6 +75,16 @@ class Paths:
         back = [local_in * near, local_out * near, remote_in * far, remote_out * far]
         slowest = max(float(each.mean()) for each in there)
         return np.concatenate(there), np.concatenate(back), slowest
+
+
+def adds_in_host(world: World) -> bool:
+    """Whether blocks that all ranks have a share of are added up inside a host first (exchange/travel.py)."""
+    return world.num_hosts > 1 and world.ranks_per_host > 1 and not world.has_servers
+
+
+def blocks_added(world: World) -> tuple[float, float]:
+    """Blocks of so many samples as a rank has, that each rank sends inside its host and to others, where they are."""
+    return float((world.ranks_per_host - 1) * world.num_hosts), float(world.num_hosts - 1)
 
 
 def _key(sharding: Sharding) -> Any:
