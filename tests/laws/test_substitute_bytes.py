@@ -162,7 +162,9 @@ def test_bytes_are_foretold(hosts, ranks_per_host):
         choice = choose(loads, world, forced=forced, model=model)
         for key, foretold in choice.sent.items():
             mean = sum(each[case][0].get(key, 0) for each in everyone) / (num_ranks * STEPS)
-            assert foretold == pytest.approx(mean, rel=0.02), (case, key)
+            # Of few ids, a quarter of a small batch's, lists are known less well.
+            near = 0.05 if key[0] == "route" and num_ranks > 3 else 0.02
+            assert foretold == pytest.approx(mean, rel=near), (case, key)
         plan = build_plan(TABLES, num_ranks, shardings=choice.shardings, exchanges=choice.exchanges)
         found = evaluated_at_owners(
             declaration, plan.shardings, [table.exchange for table in plan.tables]
@@ -192,7 +194,8 @@ def test_the_cut_of_numbers_is_the_exchanges():
         declaration = declare(tables, features, consumers)
         sampled = profile(tables, features, [one_of_each(features)])
         loads = table_loads(tables, features, sampled, World(ranks_per_host=n), batch_size=1)
-        partials = Partials(model_load(declaration, loads), len(tables))
+        adds = dice.random() < 0.5
+        partials = Partials(model_load(declaration, loads), len(tables), adds_in_host=adds)
         owners = torch.zeros(len(tables), n).double().numpy()
         for t, sharding in enumerate(shardings):
             owners[t, list(sharding.ranks)] = 1.0
@@ -200,8 +203,9 @@ def test_the_cut_of_numbers_is_the_exchanges():
         assert tuple(found) == substituted(declaration, shardings)
         joint = partials.joint(owners)
         shares = [partials.shares(joint, owners, t) for t in range(len(tables))]
-        assert sum(share[0] for share in shares) == pytest.approx(joint.values)
-        assert sum(share[1] for share in shares) == pytest.approx(joint.gradients)
+        for b, sent in enumerate((joint.values, joint.gradients)):
+            assert sum(share[b].straight for share in shares) == pytest.approx(sent.sum())
+            assert sum(share[b].common for share in shares) == pytest.approx(joint.common[b])
 
 
 def one_of_each(features):

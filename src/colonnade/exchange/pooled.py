@@ -12,7 +12,7 @@ owns, W columns of all fields side by side, W_o those with a share on rank o.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -115,6 +115,8 @@ class PooledExchange(Owner):
         self.whole, messages = self._carried(self.fields), [self._carried(each) for each in shares]
         self.sent = messages[mesh.rank]
         self.routes = open_routes(mesh, messages, self.whole, coding, declaration.compute_dtype)
+        roundings = max((route.roundings for route in self.routes), default=1)
+        self.exactness = replace(self.exactness, max_error=roundings * self.exactness.max_error)
         self.routed = [runs_of([each.columns.starts.items()], self.sent)[0] for each in self.routes]
         sums = self.here.as_sums(but=self.averaged_there)
         self.owned = consumption(sums)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from colonnade.exchange.codec import CODECS, Block, Draw, decode, encode
+from colonnade.exchange.codec import CODECS, Block, Codec, Draw, decode, encode
 from colonnade.exchange.coding import Coding
 from colonnade.exchange.fields import Columns, runs_of
 from colonnade.ops.memory import empty
@@ -50,6 +50,8 @@ class Route(Protocol):
 
     columns: Columns
     """What this rank sends; maybe none."""
+    roundings: int
+    """By a codec, of a value on its way."""
 
     def columns_of(self, rank: int) -> Columns:
         """What that rank sends."""
@@ -93,6 +95,8 @@ def open_routes(
 
 class Straight:
     """Every rank's columns to every other rank."""
+
+    roundings = 1
 
     def __init__(
         self,
@@ -172,8 +176,10 @@ class Straight:
 
 class ByHost:
     """Columns that all ranks send. Rank l of a host adds up what its host has for the samples of the ranks l of all
-    hosts, and sends it to them; gradients go the same way back. Between hosts, codecs apply; inside, sums stay as they
-    are."""
+    hosts, and sends it to them; gradients go the same way back. Codecs apply to shares, and to a host's sum of what
+    was decoded: values are rounded twice."""
+
+    roundings = 2
 
     def __init__(
         self, mesh: Mesh, columns: Columns, whole: Columns, coding: Coding, dtype: torch.dtype
@@ -204,22 +210,20 @@ class ByHost:
         blocks = block.split(list(sizes))
         send = torch.cat([blocks[rank] for some in self.alike for rank in some])
         mine = [sizes[rank] for rank in self.alike[self.mesh.rank % local]]
-        received, _ = self.mesh.all_to_all(
-            "fetch in host", send, [sum(sizes[rank] for rank in some) for some in self.alike],
-            [sum(mine)] * local, counts_as=counts_as,
+        there = [Block(sum(sizes[rank] for rank in some), self.dims) for some in self.alike]
+        here = [Block(sum(mine), self.dims)] * local
+        data, _ = self.mesh.all_to_all(
+            "fetch in host", encode(codec, send.view(-1), there), self._lengths(codec, there),
+            self._lengths(codec, here), counts_as=counts_as,
         )  # fmt: skip
+        received = empty(sum(_elements(here)), dtype=self.dtype)
+        decode(codec, data, here, received)
         of_host = sum_in_order(received.view(1, local, -1))
         theirs, ours = [Block(n, self.dims) for n in mine], self._asked(sizes)
-        if codec.name == "exact":
-            received, call = self.mesh.all_to_all(
-                "fetch over hosts", of_host, _elements(theirs), _elements(ours), wait=False,
-                counts_as=counts_as,
-            )  # fmt: skip
-            return Flight(received, call, of_host)
         coded = encode(codec, of_host, theirs)
         data, call = self.mesh.all_to_all(
-            "fetch over hosts", coded, [each.bytes_of(codec, self.dtype) for each in theirs],
-            [each.bytes_of(codec, self.dtype) for each in ours], wait=False, counts_as=counts_as,
+            "fetch over hosts", coded, self._lengths(codec, theirs), self._lengths(codec, ours),
+            wait=False, counts_as=counts_as,
         )  # fmt: skip
         received = empty(sum(_elements(ours)), dtype=self.dtype)
         return Flight(received, call, coded, partial(decode, codec, data, ours, received))
@@ -233,12 +237,11 @@ class ByHost:
         codec, world, rank = CODECS[self.coding.codecs.gradients], self.mesh.world, self.mesh.rank
         block = empty(len(total), self.columns.width, dtype=self.dtype)
         _take(total, block, self.blocks[0])
-        data, every = block.view(-1), [Block(size, self.dims) for size in sizes]
-        lengths = _elements(every)
-        if codec.name != "exact":
-            seed = self.coding.seed("pooled by hosts", rank, number)
-            data = encode(codec, data, [every[rank]], [Draw(torch.arange(len(total)), seed, step)])
-            lengths = [each.bytes_of(codec, self.dtype) for each in every]
+        every = [Block(size, self.dims) for size in sizes]
+        seed = self.coding.seed("pooled by hosts", rank, number)
+        draws = [Draw(torch.arange(len(total)), seed, step)]
+        data = encode(codec, block.view(-1), [every[rank]], draws)
+        lengths = self._lengths(codec, every)
         local, hosts = world.ranks_per_host, world.num_hosts
         of_alike = [[lengths[r] for r in some] for some in self.alike]
         received, _ = self.mesh.all_to_all(
@@ -256,11 +259,12 @@ class ByHost:
                 accumulate((n for some in of_alike for n in some), initial=0), strict=False)
         )  # fmt: skip
         data = torch.cat([received[starts[r] : starts[r] + n] for r, n in enumerate(lengths)])
-        if codec.name != "exact":
-            found = empty(sum(_elements(every)), dtype=self.dtype)
-            decode(codec, data, every, found)
-            data = found
-        return data.view(sum(sizes), self.columns.width)
+        found = empty(sum(_elements(every)), dtype=self.dtype)
+        decode(codec, data, every, found)
+        return found.view(sum(sizes), self.columns.width)
+
+    def _lengths(self, codec: Codec, blocks: Iterable[Block]) -> list[int]:
+        return [each.bytes_of(codec, self.dtype) for each in blocks]
 
     def _asked(self, sizes: Sequence[int]) -> list[Block]:
         """By host: of this rank's samples."""
