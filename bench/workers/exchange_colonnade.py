@@ -39,6 +39,7 @@ from colonnade import (
 )
 from colonnade.plan.choice import choose
 from colonnade.plan.chosen import Choice, Forced, step_seconds
+from colonnade.plan.consumers import check_bags, model_load
 from colonnade.plan.device import RowRate, measure_rows
 from colonnade.plan.loads import ColumnLoad, TableLoad
 from colonnade.store.budget import slot_bytes
@@ -64,7 +65,11 @@ class Opened:
         tables, features, consumers = self.declared(case)
         self.collection = EmbeddingCollection(tables, features, consumers=consumers)
         self.rows = RowOptimizer(self.collection)
-        self.collection.open(plan_of(tables, choice, case, mesh), mesh)
+        plan = plan_of(tables, choice, case, mesh)
+        of_tables = [table.sharding for table in plan.tables], [t.exchange for t in plan.tables]
+        bags = case.names if case.lookups > 1 else ()
+        check_bags(self.collection.declaration, *of_tables, bags)
+        self.collection.open(plan, mesh)
         self.gradient = case.gradient()
         self.next = 0
 
@@ -188,6 +193,9 @@ class Chooser:
         heard = mesh.all_gather("control", torch.tensor([rate.gathered, rate.updated]))
         gathered, updated = torch.stack(heard).min(0).values.tolist()
         self.rates = [RowRate(rate.width, gathered, updated)]
+        tables, features, consumers = system.declared(case)
+        declaration = EmbeddingCollection(tables, features, consumers=consumers).declaration
+        self.model = model_load(declaration, self.loads, world=mesh.world)
         self.rehearsed: float | None = None
         self.crowding = max(1.0, mesh.num_ranks / (os.cpu_count() or 1))
 
@@ -201,7 +209,7 @@ class Chooser:
             n: self.forced(links, s.collection.plan) for n, s in self.systems.items() if n != AUTO
         }
         try:
-            choices[AUTO] = choose(self.loads, links, rates=self.rates)
+            choices[AUTO] = choose(self.loads, links, rates=self.rates, model=self.model)
             self.systems.pop(AUTO, None)
             chosen = {"exchanges": choices[AUTO].exchanges, "shardings": choices[AUTO].shardings}
             self.systems[AUTO] = self.system(self.case, chosen, self.held, self.mesh)
@@ -231,7 +239,7 @@ class Chooser:
     def forced(self, links: World, plan: Any) -> Choice:
         """The prediction for a plan as it stands."""
         said = {t.name: Forced(t.sharding.kind, t.exchange, t.sharding.ranks) for t in plan.tables}
-        return choose(self.loads, links, rates=self.rates, forced=said)
+        return choose(self.loads, links, rates=self.rates, forced=said, model=self.model)
 
 
 def rehearse(system: Opened, mesh: Mesh) -> float:
