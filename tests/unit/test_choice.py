@@ -56,7 +56,14 @@ def counted_by_hand(load, sharding: Sharding, exchange, world):
     exchange = "pooled" if exchange == "substitute" else exchange  # where no consumer is known
     costs = pair(load, exchange, len(sharding.ranks) // sharding.slices, sharding.slices)
     found = {p: (np.zeros((2, n)), np.zeros((2, world.num_hosts))) for p in ("fetch", "push")}
-    for asker, owner in itertools.product(range(n), sharding.ranks):
+    is_added = exchange == "pooled" and sharding.kind == "row_wise"  # inside a host first
+    hops = []
+    for asker, host in itertools.product(range(n), range(world.num_hosts)):
+        owners = [rank for rank in sharding.ranks if rank // size == host]
+        there = host * size + asker % size
+        hops += [(owner, there if is_added else asker) for owner in owners]
+        hops += [(there, asker)] * is_added
+    for owner, asker in hops:
         if asker == owner:
             continue
         for purpose, source, target, bytes_ in (

@@ -274,4 +274,4 @@ def test_plan_says_of_each_consumer_what_travels(capsys, tmp_path, monkeypatch, 
     assert "linear: partial (values 416, partial 16): fewer floats" in said
     lines = " ".join(said.split())
     assert "fm: values (values 1,664, partial 80): values travel anyway for deep" in lines
-    assert "deep: values (values 1,664, no partial): its operator has no partial" in lines
+    assert "deep: values (values 1,664, partial 2,048): costs more" in lines, said
