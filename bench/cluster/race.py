@@ -7,6 +7,7 @@ live in the same processes. Every system does the same work first, which is chec
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -156,7 +157,7 @@ class Bench:
     ) -> None:
         num_hosts, ranks_per_host = world
         named = {f"{num_hosts}x{ranks_per_host} {each.name}": each for each in workloads}
-        left = [name for name in named if self.only in name]
+        left = [name for name in named if re.search(self.only, name)]
         while left:
             with open_hosts(num_hosts) as hosts, ExitStack() as stack:
                 try:
@@ -308,7 +309,7 @@ def main(question: Question, description: str, full: Extent, quick: Extent) -> N
         "--quick", action="store_true", help="one world, two workloads: to try, not to quote"
     )
     parser.add_argument(
-        "--only", default="", help='of the cases, e.g. "2x2 D=64": those with this in their name'
+        "--only", default="", help='of the cases, e.g. "2x2 D=64": those that this expression finds'
     )
     options = parser.parse_args(sys.argv[1:])
     if options.json and not options.json.parent.is_dir():
