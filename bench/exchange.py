@@ -21,14 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from cluster import race
 from cluster.hosts import NoHosts
-from cluster.race import NUM_BATCHES, Extent, Question
+from cluster.race import Extent, Question
 from harness import BenchError
 from tables import exchange as tables
 from workers.exchange_loop import Case
-from workers.tier_stream import Law
 
 from colonnade.data.sets.synthetic import CRITEO_CARDINALITIES
 
@@ -93,19 +91,12 @@ QUICK = Extent(
 
 
 def write_case(folder: Path, workload: Workload, num_ranks: int, max_cardinality: int) -> Case:
-    """The ids of every rank, drawn by the same law; which rows are frequent differs by table."""
+    """Of what the workers are told."""
     most = max_cardinality * NARROW // workload.dim
     rows = [min(CRITEO_CARDINALITIES[f], most) for f in workload.fields]
-    shape = NUM_BATCHES, num_ranks, len(rows), BATCH_SIZE * workload.lookups
-    ids = np.lib.format.open_memmap(folder / "ids.npy", "w+", np.int64, shape)
-    for f, count in enumerate(rows):
-        generator = np.random.Generator(np.random.SFC64([f, count]))
-        place = generator.permutation(count)
-        drawn = Law(count, SKEW).draw(generator, ids[:, :, f].size)
-        ids[:, :, f] = place[drawn].reshape(shape[0], shape[1], shape[3])
-    ids.flush()
+    ids = race.write_ids(folder, rows, num_ranks, BATCH_SIZE * workload.lookups, SKEW)
     return Case(
-        ids=str(folder / "ids.npy"), rows=rows, dim=workload.dim, batch_size=BATCH_SIZE,
+        ids=str(ids), rows=rows, dim=workload.dim, batch_size=BATCH_SIZE,
         lookups=workload.lookups, pooled=workload.pooled, seed=0,
     )  # fmt: skip
 

@@ -21,14 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from cluster import race
 from cluster.hosts import NoHosts
-from cluster.race import NUM_BATCHES, Extent, Question
+from cluster.race import Extent, Question
 from harness import BenchError
 from tables import substitute as tables
 from workers.substitute_loop import OPERATORS, ModelCase
-from workers.tier_stream import Law
 
 BATCH_SIZE = 1024
 SKEW = 1.1
@@ -77,16 +75,11 @@ QUICK = Extent(
 
 
 def write_case(folder: Path, workload: Workload, num_ranks: int, num_rows: int) -> ModelCase:
-    """The ids of every rank, drawn by one law; which rows are frequent differs by table."""
-    shape = NUM_BATCHES, num_ranks, workload.fields, BATCH_SIZE * workload.lookups
-    ids = np.lib.format.open_memmap(folder / "ids.npy", "w+", np.int64, shape)
-    for f in range(workload.fields):
-        generator = np.random.Generator(np.random.SFC64([f, num_rows]))
-        drawn = Law(num_rows, SKEW).draw(generator, ids[:, :, f].size)
-        ids[:, :, f] = generator.permutation(num_rows)[drawn].reshape(*shape[:2], shape[3])
-    ids.flush()
+    """Of what the workers are told."""
+    rows = [num_rows] * workload.fields
+    ids = race.write_ids(folder, rows, num_ranks, BATCH_SIZE * workload.lookups, SKEW)
     return ModelCase(
-        ids=str(folder / "ids.npy"), rows=[num_rows] * workload.fields, dim=workload.dim,
+        ids=str(ids), rows=rows, dim=workload.dim,
         batch_size=BATCH_SIZE, lookups=workload.lookups, pooled=True, seed=0, model=workload.model,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from harness import (
     PEER_INSTALLS,
     ROOT,
@@ -30,6 +31,7 @@ from harness import (
 )
 from rich.console import Console
 from tables import exchange as tables
+from workers.tier_stream import Law
 
 import colonnade
 from cluster.fleet import Fleet, open_fleet
@@ -299,6 +301,20 @@ def check_same_work(turns: Sequence[Turn], name: str) -> None:
     digests = {t.name: t.blocks[0][0]["digest"] for t in turns if tables.LOSSY not in t.name}
     if max(digests.values()) - min(digests.values()) > MAX_DIGEST_GAP * max(digests.values()):
         raise BenchError(f"{name}: the systems' outputs differ: {digests}")
+
+
+def write_ids(folder: Path, rows: Sequence[int], num_ranks: int, lookups: int, skew: float) -> Path:
+    """(batches, ranks, tables, lookups) int64 as an .npy: the ids of every rank, drawn by one Zipf law; which rows are
+    frequent differs by table. rows: of each table; lookups: of a rank's batch in a table."""
+    shape = NUM_BATCHES, num_ranks, len(rows), lookups
+    ids = np.lib.format.open_memmap(folder / "ids.npy", "w+", np.int64, shape)
+    for f, count in enumerate(rows):
+        generator = np.random.Generator(np.random.SFC64([f, count]))
+        place = generator.permutation(count)
+        drawn = Law(count, skew).draw(generator, ids[:, :, f].size)
+        ids[:, :, f] = place[drawn].reshape(shape[0], shape[1], shape[3])
+    ids.flush()
+    return folder / "ids.npy"
 
 
 def main(question: Question, description: str, full: Extent, quick: Extent) -> None:

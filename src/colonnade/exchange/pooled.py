@@ -2,8 +2,8 @@
 ranks, and gradients of pooled values travel back.
 
 Per rank and step: an id per lookup out, a block of (its samples, an owner's fields) in from every owner, and such a
-block of gradients out. A requester adds the owners' blocks in rank order (a table with one owner: nothing to add) and
-divides by the bags' lengths where a feature asks for means, so an owner need not know what lies elsewhere.
+block of gradients out. Owners' blocks are added in a fixed order (`travel.py`; a table with one owner: nothing to add).
+A requester divides by the bags' lengths where a feature asks for means, so an owner need not know what lies elsewhere.
 
 Legend: B samples of this rank, G samples of all ranks, C columns of lookups, E lookups, N ranks, O rows this rank
 owns, W columns of all fields side by side, W_o those with a share on rank o.
@@ -236,7 +236,7 @@ class PooledExchange(Owner):
         return tensors
 
     def _total(self, ticket: Ticket) -> Tensor:
-        """(B, W) of the compute dtype: sums of bags, added over owners in rank order. The caller's own."""
+        """(B, W) of the compute dtype: sums of bags over owners. The caller's own."""
         reads: Fetched = ticket.reads
         if reads.whole is not None:
             return reads.whole.clone()

@@ -2,6 +2,7 @@
 
 A sharding names the ranks that own rows; every rank asks, and each owner serves each asker alike, because owners are
 dealt rows by a hash and ranks are dealt samples. So a choice is two numbers of owners and of bytes per (asker, owner).
+Which links these take, and that hosts add up what all their ranks have a share of, is `paths.py`'s.
 
 Rows that are cut by columns have n owners for each of k slices, each of which is asked for all ids and has a k-th of
 a row's bytes.
