@@ -4,7 +4,8 @@ partial results travel, and gradients of them travel back (DES, Rong et al. 2020
 It is `pooled` up to the message: owners pool their fields for the global batch, and send, for each consumer that is
 cheaper so (`substitution.py`), its partial instead of its fields' values. Partials are added over owners in a fixed
 order (`travel.py`) and combined. On the way back an owner takes the gradient of the merged partial, which is that of
-its own, through its part of the operator; rows are updated with the sum over the global batch, and no gradient of a row travels.
+its own, through its part of the operator; rows are updated with the sum over the global batch, and no gradient of a
+row travels.
 
 Weights of an operator are dense parameters, the same on every rank. An owner's part of their gradient is that of the
 global batch, for the columns of its fields; it is added to their `.grad` there by `push`, so the sum over ranks is what
