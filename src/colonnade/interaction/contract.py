@@ -23,7 +23,8 @@ class Interaction(nn.Module):
     `partial_of` wherever that is evaluated.
     """
 
-    merge: Literal["sum", "logsumexp"] = "sum"
+    merge: Literal["sum", "logsumexp", "whole"] = "sum"
+    """"whole": there are no partials. One rank that has all of its fields of a sample evaluates it (a tower module)."""
     one_width: bool = True
     """Whether its fields have one dim, and come as (B, F, D); else they have any, and come side by side, (B, W)."""
 
