@@ -190,9 +190,9 @@ class Chooser:
         # All ranks at once, as they compute in a step: they share the processors.
         mesh.barrier()
         rate = measure_rows(case.width)
-        heard = mesh.all_gather("control", torch.tensor([rate.gathered, rate.updated]))
-        gathered, updated = torch.stack(heard).min(0).values.tolist()
-        self.rates = [RowRate(rate.width, gathered, updated)]
+        mine = torch.tensor([rate.gathered, rate.updated, rate.planned, rate.packed])
+        heard = mesh.all_gather("control", mine)
+        self.rates = [RowRate(rate.width, *torch.stack(heard).min(0).values.tolist())]
         tables, features, consumers = system.declared(case)
         declaration = EmbeddingCollection(tables, features, consumers=consumers).declaration
         self.model = model_load(declaration, self.loads, world=mesh.world)

@@ -236,6 +236,24 @@ def test_rates_of_rows_lie_between_those_measured():
     assert one.asker + one.owner > alone(load, rates)  # messages cost something
 
 
+def test_planning_and_packing_of_lookups_count_where_they_were_measured():
+    """A rank that owns all rows plans everybody's lookups under `pooled`, and their different rows under `rows`."""
+    load = load_of("t", 1000, TWO_BY_TWO, hot=20)
+    blind, seeing = [RowRate(16, 4e6, 2e6)], [RowRate(16, 4e6, 2e6, 1e7, 5e6)]
+    more = {
+        exchange: tuple(
+            getattr(work(load, exchange, 1, 4, seeing), who)
+            - getattr(work(load, exchange, 1, 4, blind), who)
+            for who in ("asker", "owner")
+        )
+        for exchange in ("rows", "pooled", "substitute")
+    }
+    assert more["rows"] == pytest.approx((load.lookups / 1e7, 4 * load.unique_rank / 1e7))
+    assert more["pooled"] == pytest.approx((load.lookups / 1e7, 4 * load.lookups * 2e-7))
+    assert more["substitute"] == pytest.approx(more["pooled"])
+    assert alone(load, seeing) - alone(load, blind) == pytest.approx(load.lookups / 1e7)
+
+
 def test_a_processor_that_is_slow_spreads_what_links_would_not():
     """Pooling a table on one rank is the fewest bytes; not where what is waited for is that rank's processor."""
     world = World(num_hosts=4, ranks_per_host=1)

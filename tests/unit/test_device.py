@@ -27,6 +27,7 @@ def test_rates_are_measured_printed_and_kept(tmp_path):
     assert all(rate.per_second > 1 and rate.p99_seconds > 0 for rate in rates.reads)
     (rows,) = found.memory
     assert rows.width == 16 and rows.gathered > rows.updated > 1e4
+    assert min(rows.planned, rows.packed) > 1e4
     assert Device.from_json(found.to_json()) == found
     assert "random pages/s" in str(found) and str(place) in str(found)
 

@@ -42,12 +42,17 @@ LOOKUPS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RowRate:
-    """Rows per second of one thread-pool, named at random in a table beyond the processor's caches."""
+    """Rows per second of one thread-pool, named at random in a table beyond the processor's caches; and lookups of such
+    a batch, whose rates depend on no width. 0: nobody looked."""
 
     width: int
     """Floats of a row."""
     gathered: float
     updated: float
+    planned: float = 0.0
+    """Lookups per second grouped by row."""
+    packed: float = 0.0
+    """Lookups per second packed for the rank that pools them, and joined to a batch there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,11 @@ class Device:
             lines.append(
                 f"memory, rows of {rate.width} floats: {rate.gathered / 1e6:.1f} M/s gathered, "
                 f"{rate.updated / 1e6:.1f} M/s updated"
+            )
+        if self.memory and self.memory[0].packed:
+            rate = self.memory[0]
+            lines.append(
+                f"lookups: {rate.planned / 1e6:.1f} M/s planned, {rate.packed / 1e6:.1f} M/s packed and joined"
             )
         for place in self.directories:
             how = "" if place.is_direct else " (through the page cache)"
@@ -183,7 +193,20 @@ def measure_rows(width: int, seconds: float = 0.15) -> RowRate:
     updated = _rate(seconds, lambda: _native.update(
         store.native, slots, offsets, plan.segment_offsets, plan.entries, source, parts, kind, settings
     ))  # fmt: skip
-    return RowRate(width, gathered * LOOKUPS, updated * len(unique))
+    rows = torch.tensor([table.rows])
+    planned = _rate(seconds, lambda: _native.make_plan(lookups, rows, torch.tensor([1])))
+    packed = _rate(seconds, lambda: _packed_and_joined(lookups, rows))
+    return RowRate(
+        width, gathered * LOOKUPS, updated * len(unique), planned * LOOKUPS, packed * LOOKUPS
+    )
+
+
+def _packed_and_joined(lookups: _native.Lookups, rows: torch.Tensor) -> None:
+    """One column, all of whose rows lie on one rank."""
+    one, zero = torch.tensor([1]), torch.zeros(1, 1, dtype=torch.int64)
+    unweighted, table = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+    message, _ = _native.pack_bags(lookups, rows, one, zero, unweighted, None)
+    _native.join_bags([np.asarray(message)], table, rows, one, zero[0], "float32")
 
 
 def measure_directory(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -115,20 +116,26 @@ def work(
     rates: Sequence[RowRate],
     slices: int = 1,
 ) -> Work:
-    """By how fast rows are gathered and updated here; nothing where nobody measured."""
+    """By how fast rows are gathered and updated here, and lookups planned and packed; nothing where nobody measured."""
     if not rates:
         return Work(0.0, 0.0)
     gather, update = row_seconds(rates, max(load.width // slices, 1))  # of a slice
+    planned, packed = lookup_seconds(rates)
     n, asked = num_owners, num_ranks * load.unique_rank
     if exchange == "replicated":
-        return Work(2 * load.lookups * gather + asked * gather + load.unique_world * update, 0.0)
+        mine = load.lookups * (2 * gather + planned)
+        return Work(mine + asked * (gather + planned) + load.unique_world * update, 0.0)
     updates = load.unique_world / n * update
     if (
         exchange == "rows"
     ):  # pooled and summed where the samples are; copied, summed again and applied where rows are
-        return Work(2 * load.lookups * gather * slices, 2 * asked / n * gather + updates)
-    asker = 0.0 if exchange == "substitute" else (n + 1) * load.bags * gather * slices
-    return Work(asker, 2 * num_ranks * load.lookups / n * gather + updates)
+        asker = load.lookups * (2 * gather + planned) * slices
+        return Work(asker, asked / n * (2 * gather + planned) + updates)
+    asker = load.lookups * slices * packed / 2
+    if exchange != "substitute":
+        asker += (n + 1) * load.bags * gather * slices
+    heard = num_ranks * load.lookups / n
+    return Work(asker, heard * (2 * gather + planned + packed / 2) + updates)
 
 
 def moving(bytes_: Pair, num_owners: int, world: World) -> Work:
@@ -144,7 +151,16 @@ def alone(load: TableLoad, rates: Sequence[RowRate]) -> float:
     if not rates:
         return 0.0
     gather, update = row_seconds(rates, load.width)
-    return 2 * load.lookups * gather + load.unique_rank * update
+    planned, _ = lookup_seconds(rates)
+    return load.lookups * (2 * gather + planned) + load.unique_rank * update
+
+
+def lookup_seconds(rates: Sequence[RowRate]) -> tuple[float, float]:
+    """(planned, packed and joined): seconds of one lookup, the mean over what was measured; 0 where nothing was."""
+    known = [rate for rate in rates if rate.planned and rate.packed]
+    if not known:
+        return 0.0, 0.0
+    return fmean(1 / rate.planned for rate in known), fmean(1 / rate.packed for rate in known)
 
 
 def row_seconds(rates: Sequence[RowRate], width: int) -> tuple[float, float]:
