@@ -1,5 +1,5 @@
 """What `bench substitute` makes of its blocks, beside what `tables.exchange` makes of any: ratios against the
-parameter server, and predictions for more ranks.
+parameter server.
 
 Legend: K ids of a sample, D dim.
 """
