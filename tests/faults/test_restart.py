@@ -66,9 +66,12 @@ def undisturbed(tmp_path_factory):
 
 
 def test_a_rank_killed_in_a_push(undisturbed, tmp_path):
-    said = torchrun(tmp_path / "run", 2, "rank 1 SIGKILL push 8")
-    assert digest(tmp_path / "run") == undisturbed(2)
-    assert "started at None" in said and "started at 4" in said
+    for attempt in range(3):  # on a busy machine torchrun may end rank 0 before it has spoken
+        said = torchrun(tmp_path / f"run-{attempt}", 2, "rank 1 SIGKILL push 8")
+        assert digest(tmp_path / f"run-{attempt}") == undisturbed(2)
+        assert "started at None" in said and "started at 4" in said
+        if "rank 0 of 2 lost rank 1 in" in said:
+            break
     assert "rank 0 of 2 lost rank 1 in" in said and "is gone, as if killed" in said
 
 

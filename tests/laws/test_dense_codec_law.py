@@ -64,6 +64,12 @@ def step_of(dense, rank, step, *, gradients=None, finite=True, loss=0.0):
     return [p.grad.clone() for p in dense.parameters], said
 
 
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch):
+    """What runs in this process leaves the size of buckets as it found it."""
+    monkeypatch.setattr(dense_module, "BUCKET_BYTES", dense_module.BUCKET_BYTES)
+
+
 def opened(mesh, name, states=()):
     dense_module.BUCKET_BYTES = BUCKET
     dense = DenseGradients(network(), mesh, name)

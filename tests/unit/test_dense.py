@@ -75,6 +75,12 @@ def inputs_of(rank, step, part=0):
     return torch.randn(4, 3, generator=random).requires_grad_()
 
 
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch):
+    """What runs in this process leaves the size of buckets as it found it."""
+    monkeypatch.setattr(dense_module, "BUCKET_BYTES", dense_module.BUCKET_BYTES)
+
+
 # ---- the layout
 
 
