@@ -58,6 +58,16 @@ class ModelConfig(Section):
     """Matrices of that rank that each cross layer mixes (dcnv2)."""
     structure: Literal["parallel", "stacked"] | None = None
     """Whether the MLP stands beside the cross layers or after them (dcnv2)."""
+    towers: int | str | list[list[str]] | None = None
+    """Features that stand together (dlrm, dcnv2): a partition, its file, or how many, dealt in turn; default: none."""
+    tower_dim: int | None = Field(None, ge=1)
+    """Of the vectors that leave a tower's module, one for each field (dlrm, dcnv2); default: no modules."""
+    tower_vectors: int | None = Field(None, ge=0)
+    """Vectors that leave a tower for each of its fields (dlrm); default 1."""
+    tower_summaries: int | None = Field(None, ge=0)
+    """Vectors that leave a tower for all of its fields together (dlrm); default 0."""
+    tower_layers: int | None = Field(None, ge=0)
+    """Cross layers in a tower (dcnv2); default 1."""
     item_columns: list[str] | None = None
     """Columns that say which item it is, its id first (two_tower); default: item."""
     query_columns: list[str] | None = None

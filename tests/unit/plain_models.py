@@ -151,6 +151,74 @@ class PlainDLRM(Plain):
         return self.top(torch.cat([*kept, *dots], 1))
 
 
+class PlainTower(nn.Module):
+    """One tower's module; `kinds` of weights are named as the model's."""
+
+    def __init__(self, **layers):
+        super().__init__()
+        self.module = nn.ModuleDict(layers)
+
+
+class PlainTowered(Plain):
+    """What leaves the towers, (B, O) each, in the partition's order; modules are named tower0, ..."""
+
+    def make_towers(self, partition, make):
+        self.members = [[self.number(name) for name in tower] for tower in partition.towers]
+        self.towers = nn.ModuleDict(
+            {f"tower{n}": PlainTower(**make(len(each))) for n, each in enumerate(self.members)}
+        )
+
+    def number(self, name):
+        return [feature.name for feature in self.features].index(name)
+
+    @staticmethod
+    def taken(given):
+        return {name.replace("embeddings.interactions.", "towers."): v for name, v in given.items()}
+
+    def left(self, fields: Tensor) -> list[Tensor]:
+        return [
+            self.leaves(tower.module, fields[:, members])
+            for tower, members in zip(self.towers.values(), self.members, strict=True)
+        ]
+
+
+class PlainTowerDLRM(PlainTowered):
+    """A vector at a time: c of each field, then p of all of a tower."""
+
+    def __init__(self, tables, features, num_dense, tasks, bottom, top, partition, dim, c, p, keep):
+        super().__init__(tables, features)
+        wide = tables[0].width
+
+        def make(count):
+            layers = {"each": nn.Linear(wide, c * dim)} if c else {}
+            return layers | ({"summary": nn.Linear(count * wide, p * dim)} if p else {})
+
+        self.make_towers(partition, make)
+        self.dim, self.keep = dim, keep
+        self.bottom = stack([num_dense, *bottom, dim], last_relu=True) if num_dense else None
+        vectors = c * len(features) + p * len(partition.towers) + (num_dense > 0)
+        kept = vectors if keep else int(num_dense > 0)
+        self.top = stack([kept * dim + vectors * (vectors - 1) // 2, *top, tasks])
+
+    def leaves(self, module, fields):
+        found = []
+        if "each" in module:
+            found += [module["each"](fields[:, f]) for f in range(fields.shape[1])]
+        if "summary" in module:
+            found.append(module["summary"](fields.flatten(1)))
+        return torch.cat(found, 1).unflatten(1, (-1, self.dim))
+
+    def forward(self, batch):
+        vectors = torch.cat(self.left(self.fields(batch)), 1)
+        kept = [vectors.flatten(1)] if self.keep else []
+        if self.bottom is not None:
+            dense = self.bottom(batch.dense)
+            vectors = torch.cat([dense[:, None], vectors], 1)
+            kept = [*kept, dense]
+        dots = [pair.sum(1, keepdim=True) for pair in pairs(vectors)]
+        return self.top(torch.cat([*kept, *dots], 1))
+
+
 class VectorLayer(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -216,6 +284,35 @@ class PlainDCN(Plain):
         if self.is_parallel:
             return self.last(torch.cat([x, self.top(first)], 1))
         return self.last(self.top(x))
+
+
+class PlainTowerDCN(PlainTowered):
+    def __init__(self, tables, features, num_dense, tasks, top, partition, dim, layers, rank):
+        super().__init__(tables, features)
+        wide = tables[0].width
+        self.make_towers(
+            partition,
+            lambda count: {
+                "cross": nn.ModuleList(MatrixLayer(count * wide, rank) for _ in range(layers)),
+                "last": nn.Linear(count * wide, count * dim),
+            },
+        )
+        width = num_dense + len(features) * dim
+        self.cross = nn.ModuleList(MatrixLayer(width, rank) for _ in range(2))
+        self.top = stack([width, *top], last_relu=True)
+        self.last = nn.Linear(top[-1] + width, tasks)
+
+    def leaves(self, module, fields):
+        first = x = fields.flatten(1)
+        for layer in module["cross"]:
+            x = layer(first, x)
+        return module["last"](x)
+
+    def forward(self, batch):
+        first = x = torch.cat([batch.dense, *self.left(self.fields(batch))], 1)
+        for layer in self.cross:
+            x = layer(first, x)
+        return self.last(torch.cat([x, self.top(first)], 1))
 
 
 class PlainDCNv1(PlainDCN):

@@ -17,6 +17,8 @@ from plain_models import (
     PlainFM,
     PlainLR,
     PlainNFM,
+    PlainTowerDCN,
+    PlainTowerDLRM,
     PlainWideDeep,
     VectorLayer,
 )
@@ -34,6 +36,7 @@ from colonnade.models.mlp import mlp
 from colonnade.models.nfm import NFM
 from colonnade.models.wide_deep import WideDeep
 from colonnade.ops.linear import linear
+from colonnade.topology.towers import Partition
 
 ROWS, DIM, LR_ROWS = 20, 4, 0.5
 # "c" is a bag; "d" reads the rows of "a".
@@ -43,6 +46,8 @@ FEATURES = [
     Feature("c", "c", pooling="mean"),
     Feature("d", "a"),
 ]
+
+TOWERS = Partition((("d", "b"), ("a", "c")))  # not in the features' order
 
 
 def tables(kind: str, tasks: int, dtype: str = "float64") -> list[Table]:
@@ -72,6 +77,26 @@ def dcn_twin(layer, structure="parallel"):
 
 def dcn_v1_twin(top, layers=2):
     return lambda *given: PlainDCNv1(*given, VectorLayer, top, cross_layers=layers)
+
+
+def dlrm_towers(dim, c, p, keep=False):
+    settings = {"tower_dim": dim, "tower_vectors": c, "tower_summaries": p, "keep_fields": keep}
+    return (
+        DLRM,
+        "vector",
+        {"bottom": [6], "top": [5], "towers": TOWERS, **settings},
+        lambda *given: PlainTowerDLRM(*given, [6], [5], TOWERS, dim, c, p, keep),
+    )
+
+
+def dcn_towers(dim, layers, rank=None):
+    settings = {"tower_dim": dim, "tower_layers": layers, "cross_rank": rank}
+    return (
+        DCNv2,
+        "vector",
+        {"cross_layers": 2, "top": [5], "towers": TOWERS, **settings},
+        lambda *given: PlainTowerDCN(*given, [5], TOWERS, dim, layers, rank),
+    )
 
 
 CASES = {
@@ -108,6 +133,11 @@ CASES = {
         {"cross_layers": 2, "top": [5], "cross_rank": 3, "cross_experts": 2},
         dcn_twin(lambda width: MixtureLayer(width, 3, 2)),
     ),
+    "dlrm, towers": dlrm_towers(2, 1, 0),
+    "dlrm, towers of several vectors": dlrm_towers(3, 2, 1, keep=True),
+    "dlrm, towers of summaries": dlrm_towers(2, 0, 2),
+    "dcnv2, towers": dcn_towers(2, 1),
+    "dcnv2, towers of low rank": dcn_towers(3, 2, rank=2),
 }  # fmt: skip
 
 
@@ -205,6 +235,7 @@ def test_bfloat16_of_the_dense_network(case):
 @pytest.mark.parametrize("case", CASES)
 def test_the_dense_network_compiles_whole(case):
     """Lookups stay outside; the network is one graph, whatever the batch's size; logits and gradients are the same."""
+    torch._dynamo.reset()  # it counts the programs of one class, whatever its settings
     model = build(case)
     plain = copy.deepcopy(model)
     model.compile(backend="aot_eager", fullgraph=True)

@@ -87,8 +87,10 @@ EPILOGS = {
     "settings": settings.EXAMPLES,
     "bench": bench.EXAMPLES,
 }
+PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 for _name, _verb in VERBS.items():
-    app.command(_name, epilog=EPILOGS.get(_name))(_verb)
+    _context = PASSES_ON if _name == "bench" else None
+    app.command(_name, epilog=EPILOGS.get(_name), context_settings=_context)(_verb)
     if _name == "predict":
         app.add_typer(convert.app, name="convert", cls=Verbs, epilog=convert.EXAMPLES)
 app.command("rank", hidden=True)(ranks.rank)

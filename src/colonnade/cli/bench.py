@@ -14,10 +14,14 @@ from colonnade.errors import ConfigError
 SCRIPTS = Path(__file__).resolve().parents[3] / "bench"
 
 
-EXAMPLES = "[bold]Examples[/bold]\n\n  colonnade bench train --quick\n\n  colonnade bench kernels --json kernels.json"
+EXAMPLES = (
+    "[bold]Examples[/bold]\n\n  colonnade bench train --quick\n\n  colonnade bench kernels --json kernels.json\n\n"
+    "  colonnade bench towers-quality --samples 1000000 --seeds 3 --json quality.json"
+)
 
 
 def bench(
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="Which question, e.g. train.")],
     json: Annotated[
         Path | None, typer.Option(help="Write cases, raw values and ratios here.")
@@ -26,7 +30,9 @@ def bench(
         bool, typer.Option(help="Fewer rounds: to try the bench, not to quote.")
     ] = False,
 ) -> None:
-    """Measure Colonnade beside its peers, interleaved in one run, and print a table."""
+    """Measure Colonnade beside its peers, interleaved in one run, and print a table. Options that only one bench has
+    (towers-quality: --samples, --seeds) go on to it."""
+    name = name.replace("-", "_")
     known = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "harness")
     if name not in known:
         where = (
@@ -38,4 +44,5 @@ def bench(
     command = [sys.executable, str(SCRIPTS / f"{name}.py")]
     command += ["--json", str(json)] if json else []
     command += ["--quick"] if quick else []
+    command += context.args
     raise typer.Exit(subprocess.run(command, check=False).returncode)

@@ -49,6 +49,8 @@ def barred(
     interaction = declaration.consumers[name].interaction
     if partial_width(declaration, name) is None:
         kind = type(interaction).__name__
+        if interaction.merge == "whole":
+            return f"{kind} needs all fields of a sample on one rank"
         if interaction.merge != "sum":
             return f"partials of {kind} do not add up"
         return f"nothing smaller than its fields' values stands for them in {kind}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from colonnade.interaction.contract import Interaction
 from colonnade.interaction.linear import FieldsLinear, NormalizedLinear
 from colonnade.interaction.statistics import FM, BiInteraction, Concat, Sum
+from colonnade.interaction.tower import TowerModule
 
 __all__ = [
     "FM",
@@ -14,4 +15,5 @@ __all__ = [
     "Interaction",
     "NormalizedLinear",
     "Sum",
+    "TowerModule",
 ]

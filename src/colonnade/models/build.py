@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import signature
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from colonnade.config import (
     OPTIMIZER_SETTINGS,
     ModelConfig,
     RunConfig,
+    override,
 )
 from colonnade.data.contract import Column, Schema
 from colonnade.data.sets.interactions import LOG_Q
@@ -39,8 +41,10 @@ from colonnade.retention import (
 )
 from colonnade.retention_config import AdmissionConfig, EvictionConfig
 from colonnade.table import Feature, Pooling, Table, Uniform
+from colonnade.topology.towers import Partition, striped
 
 DEFAULT_DIM = 16
+TOWER_SETTINGS = {"tower_vectors", "tower_summaries", "tower_layers"}
 AUTOCAST = {"none": None, "bfloat16": torch.bfloat16}
 
 
@@ -91,11 +95,45 @@ def build_model(schema: Schema, config: RunConfig) -> SplitModel:
             f"{config.model.name} learns labels and this data has none; choose two_tower or sasrec, or other data"
         )
     given |= {name: value for name, value in of_data.items() if name in known}
+    if (idle := TOWER_SETTINGS & set(given)) and "tower_dim" not in given:
+        raise ConfigError(
+            f"model.{min(idle)}: it is of tower modules, and there are none without model.tower_dim; set that, or "
+            f"leave {min(idle)} out"
+        )
+    if "towers" in given:
+        given["towers"] = partition_of(given["towers"], [each.name for each in schema.categorical])
     model = kind.model(tables, features, seed=config.train.seed, **given)  # type: ignore[call-arg]
     model.autocast = AUTOCAST[config.train.autocast]
     if config.model.compile:
         model.compile()
     return model
+
+
+def partition_of(said: int | str | Sequence[Sequence[str]], features: Sequence[str]) -> Partition:
+    """What `model.towers` says, for these features in this order. Raises ConfigError."""
+    try:
+        if isinstance(said, int):
+            return striped(features, said)
+        if not isinstance(said, str):
+            return Partition(tuple(map(tuple, said)))
+        return Partition.from_json(Path(said).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(
+            f"model.towers: {said}: {why}; give a partition, its file, or a number of towers"
+        ) from None
+    except ConfigError as error:
+        where = f" {said}:" if isinstance(said, str) else ""
+        raise ConfigError(f"model.towers:{where} {error}") from None
+
+
+def lasting_towers(schema: Schema, config: RunConfig) -> RunConfig:
+    """The partition itself where it has a number or a file, which may change. Raises ConfigError."""
+    if config.model.towers is None:
+        return config
+    names = [each.name for each in schema.categorical]
+    towers = partition_of(config.model.towers, names).towers
+    return override(config, {"model.towers": [list(tower) for tower in towers]})
 
 
 def model_settings(config: RunConfig) -> dict[str, Any]:

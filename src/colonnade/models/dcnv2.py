@@ -1,6 +1,6 @@
-"""DCN-v2 (Wang et al. 2021): cross layers with a matrix each, and an MLP.
+"""DCN-v2 (Wang et al. 2021): cross layers with a matrix each, and an MLP; tower modules before them where asked.
 
-Legend: B samples, W width of x_0 = dense columns and fields side by side.
+Legend: B samples, W width of x_0 = dense columns and fields, or what leaves their towers, side by side.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ from torch import Tensor, cat, nn
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
-from colonnade.interaction import Concat
+from colonnade.interaction import Concat, Interaction, TowerModule
+from colonnade.models import work
 from colonnade.models.cross import MatrixCross, MixtureCross
 from colonnade.models.fields import dims_of
 from colonnade.models.mlp import mlp
 from colonnade.models.scorer import Scorer
+from colonnade.models.tower_modules import DCNTower, checked_partition, tower_consumers
 from colonnade.table import Feature, Table
+from colonnade.topology.towers import Partition
 
 
 class DCNv2(Scorer):
     """Matrices are whole, of `cross_rank`, or a mixture of `cross_experts` of that rank. The MLP is beside the cross
     layers (parallel: both feed the last layer) or after them (stacked)."""
+
+    ordered = ("cross.", "top.0.", "last.")
 
     def __init__(
         self,
@@ -35,9 +40,15 @@ class DCNv2(Scorer):
         cross_experts: int = 1,
         structure: Literal["parallel", "stacked"] = "parallel",
         top: Sequence[int] = (128, 64),
+        towers: Partition | None = None,
+        tower_dim: int | None = None,
+        tower_layers: int = 1,
         tasks: int = 1,
         seed: int = 0,
     ) -> None:
+        """`towers` with `tower_dim`: a tower's module has `tower_layers` cross layers (of `cross_rank`) over its fields
+        and makes that many columns of each. Without `tower_dim` towers say where rows lie, and the model is the flat
+        one. Raises ConfigError."""
         if cross_experts > 1 and cross_rank is None:
             raise ConfigError(
                 f"got cross_experts={cross_experts} without cross_rank; experts are of low rank: set one, e.g. 32"
@@ -50,18 +61,40 @@ class DCNv2(Scorer):
             return MatrixCross(width, cross_rank)
 
         dims = dims_of(tables, features)
-        self.embeddings = EmbeddingCollection(
-            tables, features, consumers={"fields": (Concat(), list(dims))}, seed=seed
-        )
-        width = num_dense + sum(dims.values())
+        self.towers = checked_partition(towers, dims, tower_dim)
+        consumers: dict[str, tuple[Interaction, Sequence[str]]] = {"fields": (Concat(), list(dims))}
+        width = flat_width = num_dense + sum(dims.values())
+        inside = work.Work()
+        if self.towers is not None and tower_dim is not None:
+            width = num_dense + tower_dim * len(features)
+
+            def make(dims: Sequence[int]) -> TowerModule:
+                module = DCNTower(
+                    len(dims), sum(dims), tower_dim, layers=tower_layers, rank=cross_rank
+                )
+                return TowerModule(module, dims, len(dims) * tower_dim, side_by_side=True)
+
+            consumers = dict(tower_consumers(self.towers, dims, make, seed=seed))
+            for members in self.towers.towers:
+                each = [dims[name] for name in members]
+                inside += work.dcn_tower(each, tower_dim, layers=tower_layers, rank=cross_rank)
+        self.taken = list(consumers)
+        self.embeddings = EmbeddingCollection(tables, features, consumers=consumers, seed=seed)
         self.cross = nn.ModuleList(layer(width) for _ in range(cross_layers))
         self.top = mlp([width, *top], last_relu=True)
         self.is_parallel = structure == "parallel"
         last = top[-1] if top else width
         self.last = nn.Linear(last + width if self.is_parallel else last, tasks)
 
+        def around(width: int) -> work.Work:
+            last = (top[-1] if top else width) + width * self.is_parallel
+            crossed = work.cross(width, layers=cross_layers, rank=cross_rank, experts=cross_experts)
+            return crossed + work.mlp([width, *top]) + work.mlp([last, tasks])
+
+        self.work, self.flat_work = inside + around(width), around(flat_width)
+
     def network(self, fields: Mapping[str, Tensor], dense: Tensor) -> Tensor:
-        first = cat([dense, fields["fields"]], dim=1)
+        first = cat([dense, *(fields[name] for name in self.taken)], dim=1)
         x = first
         for layer in self.cross:
             x = layer(first, x)

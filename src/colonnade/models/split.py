@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.embedding import EmbeddingCollection
+from colonnade.models.work import Work
+from colonnade.topology.towers import Partition
 
 
 class SplitModel(nn.Module):
@@ -19,6 +21,13 @@ class SplitModel(nn.Module):
     embeddings: EmbeddingCollection
     autocast: torch.dtype | None = None
     """Of products in `network`; None: that of its parameters."""
+    towers: Partition | None = None
+    """Which features stand together, where the model was told."""
+    work: Work | None = None
+    """Of all dense weights, where it is known; `flat_work`: of the same model without tower modules."""
+    flat_work: Work | None = None
+    ordered: tuple[str, ...] = ()
+    """How the names of weights begin whose columns follow the order of the fields, or of towers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ import torch
 
 from colonnade.errors import CheckpointError
 from colonnade.exchange.layout import Declaration
+from colonnade.interaction import TowerModule
 from colonnade.store.policies import retention_words
 from colonnade.table import Table, TableSide
 
@@ -19,6 +20,13 @@ def check_model(
 ) -> None:
     """Raises CheckpointError, naming the first difference, unless the commit is of such a model."""
     wanted = fingerprint(declaration, model)
+    theirs, ours = (each.get("towers", {}) for each in (header["model"], wanted))
+    if theirs != ours:
+        raise CheckpointError(
+            f"{folder} was committed with other towers: {difference(theirs, ours)}. A tower's module belongs to its "
+            "features, so another partition or module starts it anew: go on with the same, or take rows and whatever "
+            f"else agrees to a new run with train.warm_start={folder}"
+        )
     if header["model"] != wanted:
         raise CheckpointError(
             f"{folder} was committed by another model: {difference(header['model'], wanted)}. "
@@ -28,7 +36,9 @@ def check_model(
 
 def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, Any]:
     """What must agree for a commit to belong to a model; plain JSON, so that a difference can be named."""
+    towers = tower_words(declaration)
     return {
+        **({"towers": towers} if towers else {}),
         "tables": {
             table.name: {
                 "dim": dict(table.dim) if isinstance(table.dim, Mapping) else table.dim,
@@ -42,6 +52,22 @@ def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, A
         "features": {f.name: [f.table, f.pooling] for f in declaration.features},
         "dense": {name: list(value.shape) for name, value in dense_weights(model).items()},
     }
+
+
+def tower_words(declaration: Declaration) -> dict[str, Any]:
+    """By name, consumers that are evaluated whole (tower modules): fields, module, floats of a sample in and out."""
+    dims = {field.name: field.dim for field in declaration.fields}
+    found = {}
+    for name, consumer in declaration.consumers.items():
+        interaction, each = consumer.interaction, [dims[field] for field in consumer.features]
+        if interaction.merge == "whole":
+            kind = interaction.module if isinstance(interaction, TowerModule) else interaction
+            found[name] = {
+                "features": list(consumer.features),
+                "module": type(kind).__name__,
+                "floats": [sum(each), interaction.width(max(each))],
+            }
+    return found
 
 
 def dense_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

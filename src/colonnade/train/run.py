@@ -30,7 +30,8 @@ from colonnade.errors import (
     ConfigError,
     StorageError,
 )
-from colonnade.models.build import build_model
+from colonnade.models.build import build_model, lasting_towers
+from colonnade.models.tower_facts import words_of
 from colonnade.plan.consumers import check_bags
 from colonnade.plan.forcing import is_settled
 from colonnade.plan.plan import Plan, plan_of
@@ -167,6 +168,7 @@ def open_run(
         # What the run folder records opens the same data tomorrow: an inferred schema is written out.
         lasting = {"data.options": lasting_options(config.data.options, data)}
         config = override(config, lasting)
+    config = lasting_towers(data.train.schema, config)
     data = read_ahead(data, config.data.readers)
     model = build_model(data.train.schema, config)
     return prepare(
@@ -308,6 +310,8 @@ def prepare(
         ),
         commits=commits,
     )
+    if console is not None and (said := words_of(model, collection)):
+        console.print(said, highlight=False)
     if folder is not None and step is not None:
         with _closed_on_error(commits):
             restore(trainer, folder, step)
@@ -489,14 +493,19 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
         "train.seed",
         "train.progressive",
     )
-    free = ("model.compile", "data.options.threads")
+    free = ["model.compile", "data.options.threads"]
     before, now = flatten(load_config(path).model_dump()), flatten(config.model_dump())
+    if before.get("model.tower_dim") is now["model.tower_dim"] is None:
+        free.append("model.towers")  # they only say where rows lie
     for name in [*now, *before]:
         is_fixed = name.startswith((*fixed, "train.batch_size")) and name not in free
         if is_fixed and before.get(name) != now.get(name):
+            anew = "tower" in name and (
+                f". Modules of other towers start anew; train.warm_start={folder} takes what agrees to another folder"
+            )
             raise CheckpointError(
                 f"{folder} holds a run with {name}={before.get(name)!r}, this one has {now.get(name)!r}; "
-                "give it another folder (--run), or the same settings to go on with it"
+                f"give it another folder (--run), or the same settings to go on with it{anew or ''}"
             )
 
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.table import Table
 from colonnade.train.capture import parameter_names
 from colonnade.train.commits import read_header, resolve
-from colonnade.train.fingerprint import dense_weights, identity_of, load_dense
+from colonnade.train.fingerprint import dense_weights, identity_of, load_dense, tower_words
 from colonnade.train.states import load_state
 from colonnade.train.stores import open_recorded_stores
 from colonnade.train.transfer import fresh_records, put_records
@@ -33,6 +34,7 @@ class Taken:
     dense: list[str]
     new: list[str]
     dropped: list[str]
+    anew: list[str] = field(default_factory=list)  # dense, for its towers are others
     without_state: list[str] = field(default_factory=list)  # weights only: another optimizer
     num_rows: int = 0  # taken over on this rank
 
@@ -44,6 +46,7 @@ class Taken:
         for words, names in (
             ("new", self.new),
             ("not taken over", self.dropped),
+            ("started anew, for towers or their modules are others", self.anew),
             ("weights without optimizer state", self.without_state),
         ):
             if names:
@@ -57,12 +60,15 @@ def plan_warm_start(
     """What a model would take over from `source`: FOLDER, FOLDER@best, FOLDER@last or FOLDER@<step>.
 
     Tables and dense parameters of both models are taken over, those only here start at their first values, those
-    only there are left. Changes nothing. Raises CheckpointError where one has another width or shape and is not in
+    only there are left. Where towers differ, so do the meaning and often the shape of what reads them: modules of
+    other towers, weights that follow the order of the fields (`SplitModel.ordered`) and dense ones of other shapes
+    start anew. Changes nothing. Raises CheckpointError where one has another width or shape and is not in
     `skip`; ConfigError for an unknown name there.
     """
     folder, step = parse_source(source)
     own_tables = {table.name: table for table in tables}
-    theirs, own = read_header(folder, step)["model"]["tables"], dense_weights(model)
+    said, own = read_header(folder, step)["model"], dense_weights(model)
+    theirs = said["tables"]
     dense = _dense_state(folder, step)["model"]
     if unknown := sorted(set(skip) - {*theirs, *dense, *own_tables, *own}):
         raise ConfigError(
@@ -70,8 +76,10 @@ def plan_warm_start(
         )
     shared = [n for n in own_tables if n in theirs and n not in skip]
     alike = [n for n in own if n in dense and n not in skip]
+    anew = _of_other_towers(model, said.get("towers", {}), {n: dense[n] for n in alike})
+    alike = [n for n in alike if n not in anew]
     _refuse_other_shapes(folder, own_tables, theirs, shared, own, dense, alike)
-    used = {*shared, *alike}
+    used = {*shared, *alike, *anew}
     return Taken(
         folder,
         step,
@@ -79,6 +87,7 @@ def plan_warm_start(
         alike,
         new=[n for n in (*own_tables, *own) if n not in used],
         dropped=[n for n in (*theirs, *dense) if n not in used],
+        anew=anew,
     )
 
 
@@ -106,6 +115,26 @@ def parse_source(source: str) -> tuple[Path, int]:
     if at and (name in ("best", "last") or name.isdigit()):
         return Path(folder), resolve(Path(folder), name)
     return Path(source), resolve(Path(source), None)
+
+
+def _of_other_towers(
+    model: nn.Module, theirs: Mapping[str, Any], dense: Mapping[str, Tensor]
+) -> list[str]:
+    """Of weights that both models have, by name: those that mean something else where towers differ."""
+    (collection,) = (m for m in model.modules() if isinstance(m, EmbeddingCollection))
+    towers = tower_words(collection.declaration)
+    if towers == theirs:
+        return []
+    others = [f".interactions.{n}." for n, each in towers.items() if theirs.get(n) != each]
+    ordered = getattr(model, "ordered", ())
+    own = dense_weights(model)
+    return [
+        name
+        for name, value in dense.items()
+        if any(other in f".{name}" for other in others)
+        or name.startswith(tuple(ordered))
+        or value.shape != own[name].shape
+    ]
 
 
 def _refuse_other_shapes(

@@ -1,0 +1,86 @@
+"""Tower modules: what a rank that has all fields of a tower makes of them, so that less leaves the tower (DMT, 2024).
+
+Where no rank of a tower does so they are evaluated at the samples, like any operator.
+
+Legend: B samples, F fields of a tower, D dim, W columns of its fields side by side, O columns that leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor, nn
+
+from colonnade.errors import ConfigError
+from colonnade.interaction.contract import Interaction
+
+
+class TowerModule(Interaction):
+    """Any module of a tower's fields, as a consumer of them: (B, F, D) or, side by side, (B, W) -> (B, O).
+
+    It must treat samples one by one (no batch normalisation), for ranks see other batches than one process does.
+    """
+
+    merge = "whole"
+
+    def __init__(
+        self, module: nn.Module, dims: Sequence[int], out: int, *, side_by_side: bool = False
+    ) -> None:
+        """dims: of the fields, in the order of the consumer's. out: O. side_by_side: the module takes (B, W), as it
+        does anyway where dims differ. Raises ConfigError."""
+        super().__init__()
+        if not dims or out < 1:
+            raise ConfigError(
+                f"tower module {type(module).__name__}: got {len(dims)} fields and {out} columns out, wanted at least "
+                "one of each"
+            )
+        self.module = module
+        self.dims, self.out = tuple(dims), out
+        self.one_width = not side_by_side and len(set(dims)) == 1
+
+    @property
+    def ratio(self) -> float:
+        """CR: floats of a sample that enter, by those that leave."""
+        return sum(self.dims) / self.out
+
+    def refusal(self, dims: Sequence[int]) -> str | None:
+        if tuple(dims) != self.dims:
+            return f"takes fields of dims {list(dims)}; its tower module was made for {list(self.dims)}"
+        return None
+
+    def width(self, dim: int) -> int:
+        return self.out
+
+    def needs(self) -> Literal["rows", "fields"]:
+        return "fields"
+
+    def partial(
+        self,
+        values: Tensor,
+        segments: Tensor,
+        num_samples: int,
+        weights: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """The module itself: every sample must bring all its vectors, in field order."""
+        if weights is not None:
+            values = values * weights[:, None]
+        fields = (len(self.dims), self.dims[0]) if self.one_width else (sum(self.dims),)
+        return self.partial_of(values.reshape(num_samples, *fields))
+
+    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
+        """Of all fields. Raises ConfigError where the module gives something else than it said."""
+        weight = next(self.module.parameters(), fields)
+        found = self.module(fields.to(weight.dtype))
+        wanted = (len(fields), self.out)
+        if not isinstance(found, Tensor) or found.shape != wanted:
+            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(
+                f"tower module {type(self.module).__name__}: got {got} for {tuple(fields.shape)}, wanted {wanted}: a "
+                f"row of {self.out} columns for each sample; correct the module, or the `out` of its TowerModule"
+            )
+        return found.to(fields.dtype)
+
+    def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
+        return stats

@@ -1,0 +1,77 @@
+"""Models with tower modules: four ranks train, through the trainer, what one rank trains, whatever travels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from colonnade import Adam, Feature, Ids, Mesh, Table, Uniform, build_plan, fit
+from colonnade.data import Splits, open_tensors
+from colonnade.models.dcnv2 import DCNv2
+from colonnade.models.dlrm import DLRM
+from colonnade.topology.sharding import table_wise
+from colonnade.topology.towers import Partition, tower_ranks
+
+ROWS, DIM, NAMES = 30, 6, "abcde"
+TOWERS = Partition((("d", "a"), ("b", "e", "c")))
+MODELS = {
+    "dlrm": (DLRM, {"bottom": [5], "tower_vectors": 1, "tower_summaries": 1}),
+    "dcnv2": (DCNv2, {"cross_layers": 2}),
+}
+RUNS = (("dlrm", "rows"), ("dlrm", "pooled"), ("dcnv2", "pooled"))
+
+
+def source():
+    """190 samples; bags in the last feature."""
+    random = torch.Generator().manual_seed(4)
+    ids = {name: Ids(torch.randint(0, ROWS, (190,), generator=random)) for name in NAMES}
+    lengths = torch.randint(0, 4, (190,), generator=random)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ids["e"] = Ids(torch.randint(0, ROWS, (int(offsets[-1]),), generator=random), offsets)
+    dense = torch.rand(190, 2, generator=random)
+    label = (torch.rand(190, generator=random) < 0.4).float()
+    return open_tensors(ids, dense=dense, label=label, cardinalities=dict.fromkeys(NAMES, ROWS))
+
+
+def trained(mesh, name, exchange):
+    """Rows and dense weights. Tables lie in their tower where there are several ranks."""
+    make, settings = MODELS[name]
+    tables = [
+        Table(
+            each, DIM, rows=ROWS, optimizer=Adam(lr=0.01, eps=1e-3), initializer=Uniform(scale=0.5), dtype="float64"
+        )
+        for each in NAMES
+    ]  # fmt: skip
+    features = [Feature(each, each, pooling="mean" if each == "e" else "sum") for each in NAMES]
+    torch.manual_seed(3)
+    model = make(
+        tables, features, num_dense=2, top=[3], towers=TOWERS, tower_dim=3, **settings
+    ).double()
+    shardings = {}
+    if mesh.num_ranks > 1:
+        for members, ranks in zip(TOWERS.towers, tower_ranks(mesh.world, 2), strict=True):
+            shardings |= {m: table_wise(ranks[i % len(ranks)]) for i, m in enumerate(members)}
+    plan = build_plan(tables, mesh.num_ranks, exchange=exchange, shardings=shardings)
+    model.embeddings.open(plan, mesh)
+    data = Splits(train=source(), test=source())
+    found = fit(model, data, mesh=mesh, batch_size=48, dense_lr=0.05, quiet=True)
+    rows = {each: model.embeddings.rows(each, torch.arange(ROWS)) for each in NAMES}
+    dense = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    assert sum("interactions.tower" in name for name in dense) == 8
+    return rows, dense, found.metrics
+
+
+def train_all(mesh):
+    return [trained(mesh, *each) for each in RUNS]
+
+
+@pytest.mark.parametrize("num_ranks", [4])
+def test_ranks_train_what_one_rank_trains(num_ranks):
+    wanted = train_all(Mesh())
+    for found in run_ranks(num_ranks, train_all, ranks_per_host=2):
+        for each, ours, one in zip(RUNS, found, wanted, strict=True):
+            close = {"rtol": 1e-10, "atol": 1e-12, "msg": lambda said, n=each: f"{n}: {said}"}
+            torch.testing.assert_close(ours[0], one[0], **close)
+            torch.testing.assert_close(ours[1], one[1], **close)
+            assert ours[2] == pytest.approx(one[2], rel=1e-10)
