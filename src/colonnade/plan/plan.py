@@ -88,6 +88,8 @@ class Plan:
     """What rows and their gradients look like while they travel."""
     servers: tuple[int, ...] = ()
     """Ranks that have rows and nothing else; none: the ranks that train have the rows."""
+    towers: int | None = None
+    """Groups of neighbouring ranks that the exchange `towers` goes by; None: one for each host."""
     placement: str = "even"
     prediction: Mapping[str, Any] | None = None
     """`plan.prediction.Prediction` as plain values, where the plan was made from a profile."""
@@ -153,6 +155,7 @@ def build_plan(
     hot: Mapping[str, Iterable[int] | Tensor] | None = None,
     codecs: Codecs = EXACT,
     servers: Sequence[int] = (),
+    towers: int | None = None,
 ) -> Plan:
     """Every table alike (`plan.placement` prefers some). Pure. Raises ConfigError for numbers that cannot work.
 
@@ -280,6 +283,7 @@ def build_plan(
         hbm_bytes=hbm_bytes,
         codecs=codecs,
         servers=tuple(servers),
+        towers=towers,
     )
     if lookahead == "auto" and (num_ranks > 1 or not plan.needs_backing):
         # Ranks must agree on a depth; and with nothing at rest there is nothing to wait for.
