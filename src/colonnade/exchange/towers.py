@@ -48,6 +48,8 @@ class TowersExchange(EvaluatingExchange):
     ) -> None:
         """As `pooled`. num_towers: default one for each host. reads_ahead: steps between `fetch` and the use of what it
         read. Raises ConfigError for towers that this world has not."""
+        if mesh.num_ranks == 1:
+            num_towers = 1
         towers = tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
         self.num_towers, self.tower_size = len(towers), len(towers[0])
         self.tower_of = towers_of_fields(declaration, shardings, towers)

@@ -161,7 +161,9 @@ def build_plan(
 
     By table name: `table_bytes`, memory of single tables, out of `dram_bytes`; `exchanges`, where it is not
     `exchange`; `shardings`, where rows are not dealt to all ranks; `hot`, ids of rows that lie on every rank, in memory
-    (on one rank they mean nothing). `servers`: the only ranks that rows may lie on.
+    (on one rank they mean nothing). `servers`: the only ranks that rows may lie on. `towers`: how many groups of
+    neighbouring ranks the exchange `towers` goes by, default one for each host; rows are where `shardings` say
+    (`plan.towering.in_towers` makes some).
     """
     exchanges, shardings = exchanges or {}, shardings or {}
     for said in (exchange, *exchanges.values()):
@@ -328,6 +330,7 @@ def plan_of(
         hot={name: ids for name, ids in (hot or {}).items() if name not in copied},
         codecs=Codecs(config.wire.values, config.wire.gradients, config.wire.dense),
         servers=world.servers,
+        towers=config.towers if isinstance(config.towers, int) and world.num_ranks > 1 else None,
     )
 
 
