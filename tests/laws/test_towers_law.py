@@ -26,6 +26,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.errors import ConfigError
+from colonnade.exchange.codec import CODECS
 from colonnade.exchange.layout import declare
 from colonnade.exchange.tower_cut import barred_in_towers, evaluated_in_towers
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
@@ -63,6 +64,7 @@ class Tower(Interaction):
         return stats
 
 
+LOOKED_UP = [*features()[:-1], replace(features()[-1], pooling="mean")]
 VALUES = {"some": (Concat(), FIELDS), "others": (Concat(), FIELDS[::-1])}
 MODULES = {
     "first": (Tower(10, 3), ("user.deep", "tags")),
@@ -112,10 +114,8 @@ PLACES = {"whole": whole, "split": split, "cut": cut, "over hosts": over_hosts}
 def train(mesh, consumers, exchange="pooled", places=None, towers=None, staleness=0, codecs=None):
     """By step, this rank's outputs; all rows and weights at the end; who was evaluated in a tower; bytes, messages."""
     consumers = copy.deepcopy(consumers)
-    looked_up = features()
-    looked_up[-1] = replace(looked_up[-1], pooling="mean")
     declared = tables("float64", "single weights")
-    collection = EmbeddingCollection(declared, looked_up, consumers=consumers, seed=3).double()
+    collection = EmbeddingCollection(declared, LOOKED_UP, consumers=consumers, seed=3).double()
     random = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in collection.parameters():
@@ -160,7 +160,7 @@ def train(mesh, consumers, exchange="pooled", places=None, towers=None, stalenes
     left = {name: weight.detach() for name, weight in collection.named_parameters()}
     ends = getattr(collection.exchange, "ends", [collection.exchange])
     inside = tuple(name for end in ends for name in getattr(end, "consumers", ()))
-    return seen, all_rows(collection) | left, inside, sent
+    return seen, all_rows(collection) | left, inside, sent, collection.exchange.exactness
 
 
 RUNS = {
@@ -208,7 +208,7 @@ def test_ranks_train_what_one_does(everyone):
         late = settings.get("staleness", 0)
         if (key := (id(consumers), late)) not in alone:
             alone[key] = train(Mesh(), consumers, staleness=late)
-        outputs, left, _, _ = alone[key]
+        outputs, left, *_ = alone[key]
         for step, seen in enumerate(outputs):
             for each, value in seen.items():
                 found = torch.cat([rank[name][0][step][each] for rank in everyone])
@@ -221,7 +221,8 @@ def test_ranks_train_what_one_does(everyone):
 def test_bits_are_those_of_flat_pooled_where_nothing_is_added(everyone):
     for name in BITWISE:
         for rank in everyone:
-            (seen, left, _, _), (flat_seen, flat_left, _, _) = rank[name], rank["flat", *name]
+            seen, left, *_ = rank[name]
+            flat_seen, flat_left, *_ = rank["flat", *name]
             for step, outputs in enumerate(flat_seen):
                 for each, value in outputs.items():
                     assert torch.equal(seen[step][each], value), (name, step, each)
@@ -238,3 +239,80 @@ def test_who_is_evaluated_inside(everyone):
         assert rank["mixed"][2] == ("first",)
         assert rank["late"][2] == rank["across"][2] == ()
         assert rank["sums"][2] == ("fm",)
+
+
+def test_codecs_round_between_towers_alone(everyone):
+    for rank in everyone:
+        coded, exact = rank["coded"], rank["values", "whole", 2]
+        assert coded[4].kind == "lossy" and coded[4].max_error == CODECS["bf16"].random_error
+        for name, value in exact[0][0].items():  # later steps read rows that rounded gradients trained
+            off = (coded[0][0][name] - value).abs()
+            assert (off <= 2**-8 * value.abs()).all() and off.any(), name
+        for purpose in ("fetch", "push"):
+            sent, whole = coded[3][0], exact[3][0]
+            assert sent[purpose, "local"] == whole[purpose, "local"] > 0
+            assert sent[purpose, "remote"] * 4 == whole[purpose, "remote"]
+
+
+class Wrong(Tower):
+    """Forgets a sample."""
+
+    def partial_of(self, fields, numbers=None):
+        return super().partial_of(fields, numbers)[1:]
+
+
+def say(mesh):
+    """What is said of a module that changes the samples."""
+    looked_up = features()[:-1]
+    collection = EmbeddingCollection(
+        tables("float64")[:3], looked_up, consumers={"first": (Wrong(10, 3), ("user.deep", "tags"))}
+    ).double()  # fmt: skip
+    plan = build_plan(
+        collection.tables, 2, exchange="towers", towers=1,
+        shardings={"user": table_wise(0), "tag": table_wise(1)},
+    )  # fmt: skip
+    collection.open(plan, mesh)
+    with pytest.raises(ConfigError) as error:
+        collection(share_of(global_batch(0, 9), mesh.rank, mesh.num_ranks))
+    mesh.barrier()
+    return str(error.value)
+
+
+def test_a_module_that_changes_the_samples_is_refused():
+    assert "consumer 'first': its operator gave (3, 3) for 4 samples, wanted (4, 3)" in run_ranks(2, say)[0]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("consumers", "world", "settings", "said"),
+    [
+        (MODULES, World(num_hosts=2), {"num_towers": 2, "reads_ahead": 1}, "read ahead"),
+        (MODULES, World(), {"num_towers": 1}, "on one rank"),
+        (MODULES, World(ranks_per_host=4, servers_per_host=2), {"num_towers": 2}, "on servers"),
+        (ACROSS, World(ranks_per_host=4), {"num_towers": 2}, "user.deep is in tower 0, item in tower 1"),
+        ({"first": (Concat(), FIELDS[:2])}, World(ranks_per_host=4), {"num_towers": 1}, "for them in Concat"),
+        (MODULES, World(ranks_per_host=4), {"num_towers": 2}, None),
+    ],
+)  # fmt: skip
+def test_why_not_inside(consumers, world, settings, said):
+    declaration = declare(tables("float64"), LOOKED_UP, consumers)
+    shardings = [
+        split(2)[name] if world.num_ranks == 4 else table_wise(0) for name in TABLES
+    ]
+    found = barred_in_towers(declaration, "first", shardings, world, **settings)
+    assert found is None if said is None else said in found
+
+
+def test_rows_of_no_single_tower_are_said():
+    declaration, world = declare(tables("float64"), LOOKED_UP, MODULES), World(ranks_per_host=4)
+    shardings = [row_wise(4)] * 4
+    said = barred_in_towers(declaration, "first", shardings, world, num_towers=2)
+    assert said == "rows of user.deep do not all lie in one tower"
+
+
+def test_nothing_is_evaluated_inside_where_that_saves_nothing():
+    world, places = World(ranks_per_host=4), [split(2)[name] for name in TABLES]
+    wide = {"first": (Tower(10, 10), ("user.deep", "tags"))}
+    both = {**MODULES, "again": (Concat(), ("tags", "seen"))}
+    for consumers, wanted in ((MODULES, ("first", "second")), (wide, ()), (both, ("first", "second"))):  # fmt: skip
+        declaration = declare(tables("float64"), LOOKED_UP, consumers)
+        assert evaluated_in_towers(declaration, places, world, num_towers=2) == wanted

@@ -54,7 +54,12 @@ def in_towers(
     """By name: shardings inside their towers. towers: which features stand together, or how many towers tables are dealt
     to in turn. kinds: by name, default `table_wise`. Raises ConfigError."""
     if isinstance(towers, int):
-        partition = Partition(tuple(striped([table.name for table in tables], towers).towers))
+        if towers > len(tables):
+            raise ConfigError(
+                f"got {towers} towers for {len(tables)} tables, wanted at least one table in each; name fewer "
+                "(plan.towers)"
+            )
+        partition = striped([table.name for table in tables], towers)
         places = {name: number for number, some in enumerate(partition.towers) for name in some}
         count = towers
     else:
@@ -128,7 +133,7 @@ def towered(
         kinds = dict.fromkeys([table.name for table in free], config.sharding)
     names = {table.name for table in free}
     towers: Partition | int = count if partition is None else partition
-    laid = in_towers(tables if partition is not None else free, features, towers, world, kinds)
+    laid = in_towers(tables, features, towers, world, kinds)
     placed = {}
     for name, sharding in laid.items():
         if name in names:
