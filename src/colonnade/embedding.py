@@ -147,6 +147,7 @@ class EmbeddingCollection(nn.Module):
             codecs=self.plan.codecs,
             seed=self.seed,
             reads_ahead=self.consistency.reads_ahead,
+            towers=self.plan.towers,
         )
         self.shards = tuple(each.sharding.shard_of(self.mesh.rank) for each in laid)
         tiers = ["dram" if each.is_hot else planned[each.number].tier for each in laid]

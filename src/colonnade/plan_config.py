@@ -106,7 +106,7 @@ class WireConfig(Section):
     rounding took."""
 
 
-ExchangeChoice = Literal["rows", "pooled", "substitute", "replicated", "auto"]
+ExchangeChoice = Literal["rows", "pooled", "substitute", "towers", "replicated", "auto"]
 ShardingChoice = Literal[
     "row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated", "auto"
 ]
@@ -177,12 +177,16 @@ class PlanConfig(Section):
     """0: synchronous. k: every read misses exactly the newest k updates of rows."""
     exchange: ExchangeChoice = "rows"
     """What travels between ranks: rows, what owners pool of them (pooled), partials of the model's first operators
-    where those are less (substitute), gradients alone (replicated); auto: the fastest by prediction."""
+    where those are less (substitute), what owners pool by way of a rank of their tower (towers), gradients alone
+    (replicated); auto: the fastest by prediction, of all but towers."""
     sharding: ShardingChoice = "row_wise"
     """Which ranks have a table's rows: all, one host's, one, some columns on each (of hosts: grid), each a copy; auto:
     as is foretold to be fastest."""
     wire: WireConfig = WireConfig()
     """What rows and gradients look like while they travel."""
+    towers: Annotated[int, Field(ge=1)] | str | None = None
+    """For exchange towers: how many groups of neighbouring ranks, over which tables are dealt, or a file that says which
+    features stand together; default: one for each host."""
     servers: int = Field(0, ge=0)
     """Ranks of each host, its last ones, that have rows and nothing else; 0: the ranks that train have the rows."""
     tables: dict[str, TablePlanConfig] = {}

@@ -61,6 +61,16 @@ CHOICES = {
     "pooled": Choice(dict.fromkeys(ALL, "pooled"), has_sequence=False),
     # Consumers of values alone have no partials.
     "substitute": Choice(dict.fromkeys(ALL, "substitute"), has_sequence=False),
+    # All ranks are one tower; beside sequences, which have rows.
+    "towers": Choice(
+        dict.fromkeys(ALL, "towers"),
+        {"user": "table_wise", "item": "host_wise", "wide": "column_wise"},
+        has_sequence=False,
+        otherwise="single weights",
+    ),
+    "towers beside rows": Choice(
+        dict.fromkeys(("user", "tag"), "towers"), {"user": "host_wise", "tag": "table_wise"}
+    ),
     # An output with fields of both; parts by rows.
     "mixed": Choice(dict.fromkeys(("item", "tag"), "pooled")),
     # Parts pooled, and the fields of one output in turns.

@@ -34,4 +34,5 @@ def test_what_each_declares():
         "pooled": "reassociated",
         "replicated": "bitwise",
         "substitute": "reassociated",
+        "towers": "reassociated",
     }

@@ -54,6 +54,7 @@ def plans(num_ranks):
         "rows": {},
         "pooled": {"exchanges": POOLED},
         "substitute": {"exchanges": dict.fromkeys(POOLED, "substitute")},
+        "towers": {"exchanges": dict.fromkeys(POOLED, "towers")},
         "one rank": {"shardings": dict.fromkeys(POOLED, last)},
         "one rank, pooled": {"shardings": dict.fromkeys(POOLED, last), "exchanges": POOLED},
         "replicated": {"shardings": everywhere, "exchanges": dict.fromkeys(POOLED, "replicated")},

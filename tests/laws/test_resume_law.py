@@ -54,6 +54,10 @@ OF_TWO = {
         "model.name": "nfm", "model.bottom": None, "plan.exchange": "substitute",
         "plan.staleness_steps": 1, "plan.memory.dram": 120_000,
     },
+    "towers": {
+        "plan.exchange": "towers", "plan.towers": 2, "plan.staleness_steps": 1,
+        "plan.memory.dram": 120_000,
+    },
 }  # fmt: skip
 
 
@@ -154,6 +158,7 @@ def test_killed_at_random_moments(undisturbed, variant, tmp_path):
         ("tiered", 201),
         ("pooled", 150),
         ("substitute", 150),
+        ("towers", 150),
         pytest.param("stale", 90, marks=pytest.mark.slow),
     ],
 )

@@ -14,6 +14,7 @@ from colonnade.exchange.replicated import ReplicatedExchange
 from colonnade.exchange.rows import RowsExchange
 from colonnade.exchange.several import End, SeveralExchanges, part_of
 from colonnade.exchange.substitute import SubstituteExchange
+from colonnade.exchange.towers import TowersExchange
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding, row_wise_in
 
@@ -22,6 +23,7 @@ EXCHANGES: dict[str, type[PooledExchange] | type[RowsExchange]] = {
     "replicated": ReplicatedExchange,
     "rows": RowsExchange,
     "substitute": SubstituteExchange,
+    "towers": TowersExchange,
 }
 
 
@@ -57,10 +59,11 @@ def open_exchange(
     codecs: Codecs = EXACT,
     seed: int = 0,
     reads_ahead: int = 0,
+    towers: int | None = None,
 ) -> Exchange:
     """One rank's end of what travels. By table: `exchanges`, keys of EXCHANGES, default "rows"; `shardings`, default
     row_wise. seed: the run's, of the random bits that codecs round gradients with. reads_ahead: steps between reading a
-    row and its use. Raises ConfigError where this
+    row and its use. towers: groups of ranks that `towers` goes by, default one for each host. Raises ConfigError where this
     cannot work in this world."""
     num_tables = len(declaration.tables)
     shardings = shardings or [row_wise_in(mesh.world)] * num_tables
@@ -81,6 +84,10 @@ def open_exchange(
     def end_of(name: str, part: Declaration) -> End:
         if name == "substitute":
             return SubstituteExchange(part, mesh, shardings, coding, reads_ahead=reads_ahead)
+        if name == "towers":
+            return TowersExchange(
+                part, mesh, shardings, coding, num_towers=towers, reads_ahead=reads_ahead
+            )
         return EXCHANGES[name](part, mesh, shardings, coding)
 
     if len(used) < 2:

@@ -48,7 +48,7 @@ from colonnade.exchange.layout import (
 from colonnade.exchange.owner import Owner, soonest, take
 from colonnade.exchange.recording import CPU, summed_backwards
 from colonnade.exchange.routing import counted
-from colonnade.exchange.travel import Flight, open_routes
+from colonnade.exchange.travel import Flight, Route, open_routes
 from colonnade.ops.memory import empty
 from colonnade.table import POOLINGS
 from colonnade.topology.mesh import Mesh
@@ -106,15 +106,16 @@ class PooledExchange(Owner):
                     "sequence, whose rows reach the model one by one; give this table exchange rows"
                 )
         self.declaration, self.shardings, self.coding = declaration, shardings, coding
+        self.mesh = mesh
         self.exactness = coding.exactness(REASSOCIATED, declaration.dtype, mesh.num_ranks)
         self.outputs = self._outputs()
         order = dict.fromkeys(i for output in self.outputs for i in output.fields)
         self.fields = Fields(declaration, tuple(order))
         shares = [self.fields.share(rank, shardings) for rank in range(mesh.num_ranks)]
         self.here = shares[mesh.rank]
-        self.whole, messages = self._carried(self.fields), [self._carried(each) for each in shares]
+        self.whole, messages = self._arriving(), [self._carried(each) for each in shares]
         self.sent = messages[mesh.rank]
-        self.routes = open_routes(mesh, messages, self.whole, coding, declaration.compute_dtype)
+        self.routes = self._routes(messages)
         roundings = max((route.roundings for route in self.routes), default=1)
         self.exactness = replace(self.exactness, max_error=roundings * self.exactness.max_error)
         self.routed = [runs_of([each.columns.starts.items()], self.sent)[0] for each in self.routes]
@@ -143,9 +144,29 @@ class PooledExchange(Owner):
     def _outputs(self) -> tuple[Output, ...]:
         return outputs(self.declaration)
 
+    def _arriving(self) -> Columns:
+        """What comes to the ranks of the samples."""
+        return self._carried(self.fields)
+
     def _carried(self, share: Fields) -> Columns:
-        """What a rank that has these fields sends the ranks of the samples."""
+        """What a rank that has these fields sends."""
         return share.columns
+
+    def _routes(self, messages: Sequence[Columns]) -> Sequence[Route]:
+        """For all columns of what each rank sends; the same on every rank. In a world of one: none."""
+        return open_routes(
+            self.mesh, messages, self.whole, self.coding, self.declaration.compute_dtype
+        )
+
+    def _fetched_by(self, route: Route, part: Tensor, ticket: Ticket) -> Flight:
+        """part (G, P): of what is sent here, what takes that route."""
+        return route.fetch(part, ticket.wire.sizes, counted(ticket.purpose, "fetch"))
+
+    def _pushed_by(
+        self, route: Route, total: Tensor, ticket: Ticket, step: int, number: int
+    ) -> Tensor:
+        """total (B, W): gradients of what came -> (G, P), of what was sent by that route."""
+        return route.push(total, ticket.wire.sizes, step, number)
 
     def _message(self, ticket: Ticket, pooled: Tensor) -> Tensor:
         """pooled (G, W_o) of this rank's fields -> (G, P) as it is sent."""
@@ -206,14 +227,14 @@ class PooledExchange(Owner):
         if self.mesh.num_ranks == 1:
             ticket.reads = Fetched((), block)
             return
-        counts_as, flights = counted(ticket.purpose, "fetch"), []
+        flights = []
         for route, runs in zip(self.routes, self.routed, strict=True):
             part = block
             if route.columns.width < self.sent.width:
                 part = empty(sum(sizes), route.columns.width, dtype=dtype)
                 for run in runs:
                     part[:, run.columns_here] = block[:, run.columns_there]
-            flights.append(route.fetch(part, sizes, counts_as))
+            flights.append(self._fetched_by(route, part, ticket))
         ticket.reads = Fetched(flights)
 
     def pooled(self, ticket: Ticket) -> list[Tensor]:
@@ -258,7 +279,7 @@ class PooledExchange(Owner):
         if self.mesh.num_ranks > 1:
             received = empty(sum(sizes), self.sent.width, dtype=total.dtype)
             for route, runs in zip(self.routes, self.routed, strict=True):
-                part = route.push(total, sizes, step, number)
+                part = self._pushed_by(route, total, ticket, step, number)
                 if route.columns.width == self.sent.width:
                     received = part
                     continue

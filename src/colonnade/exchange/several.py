@@ -32,6 +32,8 @@ from colonnade.interaction import Concat
 from colonnade.store.contract import RowView
 from colonnade.topology.mesh import Mesh
 
+EVALUATING = ("substitute", "towers")
+"""Exchanges that may evaluate consumers whose fields they have all."""
 KINDS = ("bitwise", "reassociated", "lossy")
 """Of exactness, best first."""
 
@@ -266,7 +268,7 @@ def part_of(declaration: Declaration, tables: set[str], exchange: str) -> Declar
     consumers = {}
     for name, consumer in declaration.consumers.items():
         if taken := tuple(each for each in consumer.features if each in mine):
-            is_whole = exchange == "substitute" and taken == consumer.features
+            is_whole = exchange in EVALUATING and taken == consumer.features
             consumers[name] = consumer if is_whole else Consumer(Concat(), taken)
     return Declaration(declaration.tables, features, consumers, declaration.output)
 

@@ -5,11 +5,7 @@ It is `pooled` up to the message: owners pool their fields for the global batch,
 cheaper so (`substitution.py`), its partial instead of its fields' values. Partials are added over owners in a fixed
 order (`travel.py`) and combined. On the way back an owner takes the gradient of the merged partial, which is that of
 its own, through its part of the operator; rows are updated with the sum over the global batch, and no gradient of a
-row travels.
-
-Weights of an operator are dense parameters, the same on every rank. An owner's part of their gradient is that of the
-global batch, for the columns of its fields; it is added to their `.grad` there by `push`, so the sum over ranks is what
-one rank would have, as it is for every other dense parameter.
+row travels. Weights are those of `evaluating.py`.
 
 Legend: G samples of all ranks, W_o columns of the fields on rank o, P of what it sends.
 """
@@ -17,36 +13,27 @@ Legend: G samples of all ranks, W_o columns of the fields on rank o, P of what i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from colonnade.batch import Batch
-from colonnade.errors import CheckpointError, DataError
+from colonnade.errors import CheckpointError
 from colonnade.exchange.coding import AS_IT_IS, Coding
-from colonnade.exchange.contract import RowGradients, RowSource, Ticket
+from colonnade.exchange.contract import Ticket
+from colonnade.exchange.evaluating import EvaluatingExchange, Partial
 from colonnade.exchange.fields import Columns, Fields, Key
-from colonnade.exchange.layout import Declaration, Lookups, Output, outputs, weighed
-from colonnade.exchange.pooled import Fetched, PooledExchange
-from colonnade.exchange.substitution import partial_width, substituted
-from colonnade.ops.memory import empty
+from colonnade.exchange.layout import Declaration
+from colonnade.exchange.pooled import Fetched
+from colonnade.exchange.substitution import substituted
+from colonnade.exchange.travel import DirectRoute
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
 
 
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """Of one consumer and one batch, as it was evaluated here."""
-
-    fields: tuple[int, ...]
-    """Those on this rank."""
-    values: Tensor  # (G, W) of them side by side, a leaf
-    result: Tensor  # (G, P)
-
-
-class SubstituteExchange(PooledExchange):
+class SubstituteExchange(EvaluatingExchange):
     """One rank's end."""
+
+    routes: Sequence[DirectRoute]
 
     def __init__(
         self,
@@ -58,48 +45,8 @@ class SubstituteExchange(PooledExchange):
         reads_ahead: int = 0,
     ) -> None:
         """As `pooled`. reads_ahead: steps between `fetch` and the use of what it read."""
-        self.consumers = substituted(
-            declaration, shardings, world=mesh.world, reads_ahead=reads_ahead
-        )
-        numbers = {field.name: i for i, field in enumerate(declaration.fields)}
-        self.taken_by = {
-            name: tuple(numbers[field] for field in declaration.consumers[name].features)
-            for name in self.consumers
-        }
-        features = {declaration.fields[i].feature for of in self.taken_by.values() for i in of}
-        whole = {
-            f
-            for f in features
-            if shardings[declaration.table_of(declaration.features[f])].num_owners == 1
-        }
-        # A bag's owner divides where it has all of it; else every lookup of the bag weighs less.
-        averaged = {f for f in features if declaration.features[f].pooling in ("mean", "sqrtn")}
-        self.weighed = averaged - whole
-        self.undivided, self.averaged_there = averaged, averaged & whole
-        self.unsplit = {
-            declaration.fields[i].feature
-            for name, fields in self.taken_by.items()
-            if declaration.consumers[name].interaction.needs() == "fields"
-            for i in fields
-        } - whole
-        super().__init__(declaration, mesh, shardings, coding)
-
-    @property
-    def pushed_parameters(self) -> tuple[nn.Parameter, ...]:
-        every = (self.declaration.consumers[name].interaction for name in self.consumers)
-        return tuple(dict.fromkeys(p for each in every for p in trained(each)))
-
-    def _outputs(self) -> tuple[Output, ...]:
-        found: list[Output] = []
-        for output in outputs(self.declaration):
-            if others := tuple(name for name in output.names if name not in self.consumers):
-                found.append(replace(output, names=others))
-            for name in output.names:
-                if name in self.consumers:
-                    width = partial_width(self.declaration, name)
-                    assert width is not None
-                    found.append(Output((name,), output.fields, (), width, False, True))
-        return tuple(found)
+        consumers = substituted(declaration, shardings, world=mesh.world, reads_ahead=reads_ahead)
+        super().__init__(declaration, mesh, shardings, coding, consumers)
 
     def _carried(self, share: Fields) -> Columns:
         dims: dict[Key, int] = {}
@@ -112,39 +59,6 @@ class SubstituteExchange(PooledExchange):
                     dims[key] = self.declaration.fields[key].dim
         return Columns(dims)
 
-    def _collected(self, batch: Batch) -> Lookups:
-        """Raises DataError."""
-        lookups = super()._collected(batch)
-        weights = list(lookups.weights)
-        for c, f in enumerate(self.asked.features):
-            bags = lookups.bags[c]
-            if bags is None:
-                continue
-            lengths = bags.diff()
-            feature = self.declaration.features[f]
-            if f in self.unsplit and len(lengths) and int(lengths.max()) > 1:
-                raise DataError(
-                    f"feature {feature.name!r}: got a sample with {int(lengths.max())} ids, wanted at most one: its "
-                    "table's rows lie on several ranks and its consumer needs a sample's whole bag on one. Give table "
-                    f"{feature.table!r} the sharding table_wise, or exchange pooled"
-                )
-            if f in self.weighed:
-                dtype = self.declaration.compute_dtype
-                each = lengths.clamp(min=1).to(dtype)
-                each = (1 / (each if feature.pooling == "mean" else each.sqrt())).repeat_interleave(
-                    lengths
-                )
-                given = weights[c]
-                weights[c] = each if given is None else each * given.to(dtype)
-        if not self.weighed:
-            return lookups
-        return weighed(lookups, weights, self.asked, self.declaration.compute_dtype)
-
-    def fetch(self, ticket: Ticket, source: RowSource) -> None:
-        """As `pooled`."""
-        ticket.wire.versions = [each._version for each in self.pushed_parameters]
-        super().fetch(ticket, source)
-
     def _message(self, ticket: Ticket, pooled: Tensor) -> Tensor:
         is_trained = ticket.purpose != "evaluate"
         partials = self._partials(pooled, self.here.columns, is_trained)
@@ -156,29 +70,9 @@ class SubstituteExchange(PooledExchange):
         """By consumer: of those of its fields whose columns are here."""
         found = {}
         for name, fields in self.taken_by.items():
-            numbers = tuple(n for n, i in enumerate(fields) if i in here.dims)
-            if not numbers:
-                continue
-            mine = tuple(fields[n] for n in numbers)
-            interaction = self.declaration.consumers[name].interaction
-            values = torch.cat([pooled[:, here.of(i)] for i in mine], dim=1)
-            with torch.set_grad_enabled(is_trained):
-                values.requires_grad_(is_trained)
-                given = values.unflatten(1, (len(mine), -1)) if interaction.one_width else values
-                result = interaction.partial_of(given, numbers)
-            found[name] = Partial(mine, values, result)
+            if numbers := tuple(n for n, i in enumerate(fields) if i in here.dims):
+                found[name] = self._evaluated(name, numbers, pooled, here, is_trained)
         return found
-
-    def _sent(
-        self, pooled: Tensor, here: Columns, carried: Columns, partials: Mapping[str, Partial]
-    ) -> Tensor:
-        """(G, P): values and partials side by side."""
-        send = empty(len(pooled), carried.width, dtype=pooled.dtype)
-        for key in carried.dims:
-            is_field = isinstance(key, int)
-            values = pooled[:, here.of(key)] if is_field else partials[str(key)].result.detach()
-            send[:, carried.of(key)] = values
-        return send
 
     def hold(self, ticket: Ticket) -> dict[str, Tensor]:
         """What partials were evaluated of here, (G, dim) by field: rows may be others when their gradients come."""
@@ -249,49 +143,4 @@ class SubstituteExchange(PooledExchange):
         return self.shardings[self.declaration.parts[field.part][0]].ranks[0]
 
     def _gradients_here(self, ticket: Ticket, received: Tensor) -> Tensor:
-        here = self.here.columns
-        found = torch.zeros(len(received), here.width, dtype=received.dtype)
-        for key in self.sent.dims:
-            given = received[:, self.sent.of(key)]
-            if isinstance(key, int):
-                found[:, here.of(key)] += given
-                continue
-            partial: Partial = ticket.wire.partials[key]
-            parameters = trained(self.declaration.consumers[key].interaction)
-            gradient, *of_weights = torch.autograd.grad(
-                partial.result, [partial.values, *parameters], given, retain_graph=True,
-                allow_unused=True,
-            )  # fmt: skip
-            for parameter, each in zip(parameters, of_weights, strict=True):
-                if each is not None:
-                    _add(parameter, each)
-            first = 0
-            for i in partial.fields if gradient is not None else ():
-                there = found[:, here.of(i)]
-                there += gradient[:, first : (first := first + there.shape[1])]
-        return found
-
-    def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
-        """As `pooled`; and gradients of weights that were used here are added to them. RuntimeError, on every rank,
-        where such a weight has changed since it was used."""
-        now = [each._version for each in self.pushed_parameters]
-        if any(ticket.wire.versions not in (None, now) for ticket in tickets):
-            raise RuntimeError(
-                f"weights of {', '.join(map(repr, self.consumers))}, which the rows' owners evaluate, were changed "
-                "between forward and RowOptimizer.step(), which completes their gradients; call it before the dense "
-                "gradients are summed over ranks and before the dense optimizer's step"
-            )
-        for parameter in self.pushed_parameters:  # a rank may have none of its fields
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return super().push(tickets, step)
-
-
-def trained(interaction: nn.Module) -> list[nn.Parameter]:
-    return [each for each in interaction.parameters() if each.requires_grad]
-
-
-@torch.no_grad()
-def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.add_(gradient)
+        return self._through(ticket.wire.partials, received, self.sent, self.here.columns)

@@ -67,11 +67,16 @@ def barred(
 
 def partial_width(declaration: Declaration, name: str) -> int | None:
     """P of a consumer; None: it has no partial that adds up."""
+    if declaration.consumers[name].interaction.merge != "sum":
+        return None
+    return result_width(declaration, name)
+
+
+def result_width(declaration: Declaration, name: str) -> int | None:
+    """P of a consumer that is evaluated of all its fields; None: nothing stands for their values."""
     consumer = declaration.consumers[name]
     dims = {field.dim for field in declaration.fields if field.name in consumer.features}
-    if not dims or consumer.interaction.merge != "sum":
-        return None
-    return consumer.interaction.width(max(dims))
+    return consumer.interaction.width(max(dims)) if dims else None
 
 
 def floats(
@@ -80,14 +85,14 @@ def floats(
     """Per sample, from all owners to its rank, where those consumers' partials travel and every other consumer's
     values do; its own rank counts as any."""
     owners = owners_by_field(declaration, shardings)
-    values = _values(declaration, consumers)
+    values = values_needed(declaration, consumers)
     return sum(_width(declaration, name, owners) for name in consumers) + sum(
         len(owners[field.name]) * field.dim for field in declaration.fields if field.name in values
     )
 
 
-def _values(declaration: Declaration, consumers: Collection[str]) -> set[str]:
-    """Fields whose values travel where those consumers' partials do."""
+def values_needed(declaration: Declaration, consumers: Collection[str]) -> set[str]:
+    """Fields whose values travel where those consumers are evaluated before they do."""
     given = declaration.consumers.items()
     taken = {name for _, consumer in given for name in consumer.features}
     alone = {field.name for field in declaration.fields if field.name not in taken}

@@ -53,14 +53,6 @@ class Route(Protocol):
     roundings: int
     """By a codec, of a value on its way."""
 
-    def columns_of(self, rank: int) -> Columns:
-        """What that rank sends."""
-        ...
-
-    def landed(self, blocks: Sequence[Tensor]) -> Flight:
-        """As if it had been fetched. blocks (B, P of the rank) by rank: what they had for this rank's samples."""
-        ...
-
     def fetch(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Flight:
         """block (G, P), contiguous: sums for all ranks' samples. sizes: those, by rank."""
         ...
@@ -75,21 +67,33 @@ class Route(Protocol):
         ...
 
 
+class DirectRoute(Route, Protocol):
+    """Whose messages are what owners sent, or sums of it."""
+
+    def columns_of(self, rank: int) -> Columns:
+        """What that rank sends."""
+        ...
+
+    def landed(self, blocks: Sequence[Tensor]) -> Flight:
+        """As if it had been fetched. blocks (B, P of the rank) by rank: what they had for this rank's samples."""
+        ...
+
+
 def open_routes(
     mesh: Mesh, messages: Sequence[Columns], whole: Columns, coding: Coding, dtype: torch.dtype
-) -> list[Route]:
+) -> list[DirectRoute]:
     """messages: what each rank sends; whole: all columns. The same routes on every rank. In a world of one: none."""
     if mesh.num_ranks == 1:
         return []
     world, common = mesh.world, set[Any]()
     if world.num_hosts > 1 and world.ranks_per_host > 1:
         common = set.intersection(*(set(message.dims) for message in messages))
-    routes: list[Route] = []
+    routes: list[DirectRoute] = []
     if any(set(message.dims) - common for message in messages):
-        some = [_only(message, set(message.dims) - common) for message in messages]
+        some = [only(message, set(message.dims) - common) for message in messages]
         routes.append(Straight(mesh, some, whole, coding, dtype))
     if common:
-        routes.append(ByHost(mesh, _only(messages[0], common), whole, coding, dtype))
+        routes.append(ByHost(mesh, only(messages[0], common), whole, coding, dtype))
     return routes
 
 
@@ -123,7 +127,7 @@ class Straight:
         theirs, mine = self._served(sizes), self._asked(sizes)
         if codec.name == "exact":
             received, call = self.mesh.all_to_all(
-                "fetch", block.view(-1), _elements(theirs), _elements(mine), wait=False,
+                "fetch", block.view(-1), elements(theirs), elements(mine), wait=False,
                 counts_as=counts_as,
             )  # fmt: skip
             return Flight(received, call, block)
@@ -132,24 +136,24 @@ class Straight:
             "fetch", coded, [each.bytes_of(codec, self.dtype) for each in theirs],
             [each.bytes_of(codec, self.dtype) for each in mine], wait=False, counts_as=counts_as,
         )  # fmt: skip
-        received = empty(sum(_elements(mine)), dtype=self.dtype)
+        received = empty(sum(elements(mine)), dtype=self.dtype)
         return Flight(received, call, coded, partial(decode, codec, data, mine, received))
 
     def add(self, flight: Flight, total: Tensor) -> None:
         parts = flight.received.split([len(total) * width for width in self.widths])
         for part, width, runs in zip(parts, self.widths, self.blocks, strict=True):
-            _add(part.view(len(total), width), total, runs)
+            add_runs(part.view(len(total), width), total, runs)
 
     def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Tensor:
         codec, size = CODECS[self.coding.codecs.gradients], len(total)
         theirs, mine = self._served(sizes), self._asked(sizes)
-        send = empty(sum(_elements(mine)), dtype=self.dtype)
+        send = empty(sum(elements(mine)), dtype=self.dtype)
         for part, width, runs in zip(
-            send.split(_elements(mine)), self.widths, self.blocks, strict=True
+            send.split(elements(mine)), self.widths, self.blocks, strict=True
         ):
-            _take(total, part.view(size, width), runs)
+            take_runs(total, part.view(size, width), runs)
         if codec.name == "exact":
-            received, _ = self.mesh.all_to_all("push", send, _elements(mine), _elements(theirs))
+            received, _ = self.mesh.all_to_all("push", send, elements(mine), elements(theirs))
         else:
             samples, rank = torch.arange(size), self.mesh.rank
             draws = [
@@ -161,7 +165,7 @@ class Straight:
                 [each.bytes_of(codec, self.dtype) for each in mine],
                 [each.bytes_of(codec, self.dtype) for each in theirs],
             )  # fmt: skip
-            received = empty(sum(_elements(theirs)), dtype=self.dtype)
+            received = empty(sum(elements(theirs)), dtype=self.dtype)
             decode(codec, data, theirs, received)
         return received.view(sum(sizes), self.columns.width)
 
@@ -216,7 +220,7 @@ class ByHost:
             "fetch in host", encode(codec, send.view(-1), there), self._lengths(codec, there),
             self._lengths(codec, here), counts_as=counts_as,
         )  # fmt: skip
-        received = empty(sum(_elements(here)), dtype=self.dtype)
+        received = empty(sum(elements(here)), dtype=self.dtype)
         decode(codec, data, here, received)
         of_host = sum_in_order(received.view(1, local, -1))
         theirs, ours = [Block(n, self.dims) for n in mine], self._asked(sizes)
@@ -225,18 +229,18 @@ class ByHost:
             "fetch over hosts", coded, self._lengths(codec, theirs), self._lengths(codec, ours),
             wait=False, counts_as=counts_as,
         )  # fmt: skip
-        received = empty(sum(_elements(ours)), dtype=self.dtype)
+        received = empty(sum(elements(ours)), dtype=self.dtype)
         return Flight(received, call, coded, partial(decode, codec, data, ours, received))
 
     def add(self, flight: Flight, total: Tensor) -> None:
         parts = flight.received.view(len(self.blocks), len(total), self.columns.width)
         for part, runs in zip(parts, self.blocks, strict=True):
-            _add(part, total, runs)
+            add_runs(part, total, runs)
 
     def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Tensor:
         codec, world, rank = CODECS[self.coding.codecs.gradients], self.mesh.world, self.mesh.rank
         block = empty(len(total), self.columns.width, dtype=self.dtype)
-        _take(total, block, self.blocks[0])
+        take_runs(total, block, self.blocks[0])
         every = [Block(size, self.dims) for size in sizes]
         seed = self.coding.seed("pooled by hosts", rank, number)
         draws = [Draw(torch.arange(len(total)), seed, step)]
@@ -259,7 +263,7 @@ class ByHost:
                 accumulate((n for some in of_alike for n in some), initial=0), strict=False)
         )  # fmt: skip
         data = torch.cat([received[starts[r] : starts[r] + n] for r, n in enumerate(lengths)])
-        found = empty(sum(_elements(every)), dtype=self.dtype)
+        found = empty(sum(elements(every)), dtype=self.dtype)
         decode(codec, data, every, found)
         return found.view(sum(sizes), self.columns.width)
 
@@ -271,21 +275,25 @@ class ByHost:
         return [Block(sizes[self.mesh.rank], self.dims)] * len(self.blocks)
 
 
-def _only(columns: Columns, keys: Iterable[Any]) -> Columns:
+def only(columns: Columns, keys: Iterable[Any]) -> Columns:
+    """Those of them, in order."""
     wanted = set(keys)
     return Columns({key: dim for key, dim in columns.dims.items() if key in wanted})
 
 
-def _elements(blocks: Iterable[Block]) -> list[int]:
+def elements(blocks: Iterable[Block]) -> list[int]:
+    """Of each."""
     return [block.rows * sum(block.dims) for block in blocks]
 
 
-def _add(block: Tensor, total: Tensor, runs: Sequence[Any]) -> None:
+def add_runs(block: Tensor, total: Tensor, runs: Sequence[Any]) -> None:
+    """Columns of the block, to where they lie in the total; what comes first there is copied."""
     for run in runs:
         there, here = total[:, run.columns_there], block[:, run.columns_here]
         there.copy_(here) if run.is_first else there.add_(here)
 
 
-def _take(total: Tensor, block: Tensor, runs: Sequence[Any]) -> None:
+def take_runs(total: Tensor, block: Tensor, runs: Sequence[Any]) -> None:
+    """The other way."""
     for run in runs:
         block[:, run.columns_here] = total[:, run.columns_there]

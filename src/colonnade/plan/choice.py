@@ -38,6 +38,7 @@ from colonnade.plan.flows import (
 from colonnade.plan.loads import TableLoad
 from colonnade.plan.partials import Joint, Partials, burden
 from colonnade.plan.paths import Paths, adds_in_host
+from colonnade.plan.tower_paths import call_seconds
 from colonnade.topology.sharding import (
     Kind,
     Sharding,
@@ -78,13 +79,16 @@ def choose(
     options: Collection[Option] = OPTIONS,
     is_fetched_ahead: bool = False,
     model: ModelLoad | None = None,
+    towers: int | None = None,
 ) -> Choice:
     """The fastest of `options` for each table, as far as `forced` (by name) leaves one. `rates`: how fast rows are
-    gathered and updated and lookups planned and packed, where that was measured; `is_fetched_ahead`: staleness allows it; `model`: what takes the
-    tables' fields, without which `substitute` is not considered. Raises ConfigError where what is forced cannot be."""
+    gathered and updated and lookups planned and packed, where that was measured; `is_fetched_ahead`: staleness allows
+    it; `model`: what takes the tables' fields, without which `substitute` is not considered; `towers`: how many, default
+    one for each host. Raises ConfigError where what is forced cannot be."""
     search = Search(
-        loads, world, memory or Memory(), rates, forced or {}, options, is_fetched_ahead, model
-    )
+        loads, world, memory or Memory(), rates, forced or {}, options, is_fetched_ahead, model,
+        towers or world.num_hosts,
+    )  # fmt: skip
     beginnings = list(search.beginnings())
     if search.is_large:
         beginnings = sorted(beginnings, key=search.objective)[:2]
@@ -127,6 +131,7 @@ class Search:
         options: Collection[Option],
         is_fetched_ahead: bool,
         model: ModelLoad | None,
+        towers: int,
     ) -> None:
         self.loads, self.world, self.memory, self.rates = loads, world, memory, rates
         self.is_fetched_ahead = is_fetched_ahead
@@ -146,7 +151,7 @@ class Search:
         ]
         num_ranks = world.num_ranks
         self.owners = np.array(world.owners)
-        self.paths = Paths(world)
+        self.paths, self.num_towers = Paths(world, towers), towers
         self.asks = self.paths.asks
         self.even = sum(load.total_bytes for load in loads) / len(self.owners)
         self.tried = 1 if self.is_large else TRIED
@@ -169,6 +174,7 @@ class Search:
             and (
                 exchange != "substitute" or said.kind or kind == "table_wise" or t not in self.whole
             )
+            and (exchange != "towers" or said.exchange == exchange)
             and (exchange, kind) in options
             and (kind != "host_wise" or self.has_hosts or said.kind == kind)
             and (kind != "replicated" or not self.world.has_servers)
@@ -187,6 +193,8 @@ class Search:
         slices = sharding.slices
         n = len(sharding.ranks) // slices
         key = (t, exchange, n, slices)
+        if exchange == "towers" and self.paths.by_towers(sharding) is None:
+            exchange, key = "pooled", (t, "pooled", n, slices)
         if key not in self.pairs:
             load, num_ranks = self.loads[t], self.world.num_trainers
             bytes_ = pair(load, exchange, n, slices)
@@ -210,8 +218,15 @@ class Search:
         state.links[0] += (sign * bytes_.route) * there
         if TABLE_BYTES[exchange]:
             state.links[0] += (sign * TABLE_BYTES[exchange] * sharding.slices) * self.all
-        state.links[1] += (sign * bytes_.fetch) * back
-        state.links[2] += (sign * bytes_.push) * given
+        by = self.paths.by_towers(sharding) if exchange == "towers" else None
+        if by is None:
+            state.links[1] += (sign * bytes_.fetch) * back
+            state.links[2] += (sign * bytes_.push) * given
+        else:
+            state.links[1] += (sign * bytes_.inside) * by.inside.back
+            state.links[1] += (sign * bytes_.fetch) * by.between.back
+            state.links[2] += (sign * bytes_.inside) * by.inside.given
+            state.links[2] += (sign * bytes_.push) * by.between.given
         state.processor += (sign * seconds.asker) * self.asks
         owners = _index(sharding.ranks)
         share = sharding.num_owners * sharding.slices
@@ -251,6 +266,9 @@ class Search:
             calls = np.sum([CALLS[exchange] for exchange in used], axis=0)
             calls[0] += 1  # the header
             phases = phases + calls * self.world.call_seconds
+            if "towers" in used:
+                less = self.world.call_seconds - call_seconds(self.world, self.num_towers)
+                phases[1:] -= less
             phases[0] += self.fixed_bytes(used) * self.peak
             # And of what all exchanges route with, the sizes.
             computed += (float(calls.sum()) + 1) * self.world.call_processor_seconds
@@ -357,6 +375,9 @@ class Search:
         n = len(sharding.ranks)
         bytes_, seconds = self.costs(t, exchange, sharding)
         links = (bytes_.fetch + bytes_.push) * self.paths.values_to(sharding, exchange)[2]
+        if exchange == "towers" and (by := self.paths.by_towers(sharding)) is not None:
+            links = (bytes_.fetch + bytes_.push) * by.between.slowest
+            links += 2 * bytes_.inside * by.inside.slowest
         return links + seconds.asker + seconds.owner * n / self.world.num_ranks
 
     def order(self) -> list[int]:

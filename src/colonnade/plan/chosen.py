@@ -26,9 +26,14 @@ OPTIONS: tuple[Option, ...] = (
     ("substitute", "row_wise"),
     ("substitute", "host_wise"),
     ("substitute", "table_wise"),
+    ("towers", "row_wise"),
+    ("towers", "host_wise"),
+    ("towers", "table_wise"),
+    ("towers", "column_wise"),
+    ("towers", "grid"),
     ("replicated", "replicated"),
 )
-BY_OWNERS = ("pooled", "substitute")
+BY_OWNERS = ("pooled", "substitute", "towers")
 """Exchanges whose owners pool bags."""
 
 

@@ -39,6 +39,8 @@ def explained(search: Search, state: State, later: float | None) -> Choice:
                 continue
             if exchange == "substitute" and not _is_shown(search, t):
                 continue
+            if exchange == "towers" and search.forced[t].exchange != exchange:
+                continue
             places = [
                 cost(search, state, t, exchange, place, now)
                 for place in search.places(state, t, kind)
@@ -109,6 +111,13 @@ def cost(
         near, far = blocks_added(world)
         for purpose, size in (("fetch", bytes_.fetch), ("push", bytes_.push)):
             sent[purpose, "local"], sent[purpose, "remote"] = size * near, size * far
+    by = search.paths.by_towers(sharding) if exchange == "towers" else None
+    if by is not None:
+        for purpose, size in (("fetch", bytes_.fetch), ("push", bytes_.push)):
+            for link, inside, between in (
+                ("local", by.inside.near, by.between.near), ("remote", by.inside.far, by.between.far)
+            ):  # fmt: skip
+                sent[purpose, link] = bytes_.inside * inside + size * between
     seconds = search.mean_seconds(t, exchange, sharding)
     if exchange == "substitute":
         seconds += _share_of(search, state, t, sharding, sent)

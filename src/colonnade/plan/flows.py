@@ -27,12 +27,13 @@ from colonnade.plan.loads import TableLoad
 from colonnade.topology.sharding import Kind
 from colonnade.topology.world import World
 
-ExchangeName = Literal["rows", "pooled", "substitute", "replicated"]
+ExchangeName = Literal["rows", "pooled", "substitute", "towers", "replicated"]
 PURPOSES = ("route", "fetch", "push")
 CALLS = {
     "rows": (0, 1, 1),
     "pooled": (0, 1, 1),
     "substitute": (0, 1, 1),
+    "towers": (0, 1, 1),
     "replicated": (0, 0, 1),
 }
 """All-to-alls of a step, by purpose, beside the two that all exchanges route with: sizes, and what is asked for."""
@@ -42,10 +43,11 @@ FIXED_BYTES = {
     "rows": float(SIZE_BYTES + FLAG_BYTES),
     "pooled": float(HEAD_BYTES),
     "substitute": float(HEAD_BYTES),
+    "towers": float(HEAD_BYTES),
     "replicated": float(SIZE_BYTES + FLAG_BYTES),
 }
 """From each rank to each other, of an exchange that any table uses."""
-TABLE_BYTES = {"rows": 1.0, "pooled": 0.0, "substitute": 0.0, "replicated": 1.0}
+TABLE_BYTES = {"rows": 1.0, "pooled": 0.0, "substitute": 0.0, "towers": 0.0, "replicated": 1.0}
 """From each rank to each other, of each table: that no ids of it follow."""
 
 
@@ -59,6 +61,9 @@ class Pair:
     """Owner to asker."""
     push: float
     """Asker to owner."""
+    inside: float = 0.0
+    """Of values, and again of gradients, where they go by towers: between an owner and a rank of its tower, for as many
+    samples as a rank has. `fetch` and `push` are then of all slices, between a tower and a rank of another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,9 @@ def pair(load: TableLoad, exchange: ExchangeName, num_owners: int, slices: int =
         route += column.lookups * load.weight_bytes / n if column.is_weighted else 0.0
     if exchange == "substitute":
         return Pair(route, 0.0, 0.0)
+    if exchange == "towers":
+        inside = load.bags * load.width * load.weight_bytes / slices  # never coded
+        return Pair(route, load.bags * load.bag_bytes, load.bags * load.gradient_bytes, inside)
     bags = load.bags / slices
     return Pair(route, bags * load.bag_bytes, bags * load.gradient_bytes)
 
@@ -143,6 +151,14 @@ def moving(bytes_: Pair, num_owners: int, world: World) -> Work:
     on a rank is not moved."""
     each = (bytes_.route + bytes_.fetch + bytes_.push) * world.byte_processor_seconds
     others = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
+    if bytes_.inside:
+        over = (bytes_.fetch + bytes_.push) * world.byte_processor_seconds
+        asked = bytes_.route * world.byte_processor_seconds
+        gathered = 2 * bytes_.inside * world.byte_processor_seconds
+        return Work(
+            others * (num_owners * (asked + gathered) + 2 * over),
+            world.num_trainers * others * (asked + gathered),
+        )
     return Work(num_owners * others * each, world.num_trainers * others * each)
 
 

@@ -50,7 +50,7 @@ def _forced(config: PlanConfig, name: str, world: World) -> Forced:
             exchange = "rows"
         elif own.exchange not in (None, "auto") and kind == "replicated":
             kind = "row_wise"
-        ranks = None if own.ranks is None else _ranks(name, sorted(own.ranks), kind, world)
+        ranks = None if own.ranks is None else _ranks(name, sorted(own.ranks), kind, exchange, world)
     if "replicated" in (exchange, kind):
         if world.has_servers:
             raise ConfigError(
@@ -67,7 +67,9 @@ def _forced(config: PlanConfig, name: str, world: World) -> Forced:
     return Forced(None if kind == "auto" else kind, None if exchange == "auto" else exchange, ranks)
 
 
-def _ranks(name: str, ranks: list[int], kind: Kind, world: World) -> tuple[int, ...]:
+def _ranks(
+    name: str, ranks: list[int], kind: Kind, exchange: str, world: World
+) -> tuple[int, ...]:
     if ranks[-1] >= world.num_ranks:
         raise ConfigError(
             f"plan.tables.{name}.ranks: got {ranks}, but this world has ranks 0 .. {world.num_ranks - 1}; name one of "
@@ -85,7 +87,7 @@ def _ranks(name: str, ranks: list[int], kind: Kind, world: World) -> tuple[int, 
                 f"plan.tables.{name}.ranks: got {ranks}, wanted all ranks of two or more hosts, such as "
                 f"{list(grid(world, [0, 1]).ranks)}"
             )
-    if kind == "host_wise":
+    if kind == "host_wise" and exchange != "towers":  # whose groups are towers (towering.py)
         wanted = list(host_wise(world, world.host(ranks[0])).ranks)
         if ranks != wanted:
             raise ConfigError(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from colonnade.plan.tower_paths import Towered, towered
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
 
@@ -21,18 +22,29 @@ MOST = 4096
 
 
 class Paths:
-    """Of one world."""
+    """Of one world, whose ranks stand in so many towers."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, num_towers: int = 1) -> None:
+        self.world, self.num_towers = world, num_towers
+        self._by_towers: dict[Any, Towered | None] = {}
         self.asks = np.ones(world.num_ranks)  # (N,) 1 for those with samples
         self.asks[list(world.servers)] = 0.0
         self._known: dict[Any, tuple[Floats, Floats, float]] = {}
         self.adds_in_host = adds_in_host(world)
 
+    def by_towers(self, sharding: Sharding) -> Towered | None:
+        """Where its values go by towers; None: they go as under `pooled`."""
+        key = _key(sharding), sharding.slices
+        if key not in self._by_towers:
+            if len(self._by_towers) > MOST:
+                self._by_towers.clear()
+            self._by_towers[key] = towered(self.world, sharding, self.num_towers)
+        return self._by_towers[key]
+
     def values_to(self, sharding: Sharding, exchange: str) -> tuple[Floats, Floats, float]:
-        """`to`, of values of samples and gradients of them: `pooled` adds up what all ranks have a share of."""
-        if exchange == "pooled" and self.are_added(sharding):
+        """`to`, of values of samples and gradients of them: `pooled` adds up what all ranks have a share of, and so does
+        `towers`, of what lies in no tower."""
+        if exchange in ("pooled", "towers") and self.are_added(sharding):
             return self.added
         return self.to(sharding)
 

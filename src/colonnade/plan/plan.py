@@ -88,6 +88,8 @@ class Plan:
     """What rows and their gradients look like while they travel."""
     servers: tuple[int, ...] = ()
     """Ranks that have rows and nothing else; none: the ranks that train have the rows."""
+    towers: int | None = None
+    """Groups of neighbouring ranks that the exchange `towers` goes by; None: one for each host."""
     placement: str = "even"
     prediction: Mapping[str, Any] | None = None
     """`plan.prediction.Prediction` as plain values, where the plan was made from a profile."""
@@ -153,12 +155,15 @@ def build_plan(
     hot: Mapping[str, Iterable[int] | Tensor] | None = None,
     codecs: Codecs = EXACT,
     servers: Sequence[int] = (),
+    towers: int | None = None,
 ) -> Plan:
     """Every table alike (`plan.placement` prefers some). Pure. Raises ConfigError for numbers that cannot work.
 
     By table name: `table_bytes`, memory of single tables, out of `dram_bytes`; `exchanges`, where it is not
     `exchange`; `shardings`, where rows are not dealt to all ranks; `hot`, ids of rows that lie on every rank, in memory
-    (on one rank they mean nothing). `servers`: the only ranks that rows may lie on.
+    (on one rank they mean nothing). `servers`: the only ranks that rows may lie on. `towers`: how many groups of
+    neighbouring ranks the exchange `towers` goes by, default one for each host; rows are where `shardings` say
+    (`plan.towering.in_towers` makes some).
     """
     exchanges, shardings = exchanges or {}, shardings or {}
     for said in (exchange, *exchanges.values()):
@@ -280,6 +285,7 @@ def build_plan(
         hbm_bytes=hbm_bytes,
         codecs=codecs,
         servers=tuple(servers),
+        towers=towers,
     )
     if lookahead == "auto" and (num_ranks > 1 or not plan.needs_backing):
         # Ranks must agree on a depth; and with nothing at rest there is nothing to wait for.
@@ -324,6 +330,7 @@ def plan_of(
         hot={name: ids for name, ids in (hot or {}).items() if name not in copied},
         codecs=Codecs(config.wire.values, config.wire.gradients, config.wire.dense),
         servers=world.servers,
+        towers=config.towers if isinstance(config.towers, int) and world.num_ranks > 1 else None,
     )
 
 

@@ -5,7 +5,8 @@ may run at its own pace has a group of its own: ids of later batches (`route`) t
 (`fetch`, and `ahead` those that no batch in flight changes), gradients (`push`) and dense gradients (`dense`) of
 earlier ones do, and a `commit` is written.
 Where there are several hosts of several ranks, `dense in host` joins those of one host, and `dense over hosts`
-those that have the same number in theirs; `fetch` and `push` have such groups, too.
+those that have the same number in theirs; `fetch` and `push` have such groups, too. Towers of other sizes have groups
+like these where an exchange asks for them (`open_towers`).
 
 Where some ranks are servers (`with_servers`), the others have a mesh of their own, `trainers`, for what only they do.
 """
@@ -38,6 +39,8 @@ OF_TRAINERS = ("dense", "gather", "evaluate")
 BY_HOST = ("dense", "fetch", "push")
 """Purposes with groups of the ranks of a host, and of those with one number."""
 IN_HOST, OVER_HOSTS = " in host", " over hosts"
+IN_TOWER, OVER_TOWERS = " in tower of ", " over towers of "
+"""Followed by the ranks of a tower: `open_towers`."""
 TIMEOUT = timedelta(minutes=5)
 
 
@@ -189,6 +192,12 @@ class Mesh:
         local, every = self.world.ranks_per_host, range(self.num_ranks)
         if purpose.endswith(IN_HOST):
             return every[self.world.host(self.rank) * local :][:local]
+        if IN_TOWER in purpose:
+            size = int(purpose.rpartition(" ")[2])
+            return every[self.rank // size * size :][:size]
+        if OVER_TOWERS in purpose:
+            local = int(purpose.rpartition(" ")[2])
+            return every[self.rank % local :: local]
         return every[self.rank % local :: local] if purpose.endswith(OVER_HOSTS) else every
 
     def _count(self, purpose: str, peer: int, num_bytes: int, messages: int = 1) -> None:
@@ -281,6 +290,28 @@ def _host_groups(
         if rank in some:
             found[purpose + OVER_HOSTS] = group
     return found
+
+
+def open_towers(mesh: Mesh, size: int) -> None:
+    """Collective, the first time: groups of the `size` neighbours of each tower, and of the ranks of one number in
+    theirs, for `fetch` and `push`. A group of one rank, or of all, is none: who would call it knows."""
+    if mesh.num_ranks == 1 or f"fetch{IN_TOWER}{size}" in mesh.groups:
+        return
+    assert mesh.presence is not None
+    longest = timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
+    every = range(mesh.num_ranks)
+    inside = [list(every[first : first + size]) for first in every[::size]]
+    alike = [list(every[number::size]) for number in range(size)]
+    for purpose in ("fetch", "push"):
+        for kind, members in ((IN_TOWER, inside), (OVER_TOWERS, alike)):
+            name = f"{purpose}{kind}{size}"
+            mesh.groups[name] = mesh.groups[purpose]
+            if len(members) == 1:
+                continue
+            for some in members if len(members[0]) > 1 else ():
+                group = dist.new_group(some, timeout=longest)
+                if mesh.rank in some:
+                    mesh.groups[name] = group
 
 
 def with_servers(mesh: Mesh, per_host: int) -> Mesh:

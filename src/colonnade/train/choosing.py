@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from torch import nn
 
 from colonnade.batch import Batch
 from colonnade.config import RunConfig
 from colonnade.embedding import EmbeddingCollection
+from colonnade.errors import ConfigError
 from colonnade.exchange.codec import EXACT, CodecName, Codecs
 from colonnade.exchange.layout import Declaration
 from colonnade.plan.choice import choose
@@ -22,9 +24,11 @@ from colonnade.plan.loads import TableLoad, table_loads
 from colonnade.plan.placement import Demand, place
 from colonnade.plan.prediction import LinkCosts
 from colonnade.plan.profile import Profile
+from colonnade.plan.towering import towered
 from colonnade.plan_config import PlanConfig
 from colonnade.topology.reduction import choose_way, sent, way_of_layout
 from colonnade.topology.sharding import Sharding
+from colonnade.topology.towers import Partition
 from colonnade.topology.world import World
 from colonnade.train.coded_sum import CODED_DTYPES, SIGNAL_BYTES, coded_size
 
@@ -113,7 +117,27 @@ def choose_for(
             world=world,
             reads_ahead=config.plan.staleness_steps,
         ),
+        towers=config.plan.towers if isinstance(config.plan.towers, int) else None,
     )
+
+
+def placed_in_towers(
+    config: RunConfig, collection: EmbeddingCollection, world: World
+) -> RunConfig:
+    """`config`, whose plan says where tables lie that travel by towers. Raises ConfigError for a partition that cannot be
+    read, or is for another model, and for towers that this world has not."""
+    said, partition = config.plan, None
+    if isinstance(said.towers, str):
+        try:
+            partition = Partition.from_json(Path(said.towers).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError):
+            raise ConfigError(
+                f"plan.towers: got {said.towers!r}, wanted a number of towers, or a file that says which features stand "
+                'together: {"towers": [["feature", ...], ...]}'
+            ) from None
+    declared = collection.declaration
+    plan = towered(said, declared.tables, declared.features, partition, world)
+    return config if plan is said else config.model_copy(update={"plan": plan})
 
 
 def memory_price(wanted: Sequence[Demand], budget: int, device: Device) -> float:

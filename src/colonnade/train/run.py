@@ -45,6 +45,7 @@ from colonnade.topology.mesh import Mesh, with_servers
 from colonnade.topology.world import World
 from colonnade.train.agreement import agree_on_config, agree_on_model, agree_on_plan, flatten
 from colonnade.train.checking import checked, mean_sent, rows_of_first_owner
+from colonnade.train.choosing import placed_in_towers
 from colonnade.train.commits import (
     Commits,
     committed_steps,
@@ -233,9 +234,10 @@ def prepare(
         raise ConfigError(
             "this model's collection is open already, so a run folder cannot back its rows; build the model anew"
         )
-    plan = None
+    plan, laid = None, config
     if not collection.is_open:
-        wanted = config.plan
+        laid = placed_in_towers(config, collection, mesh.world)
+        wanted = laid.plan
         if read_only:  # what was committed is found where it is, and nothing is written
             memory = MemoryConfig(dram=wanted.memory.dram)
             wanted = wanted.model_copy(update={"memory": memory})
@@ -250,11 +252,11 @@ def prepare(
             _check_same_run(folder, config)
             _fetch_if_bare(folder, config, mesh, console)
     device = None
-    is_chosen = plan is not None and not is_settled(config.plan, collection.tables, mesh.world)
+    is_chosen = plan is not None and not is_settled(laid.plan, collection.tables, mesh.world)
     if plan is not None and not read_only and (is_chosen or config.plan.placement == "profiled"):
         done = 0 if folder is None else max(committed_steps(folder), default=0)
         plan, device = plan_for_all(
-            model, collection, data, config, mesh, folder, objective=objective, make_optimizer=make,
+            model, collection, data, laid, mesh, folder, objective=objective, make_optimizer=make,
             first_step=done,
         )  # fmt: skip
         _check_bags(plan, collection, data)
@@ -367,6 +369,7 @@ def plan_run(
     data = open_source(config.data.name, config.data.path, **config.data.options)
     model = build_model(data.train.schema, config)
     collection = find_collection(model)
+    config = placed_in_towers(config, collection, world)
     even = plan_of(config.plan, collection.tables, world)
     check_tiers(even.ssd, even.mapped)
     move_network(model, config.train.device, Mesh())

@@ -1,0 +1,209 @@
+"""What exchanges share that evaluate the model's operators on the way from the rows to the samples.
+
+Weights of such an operator are dense parameters, the same on every rank. What is evaluated on a rank is of samples of
+other ranks, too, so its part of their gradient is that of the global batch; it is added to their `.grad` there by
+`push`. The sum over ranks is then what one rank would have, as it is for every other dense parameter.
+
+Legend: R samples that something is evaluated for, W columns of their fields, P of what it gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.batch import Batch
+from colonnade.errors import ConfigError, DataError
+from colonnade.exchange.coding import Coding
+from colonnade.exchange.contract import RowGradients, RowSource, Ticket
+from colonnade.exchange.fields import Columns
+from colonnade.exchange.layout import Declaration, Lookups, Output, outputs, weighed
+from colonnade.exchange.pooled import PooledExchange
+from colonnade.exchange.substitution import result_width
+from colonnade.ops.memory import empty
+from colonnade.topology.mesh import Mesh
+from colonnade.topology.sharding import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Of one consumer and one batch, as it was evaluated here."""
+
+    fields: tuple[int, ...]
+    """Those that it was evaluated of."""
+    values: Tensor  # (R, W) of them side by side, a leaf
+    result: Tensor  # (R, P)
+
+
+class EvaluatingExchange(PooledExchange):
+    """One rank's end."""
+
+    has_whole_bags = False
+    """Whether bags whose rows are split are added up before they are evaluated."""
+    evaluators = "the rows' owners"
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        mesh: Mesh,
+        shardings: Sequence[Sharding],
+        coding: Coding,
+        consumers: Sequence[str],
+    ) -> None:
+        """As `pooled`. consumers: names of those that are evaluated before the samples' ranks."""
+        self.consumers = tuple(consumers)
+        numbers = {field.name: i for i, field in enumerate(declaration.fields)}
+        self.taken_by = {
+            name: tuple(numbers[field] for field in declaration.consumers[name].features)
+            for name in self.consumers
+        }
+        features = {declaration.fields[i].feature for of in self.taken_by.values() for i in of}
+        whole = {
+            f
+            for f in features
+            if shardings[declaration.table_of(declaration.features[f])].num_owners == 1
+        }
+        # A bag's owner divides where it has all of it; else every lookup of the bag weighs less.
+        averaged = {f for f in features if declaration.features[f].pooling in ("mean", "sqrtn")}
+        self.weighed = averaged - whole
+        self.undivided, self.averaged_there = averaged, averaged & whole
+        self.unsplit: Collection[int] = () if self.has_whole_bags else {
+            declaration.fields[i].feature
+            for name, fields in self.taken_by.items()
+            if declaration.consumers[name].interaction.needs() == "fields"
+            for i in fields
+        } - whole
+        super().__init__(declaration, mesh, shardings, coding)
+
+    @property
+    def pushed_parameters(self) -> tuple[nn.Parameter, ...]:
+        every = (self.declaration.consumers[name].interaction for name in self.consumers)
+        return tuple(dict.fromkeys(p for each in every for p in trained(each)))
+
+    def _outputs(self) -> tuple[Output, ...]:
+        found: list[Output] = []
+        for output in outputs(self.declaration):
+            if others := tuple(name for name in output.names if name not in self.consumers):
+                found.append(replace(output, names=others))
+            for name in output.names:
+                if name in self.consumers:
+                    width = result_width(self.declaration, name)
+                    assert width is not None
+                    found.append(Output((name,), output.fields, (), width, False, True))
+        return tuple(found)
+
+    def _collected(self, batch: Batch) -> Lookups:
+        """Raises DataError."""
+        lookups = super()._collected(batch)
+        weights = list(lookups.weights)
+        for c, f in enumerate(self.asked.features):
+            bags = lookups.bags[c]
+            if bags is None:
+                continue
+            lengths = bags.diff()
+            feature = self.declaration.features[f]
+            if f in self.unsplit and len(lengths) and int(lengths.max()) > 1:
+                raise DataError(
+                    f"feature {feature.name!r}: got a sample with {int(lengths.max())} ids, wanted at most one: its "
+                    "table's rows lie on several ranks and its consumer needs a sample's whole bag on one. Give table "
+                    f"{feature.table!r} the sharding table_wise, or exchange pooled"
+                )
+            if f in self.weighed:
+                dtype = self.declaration.compute_dtype
+                each = lengths.clamp(min=1).to(dtype)
+                each = (1 / (each if feature.pooling == "mean" else each.sqrt())).repeat_interleave(
+                    lengths
+                )
+                given = weights[c]
+                weights[c] = each if given is None else each * given.to(dtype)
+        if not self.weighed:
+            return lookups
+        return weighed(lookups, weights, self.asked, self.declaration.compute_dtype)
+
+    def fetch(self, ticket: Ticket, source: RowSource) -> None:
+        """As `pooled`."""
+        ticket.wire.versions = [each._version for each in self.pushed_parameters]
+        super().fetch(ticket, source)
+
+    def _evaluated(
+        self, name: str, numbers: Sequence[int], pooled: Tensor, here: Columns, is_trained: bool
+    ) -> Partial:
+        """A consumer, of those of its fields, whose columns of pooled (R, all of `here`) these are."""
+        mine = tuple(self.taken_by[name][n] for n in numbers)
+        interaction = self.declaration.consumers[name].interaction
+        values = torch.cat([pooled[:, here.of(i)] for i in mine], dim=1)
+        with torch.set_grad_enabled(is_trained):
+            values.requires_grad_(is_trained)
+            given = values.unflatten(1, (len(mine), -1)) if interaction.one_width else values
+            result = interaction.partial_of(given, numbers)
+        if result.shape != (wanted := (len(pooled), result_width(self.declaration, name))):
+            raise ConfigError(
+                f"consumer {name!r}: its operator gave {tuple(result.shape)} for {len(pooled)} samples, wanted {wanted}: a "
+                "row for each sample, of as many floats as its `width` says"
+            )
+        return Partial(mine, values, result)
+
+    def _sent(
+        self, pooled: Tensor, here: Columns, carried: Columns, partials: Mapping[str, Partial]
+    ) -> Tensor:
+        """(R, P): values and partials side by side."""
+        send = empty(len(pooled), carried.width, dtype=pooled.dtype)
+        for key in carried.dims:
+            is_field = isinstance(key, int)
+            values = pooled[:, here.of(key)] if is_field else partials[str(key)].result.detach()
+            send[:, carried.of(key)] = values
+        return send
+
+    def _through(
+        self, partials: Mapping[str, Partial], received: Tensor, sent: Columns, here: Columns
+    ) -> Tensor:
+        """received (R, P): gradients of what was `sent` -> (R, W) of the pooled fields `here`; those of weights are
+        added to theirs."""
+        found = torch.zeros(len(received), here.width, dtype=received.dtype)
+        for key in sent.dims:
+            given = received[:, sent.of(key)]
+            if isinstance(key, int):
+                found[:, here.of(key)] += given
+                continue
+            partial: Partial = partials[key]
+            parameters = trained(self.declaration.consumers[key].interaction)
+            gradient, *of_weights = torch.autograd.grad(
+                partial.result, [partial.values, *parameters], given, retain_graph=True,
+                allow_unused=True,
+            )  # fmt: skip
+            for parameter, each in zip(parameters, of_weights, strict=True):
+                if each is not None:
+                    _add(parameter, each)
+            first = 0
+            for i in partial.fields if gradient is not None else ():
+                there = found[:, here.of(i)]
+                there += gradient[:, first : (first := first + there.shape[1])]
+        return found
+
+    def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
+        """As `pooled`; and gradients of weights that were used here are added to them. RuntimeError, on every rank,
+        where such a weight has changed since it was used."""
+        now = [each._version for each in self.pushed_parameters]
+        if any(ticket.wire.versions not in (None, now) for ticket in tickets):
+            raise RuntimeError(
+                f"weights of {', '.join(map(repr, self.consumers))}, which {self.evaluators} evaluate, were changed "
+                "between forward and RowOptimizer.step(), which completes their gradients; call it before the dense "
+                "gradients are summed over ranks and before the dense optimizer's step"
+            )
+        for parameter in self.pushed_parameters:  # a rank may have none of its fields
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return super().push(tickets, step)
+
+
+def trained(interaction: nn.Module) -> list[nn.Parameter]:
+    return [each for each in interaction.parameters() if each.requires_grad]
+
+
+@torch.no_grad()
+def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.add_(gradient)

@@ -1,0 +1,124 @@
+"""`towers`: what owners pooled goes to one rank of their tower first, and from there, once, to the samples' ranks; the
+model's first operators that take fields of one tower alone are evaluated in between (DMT, Luo et al. 2024).
+
+It is `pooled` up to the message, which takes the route of `tower_route.py`. Fields whose rows do not all lie in one tower
+travel as they do under `pooled`. A consumer whose fields all lie in one tower is evaluated by the rank that has all of
+them for a sample; what it gives travels instead of its fields' values, where that is less. Its weights are those of
+`evaluating.py`.
+
+Legend: G samples of all ranks, M of a rank's peers, W columns of its tower, Y of what leaves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from colonnade.exchange.coding import AS_IT_IS, Coding
+from colonnade.exchange.contract import Ticket
+from colonnade.exchange.evaluating import EvaluatingExchange
+from colonnade.exchange.fields import Columns, Key
+from colonnade.exchange.layout import Declaration
+from colonnade.exchange.routing import counted
+from colonnade.exchange.tower_cut import evaluated_in_towers, towers_of_fields
+from colonnade.exchange.tower_route import ByTower
+from colonnade.exchange.travel import Flight, Route, only, open_routes
+from colonnade.topology.mesh import Mesh
+from colonnade.topology.sharding import Sharding
+from colonnade.topology.towers import tower_ranks
+
+
+class TowersExchange(EvaluatingExchange):
+    """One rank's end."""
+
+    has_whole_bags = True
+    evaluators = "ranks of a tower"
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        mesh: Mesh,
+        shardings: Sequence[Sharding],
+        coding: Coding = AS_IT_IS,
+        *,
+        num_towers: int | None = None,
+        reads_ahead: int = 0,
+    ) -> None:
+        """As `pooled`. num_towers: default one for each host. reads_ahead: steps between `fetch` and the use of what it
+        read. Raises ConfigError for towers that this world has not."""
+        if mesh.num_ranks == 1:
+            num_towers = 1
+        towers = tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
+        self.num_towers, self.tower_size = len(towers), len(towers[0])
+        self.tower_of = towers_of_fields(declaration, shardings, towers)
+        consumers = evaluated_in_towers(
+            declaration, shardings, mesh.world, num_towers=len(towers), reads_ahead=reads_ahead
+        )
+        super().__init__(declaration, mesh, shardings, coding, consumers)
+
+    def _arriving(self) -> Columns:
+        dims: dict[Key, int] = {}
+        for output in self.outputs:
+            for key, _ in output.pieces:
+                is_field = isinstance(key, int)
+                dims[key] = self.declaration.fields[key].dim if is_field else output.width
+        return Columns(dims)
+
+    def _routes(self, messages: Sequence[Columns]) -> Sequence[Route]:
+        if self.mesh.num_ranks == 1:
+            return []
+        inside = {i for i in self.fields.order if self.tower_of[i] is not None}
+        dtype = self.declaration.compute_dtype
+        others = [only(message, set(message.dims) - inside) for message in messages]
+        routes: list[Route] = []
+        if any(other.dims for other in others):
+            routes += open_routes(self.mesh, others, self.whole, self.coding, dtype)
+        if inside:
+            every = range(self.num_towers)
+            fields = [{i for i in inside if self.tower_of[i] == tower} for tower in every]
+            carried = [
+                only(self.whole, {key for key in self.whole.dims if self._leaves(key) == tower})
+                for tower in every
+            ]
+            routes.append(
+                ByTower(
+                    self.mesh, self.tower_size, [only(each, inside) for each in messages],
+                    [only(self.fields.columns, some) for some in fields], carried, self.whole,
+                    self.coding, dtype,
+                )
+            )  # fmt: skip
+        return routes
+
+    def _leaves(self, key: Key) -> int | None:
+        """The tower that a field, or what an operator gives, leaves as a whole."""
+        return self.tower_of[self.taken_by[key][0] if isinstance(key, str) else key]
+
+    def _fetched_by(self, route: Route, part: Tensor, ticket: Ticket) -> Flight:
+        if not isinstance(route, ByTower) or not self.consumers:
+            return super()._fetched_by(route, part, ticket)
+        sizes, counts_as = ticket.wire.sizes, counted(ticket.purpose, "fetch")
+        pooled = route.gather(part, sizes, counts_as)
+        is_trained, here = ticket.purpose != "evaluate", route.inside
+        partials = {
+            name: self._evaluated(name, range(len(fields)), pooled, here, is_trained)
+            for name, fields in self.taken_by.items()
+            if fields[0] in here.dims
+        }
+        if is_trained:
+            ticket.wire.partials = partials
+        sent = self._sent(pooled, here, route.carried[route.tower], partials)
+        return route.leave(sent, sizes, counts_as)
+
+    def _pushed_by(
+        self, route: Route, total: Tensor, ticket: Ticket, step: int, number: int
+    ) -> Tensor:
+        if not isinstance(route, ByTower) or not self.consumers:
+            return super()._pushed_by(route, total, ticket, step, number)
+        sizes = ticket.wire.sizes
+        given = route.come_back(total, sizes, step, number)
+        pooled = self._through(
+            ticket.wire.partials, given, route.carried[route.tower], route.inside
+        )
+        return route.scatter(pooled, sizes)

@@ -1,0 +1,160 @@
+"""Tables placed inside their towers: what `plan.towers` makes of a configuration, table by table. Pure.
+
+A table is in the tower of the features that read it. There its rows are dealt to all ranks (`row_wise`, `host_wise`), cut
+by columns over them (`column_wise`), or lie whole on the one that has least (`table_wise`, `auto`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from colonnade.errors import ConfigError
+from colonnade.exchange.tower_cut import tower_of
+from colonnade.plan_config import PlanConfig, TablePlanConfig
+from colonnade.table import Feature, Table
+from colonnade.topology.sharding import Kind, Sharding, column_wise, table_wise
+from colonnade.topology.towers import Partition, striped, tower_ranks
+from colonnade.topology.world import World
+
+OPEN_ROWS = 1_000_000
+"""Rows of an open table, of which nobody knows how many there will be, where tables are weighed."""
+
+
+def towers_of_tables(
+    tables: Sequence[Table], features: Sequence[Feature], partition: Partition
+) -> dict[str, int]:
+    """By name: the tower of each table that a feature of the partition reads. Raises ConfigError for features that the
+    model has not, and for a table that is read in two towers."""
+    readers = {feature.name: feature.table for feature in features}
+    found: dict[str, tuple[int, str]] = {}
+    for number, names in enumerate(partition.towers):
+        for name in names:
+            if name not in readers:
+                raise ConfigError(
+                    f"tower {number}: got feature {name!r}, wanted one of this model: {', '.join(readers)}; the "
+                    "partition is for another model"
+                )
+            table = readers[name]
+            before, by = found.setdefault(table, (number, name))
+            if before != number:
+                raise ConfigError(
+                    f"table {table!r}: got feature {by!r} in tower {before} and {name!r} in tower {number}, wanted all "
+                    "features that read one table in one tower: its rows lie in one"
+                )
+    return {table.name: found[table.name][0] for table in tables if table.name in found}
+
+
+def in_towers(
+    tables: Sequence[Table],
+    features: Sequence[Feature],
+    towers: Partition | int,
+    world: World,
+    kinds: Mapping[str, Kind] | None = None,
+) -> dict[str, Sharding]:
+    """By name: shardings inside their towers. towers: which features stand together, or how many towers tables are dealt
+    to in turn. kinds: by name, default `table_wise`. Raises ConfigError."""
+    if isinstance(towers, int):
+        if towers > len(tables):
+            raise ConfigError(
+                f"got {towers} towers for {len(tables)} tables, wanted at least one table in each; name fewer "
+                "(plan.towers)"
+            )
+        partition = striped([table.name for table in tables], towers)
+        places = {name: number for number, some in enumerate(partition.towers) for name in some}
+        count = towers
+    else:
+        places, count = towers_of_tables(tables, features, towers), len(towers.towers)
+    ranks = tower_ranks(world, count)
+    owners = [[rank for rank in each if rank in world.owners] for each in ranks]
+    for number in set(places.values()):
+        if not owners[number]:
+            raise ConfigError(
+                f"got {count} towers with plan.servers={world.servers_per_host}: tower {number} has no server for its "
+                "rows; name fewer towers"
+            )
+    held = dict.fromkeys(range(world.num_ranks), 0)
+    found: dict[str, Sharding] = {}
+    for table in sorted(tables, key=lambda each: -_bytes(each)):  # the largest first
+        if table.name not in places:
+            continue
+        mine = owners[places[table.name]]
+        kind = (kinds or {}).get(table.name, "table_wise")
+        if kind == "table_wise" or len(mine) == 1:
+            rank = min(mine, key=lambda each: held[each])
+            held[rank] += _bytes(table)
+            found[table.name] = table_wise(rank)
+            continue
+        found[table.name] = (
+            column_wise(mine[: table.width])
+            if kind == "column_wise"
+            else Sharding("host_wise", tuple(mine))
+        )
+        for rank in mine:
+            held[rank] += _bytes(table) // len(mine)
+    return {table.name: found[table.name] for table in tables if table.name in found}
+
+
+def towered(
+    config: PlanConfig,
+    tables: Sequence[Table],
+    features: Sequence[Feature],
+    partition: Partition | None,
+    world: World,
+) -> PlanConfig:
+    """`config` with a sharding and ranks for each table whose exchange is `towers` and that has none of its own;
+    `partition`: that of `config.towers`, where it names one. In a world of one: as it is. Raises ConfigError."""
+    if world.num_ranks == 1:
+        return config
+    by_towers = [
+        table for table in tables if _exchange(config, table.name) == "towers"
+    ]
+    if not by_towers:
+        if config.towers is not None:
+            raise ConfigError(
+                f"got plan.towers={config.towers} where no table travels by towers; set plan.exchange=towers, or leave "
+                "plan.towers out"
+            )
+        return config
+    count = num_towers(config, partition, world)
+    config = config.model_copy(update={"towers": count})
+    own = {name: said for name, said in config.tables.items() if said.sharding is not None}
+    ranks = tower_ranks(world, count)
+    for name, said in own.items():
+        named = tuple(sorted(said.ranks or ()))
+        if named and said.sharding == "host_wise" and _exchange(config, name) == "towers" and tower_of(Sharding("host_wise", named), ranks) is None:  # fmt: skip
+            raise ConfigError(
+                f"plan.tables.{name}.ranks: got {list(named)}, wanted ranks of one tower, such as {list(ranks[0])}"
+            )
+    free = [table for table in by_towers if table.name not in own]
+    if not free or config.sharding in ("grid", "replicated"):
+        return config
+    kinds: dict[str, Kind] = {}
+    if config.sharding != "auto":
+        kinds = dict.fromkeys([table.name for table in free], config.sharding)
+    names = {table.name for table in free}
+    towers: Partition | int = count if partition is None else partition
+    laid = in_towers(tables, features, towers, world, kinds)
+    placed = {}
+    for name, sharding in laid.items():
+        if name in names:
+            before = config.tables.get(name, TablePlanConfig())
+            placed[name] = before.model_copy(
+                update={"sharding": sharding.kind, "ranks": list(sharding.ranks)}
+            )
+    return config.model_copy(update={"tables": {**config.tables, **placed}})
+
+
+def num_towers(config: PlanConfig, partition: Partition | None, world: World) -> int:
+    """As it is said, or one for each host."""
+    if partition is not None:
+        return len(partition.towers)
+    return config.towers if isinstance(config.towers, int) else world.num_hosts
+
+
+def _exchange(config: PlanConfig, name: str) -> str:
+    own = config.tables.get(name)
+    return (own.exchange if own is not None else None) or config.exchange
+
+
+def _bytes(table: Table) -> int:
+    return table.record_bytes * (table.rows or OPEN_ROWS)

@@ -1,0 +1,318 @@
+"""Towers train what one rank trains: bit for bit as flat `pooled` where values only take another way, in float64 where
+parts of rows are added up inside a tower; with operators inside the towers too, whose weights' gradients are those of
+one process. Towers are a part of a host, a host, or all ranks."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+from scenario import all_rows, features, global_batch, share_of, tables
+from torch import nn
+
+from colonnade import (
+    FM,
+    Codecs,
+    Concat,
+    EmbeddingCollection,
+    Interaction,
+    Mesh,
+    RowOptimizer,
+    Sum,
+    World,
+    build_plan,
+)
+from colonnade.errors import ConfigError
+from colonnade.exchange.codec import CODECS
+from colonnade.exchange.layout import declare
+from colonnade.exchange.tower_cut import barred_in_towers, evaluated_in_towers
+from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
+
+SIZES = [13, 0, 1, 24]
+HOSTS, LOCAL = 2, 2
+NUM_RANKS = HOSTS * LOCAL
+TABLES = ("user", "item", "tag", "wide")
+FIELDS = ("user.deep", "item", "seen", "tags")
+
+
+class Tower(Interaction):
+    """A layer of all fields of a tower, side by side."""
+
+    merge = "whole"
+    one_width = False
+
+    def __init__(self, dims: int, out: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(dims, out)
+
+    def width(self, dim):
+        return self.layer.out_features
+
+    def needs(self):
+        return "fields"
+
+    def partial(self, values, segments, num_samples, weights=None, context=None):
+        raise NotImplementedError
+
+    def partial_of(self, fields, numbers=None):
+        return torch.tanh(self.layer(fields))
+
+    def combine(self, stats, dense=None):
+        return stats
+
+
+LOOKED_UP = [*features()[:-1], replace(features()[-1], pooling="mean")]
+VALUES = {"some": (Concat(), FIELDS), "others": (Concat(), FIELDS[::-1])}
+MODULES = {
+    "first": (Tower(10, 3), ("user.deep", "tags")),
+    "second": (Tower(10, 2), ("seen", "item")),
+    "past": (Sum(), ("history",)),
+}
+ACROSS = {"first": (Tower(10, 3), ("user.deep", "item")), "rest": (Concat(), FIELDS)}
+
+
+def whole(towers):
+    """Tables on one rank each, `user` and `tag` in the first tower, the others in the last."""
+    size = NUM_RANKS // towers
+    last = NUM_RANKS - size
+    return {
+        "user": table_wise(0), "tag": table_wise(size - 1), "item": table_wise(last),
+        "wide": table_wise(NUM_RANKS - 1),
+    }  # fmt: skip
+
+
+def split(towers):
+    """Tables dealt to the ranks of their tower."""
+    size = NUM_RANKS // towers
+    first, last = (
+        Sharding("host_wise", tuple(range(begin, begin + size)))
+        for begin in (0, NUM_RANKS - size)
+    )
+    return {"user": first, "tag": first, "item": last, "wide": last}
+
+
+def cut(towers):
+    """By columns: over the ranks of a tower, and, of `item`, over all ranks."""
+    size = NUM_RANKS // towers
+    return {
+        "user": column_wise(range(size)), "item": column_wise(range(NUM_RANKS)),
+        "tag": table_wise(0), "wide": column_wise(range(NUM_RANKS - min(size, 2), NUM_RANKS)),
+    }  # fmt: skip
+
+
+def over_hosts(towers):
+    """Some of no tower: on all ranks, or on some of two towers."""
+    return {"user": row_wise(NUM_RANKS), "item": Sharding("host_wise", (1, 2)), "tag": table_wise(3), "wide": table_wise(0)}  # fmt: skip
+
+
+PLACES = {"whole": whole, "split": split, "cut": cut, "over hosts": over_hosts}
+
+
+def train(mesh, consumers, exchange="pooled", places=None, towers=None, staleness=0, codecs=None):
+    """By step, this rank's outputs; all rows and weights at the end; who was evaluated in a tower; bytes, messages."""
+    consumers = copy.deepcopy(consumers)
+    declared = tables("float64", "single weights")
+    collection = EmbeddingCollection(declared, LOOKED_UP, consumers=consumers, seed=3).double()
+    random = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in collection.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=random, dtype=weight.dtype))
+    exchanges = dict.fromkeys(TABLES, exchange)
+    if exchange == "mixed":
+        exchanges |= {"user": "towers", "tag": "towers", "item": "rows", "wide": "pooled"}
+    shardings = {} if places is None or mesh.num_ranks == 1 else PLACES[places](towers)
+    plan = build_plan(
+        declared, mesh.num_ranks, exchanges=exchanges, shardings=shardings, staleness_steps=staleness,
+        towers=None if mesh.num_ranks == 1 else towers, codecs=codecs or Codecs(),
+    )  # fmt: skip
+    collection.open(plan, mesh)
+    rows, seen = RowOptimizer(collection), []
+    weights = list(collection.parameters())
+    dense = torch.optim.SGD(weights, lr=0.01) if weights else None
+    mesh.traffic.sent_bytes.clear()
+    mesh.traffic.messages.clear()
+    batches = (share_of(global_batch(t, n), mesh.rank, mesh.num_ranks) for t, n in enumerate(SIZES))
+    for step, batch in enumerate(collection.lookahead(batches)):
+        found = collection(batch)
+        seen.append({name: output.detach().clone() for name, output in found.items()})
+        first, last = (SIZES[step] * r // mesh.num_ranks for r in (mesh.rank, mesh.rank + 1))
+        given = []
+        for i, output in enumerate(found.values()):
+            random = torch.Generator().manual_seed(10 * step + i)
+            every = torch.randn(SIZES[step], output.shape[1], generator=random, dtype=output.dtype)
+            given.append(every[first:last])
+        for _ in range(1 + step % 2):  # two backwards
+            torch.autograd.backward(list(found.values()), given, retain_graph=True)
+        rows.step()
+        if dense is not None:
+            for weight in weights:
+                gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                weight.grad = mesh.all_reduce("dense", gradient)
+            dense.step()
+            dense.zero_grad()
+    sent = dict(mesh.traffic.sent_bytes), dict(mesh.traffic.messages)
+    collection.eval()
+    with torch.no_grad():
+        seen.append(dict(collection(share_of(global_batch(9, 7), mesh.rank, mesh.num_ranks))))
+    left = {name: weight.detach() for name, weight in collection.named_parameters()}
+    ends = getattr(collection.exchange, "ends", [collection.exchange])
+    inside = tuple(name for end in ends for name in getattr(end, "consumers", ()))
+    return seen, all_rows(collection) | left, inside, sent, collection.exchange.exactness
+
+
+RUNS = {
+    (kind, places, towers): (consumers, {"places": places, "towers": towers})
+    for kind, consumers in (("values", VALUES), ("modules", MODULES))
+    for places in PLACES
+    for towers in (1, 2, 4)
+    if kind == "values" or (places, towers) in (("whole", 2), ("split", 2), ("split", 1), ("whole", 4))
+}  # fmt: skip
+OTHERS = {
+    "mixed": (MODULES, {"exchange": "mixed", "places": "split", "towers": 2}),
+    "late": (MODULES, {"places": "split", "towers": 2, "staleness": 2}),
+    "across": (ACROSS, {"places": "split", "towers": 2}),
+    "sums": ({"fm": (FM(), ("user.deep", "tags")), "past": (Sum(), ("history",)), "rest": (Concat(), ("seen", "item"))}, {"places": "split", "towers": 2}),
+}  # fmt: skip
+BITWISE = [("values", places, towers) for places in ("whole", "cut") for towers in (1, 2, 4)]
+
+
+def run_all(mesh):
+    found = {}
+    for name, (consumers, settings) in (RUNS | OTHERS).items():
+        found[name] = train(mesh, consumers, **({"exchange": "towers"} | settings))
+    for name in BITWISE:
+        consumers, settings = RUNS[name]
+        found["flat", *name] = train(mesh, consumers, "pooled", **settings)
+    coded = Codecs("bf16", "bf16")
+    found["coded"] = train(mesh, VALUES, "towers", "whole", 2, codecs=coded)
+    return found
+
+
+@pytest.fixture(scope="module")
+def everyone():
+    return run_ranks(NUM_RANKS, run_all, ranks_per_host=LOCAL)
+
+
+def close(found, wanted, what):
+    torch.testing.assert_close(
+        found, wanted, rtol=1e-10, atol=1e-10, msg=lambda said: f"{what}: {said}"
+    )
+
+
+def test_ranks_train_what_one_does(everyone):
+    alone = {}
+    for name, (consumers, settings) in (RUNS | OTHERS).items():
+        late = settings.get("staleness", 0)
+        if (key := (id(consumers), late)) not in alone:
+            alone[key] = train(Mesh(), consumers, staleness=late)
+        outputs, left, *_ = alone[key]
+        for step, seen in enumerate(outputs):
+            for each, value in seen.items():
+                found = torch.cat([rank[name][0][step][each] for rank in everyone])
+                close(found, value, f"{name}, step {step}, {each}")
+        for rank in everyone:
+            for each, value in left.items():
+                close(rank[name][1][each], value, f"{name}, {each}")
+
+
+def test_bits_are_those_of_flat_pooled_where_nothing_is_added(everyone):
+    for name in BITWISE:
+        for rank in everyone:
+            seen, left, *_ = rank[name]
+            flat_seen, flat_left, *_ = rank["flat", *name]
+            for step, outputs in enumerate(flat_seen):
+                for each, value in outputs.items():
+                    assert torch.equal(seen[step][each], value), (name, step, each)
+            for each, value in flat_left.items():
+                assert torch.equal(left[each], value), (name, each)
+
+
+def test_who_is_evaluated_inside(everyone):
+    for rank in everyone:
+        for name in RUNS:
+            inside = rank[name][2]
+            wanted = ("first", "second") if name[0] == "modules" else ()
+            assert inside == wanted, name
+        assert rank["mixed"][2] == ("first",)
+        assert rank["late"][2] == rank["across"][2] == ()
+        assert rank["sums"][2] == ("fm",)
+
+
+def test_codecs_round_between_towers_alone(everyone):
+    for rank in everyone:
+        coded, exact = rank["coded"], rank["values", "whole", 2]
+        assert coded[4].kind == "lossy" and coded[4].max_error == CODECS["bf16"].random_error
+        for name, value in exact[0][0].items():  # later steps read rows that rounded gradients trained
+            off = (coded[0][0][name] - value).abs()
+            assert (off <= 2**-8 * value.abs()).all() and off.any(), name
+        for purpose in ("fetch", "push"):
+            sent, whole = coded[3][0], exact[3][0]
+            assert sent[purpose, "local"] == whole[purpose, "local"] > 0
+            assert sent[purpose, "remote"] * 4 == whole[purpose, "remote"]
+
+
+class Wrong(Tower):
+    """Forgets a sample."""
+
+    def partial_of(self, fields, numbers=None):
+        return super().partial_of(fields, numbers)[1:]
+
+
+def say(mesh):
+    """What is said of a module that changes the samples."""
+    looked_up = features()[:-1]
+    collection = EmbeddingCollection(
+        tables("float64")[:3], looked_up, consumers={"first": (Wrong(10, 3), ("user.deep", "tags"))}
+    ).double()  # fmt: skip
+    plan = build_plan(
+        collection.tables, 2, exchange="towers", towers=1,
+        shardings={"user": table_wise(0), "tag": table_wise(1)},
+    )  # fmt: skip
+    collection.open(plan, mesh)
+    with pytest.raises(ConfigError) as error:
+        collection(share_of(global_batch(0, 9), mesh.rank, mesh.num_ranks))
+    mesh.barrier()
+    return str(error.value)
+
+
+def test_a_module_that_changes_the_samples_is_refused():
+    assert "consumer 'first': its operator gave (3, 3) for 4 samples, wanted (4, 3)" in run_ranks(2, say)[0]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("consumers", "world", "settings", "said"),
+    [
+        (MODULES, World(num_hosts=2), {"num_towers": 2, "reads_ahead": 1}, "read ahead"),
+        (MODULES, World(), {"num_towers": 1}, "on one rank"),
+        (MODULES, World(ranks_per_host=4, servers_per_host=2), {"num_towers": 2}, "on servers"),
+        (ACROSS, World(ranks_per_host=4), {"num_towers": 2}, "user.deep is in tower 0, item in tower 1"),
+        ({"first": (Concat(), FIELDS[:2])}, World(ranks_per_host=4), {"num_towers": 1}, "for them in Concat"),
+        (MODULES, World(ranks_per_host=4), {"num_towers": 2}, None),
+    ],
+)  # fmt: skip
+def test_why_not_inside(consumers, world, settings, said):
+    declaration = declare(tables("float64"), LOOKED_UP, consumers)
+    shardings = [
+        split(2)[name] if world.num_ranks == 4 else table_wise(0) for name in TABLES
+    ]
+    found = barred_in_towers(declaration, "first", shardings, world, **settings)
+    assert found is None if said is None else said in found
+
+
+def test_rows_of_no_single_tower_are_said():
+    declaration, world = declare(tables("float64"), LOOKED_UP, MODULES), World(ranks_per_host=4)
+    shardings = [row_wise(4)] * 4
+    said = barred_in_towers(declaration, "first", shardings, world, num_towers=2)
+    assert said == "rows of user.deep do not all lie in one tower"
+
+
+def test_nothing_is_evaluated_inside_where_that_saves_nothing():
+    world, places = World(ranks_per_host=4), [split(2)[name] for name in TABLES]
+    wide = {"first": (Tower(10, 10), ("user.deep", "tags"))}
+    both = {**MODULES, "again": (Concat(), ("tags", "seen"))}
+    for consumers, wanted in ((MODULES, ("first", "second")), (wide, ()), (both, ("first", "second"))):  # fmt: skip
+        declaration = declare(tables("float64"), LOOKED_UP, consumers)
+        assert evaluated_in_towers(declaration, places, world, num_towers=2) == wanted

@@ -1,0 +1,107 @@
+"""Where tables lie in towers: what a number or a partition makes of a configuration, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from colonnade import Feature, Table, World
+from colonnade.config import build_config
+from colonnade.errors import ConfigError
+from colonnade.plan.forcing import is_settled
+from colonnade.plan.plan import plan_of
+from colonnade.plan.tower_paths import call_seconds
+from colonnade.plan.towering import in_towers, towered
+from colonnade.topology.towers import Partition
+from colonnade.train.choosing import placed_in_towers
+
+WORLD = World(num_hosts=2, ranks_per_host=2)
+TABLES = [Table(name, 4, rows=rows) for name, rows in zip("abcd", (10, 40, 30, 20), strict=True)]
+FEATURES = [Feature(name, name) for name in "abcd"] + [Feature("again", "a")]
+PARTITION = Partition((("b", "c", "a", "again"), ("d",)))
+
+
+def planned(plan, partition=None, world=WORLD, tables=TABLES):
+    config = towered(build_config({"plan": plan}).plan, tables, FEATURES, partition, world)
+    assert is_settled(config, tables, world)
+    return {each.name: str(each.sharding) for each in plan_of(config, tables, world).tables}
+
+
+def test_tables_lie_in_their_towers():
+    dealt = planned({"exchange": "towers"})  # a tower on each host, tables dealt in turn
+    assert dealt == {
+        "a": "host_wise, ranks 0 .. 1", "b": "host_wise, ranks 2 .. 3",
+        "c": "host_wise, ranks 0 .. 1", "d": "host_wise, ranks 2 .. 3",
+    }  # fmt: skip
+    whole = planned({"exchange": "towers", "sharding": "table_wise"}, PARTITION)
+    assert whole == {
+        "b": "table_wise, rank 0", "c": "table_wise, rank 1", "a": "table_wise, rank 1",
+        "d": "table_wise, rank 2",
+    }  # fmt: skip
+    alone = planned({"exchange": "towers", "towers": 4})
+    assert alone == {name: f"table_wise, rank {rank}" for rank, name in enumerate("abcd")}
+    own = {"exchange": "towers", "tables": {"a": {"sharding": "table_wise", "ranks": [3]}}}
+    assert planned(own)["a"] == "table_wise, rank 3"
+    assert planned({"tables": {"b": {"exchange": "towers"}}})["a"] == "row_wise, ranks 0 .. 3"
+
+
+def test_a_partition_of_some_features_leaves_the_other_tables():
+    some = planned({"exchange": "towers"}, Partition((("a",), ("b",))))
+    assert some["c"] == "row_wise, ranks 0 .. 3" and some["b"] == "host_wise, ranks 2 .. 3"
+
+
+def test_servers_of_a_tower_have_its_rows():
+    world = World(num_hosts=2, ranks_per_host=3, servers_per_host=2)
+    found = in_towers(TABLES, FEATURES, 2, world, dict.fromkeys("abcd", "host_wise"))
+    assert found["a"].ranks == (1, 2) and found["b"].ranks == (4, 5)
+    with pytest.raises(ConfigError, match="tower 0 has no server for its rows"):
+        in_towers(TABLES, FEATURES, 3, World(ranks_per_host=3, servers_per_host=1))
+
+
+@pytest.mark.parametrize(
+    ("plan", "partition", "said"),
+    [
+        ({"exchange": "towers", "towers": 3}, None, "3 towers on 4 ranks"),
+        ({"exchange": "towers", "towers": 8}, None, "8 towers on 4 ranks"),
+        ({"towers": 2}, None, "no table travels by towers"),
+        ({"exchange": "towers"}, Partition((("a", "b"), ("again",))), "table 'a': got feature 'a' in tower 0 and 'again'"),
+        ({"exchange": "towers"}, Partition((("a",), ("x",))), "the partition is for another model"),
+        ({"exchange": "towers", "tables": {"a": {"sharding": "host_wise", "ranks": [1, 2]}}}, None, "ranks of one tower"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(plan, partition, said):
+    with pytest.raises(ConfigError, match=said):
+        planned(plan, partition)
+
+
+def test_more_towers_than_tables_are_refused():
+    with pytest.raises(ConfigError, match="4 towers for 1 tables"):
+        planned({"exchange": "towers", "towers": 4}, tables=TABLES[:1])
+
+
+class Collection:
+    class declaration:
+        tables, features = TABLES, FEATURES
+
+
+def test_a_file_says_which_features_stand_together(tmp_path):
+    file = tmp_path / "towers.json"
+    file.write_text(PARTITION.to_json())
+    config = build_config({"plan": {"exchange": "towers", "towers": str(file)}})
+    laid = placed_in_towers(config, Collection, WORLD).plan
+    assert laid.towers == 2 and laid.tables["d"].ranks == [2, 3]
+    assert plan_of(laid, TABLES, WORLD).towers == 2
+    assert placed_in_towers(config, Collection, World()) is config  # one rank: no towers
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        placed_in_towers(config, Collection, WORLD)
+    file.unlink()
+    with pytest.raises(ConfigError, match="plan.towers: got"):
+        placed_in_towers(config, Collection, WORLD)
+
+
+def test_calls_by_towers_have_fewer_slow_messages():
+    world = World(num_hosts=8, ranks_per_host=8, message_seconds=1.0, remote_message_seconds=100.0)
+    assert world.call_seconds == 7 + 56 * 100
+    assert call_seconds(world, 8) == 7 + 7 * 100
+    assert call_seconds(world, 64) == world.call_seconds
+    assert call_seconds(world, 16) == 3 + 1 + 14 * 100  # halves of hosts
