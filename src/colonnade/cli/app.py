@@ -25,6 +25,7 @@ from colonnade.cli import (
     ranks,
     report,
     settings,
+    towers,
     train,
     verify,
 )
@@ -62,6 +63,7 @@ VERBS: dict[str, Any] = {
     "demo": demo.demo,
     "train": train.train,
     "plan": plan.plan,
+    "towers": towers.towers,
     "evaluate": evaluate.evaluate,
     "predict": predict.predict,
     "report": report.report,
@@ -77,6 +79,7 @@ EPILOGS = {
     "demo": demo.EXAMPLES,
     "train": train.EXAMPLES,
     "plan": plan.EXAMPLES,
+    "towers": towers.EXAMPLES,
     "evaluate": evaluate.EXAMPLES,
     "predict": predict.EXAMPLES,
     "report": report.EXAMPLES,

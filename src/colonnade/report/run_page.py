@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from colonnade import __version__
-from colonnade.report import figures, tiers, traffic
+from colonnade.report import figures, tiers, tower_map, traffic
 from colonnade.report.page import Page
 from colonnade.report.reading import (
     RunRecord,
@@ -62,6 +62,7 @@ def run_page(run: RunRecord) -> str:
     )
     if tables:
         _table_lines(page, tables)
+    _towers(page, run)
     page.heading("Settings")
     page.facts(
         {
@@ -199,6 +200,24 @@ def _traffic(page: Page, run: RunRecord) -> None:
         note="Payload that left the rank, each byte once; what it passes on for others included.",
     )
     page.charts([traffic.sent_bytes(run)], NO_CHARTS)
+
+
+def _towers(page: Page, run: RunRecord) -> None:
+    """Only where `colonnade towers` has left a map in the folder."""
+    found = tower_map.read_towers(run.folder)
+    if found is None:
+        return
+    page.heading("Towers")
+    page.charts([tower_map.plane(found)], NO_CHARTS)
+    page.numbers(
+        list(tower_map.AFFINITY_COLUMNS),
+        tower_map.affinity_lines(found),
+        title="Mean |cosine| of two features",
+        note="Of pairs inside a tower, and of pairs across towers.",
+    )
+    page.numbers(
+        list(tower_map.LOAD_COLUMNS), tower_map.load_lines(found), title="What each tower holds"
+    )
 
 
 def _table_lines(page: Page, tables: list[TableFigures]) -> None:

@@ -1,0 +1,359 @@
+"""Features to towers: which are to stand together, within what a tower may hold.
+
+The tower partitioner of DMT (Luo et al. 2024): alike features (or unlike ones) near each other in space, then k-means
+with bounded clusters. A table is looked up in one tower, so its features go together. Pure functions, no chance but a
+seed's. Legend: F features, U tables, T towers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colonnade.errors import ConfigError
+from colonnade.plan.affinity import DISTANCES, Distance, distances, within_and_between
+from colonnade.plan.plane import place
+from colonnade.plan.transport import assign, overflow
+from colonnade.topology.towers import Partition
+
+Floats = NDArray[np.float64]
+MEASURES = ("count", "bytes", "lookups")
+STARTS = 12
+ROUNDS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureLoad:
+    """What a feature asks of the tower that has it."""
+
+    name: str
+    table: str
+    table_bytes: float
+    """Of the table's rows at rest: once, whatever number of features reads it."""
+    lookups: float
+    """Of a sample."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """What a tower may hold, over the mean of all towers: 1 is an even share. None: no bound.
+
+    `count` is of features, and a share of them is rounded up: 26 features on 4 towers are 7 at most."""
+
+    count: float | None = 1.0
+    bytes: float | None = None
+    lookups: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in MEASURES:
+            ratio = getattr(self, name)
+            if ratio is not None and not 1 <= ratio < math.inf:
+                raise ConfigError(
+                    f"capacity by {name}: got {ratio:g}, wanted 1 or more: a tower's share over the mean"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """A partition judged: mean affinity of pairs inside towers and across, and what each tower holds."""
+
+    within: float | None
+    between: float | None
+    count: tuple[int, ...]
+    bytes: tuple[float, ...]
+    lookups: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TowerMap:
+    """A partition, where features lie in the plane, and how it compares with striped and with random towers."""
+
+    partition: Partition
+    distance: Distance
+    places: dict[str, tuple[float, float]]
+    stress: float
+    """Of the plane: what of the distances it does not show."""
+    learned: Measures
+    striped: Measures
+    random: Measures
+    silent: tuple[str, ...] = ()
+    """Features that had no vector in any sample."""
+    made: dict[str, int] = field(default_factory=dict)
+    """From which step, and how many samples."""
+
+    def to_json(self) -> str:
+        """Also a `Partition`, for whoever reads no more."""
+        return json.dumps(
+            {
+                "towers": [list(tower) for tower in self.partition.towers],
+                "distance": self.distance,
+                "places": self.places,
+                "stress": self.stress,
+                "learned": asdict(self.learned),
+                "striped": asdict(self.striped),
+                "random": asdict(self.random),
+                "silent": list(self.silent),
+                "made": self.made,
+            },
+            indent=2,
+            allow_nan=False,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> TowerMap:
+        """Raises ConfigError."""
+        partition = Partition.from_json(text)
+        try:
+            said = json.loads(text)
+            if said["distance"] not in DISTANCES:
+                raise ValueError(said["distance"])
+            places = {str(name): _point(at) for name, at in said["places"].items()}
+            if set(places) != set(partition.features):
+                raise ValueError("places of other features")
+            return cls(
+                partition,
+                said["distance"],
+                places,
+                float(said["stress"]),
+                *(_measures(said[name], partition) for name in ("learned", "striped", "random")),
+                silent=tuple(map(str, said["silent"])),
+                made={str(name): int(value) for name, value in said["made"].items()},
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(
+                "got a map of towers that cannot be read, wanted one that `colonnade towers` wrote; write it again"
+            ) from None
+
+
+def tower_map(
+    affinity: Floats,
+    loads: Sequence[FeatureLoad],
+    num_towers: int,
+    *,
+    distance: Distance = "coherent",
+    capacity: Capacity = Capacity(),
+    silent: Sequence[str] = (),
+    made: Mapping[str, int] | None = None,
+    seed: int = 0,
+) -> TowerMap:
+    """affinity: (F, F) in the order of `loads`. The same input gives the same towers, the largest group of alike
+    features nowhere in particular: towers come in the order of their first features. Raises ConfigError."""
+    units = _units(loads)
+    check(loads, num_towers)
+    wanted = distances(affinity, distance)
+    plane, stress = place(wanted)
+    learned = clustered(plane, loads, num_towers, capacity=capacity, seed=seed)
+    order = np.random.default_rng([seed, 1]).permutation(len(units))
+    striped = np.empty(len(loads), dtype=np.int64)
+    shuffled = striped.copy()
+    for number, unit in enumerate(units):
+        striped[unit] = number % num_towers
+        shuffled[unit] = int(order[number]) % num_towers
+    return TowerMap(
+        partition_of(learned, loads, num_towers),
+        distance,
+        {
+            load.name: (round(float(x), 6), round(float(y), 6))
+            for load, (x, y) in zip(loads, plane, strict=True)
+        },
+        round(stress, 6),
+        *(judge(affinity, loads, each, num_towers) for each in (learned, striped, shuffled)),
+        silent=tuple(silent),
+        made=dict(made or {}),
+    )
+
+
+def check(loads: Sequence[FeatureLoad], num_towers: int) -> None:
+    """Raises ConfigError where so many towers cannot each have a table."""
+    tables = len({load.table for load in loads})
+    if not 1 <= num_towers <= tables:
+        raise ConfigError(
+            f"got {num_towers} towers for {len(loads)} features of {tables} tables, wanted 1 .. {tables}: a table is "
+            "looked up in one tower"
+        )
+
+
+def clustered(
+    points: Floats,
+    loads: Sequence[FeatureLoad],
+    num_towers: int,
+    *,
+    capacity: Capacity = Capacity(),
+    seed: int = 0,
+) -> NDArray[np.int64]:
+    """(F,): by feature its tower, numbered by their first features. Features of a table count as one thing.
+
+    points: (F, 2). Raises ConfigError where no towers within the capacity are found.
+    """
+    units = _units(loads)
+    weights = np.array(
+        [
+            [len(unit), loads[unit[0]].table_bytes, sum(loads[f].lookups for f in unit)]
+            for unit in units
+        ]
+    )
+    room = _room(weights, num_towers, capacity)
+    best: tuple[float, NDArray[np.int64]] | None = None
+    nearest: Floats | None = None
+    for centres in _starts(points, units, num_towers, seed):
+        label, cost = _kmeans(points, units, centres, weights, room)
+        over = overflow(label, weights, room)
+        if over.max() > 1 + 1e-6:
+            if nearest is None or over.max() < nearest.max():
+                nearest = over
+        elif best is None or cost < best[0] - 1e-9 * (1 + cost):
+            best = (cost, label)
+    if best is None:
+        assert nearest is not None
+        raise ConfigError(_refusal(nearest, weights, loads, units, num_towers, capacity))
+    found = np.empty(len(loads), dtype=np.int64)
+    for unit, tower in zip(units, best[1], strict=True):
+        found[unit] = tower
+    _, first = np.unique(found, return_index=True)
+    number = np.empty(num_towers, dtype=np.int64)
+    number[np.argsort(first, kind="stable")] = np.arange(num_towers)
+    return number[found]
+
+
+def partition_of(
+    towers: Sequence[int] | NDArray[np.int64], loads: Sequence[FeatureLoad], num_towers: int
+) -> Partition:
+    return Partition(
+        tuple(
+            tuple(load.name for load, t in zip(loads, towers, strict=True) if t == tower)
+            for tower in range(num_towers)
+        )
+    )
+
+
+def judge(
+    affinity: Floats,
+    loads: Sequence[FeatureLoad],
+    towers: Sequence[int] | NDArray[np.int64],
+    num_towers: int,
+) -> Measures:
+    within, between = within_and_between(affinity, list(map(int, towers)))
+    count, lookups, size = [0] * num_towers, [0.0] * num_towers, [0.0] * num_towers
+    seen: set[str] = set()
+    for load, tower in zip(loads, towers, strict=True):
+        count[tower] += 1
+        lookups[tower] += load.lookups
+        size[tower] += 0 if load.table in seen else load.table_bytes
+        seen.add(load.table)
+    return Measures(
+        *(None if math.isnan(value) else round(value, 6) for value in (within, between)),
+        tuple(count),
+        tuple(size),
+        tuple(lookups),
+    )
+
+
+def _units(loads: Sequence[FeatureLoad]) -> list[NDArray[np.int64]]:
+    """By table, in the order of first features: the numbers of its features."""
+    found: dict[str, list[int]] = {}
+    for number, load in enumerate(loads):
+        found.setdefault(load.table, []).append(number)
+    return [np.array(unit) for unit in found.values()]
+
+
+def _room(weights: Floats, num_towers: int, capacity: Capacity) -> Floats:
+    """(3,): what a tower may hold; inf where nothing is said or nothing weighs."""
+    found = np.full(len(MEASURES), np.inf)
+    for m, name in enumerate(MEASURES):
+        ratio, total = getattr(capacity, name), float(weights[:, m].sum())
+        if ratio is not None and total > 0:
+            found[m] = ratio * total / num_towers
+            if name == "count":
+                found[m] = math.ceil(found[m] - 1e-9)
+    return found
+
+
+def _starts(
+    points: Floats, units: Sequence[NDArray[np.int64]], num_towers: int, seed: int
+) -> list[Floats]:
+    """Centres to begin with: tables far from each other, and tables drawn by the seed."""
+    means = np.stack([points[unit].mean(0) for unit in units])
+    chosen = [int(((means - means.mean(0)) ** 2).sum(1).argmax())]
+    far = np.full(len(means), np.inf)
+    while len(chosen) < num_towers:
+        far = np.minimum(far, ((means - means[chosen[-1]]) ** 2).sum(1))
+        far[chosen] = -1.0
+        chosen.append(int(far.argmax()))
+    generator = np.random.default_rng([seed, 0])
+    drawn = [generator.choice(len(means), num_towers, replace=False) for _ in range(STARTS - 1)]
+    return [means[chosen], *(means[each] for each in drawn)]
+
+
+def _kmeans(
+    points: Floats,
+    units: Sequence[NDArray[np.int64]],
+    centres: Floats,
+    weights: Floats,
+    room: Floats,
+) -> tuple[NDArray[np.int64], float]:
+    """By table its cluster, and the sum of squared distances of features to their clusters' centres."""
+    label = np.full(len(units), -1, dtype=np.int64)
+    size = weights[:, 0]
+    sums = np.stack([points[unit].sum(0) for unit in units])
+    squares = np.array([(points[unit] ** 2).sum() for unit in units])
+    cost = math.inf
+    for _ in range(ROUNDS):
+        # Over the features of a table, |x - c|^2 adds up to this.
+        costs = squares[:, None] - 2 * sums @ centres.T + size[:, None] * (centres**2).sum(1)
+        moved = assign(costs, weights, room)
+        value = float(costs[np.arange(len(units)), moved].sum())
+        if (moved == label).all() or value >= cost - 1e-12:
+            break
+        label, cost = moved, value
+        centres = np.stack(
+            [sums[label == t].sum(0) / size[label == t].sum() for t in range(len(centres))]
+        )
+    return label, cost
+
+
+def _refusal(
+    over: Floats,
+    weights: Floats,
+    loads: Sequence[FeatureLoad],
+    units: Sequence[NDArray[np.int64]],
+    num_towers: int,
+    capacity: Capacity,
+) -> str:
+    """What could not be met, and what could."""
+    m = int(np.where(np.isfinite(over), over, 0).argmax())
+    name, ratio = MEASURES[m], float(getattr(capacity, MEASURES[m]))
+    mean = weights[:, m].sum() / num_towers
+    largest = int(weights[:, m].argmax())
+    would = over[m] * (math.ceil(ratio * mean - 1e-9) if name == "count" else ratio * mean) / mean
+    would = math.ceil(would * 100 - 1e-6) / 100
+    because = (
+        f"table {loads[units[largest][0]].table!r} alone is {weights[largest, m] / mean:.3g} of a tower's even share"
+        if weights[largest, m] > ratio * mean
+        else f"the nearest that was found is {would:.3g}"
+    )
+    return (
+        f"capacity by {name}: got {ratio:g} for {num_towers} towers, wanted what their tables can be dealt within; "
+        f"{because}. Say {name}={would:g}, or have fewer towers"
+    )
+
+
+def _point(said: Sequence[float]) -> tuple[float, float]:
+    x, y = (float(value) for value in said)
+    if not (math.isfinite(x) and math.isfinite(y)):
+        raise ValueError(said)
+    return x, y
+
+
+def _measures(said: Mapping, partition: Partition) -> Measures:
+    within, between = (
+        None if said[name] is None else float(said[name]) for name in ("within", "between")
+    )
+    loads = [tuple(float(value) for value in said[name]) for name in MEASURES]
+    if any(len(each) != len(partition.towers) for each in loads):
+        raise ValueError("loads of other towers")
+    return Measures(within, between, tuple(map(int, loads[0])), loads[1], loads[2])
