@@ -13,7 +13,7 @@ behind the last one are scored at the end.
                     on the mean, in rows and dense weights. With b = 4,096 updates are as many as the synchronous ones;
                     with b = 256, 16 workers see what 16 synchronous ranks of 256 do, in 16 times as many updates
 
-All arms train the same samples. The rows' learning rate of each is the best of a few by a pilot on another stream.
+All arms train the same samples. The rows' learning rate of each is the best by a pilot on another stream, between two that are worse.
 A FILE that holds some arms already is gone on with: each is written when it ends.
 """
 
@@ -25,7 +25,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -59,7 +59,7 @@ ARMS = (
     Arm("64 x 256", 256, workers=64),
     Arm("64 x 4096", workers=64),
 )
-RATES = (0.00125, 0.0025, 0.005, 0.01)
+RATES = (0.0003125, 0.000625, 0.00125, 0.0025, 0.005, 0.01, 0.02)
 SEEDS, PILOT_SEED = (0, 1, 2), 1000
 BLOCKS, TAIL_BLOCKS, PILOT_BLOCKS = 1396, 64, 192
 QUICK_BLOCKS, QUICK_TAIL_BLOCKS = 16, 2
@@ -119,15 +119,13 @@ def run_arm(
     known = {(m.case, m.system, m.unit): m.values for m in measured}
     if (case, arm.name, AUC) in known:
         return
-    for lr in RATES[:1] if quick else RATES:
-        if (pilot, arm.name, f"AUC at {lr}") in known:
-            continue
+    while (lr := next_rate(rates := scored_rates(measured, pilot, arm.name), quick)) is not None:
         blocks = QUICK_BLOCKS if quick else PILOT_BLOCKS
         stream = open_ads(blocks * BLOCK, seed=PILOT_SEED)
         scores = train(kind, arm, stream, blocks, lr=lr, tail_blocks=0)
         keep([Measured(pilot, arm.name, f"AUC at {lr}", scores.auc)])
         say(f"{pilot} {arm.name} lr {lr}: {late_mean(scores.auc):.4f}, {scores.seconds:.0f} s")
-    lr = best_rate(measured, pilot, arm.name)
+    lr = max(rates, key=lambda rate: rates[rate])
     num_blocks, tail_blocks = extent
     stream = open_ads((num_blocks + tail_blocks) * BLOCK, seed=seed)
     if (case, CEILING, AUC) not in known:
@@ -160,14 +158,22 @@ def late_mean(values: Sequence[float]) -> float:
     return fmean(values[len(values) // 2 :])
 
 
-def best_rate(measured: Sequence[Measured], pilot: str, arm: str) -> float:
-    """By the mean AUC of the pilot's second half."""
-    found = {
+def scored_rates(measured: Sequence[Measured], pilot: str, arm: str) -> dict[float, float]:
+    """By learning rate: the mean AUC of the pilot's second half."""
+    return {
         float(m.unit.removeprefix("AUC at ")): late_mean(m.values)
         for m in measured
         if (m.case, m.system) == (pilot, arm)
     }
-    return max(found, key=lambda lr: found[lr])
+
+
+def next_rate(rates: Mapping[float, float], quick: bool = False) -> float | None:
+    """Which one the pilot tries next: neighbours of the best, until it has two that are worse. None: no other."""
+    if not rates:
+        return RATES[len(RATES) // 2]
+    at = RATES.index(max(rates, key=lambda rate: rates[rate]))
+    near = [RATES[i] for i in (at - 1, at + 1) if 0 <= i < len(RATES)]
+    return None if quick else next((rate for rate in near if rate not in rates), None)
 
 
 def ceilings(stream: Ads, num_blocks: int) -> list[float]:

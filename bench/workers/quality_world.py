@@ -25,9 +25,7 @@ def scores(mesh: Mesh, kind: str) -> list[float]:
     if mesh.num_ranks > 1:  # bags lie whole, which FM asks for
         names = [table.name for table in collection.tables]
         whole = {name: table_wise(t % mesh.num_ranks) for t, name in enumerate(names)}
-        plan = build_plan(
-            collection.tables, mesh.num_ranks, exchange="substitute", shardings=whole
-        )
+        plan = build_plan(collection.tables, mesh.num_ranks, exchange="substitute", shardings=whole)
         collection.open(plan, mesh)
     else:
         collection.open()
