@@ -1,0 +1,130 @@
+"""What `bench quality_substitute` makes of its scores: differences of AUC with paired intervals.
+
+An interval is that of a paired bootstrap. Two arms have scored the same blocks of samples, so what is resampled is the
+difference of their AUCs on a block; runs of RUN neighbouring blocks are drawn together, for neighbours share their
+popular ids, and from each seed's stream as many as it has. It says what another stream of this kind would change. What
+another beginning of training would change is seen from the seeds beside it.
+
+Legend: S seeds, K scored blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from harness import Measured, print_machine
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table as Grid
+
+AUC, TAIL, LOSS, MISSED = "AUC", "AUC of the tail", "log loss", "updates missed"
+BASE, CEILING = "synchronous", "ceiling"
+RUN = 8
+RESAMPLES = 10_000
+LEVEL = 0.95
+
+Floats = NDArray[np.float64]
+
+
+def interval(differences: Sequence[Floats], *, seed: int = 0) -> tuple[float, float, float]:
+    """(mean, low, high) of differences (K,) by seed: the bootstrap's 2.5 and 97.5 % quantiles."""
+    random, means, weights = np.random.default_rng(seed), [], []
+    for blocks in differences:
+        run = min(RUN, len(blocks))
+        runs = np.lib.stride_tricks.sliding_window_view(blocks, run).mean(1)
+        drawn = random.integers(len(runs), size=(RESAMPLES, -(-len(blocks) // run)))
+        means.append(runs[drawn].mean(1))
+        weights.append(len(blocks))
+    resampled = np.average(np.stack(means), axis=0, weights=weights)
+    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(np.concatenate(list(differences)).mean()), float(low), float(high)
+
+
+def differences_of(
+    measured: Sequence[Measured], kind: str, arm: str, unit: str, *, half: bool = False
+) -> list[Floats]:
+    """Synchronous less `arm`, (K,) for each seed that has both; `half`: of the stream's second half."""
+    values = {(m.case, m.system): np.array(m.values) for m in measured if m.unit == unit}
+    found = []
+    for (case, system), theirs in values.items():
+        if system == arm and case.startswith(f"{kind} seed") and (case, BASE) in values:
+            blocks = values[case, BASE] - theirs
+            found.append(blocks[len(blocks) // 2 :] if half else blocks)
+    return found
+
+
+def arms_of(measured: Sequence[Measured]) -> dict[str, list[str]]:
+    """By model: arms with scores, in the order in which they were trained."""
+    found: dict[str, list[str]] = {}
+    for m in measured:
+        kind, _, which = m.case.partition(" ")
+        if m.unit == AUC and which.startswith("seed"):
+            arms = found.setdefault(kind, [])
+            if m.system not in arms:
+                arms.append(m.system)
+    return found
+
+
+def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
+    """How much AUC synchronous training is ahead of each arm: "... low" and "... high" are the interval's ends."""
+    ratios: dict[str, float] = {}
+    for kind, arms in arms_of(measured).items():
+        for arm in arms:
+            if arm in (BASE, CEILING):
+                continue
+            for name, unit, half in (
+                ("auc", AUC, False),
+                ("late_auc", AUC, True),
+                ("tail_auc", TAIL, False),
+            ):
+                if found := differences_of(measured, kind, arm, unit, half=half):
+                    said = f"{name}_lost {kind} {arm}"
+                    mean, low, high = interval(found)
+                    ratios |= {said: mean, f"{said} low": low, f"{said} high": high}
+    return ratios
+
+
+def print_result(
+    console: Console, measured: Sequence[Measured], result: Mapping[str, object]
+) -> None:
+    """One line per arm: AUC, and what is lost against synchronous training, with intervals and each seed's mean."""
+    grid = Grid(box=None, padding=(0, 2, 0, 0))
+    headings = (
+        "model",
+        "arm",
+        "rows lr",
+        "missed",
+        "AUC",
+        "lost",
+        "95 %",
+        "by seed",
+        "lost late",
+        "lost on the tail",
+    )
+    for number, heading in enumerate(headings):
+        grid.add_column(heading, justify="left" if number < 2 else "right", no_wrap=True)
+    for kind, arms in arms_of(measured).items():
+        for arm in arms:
+            grid.add_row(*_line(measured, kind, arm))
+    console.print(grid)
+    print_machine(console, result)
+
+
+def _line(measured: Sequence[Measured], kind: str, arm: str) -> list[str]:
+    mine = [m for m in measured if m.system == arm and m.case.startswith(f"{kind} seed")]
+
+    def mean(unit: str) -> float:
+        return float(np.mean([np.mean(m.values) for m in mine if m.unit == unit] or [np.nan]))
+
+    line = [kind, arm, f"{mean('rows lr'):g}", f"{mean(MISSED):.1f}", f"{mean(AUC):.4f}"]
+    found = differences_of(measured, kind, arm, AUC)
+    if arm in (BASE, CEILING) or not found:
+        return line
+    lost, low, high = interval(found)
+    seeds = " ".join(f"{blocks.mean():+.4f}" for blocks in found)
+    line += [f"{lost:+.4f}", f"{low:+.4f} .. {high:+.4f}", seeds]
+    for unit, half in ((AUC, True), (TAIL, False)):
+        lost, low, high = interval(differences_of(measured, kind, arm, unit, half=half))
+        line.append(f"{lost:+.4f} ({low:+.4f} .. {high:+.4f})")
+    return line

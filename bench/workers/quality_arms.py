@@ -1,0 +1,183 @@
+"""One arm of `bench quality_substitute`: a model, trained on a stream by steps in turn or by workers that race, and
+scored along the way.
+
+Legend: W workers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from colonnade import Adagrad, Batch, Feature, RowOptimizer, Table, Uniform, build_plan
+from colonnade.embedding import EmbeddingCollection
+from colonnade.models.deepfm import DeepFM
+from colonnade.models.linear import FM
+from colonnade.models.scorer import Scorer
+from colonnade.topology.mesh import Mesh
+from colonnade.train.metrics import auc, log_loss
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
+
+from workers.ads import FIELDS, Ads
+
+DIM, TOP = 8, (64, 32)
+DENSE_LR = 1e-3
+BLOCK = 4096
+"""Samples that are trained or scored together, whoever trains them in how many batches."""
+SCORED_EVERY = 8
+"""The last of so many blocks is never trained, and scored when as many samples as lie before it have been."""
+SPREAD = 0.3
+"""Of the logarithm of the time that a worker takes for a batch."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How updates follow reads. `late`: exactly so many updates are missing in the rows a step reads, in turn;
+    `workers`: so many race, each with rows and dense weights as they were when it began."""
+
+    name: str
+    batch_size: int = BLOCK
+    late: int = 0
+    workers: int = 0
+
+
+@dataclass
+class Scores:
+    """One number for each scored block; `missed`: how many updates so many batches did not see."""
+
+    auc: list[float] = field(default_factory=list)
+    log_loss: list[float] = field(default_factory=list)
+    tail_auc: list[float] = field(default_factory=list)
+    missed: Counter[int] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+
+def build(kind: str, lr: float, dtype: str = "float32") -> Scorer:
+    """LR+FM, or DeepFM, over open tables; the same at every call."""
+    names = [f"A{f + 1}" for f in range(FIELDS)]
+    how: dict[str, Any] = {"deep": Adagrad(lr=lr), "wide": Adagrad(lr=lr)}
+    tables = [
+        Table(name, {"deep": DIM, "wide": 1}, optimizer=how, initializer=Uniform(scale=0.01), dtype=dtype)
+        for name in names
+    ]  # fmt: skip
+    features = [Feature(name, name) for name in names]
+    torch.manual_seed(0)
+    if kind == "deepfm":
+        return DeepFM(tables, features, num_dense=0, top=TOP)
+    return FM(tables, features, num_dense=0)
+
+
+def train(
+    kind: str, arm: Arm, stream: Ads, num_blocks: int, *, lr: float, tail_blocks: int, seed: int = 0
+) -> Scores:
+    """The first `num_blocks` blocks of the stream are trained or scored, and those behind them scored at the end."""
+    model, scores, began = build(kind, lr), Scores(), time.perf_counter()
+    collection = model.embeddings
+    # Workers that race fetch by hand; what they read must be copied, as under staleness.
+    late = 1 if arm.workers else arm.late
+    plan = build_plan(collection.tables, lookahead=0, staleness_steps=late)
+    collection.open(plan, Mesh())
+    rows, dense = RowOptimizer(collection), torch.optim.Adam(model.parameters(), lr=DENSE_LR)
+    batches = training_batches(stream, arm.batch_size, num_blocks)
+    done = 0
+
+    def apply(batch: Batch) -> None:
+        """Gradients at what the model reads now; the caller has seen to what that is."""
+        dense.zero_grad()
+        cross_entropy(model(batch), batch.label).backward()
+
+    def step(size: int) -> None:
+        nonlocal done
+        rows.step()
+        dense.step()
+        before, done = done, done + size
+        run = (SCORED_EVERY - 1) * BLOCK
+        for number in range(before // run, done // run):
+            block = number * SCORED_EVERY + SCORED_EVERY - 1
+            if block < num_blocks:
+                add_score(model, stream, block, scores.auc, scores.log_loss)
+
+    if arm.workers:
+        _race(model, collection, batches, arm.workers, seed, apply, step, scores.missed)
+    else:
+        for number, batch in enumerate(collection.lookahead(batches)):
+            scores.missed[min(arm.late, number)] += 1
+            apply(batch)
+            step(batch.size)
+    for block in range(num_blocks, num_blocks + tail_blocks):
+        add_score(model, stream, block, scores.tail_auc)
+    scores.seconds = time.perf_counter() - began
+    return scores
+
+
+def _race(
+    model: Scorer,
+    collection: EmbeddingCollection,
+    batches: Iterator[Batch],
+    num_workers: int,
+    seed: int,
+    gradients: Callable[[Batch], None],
+    step: Callable[[int], None],
+    missed: Counter[int],
+) -> None:
+    """W workers of a parameter server, one event after another: who finishes applies its gradients to what is there
+    now, takes the next batch, and reads its rows and the dense weights as they then are."""
+    random, parameters = np.random.default_rng(seed), list(model.parameters())
+    at_work: list[tuple[float, int, Batch, list[Tensor], int]] = []
+    started = applied = 0
+
+    def begin(now: float) -> None:
+        nonlocal started
+        batch = next(batches, None)
+        if batch is None:
+            return
+        batch.ticket = collection.prepare(batch)
+        collection.fetch(batch.ticket)
+        ends = now + float(np.exp(SPREAD * random.standard_normal()))
+        held = [p.data.clone() for p in parameters]
+        heapq.heappush(at_work, (ends, started, batch, held, applied))
+        started += 1
+
+    for _ in range(num_workers):
+        begin(0.0)
+    while at_work:
+        now, _, batch, held, seen = heapq.heappop(at_work)
+        newest = [p.data for p in parameters]
+        for p, was in zip(parameters, held, strict=True):
+            p.data = was
+        gradients(batch)
+        for p, new in zip(parameters, newest, strict=True):
+            p.data = new
+        missed[applied - seen] += 1
+        applied += 1
+        step(batch.size)
+        begin(now)
+
+
+def training_batches(stream: Ads, batch_size: int, num_blocks: int) -> Iterator[Batch]:
+    """Of all blocks that are not scored."""
+    for block in range(num_blocks):
+        if block % SCORED_EVERY != SCORED_EVERY - 1:
+            for begin in range(block * BLOCK, (block + 1) * BLOCK, batch_size):
+                yield stream.read(begin, begin + batch_size)
+
+
+@torch.no_grad()
+def add_score(
+    model: Scorer, stream: Ads, block: int, aucs: list[float], losses: list[float] | None = None
+) -> None:
+    """With every update made so far."""
+    batch = stream.read(block * BLOCK, (block + 1) * BLOCK)
+    model.eval()
+    found = torch.sigmoid(model(batch).double())
+    model.train()
+    aucs.append(auc(found, batch.label))
+    if losses is not None:
+        losses.append(log_loss(found, batch.label))

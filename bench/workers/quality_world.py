@@ -1,0 +1,61 @@
+"""The world law on the bench's own stream: the AUC of every step's global batch before it is trained, as JSON. By
+itself it is a world of one, under torchrun with `substitute`."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from colonnade import Mesh, RowOptimizer, build_plan, close_mesh, open_mesh
+from colonnade.topology.sharding import table_wise
+from colonnade.train.dense import DenseGradients
+from colonnade.train.metrics import auc
+from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
+
+from workers.ads import open_ads
+from workers.quality_arms import build
+
+STEPS, BATCH_SIZE, LR = 24, 1024, 0.01
+
+
+def scores(mesh: Mesh, kind: str) -> list[float]:
+    """Collective: by step, the same on every rank."""
+    model = build(kind, LR, "float64").double()
+    collection = model.embeddings
+    if mesh.num_ranks > 1:  # bags lie whole, which FM asks for
+        names = [table.name for table in collection.tables]
+        whole = {name: table_wise(t % mesh.num_ranks) for t, name in enumerate(names)}
+        plan = build_plan(collection.tables, mesh.num_ranks, exchange="substitute", shardings=whole)
+        collection.open(plan, mesh)
+    else:
+        collection.open()
+    rows = RowOptimizer(collection)
+    late = collection.exchange.pushed_parameters
+    dense = DenseGradients(list(model.parameters()), mesh, late=late)
+    dense.attach()
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    stream = open_ads(STEPS * BATCH_SIZE)
+    source = stream.batches(BATCH_SIZE, rank=mesh.rank, num_ranks=mesh.num_ranks)
+    for batch in collection.lookahead(source):
+        dense.zero()
+        assert batch.label is not None
+        logits, label = model(batch), batch.label.double()
+        loss = cross_entropy(logits, label, reduction="sum") / batch.world_weight
+        loss.backward()
+        collection.collect()  # owners' gradients of dense weights come with the rows'
+        dense.reduce(finite=True, stop=False)
+        rows.step(agreed=True)
+        optimizer.step()
+        mine = torch.cat([logits.detach(), label], 1)
+        all_ranks = torch.cat(mesh.all_gather("gather", mine.contiguous()))
+        found.append(auc(all_ranks[:, 0], all_ranks[:, 1]))
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    world = open_mesh()
+    aucs = {kind: scores(world, kind) for kind in ("fm", "deepfm")}
+    if world.rank == 0:
+        print(json.dumps(aucs), flush=True)
+    close_mesh(world)
