@@ -53,6 +53,7 @@ REHEARSED = "rows row-wise"
 COUNTED = 4
 """Batches that tell how many different rows a step asks for."""
 PHASES = ("wait", "forward", "backward", "rows")
+NOTHING_SAID: Mapping[str, Any] = {}
 
 
 class Opened:
@@ -62,7 +63,7 @@ class Opened:
         self, case: Case, choice: Mapping[str, Any], held: list[Batch], mesh: Mesh
     ) -> None:
         self.case, self.held, self.mesh = case, held, mesh
-        tables, features, consumers = self.declared(case)
+        tables, features, consumers = self.declared(case, choice)
         self.collection = EmbeddingCollection(tables, features, consumers=consumers)
         self.rows = RowOptimizer(self.collection)
         plan = plan_of(tables, choice, case, mesh)
@@ -74,7 +75,9 @@ class Opened:
         self.next = 0
 
     @staticmethod
-    def declared(case: Case) -> tuple[list[Table], list[Feature], dict[str, Any] | None]:
+    def declared(
+        case: Case, choice: Mapping[str, Any] = NOTHING_SAID
+    ) -> tuple[list[Table], list[Feature], dict[str, Any] | None]:
         """Tables, features and consumers."""
         optimizer = RowWiseAdagrad(lr=ROWS_LR, eps=EPS)
         tables = [
@@ -91,6 +94,9 @@ class Opened:
 
     def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
         return [self.gradient] * len(outputs)
+
+    def dense_step(self) -> None:
+        """Of what has weights beside rows."""
 
     def batches(self) -> Iterator[Batch]:
         for number in itertools.count(self.next):
@@ -115,6 +121,7 @@ class Opened:
                 torch.autograd.backward(outputs, self.gradients(outputs))
                 marks.append(time.perf_counter())
                 self.rows.step()
+                self.dense_step()
                 marks.append(time.perf_counter())
                 if step >= warm_up:
                     seconds.append(marks[-1] - marks[0])

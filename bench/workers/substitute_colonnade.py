@@ -13,6 +13,7 @@ from torch import Tensor
 
 from colonnade import FM, SGD, Feature, FieldsLinear, Sum, Table, Uniform
 from workers import exchange_colonnade
+from workers.exchange_colonnade import NOTHING_SAID
 from workers.exchange_loop import serve
 from workers.substitute_loop import LR, ModelCase
 
@@ -26,7 +27,9 @@ class Opened(exchange_colonnade.Opened):
                 self.collection.interactions["deep"].weight.copy_(case.weight().T)
 
     @staticmethod
-    def declared(case: ModelCase) -> tuple[list[Table], list[Feature], dict[str, Any]]:  # type: ignore[override]
+    def declared(  # type: ignore[override]
+        case: ModelCase, choice: Mapping[str, Any] = NOTHING_SAID
+    ) -> tuple[list[Table], list[Feature], dict[str, Any]]:
         dims = {"deep": case.dim, "wide": 1}
         tables = [
             Table(name, dims, rows=rows, optimizer=SGD(lr=LR), initializer=Uniform(scale=0.0))

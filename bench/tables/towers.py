@@ -1,0 +1,86 @@
+"""What `bench towers` makes of its blocks, beside what `tables.exchange` makes of any: ratios against TorchRec and
+against the best exchange that knows no towers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harness import Measured, print_machine
+from rich.console import Console
+from rich.table import Table as Grid
+
+from tables.exchange import LOSSY, PREDICTED, UPLINK, is_peer, names_of, steps_of
+
+TOWERS = "towers"
+RATIOS = (2, 4, 8)
+
+
+def module_of(ratio: int) -> str:
+    return f"{TOWERS} CR {ratio} {LOSSY}"
+
+
+def kinds_of(figures: Mapping[str, float]) -> dict[str, float]:
+    """The least of each kind of systems."""
+    kinds: dict[str, list[float]] = {}
+    for name, value in figures.items():
+        if is_peer(name):
+            kind = "torchrec"
+        elif not name.startswith(TOWERS):
+            kind = "flat"
+        else:
+            kind = name if LOSSY in name else TOWERS
+        kinds.setdefault(kind, []).append(value)
+    return {kind: min(values) for kind, values in kinds.items()}
+
+
+def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
+    """The worst case of each, and the best where the name says so."""
+    found: dict[str, dict[str, float]] = {}
+    off: list[float] = []
+    for case in names_of(measured):
+        steps, said = steps_of(measured, case), steps_of(measured, case + PREDICTED)
+        off += [abs(said[name] - steps[name]) / steps[name] for name in said if name in steps]
+        best = kinds_of(steps)
+        for ratio in RATIOS:
+            module = best.get(module_of(ratio))
+            if module is None:
+                continue
+            if "torchrec" in best:
+                found.setdefault(f"towers_cr{ratio}_vs_torchrec", {})[case] = (
+                    best["torchrec"] / module
+                )
+            if "flat" in best:
+                found.setdefault(f"towers_cr{ratio}_vs_best_flat", {})[case] = best["flat"] / module
+        if TOWERS in best and "flat" in best:
+            found.setdefault("towers_vs_best_flat", {})[case] = best["flat"] / best[TOWERS]
+        if TOWERS in best and "torchrec" in best:
+            found.setdefault("towers_vs_torchrec", {})[case] = best["torchrec"] / best[TOWERS]
+    ratios = {}
+    for name, values in found.items():
+        ratios[name], ratios[f"{name}_best"] = min(values.values()), max(values.values())
+        ratios |= {f"{name} {case}": value for case, value in values.items()}
+    if off:
+        ratios["predicted_time_error"] = max(off)
+    return ratios
+
+
+def print_result(console: Console, measured: Sequence[Measured], result: Mapping[str, Any]) -> None:
+    """Milliseconds of a step and megabytes over a host's uplink, of the best of each kind."""
+    kinds = ("torchrec", "flat", TOWERS, *map(module_of, RATIOS))
+    for title, what in (("ms/step", ""), ("uplink, MB a host and step", UPLINK)):
+        grid = Grid(box=None, title_justify="left", padding=(0, 1, 0, 0), title=title)
+        for heading in ("case", *kinds):
+            grid.add_column(
+                heading.removesuffix(f" {LOSSY}"), justify="left" if heading == "case" else "right", no_wrap=True
+            )  # fmt: skip
+        for case in names_of(measured):
+            best = kinds_of(steps_of(measured, case + what))
+            grid.add_row(case, *(f"{best[k]:.2f}" if k in best else "" for k in kinds))
+        console.print(grid)
+    for name, ratio in result["ratios"].items():
+        if " " not in name:
+            console.print(f"{name}: {ratio:.3f}")
+    for what in result["machine"]["left_out"]:
+        console.print(f"left out: {what}", style="yellow", markup=False)
+    print_machine(console, result)

@@ -1,0 +1,85 @@
+"""Colonnade by towers between hosts, one tower on each: a choice is one of `exchange_colonnade`'s, or the exchange
+`towers`, and may have {"ratio": CR}: then each tower has a module that lets D / CR columns of a field out, and the
+gradient comes back to these; its weights are summed over all ranks and take a step of SGD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colonnade import Feature, Table
+from colonnade.interaction import TowerModule
+from colonnade.models.tower_modules import DLRMTower
+from workers import exchange_colonnade
+from workers.exchange_colonnade import NOTHING_SAID, dealt, the_mesh
+from workers.exchange_loop import Case, serve
+
+LR = 0.02
+
+
+def towers_of(case: Case) -> list[list[str]]:
+    """Features by tower: those whose tables lie on ranks of a host."""
+    world = the_mesh().world
+    found: list[list[str]] = [[] for _ in range(world.num_hosts)]
+    for name, rank in zip(case.names, dealt(case.rows, world.num_ranks), strict=True):
+        found[world.host(rank)].append(name)
+    return found
+
+
+class Opened(exchange_colonnade.Opened):
+    def __init__(self, case: Case, choice: Mapping[str, Any], *given: Any) -> None:
+        self.ratio = choice.get("ratio", 1)
+        super().__init__(case, choice, *given)
+        self.weights = list(self.collection.parameters())
+        generator = torch.Generator().manual_seed(case.seed)
+        self.given = [
+            torch.randn(case.batch_size, each.out, generator=generator) / case.batch_size
+            for each in self.collection.interactions.values()
+            if isinstance(each, TowerModule)
+        ]
+
+    @staticmethod
+    def declared(
+        case: Case, choice: Mapping[str, Any] = NOTHING_SAID
+    ) -> tuple[list[Table], list[Feature], dict[str, Any] | None]:
+        tables, features, consumers = exchange_colonnade.Opened.declared(case)
+        if (ratio := choice.get("ratio", 1)) == 1:
+            return tables, features, consumers
+        consumers, out = {}, case.dim // ratio
+        for number, names in enumerate(towers_of(case)):
+            torch.manual_seed(number)
+            module = DLRMTower(len(names), case.dim, out, vectors=1, summaries=0)
+            dims = [case.dim] * len(names)
+            consumers[f"tower{number}"] = TowerModule(module, dims, len(names) * out), names
+        return tables, features, consumers
+
+    def outputs(self, found: dict[str, Tensor]) -> list[Tensor]:
+        return super().outputs(found) if self.ratio == 1 else list(found.values())
+
+    def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
+        return super().gradients(outputs) if self.ratio == 1 else self.given
+
+    @torch.no_grad()
+    def dense_step(self) -> None:
+        if self.ratio == 1:
+            return
+        flat = torch.cat([weight.grad.flatten() for weight in self.weights])
+        dist.all_reduce(flat)
+        for weight, each in zip(
+            self.weights, flat.split([w.numel() for w in self.weights]), strict=True
+        ):
+            weight -= LR * each.view_as(weight)
+            weight.grad = None
+
+
+def build(case: Case, choices: Mapping[str, Any]) -> Any:
+    return exchange_colonnade.build(case, choices, Opened)
+
+
+if __name__ == "__main__":
+    serve(build)
