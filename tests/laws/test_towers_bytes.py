@@ -1,5 +1,5 @@
-"""Payload by towers that is foretold from a profile equals what is counted, within 2 %, by purpose and link; a rank sends
-slow messages to as many ranks as there are other towers."""
+"""Payload by towers that is foretold from a profile equals what is counted, within 2 %, by purpose and link; a rank
+sends slow messages to as many ranks as there are other towers."""
 
 from __future__ import annotations
 

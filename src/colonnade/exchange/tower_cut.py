@@ -94,4 +94,3 @@ def tower_floats(declaration: Declaration, consumers: Collection[str]) -> int:
     return sum(result_width(declaration, name) or 0 for name in consumers) + sum(
         field.dim for field in declaration.fields if field.name in values
     )
-

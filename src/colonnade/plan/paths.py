@@ -42,8 +42,8 @@ class Paths:
         return self._by_towers[key]
 
     def values_to(self, sharding: Sharding, exchange: str) -> tuple[Floats, Floats, float]:
-        """`to`, of values of samples and gradients of them: `pooled` adds up what all ranks have a share of, and so does
-        `towers`, of what lies in no tower."""
+        """`to`, of values of samples and gradients of them: `pooled` adds up what all ranks have a share of, and so
+        does `towers`, of what lies in no tower."""
         if exchange in ("pooled", "towers") and self.are_added(sharding):
             return self.added
         return self.to(sharding)
