@@ -2,9 +2,9 @@
 model's first operators that take fields of one tower alone are evaluated in between (DMT, Luo et al. 2024).
 
 It is `pooled` up to the message, which takes the route of `tower_route.py`. Fields whose rows do not all lie in one
-tower travel as they do under `pooled`. A consumer whose fields all lie in one tower is evaluated by the rank that has all
-of them for a sample; what it gives travels instead of its fields' values, where that is less. Its weights are those of
-`evaluating.py`.
+tower travel as they do under `pooled`. A consumer whose fields all lie in one tower is evaluated by the rank that has
+all of them for a sample; what it gives travels instead of its fields' values, where that is less. Its weights are those
+of `evaluating.py`.
 
 Legend: G samples of all ranks, M of a rank's peers, W columns of its tower, Y of what leaves it.
 """
