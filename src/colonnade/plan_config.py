@@ -185,8 +185,8 @@ class PlanConfig(Section):
     wire: WireConfig = WireConfig()
     """What rows and gradients look like while they travel."""
     towers: Annotated[int, Field(ge=1)] | str | None = None
-    """For exchange towers: how many groups of neighbouring ranks, over which tables are dealt, or a file that says which
-    features stand together; default: one for each host."""
+    """For exchange towers: how many groups of neighbouring ranks, over which tables are dealt, or a file that says
+    which features stand together; default: one for each host."""
     servers: int = Field(0, ge=0)
     """Ranks of each host, its last ones, that have rows and nothing else; 0: the ranks that train have the rows."""
     tables: dict[str, TablePlanConfig] = {}

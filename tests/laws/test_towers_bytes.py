@@ -1,22 +1,25 @@
-"""Payload by towers that is foretold from a profile equals what is counted, within 2 %, by purpose and link; a rank sends
-slow messages to as many ranks as there are other towers."""
+"""Payload by towers that is foretold from a profile equals what is counted, within 2 %, by purpose and link; a rank
+sends slow messages to as many ranks as there are other towers."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 from ranks import run_ranks
 from test_substitute_bytes import FEATURES, NAMES, SIZE, STEPS, TABLES, batch_of
+from test_towers_law import Tower
 
-from colonnade import EmbeddingCollection, RowOptimizer, World, build_plan
+from colonnade import Concat, EmbeddingCollection, RowOptimizer, Sum, World, build_plan
 from colonnade.exchange.codec import EXACT, Codecs
 from colonnade.plan.choice import choose
 from colonnade.plan.chosen import Forced
+from colonnade.plan.consumers import model_load
 from colonnade.plan.loads import table_loads
 from colonnade.plan.profile import profile
 from colonnade.plan.towering import in_towers
-from colonnade.topology.sharding import row_wise, table_wise
+from colonnade.topology.sharding import Sharding, row_wise, table_wise
 from colonnade.topology.traffic import Traffic
 
 WORLD = World(num_hosts=2, ranks_per_host=2)
@@ -43,7 +46,33 @@ def beside(towers):
     return {**split(towers), "b": row_wise(NUM_RANKS), "c": table_wise(3)}
 
 
+def apart(kind):
+    """Tables of each module of MODULES in a tower, `g` elsewhere."""
+    first, last = (0, 1), (2, 3)
+
+    def place(towers):
+        if kind == "whole":
+            return {name: table_wise(t // 3 + 2 * (t > 3)) for t, name in enumerate(NAMES[:4])} | {
+                name: table_wise(2 + t % 2) for t, name in enumerate(NAMES[4:])
+            }
+        return {
+            name: Sharding("host_wise", first if t < 4 else last) for t, name in enumerate(NAMES)
+        }
+
+    return place
+
+
+MODULES = {
+    "first": (Tower(32, 6), [f"{name}.deep" for name in NAMES[:4]]),
+    "last": (Tower(24, 5), [f"{name}.deep" for name in NAMES[4:]]),
+    "wide": (Sum(), [f"{name}.wide" for name in NAMES[:3]]),
+    "plain": (Concat(), ["d.deep", "e.wide"]),
+}
+MODELS = {"modules, whole", "modules, split", "modules, coded"}
 CASES = {
+    "modules, whole": (apart("whole"), 2, EXACT, {}),
+    "modules, split": (apart("split"), 2, EXACT, {}),
+    "modules, coded": (apart("split"), 2, Codecs("bf16", "int8"), {}),
     "whole": (whole, 2, EXACT, {}),
     "split": (split, 2, EXACT, {}),
     "cut": (cut, 2, EXACT, {}),
@@ -56,6 +85,11 @@ CASES = {
 }
 
 
+def collection_of(case):
+    consumers = copy.deepcopy(MODULES) if case in MODELS else {}
+    return EmbeddingCollection(TABLES, FEATURES, consumers=consumers)
+
+
 def counted(mesh):
     found = {}
     for case, (place, towers, codecs, others) in CASES.items():
@@ -65,14 +99,16 @@ def counted(mesh):
             TABLES, NUM_RANKS, codecs=codecs, shardings=place(towers), exchanges=exchanges,
             towers=towers,
         )  # fmt: skip
-        collection = EmbeddingCollection(TABLES, FEATURES)
+        collection = collection_of(case)
         collection.open(plan, alone)
         rows = RowOptimizer(collection)
         mine = (batch_of(1000 + NUM_RANKS * t + mesh.rank) for t in range(STEPS))
         for batch in collection.lookahead(mine):
             sum(value.sum() for value in collection(batch).values()).backward()
             rows.step()
-        found[case] = dict(alone.traffic.sent_bytes), dict(alone.traffic.messages)
+        ends = getattr(collection.exchange, "ends", [collection.exchange])
+        inside = {name for end in ends for name in getattr(end, "consumers", ())}
+        found[case] = dict(alone.traffic.sent_bytes), dict(alone.traffic.messages), inside
     return found
 
 
@@ -95,7 +131,11 @@ def test_bytes_are_foretold(everyone):
             )
             for name, sharding in place(towers).items()
         }  # fmt: skip
-        choice = choose(loads, WORLD, forced=forced, towers=towers)
+        model = model_load(collection_of(case).declaration, loads, codecs=codecs, world=WORLD)
+        choice = choose(loads, WORLD, forced=forced, towers=towers, model=model)
+        if case in MODELS:
+            inside = {each.name for each in choice.consumers if each.is_partial}
+            assert inside == everyone[0][case][2] == {"first", "last", "wide"}
         assert choice.shardings == place(towers)
         for key, foretold in choice.sent.items():
             mean = sum(each[case][0].get(key, 0) for each in everyone) / (NUM_RANKS * STEPS)

@@ -63,8 +63,8 @@ def open_exchange(
 ) -> Exchange:
     """One rank's end of what travels. By table: `exchanges`, keys of EXCHANGES, default "rows"; `shardings`, default
     row_wise. seed: the run's, of the random bits that codecs round gradients with. reads_ahead: steps between reading a
-    row and its use. towers: groups of ranks that `towers` goes by, default one for each host. Raises ConfigError where this
-    cannot work in this world."""
+    row and its use. towers: groups of ranks that `towers` goes by, default one for each host. Raises ConfigError where
+    this cannot work in this world."""
     num_tables = len(declaration.tables)
     shardings = shardings or [row_wise_in(mesh.world)] * num_tables
     coding = Coding(codecs, seed)

@@ -70,12 +70,17 @@ class EvaluatingExchange(PooledExchange):
         averaged = {f for f in features if declaration.features[f].pooling in ("mean", "sqrtn")}
         self.weighed = averaged - whole
         self.undivided, self.averaged_there = averaged, averaged & whole
-        self.unsplit: Collection[int] = () if self.has_whole_bags else {
-            declaration.fields[i].feature
-            for name, fields in self.taken_by.items()
-            if declaration.consumers[name].interaction.needs() == "fields"
-            for i in fields
-        } - whole
+        self.unsplit: Collection[int] = (
+            ()
+            if self.has_whole_bags
+            else {
+                declaration.fields[i].feature
+                for name, fields in self.taken_by.items()
+                if declaration.consumers[name].interaction.needs() == "fields"
+                for i in fields
+            }
+            - whole
+        )
         super().__init__(declaration, mesh, shardings, coding)
 
     @property
@@ -141,8 +146,8 @@ class EvaluatingExchange(PooledExchange):
             result = interaction.partial_of(given, numbers)
         if result.shape != (wanted := (len(pooled), result_width(self.declaration, name))):
             raise ConfigError(
-                f"consumer {name!r}: its operator gave {tuple(result.shape)} for {len(pooled)} samples, wanted {wanted}: a "
-                "row for each sample, of as many floats as its `width` says"
+                f"consumer {name!r}: its operator gave {tuple(result.shape)} for {len(pooled)} samples, wanted {wanted}"
+                ": a row for each sample, of as many floats as its `width` says"
             )
         return Partial(mine, values, result)
 

@@ -12,7 +12,7 @@ Legend: G samples of all ranks, W_o columns of the fields on rank o, P of what i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor

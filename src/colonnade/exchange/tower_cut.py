@@ -61,16 +61,9 @@ def barred_in_towers(
     reads_ahead: int = 0,
 ) -> str | None:
     """Why a consumer cannot be evaluated inside a tower, whatever it would save; None: it can."""
+    if why := never_in_towers(declaration, name, world, reads_ahead=reads_ahead):
+        return why
     consumer = declaration.consumers[name]
-    if result_width(declaration, name) is None:
-        kind = type(consumer.interaction).__name__
-        return f"nothing smaller than its fields' values stands for them in {kind}"
-    if world.num_ranks == 1:
-        return "nothing travels on one rank"
-    if reads_ahead:
-        return "rows are read ahead, and what is made of them inside a tower is of the step that uses it"
-    if world.has_servers:
-        return "rows lie on servers, which have none of its weights"
     of_field = dict(
         zip(
             [field.name for field in declaration.fields],
@@ -88,10 +81,26 @@ def barred_in_towers(
     return None
 
 
+def never_in_towers(
+    declaration: Declaration, name: str, world: World | None = None, *, reads_ahead: int = 0
+) -> str | None:
+    """The same, wherever its tables lie. world: None, several ranks without servers."""
+    consumer = declaration.consumers[name]
+    if result_width(declaration, name) is None:
+        kind = type(consumer.interaction).__name__
+        return f"nothing smaller than its fields' values stands for them in {kind}"
+    if world is not None and world.num_ranks == 1:
+        return "nothing travels on one rank"
+    if reads_ahead:
+        return "rows are read ahead, and what is made of them inside a tower is of the step that uses it"
+    if world is not None and world.has_servers:
+        return "rows lie on servers, which have none of its weights"
+    return None
+
+
 def tower_floats(declaration: Declaration, consumers: Collection[str]) -> int:
     """Per sample, of all towers: what leaves them where those consumers are evaluated inside."""
     values = values_needed(declaration, consumers)
     return sum(result_width(declaration, name) or 0 for name in consumers) + sum(
         field.dim for field in declaration.fields if field.name in values
     )
-

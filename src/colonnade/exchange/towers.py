@@ -1,10 +1,10 @@
 """`towers`: what owners pooled goes to one rank of their tower first, and from there, once, to the samples' ranks; the
 model's first operators that take fields of one tower alone are evaluated in between (DMT, Luo et al. 2024).
 
-It is `pooled` up to the message, which takes the route of `tower_route.py`. Fields whose rows do not all lie in one tower
-travel as they do under `pooled`. A consumer whose fields all lie in one tower is evaluated by the rank that has all of
-them for a sample; what it gives travels instead of its fields' values, where that is less. Its weights are those of
-`evaluating.py`.
+It is `pooled` up to the message, which takes the route of `tower_route.py`. Fields whose rows do not all lie in one
+tower travel as they do under `pooled`. A consumer whose fields all lie in one tower is evaluated by the rank that has
+all of them for a sample; what it gives travels instead of its fields' values, where that is less. Its weights are those
+of `evaluating.py`.
 
 Legend: G samples of all ranks, M of a rank's peers, W columns of its tower, Y of what leaves it.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from colonnade.exchange.coding import AS_IT_IS, Coding
@@ -62,8 +61,9 @@ class TowersExchange(EvaluatingExchange):
         dims: dict[Key, int] = {}
         for output in self.outputs:
             for key, _ in output.pieces:
-                is_field = isinstance(key, int)
-                dims[key] = self.declaration.fields[key].dim if is_field else output.width
+                dims[key] = (
+                    output.width if isinstance(key, str) else self.declaration.fields[key].dim
+                )
         return Columns(dims)
 
     def _routes(self, messages: Sequence[Columns]) -> Sequence[Route]:

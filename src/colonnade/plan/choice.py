@@ -38,6 +38,7 @@ from colonnade.plan.flows import (
 from colonnade.plan.loads import TableLoad
 from colonnade.plan.partials import Joint, Partials, burden
 from colonnade.plan.paths import Paths, adds_in_host
+from colonnade.plan.tower_modules import Narrowed, narrowed
 from colonnade.plan.tower_paths import call_seconds
 from colonnade.topology.sharding import (
     Kind,
@@ -83,8 +84,8 @@ def choose(
 ) -> Choice:
     """The fastest of `options` for each table, as far as `forced` (by name) leaves one. `rates`: how fast rows are
     gathered and updated and lookups planned and packed, where that was measured; `is_fetched_ahead`: staleness allows
-    it; `model`: what takes the tables' fields, without which `substitute` is not considered; `towers`: how many, default
-    one for each host. Raises ConfigError where what is forced cannot be."""
+    it; `model`: what takes the tables' fields, without which `substitute` is not considered; `towers`: how many,
+    default one for each host. Raises ConfigError where what is forced cannot be."""
     search = Search(
         loads, world, memory or Memory(), rates, forced or {}, options, is_fetched_ahead, model,
         towers or world.num_hosts,
@@ -94,6 +95,7 @@ def choose(
         beginnings = sorted(beginnings, key=search.objective)[:2]
     found = [search.improved(each) for each in beginnings]
     best = min(found, key=search.objective)
+    search.narrow(best)
     if best.joint is not None and best.joint.split is not None:
         consumer, f = best.joint.split
         field = search.partials.model.fields[f]
@@ -118,6 +120,9 @@ class State:
     cut: int = 0  # tables whose rows are
     joint: Joint | None = None  # of the tables under `substitute`
     burden: tuple[Floats, Floats] | None = None  # its seconds, as they were added
+    narrowed: Narrowed = field(
+        default_factory=Narrowed
+    )  # by operators inside towers, once all is chosen
 
 
 class Search:
@@ -452,6 +457,25 @@ class Search:
             if self.objective(state) > before * (1 - GAIN):
                 break
         return self.rebuilt(state)
+
+    def narrow(self, state: State) -> None:
+        """In place, once: operators inside towers leave less between them. Nobody asks for towers but a person, so
+        where tables are does not depend on it."""
+        chosen = state.chosen
+        by = [
+            self.paths.tower_of(sharding) if exchange == "towers" else None
+            for exchange, sharding in chosen
+        ]
+        owners = [sharding.num_owners for _, sharding in chosen]
+        found = narrowed(self.partials.model, by, owners, is_cut=bool(state.cut))
+        for t, (_, sharding) in enumerate(chosen):
+            if (way := self.paths.by_towers(sharding)) is None:
+                continue
+            state.links[1] += self.samples * found.values.get(t, 0.0) * way.between.back
+            state.links[2] += self.samples * found.gradients.get(t, 0.0) * way.between.given
+            asked = found.asked.get(t, 0.0) / sharding.num_owners
+            state.links[0] += asked * self.paths.to(sharding)[0]
+        state.narrowed = found
 
     def rebuilt(self, state: State) -> State:
         """The same without what rounding left of tables that came and went."""

@@ -10,7 +10,8 @@ from colonnade.exchange.codec import CODECS, EXACT, Codecs
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.several import part_of
 from colonnade.exchange.slices import slices_of
-from colonnade.exchange.substitution import barred, partial_width, substituted
+from colonnade.exchange.substitution import barred, partial_width, result_width, substituted
+from colonnade.exchange.tower_cut import never_in_towers
 from colonnade.plan.loads import ColumnLoad, TableLoad
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
@@ -51,6 +52,11 @@ class ConsumerLoad:
     """A sample's bag of a field must lie on one rank."""
     barred: str = ""
     """Why it has none, in words."""
+    inside_width: int | None = None
+    """Floats of what it gives where all its fields lie in one tower; None: it is not evaluated there."""
+    inside_value_bytes: float = 0.0
+    """Of that, of a sample, as it travels."""
+    inside_gradient_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +127,16 @@ def model_load(
         width = None if why else partial_width(declaration, name)
         needs = consumer.interaction.needs()
         of_partial = [width or 0]
+        inside = None
+        if never_in_towers(declaration, name, world, reads_ahead=reads_ahead) is None:
+            inside = result_width(declaration, name)
         consumers.append(
             ConsumerLoad(
                 name, tuple(numbers[each] for each in consumer.features), width,
                 float(values.row_bytes(of_partial, compute)),
                 float(gradients.row_bytes(of_partial, compute)), needs == "fields", why or "",
+                inside, float(values.row_bytes([inside or 0], compute)),
+                float(gradients.row_bytes([inside or 0], compute)),
             )
         )  # fmt: skip
     return ModelLoad(tuple(fields), tuple(consumers))

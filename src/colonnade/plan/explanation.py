@@ -20,6 +20,7 @@ from colonnade.plan.flows import PURPOSES, TABLE_BYTES, ExchangeName
 from colonnade.plan.loads import TableLoad
 from colonnade.plan.paths import blocks_added
 from colonnade.plan.reasons import consumer_choices
+from colonnade.plan.tower_paths import Hop
 from colonnade.topology.sharding import Kind, Sharding
 
 if TYPE_CHECKING:
@@ -69,8 +70,9 @@ def _consumers(search: Search, state: State, later: float | None) -> tuple[Consu
         owners[t, list(sharding.ranks)] = 1 / sharding.slices
     exchanges = [exchange for exchange, _ in state.chosen]
     return consumer_choices(
-        search.partials, owners, exchanges, [each.name for each in search.loads], later
-    )
+        search.partials, owners, exchanges, [each.name for each in search.loads], later,
+        inside=state.narrowed.inside,
+    )  # fmt: skip
 
 
 def _has(search: Search, load: TableLoad, exchange: ExchangeName, kind: Kind) -> bool:
@@ -118,6 +120,11 @@ def cost(
                 ("local", by.inside.near, by.between.near), ("remote", by.inside.far, by.between.far)
             ):  # fmt: skip
                 sent[purpose, link] = bytes_.inside * inside + size * between
+        if state.chosen[t] == (exchange, sharding):
+            _narrow(search, state, t, by.between, sent)
+            asked = state.narrowed.asked.get(t, 0.0) / len(owners)
+            sent["route", "local"] += asked * local
+            sent["route", "remote"] += asked * remote
     seconds = search.mean_seconds(t, exchange, sharding)
     if exchange == "substitute":
         seconds += _share_of(search, state, t, sharding, sent)
@@ -125,6 +132,17 @@ def cost(
         sent["route", link] += TABLE_BYTES[exchange] * sharding.slices * count
     more = search.with_(state, t, exchange, sharding) - now
     return Cost(exchange, sharding, sent, seconds, more)
+
+
+def _narrow(
+    search: Search, state: State, t: int, hop: Hop, sent: dict[tuple[str, str], float]
+) -> None:
+    """Into `sent`: what operators inside towers leave of a table's bytes between them."""
+    less = state.narrowed
+    for purpose, by_table in (("fetch", less.values), ("push", less.gradients)):
+        size = search.samples * by_table.get(t, 0.0)
+        sent[purpose, "local"] += size * hop.near
+        sent[purpose, "remote"] += size * hop.far
 
 
 def _share_of(

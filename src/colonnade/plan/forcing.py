@@ -50,7 +50,9 @@ def _forced(config: PlanConfig, name: str, world: World) -> Forced:
             exchange = "rows"
         elif own.exchange not in (None, "auto") and kind == "replicated":
             kind = "row_wise"
-        ranks = None if own.ranks is None else _ranks(name, sorted(own.ranks), kind, exchange, world)
+        ranks = (
+            None if own.ranks is None else _ranks(name, sorted(own.ranks), kind, exchange, world)
+        )
     if "replicated" in (exchange, kind):
         if world.has_servers:
             raise ConfigError(
@@ -67,9 +69,7 @@ def _forced(config: PlanConfig, name: str, world: World) -> Forced:
     return Forced(None if kind == "auto" else kind, None if exchange == "auto" else exchange, ranks)
 
 
-def _ranks(
-    name: str, ranks: list[int], kind: Kind, exchange: str, world: World
-) -> tuple[int, ...]:
+def _ranks(name: str, ranks: list[int], kind: Kind, exchange: str, world: World) -> tuple[int, ...]:
     if ranks[-1] >= world.num_ranks:
         raise ConfigError(
             f"plan.tables.{name}.ranks: got {ranks}, but this world has ranks 0 .. {world.num_ranks - 1}; name one of "

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from colonnade.exchange.tower_cut import tower_of
 from colonnade.plan.tower_paths import Towered, towered
 from colonnade.topology.sharding import Sharding
+from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
 
 Floats = NDArray[np.float64]
@@ -41,9 +43,13 @@ class Paths:
             self._by_towers[key] = towered(self.world, sharding, self.num_towers)
         return self._by_towers[key]
 
+    def tower_of(self, sharding: Sharding) -> int | None:
+        """The one that has all its rows."""
+        return tower_of(sharding, tower_ranks(self.world, self.num_towers))
+
     def values_to(self, sharding: Sharding, exchange: str) -> tuple[Floats, Floats, float]:
-        """`to`, of values of samples and gradients of them: `pooled` adds up what all ranks have a share of, and so does
-        `towers`, of what lies in no tower."""
+        """`to`, of values of samples and gradients of them: `pooled` adds up what all ranks have a share of, and so
+        does `towers`, of what lies in no tower."""
         if exchange in ("pooled", "towers") and self.are_added(sharding):
             return self.added
         return self.to(sharding)

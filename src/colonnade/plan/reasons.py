@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from colonnade.plan.chosen import ConsumerChoice
 from colonnade.plan.partials import Floats, Partials
@@ -14,9 +14,12 @@ def consumer_choices(
     exchanges: Sequence[str],
     names: Sequence[str],
     later: float | None = None,
+    *,
+    inside: Mapping[int, int] | None = None,
 ) -> tuple[ConsumerChoice, ...]:
     """By consumer. owners (T, N): the part of a table's columns that a rank has rows of, whatever its exchange; by
-    table: `exchanges`, `names`; later: by how many seconds a step is longer where partials travel, if it is known."""
+    table: `exchanges`, `names`; later: by how many seconds a step is longer where partials travel, if it is known;
+    inside: consumers that are evaluated inside a tower, and which."""
     model = partials.model
     under = [exchange == "substitute" for exchange in exchanges]
     mine = owners * [[float(each)] for each in under]
@@ -27,11 +30,18 @@ def consumer_choices(
     found = []
     for c, consumer in enumerate(model.consumers):
         values = float(floats[partials.takes[c]].sum())
+        if c in (inside or {}):
+            why = f"evaluated inside tower {(inside or {})[c]}, which fewer floats leave"
+            width = float(consumer.inside_width or 0)
+            found.append(ConsumerChoice(consumer.name, True, width, values, why))
+            continue
         partial = None if consumer.width is None else partials.partial_floats(c, owners)
         tables = partials.tables_of(consumer)
         others = [names[t] for t in tables if not under[t]]
         if c in some:
             why = "fewer floats"
+        elif {exchanges[t] for t in tables} == {"towers"}:
+            why = "its fields do not all lie in one tower, or what it gives there is not less than values"
         elif partial is None:
             why = consumer.barred or "its operator has no partial that adds up"
         elif cut:

@@ -88,9 +88,7 @@ def _hop(world: World, blocks: Sequence[tuple[int, int, float]]) -> Hop:
         np.bincount(senders // local, far, hosts), np.bincount(receivers // local, far, hosts),
     ]  # fmt: skip
     rates = (1 / world.local_bytes_per_second, 1 / world.remote_bytes_per_second)
-    out_near, in_near, out_far, in_far = (
-        each * rates[i // 2] for i, each in enumerate(sums)
-    )
+    out_near, in_near, out_far, in_far = (each * rates[i // 2] for i, each in enumerate(sums))
     return Hop(
         np.concatenate([out_near, in_near, out_far, in_far]),
         np.concatenate([in_near, out_near, in_far, out_far]),

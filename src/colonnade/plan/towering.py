@@ -1,7 +1,7 @@
 """Tables placed inside their towers: what `plan.towers` makes of a configuration, table by table. Pure.
 
-A table is in the tower of the features that read it. There its rows are dealt to all ranks (`row_wise`, `host_wise`), cut
-by columns over them (`column_wise`), or lie whole on the one that has least (`table_wise`, `auto`).
+A table is in the tower of the features that read it. There its rows are dealt to all ranks (`row_wise`, `host_wise`),
+cut by columns over them (`column_wise`), or lie whole on the one that has least (`table_wise`, `auto`).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def in_towers(
     world: World,
     kinds: Mapping[str, Kind] | None = None,
 ) -> dict[str, Sharding]:
-    """By name: shardings inside their towers. towers: which features stand together, or how many towers tables are dealt
-    to in turn. kinds: by name, default `table_wise`. Raises ConfigError."""
+    """By name: shardings inside their towers. towers: which features stand together, or how many towers tables are
+    dealt to in turn. kinds: by name, default `table_wise`. Raises ConfigError."""
     if isinstance(towers, int):
         if towers > len(tables):
             raise ConfigError(
@@ -105,9 +105,7 @@ def towered(
     `partition`: that of `config.towers`, where it names one. In a world of one: as it is. Raises ConfigError."""
     if world.num_ranks == 1:
         return config
-    by_towers = [
-        table for table in tables if _exchange(config, table.name) == "towers"
-    ]
+    by_towers = [table for table in tables if _exchange(config, table.name) == "towers"]
     if not by_towers:
         if config.towers is not None:
             raise ConfigError(
@@ -120,10 +118,12 @@ def towered(
     own = {name: said for name, said in config.tables.items() if said.sharding is not None}
     ranks = tower_ranks(world, count)
     for name, said in own.items():
-        named = tuple(sorted(said.ranks or ()))
-        if named and said.sharding == "host_wise" and _exchange(config, name) == "towers" and tower_of(Sharding("host_wise", named), ranks) is None:  # fmt: skip
+        if said.sharding != "host_wise" or said.ranks is None:
+            continue
+        mine = Sharding("host_wise", tuple(sorted(said.ranks)))
+        if _exchange(config, name) == "towers" and tower_of(mine, ranks) is None:
             raise ConfigError(
-                f"plan.tables.{name}.ranks: got {list(named)}, wanted ranks of one tower, such as {list(ranks[0])}"
+                f"plan.tables.{name}.ranks: got {list(mine.ranks)}, wanted ranks of one tower, such as {list(ranks[0])}"
             )
     free = [table for table in by_towers if table.name not in own]
     if not free or config.sharding in ("grid", "replicated"):

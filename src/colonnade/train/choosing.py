@@ -121,19 +121,17 @@ def choose_for(
     )
 
 
-def placed_in_towers(
-    config: RunConfig, collection: EmbeddingCollection, world: World
-) -> RunConfig:
-    """`config`, whose plan says where tables lie that travel by towers. Raises ConfigError for a partition that cannot be
-    read, or is for another model, and for towers that this world has not."""
+def placed_in_towers(config: RunConfig, collection: EmbeddingCollection, world: World) -> RunConfig:
+    """`config`, whose plan says where tables lie that travel by towers. Raises ConfigError for a partition that cannot
+    be read, or is for another model, and for towers that this world has not."""
     said, partition = config.plan, None
     if isinstance(said.towers, str):
         try:
             partition = Partition.from_json(Path(said.towers).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError):
             raise ConfigError(
-                f"plan.towers: got {said.towers!r}, wanted a number of towers, or a file that says which features stand "
-                'together: {"towers": [["feature", ...], ...]}'
+                f"plan.towers: got {said.towers!r}, wanted a number of towers, or a file that says which features "
+                'stand together: {"towers": [["feature", ...], ...]}'
             ) from None
     declared = collection.declaration
     plan = towered(said, declared.tables, declared.features, partition, world)
