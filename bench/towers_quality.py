@@ -3,7 +3,7 @@
 26 fields in eight groups that interact within and with no others; 2, 4 and 8 towers are groups put together, or fields
 dealt in turn (striped), or by chance (random), or a file of `colonnade towers`. A tower's module lets D of a field's
 `--dim` columns out, for a compression ratio of 1, 2, 4 or 8. Every system sees the same samples once and starts from
-the same seed as the flat model it is compared with, so differences are paired by seed; their 95 % interval is Student's.
+the same seed as the flat model it is compared with, so differences are paired by seed; 95 % intervals are Student's.
 
 Runs are kept in the file as they end, and a call with the same file and settings goes on behind them.
 """

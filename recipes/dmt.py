@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 recipes/dmt.py
 
-The stream has two groups of fields that interact, each a tower. EXCHANGE says what travels between ranks; what rank 0
-sent to others of its host, and over the slow links to other hosts, is printed.
+EXCHANGE says what travels. Rank 0 prints what it sent to its host's ranks, and over the slow links to others.
 """
 
 import torch
@@ -15,25 +14,22 @@ from colonnade.models.tower_facts import words_of
 from colonnade.topology.towers import Partition
 
 EXCHANGE, DIM, ROWS = "pooled", 16, [40, 60, 90, 120, 50, 70, 80, 110]
-TOWERS = Partition((("C1", "C3", "C5", "C7"), ("C2", "C4", "C6", "C8")))
+TOWERS = Partition((("C1", "C3", "C5", "C7"), ("C2", "C4", "C6", "C8")))  # which interact
+DATA = {"num_train": 30_000, "num_test": 8_000, "label_model": "pairs", "cardinalities": ROWS}
 
 
 def train(mesh: colonnade.Mesh, **towers) -> None:
-    stream = {"num_train": 20_000, "num_test": 5_000, "label_model": "pairs"}
-    data = open_source("synthetic", cardinalities=ROWS, groups=TOWERS.towers, **stream)
-    kind = {"dim": DIM, "optimizer": colonnade.RowWiseAdagrad(lr=0.1)}
-    tables = [colonnade.Table(f"C{c + 1}", rows=n, **kind) for c, n in enumerate(ROWS)]
+    tables = [colonnade.Table(f"C{c + 1}", DIM, rows=n) for c, n in enumerate(ROWS)]
     features = [colonnade.Feature(table.name, table.name) for table in tables]
     torch.manual_seed(0)
     model = DLRM(tables, features, num_dense=13, bottom=(32,), top=(64, 32), **towers)
     model.embeddings.open(colonnade.build_plan(tables, mesh.num_ranks, exchange=EXCHANGE), mesh)
+    data = open_source("synthetic", groups=TOWERS.towers, **DATA)
     before = mesh.traffic.sent_bytes.copy()
     found = colonnade.fit(model, data, mesh=mesh, batch_size=500, dense_lr=2e-3, quiet=True)
     sent = mesh.traffic.sent_bytes - before
     if mesh.rank == 0:
-        print(
-            f"test_auc {found.metrics['test_auc']:.4f}", words_of(model, model.embeddings) or "flat"
-        )
+        print("test_auc {test_auc:.4f}".format(**found.metrics), words_of(model, model.embeddings))
         print("bytes of values: {:,} {:,}".format(sent["fetch", "local"], sent["fetch", "remote"]))
 
 

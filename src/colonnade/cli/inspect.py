@@ -99,15 +99,15 @@ def _commit(path: Path) -> None:
         for (name, t), sharding in zip(model["tables"].items(), shardings_of(header), strict=True)
     ]  # fmt: skip
     _table(("table", "dim", "ids", "dtype", "optimizer", "rows on"), rows)
-    rows = []
+    towers = []
     for name, tower in model.get("towers", {}).items():
         shapes = [s for n, s in model["dense"].items() if f".interactions.{name}." in f".{n}"]
         enter, leave = tower["floats"]
-        rows.append(
+        towers.append(
             (name, ", ".join(tower["features"]), tower["module"], f"{enter:,}", f"{leave:,}", f"{enter / leave:.2f}",
              f"{sum(map(_product, shapes)):,}")
         )  # fmt: skip
-    _table(("tower", "fields", "module", "floats in", "out", "ratio", "parameters"), rows)
+    _table(("tower", "fields", "module", "floats in", "out", "ratio", "parameters"), towers)
 
 
 def _export(path: Path) -> None:
