@@ -35,6 +35,10 @@ def cases() -> list[Case]:
         ("convert", "crito", "a", "b"): "criteo",
         ("convert", "csv", "nowhere.csv", "out.parquet"): "nowhere.csv",
         ("convert", "criteo", "nowhere.txt", "out.parquet"): "nowhere.txt",
+        ("towers",): "argument 'run'",
+        ("towers", "nowhere"): "--towers",
+        ("towers", "nowhere", "--towers", "2"): "nowhere",
+        ("towers", "nowhere", "--predict", "2x2"): "nowhere",
         ("settings", "train.epoch"): "train.epochs",
     }
     return [Case(" ".join(line), line, (word,)) for line, word in lines.items()]

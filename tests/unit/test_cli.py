@@ -139,7 +139,7 @@ def test_doctor_says_what_follows(colonnade):
         assert words in said
 
 
-VERBS = "demo train evaluate predict convert report compare inspect export verify settings doctor bench".split()
+VERBS = "demo train towers evaluate predict convert report compare inspect export verify settings doctor bench".split()
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -155,7 +155,7 @@ def test_converting_knows_its_default():
 
 def test_help_needs_no_torch():
     code = (
-        "import sys; from colonnade.cli.app import run; run(['--help']); run(['train', '--help']); "
+        "import sys; from colonnade.cli.app import run; run(['--help']); run(['train', '--help']); run(['towers', '--help']); "
         "print([n for n in ('torch', 'numpy', 'pyarrow', 'colonnade._native') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -60,6 +60,10 @@ def towers(
     latency: Annotated[
         float | None, typer.Option(min=0, help="Of --predict: microseconds of a message.")
     ] = None,
+    compute: Annotated[
+        float,
+        typer.Option(min=0, help="Of --predict: milliseconds of a step besides the exchange."),
+    ] = 0.0,
     batch_size: Annotated[
         int | None,
         typer.Option(min=1, help="Of --predict: samples of a rank; default: the run's batch size."),
@@ -75,7 +79,7 @@ def towers(
     elif out is not None:
         raise ConfigError("--out: got a file for a partition without --towers; say how many towers")
     if predict:
-        _predict(run, predict, uplink, local, latency, batch_size)
+        _predict(run, predict, uplink, local, latency, compute * 1e-3, batch_size)
 
 
 def _partition(
@@ -194,6 +198,7 @@ def _predict(
     uplink: str | None,
     local: str | None,
     latency: float | None,
+    compute: float,
     batch_size: int | None,
 ) -> None:
     from rich.console import Console
@@ -226,15 +231,17 @@ def _predict(
     for world in worlds:
         said = forecast(world, num_tables=len(tables), floats=floats, samples=samples)
         cells = [
-            f"{seconds_words(each)} ({said.flat / each:.2f}x)"
+            f"{seconds_words(each)} ({(compute + said.flat) / (compute + each):.2f}x)"
             for each in (said.towers, *said.modules.values())
         ]
         shape = f"{world.num_hosts}x{world.ranks_per_host}"
         grid.add_row(shape, str(said.num_towers), seconds_words(said.flat), *cells)
     console.print(grid)
     console.print(str(worlds[0]).split("; ", 1)[-1], markup=False)
+    of = f"a step that computes {seconds_words(compute)}" if compute else "the exchange alone"
     console.print(
-        f"Predicted by a formula of the links, measured by nobody; of the exchange alone. Published: {PAPER}.",
+        f"A prediction: by a formula of the links, measured by nobody. In brackets: how much faster than flat, of {of}."
+        f" Published: {PAPER}.",
         markup=False,
     )
 

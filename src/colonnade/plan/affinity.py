@@ -42,7 +42,7 @@ class Affinity:
                 )
         self.num_samples += len(vectors[0]) if len(vectors) else 0
         for dim in sorted(set(dims.tolist())):
-            of_dim = np.flatnonzero(dims == dim)
+            of_dim = np.flatnonzero(dims == dim).tolist()
             step = max(1, CHUNK_FLOATS // max(1, len(of_dim) * max(dim, len(of_dim))))
             for at in range(0, len(vectors[of_dim[0]]), step):
                 # (S, F, D)

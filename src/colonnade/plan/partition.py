@@ -115,16 +115,21 @@ class TowerMap:
             places = {str(name): _point(at) for name, at in said["places"].items()}
             if set(places) != set(partition.features):
                 raise ValueError("places of other features")
+            learned, striped, random = (
+                _measures(said[name], partition) for name in ("learned", "striped", "random")
+            )
             return cls(
                 partition,
                 said["distance"],
                 places,
-                float(said["stress"]),
-                *(_measures(said[name], partition) for name in ("learned", "striped", "random")),
+                _finite(said["stress"]),
+                learned=learned,
+                striped=striped,
+                random=random,
                 silent=tuple(map(str, said["silent"])),
                 made={str(name): int(value) for name, value in said["made"].items()},
             )
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise ConfigError(
                 "got a map of towers that cannot be read, wanted one that `colonnade towers` wrote; write it again"
             ) from None
@@ -141,8 +146,8 @@ def tower_map(
     made: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> TowerMap:
-    """affinity: (F, F) in the order of `loads`. The same input gives the same towers, the largest group of alike
-    features nowhere in particular: towers come in the order of their first features. Raises ConfigError."""
+    """affinity: (F, F) in the order of `loads`. The same input gives the same towers, which come in the order of
+    their first features. Raises ConfigError."""
     units = _units(loads)
     check(loads, num_towers)
     wanted = distances(affinity, distance)
@@ -162,7 +167,9 @@ def tower_map(
             for load, (x, y) in zip(loads, plane, strict=True)
         },
         round(stress, 6),
-        *(judge(affinity, loads, each, num_towers) for each in (learned, striped, shuffled)),
+        learned=judge(affinity, loads, learned, num_towers),
+        striped=judge(affinity, loads, striped, num_towers),
+        random=judge(affinity, loads, shuffled, num_towers),
         silent=tuple(silent),
         made=dict(made or {}),
     )
@@ -246,7 +253,8 @@ def judge(
         size[tower] += 0 if load.table in seen else load.table_bytes
         seen.add(load.table)
     return Measures(
-        *(None if math.isnan(value) else round(value, 6) for value in (within, between)),
+        None if math.isnan(within) else round(within, 6),
+        None if math.isnan(between) else round(between, 6),
         tuple(count),
         tuple(size),
         tuple(lookups),
@@ -343,17 +351,22 @@ def _refusal(
 
 
 def _point(said: Sequence[float]) -> tuple[float, float]:
-    x, y = (float(value) for value in said)
-    if not (math.isfinite(x) and math.isfinite(y)):
-        raise ValueError(said)
+    x, y = map(_finite, said)
     return x, y
+
+
+def _finite(said: float) -> float:
+    value = float(said)
+    if not math.isfinite(value):
+        raise ValueError(said)
+    return value
 
 
 def _measures(said: Mapping, partition: Partition) -> Measures:
     within, between = (
-        None if said[name] is None else float(said[name]) for name in ("within", "between")
+        None if said[name] is None else _finite(said[name]) for name in ("within", "between")
     )
-    loads = [tuple(float(value) for value in said[name]) for name in MEASURES]
+    loads = [tuple(map(_finite, said[name])) for name in MEASURES]
     if any(len(each) != len(partition.towers) for each in loads):
         raise ValueError("loads of other towers")
     return Measures(within, between, tuple(map(int, loads[0])), loads[1], loads[2])

@@ -1,0 +1,190 @@
+"""`colonnade towers` on a trained run with planted groups: found again, written, drawn; and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from browser import CHROMIUM, look
+
+from colonnade.__main__ import main
+from colonnade.batch import Batch, Ids
+from colonnade.config import RunConfig, override
+from colonnade.embedding import EmbeddingCollection
+from colonnade.errors import DataError
+from colonnade.optimizers import SGD
+from colonnade.plan.partition import TowerMap
+from colonnade.report.tower_map import read_towers
+from colonnade.table import Feature, Table
+from colonnade.topology.mesh import Mesh
+from colonnade.topology.towers import Partition
+from colonnade.train.probe import pooled, probe
+from colonnade.train.run import open_run
+
+GROUPS = [["C1", "C5", "C9"], ["C2", "C4", "C7"], ["C3", "C6", "C8"]]
+SETTINGS = {
+    "data.name": "synthetic",
+    "data.options": {
+        "num_train": 20_000, "num_test": 1000, "cardinalities": [8] * 9, "exponent": 0.0,
+        "label_model": "pairs", "signal": 8.0, "groups": GROUPS,
+    },
+    "model.name": "fm", "model.dim": 6, "rows.optimizer": "adagrad", "rows.lr": 0.1,
+    "train.batch_size": 128, "train.epochs": 1,
+}  # fmt: skip
+
+
+class ListSource:
+    def __init__(self, read: list[Batch]) -> None:
+        self.read = read
+
+    def batches(self, batch_size: int):
+        return iter(self.read)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("towers") / "run"
+    run = open_run(override(RunConfig(), SETTINGS), Mesh(), folder)
+    run.train()
+    run.close()
+    return folder
+
+
+@pytest.fixture
+def colonnade(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["colonnade", *map(str, arguments)])
+        try:
+            main()
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_planted_groups_are_found_in_a_trained_run(trained, colonnade, tmp_path):
+    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    out = tmp_path / "partition.json"
+    status, said, error = colonnade("towers", trained, "--towers", 3, "--out", out)
+    assert (status, error) == (0, "")
+    towers = Partition.from_json(out.read_text())
+    assert [list(tower) for tower in towers.towers] == GROUPS
+    found = TowerMap.from_json((trained / "towers.json").read_text())
+    assert found.partition == towers and found.made == {"step": 157, "samples": 1024}
+    assert found.learned.within > found.striped.within > 0
+    for words in ("learned", "striped", "within", "bytes", "lookups a sample", str(out)):
+        assert words in said
+    # Nothing else of the run has changed.
+    now = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    assert {**now, trained / "towers.json": b""} == {**before, trained / "towers.json": b""}
+    # The same again.
+    assert colonnade("towers", trained, "--towers", 3)[0] == 0
+    assert read_towers(trained) == found
+
+
+def test_vectors_and_loads_of_bags_parts_and_shared_tables():
+    tables = [
+        Table("item", {"wide": 1, "deep": 4}, rows=50, optimizer=SGD(lr=0.1)),
+        Table("open", 4, optimizer=SGD(lr=0.1)),
+    ]
+    features = [
+        Feature("seen", "item", pooling="mean"),
+        Feature("last", "item"),
+        Feature("words", "open", pooling="sequence"),
+    ]
+    collection = EmbeddingCollection(tables, features)
+    offsets = torch.tensor([0, 2, 2, 5])
+    batch = Batch(
+        size=3,
+        dense=torch.empty(3, 0),
+        ids={
+            "seen": Ids(torch.tensor([4, 9, 1, 1, 7]), offsets, torch.tensor([1.0, 2, 1, 1, 0.5])),
+            "last": Ids(torch.tensor([3, 2, 1])),
+            "words": Ids(torch.tensor([-5, 2**40, 8, 9, 9]), offsets),
+        },
+    )
+    deep = collection.rows("item", torch.arange(50))[:, 1:]
+    found = [pooled(collection, tables[f.table == "open"], f, batch) for f in features]
+    assert [each.shape for each in found] == [(3, 4)] * 3
+    np.testing.assert_allclose(found[0][0], (deep[4] + 2 * deep[9]).numpy(), rtol=1e-6)
+    assert (found[0][1] == 0).all()  # an empty bag
+    np.testing.assert_array_equal(found[1], deep[[3, 2, 1]].numpy())
+    affinity, loads = probe(collection, ListSource([batch]), 3, 5)
+    assert affinity.num_samples == 3 and affinity.silent == ()
+    assert [(load.table, load.lookups) for load in loads] == [
+        ("item", 1.6667), ("item", 1.0), ("open", 1.6667)
+    ]  # fmt: skip
+    assert loads[0].table_bytes == 50 * tables[0].record_bytes and loads[2].table_bytes == 0
+    with pytest.raises(DataError, match="no samples"):
+        probe(collection, ListSource([]), 3, 5)
+
+
+def test_the_report_draws_them(trained, colonnade, tmp_path):
+    from colonnade.report.page import write_page
+    from colonnade.report.reading import read_run
+    from colonnade.report.run_page import run_page
+
+    (trained / "towers.json").unlink(missing_ok=True)
+    assert "Features in the plane" not in run_page(read_run(trained))
+    colonnade("towers", trained, "--towers", 3, "--capacity", "count=1.5")
+    html = run_page(read_run(trained))
+    assert "Features in the plane" in html and "What each tower holds" in html
+    if CHROMIUM is not None:
+        write_page(html, tmp_path / "run.html")
+        seen = look(tmp_path / "run.html", 390, tmp_path)
+        assert seen["console"] == [] and seen["scroll"] <= 390
+        chart = next(c for c in seen["charts"] if c["title"] == "Features in the plane")
+        assert chart["shapes"] >= 9 and chart["width"] <= chart["room"] + 1
+    (trained / "towers.json").write_text('{"towers": [["C1"]]}')
+    status, _, said = colonnade("report", trained)
+    assert status == 2 and "towers.json" in said and "write it again" in said
+    (trained / "towers.json").unlink()
+
+
+def test_predictions_are_marked_as_such(trained, colonnade):
+    status, said, _ = colonnade(
+        "towers", trained, "--predict", "8x8", "--predict", "64x8", "--uplink", "3200Gbit",
+        "--local", "450GB/s", "--latency", 10, "--batch-size", 2048, "--compute", 5,
+    )  # fmt: skip
+    assert status == 0
+    for words in ("prediction", "8x8", "64x8", "1.9x", "measured by nobody", "computes 5 ms"):
+        assert words in said
+    assert not (trained / "towers.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "--towers N"),
+        (("--towers", 10), "10 towers for 9 features"),
+        (("--towers", 0), "--towers"),
+        (("--towers", 2, "--distance", "near"), "coherent, diverse"),
+        (("--towers", 2, "--capacity", "rows=2"), "count, bytes, lookups"),
+        (("--towers", 2, "--capacity", "bytes=lots"), "bytes=1.5"),
+        (("--towers", 2, "--capacity", "bytes=0.5"), "1 or more"),
+        (("--towers", 4, "--capacity", "bytes=1.01"), "Say bytes=1.34"),
+        (("--towers", 2, "--part", "exam"), "train, validation, test"),
+        (("--towers", 2, "--part", "validation"), "no validation part"),
+        (("--towers", 2, "--at", "7"), "7"),
+        (("--predict", "1x8"), "two or more"),
+        (("--predict", "many"), "HOSTSxRANKS"),
+        (("--predict", "2x2", "--out", "p.json"), "--out"),
+    ],
+)
+def test_refusals(trained, colonnade, arguments, words):
+    status, _, said = colonnade("towers", trained, *arguments)
+    assert status == 2 and words in said and said.count("\n") == 1
+    assert not (trained / "towers.json").exists()
+
+
+def test_a_run_without_a_commit(tmp_path, colonnade):
+    status, _, said = colonnade("towers", tmp_path / "none", "--towers", 2)
+    assert status == 2 and "none" in said

@@ -1,0 +1,263 @@
+"""The tower partitioner: affinity, plane, bounded k-means, and what comes of them for features in planted groups."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colonnade.errors import ConfigError, DataError
+from colonnade.plan.affinity import Affinity, distances, within_and_between
+from colonnade.plan.partition import Capacity, FeatureLoad, TowerMap, tower_map
+from colonnade.plan.plane import place
+from colonnade.plan.transport import assign, flow, overflow, searched
+from colonnade.topology.towers import Partition
+
+
+def loads_of(num: int, *, tables: int | None = None, sizes=None) -> list[FeatureLoad]:
+    """Feature i of table i modulo `tables`."""
+    tables = tables or num
+    return [
+        FeatureLoad(f"f{i}", f"t{i % tables}", 100.0 if sizes is None else sizes[i % tables], 1.0)
+        for i in range(num)
+    ]
+
+
+def planted(num: int, groups: int, *, noise: float = 0.8, seed: int = 0):
+    """(affinity, group by feature): vectors of a group's features have a direction in common, sample by sample."""
+    rng = np.random.default_rng(seed)
+    group = rng.permutation(num) % groups
+    vectors = rng.normal(size=(256, groups, 16))[:, group]
+    vectors = vectors + noise * rng.normal(size=vectors.shape)
+    found = Affinity([f"f{i}" for i in range(num)])
+    for half in (vectors[:100], vectors[100:]):
+        found.add(list(half.transpose(1, 0, 2)))
+    return found.matrix(), group
+
+
+def purity(found: TowerMap, group) -> float:
+    label = np.array([found.partition.tower_of(f"f{i}") for i in range(len(group))])
+    return sum(np.bincount(group[label == t]).max() for t in np.unique(label)) / len(group)
+
+
+def test_affinity_is_the_mean_over_samples_that_have_both():
+    rng = np.random.default_rng(1)
+    vectors = [rng.normal(size=(40, dim)).astype(np.float32) for dim in (4, 4, 4, 3, 3)]
+    vectors[1][::2] = 0.0  # empty bags
+    vectors[2][:] = 0.0
+    found = Affinity(list("abcde"))
+    found.add(vectors)
+    matrix = found.matrix()
+    assert found.silent == ("c",) and found.num_samples == 40
+    cosines = []
+    for s in range(1, 40, 2):
+        a, b = (vectors[i][s].astype(np.float64) for i in (0, 1))
+        cosines.append(abs(a @ b) / np.linalg.norm(a) / np.linalg.norm(b))
+    assert matrix[0, 1] == pytest.approx(np.mean(cosines), rel=1e-9)
+    assert (np.diag(matrix) == 1).all() and (matrix == matrix.T).all()
+    assert (matrix[2, [0, 1, 3, 4]] == 0).all()  # no direction: like nobody
+    known = [matrix[0, 1], matrix[3, 4]]  # of one dim; others are taken for the mean of these
+    assert matrix[0, 3] == pytest.approx(np.mean(known)) == matrix[1, 4]
+
+
+def test_vectors_of_any_length_count_alike():
+    rng = np.random.default_rng(2)
+    some = [rng.normal(size=(30, 5)) for _ in range(4)]
+    found, scaled = Affinity("abcd"), Affinity("abcd")
+    found.add(some)
+    scaled.add([each * scale for each, scale in zip(some, (1e-200, 1e200, -3.0, 1.0), strict=True)])
+    np.testing.assert_allclose(found.matrix(), scaled.matrix(), rtol=1e-12)
+
+
+def test_vectors_that_are_not_finite_are_refused():
+    bad = np.ones((3, 2))
+    bad[1, 1] = math.nan
+    with pytest.raises(DataError, match=r"'b'.*not finite"):
+        Affinity("ab").add([np.ones((3, 2)), bad])
+
+
+def test_the_plane_keeps_distances_that_a_plane_can_have():
+    points = np.random.default_rng(0).normal(size=(20, 2))
+    wanted = np.linalg.norm(points[:, None] - points[None], axis=-1)
+    found, stress = place(wanted)
+    assert stress < 1e-12
+    np.testing.assert_allclose(
+        np.linalg.norm(found[:, None] - found[None], axis=-1), wanted, atol=1e-6
+    )
+
+
+def test_majorisation_never_makes_it_worse_than_classical_scaling():
+    from colonnade.plan.plane import _stress, classical
+
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        wanted = rng.uniform(size=(15, 15))
+        wanted = (wanted + wanted.T) / 2
+        np.fill_diagonal(wanted, 0.0)
+        points, stress = place(wanted)
+        before = _stress(classical(wanted, 2), wanted)
+        assert stress * (wanted**2).sum() == pytest.approx(_stress(points, wanted))
+        assert _stress(points, wanted) < before
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_few_or_equal_features_have_places(num):
+    for wanted in (np.zeros((num, num)), 1 - np.eye(num)):
+        points, stress = place(wanted)
+        assert points.shape == (num, 2) and np.isfinite(points).all() and stress < 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_the_flow_is_the_cheapest_of_all_assignments(seed):
+    """Slow twin: every assignment."""
+    rng = np.random.default_rng(seed)
+    places = int(rng.integers(1, 4))
+    num = int(rng.integers(places, 7))
+    room = int(rng.integers(-(-num // places), num + 1))
+    costs = rng.normal(size=(num, places)).round(1)  # with ties
+    best = min(
+        costs[np.arange(num), list(label)].sum()
+        for label in itertools.product(range(places), repeat=num)
+        if all(1 <= label.count(p) <= room for p in range(places))
+    )
+    for label in (
+        flow(costs, room),
+        assign(costs, np.ones((num, 2)), np.array([room, np.inf])),
+    ):
+        held = np.bincount(label, minlength=places)
+        assert held.min() >= 1 and held.max() <= room
+        assert costs[np.arange(num), label].sum() == pytest.approx(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_the_search_keeps_within_capacities_that_have_room(seed):
+    rng = np.random.default_rng(seed)
+    places = int(rng.integers(1, 5))
+    num = int(rng.integers(places, 20))
+    weights = rng.uniform(0, 1, size=(num, 2))
+    # Twice the mean and the largest: there is an assignment, by the pigeonhole.
+    capacities = 2 * weights.sum(0) / places + 2 * weights.max(0)
+    label = searched(rng.normal(size=(num, places)), weights, capacities)
+    assert set(label) == set(range(places))
+    assert overflow(label, weights, capacities).max() <= 1 + 1e-6
+
+
+@pytest.mark.parametrize(("num", "groups"), [(26, 4), (26, 8), (23, 3), (12, 12), (7, 1)])
+def test_coherent_towers_are_the_planted_groups(num, groups):
+    affinity, group = planted(num, groups)
+    found = tower_map(affinity, loads_of(num), groups)
+    assert purity(found, group) == 1.0
+    assert max(found.learned.count) <= -(-num // groups)
+    if 1 < groups < num:
+        assert found.learned.within > max(found.striped.within, found.random.within)
+        assert found.learned.between < min(found.striped.between, found.random.between)
+
+
+def test_diverse_towers_part_the_planted_groups():
+    affinity, group = planted(24, 4)
+    found = tower_map(affinity, loads_of(24), 4, distance="diverse")
+    assert found.learned.within < found.striped.within
+    assert purity(found, group) <= 0.5
+
+
+def test_the_same_input_gives_the_same_towers():
+    affinity, _ = planted(26, 4, noise=3.0)
+    maps = [tower_map(affinity, loads_of(26), 4, seed=s).to_json() for s in (0, 0, 1)]
+    assert maps[0] == maps[1]
+    firsts = [int(tower[0][1:]) for tower in TowerMap.from_json(maps[0]).partition.towers]
+    assert firsts == sorted(firsts)
+
+
+def test_features_of_a_table_stay_together():
+    affinity, _ = planted(26, 4)
+    found = tower_map(affinity, loads_of(26, tables=9), 4, capacity=Capacity(count=1.3))
+    for table in range(9):
+        members = {found.partition.tower_of(f"f{i}") for i in range(table, 26, 9)}
+        assert len(members) == 1
+    assert max(found.learned.count) <= 9
+    assert sum(found.learned.bytes) == 900  # a table's bytes count once
+    assert sum(found.learned.lookups) == 26
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_capacity_by_bytes_and_lookups(seed):
+    affinity, _ = planted(26, 4, seed=seed)
+    rng = np.random.default_rng(seed)
+    loads = [
+        FeatureLoad(f"f{i}", f"f{i}", float(size), float(lookups))
+        for i, (size, lookups) in enumerate(
+            zip(rng.uniform(1, 20, 26) ** 2, rng.integers(1, 9, 26), strict=True)
+        )
+    ]
+    capacity = Capacity(count=1.2, bytes=1.5, lookups=1.15)
+    held = tower_map(affinity, loads, 4, capacity=capacity).learned
+    total = sum(load.table_bytes for load in loads), sum(load.lookups for load in loads)
+    assert max(held.count) <= math.ceil(1.2 * 26 / 4)
+    assert max(held.bytes) <= 1.5 * total[0] / 4 * (1 + 1e-6)
+    assert max(held.lookups) <= 1.15 * total[1] / 4 * (1 + 1e-6)
+
+
+def test_what_cannot_be_met_is_refused_with_what_could():
+    affinity, _ = planted(6, 2)
+    sizes = [1000.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    with pytest.raises(ConfigError, match=r"table 't0' alone is 1.99 .* Say bytes=2") as refused:
+        tower_map(affinity, loads_of(6, sizes=sizes), 2, capacity=Capacity(bytes=1.5))
+    assert "got 1.5 for 2 towers" in str(refused.value)
+    tower_map(affinity, loads_of(6, sizes=sizes), 2, capacity=Capacity(bytes=2))
+    # Three tables of two features on two towers: 3 each cannot be.
+    with pytest.raises(ConfigError, match=r"capacity by count: got 1 .* Say count=1.34"):
+        tower_map(affinity, loads_of(6, tables=3), 2)
+    assert (
+        max(
+            tower_map(
+                affinity, loads_of(6, tables=3), 2, capacity=Capacity(count=1.34)
+            ).learned.count
+        )
+        == 4
+    )
+    with pytest.raises(ConfigError, match="got 7 towers for 6 features of 6 tables"):
+        tower_map(affinity, loads_of(6), 7)
+    with pytest.raises(ConfigError, match="got 4 towers for 6 features of 3 tables"):
+        tower_map(affinity, loads_of(6, tables=3), 4)
+    for ratio in (0.5, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="capacity by bytes"):
+            Capacity(bytes=ratio)
+
+
+def test_features_of_which_nothing_is_known():
+    nothing = Affinity([f"f{i}" for i in range(5)])
+    nothing.add([np.zeros((4, 3))] * 5)
+    found = tower_map(nothing.matrix(), loads_of(5), 2, silent=nothing.silent)
+    assert sorted(map(len, found.partition.towers)) == [2, 3] and len(found.silent) == 5
+    one = tower_map(np.ones((1, 1)), loads_of(1), 1)
+    assert one.partition == Partition((("f0",),)) and one.learned.within is None
+    assert TowerMap.from_json(one.to_json()) == one
+
+
+def test_a_map_goes_through_json_and_is_a_partition():
+    affinity, _ = planted(13, 3)
+    found = tower_map(affinity, loads_of(13), 3, made={"step": 7, "samples": 256})
+    assert TowerMap.from_json(found.to_json()) == found
+    assert Partition.from_json(found.to_json()) == found.partition
+    for change in (
+        {"places": {}}, {"distance": "near"}, {"stress": "x"}, {"striped": None}, {"made": 3},
+        {"places": {name: [math.inf, 0] for name in found.places}},
+        {"learned": {"within": 1, "between": 1, "count": [1], "bytes": [1], "lookups": [1]}},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="cannot be read"):
+            TowerMap.from_json(json.dumps({**json.loads(found.to_json()), **change}))
+
+
+def test_within_and_between():
+    affinity = np.array([[1, 0.5, 0.1], [0.5, 1, 0.2], [0.1, 0.2, 1]])
+    assert within_and_between(affinity, [0, 0, 1]) == pytest.approx((0.5, 0.15))
+    assert math.isnan(within_and_between(affinity, [0, 1, 2])[0])
+    np.testing.assert_allclose(distances(affinity, "coherent")[0], [0, 0.5, 0.9])
+    np.testing.assert_allclose(distances(affinity, "diverse")[0], [0, 0.5, 0.1])
