@@ -23,13 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.batch import Batch
-from colonnade.errors import CheckpointError, DataError
+from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.exchange.attending import Attention
 from colonnade.exchange.coding import AS_IT_IS, Coding
 from colonnade.exchange.contract import RowGradients, RowSource, Ticket
 from colonnade.exchange.fields import Columns, Fields, Key
 from colonnade.exchange.layout import Declaration, Lookups, Output, outputs, weighed
 from colonnade.exchange.pooled import Fetched, PooledExchange
-from colonnade.exchange.substitution import partial_width, substituted
+from colonnade.exchange.routing import counted
+from colonnade.exchange.substitution import barred, partial_width, substituted
+from colonnade.interaction import TargetAttention
 from colonnade.ops.memory import empty
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
@@ -62,11 +65,31 @@ class SubstituteExchange(PooledExchange):
             declaration, shardings, world=mesh.world, reads_ahead=reads_ahead
         )
         numbers = {field.name: i for i, field in enumerate(declaration.fields)}
+        for name, consumer in declaration.consumers.items():
+            if consumer.interaction.sequences and name not in self.consumers:
+                why = barred(declaration, name, world=mesh.world, reads_ahead=reads_ahead)
+                feature = declaration.features[
+                    declaration.fields[numbers[consumer.features[-1]]].feature
+                ]
+                raise ConfigError(
+                    f"feature {feature.name!r} of table {feature.table!r}: got exchange substitute for a sequence that "
+                    f"consumer {name!r} takes, but {why}; give this table exchange rows"
+                )
         self.taken_by = {
             name: tuple(numbers[field] for field in declaration.consumers[name].features)
             for name in self.consumers
         }
+        self.attending: dict[str, Attention] = {}
+        for name in self.consumers:
+            interaction = declaration.consumers[name].interaction
+            if isinstance(interaction, TargetAttention):
+                query, sequence = self.taken_by.pop(name)
+                of = declaration.features[declaration.fields[sequence].feature]
+                ranks = shardings[declaration.table_of(of)].ranks
+                self.attending[name] = Attention(interaction, mesh, ranks, query, sequence)
+        self.queries = tuple(dict.fromkeys(each.query for each in self.attending.values()))
         features = {declaration.fields[i].feature for of in self.taken_by.values() for i in of}
+        features |= {declaration.fields[i].feature for i in self.queries}
         whole = {
             f
             for f in features
@@ -83,6 +106,8 @@ class SubstituteExchange(PooledExchange):
             for i in fields
         } - whole
         super().__init__(declaration, mesh, shardings, coding)
+        taken = {key for output in self.outputs for key, _ in output.pieces}
+        self.unseen = [self.whole.of(i) for i in self.queries if i not in taken]
 
     @property
     def pushed_parameters(self) -> tuple[nn.Parameter, ...]:
@@ -106,11 +131,18 @@ class SubstituteExchange(PooledExchange):
         for output in self.outputs:
             for key, _ in output.pieces:
                 if isinstance(key, str):
-                    if set(self.taken_by[key]) & set(share.order):
+                    if set(self.taken_by.get(key, ())) & set(share.order):
                         dims[key] = output.width
                 elif key in share.order:
                     dims[key] = self.declaration.fields[key].dim
+        for i in self.queries:
+            if i in share.order:
+                dims[i] = self.declaration.fields[i].dim
         return Columns(dims)
+
+    def _seen(self) -> Columns:
+        widths = {each.names[0]: each.width for each in self.outputs if each.is_partial}
+        return Columns({**super()._seen().dims, **{name: widths[name] for name in self.attending}})
 
     def _collected(self, batch: Batch) -> Lookups:
         """Raises DataError."""
@@ -141,9 +173,48 @@ class SubstituteExchange(PooledExchange):
         return weighed(lookups, weights, self.asked, self.declaration.compute_dtype)
 
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
-        """As `pooled`."""
+        """As `pooled`; where there is attention, what is merged of it is here when it returns."""
         ticket.wire.versions = [each._version for each in self.pushed_parameters]
         super().fetch(ticket, source)
+        if self.attending:
+            self._attend(ticket)
+
+    def _attend(self, ticket: Ticket) -> None:
+        """Collective. Queries have to be here before they can go out."""
+        size, sizes = ticket.batch_size, ticket.wire.sizes
+        counts_as, is_trained = counted(ticket.purpose, "fetch"), ticket.purpose != "evaluate"
+        total = self._total(ticket)
+        total = torch.cat([total, total.new_zeros(size, self.whole.width - total.shape[1])], dim=1)
+        ticket.wire.attended = {}
+        for name, each in self.attending.items():
+            dim = self.declaration.fields[each.sequence].dim
+            rows, lengths = total.new_zeros(0, dim), torch.zeros(0, dtype=torch.int64)
+            if each.is_here:
+                rows = ticket.wire.rows[self.here.sequences.index(each.sequence)].detach()
+                feature = self.declaration.fields[each.sequence].feature
+                bags = ticket.lookups.bags[self.here.features.index(feature)]
+                lengths = torch.ones(sum(sizes), dtype=torch.int64) if bags is None else bags.diff()
+            query = total[:, self.whole.of(each.query)].contiguous()
+            attended = each.fetch(query, rows, lengths, sizes, counts_as, is_trained)
+            total[:, self.whole.of(name)] = attended.merged.detach()
+            if is_trained:
+                ticket.wire.attended[name] = attended
+        ticket.reads = Fetched((), total)
+
+    def _gradients(self, ticket: Ticket) -> Tensor:
+        """And of queries, once owners have said what they make of those of attention."""
+        total = super()._gradients(ticket)
+        for columns in self.unseen:
+            total[:, columns] = 0.0
+        ticket.wire.of_rows = {}
+        for name, each in self.attending.items():
+            given = total[:, self.whole.of(name)].contiguous()
+            of_query, of_rows = each.push(ticket.wire.attended[name], given, ticket.wire.sizes)
+            total[:, self.whole.of(each.query)] += of_query
+            found = ticket.wire.of_rows
+            before = found.get(each.sequence)
+            found[each.sequence] = of_rows if before is None else before + of_rows
+        return total
 
     def _message(self, ticket: Ticket, pooled: Tensor) -> Tensor:
         is_trained = ticket.purpose != "evaluate"
@@ -248,7 +319,7 @@ class SubstituteExchange(PooledExchange):
         field = self.declaration.fields[i]
         return self.shardings[self.declaration.parts[field.part][0]].ranks[0]
 
-    def _gradients_here(self, ticket: Ticket, received: Tensor) -> Tensor:
+    def _gradients_here(self, ticket: Ticket, received: Tensor) -> list[Tensor]:
         here = self.here.columns
         found = torch.zeros(len(received), here.width, dtype=received.dtype)
         for key in self.sent.dims:
@@ -269,7 +340,8 @@ class SubstituteExchange(PooledExchange):
             for i in partial.fields if gradient is not None else ():
                 there = found[:, here.of(i)]
                 there += gradient[:, first : (first := first + there.shape[1])]
-        return found
+        of_rows = [ticket.wire.of_rows[i].contiguous() for i in self.here.sequences]
+        return [found, *of_rows] if here.dims else of_rows
 
     def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
         """As `pooled`; and gradients of weights that were used here are added to them. RuntimeError, on every rank,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from colonnade.interaction.attention import TargetAttention
 from colonnade.interaction.contract import Interaction
 from colonnade.interaction.linear import FieldsLinear, NormalizedLinear
 from colonnade.interaction.statistics import FM, BiInteraction, Concat, Sum
@@ -14,4 +15,5 @@ __all__ = [
     "Interaction",
     "NormalizedLinear",
     "Sum",
+    "TargetAttention",
 ]

@@ -141,7 +141,7 @@ def evaluated_at_owners(
 ) -> tuple[str, ...]:
     """Names of the consumers whose partials travel; by table: `shardings`, `exchanges`. `world`, `reads_ahead`: as
     `substitution.substituted`."""
-    slices = slices_of(declaration, shardings)
+    slices = slices_of(declaration, shardings, exchanges)
     names = [exchanges[each.number] for each in slices.laid]
     tables = {
         each.table.name
