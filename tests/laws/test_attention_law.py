@@ -1,6 +1,6 @@
 """Attention over a sequence is the softmax that its definition says, wherever it is evaluated: of rows that travel, or
-where they lie, on one rank or several, whole tables and split ones; outputs, rows and evaluation in float64, and its bytes
-as foretold."""
+where they lie, on one rank or several, whole tables and split ones; outputs, rows and evaluation in float64. And its
+bytes are as foretold."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from colonnade import (
     FM,
     SGD,
     Batch,
+    Codecs,
     Concat,
     EmbeddingCollection,
     Feature,
@@ -30,9 +31,16 @@ from colonnade import (
     build_plan,
 )
 from colonnade.errors import ConfigError
+from colonnade.exchange.codec import EXACT
 from colonnade.exchange.layout import declare
+from colonnade.plan.choice import choose
+from colonnade.plan.chosen import Forced
+from colonnade.plan.consumers import model_load
+from colonnade.plan.loads import table_loads
+from colonnade.plan.profile import profile
 from colonnade.topology.hot import hot_rows
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
+from colonnade.topology.traffic import Traffic
 
 LR, SIZES = 0.3, [13, 0, 1, 24]
 TABLES = [
@@ -213,7 +221,9 @@ def train_all(mesh):
     return [train(mesh, case) for case in CASES.values()]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
+)
 def test_equals_the_definition(num_ranks):
     if num_ranks == 1:
         everyone = [train_all(Mesh())]
@@ -234,6 +244,106 @@ def test_equals_the_definition(num_ranks):
             assert set(ATTENDING) & set(evaluated) == set(case.at_owners), name
 
 
+WIDE = [
+    Table(name, 8, rows=rows, optimizer=SGD(lr=LR)) for name, rows in (("item", 900), ("user", 300))
+]
+ATTEND = {
+    "likes": (TargetAttention(2), ("item", "history")),
+    "who": (TargetAttention(), ("user", "history")),
+    "fm": (FM(), ("item", "user")),
+}
+SENT = {
+    "split": ("row_wise", EXACT),
+    "whole": ("table_wise", EXACT),
+    "coded": ("row_wise", Codecs("bf16", "fp16")),
+}
+SIZE, STEPS = 300, 4
+
+
+def many(step: int, size: int) -> Batch:
+    draws = torch.Generator().manual_seed(step)
+
+    def draw(rows: int, count: int) -> torch.Tensor:
+        return (torch.rand(count, generator=draws) ** 3 * rows).long()
+
+    lengths = torch.randint(0, 9, (size,), generator=draws)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    history = Ids(draw(900, int(offsets[-1])), offsets)
+    ids = {"item": Ids(draw(900, size)), "user": Ids(draw(300, size)), "history": history}
+    return Batch(size, torch.zeros(size, 0), ids)
+
+
+def wide_collection() -> EmbeddingCollection:
+    features = [each for each in FEATURES if each.name in ("item", "user", "history")]
+    return EmbeddingCollection(WIDE, features, consumers=ATTEND)
+
+
+def forced(kind: str, num_ranks: int) -> dict[str, Forced]:
+    ranks = {"item": (0,), "user": (num_ranks - 1,)}
+    return {
+        name: Forced(kind, "substitute", ranks[name] if kind == "table_wise" else None)
+        for name in ranks
+    }
+
+
+def counted(mesh):
+    """By case: bytes by (purpose, link), this rank's of all steps."""
+    found, n = {}, mesh.num_ranks
+    for case, (kind, codecs) in SENT.items():
+        alone, collection = replace(mesh, traffic=Traffic()), wide_collection()
+        whole = {name: table_wise(*(said.ranks or (0,))) for name, said in forced(kind, n).items()}
+        plan = build_plan(
+            WIDE, n, codecs=codecs, exchanges=dict.fromkeys(("item", "user"), "substitute"),
+            shardings=whole if kind == "table_wise" else {},
+        )  # fmt: skip
+        collection.open(plan, alone)
+        rows = RowOptimizer(collection)
+        mine = (many(1000 + n * t + mesh.rank, SIZE) for t in range(STEPS))
+        for batch in collection.lookahead(mine):
+            sum(value.sum() for value in collection(batch).values()).backward()
+            rows.step()
+        found[case] = dict(alone.traffic.sent_bytes)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks_per_host"), [(1, 3), pytest.param(2, 2, marks=pytest.mark.slow)]
+)
+def test_bytes_are_foretold(hosts, ranks_per_host):
+    num_ranks = hosts * ranks_per_host
+    everyone = run_ranks(num_ranks, counted, ranks_per_host=ranks_per_host)
+    world = World(num_hosts=hosts, ranks_per_host=ranks_per_host)
+    declaration = wide_collection().declaration
+    sampled = profile(WIDE, declaration.features, [many(t, SIZE * num_ranks) for t in range(20)])
+    for case, (kind, codecs) in SENT.items():
+        loads = table_loads(
+            WIDE, declaration.features, sampled, world, batch_size=SIZE * num_ranks, last_batch=100,
+            codecs=codecs,
+        )  # fmt: skip
+        model = model_load(declaration, loads, codecs=codecs)
+        choice = choose(loads, world, forced=forced(kind, num_ranks), model=model)
+        assert [each.is_partial for each in choice.consumers][:2] == [True, True]
+        for key, foretold in choice.sent.items():
+            mean = sum(each[case].get(key, 0) for each in everyone) / (num_ranks * STEPS)
+            assert foretold == pytest.approx(mean, rel=0.02), (case, key)
+
+
+def test_a_sequence_of_which_something_else_is_taken_cannot_stay():
+    """Chosen neither, nor where it is asked for: its query's table travels otherwise."""
+    declaration, world = wide_collection().declaration, World(ranks_per_host=2)
+    sampled = profile(WIDE, declaration.features, [many(0, 500)])
+    loads = table_loads(WIDE, declaration.features, sampled, world, batch_size=500)
+    model = model_load(declaration, loads, world=world)
+    both = dict.fromkeys(("item", "user"), Forced(exchange="substitute"))
+    assert set(choose(loads, world, forced=both, model=model).exchanges.values()) == {"substitute"}
+    one = {"item": both["item"], "user": Forced(exchange="rows")}
+    with pytest.raises(ConfigError, match=r"'item': got exchange substitute for 'history'"):
+        choose(loads, world, forced=one, model=model)
+    stale = model_load(declaration, loads, world=world, reads_ahead=1)
+    with pytest.raises(ConfigError, match="a feature reads it as a sequence"):
+        choose(loads, world, forced=both, model=stale)
+
+
 def test_shards_merge_in_any_way():
     torch.manual_seed(0)
     attention, size, count = TargetAttention(2), 5, 31
@@ -246,12 +356,9 @@ def test_shards_merge_in_any_way():
     def partial(mask):
         return attention.partial(rows[mask], segments[mask], size, None, query)
 
-    def split(far: float = 0.0):
-        return torch.stack([partial(shard == each) for each in (0, 1, 2, 3)])
-
     wanted = attention(query, rows, offsets)
     assert not bool(wanted[-1].any())
-    stats = split()
+    stats = torch.stack([partial(shard == each) for each in range(4)])
     nested = attention.merged(
         torch.stack([attention.merged(stats[:2]), attention.merged(stats[2:])])
     )
@@ -291,11 +398,10 @@ def test_what_it_refuses():
     with pytest.raises(ConfigError, match="4 heads, which do not divide dim 6"):
         declared(TargetAttention(4), ("item", "history"))
     case = CASES["one alone"]
-    for settings, why in (({"staleness_steps": 1}, "rows are read ahead"),):
-        plan = build_plan(TABLES, exchanges=case.exchanges, **settings)
-        with pytest.raises(ConfigError, match=f"'history'.*consumer 'likes'.*{why}.*exchange rows"):
-            collection_of(case).open(plan)
+    plan = build_plan(TABLES, exchanges=case.exchanges, staleness_steps=1)
+    why = r"'history'.*consumer 'likes' takes, but .*rows are read ahead; give this table exchange rows"
+    with pytest.raises(ConfigError, match=why):
+        collection_of(case).open(plan)
     other = replace(case, consumers=("who",))  # the query's table travels otherwise
-    with pytest.raises(ConfigError, match="'history'.*give this table exchange rows"):
+    with pytest.raises(ConfigError, match=r"'history'.*give this table exchange rows"):
         collection_of(other).open(build_plan(TABLES, exchanges=case.exchanges))
-    assert World  # noqa: S101

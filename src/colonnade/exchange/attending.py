@@ -1,10 +1,10 @@
-"""Softmax attention over rows that lie on several ranks, in two rounds: a sample's query goes to all that have rows of the
-sequences, and what each makes of its rows for it is merged where the sample is. Gradients go the same way back.
+"""Softmax attention over rows that lie on several ranks: queries go to them, and what each makes of its rows is merged
+where the samples are. Gradients go the same way back.
 
 Nothing here is rounded: a logarithm of sums in 16 bits would change a row's weight by several percent.
 
-Legend: B samples of this rank, G of all ranks, D dim, H heads, P = D + H, R ranks that have rows of the sequence, E rows
-here.
+Legend: B samples of this rank, G of all ranks, D dim, H heads, P = D + H, R ranks that have rows of the sequence,
+E rows here.
 """
 
 from __future__ import annotations

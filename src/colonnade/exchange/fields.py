@@ -69,9 +69,11 @@ class Fields:
     @cached_property
     def columns(self) -> Columns:
         """Of pooled ones."""
-        return Columns(
-            {i: self.declaration.fields[i].dim for i in self.order if not self.is_sequence(i)}
-        )
+        return Columns({i: self.declaration.fields[i].dim for i in self.pooled})
+
+    @cached_property
+    def pooled(self) -> tuple[int, ...]:
+        return tuple(i for i in self.order if not self.is_sequence(i))
 
     @cached_property
     def sequences(self) -> tuple[int, ...]:
@@ -105,7 +107,7 @@ class Fields:
             each if f in but or each.pooling == "sequence" else replace(each, pooling="sum")
             for f, each in ((f, declaration.features[f]) for f in self.features)
         )
-        names = tuple(declaration.fields[i].name for i in self.columns.dims)
+        names = tuple(declaration.fields[i].name for i in self.pooled)
         consumers = {"pooled": Consumer(Concat(), names)} if names else {}
         compute: Any = declaration.tables[0].compute_dtype
         return Declaration(declaration.tables, features, consumers, compute)

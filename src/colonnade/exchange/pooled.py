@@ -115,7 +115,7 @@ class PooledExchange(Owner):
                 )
         order = dict.fromkeys(i for output in self.outputs for i in output.fields)
         every = Fields(declaration, tuple(order))
-        self.fields = Fields(declaration, (*every.columns.dims, *every.sequences))
+        self.fields = Fields(declaration, every.pooled + every.sequences)
         shares = [self.fields.share(rank, shardings) for rank in range(mesh.num_ranks)]
         self.here = shares[mesh.rank]
         self.whole, messages = self._seen(), [self._carried(each) for each in shares]
@@ -129,8 +129,7 @@ class PooledExchange(Owner):
         super().__init__(sums, self.owned, outputs(sums), mesh)
         features = self.fields.features
         tables = [declaration.table_of(declaration.features[f]) for f in features]
-        # As an owner pools them where they are an owner's lookups, too, in a world of one; else nothing is pooled of them
-        # before an owner has them.
+        # As an owner pools them where they are an owner's lookups, too, in a world of one.
         poolings = [
             POOLINGS.index(pooling if f in self.averaged_there or is_one_by_one else "sum")
             for f, pooling in ((f, declaration.features[f].pooling) for f in features)

@@ -2,8 +2,8 @@
 
 A consumer's partial costs its width from every rank that has some of its fields; a field whose values travel costs its
 dim from every rank that has rows of it, and is then free for all others that take it (DES, Rong et al. 2020, section 3;
-the cut is the minimum over all sets of consumers). Rows of a sequence do not travel here: a consumer of one is evaluated
-where they lie, or not under this exchange. Pure functions.
+the cut is the minimum over all sets of consumers). Rows of a sequence do not travel here: a consumer of one is
+evaluated where they lie, or not under this exchange. Pure functions.
 """
 
 from __future__ import annotations

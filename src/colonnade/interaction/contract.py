@@ -29,8 +29,8 @@ class Interaction(nn.Module):
     """Whether its fields have one dim, and come as (B, F, D); else they have any, and come side by side, (B, W)."""
 
     sequences: int = 0
-    """How many of its fields, the last ones, are sequences, whose rows it takes one by one; the others are pooled. Where
-    there are some, `partial` has the pooled ones, side by side, as its context."""
+    """How many of its fields, the last ones, are sequences, whose rows it takes one by one. Of such an operator,
+    `partial` has the others, pooled and side by side, as its context, and `forward` takes (them, rows, offsets)."""
 
     @abstractmethod
     def width(self, dim: int) -> int | None:
