@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Interaction,
         NormalizedLinear,
         Sum,
+        TargetAttention,
     )
     from colonnade.optimizers import (
         FTRL,
@@ -56,6 +57,7 @@ _HOMES = {
     "exchange.codec": ("Codecs",),
     "interaction": (
         "FM", "BiInteraction", "Concat", "FieldsLinear", "Interaction", "NormalizedLinear", "Sum",
+        "TargetAttention",
     ),
     "optimizers": (
         "FTRL", "LAMB", "SGD", "Adagrad", "Adam", "AdamW", "RowWiseAdagrad", "RowWiseAdam", "SparseOptimizer",
@@ -109,6 +111,7 @@ __all__ = [
     "SparseOptimizer",
     "Sum",
     "Table",
+    "TargetAttention",
     "Uniform",
     "World",
     "build_plan",

@@ -37,6 +37,7 @@ from colonnade.store.policies import RowPolicy, RowRetention, open_policies
 from colonnade.table import CLOCK_BYTES, Feature, Table
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.reads import announced
+from colonnade.topology.sharding import row_wise
 
 PACKED = torch.contiguous_format
 
@@ -137,8 +138,11 @@ class EmbeddingCollection(nn.Module):
             self.step = committed[1]
         keep_freed_memory()
         self.consistency = consistency(self.plan.staleness_steps)
-        self.slices = slices_of(self.declaration, self.plan.shardings)
-        laid, planned = self.slices.laid, self.plan.tables
+        planned = self.plan.tables
+        self.slices = slices_of(
+            self.declaration, self.plan.shardings, [each.exchange for each in planned]
+        )
+        laid = self.slices.laid
         self.exchange = open_exchange(
             self.slices.declaration,
             self.mesh,
@@ -196,7 +200,8 @@ class EmbeddingCollection(nn.Module):
         if self._opened:
             raise ConfigError("this collection is open already; build a new one to predict with")
         self.mesh = Mesh()
-        self._reader = RowsExchange(self.declaration, self.mesh)
+        self.slices = slices_of(self.declaration, [row_wise(1)] * len(self.tables))
+        self._reader = RowsExchange(self.slices.declaration, self.mesh)
         self._served, self._opened = rows, True
         return self
 
@@ -234,7 +239,8 @@ class EmbeddingCollection(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self._served is not None:
-            return self._reader.read(batch, self._served, self.place.device)
+            found = self._reader.read(batch, self._served, self.place.device)
+            return self.slices.seen(found, self.slices.offsets_of(batch))
         self.ensure_open()
         ticket, batch.ticket = batch.ticket, None
         if not (self.training and torch.is_grad_enabled()):

@@ -287,28 +287,37 @@ def test_on_one_rank_nothing_is_coded():
 
 
 def runs(mesh, folder):
-    """Dense weights after 7 steps at once; after 4, and 3 more once that run was closed; and what was then kept."""
+    """Dense weights after 7 steps at once; after 4, and 3 more once that run was closed; what was then kept, and bytes
+    of dense gradients. The same of steps in two parts."""
     found = []
-    for name, stops in (("once", [7]), ("twice", [4, 7])):
+    for name, stops, parts in (
+        ("once", [7], 1), ("twice", [4, 7], 1), ("parts", [7], 2), ("parts twice", [4, 7], 2),
+    ):  # fmt: skip
         for stop in stops:
-            config = override(
-                build_config(CONFIG), {"plan.wire.dense": "int8", "train.max_steps": stop}
-            )
-            run = open_run(config, mesh, folder / name)
+            mesh.traffic.sent_bytes.clear()
+            given = {"plan.wire.dense": "int8", "train.max_steps": stop, "train.accumulate": parts}
+            run = open_run(override(build_config(CONFIG), given), mesh, folder / name)
             run.train()
             dense = dense_weights(run.trainer.model)
-            found.append(({n: v.clone() for n, v in dense.items()}, run.trainer.dense.state()))
+            weights = {n: v.clone() for n, v in dense.items()}
+            found.append((weights, run.trainer.dense.state(), mesh.traffic.bytes_of("dense")))
             run.close()
     return found
 
 
 def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(tmp_path):
-    """And one that goes on on one rank is given what the others had kept."""
+    """And one that goes on on one rank is given what the others had kept. A step in parts is coded once, as a sum."""
     all_found = run_ranks(2, runs, tmp_path)
-    for (once, kept), (earlier, _), (twice, kept_again) in all_found:
-        assert all(torch.equal(once[name], twice[name]) for name in once)
-        assert not all(torch.equal(once[name], earlier[name]) for name in once)
-        assert same(kept, kept_again)
+    for found in all_found:
+        for (once, kept, _), (earlier, _, _), (twice, kept_again, _) in (found[:3], found[3:]):
+            assert all(torch.equal(once[name], twice[name]) for name in once)
+            assert not all(torch.equal(once[name], earlier[name]) for name in once)
+            assert same(kept, kept_again)
+        (whole, _, sent), (parts, _, sent_in_parts) = found[0], found[3]
+        assert sent == sent_in_parts > 0
+        for name in whole:
+            torch.testing.assert_close(parts[name], whole[name], rtol=0.05, atol=0.005)
+            assert torch.equal(parts[name], all_found[0][3][0][name])
     config = override(build_config(CONFIG), {"plan.wire.dense": "int8", "train.max_steps": 8})
     run = open_run(config, Mesh(), tmp_path / "twice")
     lost = lost_by_parameter([found[2][1] for found in all_found])

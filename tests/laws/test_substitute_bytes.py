@@ -23,6 +23,7 @@ from colonnade import (
     RowOptimizer,
     Sum,
     Table,
+    TargetAttention,
     World,
     build_plan,
 )
@@ -186,6 +187,10 @@ def test_the_cut_of_numbers_is_the_exchanges():
             f"c{i}": (dice.choice(kinds), dice.sample(fields, dice.randint(1, len(fields))))
             for i in range(dice.randint(0, 5))
         }
+        for i in range(dice.randint(0, 2)):
+            query = dice.choice(fields)
+            features.append(Feature(f"s{i}", dice.choice(names), pooling="sequence"))
+            consumers[f"a{i}"] = TargetAttention(3), (query, f"s{i}")
         n = dice.randint(2, 5)
         shardings = [
             Sharding("host_wise", tuple(sorted(dice.sample(range(n), dice.randint(1, n)))))
@@ -203,8 +208,10 @@ def test_the_cut_of_numbers_is_the_exchanges():
         assert tuple(found) == substituted(declaration, shardings)
         joint = partials.joint(owners)
         shares = [partials.shares(joint, owners, t) for t in range(len(tables))]
+        assert joint.lone is None
         for b, sent in enumerate((joint.values, joint.gradients)):
-            assert sum(share[b].straight for share in shares) == pytest.approx(sent.sum())
+            straight = sent.sum() + joint.queries.sum()
+            assert sum(share[b].straight for share in shares) == pytest.approx(straight)
             assert sum(share[b].common for share in shares) == pytest.approx(joint.common[b])
 
 

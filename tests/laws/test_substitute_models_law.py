@@ -4,27 +4,64 @@ bits."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from ranks import run_ranks
 from test_substitute_law import at_owners
+from torch import nn
 
-from colonnade import SGD, Adam, Feature, Ids, Mesh, Table, Uniform, build_plan, fit
+from colonnade import (
+    SGD,
+    Adam,
+    EmbeddingCollection,
+    Feature,
+    FieldsLinear,
+    Ids,
+    Mesh,
+    Table,
+    TargetAttention,
+    Uniform,
+    build_plan,
+    fit,
+)
 from colonnade.data import Splits, open_tensors
 from colonnade.models.dcn import DCN
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.linear import LR
 from colonnade.models.nfm import NFM
+from colonnade.models.scorer import Scorer
 from colonnade.models.wide_deep import WideDeep
 from colonnade.topology.sharding import table_wise
 
 ROWS, DIM, NAMES = 30, 6, "abcd"
+
+
+class Attending(Scorer):
+    """What of `d`, a sequence, is like `a`; and a first layer of the others."""
+
+    def __init__(self, tables, features, *, num_dense):
+        super().__init__()
+        features = [*features[:-1], replace(features[-1], pooling="sequence")]
+        consumers = {
+            "likes": (TargetAttention(2), ("a", "d")),
+            "first": (FieldsLinear([DIM] * 2, 3), ("b", "c")),
+        }
+        self.embeddings = EmbeddingCollection(tables, features, consumers=consumers)
+        self.top = nn.Linear(DIM + 3 + num_dense, 1)
+
+    def network(self, fields, dense):
+        return self.top(torch.cat([fields["likes"], fields["first"].relu(), dense], 1))
+
+
 KINDS = {
     "lr": (LR, {}, 1),
     "nfm": (NFM, {"top": [3]}, None),
     "wide_deep": (WideDeep, {"top": [3, 2]}, None),
     "deepfm": (DeepFM, {"top": [3]}, None),
     "dcn": (DCN, {"top": [3], "cross_layers": 2}, DIM),
+    "attention": (Attending, {}, DIM),
 }
 """Model, settings, dim of its tables; None: parts."""
 AGAIN = "deepfm, whole tables"
@@ -38,6 +75,10 @@ RUNS = {
     },
     "dcn": {"dealt": True, "wanted": ("first",), "dense_clip_norm": 0.1},
     "dcn, whole tables": {"wanted": ("first",), "dense_optimizer": "adam"},
+    "attention": {"wanted": ("likes", "first"), "accumulate": 3, "dense_clip_norm": 0.1},
+    "attention, a step is skipped": {
+        "wanted": ("likes", "first"), "rows_clip_norm": 0.05, "on_non_finite": "skip",
+    },
     "dcn, a step is skipped": {"dealt": True, "wanted": ("first",), "on_non_finite": "skip"},
 }  # fmt: skip
 

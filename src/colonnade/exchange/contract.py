@@ -101,6 +101,7 @@ class Ticket:
 
     parts: Sequence[Ticket] = ()
     dealt: Any = None  # exchange.hot.Dealt, of a collection with hot rows
+    offsets: Any = None  # of sequences that are attended to where samples are: exchange.slices
 
     @property
     def pinned(self) -> Tensor:

@@ -27,6 +27,8 @@ from colonnade.ops.memory import empty
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
 
+NONE: Mapping[str, Sequence[int]] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Partial:
@@ -52,15 +54,19 @@ class EvaluatingExchange(PooledExchange):
         shardings: Sequence[Sharding],
         coding: Coding,
         consumers: Sequence[str],
+        apart: Mapping[str, Sequence[int]] = NONE,
     ) -> None:
-        """As `pooled`. consumers: names of those that are evaluated before the samples' ranks."""
+        """As `pooled`. consumers: names of those that are evaluated before the samples' ranks; apart: of these, those
+        that a subclass evaluates by itself, and the pooled fields that it needs."""
         self.consumers = tuple(consumers)
         numbers = {field.name: i for i, field in enumerate(declaration.fields)}
         self.taken_by = {
             name: tuple(numbers[field] for field in declaration.consumers[name].features)
             for name in self.consumers
+            if name not in apart
         }
-        features = {declaration.fields[i].feature for of in self.taken_by.values() for i in of}
+        taken = [*self.taken_by.values(), *apart.values()]
+        features = {declaration.fields[i].feature for of in taken for i in of}
         whole = {
             f
             for f in features

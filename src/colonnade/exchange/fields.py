@@ -60,14 +60,29 @@ class Columns:
 
 @dataclass(frozen=True)
 class Fields:
-    """All fields of a declaration side by side, in the order in which outputs take them first."""
+    """All fields of a declaration side by side, in the order in which outputs take them first; sequences, which are not
+    pooled, beside them."""
 
     declaration: Declaration
     order: tuple[int, ...]  # indices into Declaration.fields
 
     @cached_property
     def columns(self) -> Columns:
-        return Columns({i: self.declaration.fields[i].dim for i in self.order})
+        """Of pooled ones."""
+        return Columns({i: self.declaration.fields[i].dim for i in self.pooled})
+
+    @cached_property
+    def pooled(self) -> tuple[int, ...]:
+        return tuple(i for i in self.order if not self.is_sequence(i))
+
+    @cached_property
+    def sequences(self) -> tuple[int, ...]:
+        """In declared order."""
+        return tuple(sorted(i for i in self.order if self.is_sequence(i)))
+
+    def is_sequence(self, i: int) -> bool:
+        field = self.declaration.fields[i]
+        return self.declaration.features[field.feature].pooling == "sequence"
 
     @property
     def width(self) -> int:
@@ -85,14 +100,14 @@ class Fields:
         return Fields(self.declaration, tuple(mine))
 
     def as_sums(self, but: Collection[int] = ()) -> Declaration:
-        """What an owner computes: one output with these fields, of sums, in the compute dtype. but: indices of features
-        that it pools as they are declared."""
+        """What an owner computes: one output with the pooled fields, of sums, and one for each sequence, in the compute
+        dtype. but: indices of features that it pools as they are declared."""
         declaration = self.declaration
         features = tuple(
-            declaration.features[f] if f in but else replace(declaration.features[f], pooling="sum")
-            for f in self.features
+            each if f in but or each.pooling == "sequence" else replace(each, pooling="sum")
+            for f, each in ((f, declaration.features[f]) for f in self.features)
         )
-        names = tuple(declaration.fields[i].name for i in self.order)
+        names = tuple(declaration.fields[i].name for i in self.pooled)
         consumers = {"pooled": Consumer(Concat(), names)} if names else {}
         compute: Any = declaration.tables[0].compute_dtype
         return Declaration(declaration.tables, features, consumers, compute)

@@ -173,16 +173,22 @@ def declare(
     for name, (interaction, wanted) in consumers.items():
         if name in by_name:
             raise ConfigError(f"consumer {name!r} has the name of a feature; rename one of them")
-        for field in wanted:
+        for place, field in enumerate(wanted):
             if field not in by_name:
                 raise ConfigError(
                     f"consumer {name!r} takes feature {field!r}; declared features: "
                     f"{', '.join(by_name)}"
                 )
-            if features[by_name[field].feature].pooling == "sequence":
+            is_sequence = features[by_name[field].feature].pooling == "sequence"
+            if is_sequence and place < len(wanted) - interaction.sequences:
                 raise ConfigError(
                     f"consumer {name!r} takes feature {field!r}, which is a sequence; "
                     "pool it (sum, mean) or leave it without a consumer"
+                )
+            if not is_sequence and place >= len(wanted) - interaction.sequences:
+                raise ConfigError(
+                    f"consumer {name!r} takes feature {field!r} as a sequence, but it is pooled; declare "
+                    "it with pooling='sequence'"
                 )
         if problem := interaction.refusal([by_name[field].dim for field in wanted]):
             raise ConfigError(f"consumer {name!r} {problem}")

@@ -63,9 +63,12 @@ class Wire:
 
     sizes: list[int]  # by rank
     lookups: Lookups  # of this rank's batch
+    rows: Sequence[Tensor] = ()  # of sequences, as they lie here, of all samples
     pooled: Any = None  # of an exchange that sends partials: what they were evaluated of here,
     partials: Any = None  # and how,
     versions: Any = None  # of the weights then
+    attended: Any = None  # of attention: as it was evaluated here,
+    of_rows: Any = None  # and gradients of the rows
 
 
 @dataclass(slots=True)
@@ -98,19 +101,22 @@ class PooledExchange(Owner):
         shardings: Sequence[Sharding],
         coding: Coding = AS_IT_IS,
     ) -> None:
-        """shardings: by table; none of those looked up here replicates. Raises ConfigError for sequences."""
-        for feature in declaration.features:
-            if feature.pooling == "sequence":
-                raise ConfigError(
-                    f"feature {feature.name!r} of table {feature.table!r}: got exchange pooled or substitute for a "
-                    "sequence, whose rows reach the model one by one; give this table exchange rows"
-                )
+        """shardings: by table; none of those looked up here replicates. Raises ConfigError for sequences whose rows
+        would have to travel."""
         self.declaration, self.shardings, self.coding = declaration, shardings, coding
         self.mesh = mesh
         self.exactness = coding.exactness(REASSOCIATED, declaration.dtype, mesh.num_ranks)
         self.outputs = self._outputs()
+        for output in self.outputs:
+            if output.is_sequence:
+                feature = declaration.features[declaration.fields[output.fields[0]].feature]
+                raise ConfigError(
+                    f"feature {feature.name!r} of table {feature.table!r}: got exchange pooled or substitute for a "
+                    "sequence, whose rows reach the model one by one; give this table exchange rows"
+                )
         order = dict.fromkeys(i for output in self.outputs for i in output.fields)
-        self.fields = Fields(declaration, tuple(order))
+        every = Fields(declaration, tuple(order))
+        self.fields = Fields(declaration, every.pooled + every.sequences)
         shares = [self.fields.share(rank, shardings) for rank in range(mesh.num_ranks)]
         self.here = shares[mesh.rank]
         self.whole, messages = self._arriving(), [self._carried(each) for each in shares]
@@ -124,10 +130,11 @@ class PooledExchange(Owner):
         super().__init__(sums, self.owned, outputs(sums), mesh)
         features = self.fields.features
         tables = [declaration.table_of(declaration.features[f]) for f in features]
-        # As an owner pools them: they are an owner's lookups, too, in a world of one.
+        # As an owner pools them where they are an owner's lookups, too, in a world of one.
         poolings = [
-            POOLINGS.index(declaration.features[f].pooling if f in self.averaged_there else "sum")
-            for f in features
+            POOLINGS.index(pooling if f in self.averaged_there or is_one_by_one else "sum")
+            for f, pooling in ((f, declaration.features[f].pooling) for f in features)
+            for is_one_by_one in [pooling == "sequence" and mesh.num_ranks == 1]
         ]
         self.asked = Consumption(
             features, (), torch.tensor(tables, dtype=torch.int32), torch.tensor(poolings, dtype=torch.uint8)
@@ -172,9 +179,10 @@ class PooledExchange(Owner):
         """pooled (G, W_o) of this rank's fields -> (G, P) as it is sent."""
         return pooled
 
-    def _gradients_here(self, ticket: Ticket, received: Tensor) -> Tensor:
-        """received (G, P): gradients of what was sent -> (G, W_o), of what was pooled here."""
-        return received
+    def _gradients_here(self, ticket: Ticket, received: Tensor) -> list[Tensor]:
+        """received (G, P): gradients of what was sent -> (G, W_o), of what was pooled here, if anything was; and of the
+        rows of each sequence."""
+        return [received]
 
     def ask(self, batch: Batch, purpose: str = "route") -> Asked:
         """Raises IdRangeError, DataError."""
@@ -222,8 +230,11 @@ class PooledExchange(Owner):
             if placed is None:
                 placed = take(source.rows, ticket.owner_plan.inverse)
             kernels = self.kernels(source.views)
-            (pooled,) = kernels.pool(ticket.lookups, kernels.place(ticket.lookups, source.views, placed))  # fmt: skip
-            block = self._message(ticket, pooled.to(CPU))
+            there = kernels.place(ticket.lookups, source.views, placed)
+            found = [each.to(CPU) for each in kernels.pool(ticket.lookups, there)]
+            pooled = found.pop(0) if self.here.columns.dims else block
+            ticket.wire.rows = found
+            block = self._message(ticket, pooled)
         if self.mesh.num_ranks == 1:
             ticket.reads = Fetched((), block)
             return
@@ -291,8 +302,7 @@ class PooledExchange(Owner):
             return RowGradients(
                 ticket.pinned, ticket.owned_offsets, torch.zeros(1, dtype=torch.int32), none, source
             )
-        gradients = self._gradients_here(ticket, received)
-        return self.native.of_outputs(ticket, [gradients])
+        return self.native.of_outputs(ticket, self._gradients_here(ticket, received))
 
     def _gradients(self, ticket: Ticket) -> Tensor:
         """(B, W) of the compute dtype: gradients of the sums."""

@@ -4,6 +4,9 @@ model gets back.
 Every slice of a table is a table by itself, every feature that reads the table reads each of its slices. Pooled fields
 come side by side in the order of the columns, so an output holds what it would hold of whole rows. Hot and cold rows
 are slices, too, of which a lookup is in one (`hot.py`).
+
+Consumers of sequences are evaluated here, of what exchanges give of their fields one by one; but for those that owners
+evaluate, which exchanges know as they are declared.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from colonnade.exchange.contract import Consumer, Exchange, Ticket
 from colonnade.exchange.hot import Dealt, deal
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.recording import evaluate
+from colonnade.exchange.substitution import queries_of
 from colonnade.interaction import Concat
 from colonnade.store.slices import Laid, lay_out
 from colonnade.table import Feature, Pooling, TableSide
@@ -32,6 +36,8 @@ class Slices:
 
     declared: Declaration
     laid: tuple[Laid, ...]
+    at_owners: frozenset[str] = frozenset()
+    """Consumers of sequences that an exchange evaluates."""
 
     @cached_property
     def is_cut(self) -> bool:
@@ -79,7 +85,11 @@ class Slices:
         """Of the slices. Consumers take the values of their fields, and are evaluated by `seen`."""
         declared = self.declared
         if not self.is_cut:
-            return declared
+            whole = {
+                name: Consumer(Concat(), self._pooled(name)) if name in self.attending else each
+                for name, each in declared.consumers.items()
+            }
+            return replace(declared, consumers=whole) if self.attending else declared
         tables = tuple(each.table for each in self.laid)
         features = tuple(self._reader(f, number) for f, number in self.readers)
         # Sums that are yet to be added and divided are not rounded before that.
@@ -87,9 +97,9 @@ class Slices:
         bare = Declaration(tables, features, {}, output)
         consumers = {
             name: Consumer(
-                Concat(), tuple(each for taken in consumer.features for each in self.names[taken])
+                Concat(), tuple(each for taken in self._pooled(name) for each in self.names[taken])
             )
-            for name, consumer in declared.consumers.items()
+            for name in declared.consumers
         }
         for name in self.alone:
             if name not in self.sequences and self.names[name] != (name,):
@@ -120,9 +130,27 @@ class Slices:
         return found
 
     @cached_property
+    def attending(self) -> tuple[str, ...]:
+        """Declared consumers of sequences that are evaluated here."""
+        given = self.declared.consumers.items()
+        return tuple(
+            name
+            for name, each in given
+            if each.interaction.sequences and name not in self.at_owners
+        )
+
+    def _pooled(self, name: str) -> tuple[str, ...]:
+        """Fields of a declared consumer, but for sequences that are given one by one."""
+        consumer = self.declared.consumers[name]
+        return queries_of(consumer) if name in self.attending else consumer.features
+
+    def _sequences_of(self, name: str) -> tuple[str, ...]:
+        return self.declared.consumers[name].features[len(self._pooled(name)) :]
+
+    @cached_property
     def alone(self) -> tuple[str, ...]:
-        """Declared fields that no consumer takes."""
-        taken = {name for each in self.declared.consumers.values() for name in each.features}
+        """Declared fields that exchanges give one by one."""
+        taken = {field for name in self.declared.consumers for field in self._pooled(name)}
         return tuple(field.name for field in self.declared.fields if field.name not in taken)
 
     @cached_property
@@ -137,25 +165,46 @@ class Slices:
 
     def route(self, exchange: Exchange, batch: Batch, step: int, purpose: str) -> Ticket:
         """`Exchange.route` of a batch of declared features."""
-        if not self.hot:
-            return exchange.route(batch, step, purpose=purpose)
-        dealt = deal(batch, self.declared, self.hot)
-        ticket = exchange.route(dealt.batch, step, purpose=purpose)
-        ticket.dealt = dealt
+        dealt = deal(batch, self.declared, self.hot) if self.hot else None
+        ticket = exchange.route(batch if dealt is None else dealt.batch, step, purpose=purpose)
+        ticket.dealt, ticket.offsets = dealt, self.offsets_of(batch)
         return ticket
+
+    def offsets_of(self, batch: Batch) -> dict[str, Tensor]:
+        """(B + 1,) of each sequence that is attended to here, by field. Of a batch that was checked."""
+        found = {}
+        for name in self.attending:
+            for field in self._sequences_of(name):
+                offsets = batch.ids[self._feature(field).name].offsets
+                found[field] = torch.arange(batch.size + 1) if offsets is None else offsets
+        return found
 
     def values(
         self, exchange: Exchange, ticket: Ticket, handle: Tensor, device: torch.device
     ) -> dict[str, Tensor]:
         """`Exchange.values`, as a model sees them."""
-        return self.seen(exchange.values(ticket, handle, device), ticket.dealt)
+        found = exchange.values(ticket, handle, device)
+        return self.seen(found, ticket.offsets, ticket.dealt)
 
-    def seen(self, found: Mapping[str, Tensor], dealt: Dealt | None = None) -> dict[str, Tensor]:
-        """What a model sees, from what an exchange of `declaration` gives."""
-        if not self.is_cut:
+    def seen(
+        self, found: Mapping[str, Tensor], offsets: Mapping[str, Tensor], dealt: Dealt | None = None
+    ) -> dict[str, Tensor]:
+        """What a model sees, from what an exchange of `declaration` gives. offsets: those of `offsets_of`."""
+        if not self.is_cut and not self.attending:
             return dict(found)
+        seen = self._joined(found, dealt) if self.is_cut else dict(found)
+        for name in self.attending:
+            each, (field,) = self.declared.consumers[name], self._sequences_of(name)
+            seen[name] = each.interaction(seen[name], seen[field], offsets[field])
+        return {name: seen[name] for name in self.declared.output_names}
+
+    def _joined(self, found: Mapping[str, Tensor], dealt: Dealt | None) -> dict[str, Tensor]:
+        """Of fields and consumers as they are declared, but for those of sequences: theirs is what they pool."""
         seen = {}
         for name, each in self.declared.consumers.items():
+            if name in self.attending:
+                seen[name] = self._whole(self._pooled(name), found[name], dealt)
+                continue
             seen[name] = evaluate(each, self._whole(each.features, found[name], dealt))
         for name in self.alone:
             if name not in self.sequences:
@@ -193,6 +242,21 @@ class Slices:
         return self.declared.features[each.feature]
 
 
-def slices_of(declared: Declaration, shardings: Sequence[Sharding]) -> Slices:
-    """Raises ConfigError for a table that cannot be cut as its sharding says."""
-    return Slices(declared, lay_out(declared.tables, shardings))
+def slices_of(
+    declared: Declaration, shardings: Sequence[Sharding], exchanges: Sequence[str] = ()
+) -> Slices:
+    """exchanges: by table, as far as some evaluates consumers of sequences. Raises ConfigError for a table that cannot
+    be cut as its sharding says."""
+    laid = lay_out(declared.tables, shardings)
+    there = frozenset[str]()
+    if exchanges and len(laid) == len(declared.tables):
+        of_field = {
+            field.name: exchanges[declared.parts[field.part][0]] for field in declared.fields
+        }
+        there = frozenset(
+            name
+            for name, each in declared.consumers.items()
+            if each.interaction.sequences
+            and all(of_field[field] == "substitute" for field in each.features)
+        )
+    return Slices(declared, laid, there)

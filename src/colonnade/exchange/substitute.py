@@ -17,15 +17,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from colonnade.errors import CheckpointError
+from colonnade.errors import CheckpointError, ConfigError
+from colonnade.exchange.attending import Attention
 from colonnade.exchange.coding import AS_IT_IS, Coding
-from colonnade.exchange.contract import Ticket
+from colonnade.exchange.contract import RowSource, Ticket
 from colonnade.exchange.evaluating import EvaluatingExchange, Partial
 from colonnade.exchange.fields import Columns, Fields, Key
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.pooled import Fetched
-from colonnade.exchange.substitution import substituted
+from colonnade.exchange.routing import counted
+from colonnade.exchange.substitution import barred, substituted
 from colonnade.exchange.travel import DirectRoute
+from colonnade.interaction import TargetAttention
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
 
@@ -46,18 +49,90 @@ class SubstituteExchange(EvaluatingExchange):
     ) -> None:
         """As `pooled`. reads_ahead: steps between `fetch` and the use of what it read."""
         consumers = substituted(declaration, shardings, world=mesh.world, reads_ahead=reads_ahead)
-        super().__init__(declaration, mesh, shardings, coding, consumers)
+        numbers = {field.name: i for i, field in enumerate(declaration.fields)}
+        self.attending: dict[str, Attention] = {}
+        for name, consumer in declaration.consumers.items():
+            if not consumer.interaction.sequences:
+                continue
+            query, sequence = (numbers[field] for field in consumer.features)
+            feature = declaration.features[declaration.fields[sequence].feature]
+            if name not in consumers:
+                why = barred(declaration, name, world=mesh.world, reads_ahead=reads_ahead)
+                raise ConfigError(
+                    f"feature {feature.name!r} of table {feature.table!r}: got exchange substitute for a sequence that "
+                    f"consumer {name!r} takes, but {why}; give this table exchange rows"
+                )
+            assert isinstance(consumer.interaction, TargetAttention)
+            ranks = shardings[declaration.table_of(feature)].ranks
+            self.attending[name] = Attention(consumer.interaction, mesh, ranks, query, sequence)
+        self.queries = tuple(dict.fromkeys(each.query for each in self.attending.values()))
+        apart = {name: (each.query,) for name, each in self.attending.items()}
+        super().__init__(declaration, mesh, shardings, coding, consumers, apart)
+        taken = {key for output in self.outputs for key, _ in output.pieces}
+        self.unseen = [self.whole.of(i) for i in self.queries if i not in taken]
 
     def _carried(self, share: Fields) -> Columns:
         dims: dict[Key, int] = {}
         for output in self.outputs:
             for key, _ in output.pieces:
                 if isinstance(key, str):
-                    if set(self.taken_by[key]) & set(share.order):
+                    if set(self.taken_by.get(key, ())) & set(share.order):
                         dims[key] = output.width
                 elif key in share.order:
                     dims[key] = self.declaration.fields[key].dim
+        for i in self.queries:
+            if i in share.order:
+                dims[i] = self.declaration.fields[i].dim
         return Columns(dims)
+
+    def _arriving(self) -> Columns:
+        widths = {each.names[0]: each.width for each in self.outputs if each.is_partial}
+        return Columns(
+            {**super()._arriving().dims, **{name: widths[name] for name in self.attending}}
+        )
+
+    def fetch(self, ticket: Ticket, source: RowSource) -> None:
+        """As `pooled`; where there is attention, what is merged of it is here when it returns."""
+        super().fetch(ticket, source)
+        if self.attending:
+            self._attend(ticket)
+
+    def _attend(self, ticket: Ticket) -> None:
+        """Collective. Queries have to be here before they can go out."""
+        size, sizes = ticket.batch_size, ticket.wire.sizes
+        counts_as, is_trained = counted(ticket.purpose, "fetch"), ticket.purpose != "evaluate"
+        total = self._total(ticket)
+        total = torch.cat([total, total.new_zeros(size, self.whole.width - total.shape[1])], dim=1)
+        ticket.wire.attended = {}
+        for name, each in self.attending.items():
+            dim = self.declaration.fields[each.sequence].dim
+            rows, lengths = total.new_zeros(0, dim), torch.zeros(0, dtype=torch.int64)
+            if each.is_here:
+                rows = ticket.wire.rows[self.here.sequences.index(each.sequence)].detach()
+                feature = self.declaration.fields[each.sequence].feature
+                bags = ticket.lookups.bags[self.here.features.index(feature)]
+                lengths = torch.ones(sum(sizes), dtype=torch.int64) if bags is None else bags.diff()
+            query = total[:, self.whole.of(each.query)].contiguous()
+            attended = each.fetch(query, rows, lengths, sizes, counts_as, is_trained)
+            total[:, self.whole.of(name)] = attended.merged.detach()
+            if is_trained:
+                ticket.wire.attended[name] = attended
+        ticket.reads = Fetched((), total)
+
+    def _gradients(self, ticket: Ticket) -> Tensor:
+        """And of queries, once owners have said what they make of those of attention."""
+        total = super()._gradients(ticket)
+        for columns in self.unseen:
+            total[:, columns] = 0.0
+        ticket.wire.of_rows = {}
+        for name, each in self.attending.items():
+            given = total[:, self.whole.of(name)].contiguous()
+            of_query, of_rows = each.push(ticket.wire.attended[name], given, ticket.wire.sizes)
+            total[:, self.whole.of(each.query)] += of_query
+            found = ticket.wire.of_rows
+            before = found.get(each.sequence)
+            found[each.sequence] = of_rows if before is None else before + of_rows
+        return total
 
     def _message(self, ticket: Ticket, pooled: Tensor) -> Tensor:
         is_trained = ticket.purpose != "evaluate"
@@ -142,5 +217,8 @@ class SubstituteExchange(EvaluatingExchange):
         field = self.declaration.fields[i]
         return self.shardings[self.declaration.parts[field.part][0]].ranks[0]
 
-    def _gradients_here(self, ticket: Ticket, received: Tensor) -> Tensor:
-        return self._through(ticket.wire.partials, received, self.sent, self.here.columns)
+    def _gradients_here(self, ticket: Ticket, received: Tensor) -> list[Tensor]:
+        here = self.here.columns
+        found = self._through(ticket.wire.partials, received, self.sent, here)
+        of_rows = [ticket.wire.of_rows[i].contiguous() for i in self.here.sequences]
+        return [found, *of_rows] if here.dims else of_rows

@@ -2,7 +2,8 @@
 
 A consumer's partial costs its width from every rank that has some of its fields; a field whose values travel costs its
 dim from every rank that has rows of it, and is then free for all others that take it (DES, Rong et al. 2020, section 3;
-the cut is the minimum over all sets of consumers). Pure functions.
+the cut is the minimum over all sets of consumers). Rows of a sequence do not travel here: a consumer of one is
+evaluated where they lie, or not under this exchange. Pure functions.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 
+from colonnade.exchange.contract import Consumer
 from colonnade.exchange.layout import Declaration
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
@@ -33,12 +35,15 @@ def substituted(
         for name in declaration.consumers
         if barred(declaration, name, world=world, reads_ahead=reads_ahead) is None
     ]
-    best: tuple[str, ...] = ()
+    # A sequence's rows do not travel as a sample's values do: what takes them is evaluated where they lie.
+    must = tuple(name for name in able if declaration.consumers[name].interaction.sequences)
+    best, others = must, [name for name in able if name not in must]
     least = floats(declaration, shardings, best)
-    for some in sets(able, lambda some: floats(declaration, shardings, some)):
-        found = floats(declaration, shardings, some)
+    for some in sets(others, lambda some: floats(declaration, shardings, (*must, *some))):
+        chosen = tuple(name for name in able if name in must or name in some)
+        found = floats(declaration, shardings, chosen)
         if found < least:
-            best, least = some, found
+            best, least = chosen, found
     return best
 
 
@@ -51,9 +56,14 @@ def barred(
         kind = type(interaction).__name__
         if interaction.merge == "whole":
             return f"{kind} needs all fields of a sample on one rank"
-        if interaction.merge != "sum":
             return f"partials of {kind} do not add up"
         return f"nothing smaller than its fields' values stands for them in {kind}"
+    if interaction.sequences and reads_ahead:
+        return (
+            "its queries are read before its rows, in a round of their own, and rows are read ahead"
+        )
+    if interaction.sequences and world is not None and world.has_servers:
+        return "owners are servers, which take part in no second round"
     if not any(True for _ in interaction.parameters()):
         return None
     if reads_ahead:
@@ -66,8 +76,8 @@ def barred(
 
 
 def partial_width(declaration: Declaration, name: str) -> int | None:
-    """P of a consumer; None: it has no partial that adds up."""
-    if declaration.consumers[name].interaction.merge != "sum":
+    """P of a consumer; None: it has no partial that can be merged."""
+    if declaration.consumers[name].interaction.merge == "whole":
         return None
     return result_width(declaration, name)
 
@@ -96,13 +106,25 @@ def values_needed(declaration: Declaration, consumers: Collection[str]) -> set[s
     given = declaration.consumers.items()
     taken = {name for _, consumer in given for name in consumer.features}
     alone = {field.name for field in declaration.fields if field.name not in taken}
-    return alone.union(*(consumer.features for name, consumer in given if name not in consumers))
+    queries = [queries_of(consumer) for name, consumer in given if name in consumers]
+    others = [consumer.features for name, consumer in given if name not in consumers]
+    return alone.union(*queries, *others)
+
+
+def queries_of(consumer: Consumer) -> tuple[str, ...]:
+    """Fields whose values go to where rows of its sequences lie."""
+    sequences = consumer.interaction.sequences
+    return consumer.features[:-sequences] if sequences else ()
 
 
 def _width(declaration: Declaration, name: str, owners: Mapping[str, frozenset[int]]) -> int:
-    """Floats per sample of a consumer's partials, from all ranks that have some of its fields."""
-    ranks = set().union(*(owners[field] for field in declaration.consumers[name].features))
-    return len(ranks) * (partial_width(declaration, name) or 0)
+    """Floats per sample of a consumer's partials, from all ranks that have some of its fields; and of queries, to all
+    that have rows of its sequences."""
+    consumer = declaration.consumers[name]
+    queries = queries_of(consumer)
+    ranks = set().union(*(owners[field] for field in consumer.features[len(queries) :]))
+    asked = sum(field.dim for field in declaration.fields if field.name in queries)
+    return len(ranks) * ((partial_width(declaration, name) or 0) + asked)
 
 
 def owners_by_field(

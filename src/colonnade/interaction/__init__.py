@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from colonnade.interaction.attention import TargetAttention
 from colonnade.interaction.contract import Interaction
 from colonnade.interaction.linear import FieldsLinear, NormalizedLinear
 from colonnade.interaction.statistics import FM, BiInteraction, Concat, Sum
@@ -15,5 +16,6 @@ __all__ = [
     "Interaction",
     "NormalizedLinear",
     "Sum",
+    "TargetAttention",
     "TowerModule",
 ]

@@ -28,6 +28,10 @@ class Interaction(nn.Module):
     one_width: bool = True
     """Whether its fields have one dim, and come as (B, F, D); else they have any, and come side by side, (B, W)."""
 
+    sequences: int = 0
+    """How many of its fields, the last ones, are sequences, whose rows it takes one by one. Of such an operator,
+    `partial` has the others, pooled and side by side, as its context, and `forward` takes (them, rows, offsets)."""
+
     @abstractmethod
     def width(self, dim: int) -> int | None:
         """P, floats per sample in a partial, for vectors of width `dim`; None: values must travel."""

@@ -102,6 +102,14 @@ def choose(
         raise split_bag(
             loads[field.table].name, best.chosen[field.table][1].kind, field.name, consumer
         )
+    if best.joint is not None and best.joint.lone is not None:
+        field = search.partials.model.fields[best.joint.lone]
+        raise ConfigError(
+            f"table {loads[field.table].name!r}: got exchange substitute for {field.name!r}, a sequence whose rows "
+            "would have to travel one by one: what takes it is evaluated where they lie only if the tables of its "
+            "queries are under substitute, too, and no table is cut by columns; set their exchange as well, or this "
+            "one's to rows"
+        )
     others = [each for each in found if each.joint is not None and each.joint.consumers]
     later = min((search.objective(each) for each in others), default=None)
     later = None if later is None else max(later - search.objective(best), 0.0)
@@ -174,7 +182,7 @@ class Search:
             for exchange, kind in OPTIONS
             if (said.kind is None or kind == said.kind)
             and (said.exchange is None or exchange == said.exchange)
-            and (exchange not in BY_OWNERS or (load.is_pooled and len(load.columns) > 0))
+            and self.may_pool(t, exchange)
             and (exchange != "substitute" or said.exchange == exchange or t in self.grouped)
             and (
                 exchange != "substitute" or said.kind or kind == "table_wise" or t not in self.whole
@@ -192,6 +200,14 @@ class Search:
         raise ConfigError(
             f"table {load.name!r}: got {wanted}, which it cannot have ({why}); set another plan.exchange or "
             f"plan.sharding, or plan.tables.{load.name}"
+        )
+
+    def may_pool(self, t: int, exchange: ExchangeName) -> bool:
+        """Whether owners can serve a table so: rows of sequences travel one by one, or not at all."""
+        load = self.loads[t]
+        is_attended = exchange == "substitute" and t in self.partials.attended
+        return exchange not in BY_OWNERS or (
+            len(load.columns) > 0 and (load.is_pooled or is_attended)
         )
 
     def costs(self, t: int, exchange: ExchangeName, sharding: Sharding) -> tuple[Pair, Work]:
@@ -270,6 +286,8 @@ class Search:
         if used and self.world.num_ranks > 1:
             calls = np.sum([CALLS[exchange] for exchange in used], axis=0)
             calls[0] += 1  # the header
+            if state.joint is not None:
+                calls[1:] += 2 * state.joint.rounds
             phases = phases + calls * self.world.call_seconds
             if "towers" in used:
                 less = self.world.call_seconds - call_seconds(self.world, self.num_towers)
@@ -294,7 +312,7 @@ class Search:
                 total += over * self.memory.seconds_per_byte
             if state.in_use.max() > max(budget, self.in_use_at_least):
                 return float("inf")
-        if state.joint is not None and state.joint.split is not None:
+        if state.joint is not None and (state.joint.split or state.joint.lone is not None):
             return float("inf")
         if state.joint is not None and not state.joint.consumers:
             total *= 1 + GAIN  # `pooled` is that, too

@@ -10,7 +10,13 @@ from colonnade.exchange.codec import CODECS, EXACT, Codecs
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.several import part_of
 from colonnade.exchange.slices import slices_of
-from colonnade.exchange.substitution import barred, partial_width, result_width, substituted
+from colonnade.exchange.substitution import (
+    barred,
+    partial_width,
+    queries_of,
+    result_width,
+    substituted,
+)
 from colonnade.exchange.tower_cut import never_in_towers
 from colonnade.plan.loads import ColumnLoad, TableLoad
 from colonnade.topology.sharding import Sharding
@@ -34,6 +40,8 @@ class FieldLoad:
     """To owners, of all of a rank's lookups, where they divide: a weight each."""
     has_bags: bool = False
     """A sample may have several ids."""
+    per_sample: float | None = None
+    """Rows of a sequence, which are taken one by one; None: it is pooled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,12 @@ class ConsumerLoad:
     inside_value_bytes: float = 0.0
     """Of that, of a sample, as it travels."""
     inside_gradient_bytes: float = 0.0
+    sequences: tuple[int, ...] = ()
+    """Those of its fields whose rows it takes one by one. Partials come from where these lie."""
+    query_floats: int = 0
+    """Of a sample, to where they lie."""
+    query_bytes: float = 0.0
+    """The same, which gradients of queries are, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +86,8 @@ class ModelLoad:
         return tuple(
             each
             for each in self.consumers
-            if each.width is not None and each.width < sum(self.fields[f].dim for f in each.fields)
+            if each.width is not None
+            and (each.sequences or each.width < sum(self.fields[f].dim for f in each.fields))
         )
 
 
@@ -118,6 +133,7 @@ def model_load(
                 field.name, declaration.parts[field.part][0], field.feature, field.dim,
                 float(values.row_bytes([field.dim], compute)),
                 float(gradients.row_bytes([field.dim], compute)), added, has_bags,
+                _per_sample(column, loads) if feature.pooling == "sequence" else None,
             )
         )  # fmt: skip
     numbers = {field.name: i for i, field in enumerate(fields)}
@@ -130,16 +146,27 @@ def model_load(
         inside = None
         if never_in_towers(declaration, name, world, reads_ahead=reads_ahead) is None:
             inside = result_width(declaration, name)
+        queries = queries_of(consumer)
+        of_query = sum(fields[numbers[each]].dim for each in queries)
+        # Logarithms of sums are not rounded (exchange/attending.py).
+        both = (CODECS["exact"],) * 2 if queries else (values, gradients)
         consumers.append(
             ConsumerLoad(
                 name, tuple(numbers[each] for each in consumer.features), width,
-                float(values.row_bytes(of_partial, compute)),
-                float(gradients.row_bytes(of_partial, compute)), needs == "fields", why or "",
+                float(both[0].row_bytes(of_partial, compute)),
+                float(both[1].row_bytes(of_partial, compute)), needs == "fields", why or "",
                 inside, float(values.row_bytes([inside or 0], compute)),
                 float(gradients.row_bytes([inside or 0], compute)),
+                tuple(numbers[each] for each in consumer.features[len(queries) :]) if queries else (),
+                of_query, float(CODECS["exact"].row_bytes([of_query], compute)) if queries else 0.0,
             )
         )  # fmt: skip
     return ModelLoad(tuple(fields), tuple(consumers))
+
+
+def _per_sample(column: ColumnLoad | None, loads: Sequence[TableLoad]) -> float:
+    """Rows of a sequence; one, of which nothing is known."""
+    return 1.0 if column is None else column.lookups / max(loads[0].samples, 1e-300)
 
 
 def evaluated_at_owners(
@@ -152,7 +179,7 @@ def evaluated_at_owners(
 ) -> tuple[str, ...]:
     """Names of the consumers whose partials travel; by table: `shardings`, `exchanges`. `world`, `reads_ahead`: as
     `substitution.substituted`."""
-    slices = slices_of(declaration, shardings)
+    slices = slices_of(declaration, shardings, exchanges)
     names = [exchanges[each.number] for each in slices.laid]
     tables = {
         each.table.name

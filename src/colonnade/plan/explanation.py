@@ -17,7 +17,6 @@ from colonnade.plan.chosen import (
 )
 from colonnade.plan.cutting import CUT, most_slices
 from colonnade.plan.flows import PURPOSES, TABLE_BYTES, ExchangeName
-from colonnade.plan.loads import TableLoad
 from colonnade.plan.paths import blocks_added
 from colonnade.plan.reasons import consumer_choices
 from colonnade.plan.tower_paths import Hop
@@ -36,7 +35,7 @@ def explained(search: Search, state: State, later: float | None) -> Choice:
         mine = cost(search, state, t, *state.chosen[t], now)
         others = []
         for exchange, kind in OPTIONS:
-            if (exchange, kind) == mine.option or not _has(search, load, exchange, kind):
+            if (exchange, kind) == mine.option or not _has(search, t, exchange, kind):
                 continue
             if exchange == "substitute" and not _is_shown(search, t):
                 continue
@@ -75,13 +74,13 @@ def _consumers(search: Search, state: State, later: float | None) -> tuple[Consu
     )  # fmt: skip
 
 
-def _has(search: Search, load: TableLoad, exchange: ExchangeName, kind: Kind) -> bool:
-    is_pooled = load.is_pooled and len(load.columns) > 0
+def _has(search: Search, t: int, exchange: ExchangeName, kind: Kind) -> bool:
+    load = search.loads[t]
     if kind == "replicated" and search.world.has_servers:
         return False
     if kind in CUT and most_slices(load, kind, search.world) < 2:
         return False
-    return (exchange not in BY_OWNERS or is_pooled) and (kind != "host_wise" or search.has_hosts)
+    return search.may_pool(t, exchange) and (kind != "host_wise" or search.has_hosts)
 
 
 def _is_shown(search: Search, t: int) -> bool:

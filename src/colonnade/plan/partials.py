@@ -2,8 +2,9 @@
 
 The cut is that of `exchange/substitution.py`, on numbers alone: a consumer whose fields' tables are all under
 `substitute` may have its partial travel, from every rank that has rows of one of them; all other fields travel as under
-`pooled`. A partial's bytes are the tables' that have rows on the rank which sends it, by the widths of the fields that
-it stands for there: exact where all tables lie on the same ranks, and the truth in sum wherever they lie.
+`pooled`. Where a consumer takes a sequence, partials come from where its rows lie, and queries go there before. A
+partial's bytes are the tables' that have rows on the rank which sends it, by the widths of the fields it stands for
+there: exact where all tables lie on the same ranks, and the truth in sum wherever they lie.
 
 Legend: N ranks, T tables, F fields, C consumers.
 """
@@ -48,8 +49,14 @@ class Joint:
     their gradients. In none of the arrays before but `floats`."""
     added: Mapping[int, float]
     """By table, of a rank's batch, to all its owners: weights of lookups, where owners divide."""
+    queries: Floats
+    """(N,) bytes that an owner is sent before it evaluates, and sends back as gradients."""
+    rounds: int = 0
+    """Consumers that have such, one after the other."""
     split: tuple[str, int] | None = None
     """An operator that needs whole bags, and a field whose bags are split; None: this can be."""
+    lone: int | None = None
+    """A field of a sequence whose rows would have to travel, which they cannot here; None: this can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,16 @@ class Partials:
         self.takes = np.zeros((len(model.consumers), len(model.fields)), dtype=bool)
         for c, consumer in enumerate(model.consumers):
             self.takes[c, list(consumer.fields)] = True
+        # Of fields side by side as a consumer takes them, those that its partial stands for; and queries.
+        self.meant, self.asks = self.takes.copy(), np.zeros_like(self.takes)
+        for c, consumer in enumerate(model.consumers):
+            if consumer.sequences:
+                self.meant[c] = False
+                self.meant[c, list(consumer.sequences)] = True
+                self.asks[c] = self.takes[c] & ~self.meant[c]
+        rows = [field.per_sample for field in model.fields]
+        self.is_sequence = np.array([each is not None for each in rows], dtype=bool)
+        self.rows = np.array([1.0 if each is None else each for each in rows])
 
     @cached_property
     def taken(self) -> NDArray[np.bool_]:
@@ -83,6 +100,20 @@ class Partials:
 
     def tables_of(self, consumer: ConsumerLoad) -> tuple[int, ...]:
         return tuple(sorted({self.model.fields[f].table for f in consumer.fields}))
+
+    def senders(self, c: int) -> list[int]:
+        """Tables where partials come from."""
+        return sorted(set(self.tables[self.meant[c]].tolist()))
+
+    @cached_property
+    def attended(self) -> frozenset[int]:
+        """Tables of sequences whose rows need not travel: all that takes them can be evaluated where they lie."""
+        able = np.array([bool(each.sequences and each.width) for each in self.model.consumers])
+        others = self.takes[~able].any(0) if len(able) else np.zeros_like(self.is_sequence)
+        free = self.is_sequence & self.taken & ~others
+        return frozenset(self.tables[free].tolist()) - frozenset(
+            self.tables[self.is_sequence & ~free].tolist()
+        )
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -115,31 +146,33 @@ class Partials:
         ]
         if not able:
             return ()
-        field_floats = self.dims * counts[self.tables]
+        field_floats = self.dims * self.rows * counts[self.tables]
         widths = {c: self.partial_floats(c, owners) for c in able}
+        must = [c for c in able if self.model.consumers[c].sequences]
 
         def floats(some: Sequence[int]) -> float:
             needed = self.needed(some)
             return sum(widths[c] for c in some) + float(field_floats[needed].sum())
 
-        best: tuple[int, ...] = ()
-        least, names = floats(best), [str(c) for c in able]
-        for some in sets(names, lambda some: floats([int(c) for c in some])):
-            chosen = tuple(int(c) for c in some)
+        best = tuple(must)
+        least, names = floats(best), [str(c) for c in able if c not in must]
+        for some in sets(names, lambda some: floats([*must, *map(int, some)])):
+            chosen = tuple(sorted([*must, *map(int, some)]))
             if (found := floats(chosen)) < least:
                 best, least = chosen, found
         return best
 
     def partial_floats(self, c: int, owners: Floats) -> float:
         """Of a sample, from all owners."""
-        tables = list(self.tables_of(self.model.consumers[c]))
-        return float((owners[tables] > 0).any(0).sum()) * (self.model.consumers[c].width or 0)
+        consumer = self.model.consumers[c]
+        each = (consumer.width or 0) + consumer.query_floats
+        return float((owners[self.senders(c)] > 0).any(0).sum()) * each
 
     def needed(self, some: Sequence[int]) -> NDArray[np.bool_]:
         """(F,) fields whose values travel where those consumers' partials do."""
         others = np.ones(len(self.takes), dtype=bool)
         others[list(some)] = False
-        return ~self.taken | self.takes[others].any(0)
+        return ~self.taken | self.takes[others].any(0) | self.asks[list(some)].any(0)
 
     def joint(self, owners: Floats, *, may_evaluate: bool = True) -> Joint:
         some, model = self.cut(owners, may_evaluate=may_evaluate), self.model
@@ -150,7 +183,9 @@ class Partials:
         for b, of_fields in enumerate((self.value_bytes, self.gradient_bytes)):
             common[b] += float(of_fields[needed & sums].sum())
         floats = self._by_table(self.dims * needed) @ owners
-        evaluated = np.zeros(owners.shape[1])
+        evaluated, queries = np.zeros(owners.shape[1]), np.zeros(owners.shape[1])
+        mine = np.asarray((owners > 0).any(1))[self.tables]
+        lone = np.flatnonzero(needed & self.is_sequence & mine)
         added: dict[int, float] = {}
         split, counts = None, (owners > 0).sum(1)
         weighed: dict[
@@ -158,14 +193,15 @@ class Partials:
         ] = {}  # a feature, one of its fields: it is weighed once for all of them
         for c in some:
             consumer = model.consumers[c]
-            there = (owners[list(self.tables_of(consumer))] > 0).any(0)
-            if self.adds_in_host and there.all():
+            there = (owners[self.senders(c)] > 0).any(0)
+            queries = queries + consumer.query_bytes * there
+            if self.adds_in_host and there.all() and not consumer.sequences:
                 common += consumer.value_bytes, consumer.gradient_bytes
             else:
                 values = values + consumer.value_bytes * there
                 gradients = gradients + consumer.gradient_bytes * there
             floats = floats + (consumer.width or 0) * there
-            evaluated += self._by_table(self.dims * self.takes[c]) @ owners
+            evaluated += self._by_table(self.dims * self.rows * self.meant[c]) @ owners
             for f in consumer.fields:
                 field = model.fields[f]
                 is_split = counts[field.table] > 1
@@ -177,7 +213,11 @@ class Partials:
             field = model.fields[f]
             added[field.table] = added.get(field.table, 0.0) + field.added_bytes
         both = float(common[0]), float(common[1])
-        return Joint(some, values, gradients, floats, evaluated, both, added, split)
+        rounds = sum(bool(model.consumers[c].sequences) for c in some)
+        return Joint(
+            some, values, gradients, floats, evaluated, both, added, queries, rounds, split,
+            int(lone[0]) if len(lone) else None,
+        )  # fmt: skip
 
     def _by_table(self, of_fields: Floats) -> Floats:
         found = np.bincount(self.tables, weights=of_fields, minlength=self.num_tables)
@@ -188,7 +228,8 @@ class Partials:
         return np.asarray((owners == 1).all(1) & self.adds_in_host)
 
     def shares(self, joint: Joint, owners: Floats, t: int) -> tuple[Share, Share]:
-        """Of `joint.values` and `joint.gradients`, and of `joint.common`, what is table t's."""
+        """Of `joint.values` and `joint.gradients`, with queries and their gradients, and of `joint.common`, what is
+        table t's."""
         needed, mine = self.needed(joint.consumers), self.tables == t
         has, found = owners[t], []
         for b, of_fields in enumerate((self.value_bytes, self.gradient_bytes)):
@@ -197,11 +238,11 @@ class Partials:
             straight, common = (0.0, size) if is_common else (size * float(has.sum()), 0.0)
             for c in joint.consumers:
                 consumer = self.model.consumers[c]
-                size = (consumer.value_bytes, consumer.gradient_bytes)[b]
-                by_table = self._by_table(self.dims * self.takes[c])
+                size = (consumer.value_bytes, consumer.gradient_bytes)[b] + consumer.query_bytes
+                by_table = self._by_table(self.dims * self.meant[c])
                 share = by_table[t] * has / np.maximum(by_table @ owners, 1e-300)
-                there = (owners[list(self.tables_of(consumer))] > 0).any(0)
-                if self.adds_in_host and there.all():
+                there = (owners[self.senders(c)] > 0).any(0)
+                if self.adds_in_host and there.all() and not consumer.sequences:
                     common += size * float(share.mean())
                 else:
                     straight += size * float(share.sum())
@@ -217,6 +258,10 @@ def burden(
     links = np.zeros((len(PURPOSES), 2 * (world.num_ranks + world.num_hosts)))
     links[1] = samples * paths.of(asks, joint.values)[1]
     links[2] = samples * paths.of(asks, joint.gradients)[0]
+    if joint.rounds:
+        there, back, _ = paths.of(asks, joint.queries)
+        links[1] += samples * there
+        links[2] += samples * back
     if any(joint.common):
         links[1] += samples * joint.common[0] * paths.added[1]
         links[2] += samples * joint.common[1] * paths.added[0]
@@ -224,7 +269,9 @@ def burden(
         links[0] += size * paths.of(asks, owners[t] / owners[t].sum())[0]
     others = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
     moved = (
-        (joint.values + joint.gradients + sum(joint.common)) * world.byte_processor_seconds * others
+        (joint.values + joint.gradients + 2 * joint.queries + sum(joint.common))
+        * world.byte_processor_seconds
+        * others
     )
     asker, owner = float(moved.sum()), world.num_trainers * moved
     if rates:  # blocks are added up; partials are taken, and gradients of them, for all samples

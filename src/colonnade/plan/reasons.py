@@ -26,7 +26,7 @@ def consumer_choices(
     cut = [names[t] for t, row in enumerate(owners) if ((row > 0) & (row < 1)).any()]
     some = partials.cut(mine, may_evaluate=not cut)
     counts = (owners > 0).sum(1)
-    floats = partials.dims * owners.sum(1)[partials.tables]
+    floats = partials.dims * partials.rows * owners.sum(1)[partials.tables]
     found = []
     for c, consumer in enumerate(model.consumers):
         values = float(floats[partials.takes[c]].sum())
@@ -39,7 +39,9 @@ def consumer_choices(
         tables = partials.tables_of(consumer)
         others = [names[t] for t in tables if not under[t]]
         if c in some:
-            why = "fewer floats"
+            why = (
+                "rows of its sequence stay where they lie" if consumer.sequences else "fewer floats"
+            )
         elif {exchanges[t] for t in tables} == {"towers"}:
             why = "its fields do not all lie in one tower, or what it gives there is not less than values"
         elif partial is None:

@@ -1,0 +1,407 @@
+"""Attention over a sequence is the softmax that its definition says, wherever it is evaluated: of rows that travel, or
+where they lie, on one rank or several, whole tables and split ones; outputs, rows and evaluation in float64. And its
+bytes are as foretold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from ranks import run_ranks
+from scenario import share_of
+from test_substitute_law import at_owners, close
+
+from colonnade import (
+    FM,
+    SGD,
+    Batch,
+    Codecs,
+    Concat,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    Mesh,
+    RowOptimizer,
+    Table,
+    TargetAttention,
+    Uniform,
+    World,
+    build_plan,
+)
+from colonnade.errors import ConfigError
+from colonnade.exchange.codec import EXACT
+from colonnade.exchange.layout import declare
+from colonnade.plan.choice import choose
+from colonnade.plan.chosen import Forced
+from colonnade.plan.consumers import model_load
+from colonnade.plan.loads import table_loads
+from colonnade.plan.profile import profile
+from colonnade.topology.hot import hot_rows
+from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
+from colonnade.topology.traffic import Traffic
+
+LR, SIZES = 0.3, [13, 0, 1, 24]
+TABLES = [
+    Table(name, dim, rows=rows, dtype="float64", optimizer=SGD(lr=LR), initializer=Uniform(scale=1))
+    for name, dim, rows in (("item", 6, 30), ("user", 6, 11), ("place", 4, 9))
+]
+NAMES = tuple(table.name for table in TABLES)
+FEATURES = [
+    Feature("item", "item"),
+    Feature("history", "item", pooling="sequence"),  # weighted, some empty
+    Feature("seen", "item", pooling="mean"),
+    Feature("user", "user"),
+    Feature("home", "place"),
+    Feature("visits", "place", pooling="sequence"),
+]
+CONSUMERS = {
+    "likes": (TargetAttention(2), ("item", "history")),
+    "again": (TargetAttention(3), ("seen", "history")),
+    "who": (TargetAttention(), ("user", "history")),
+    "where": (TargetAttention(4), ("home", "visits")),
+    "fm": (FM(), ("item", "user")),
+    "deep": (Concat(), ("home",)),
+}
+ATTENDING = ("likes", "again", "who", "where")
+
+
+@dataclass(frozen=True)
+class Case:
+    exchanges: dict[str, str]
+    kind: str = "row_wise"
+    """Of all tables' shardings."""
+    at_owners: tuple[str, ...] = ()
+    consumers: tuple[str, ...] = tuple(CONSUMERS)
+
+    def shardings_in(self, num_ranks: int) -> dict[str, Sharding]:
+        if self.kind == "table_wise":
+            return {name: table_wise(t % num_ranks) for t, name in enumerate(NAMES)}
+        if self.kind == "host_wise":  # the last two ranks
+            return {name: Sharding("host_wise", tuple(range(num_ranks))[-2:]) for name in NAMES}
+        if self.kind == "cut":
+            cut = {"item": column_wise(range(min(2, num_ranks)))} if num_ranks > 1 else {}
+            hot = replace(row_wise(num_ranks), hot=hot_rows(range(0, 9, 2), num_ranks))
+            return {**cut, "place": hot}
+        return {}
+
+
+ALL = dict.fromkeys(NAMES, "substitute")
+CASES = {
+    "rows": Case({}),
+    "rows and pooled": Case({"user": "pooled"}, "table_wise"),
+    "cut and hot": Case({}, "cut"),
+    "split": Case(ALL, at_owners=ATTENDING),
+    "whole": Case(ALL, "table_wise", ATTENDING),
+    "on some": Case(ALL, "host_wise", ATTENDING),
+    "one alone": Case({"item": "substitute"}, at_owners=("likes",), consumers=("likes", "where")),
+    "a query of its own": Case(
+        {"item": "substitute", "user": "substitute"}, "table_wise", ("who",), ("who", "where")
+    ),
+}
+
+
+def global_batch(step: int, size: int) -> Batch:
+    draws = torch.Generator().manual_seed(step)
+
+    def bag(rows: int, most: int, is_weighted: bool = False) -> Ids:
+        lengths = torch.randint(0, most + 1, (size,), generator=draws)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        count = int(offsets[-1])
+        weights = torch.rand(count, generator=draws) + 0.5 if is_weighted else None
+        return Ids(torch.randint(0, rows, (count,), generator=draws), offsets, weights)
+
+    def one(rows: int) -> Ids:
+        return Ids(torch.randint(0, rows, (size,), generator=draws))
+
+    ids = {"item": one(30), "history": bag(30, 6, True), "seen": bag(30, 3), "user": one(11)}
+    ids |= {"home": one(9), "visits": bag(9, 3)}
+    return Batch(size, torch.zeros(size, 0), ids, label=torch.zeros(size))
+
+
+def given(step: int, name: str, size: int, width: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(10 * step + len(name))
+    return torch.randn(size, width, generator=random, dtype=torch.float64)
+
+
+def collection_of(case: Case) -> EmbeddingCollection:
+    features = [*FEATURES]
+    consumers = {name: CONSUMERS[name] for name in case.consumers}
+    taken = {field for _, fields in consumers.values() for field in fields}
+    features = [each for each in FEATURES if each.name in taken]
+    return EmbeddingCollection(TABLES, features, consumers=consumers, seed=3)
+
+
+def train(mesh, case: Case):
+    """By step, this rank's outputs; all rows at the end; and who was evaluated at the owners."""
+    collection = collection_of(case)
+    plan = build_plan(
+        TABLES, mesh.num_ranks, exchanges=case.exchanges, shardings=case.shardings_in(mesh.num_ranks)
+    )  # fmt: skip
+    collection.open(plan, mesh)
+    rows, seen = RowOptimizer(collection), []
+    batches = (share_of(global_batch(t, n), mesh.rank, mesh.num_ranks) for t, n in enumerate(SIZES))
+    for step, batch in enumerate(collection.lookahead(batches)):
+        found = collection(batch)
+        assert tuple(found) == case.consumers
+        seen.append({name: each.detach().clone() for name, each in found.items()})
+        first, last = (SIZES[step] * r // mesh.num_ranks for r in (mesh.rank, mesh.rank + 1))
+        gradients = [
+            given(step, name, SIZES[step], each.shape[1])[first:last]
+            for name, each in found.items()
+        ]
+        for _ in range(1 + step % 2):  # two backwards
+            torch.autograd.backward(list(found.values()), gradients, retain_graph=True)
+        rows.step()
+    collection.eval()
+    with torch.no_grad():
+        seen.append(dict(collection(share_of(global_batch(9, 7), mesh.rank, mesh.num_ranks))))
+    held = {t.name: collection.rows(t.name, torch.arange(t.rows)) for t in TABLES}
+    return seen, held, at_owners(collection)
+
+
+def plain(case: Case):
+    """The same in PyTorch, a sample after the other."""
+    start = collection_of(case)
+    start.open(build_plan(TABLES))
+    weights = {t.name: start.rows(t.name, torch.arange(t.rows)) for t in TABLES}
+    tables = {each.name: each for each in FEATURES}
+    seen = []
+
+    def rows_of(leaves, batch, field, sample):
+        ids = batch.ids[field]
+        first, last = (sample, sample + 1) if ids.offsets is None else ids.offsets[sample:][:2]
+        rows = leaves[tables[field].table][ids.values[first:last]]
+        if ids.weights is not None:
+            rows = rows * ids.weights[first:last, None].double()
+        return rows
+
+    def pooled(leaves, batch, field, sample):
+        rows = rows_of(leaves, batch, field, sample)
+        return rows.sum(0) / max(1, len(rows) if tables[field].pooling == "mean" else 1)
+
+    def output(leaves, batch, name, sample):
+        interaction, fields = CONSUMERS[name]
+        values = [
+            pooled(leaves, batch, field, sample) for field in fields if "s" != field[-1:] or True
+        ]
+        if name == "deep":
+            return torch.cat(values)
+        if name == "fm":
+            return (values[0] * values[1]).sum()[None]
+        rows, heads = rows_of(leaves, batch, fields[1], sample), interaction.heads
+        found = []
+        for query, keys in zip(values[0].chunk(heads), rows.chunk(heads, 1), strict=True):
+            scores = torch.softmax(keys @ query / math.sqrt(len(query)), 0)
+            found.append(scores @ keys)
+        return torch.cat(found)
+
+    for step, size in enumerate([*SIZES, 7]):
+        batch = global_batch(9 if step == len(SIZES) else step, size)
+        leaves = {name: each.clone().requires_grad_(True) for name, each in weights.items()}
+        found = {
+            name: torch.stack([output(leaves, batch, name, i) for i in range(size)])
+            if size else torch.zeros(0, 1)
+            for name in case.consumers
+        }  # fmt: skip
+        seen.append({name: each.detach() for name, each in found.items()})
+        if size and step < len(SIZES):
+            loss = sum(
+                (each * given(step, name, *each.shape)).sum() for name, each in found.items()
+            )
+            (loss * (1 + step % 2)).backward()
+            for name, leaf in leaves.items():
+                if leaf.grad is not None:
+                    weights[name] = (leaf - LR * leaf.grad).detach()
+    return seen, weights
+
+
+def train_all(mesh):
+    return [train(mesh, case) for case in CASES.values()]
+
+
+@pytest.mark.parametrize(
+    "num_ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
+)
+def test_equals_the_definition(num_ranks):
+    if num_ranks == 1:
+        everyone = [train_all(Mesh())]
+    else:
+        everyone = run_ranks(num_ranks, train_all, ranks_per_host=2 if num_ranks == 4 else None)
+    for number, (name, case) in enumerate(CASES.items()):
+        seen, rows = plain(case)
+        for step, outputs in enumerate(seen):
+            for key, value in outputs.items():
+                found = torch.cat([rank[number][0][step][key] for rank in everyone])
+                assert len(found) == len(value)
+                if len(value):
+                    close(found, value, f"{name}, step {step}, {key}")
+        for rank in everyone:
+            for table, value in rows.items():
+                close(rank[number][1][table], value, f"{name}, {table}")
+            evaluated = rank[number][2]
+            assert set(ATTENDING) & set(evaluated) == set(case.at_owners), name
+
+
+WIDE = [
+    Table(name, 8, rows=rows, optimizer=SGD(lr=LR)) for name, rows in (("item", 900), ("user", 300))
+]
+ATTEND = {
+    "likes": (TargetAttention(2), ("item", "history")),
+    "who": (TargetAttention(), ("user", "history")),
+    "fm": (FM(), ("item", "user")),
+}
+SENT = {
+    "split": ("row_wise", EXACT),
+    "whole": ("table_wise", EXACT),
+    "coded": ("row_wise", Codecs("bf16", "fp16")),
+}
+SIZE, STEPS = 300, 4
+
+
+def many(step: int, size: int) -> Batch:
+    draws = torch.Generator().manual_seed(step)
+
+    def draw(rows: int, count: int) -> torch.Tensor:
+        return (torch.rand(count, generator=draws) ** 3 * rows).long()
+
+    lengths = torch.randint(0, 9, (size,), generator=draws)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    history = Ids(draw(900, int(offsets[-1])), offsets)
+    ids = {"item": Ids(draw(900, size)), "user": Ids(draw(300, size)), "history": history}
+    return Batch(size, torch.zeros(size, 0), ids)
+
+
+def wide_collection() -> EmbeddingCollection:
+    features = [each for each in FEATURES if each.name in ("item", "user", "history")]
+    return EmbeddingCollection(WIDE, features, consumers=ATTEND)
+
+
+def forced(kind: str, num_ranks: int) -> dict[str, Forced]:
+    ranks = {"item": (0,), "user": (num_ranks - 1,)}
+    return {
+        name: Forced(kind, "substitute", ranks[name] if kind == "table_wise" else None)
+        for name in ranks
+    }
+
+
+def counted(mesh):
+    """By case: bytes by (purpose, link), this rank's of all steps."""
+    found, n = {}, mesh.num_ranks
+    for case, (kind, codecs) in SENT.items():
+        alone, collection = replace(mesh, traffic=Traffic()), wide_collection()
+        whole = {name: table_wise(*(said.ranks or (0,))) for name, said in forced(kind, n).items()}
+        plan = build_plan(
+            WIDE, n, codecs=codecs, exchanges=dict.fromkeys(("item", "user"), "substitute"),
+            shardings=whole if kind == "table_wise" else {},
+        )  # fmt: skip
+        collection.open(plan, alone)
+        rows = RowOptimizer(collection)
+        mine = (many(1000 + n * t + mesh.rank, SIZE) for t in range(STEPS))
+        for batch in collection.lookahead(mine):
+            sum(value.sum() for value in collection(batch).values()).backward()
+            rows.step()
+        found[case] = dict(alone.traffic.sent_bytes)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks_per_host"), [(1, 3), pytest.param(2, 2, marks=pytest.mark.slow)]
+)
+def test_bytes_are_foretold(hosts, ranks_per_host):
+    num_ranks = hosts * ranks_per_host
+    everyone = run_ranks(num_ranks, counted, ranks_per_host=ranks_per_host)
+    world = World(num_hosts=hosts, ranks_per_host=ranks_per_host)
+    declaration = wide_collection().declaration
+    sampled = profile(WIDE, declaration.features, [many(t, SIZE * num_ranks) for t in range(20)])
+    for case, (kind, codecs) in SENT.items():
+        loads = table_loads(
+            WIDE, declaration.features, sampled, world, batch_size=SIZE * num_ranks, last_batch=100,
+            codecs=codecs,
+        )  # fmt: skip
+        model = model_load(declaration, loads, codecs=codecs)
+        choice = choose(loads, world, forced=forced(kind, num_ranks), model=model)
+        assert [each.is_partial for each in choice.consumers][:2] == [True, True]
+        for key, foretold in choice.sent.items():
+            mean = sum(each[case].get(key, 0) for each in everyone) / (num_ranks * STEPS)
+            assert foretold == pytest.approx(mean, rel=0.02), (case, key)
+
+
+def test_a_sequence_of_which_something_else_is_taken_cannot_stay():
+    """Chosen neither, nor where it is asked for: its query's table travels otherwise."""
+    declaration, world = wide_collection().declaration, World(ranks_per_host=2)
+    sampled = profile(WIDE, declaration.features, [many(0, 500)])
+    loads = table_loads(WIDE, declaration.features, sampled, world, batch_size=500)
+    model = model_load(declaration, loads, world=world)
+    both = dict.fromkeys(("item", "user"), Forced(exchange="substitute"))
+    assert set(choose(loads, world, forced=both, model=model).exchanges.values()) == {"substitute"}
+    one = {"item": both["item"], "user": Forced(exchange="rows")}
+    with pytest.raises(ConfigError, match=r"'item': got exchange substitute for 'history'"):
+        choose(loads, world, forced=one, model=model)
+    stale = model_load(declaration, loads, world=world, reads_ahead=1)
+    with pytest.raises(ConfigError, match="a feature reads it as a sequence"):
+        choose(loads, world, forced=both, model=stale)
+
+
+def test_shards_merge_in_any_way():
+    torch.manual_seed(0)
+    attention, size, count = TargetAttention(2), 5, 31
+    query = torch.randn(size, 6, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(count, 6, dtype=torch.float64, requires_grad=True)
+    segments = torch.randint(0, size - 1, (count,)).sort().values  # the last has none
+    shard = torch.randint(0, 3, (count,))
+    offsets = torch.searchsorted(segments, torch.arange(size + 1))
+
+    def partial(mask):
+        return attention.partial(rows[mask], segments[mask], size, None, query)
+
+    wanted = attention(query, rows, offsets)
+    assert not bool(wanted[-1].any())
+    stats = torch.stack([partial(shard == each) for each in range(4)])
+    nested = attention.merged(
+        torch.stack([attention.merged(stats[:2]), attention.merged(stats[2:])])
+    )
+    for merged in (attention.merged(stats), nested):
+        found = attention.combine(merged)
+        close(found, wanted, "merged")
+        for one, other in zip(
+            torch.autograd.grad(found.square().sum(), (query, rows), retain_graph=True),
+            torch.autograd.grad(wanted.square().sum(), (query, rows), retain_graph=True),
+            strict=True,
+        ):
+            close(one, other, "gradient")
+    assert torch.autograd.gradcheck(lambda q, k: attention(q, k, offsets), (query, rows))
+
+
+def test_scores_may_be_large():
+    """Exponentials of neither overflow."""
+    attention = TargetAttention()
+    query = torch.full((2, 4), 300.0, requires_grad=True)
+    rows = torch.tensor([[300.0] * 4, [-300.0] * 4, [-300.0] * 4], requires_grad=True)
+    found = attention(query, rows, torch.tensor([0, 2, 3]))
+    assert torch.equal(found, rows[[0, 2]])
+    found.sum().backward()
+    assert bool(torch.isfinite(query.grad).all()) and bool(torch.isfinite(rows.grad).all())
+
+
+def test_what_it_refuses():
+    def declared(interaction, fields):
+        return declare(TABLES, FEATURES, {"here": (interaction, fields)})
+
+    with pytest.raises(ConfigError, match="'item' as a sequence, but it is pooled"):
+        declared(TargetAttention(), ("seen", "item"))
+    with pytest.raises(ConfigError, match="'history', which is a sequence"):
+        declared(TargetAttention(), ("history", "history"))
+    with pytest.raises(ConfigError, match=r"of one dim; got dims \[4, 6\]"):
+        declared(TargetAttention(), ("home", "history"))
+    with pytest.raises(ConfigError, match="4 heads, which do not divide dim 6"):
+        declared(TargetAttention(4), ("item", "history"))
+    case = CASES["one alone"]
+    plan = build_plan(TABLES, exchanges=case.exchanges, staleness_steps=1)
+    why = r"'history'.*consumer 'likes' takes, but .*rows are read ahead; give this table exchange rows"
+    with pytest.raises(ConfigError, match=why):
+        collection_of(case).open(plan)
+    other = replace(case, consumers=("who",))  # the query's table travels otherwise
+    with pytest.raises(ConfigError, match=r"'history'.*give this table exchange rows"):
+        collection_of(other).open(build_plan(TABLES, exchanges=case.exchanges))
