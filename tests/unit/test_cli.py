@@ -155,7 +155,8 @@ def test_converting_knows_its_default():
 
 def test_help_needs_no_torch():
     code = (
-        "import sys; from colonnade.cli.app import run; run(['--help']); run(['train', '--help']); run(['towers', '--help']); "
+        "import sys; from colonnade.cli.app import run; run(['--help']); run(['train', '--help']); "
+        "run(['towers', '--help']); "
         "print([n for n in ('torch', 'numpy', 'pyarrow', 'colonnade._native') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
