@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from ranks import run_ranks
+from safetensors.torch import save_file
 from scenario import share_of
 from test_substitute_law import at_owners, close
 
@@ -38,6 +39,7 @@ from colonnade.plan.chosen import Forced
 from colonnade.plan.consumers import model_load
 from colonnade.plan.loads import table_loads
 from colonnade.plan.profile import profile
+from colonnade.store.mapped import open_mapped
 from colonnade.topology.hot import hot_rows
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
 from colonnade.topology.traffic import Traffic
@@ -372,6 +374,20 @@ def test_shards_merge_in_any_way():
         ):
             close(one, other, "gradient")
     assert torch.autograd.gradcheck(lambda q, k: attention(q, k, offsets), (query, rows))
+
+
+def test_exported_rows_serve_it(tmp_path):
+    collection, served, paths = wide_collection(), wide_collection(), []
+    collection.open(build_plan(WIDE))
+    for table in WIDE:
+        ids = torch.arange(table.rows)
+        paths.append(tmp_path / f"{table.name}.safetensors")
+        save_file({"ids": ids, "weights": collection.rows(table.name, ids)}, paths[-1])
+    served.serve(open_mapped(WIDE, paths, seed=1))
+    with torch.no_grad():
+        found, wanted = served.eval()(many(1, 9)), collection.eval()(many(1, 9))
+    assert list(found) == list(wanted) == list(ATTEND)
+    assert all(torch.equal(found[name], wanted[name]) for name in ATTEND)
 
 
 def test_scores_may_be_large():
