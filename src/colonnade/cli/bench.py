@@ -27,6 +27,7 @@ def bench(
     ] = False,
 ) -> None:
     """Measure Colonnade beside its peers, interleaved in one run, and print a table."""
+    name = name.replace("-", "_")
     known = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "harness")
     if name not in known:
         where = (
