@@ -7,6 +7,7 @@ before it outside such blocks; 64 blocks behind the last one are scored at the e
     synchronous     what any number of ranks train with 4,096 samples a step: one process stands for them, for N ranks
                     with batch b train what one trains with N b (the world law; `world_auc_gap` checks it here, for 4
                     ranks with `substitute`, in float64)
+    ..., 256        likewise with 256 samples a step: small batches are a matter of their own
     bounded(k)      the same steps; the rows of each were read k updates earlier, the dense weights were not
     W x b           asynchronous workers of a parameter server, simulated: each computes on rows and dense weights as
                     they were when it began with its b samples, and takes log-normal time. So W - 1 updates are missed
@@ -42,7 +43,7 @@ from harness import (
 )
 from rich.console import Console
 from tables import quality as tables
-from tables.quality import AUC, BASE, CEILING, LOSS, MISSED, TAIL
+from tables.quality import AUC, BASE, CEILING, LOSS, MISSED, SMALL, TAIL
 from workers.ads import Ads, open_ads
 from workers.quality_arms import BLOCK, SCORED_EVERY, Arm, Scores, train
 
@@ -53,6 +54,7 @@ KINDS = ("fm", "deepfm")
 ARMS = (
     Arm(BASE),
     Arm("16 x 256", 256, workers=16),
+    Arm(SMALL, 256),
     Arm("16 x 4096", workers=16),
     Arm("bounded(16)", late=16),
     Arm("bounded(4)", late=4),

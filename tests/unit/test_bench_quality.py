@@ -137,8 +137,9 @@ def test_differences_are_of_the_same_seed_and_model() -> None:
     (found,) = quality.differences_of(measured, "fm", "late", "AUC")
     assert found == pytest.approx([0.1, 0.2])
     ratios = quality.ratios_of(measured)
-    assert ratios["auc_lost fm late"] == pytest.approx(0.15)
-    assert ratios["late_auc_lost fm late"] == pytest.approx(0.2)
+    assert ratios["auc_lost fm late against synchronous"] == pytest.approx(0.15)
+    assert ratios["late_auc_lost fm late against synchronous"] == pytest.approx(0.2)
+    assert quality.bases_of("64 x 256") == ["synchronous", "synchronous, 256"]
     assert not any("deepfm" in name for name in ratios)
 
 
