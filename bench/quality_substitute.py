@@ -1,20 +1,21 @@
 """How much better does a model rank that is trained synchronously, beside late and racing updates?
 
-LR+FM and a small DeepFM on a stream of ads (`workers/ads.py`): 200 ids a sample, popular ones come and go. Of 5.7 million
-samples every eighth block of 4,096 is never trained, but scored when as many as lie before it have been; 64 blocks
-behind the last one are scored at the end.
+LR+FM and a small DeepFM on a stream of ads (`workers/ads.py`): 200 ids a sample, popular ones come and go. Of 5.7
+million samples every eighth block of 4,096 is never trained, but scored when as many samples have been trained as lie
+before it outside such blocks; 64 blocks behind the last one are scored at the end.
 
     synchronous     what any number of ranks train with 4,096 samples a step: one process stands for them, for N ranks
                     with batch b train what one trains with N b (the world law; `world_auc_gap` checks it here, for 4
                     ranks with `substitute`, in float64)
+    ..., 256        likewise with 256 samples a step: small batches are a matter of their own
     bounded(k)      the same steps; the rows of each were read k updates earlier, the dense weights were not
     W x b           asynchronous workers of a parameter server, simulated: each computes on rows and dense weights as
                     they were when it began with its b samples, and takes log-normal time. So W - 1 updates are missed
                     on the mean, in rows and dense weights. With b = 4,096 updates are as many as the synchronous ones;
                     with b = 256, 16 workers see what 16 synchronous ranks of 256 do, in 16 times as many updates
 
-All arms train the same samples. The rows' learning rate of each is the best by a pilot on another stream, between two that are worse.
-A FILE that holds some arms already is gone on with: each is written when it ends.
+All arms train the same samples. The rows' learning rate of each is the best by a pilot on another stream, between two
+that are worse. A FILE that holds some arms already is gone on with: each is written when it ends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -42,7 +43,7 @@ from harness import (
 )
 from rich.console import Console
 from tables import quality as tables
-from tables.quality import AUC, BASE, CEILING, LOSS, MISSED, TAIL
+from tables.quality import AUC, BASE, CEILING, LOSS, MISSED, SMALL, TAIL
 from workers.ads import Ads, open_ads
 from workers.quality_arms import BLOCK, SCORED_EVERY, Arm, Scores, train
 
@@ -53,6 +54,7 @@ KINDS = ("fm", "deepfm")
 ARMS = (
     Arm(BASE),
     Arm("16 x 256", 256, workers=16),
+    Arm(SMALL, 256),
     Arm("16 x 4096", workers=16),
     Arm("bounded(16)", late=16),
     Arm("bounded(4)", late=4),
@@ -112,7 +114,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_arm(
-    measured, keep, kind: str, arm: Arm, seed: int, extent: tuple[int, int], quick: bool
+    measured: Sequence[Measured],
+    keep: Callable[[Sequence[Measured]], None],
+    kind: str,
+    arm: Arm,
+    seed: int,
+    extent: tuple[int, int],
+    quick: bool,
 ) -> None:
     """One arm, with its pilot before the first seed, unless they are there."""
     case, pilot = f"{kind} seed {seed}", f"{kind} pilot"

@@ -19,7 +19,10 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 AUC, TAIL, LOSS, MISSED = "AUC", "AUC of the tail", "log loss", "updates missed"
-BASE, CEILING = "synchronous", "ceiling"
+BASE, SMALL, CEILING = "synchronous", "synchronous, 256", "ceiling"
+PARTS = (("auc", AUC, False), ("late_auc", AUC, True), ("tail_auc", TAIL, False))
+"""Of all scored blocks, of those of the stream's second half, of those behind it."""
+LOST = ("lost", "95 %", "by seed", "lost late", "on the tail")
 RUN = 8
 RESAMPLES = 10_000
 LEVEL = 0.95
@@ -42,14 +45,20 @@ def interval(differences: Sequence[Floats], *, seed: int = 0) -> tuple[float, fl
 
 
 def differences_of(
-    measured: Sequence[Measured], kind: str, arm: str, unit: str, *, half: bool = False
+    measured: Sequence[Measured],
+    kind: str,
+    arm: str,
+    unit: str,
+    *,
+    half: bool = False,
+    base: str = BASE,
 ) -> list[Floats]:
-    """Synchronous less `arm`, (K,) for each seed that has both; `half`: of the stream's second half."""
+    """`base` less `arm`, (K,) for each seed that has both; `half`: of the stream's second half."""
     values = {(m.case, m.system): np.array(m.values) for m in measured if m.unit == unit}
     found = []
     for (case, system), theirs in values.items():
-        if system == arm and case.startswith(f"{kind} seed") and (case, BASE) in values:
-            blocks = values[case, BASE] - theirs
+        if system == arm and case.startswith(f"{kind} seed") and (case, base) in values:
+            blocks = values[case, base] - theirs
             found.append(blocks[len(blocks) // 2 :] if half else blocks)
     return found
 
@@ -66,20 +75,21 @@ def arms_of(measured: Sequence[Measured]) -> dict[str, list[str]]:
     return found
 
 
+def bases_of(arm: str) -> list[str]:
+    """What it is compared with: synchronous training, and that of as small batches."""
+    if arm in (BASE, CEILING):
+        return []
+    return [BASE, SMALL] if arm.endswith(" x 256") else [BASE]
+
+
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
-    """How much AUC synchronous training is ahead of each arm: "... low" and "... high" are the interval's ends."""
+    """How much AUC synchronous training is ahead of each arm; "... low" and "... high" are the interval's ends."""
     ratios: dict[str, float] = {}
     for kind, arms in arms_of(measured).items():
-        for arm in arms:
-            if arm in (BASE, CEILING):
-                continue
-            for name, unit, half in (
-                ("auc", AUC, False),
-                ("late_auc", AUC, True),
-                ("tail_auc", TAIL, False),
-            ):
-                if found := differences_of(measured, kind, arm, unit, half=half):
-                    said = f"{name}_lost {kind} {arm}"
+        for arm, base in [(each, base) for each in arms for base in bases_of(each)]:
+            for name, unit, half in PARTS:
+                if found := differences_of(measured, kind, arm, unit, half=half, base=base):
+                    said = f"{name}_lost {kind} {arm} against {base}"
                     mean, low, high = interval(found)
                     ratios |= {said: mean, f"{said} low": low, f"{said} high": high}
     return ratios
@@ -90,41 +100,32 @@ def print_result(
 ) -> None:
     """One line per arm: AUC, and what is lost against synchronous training, with intervals and each seed's mean."""
     grid = Grid(box=None, padding=(0, 2, 0, 0))
-    headings = (
-        "model",
-        "arm",
-        "rows lr",
-        "missed",
-        "AUC",
-        "lost",
-        "95 %",
-        "by seed",
-        "lost late",
-        "lost on the tail",
-    )
-    for number, heading in enumerate(headings):
-        grid.add_column(heading, justify="left" if number < 2 else "right", no_wrap=True)
+    for heading in ("model", "arm", "rows lr", "missed", "AUC", "against", *LOST):
+        is_words = heading in ("model", "arm", "against")
+        grid.add_column(heading, justify="left" if is_words else "right", no_wrap=True)
     for kind, arms in arms_of(measured).items():
         for arm in arms:
-            grid.add_row(*_line(measured, kind, arm))
+            for base in bases_of(arm) or [""]:
+                grid.add_row(*_line(measured, kind, arm, base))
     console.print(grid)
     print_machine(console, result)
 
 
-def _line(measured: Sequence[Measured], kind: str, arm: str) -> list[str]:
+def _line(measured: Sequence[Measured], kind: str, arm: str, base: str) -> list[str]:
     mine = [m for m in measured if m.system == arm and m.case.startswith(f"{kind} seed")]
 
     def mean(unit: str) -> float:
         return float(np.mean([np.mean(m.values) for m in mine if m.unit == unit] or [np.nan]))
 
     line = [kind, arm, f"{mean('rows lr'):g}", f"{mean(MISSED):.1f}", f"{mean(AUC):.4f}"]
-    found = differences_of(measured, kind, arm, AUC)
-    if arm in (BASE, CEILING) or not found:
+    found = differences_of(measured, kind, arm, AUC, base=base)
+    if not found:
         return line
     lost, low, high = interval(found)
     seeds = " ".join(f"{blocks.mean():+.4f}" for blocks in found)
-    line += [f"{lost:+.4f}", f"{low:+.4f} .. {high:+.4f}", seeds]
-    for unit, half in ((AUC, True), (TAIL, False)):
-        lost, low, high = interval(differences_of(measured, kind, arm, unit, half=half))
+    line += [base, f"{lost:+.4f}", f"{low:+.4f} .. {high:+.4f}", seeds]
+    for _, unit, half in PARTS[1:]:
+        parts = differences_of(measured, kind, arm, unit, half=half, base=base)
+        lost, low, high = interval(parts)
         line.append(f"{lost:+.4f} ({low:+.4f} .. {high:+.4f})")
     return line

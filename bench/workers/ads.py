@@ -1,9 +1,9 @@
-"""Clicks on ads, made to order: 200 ids a sample whose popular ones come and go, and a best reachable AUC that is known.
+"""Clicks on ads, made to order: 200 ids a sample whose popular ones come and go, and a known best reachable AUC.
 
-Twenty fields have ten ids a sample each. A field has 10,000 places, the k-th drawn with weight ~ k**-1.1, and two ids in
-each, as likely and of opposite effect, so that clicks are as frequent at all times. They live for 2**20 samples, from a
-birthday of the place's own, and are then followed by new ones, which nobody has seen: all of the time some popular ids
-are young. Sample i is a pure function of (seed, i); it is clicked with
+Twenty fields have ten ids a sample each. A field has 10,000 places, the k-th drawn with weight ~ k**-1.1, and two ids
+in each, as likely and of opposite effect, so that clicks are as frequent at all times. They live for 2**20 samples,
+from a birthday of the place's own, and are then followed by new ones, which nobody has seen: all of the time some
+popular ids are young. Sample i is a pure function of (seed, i); it is clicked with
 
     p = sigmoid(bias + sum over ids of effect(id) + sum over pairs of fields of <factor(field), factor(field')>)
 
@@ -21,10 +21,11 @@ from statistics import NormalDist
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, spans
 from colonnade.data.counter import permutation, stream_key, words
-from numpy.typing import NDArray
 
 FIELDS, EACH = 20, 10
 PLACES = 10_000

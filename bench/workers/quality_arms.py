@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
+
 from colonnade import Adagrad, Batch, Feature, RowOptimizer, Table, Uniform, build_plan
 from colonnade.embedding import EmbeddingCollection
 from colonnade.models.deepfm import DeepFM
@@ -22,9 +25,6 @@ from colonnade.models.linear import FM
 from colonnade.models.scorer import Scorer
 from colonnade.topology.mesh import Mesh
 from colonnade.train.metrics import auc, log_loss
-from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
-
 from workers.ads import FIELDS, Ads
 
 DIM, TOP = 8, (64, 32)

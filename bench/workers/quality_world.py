@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
+
 from colonnade import Mesh, RowOptimizer, build_plan, close_mesh, open_mesh
 from colonnade.topology.sharding import table_wise
 from colonnade.train.dense import DenseGradients
 from colonnade.train.metrics import auc
-from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
-
 from workers.ads import open_ads
 from workers.quality_arms import build
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.consistency import consistency
-from colonnade.data.lookahead import Lookahead, Window
+from colonnade.data.lookahead import DEEPEST, Lookahead, Window
 from colonnade.errors import BudgetExceeded, CheckpointError, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
 from colonnade.exchange.ahead import Ahead, open_ahead
@@ -82,6 +83,8 @@ class EmbeddingCollection(nn.Module):
         self.live: list[Ticket] = []  # forward done, not yet stepped
         self.pushed: Pushed | None = None  # gradients of `live` that have reached their owners
         self.step = 0  # updates applied
+        # Batches, by updates that their read missed; without those a commit held.
+        self.missed: Counter[int] = Counter()
         self.committed: tuple[str, int] | None = (
             None  # (run, step) of the newest commit of the rows
         )
@@ -116,16 +119,7 @@ class EmbeddingCollection(nn.Module):
         self.mesh = mesh or Mesh()
         servers = self.mesh.world.servers
         self.plan = plan or build_plan(self.tables, self.mesh.num_ranks, servers=servers)
-        if self.plan.num_ranks != self.mesh.num_ranks:
-            raise ConfigError(
-                f"the plan is for {self.plan.num_ranks} ranks, this world has {self.mesh.num_ranks}; "
-                "build the plan for this world"
-            )
-        if self.plan.servers != servers:
-            raise ConfigError(
-                f"the plan has servers {list(self.plan.servers)}, this world has {list(servers)}; build the plan for "
-                "this world"
-            )
+        self.plan.check_world(self.mesh.num_ranks, servers)
         if self.plan.needs_backing and not backings:
             raise ConfigError(
                 "the memory budget does not hold every row, and there is nowhere to put the rest; "
@@ -137,7 +131,8 @@ class EmbeddingCollection(nn.Module):
         if committed is not None:
             self.step = committed[1]
         keep_freed_memory()
-        self.consistency = consistency(self.plan.staleness_steps)
+        depth = DEEPEST if self.plan.lookahead == "auto" else self.plan.lookahead
+        self.consistency = consistency(self.plan.staleness_steps, depth)
         planned = self.plan.tables
         self.slices = slices_of(
             self.declaration, self.plan.shardings, [each.exchange for each in planned]
@@ -249,10 +244,9 @@ class EmbeddingCollection(nn.Module):
             announced(self.mesh, True)
             return self.read(batch)
         if ticket is None:
-            if self.consistency.reads_ahead:
+            if ahead := self.consistency.reads_ahead:
                 raise ConfigError(
-                    f"{self.consistency.name} staleness reads {self.consistency.reads_ahead} steps "
-                    "ahead: iterate over collection.lookahead(batches)"
+                    f"{self.consistency.name} staleness reads {ahead} steps ahead: iterate over collection.lookahead"
                 )
             # Not on the group of the lookahead's thread, whose order of calls must stay its own.
             ticket = self.prepare(batch, purpose="control")
@@ -268,8 +262,8 @@ class EmbeddingCollection(nn.Module):
     def lookahead(self, batches: Iterable[Batch]) -> Lookahead:
         """The same batches in the same order, each ready to use: its ids have travelled, its rows are resident.
 
-        A thread runs `plan.lookahead` batches ahead; a batch's values are read exactly as many updates
-        before its use as the plan's staleness says. Close the iterator to stop early.
+        A thread runs `plan.lookahead` batches ahead; a batch's values are read exactly as many updates before its use
+        as the plan's staleness says, or, unbounded, as soon as they can be. Close the iterator to stop early.
         """
         self.ensure_open()
         self.ahead = None
@@ -288,6 +282,7 @@ class EmbeddingCollection(nn.Module):
             reads_ahead=self.consistency.reads_ahead,
             is_alone=self.mesh.num_ranks == 1,
             ahead=self.ahead,
+            agree=None if self.consistency.is_exact else self.mesh.least,
         )
 
     def prepare(self, batch: Batch, *, purpose: str = "route") -> Ticket:
@@ -325,6 +320,7 @@ class EmbeddingCollection(nn.Module):
             self.ahead.take(ticket)
         source = RowSource(self.store.views(), ticket.pinned, not self.consistency.reads_ahead)
         self.exchange.fetch(ticket, source)
+        ticket.seen = self.step
 
     def finite(self) -> bool:
         """Whether every gradient recorded on this rank is finite."""
@@ -387,6 +383,8 @@ class EmbeddingCollection(nn.Module):
         for ticket in tickets:
             self.store.release(ticket.pinned, ticket.owned_offsets, dirty=True)
             ticket.finish()
+            if ticket.seen is not None:
+                self.missed[self.step - ticket.seen] += 1
         self.step += 1
 
     def keep(self, tickets: Sequence[Ticket]) -> None:

@@ -18,9 +18,18 @@ def renamed(name: str) -> str:
     return f"unknown setting {name!r}; it is now {RENAMED[name]}"
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _staleness(value: Any) -> Any:
+    if not _is_count(value) and value != "unbounded":
+        raise ValueError(f"got {value!r}, wanted a number of steps, 0 or more, or unbounded")
+    return value
+
+
 def _lookahead(value: Any) -> Any:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if not is_count and value != "auto":
+    if not _is_count(value) and value != "auto":
         raise ValueError(f"got {value!r}, wanted a number of batches, 0 or more, or auto")
     return value
 
@@ -173,8 +182,9 @@ class PlanConfig(Section):
     """Rows that no batch in flight changes travel a batch early (exchange rows): for slow links and idle processors."""
     write_budget: Rate | None = None
     """Bytes per second that rows may be written to files with, on each rank. Default: no limit."""
-    staleness_steps: int = Field(0, ge=0)
-    """0: synchronous. k: every read misses exactly the newest k updates of rows."""
+    staleness_steps: Annotated[int | Literal["unbounded"], PlainValidator(_staleness)] = 0
+    """0: synchronous. k: every read misses exactly the newest k updates of rows; unbounded: as many as happens, for
+    comparison."""
     exchange: ExchangeChoice = "rows"
     """What travels between ranks: rows, what owners pool of them (pooled), partials of the model's first operators
     where those are less (substitute), what owners pool by way of a rank of their tower (towers), gradients alone
@@ -195,6 +205,11 @@ class PlanConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> PlanConfig:
         _same_copies(self.exchange, self.sharding)
+        if self.staleness_steps == "unbounded" and self.lookahead == 0:
+            raise ValueError(
+                "got staleness_steps=unbounded with lookahead=0, which makes no batch ready that could be read early; "
+                "set plan.lookahead to 1 or more"
+            )
         if self.servers and self.memory.hbm is not None:
             raise ValueError(
                 f"got plan.memory.hbm with plan.servers={self.servers}; devices belong to the ranks that train, which "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -236,7 +236,7 @@ def train(
     hbm_bytes: int | None = None,
     device: str = "cpu",
     lookahead: int = 2,
-    staleness: int = 0,
+    staleness: int | Literal["unbounded"] = 0,
     folder: Path | None = None,
     evaluate_every: int = 0,
     sizes: Sequence[int] | None = None,

@@ -17,6 +17,8 @@ from colonnade.config import build_config
 from colonnade.data import Splits, open_source
 from colonnade.errors import CheckpointError, ConfigError, DataError, WorldError
 from colonnade.models.build import build_model
+from colonnade.report.reading import read_run, sums_of
+from colonnade.report.run_page import run_page
 from colonnade.train.commits import committed_steps
 from colonnade.train.run import open_run
 
@@ -191,3 +193,18 @@ def test_what_cannot_work_is_said(tmp_path):
         open_run(build_config({"data": {"name": "own"}}), Mesh(), folder)
     with pytest.raises(CheckpointError, match="another model"):
         colonnade.load_run(Net(extra=("more",)), folder)
+
+
+def test_unbounded_staleness_is_counted_and_a_run_goes_on(tmp_path):
+    settings = {
+        "run": tmp_path / "run", "batch_size": 100, "lookahead": 3, "quiet": True,
+        "staleness_steps": "unbounded", "commit_steps": 7,
+    }  # fmt: skip
+    colonnade.fit(Net(), splits(2000), epochs=1, max_steps=10, **settings)
+    found = colonnade.fit(Net(), splits(2000), epochs=2, **settings)
+    assert found.resumed_at == 10 and found.metrics["test_auc"] > 0.5
+    run = read_run(tmp_path / "run")
+    missed = sums_of(run, "missed")
+    held = 40 - sum(missed.values())  # read before the commit, used behind it
+    assert 0 <= held <= 2 and all(int(steps) <= 2 for steps in missed)
+    assert "How late reads of rows were" in run_page(run)

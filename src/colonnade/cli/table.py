@@ -22,7 +22,10 @@ MAX_LINES = 12
 
 def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
     """One line per table; of many tables the largest."""
-    staleness = f"bounded({plan.staleness_steps})" if plan.staleness_steps else "synchronous"
+    late = plan.staleness_steps
+    staleness = (
+        "unbounded" if late == "unbounded" else f"bounded({late})" if late else "synchronous"
+    )
     memory = "no limit" if plan.dram_bytes is None else f"{plan.dram_bytes / 2**20:,.0f} MiB"
     wire = plan.codecs
     coded = "" if wire.is_exact else f"values {wire.values}, gradients {wire.gradients}, "

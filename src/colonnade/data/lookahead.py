@@ -4,7 +4,7 @@ while earlier batches compute.
     reader -> prepare (thread, `depth` batches ahead) -> fetch (training thread) -> delay line -> training
 
 The delay line is the whole of bounded staleness: a batch is fetched when it enters and used when it
-leaves, `reads_ahead` updates later.
+leaves, `reads_ahead` updates later. Where the ranks `agree` instead, batches enter as soon as they are ready.
 
 How far ahead: as deep as told, or, with depth "auto", deeper while training waits for reads that were asked for as
 early as the depth allows. Whatever the depth, a window whose rows do not fit memory becomes shallower.
@@ -88,7 +88,9 @@ class Lookahead(Iterator[Batch]):
         reads_ahead: int,
         is_alone: bool = True,
         ahead: Leaving | None = None,
+        agree: Callable[[int], int] | None = None,
     ) -> None:
+        """agree: unbounded staleness; of the batches that are ready here, as many as are on every rank."""
         self._batches = iter(batches)
         self._prepare = prepare
         self._fetch = fetch
@@ -98,6 +100,7 @@ class Lookahead(Iterator[Batch]):
         self._deepens = depth == "auto" and is_alone
         self._is_alone = is_alone
         self._ahead = ahead
+        self._agree = agree
         self._surplus = 0  # permits to keep back: the window has become shallower
         self._has_said = depth == "auto"  # its own choice, nothing to say
         self._taken, self._since, self._stalled = 0, time.perf_counter(), 0.0
@@ -121,21 +124,39 @@ class Lookahead(Iterator[Batch]):
         if self._handed is not None and self._handed.ticket is not None:
             self._give_back(self._handed)  # nobody used it
         self._handed = None
-        while not self._ended and len(self._line) <= self._reads_ahead:
-            batch = self._take()
-            if batch is None:
-                self._ended = True
-            else:
-                if batch.ticket.reads is None:
-                    before = self._window.stall_seconds()
-                    self._fetch(batch.ticket)
-                    if not self._was_late:
-                        self._stalled += self._window.stall_seconds() - before
-                self._line.append(batch)
+        if self._agree is None:
+            while not self._ended and len(self._line) <= self._reads_ahead:
+                self._enter()
+        else:
+            if not self._ended and not self._line:
+                self._enter()
+            if not self._ended:
+                for _ in range(self._agree(self._num_ready())):
+                    self._enter()
         if not self._line:
             raise StopIteration
         self._handed = self._line.popleft()
+        if self._agree is not None and self._thread is not None:
+            self._permit()
         return self._handed
+
+    def _enter(self) -> None:
+        """The next batch is read, and waits in the line."""
+        batch = self._take()
+        if batch is None:
+            self._ended = True
+            return
+        if batch.ticket.reads is None:
+            before = self._window.stall_seconds()
+            self._fetch(batch.ticket)
+            if not self._was_late:
+                self._stalled += self._window.stall_seconds() - before
+        self._line.append(batch)
+
+    def _num_ready(self) -> int:
+        """Batches that can be taken without waiting."""
+        with self._ready.mutex:
+            return sum(isinstance(item, Batch) for item in self._ready.queue)
 
     def __enter__(self) -> Lookahead:
         return self
@@ -190,14 +211,19 @@ class Lookahead(Iterator[Batch]):
             self._window.starved.set()  # from here on, waiting for training to release rows would be a deadlock
             item = self._ready.get()
             self._window.starved.clear()
-        if self._surplus > 0:
-            self._surplus -= 1
-        else:
-            self._permits.put(True)
+        if self._agree is None:
+            self._permit()
         if isinstance(item, BaseException):
             self._ended = True
             raise item
         return item
+
+    def _permit(self) -> None:
+        """The thread may prepare one more."""
+        if self._surplus > 0:
+            self._surplus -= 1
+        else:
+            self._permits.put(True)
 
     def _adapt(self) -> None:
         """More permits, or fewer."""

@@ -92,6 +92,9 @@ class Ticket:
         None  # exchange.ahead.Leaving, of a ticket whose clean rows may leave before it is fetched
     )
     early: Any = None  # those that did, exchange's own form
+    seen: int | None = (
+        None  # updates applied when it was fetched; None: not yet, or a commit held it
+    )
     purpose: str = "route"  # the group it was routed on; "evaluate": nothing is trained of it
     is_done: bool = False  # applied or dropped: its rows are not pinned any more
     gradients: list[list[Tensor]] = field(default_factory=list)  # one list per backward

@@ -72,7 +72,7 @@ class Plan:
     """Memory for rows on each rank; None: as much as they take."""
     lookahead: int | Literal["auto"]
     """Batches whose ids travel ahead of training; "auto": as many as it takes, found while training."""
-    staleness_steps: int
+    staleness_steps: int | Literal["unbounded"]
     tables: tuple[TablePlan, ...]
     mapped: Place | None = None
     """Byte-addressable memory that the tables of tier "mapped" lie in."""
@@ -93,6 +93,18 @@ class Plan:
     placement: str = "even"
     prediction: Mapping[str, Any] | None = None
     """`plan.prediction.Prediction` as plain values, where the plan was made from a profile."""
+
+    def check_world(self, num_ranks: int, servers: Sequence[int]) -> None:
+        """Raises ConfigError where it is for another world."""
+        if self.num_ranks != num_ranks:
+            raise ConfigError(
+                f"the plan is for {self.num_ranks} ranks, this world has {num_ranks}; build the plan for this world"
+            )
+        if self.servers != tuple(servers):
+            raise ConfigError(
+                f"the plan has servers {list(self.servers)}, this world has {list(servers)}; build the plan for "
+                "this world"
+            )
 
     @property
     def needs_backing(self) -> bool:
@@ -148,7 +160,7 @@ def build_plan(
     lookahead: int | Literal["auto"] = 2,
     rows_ahead: bool = False,
     write_budget: int | None = None,
-    staleness_steps: int = 0,
+    staleness_steps: int | Literal["unbounded"] = 0,
     exchange: str = "rows",
     exchanges: Mapping[str, str] | None = None,
     shardings: Mapping[str, Sharding] | None = None,
@@ -190,9 +202,15 @@ def build_plan(
                 f"lie on them: {', '.join(map(str, servers))}"
             )
     ahead = 2 if lookahead == "auto" else lookahead
-    if not isinstance(ahead, int) or ahead < 0 or staleness_steps < 0:
+    late = 0 if staleness_steps == "unbounded" else staleness_steps
+    if not isinstance(ahead, int) or ahead < 0 or late < 0:
         raise ConfigError(
             f"got lookahead={lookahead}, staleness_steps={staleness_steps}; wanted 0 or more (of lookahead, or auto)"
+        )
+    if staleness_steps == "unbounded" and ahead == 0:
+        raise ConfigError(
+            "got staleness_steps=unbounded with lookahead=0, which makes no batch ready that could be read early; look "
+            "1 batch ahead or more"
         )
     if dram_bytes is not None and dram_bytes < 1:
         raise ConfigError(

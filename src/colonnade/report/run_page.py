@@ -17,6 +17,7 @@ from colonnade.report.reading import (
     is_constant,
     is_judged,
     metrics_of,
+    sums_of,
     tables_of,
 )
 from colonnade.report.sound import is_number
@@ -53,6 +54,7 @@ def run_page(run: RunRecord) -> str:
     )
     page.heading("Rows")
     page.charts([figures.row_sources(run)], NO_CHARTS)
+    _missed(page, run)
     _traffic(page, run)
     _tiers(page, run)
     page.heading("Tables")
@@ -182,6 +184,21 @@ def _tiers(page: Page, run: RunRecord) -> None:
         note="Of the first rank with rows, since the newest start of the run; lifetime: of its files, from step 0 on.",
     )
     page.charts(tiers.charts(run), NO_CHARTS)
+
+
+def _missed(page: Page, run: RunRecord) -> None:
+    """Nothing where every read saw every update."""
+    counts = {int(n): count for n, count in sums_of(run, "missed").items() if n.isdigit()}
+    total = sum(counts.values())
+    if not total:
+        return
+    rows = [[f"{n:,}", f"{counts[n]:,.0f}", f"{counts[n] / total:.1%}"] for n in sorted(counts)]
+    page.numbers(
+        ["updates missed", "steps", "share"],
+        rows,
+        title="How late reads of rows were",
+        note="Of steps whose rows this run read itself; those that a commit held are not counted.",
+    )
 
 
 def _traffic(page: Page, run: RunRecord) -> None:

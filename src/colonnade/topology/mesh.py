@@ -183,6 +183,10 @@ class Mesh:
             ).wait()
         return values
 
+    def least(self, count: int, purpose: str = "control") -> int:
+        """Collective: the smallest of all ranks'."""
+        return min(int(each) for each in self.all_gather(purpose, torch.tensor(count)))
+
     def barrier(self, purpose: str = "control") -> None:
         """Collective: every rank has come here."""
         self.all_gather(purpose, torch.zeros(1))

@@ -136,7 +136,8 @@ def plan_from_sample(
     mapped_bytes = 0 if even.mapped is None else even.mapped.bytes
     is_auto = config.plan.lookahead == "auto"
     batch_size = found.largest_batch  # of data smaller than a batch: what there is
-    at_once = 1 + config.plan.staleness_steps
+    late = config.plan.staleness_steps
+    at_once = 1 + (0 if late == "unbounded" else late)  # then those that wait are the lookahead's
 
     def asked(depth: int, shardings: Sequence[Sharding] | None = None) -> list[Demand]:
         return demands(

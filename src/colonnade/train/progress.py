@@ -156,6 +156,8 @@ class Progress:
         self._record.write(step, "rows", self._counters.rows())
         if sent := self._counters.sent():
             self._record.write(step, "sent", sent)
+        if missed := self._counters.missed():
+            self._record.write(step, "missed", missed)
 
     def _left(self, now: float, step: int) -> str:
         done = step - self._first

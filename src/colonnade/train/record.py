@@ -11,6 +11,8 @@ run/metrics.jsonl      {"step", "kind", "time", ...}; what each kind holds:
     sent       what this rank sent to others since the previous such line: `bytes` of payload and `messages`, each by
                purpose (route, fetch, push, dense, evaluate, commit, control) and link (local: to ranks of its host,
                remote: to other hosts)
+    missed     where reads may be late, so many batches since the previous such line, by the updates that their reads
+               missed ("4"), as this rank applied them
     traffic    of one batch of this rank, by table: lookups, and the different rows they name
     tables     by table: rows and bytes in memory and in files now
     evaluate   epoch, and metrics named part_metric ("validation_auc")
@@ -153,7 +155,8 @@ class Counters:
         self._sent: dict[str, dict[str, dict[str, int]]] = {}
         self._tiers: dict[str, TierCounts] = {}
         self._tiers_since, self._waited = self._since, 0.0
-        self.rows(), self.sent(), self.tiers()  # what was before does not count
+        self._missed: dict[str, float] = {}
+        self.rows(), self.sent(), self.tiers(), self.missed()  # what was before does not count
 
     def phases(self) -> dict[str, float]:
         """Seconds by phase, and in all."""
@@ -201,6 +204,15 @@ class Counters:
             for what, by_purpose in self._sent.items()
         }
         return gained if gained["bytes"] else {}
+
+    def missed(self) -> dict[str, float]:
+        """Batches, by how many updates their reads missed; {} where none may be late."""
+        collection = self._watched.collection
+        if not collection.consistency.reads_ahead:
+            return {}
+        now = {str(steps): float(count) for steps, count in sorted(collection.missed.items())}
+        gained, self._missed = _gained(now, self._missed)
+        return {steps: count for steps, count in gained.items() if count}
 
     def learning_rates(self) -> dict[str, float]:
         """By param group; one number where all groups of an optimizer agree."""
