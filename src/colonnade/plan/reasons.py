@@ -40,6 +40,8 @@ def consumer_choices(
         others = [names[t] for t in tables if not under[t]]
         if c in some:
             why = "fewer floats"
+        elif {exchanges[t] for t in tables} == {"towers"}:
+            why = "its fields do not all lie in one tower, or what it gives there is not less than values"
         elif partial is None:
             why = consumer.barred or "its operator has no partial that adds up"
         elif cut:

@@ -64,8 +64,8 @@ def narrowed(
         if each.added_bytes and num_owners[each.table] > 1 and each.feature not in weighed:
             weighed.add(each.feature)
             asked[each.table] = asked.get(each.table, 0.0) + each.added_bytes
-    for c in best:
-        consumer = model.consumers[int(c)]
+    for name in best:
+        consumer = model.consumers[int(name)]
         width = sum(fields[f].dim for f in consumer.fields)
         for f in consumer.fields:
             table, part = fields[f].table, fields[f].dim / width
