@@ -169,20 +169,31 @@ def train(mesh, consumers, exchange="pooled", places=None, towers=None, stalenes
     return seen, all_rows(collection) | left, inside, sent, collection.exchange.exactness
 
 
+TRIED = {
+    "values": [
+        ("whole", 1),
+        ("whole", 2),
+        ("whole", 4),
+        ("cut", 2),
+        ("cut", 4),
+        ("split", 2),
+        ("over hosts", 2),
+    ],
+    "modules": [("whole", 2), ("whole", 4), ("split", 1), ("split", 2)],
+}
+"""Places, and towers: all ranks, a host each, a rank each."""
 RUNS = {
     (kind, places, towers): (consumers, {"places": places, "towers": towers})
     for kind, consumers in (("values", VALUES), ("modules", MODULES))
-    for places in PLACES
-    for towers in (1, 2, 4)
-    if kind == "values" or (places, towers) in (("whole", 2), ("split", 2), ("split", 1), ("whole", 4))
-}  # fmt: skip
+    for places, towers in TRIED[kind]
+}
 OTHERS = {
     "mixed": (MODULES, {"exchange": "mixed", "places": "split", "towers": 2}),
     "late": (MODULES, {"places": "split", "towers": 2, "staleness": 2}),
     "across": (ACROSS, {"places": "split", "towers": 2}),
     "sums": (SUMS, {"places": "split", "towers": 2}),
 }  # fmt: skip
-BITWISE = [("values", places, towers) for places in ("whole", "cut") for towers in (1, 2, 4)]
+BITWISE = [name for name in RUNS if name[0] == "values" and name[1] in ("whole", "cut")]
 
 
 def run_all(mesh):

@@ -175,7 +175,7 @@ def small(num_ranks=2):
 def test_the_search_finds_what_trying_all_finds(num_ranks):
     world, loads, model = small(num_ranks)
     choice = choose(loads, world, model=model)
-    search = Search(loads, world, Memory(), (), {}, OPTIONS, False, model)
+    search = Search(loads, world, Memory(), (), {}, OPTIONS, False, model, 1)
     places: list[Sharding] = [row_wise(num_ranks), *map(table_wise, range(num_ranks))]
     best, evaluated = float("inf"), False
     for exchanges in itertools.product(("rows", "pooled", "substitute"), repeat=3):

@@ -218,6 +218,9 @@ def _place(sharding: Sharding, found: Planned) -> str:
         of = "ranks" if sharding.kind == "column_wise" else "hosts"
         return f"columns on {sharding.slices} {of}"
     if sharding.kind == "host_wise":
+        hosts = {found.world.host(rank) for rank in sharding.ranks}
+        if len(hosts) > 1 or len(sharding.ranks) < len(found.world.owners) // found.world.num_hosts:
+            return f"ranks {first}-{sharding.ranks[-1]}"  # a tower
         return f"host {found.world.host(first)}"
     return "servers" if found.world.has_servers else "all"
 
