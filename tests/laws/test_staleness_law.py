@@ -132,7 +132,8 @@ def test_unbounded_reads_are_late_as_it_happens_and_counted(lookahead):
     found = reads_of(Mesh(), lookahead)
     assert Counter(found["seen"]) == found["missed"]
     assert min(found["seen"]) == 0 and max(found["held"]) <= lookahead - 1
-    assert max(found["seen"]) == min(lookahead - 1, STEPS - 2), "all that could be read was"
+    # All that could be read was; whether that is in the first step or the second, is a matter of timing.
+    assert min(lookahead - 1, STEPS - 2) <= max(found["seen"]) <= min(lookahead - 1, STEPS - 1)
     assert found["last"] == pytest.approx(STEPS), "evaluation sees every update"
 
 
