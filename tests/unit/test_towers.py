@@ -25,7 +25,22 @@ def test_partitions_that_cannot_be(towers, said):
         Partition(towers)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"towers": 3}', '{"other": []}'])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"towers": [["a"], []]}', "tower 1: got no features"),
+        ('{"towers": [["a", "b"], ["b"]]}', "'b': got it in towers 0 and 1"),
+        ('{"towers": []}', "without towers"),
+    ],
+)
+def test_a_file_says_what_cannot_be(text, said):
+    with pytest.raises(ConfigError, match=said):
+        Partition.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"towers": 3}', '{"other": []}', '{"towers": ["ab", "c"]}']
+)
 def test_a_file_that_is_no_partition(text):
     with pytest.raises(ConfigError, match="cannot be read"):
         Partition.from_json(text)

@@ -54,12 +54,17 @@ class Partition:
         """Raises ConfigError."""
         try:
             towers = json.loads(text)["towers"]
-            return cls(tuple(tuple(map(str, tower)) for tower in towers))
+            if not all(
+                isinstance(tower, list) for tower in towers
+            ):  # letters of a name are no features
+                raise TypeError
+            named = tuple(tuple(map(str, tower)) for tower in towers)
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
                 'got a partition that cannot be read, wanted {"towers": [["feature", ...], ...]}, as `colonnade '
                 "towers` writes it"
             ) from None
+        return cls(named)
 
 
 def striped(features: Sequence[str], num_towers: int) -> Partition:

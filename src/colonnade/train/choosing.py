@@ -127,12 +127,16 @@ def placed_in_towers(config: RunConfig, collection: EmbeddingCollection, world: 
     said, partition = config.plan, None
     if isinstance(said.towers, str):
         try:
-            partition = Partition.from_json(Path(said.towers).read_text(encoding="utf-8"))
+            text = Path(said.towers).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             raise ConfigError(
                 f"plan.towers: got {said.towers!r}, wanted a number of towers, or a file that says which features "
                 'stand together: {"towers": [["feature", ...], ...]}'
             ) from None
+        try:
+            partition = Partition.from_json(text)
+        except ConfigError as error:
+            raise ConfigError(f"plan.towers: {said.towers}: {error}") from None
     declared = collection.declaration
     plan = towered(said, declared.tables, declared.features, partition, world)
     return config if plan is said else config.model_copy(update={"plan": plan})
