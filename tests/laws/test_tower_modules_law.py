@@ -19,7 +19,13 @@ MODELS = {
     "dlrm": (DLRM, {"bottom": [5], "tower_vectors": 1, "tower_summaries": 1}),
     "dcnv2": (DCNv2, {"cross_layers": 2}),
 }
-RUNS = (("dlrm", "rows"), ("dlrm", "pooled"), ("dcnv2", "pooled"))
+RUNS = (
+    ("dlrm", "rows"),
+    ("dlrm", "pooled"),
+    ("dlrm", "towers"),
+    ("dcnv2", "pooled"),
+    ("dcnv2", "towers"),
+)
 
 
 def source():
@@ -59,6 +65,8 @@ def trained(mesh, name, exchange):
     rows = {each: model.embeddings.rows(each, torch.arange(ROWS)) for each in NAMES}
     dense = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
     assert sum("interactions.tower" in name for name in dense) == 8
+    if exchange == "towers" and mesh.num_ranks > 1:
+        assert model.embeddings.exchange.consumers == ("tower0", "tower1")  # inside them
     return rows, dense, found.metrics
 
 

@@ -280,26 +280,52 @@ class Wrong(Tower):
         return super().partial_of(fields, numbers)[1:]
 
 
-def say(mesh):
-    """What is said of a module that changes the samples."""
+class Picky(Tower):
+    """Cannot be asked about no samples, as nothing that has a view of so many rows can."""
+
+    def partial_of(self, fields, numbers=None):
+        return super().partial_of(fields.view(len(fields), -1), numbers)
+
+
+def first_of(tower, mesh):
+    """A collection whose `first` is evaluated by one rank: that of a tower which has two of three tables."""
     looked_up = features()[:-1]
     collection = EmbeddingCollection(
-        tables("float64")[:3], looked_up, consumers={"first": (Wrong(10, 3), ("user.deep", "tags"))}
-    ).double()  # fmt: skip
+        tables("float64")[:3], looked_up, consumers={"first": (tower, ("user.deep", "tags"))}
+    ).double()
     plan = build_plan(
-        collection.tables, 2, exchange="towers", towers=1,
-        shardings={"user": table_wise(0), "tag": table_wise(1)},
+        collection.tables, 2, exchange="towers", towers=2,
+        shardings={"user": table_wise(0), "tag": table_wise(0), "item": table_wise(1)},
     )  # fmt: skip
     collection.open(plan, mesh)
+    return collection
+
+
+def say(mesh):
+    """What is said of a module that changes the samples; then a batch of nobody's samples, and of one."""
+    collection = first_of(Wrong(10, 3), mesh)
     with pytest.raises(ConfigError) as error:
         collection(share_of(global_batch(0, 9), mesh.rank, mesh.num_ranks))
     mesh.barrier()
-    return str(error.value)
+    collection = first_of(Picky(10, 3), mesh)
+    rows, shapes = RowOptimizer(collection), []
+    assert collection.exchange.consumers == ("first",)
+    for number, size in enumerate((0, 1, 9)):
+        found = collection(share_of(global_batch(number, size), mesh.rank, mesh.num_ranks))
+        torch.autograd.backward(list(found.values()), [torch.ones_like(v) for v in found.values()])
+        rows.step()
+        shapes.append(tuple(found["first"].shape))
+    assert collection.interactions["first"].training
+    return str(error.value), shapes
 
 
-def test_a_module_that_changes_the_samples_is_refused():
-    said, _ = run_ranks(2, say)
-    assert "consumer 'first': its operator gave (3, 3) for 4 samples, wanted (4, 3)" in said
+def test_every_rank_refuses_a_module_that_changes_the_samples_and_asks_none_about_no_samples():
+    found = run_ranks(2, say)
+    for said, _ in found:
+        assert "consumer 'first': its operator gave (2, 3) for 3 samples, wanted (3, 3)" in said
+    assert [
+        sum(n for n, _ in some) for some in zip(*(shapes for _, shapes in found), strict=True)
+    ] == [0, 1, 9]
 
 
 @pytest.mark.parametrize(

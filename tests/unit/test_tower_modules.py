@@ -77,6 +77,21 @@ def test_a_partial_of_vectors_is_the_module():
     assert module.partial(vectors[:0], torch.arange(0), 0).shape == (0, 12)
 
 
+class Viewed(nn.Module):
+    """Cannot be asked about no samples."""
+
+    def forward(self, fields):
+        return fields.reshape(len(fields), -1)
+
+
+def test_a_module_is_not_asked_about_no_samples():
+    vectors = torch.zeros(0, 6, requires_grad=True)
+    found = TowerModule(Viewed(), [6, 6], 12).partial(vectors, torch.arange(0), 0)
+    assert found.shape == (0, 12)
+    found.sum().backward()
+    assert vectors.grad is not None
+
+
 class Halved(nn.Module):
     def forward(self, fields):
         return fields.flatten(1)[::2]
@@ -100,6 +115,8 @@ def test_a_module_that_gives_something_else_than_it_said(module, out, words):
 def test_a_module_for_other_fields():
     with pytest.raises(ConfigError, match=r"'mine' takes fields of dims \[6, 6\]; .* for \[6, 3\]"):
         collection(TowerModule(nn.Flatten(), [6, 3], 9), ["a", "b"])
+    with pytest.raises(ConfigError, match="got BatchNorm1d, wanted modules that treat samples one"):
+        TowerModule(nn.Sequential(nn.Linear(12, 3), nn.BatchNorm1d(3)), [6, 6], 3)
     with pytest.raises(ConfigError, match="got 0 fields and 3 columns"):
         TowerModule(nn.Flatten(), [], 3)
 

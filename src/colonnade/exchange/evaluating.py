@@ -28,6 +28,8 @@ from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
 
 NONE: Mapping[str, Sequence[int]] = {}
+TRIED = 3
+"""Samples that operators are tried on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class EvaluatingExchange(PooledExchange):
             }
             - whole
         )
+        self.are_tried = False
         super().__init__(declaration, mesh, shardings, coding)
 
     @property
@@ -135,9 +138,38 @@ class EvaluatingExchange(PooledExchange):
         return weighed(lookups, weights, self.asked, self.declaration.compute_dtype)
 
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
-        """As `pooled`."""
+        """As `pooled`. ConfigError, on every rank, for an operator that gives something else than it said."""
+        if not self.are_tried:
+            self._try_operators()
         ticket.wire.versions = [each._version for each in self.pushed_parameters]
         super().fetch(ticket, source)
+
+    def _try_operators(self) -> None:
+        """On a few samples of zeros, by every rank before anything travels: each has all weights, but the ranks that
+        evaluate an operator are some of them, and of what fails there others would see a lost peer."""
+        for name, fields in self.taken_by.items():
+            interaction = self.declaration.consumers[name].interaction
+            dims = [self.declaration.fields[i].dim for i in fields]
+            given = torch.zeros(TRIED, sum(dims), dtype=self.declaration.compute_dtype)
+            modes = [(each, each.training) for each in interaction.modules()]
+            interaction.eval()  # nothing is counted or drawn
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    if interaction.one_width:
+                        given = given.unflatten(1, (len(fields), -1))
+                    self._check(name, interaction.partial_of(given, range(len(fields))), TRIED)
+            finally:
+                for each, is_training in modes:
+                    each.training = is_training
+        self.are_tried = True
+
+    def _check(self, name: str, result: Tensor, num_samples: int) -> None:
+        wanted = (num_samples, result_width(self.declaration, name))
+        if result.shape != wanted:
+            raise ConfigError(
+                f"consumer {name!r}: its operator gave {tuple(result.shape)} for {num_samples} samples, wanted {wanted}"
+                ": a row for each sample, of as many floats as its `width` says"
+            )
 
     def _evaluated(
         self, name: str, numbers: Sequence[int], pooled: Tensor, here: Columns, is_trained: bool
@@ -146,15 +178,14 @@ class EvaluatingExchange(PooledExchange):
         mine = tuple(self.taken_by[name][n] for n in numbers)
         interaction = self.declaration.consumers[name].interaction
         values = torch.cat([pooled[:, here.of(i)] for i in mine], dim=1)
+        if not len(pooled):  # a module need not know what to make of no samples
+            width = result_width(self.declaration, name) or 0
+            return Partial(mine, values, pooled.new_zeros(0, width))
         with torch.set_grad_enabled(is_trained):
             values.requires_grad_(is_trained)
             given = values.unflatten(1, (len(mine), -1)) if interaction.one_width else values
             result = interaction.partial_of(given, numbers)
-        if result.shape != (wanted := (len(pooled), result_width(self.declaration, name))):
-            raise ConfigError(
-                f"consumer {name!r}: its operator gave {tuple(result.shape)} for {len(pooled)} samples, wanted {wanted}"
-                ": a row for each sample, of as many floats as its `width` says"
-            )
+        self._check(name, result, len(pooled))
         return Partial(mine, values, result)
 
     def _sent(
@@ -174,6 +205,8 @@ class EvaluatingExchange(PooledExchange):
         """received (R, P): gradients of what was `sent` -> (R, W) of the pooled fields `here`; those of weights are
         added to theirs."""
         found = torch.zeros(len(received), here.width, dtype=received.dtype)
+        if not len(received):
+            return found
         for key in sent.dims:
             given = received[:, sent.of(key)]
             if isinstance(key, int):

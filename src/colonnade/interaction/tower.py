@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from colonnade.errors import ConfigError
 from colonnade.interaction.contract import Interaction
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 class TowerModule(Interaction):
     """Any module of a tower's fields, as a consumer of them: (B, F, D) or, side by side, (B, W) -> (B, O).
@@ -35,6 +37,12 @@ class TowerModule(Interaction):
                 f"tower module {type(module).__name__}: got {len(dims)} fields and {out} columns out, wanted at least "
                 "one of each"
             )
+        for each in module.modules():
+            if isinstance(each, BATCH_NORMS):
+                raise ConfigError(
+                    f"tower module {type(module).__name__}: got {type(each).__name__}, wanted modules that treat "
+                    "samples one by one: ranks see other batches than one process does; LayerNorm does"
+                )
         self.module = module
         self.dims, self.out = tuple(dims), out
         self.one_width = not side_by_side and len(set(dims)) == 1
@@ -72,6 +80,8 @@ class TowerModule(Interaction):
     def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
         """Of all fields. Raises ConfigError where the module gives something else than it said."""
         weight = next(self.module.parameters(), fields)
+        if not len(fields):  # a module need not know what to make of no samples
+            return fields.flatten(1)[:, :1].expand(0, self.out)
         found = self.module(fields.to(weight.dtype))
         wanted = (len(fields), self.out)
         if not isinstance(found, Tensor) or found.shape != wanted:
