@@ -418,6 +418,12 @@ def test_what_it_refuses():
     why = r"'history'.*consumer 'likes' takes, but .*rows are read ahead; give this table exchange rows"
     with pytest.raises(ConfigError, match=why):
         collection_of(case).open(plan)
+    for exchange in ("pooled", "towers"):
+        plan = build_plan(TABLES, exchanges={"item": exchange})
+        with pytest.raises(
+            ConfigError, match=r"'history'.* or towers for a sequence.*exchange rows"
+        ):
+            collection_of(case).open(plan)
     other = replace(case, consumers=("who",))  # the query's table travels otherwise
     with pytest.raises(ConfigError, match=r"'history'.*give this table exchange rows"):
         collection_of(other).open(build_plan(TABLES, exchanges=case.exchanges))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 
 import pytest
@@ -193,6 +194,24 @@ def test_what_cannot_work_is_said(tmp_path):
         open_run(build_config({"data": {"name": "own"}}), Mesh(), folder)
     with pytest.raises(CheckpointError, match="another model"):
         colonnade.load_run(Net(extra=("more",)), folder)
+
+
+@pytest.mark.parametrize(("then", "now"), [(4, 2), ("unbounded", 0)])
+def test_a_smaller_bound_goes_on_to_the_same_bits_too(then, now, tmp_path):
+    """What was read further ahead than this run reads is read anew: its own commits could not hold it."""
+    models = []
+    settings = {"batch_size": 100, "lookahead": 4, "threads": 1, "quiet": True}
+    first = tmp_path / "first"
+    colonnade.fit(Net(), splits(2000), max_steps=6, run=first, staleness_steps=then, **settings)
+    for name, stops in (("straight", [12]), ("killed", [7, 12])):
+        shutil.copytree(first, tmp_path / name)
+        for stop in stops:
+            model = Net()
+            colonnade.fit(
+                model, splits(2000), max_steps=stop, run=tmp_path / name, staleness_steps=now, **settings
+            )  # fmt: skip
+        models.append(model)
+    assert_same(*models)
 
 
 def test_unbounded_staleness_is_counted_and_a_run_goes_on(tmp_path):

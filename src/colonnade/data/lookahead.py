@@ -229,7 +229,9 @@ class Lookahead(Iterator[Batch]):
         """More permits, or fewer."""
         if self._window.crowded.is_set():
             self._window.crowded.clear()
-            self._shrink(max(1, self._ready.qsize()))
+            # A batch that was read early keeps its place in the window until it is used, where the ranks agree.
+            in_line = 0 if self._agree is None else len(self._line)
+            self._shrink(max(1, in_line + self._ready.qsize()))
         self._taken += 1
         if not self._deepens or self._taken < max(LOOKED_AT, 2 * self.depth):
             return
@@ -247,9 +249,10 @@ class Lookahead(Iterator[Batch]):
             return
         if not self._has_said:
             self._has_said = True
+            result = ", to the same result" if self._agree is None else ""
             warnings.warn(
                 f"looking {self.depth} batches ahead needs more rows at once than the memory budget holds; about "
-                f"{depth} fit. Training goes on, to the same result, perhaps slower: raise plan.memory.dram, or lower "
+                f"{depth} fit. Training goes on{result}, perhaps slower: raise plan.memory.dram, or lower "
                 "plan.lookahead or the batch size",
                 RuntimeWarning,
                 stacklevel=4,

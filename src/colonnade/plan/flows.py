@@ -24,7 +24,6 @@ from colonnade.exchange.pooled_cost import HEAD_BYTES, ids_bytes, lengths_bytes
 from colonnade.exchange.routing import SIZE_BYTES, WEIGHT
 from colonnade.plan.device import RowRate
 from colonnade.plan.loads import TableLoad
-from colonnade.topology.sharding import Kind
 from colonnade.topology.world import World
 
 ExchangeName = Literal["rows", "pooled", "substitute", "towers", "replicated"]
@@ -77,11 +76,6 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(self.asker + other.asker, self.owner + other.owner)
-
-
-def owners_of(kind: Kind, num_ranks: int, ranks_per_host: int) -> int:
-    """Ranks that have rows."""
-    return {"table_wise": 1, "host_wise": ranks_per_host}.get(kind, num_ranks)
 
 
 def pair(load: TableLoad, exchange: ExchangeName, num_owners: int, slices: int = 1) -> Pair:

@@ -53,11 +53,6 @@ class TierCounts:
         return _ratio(self.hits, self.hits + self.misses)
 
     @property
-    def read_amplification(self) -> float | None:
-        """Bytes read for each byte of a row that was wanted."""
-        return _ratio(self.read_bytes, self.row_bytes)
-
-    @property
     def write_amplification(self) -> float | None:
         """Bytes written for each byte of a row that came from above."""
         return _ratio(self.written_bytes, self.payload_bytes)

@@ -403,7 +403,9 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     epoch, step_of_epoch = dense["position"]
     trainer.position = Position(epoch, step_of_epoch, source)
     restore_retentions(trainer.collection, place, header)
-    num_held = min(len(state["held"]) for state in ranks)
+    # No more than this run reads ahead: what is further off is not late enough, and no commit would hold it again.
+    late = trainer.collection.consistency.reads_ahead
+    num_held = min(late, *(len(state["held"]) for state in ranks))
     laid, tables = trainer.collection.slices.laid, trainer.collection.tables
     then = lay_out(tables, shardings_of(header))
     if num_held and [each.label for each in then] != [each.label for each in laid]:

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
 from safetensors.torch import save_file
 
 from colonnade import __version__
-from colonnade.errors import CheckpointError, ConfigError, StorageError
+from colonnade.errors import ConfigError, StorageError
 from colonnade.store.contract import RowBatch
 from colonnade.store.disk import Disk, storage_error
 from colonnade.store.log import LogBacking
@@ -182,10 +181,3 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype that model.json names."""
-    if name not in ITEM_BYTES:
-        raise CheckpointError(f"got dtype {name!r}, wanted one of {', '.join(sorted(ITEM_BYTES))}")
-    return getattr(torch, name)
