@@ -1,8 +1,5 @@
-"""DMT (Luo et al. 2024): a DLRM flat, and with two towers whose modules let half of the fields' floats out.
-
-    torchrun --nproc-per-node 2 recipes/dmt.py
-
-EXCHANGE says what travels. Rank 0 prints what it sent to its host's ranks, and over the slow links to others.
+"""DMT (Luo et al. 2024): a DLRM by two towers, flat, and with modules that let half of the fields' floats out.
+torchrun --nproc-per-node 2 recipes/dmt.py
 """
 
 import torch
@@ -11,9 +8,10 @@ import colonnade
 from colonnade.data import open_source
 from colonnade.models.dlrm import DLRM
 from colonnade.models.tower_facts import words_of
+from colonnade.plan.towering import in_towers
 from colonnade.topology.towers import Partition
 
-EXCHANGE, DIM, ROWS = "pooled", 16, [40, 60, 90, 120, 50, 70, 80, 110]
+DIM, ROWS = 16, [40, 60, 90, 120, 50, 70, 80, 110]
 TOWERS = Partition((("C1", "C3", "C5", "C7"), ("C2", "C4", "C6", "C8")))  # which interact
 DATA = {"num_train": 30_000, "num_test": 8_000, "label_model": "pairs", "cardinalities": ROWS}
 
@@ -23,7 +21,9 @@ def train(mesh: colonnade.Mesh, **towers) -> None:
     features = [colonnade.Feature(table.name, table.name) for table in tables]
     torch.manual_seed(0)
     model = DLRM(tables, features, num_dense=13, bottom=(32,), top=(64, 32), **towers)
-    model.embeddings.open(colonnade.build_plan(tables, mesh.num_ranks, exchange=EXCHANGE), mesh)
+    on = in_towers(tables, features, TOWERS, mesh.world) if mesh.num_ranks > 1 else None
+    plan = colonnade.build_plan(tables, mesh.num_ranks, exchange="towers", towers=2, shardings=on)
+    model.embeddings.open(plan, mesh)
     data = open_source("synthetic", groups=TOWERS.towers, **DATA)
     before = mesh.traffic.sent_bytes.copy()
     found = colonnade.fit(model, data, mesh=mesh, batch_size=500, dense_lr=2e-3, quiet=True)
