@@ -188,7 +188,7 @@ class PlanConfig(Section):
     exchange: ExchangeChoice = "rows"
     """What travels between ranks: rows, what owners pool of them (pooled), partials of the model's first operators
     where those are less (substitute), what owners pool by way of a rank of their tower (towers), gradients alone
-    (replicated); auto: the fastest by prediction, of all but towers."""
+    (replicated); auto: the fastest by prediction, towers only for a model's tower modules."""
     sharding: ShardingChoice = "row_wise"
     """Which ranks have a table's rows: all, one host's, one, some columns on each (of hosts: grid), each a copy; auto:
     as is foretold to be fastest."""

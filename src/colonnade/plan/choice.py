@@ -38,6 +38,7 @@ from colonnade.plan.flows import (
 from colonnade.plan.loads import TableLoad
 from colonnade.plan.partials import Joint, Partials, burden
 from colonnade.plan.paths import Paths, adds_in_host
+from colonnade.plan.tower_choice import freely, inside_towers
 from colonnade.plan.tower_modules import Narrowed, narrowed
 from colonnade.plan.tower_paths import call_seconds
 from colonnade.topology.sharding import (
@@ -113,7 +114,17 @@ def choose(
     others = [each for each in found if each.joint is not None and each.joint.consumers]
     later = min((search.objective(each) for each in others), default=None)
     later = None if later is None else max(later - search.objective(best), 0.0)
-    return explained(search, best, later)
+    choice = explained(search, best, later)
+    inside = {} if model is None else inside_towers(
+        loads, world, model, search.num_towers, memory=search.memory, forced=forced or {}, options=options
+    )  # fmt: skip
+    if not inside:
+        return choice
+    other = choose(
+        loads, world, memory=memory, rates=rates, forced={**(forced or {}), **inside}, options=options,
+        is_fetched_ahead=is_fetched_ahead, model=model, towers=towers,
+    )  # fmt: skip
+    return freely(other, choice, inside) if other.seconds.step < choice.seconds.step else choice
 
 
 @dataclass(slots=True)
@@ -477,8 +488,8 @@ class Search:
         return self.rebuilt(state)
 
     def narrow(self, state: State) -> None:
-        """In place, once: operators inside towers leave less between them. Nobody asks for towers but a person, so
-        where tables are does not depend on it."""
+        """In place, once: operators inside towers leave less between them. Where tables are does not depend on it, for
+        the search puts none into a tower."""
         chosen = state.chosen
         by = [
             self.paths.tower_of(sharding) if exchange == "towers" else None

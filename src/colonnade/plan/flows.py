@@ -143,7 +143,8 @@ def work(
 def moving(bytes_: Pair, num_owners: int, world: World) -> Work:
     """For the bytes of one table: every rank that trains asks its owners, every owner serves all of those; what stays
     on a rank is not moved."""
-    each = (bytes_.route + bytes_.fetch + bytes_.push) * world.byte_processor_seconds
+    size = bytes_.route + bytes_.fetch + bytes_.push + 2 * bytes_.inside
+    each = size * world.byte_processor_seconds
     others = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
     if bytes_.inside:
         over = (bytes_.fetch + bytes_.push) * world.byte_processor_seconds

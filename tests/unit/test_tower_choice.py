@@ -1,0 +1,77 @@
+"""Towers for a model's tower modules: chosen where the formulas say that they pay, unless a person says otherwise."""
+
+from __future__ import annotations
+
+import pytest
+from test_choice import load_of
+
+from colonnade import World
+from colonnade.plan.choice import choose
+from colonnade.plan.chosen import Forced, Memory
+from colonnade.plan.consumers import ConsumerLoad, FieldLoad, ModelLoad
+
+SLOW = World(num_hosts=2, ranks_per_host=2, remote_bytes_per_second=25e6)
+DIM = 64
+
+
+def model_of(loads, ratio, towers=2, shared=None):
+    """Tables dealt to the modules in turn. shared: a table that each module reads, too."""
+    fields = [FieldLoad(load.name, t, t, DIM, 4.0 * DIM, 4.0 * DIM) for t, load in enumerate(loads)]
+    consumers = []
+    for number in range(towers):
+        mine = {t for t in range(len(loads)) if t % towers == number}
+        mine |= set() if shared is None else {shared}
+        out = len(mine) * DIM // ratio
+        consumers.append(
+            ConsumerLoad(
+                f"tower{number}", tuple(sorted(mine)), None, inside_width=out,
+                inside_value_bytes=4.0 * out, inside_gradient_bytes=4.0 * out,
+            )
+        )  # fmt: skip
+    return ModelLoad(tuple(fields), tuple(consumers))
+
+
+@pytest.fixture(scope="module")
+def loads():
+    return [load_of(f"t{i}", 10**6, SLOW, width=DIM) for i in range(8)]
+
+
+def test_modules_that_leave_little_are_worth_their_towers(loads):
+    flat = choose(loads, SLOW, model=model_of(loads, 1))
+    assert {table.chosen.exchange for table in flat.tables} != {"towers"}
+    choice = choose(loads, SLOW, model=model_of(loads, 8))
+    assert {table.chosen.option for table in choice.tables} == {("towers", "table_wise")}
+    assert choice.seconds.step < flat.seconds.step
+    hosts = [SLOW.host(table.chosen.sharding.ranks[0]) for table in choice.tables]
+    assert hosts[::2] == [hosts[0]] * 4 and hosts[1::2] == [1 - hosts[0]] * 4
+    assert not any(table.is_forced for table in choice.tables)
+    for table in choice.tables:  # what it would have been is shown beside it
+        assert {other.exchange for other in table.others} >= {"rows", "pooled"}
+    more = sum(choice.sent[key] for key in choice.sent if key[1] == "remote")
+    less = sum(flat.sent[key] for key in flat.sent if key[1] == "remote")
+    assert more < less / 2
+
+
+def test_what_a_person_says_of_one_table_keeps_its_module_flat(loads):
+    model = model_of(loads, 8)
+    forced = {"t1": Forced(exchange="rows")}
+    choice = choose(loads, SLOW, model=model, forced=forced)
+    assert choice.tables[1].chosen.exchange == "rows"
+    assert "towers" not in {t.chosen.exchange for t in choice.tables[1::2]}
+    assert [table.is_forced for table in choice.tables] == [t == 1 for t in range(8)]
+
+
+def test_modules_that_share_a_table_are_in_one_tower(loads):
+    choice = choose(loads, SLOW, model=model_of(loads, 8, shared=0))
+    inside = [t.chosen.sharding.ranks[0] for t in choice.tables if t.chosen.exchange == "towers"]
+    assert len({SLOW.host(rank) for rank in inside}) <= 1
+
+
+def test_nothing_is_put_where_there_is_no_room(loads):
+    model, whole = model_of(loads, 8), loads[0].total_bytes
+    tight = Memory(int(1.5 * whole))  # two tables a rank do not fit whole
+    choice = choose(loads, SLOW, model=model, memory=tight)
+    assert "towers" not in {table.chosen.exchange for table in choice.tables}
+    one_host = World(num_hosts=1, ranks_per_host=4)
+    choice = choose(loads, one_host, model=model)
+    assert "towers" not in {table.chosen.exchange for table in choice.tables}
