@@ -96,7 +96,7 @@ def traced(tmp_path_factory):
     return folder, disk.changes, digests
 
 
-@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_cut_at_every_point(traced, stride, tmp_path):
     origin, changes, digests = traced
     tree, newest_certain, num_seen = Tree(), -1, 0

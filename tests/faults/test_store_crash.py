@@ -122,7 +122,7 @@ def told_until_killed(directory: Path, number: int, **arguments) -> tuple[Tellin
     return telling, was_killed
 
 
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_every_change_of_the_disk(tmp_path, stride):
     number, was_killed = 1, True
     while was_killed:

@@ -504,7 +504,7 @@ def on_ranks(mesh, stays, folder, max_steps):
     return content(model), state_of(model)[1], found.resumed_at
 
 
-@pytest.mark.parametrize("stays", ["counted", "norm"])
+@pytest.mark.parametrize("stays", ["counted", pytest.param("norm", marks=pytest.mark.slow)])
 def test_on_two_ranks_and_on_one_after_two(stays, tmp_path):
     whole = run_ranks(2, on_ranks, stays, tmp_path / "whole", 16)
     run_ranks(2, on_ranks, stays, tmp_path / "cut", 8)
