@@ -213,7 +213,7 @@ class Chooser:
         links = replace(measure_links(self.mesh), crowding=self.crowding)
         found: dict[str, Any] = {"links": str(links), "predicted": {}, "left_out": {}}
         choices = {
-            n: self.forced(links, s.collection.plan) for n, s in self.systems.items() if n != AUTO
+            n: self.forced(links, s.collection) for n, s in self.systems.items() if n != AUTO
         }
         try:
             choices[AUTO] = choose(self.loads, links, rates=self.rates, model=self.model)
@@ -243,10 +243,12 @@ class Chooser:
         processor = seconds.processor - base + (self.rehearsed or 0.0)
         return step_seconds(processor, seconds.waited, seconds.behind, crowding)
 
-    def forced(self, links: World, plan: Any) -> Choice:
-        """The prediction for a plan as it stands."""
-        said = {t.name: Forced(t.sharding.kind, t.exchange, t.sharding.ranks) for t in plan.tables}
-        return choose(self.loads, links, rates=self.rates, forced=said, model=self.model)
+    def forced(self, links: World, collection: EmbeddingCollection) -> Choice:
+        """The prediction for its plan as it stands, and for its own operators."""
+        tables = collection.plan.tables
+        said = {t.name: Forced(t.sharding.kind, t.exchange, t.sharding.ranks) for t in tables}
+        model = model_load(collection.declaration, self.loads, world=links)
+        return choose(self.loads, links, rates=self.rates, forced=said, model=model)
 
 
 def rehearse(system: Opened, mesh: Mesh) -> float:
