@@ -244,9 +244,9 @@ class EmbeddingCollection(nn.Module):
             announced(self.mesh, True)
             return self.read(batch)
         if ticket is None:
-            if ahead := self.consistency.reads_ahead:
+            if self.consistency.reads_ahead:
                 raise ConfigError(
-                    f"{self.consistency.name} staleness reads {ahead} steps ahead: iterate over collection.lookahead"
+                    f"{self.consistency.name} staleness reads ahead: iterate over collection.lookahead(batches)"
                 )
             # Not on the group of the lookahead's thread, whose order of calls must stay its own.
             ticket = self.prepare(batch, purpose="control")

@@ -54,9 +54,6 @@ class Tower(Interaction):
     def needs(self):
         return "fields"
 
-    def partial(self, values, segments, num_samples, weights=None, context=None):
-        raise NotImplementedError
-
     def partial_of(self, fields, numbers=None):
         return torch.tanh(self.layer(fields))
 

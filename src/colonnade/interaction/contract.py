@@ -40,7 +40,6 @@ class Interaction(nn.Module):
     def needs(self) -> Literal["rows", "fields"]:
         """Whether single rows suffice, or a field's rows must be pooled on one rank first."""
 
-    @abstractmethod
     def partial(
         self,
         values: Tensor,  # (E, D)
@@ -49,7 +48,15 @@ class Interaction(nn.Module):
         weights: Tensor | None = None,  # (E,)
         context: Tensor | None = None,  # what the sample's rank sends first
     ) -> Tensor:
-        """(B, P). Samples without vectors get the merge's neutral element."""
+        """(B, P). Samples without vectors get the merge's neutral element.
+
+        An operator defines this, or, where it is made of all fields together, `partial_of`: then every sample must
+        bring as many vectors, in field order.
+        """
+        if weights is not None:
+            values = values * weights[:, None]
+        fields = values.reshape(num_samples, len(values) // max(1, num_samples), values.shape[1])
+        return self.partial_of(fields if self.one_width else fields.flatten(1))
 
     @abstractmethod
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:

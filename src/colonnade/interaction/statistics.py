@@ -126,18 +126,8 @@ class Concat(Interaction):
     def needs(self) -> Literal["rows", "fields"]:
         return "fields"
 
-    def partial(
-        self,
-        values: Tensor,
-        segments: Tensor,
-        num_samples: int,
-        weights: Tensor | None = None,
-        context: Tensor | None = None,
-    ) -> Tensor:
-        """Every sample must bring the same number of vectors, in field order."""
-        if weights is not None:
-            values = values * weights[:, None]
-        return values.reshape(num_samples, values.numel() // max(1, num_samples))
+    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
+        return fields.flatten(1)
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats

@@ -63,20 +63,6 @@ class TowerModule(Interaction):
     def needs(self) -> Literal["rows", "fields"]:
         return "fields"
 
-    def partial(
-        self,
-        values: Tensor,
-        segments: Tensor,
-        num_samples: int,
-        weights: Tensor | None = None,
-        context: Tensor | None = None,
-    ) -> Tensor:
-        """The module itself: every sample must bring all its vectors, in field order."""
-        if weights is not None:
-            values = values * weights[:, None]
-        fields = (len(self.dims), self.dims[0]) if self.one_width else (sum(self.dims),)
-        return self.partial_of(values.reshape(num_samples, *fields))
-
     def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
         """Of all fields. Raises ConfigError where the module gives something else than it said."""
         weight = next(self.module.parameters(), fields)
