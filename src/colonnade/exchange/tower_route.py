@@ -13,16 +13,15 @@ tower, Y of what leaves it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from colonnade.exchange.codec import CODECS, Block, Codec, Draw, decode, encode
+from colonnade.exchange.codec import CODECS, Block, Codec, Draw, encode
 from colonnade.exchange.coding import Coding
 from colonnade.exchange.fields import Columns, runs_of
-from colonnade.exchange.travel import Flight, add_runs, elements, take_runs
+from colonnade.exchange.travel import Flight, add_runs, arrived, arriving, elements, take_runs
 from colonnade.ops.memory import empty
 from colonnade.topology.mesh import IN_TOWER, OVER_TOWERS, Mesh, open_towers
 
@@ -94,8 +93,8 @@ class ByTower:
                 f"fetch{OVER_TOWERS}{self.size}", coded, self._lengths(codec, theirs),
                 self._lengths(codec, ours), wait=False, counts_as=counts_as,
             )  # fmt: skip
-        received = empty(sum(elements(ours)), dtype=self.dtype)
-        return Flight(received, call, coded, partial(decode, codec, data, ours, received))
+        received, finish = arriving(codec, data, ours, self.dtype)
+        return Flight(received, call, coded, finish)
 
     def add(self, flight: Flight, total: Tensor) -> None:
         widths = [columns.width for columns in self.carried]
@@ -123,8 +122,7 @@ class ByTower:
                 f"push{OVER_TOWERS}{self.size}", data, self._lengths(codec, ours),
                 self._lengths(codec, theirs),
             )  # fmt: skip
-        received = empty(sum(elements(theirs)), dtype=self.dtype)
-        decode(codec, data, theirs, received)
+        received = arrived(codec, data, theirs, self.dtype)
         rows = sum(sizes[rank] for rank in self.peers)
         return received.view(rows, self.carried[self.tower].width)
 

@@ -79,6 +79,25 @@ class DirectRoute(Route, Protocol):
         ...
 
 
+def arriving(
+    codec: Codec, data: Tensor, blocks: Sequence[Block], dtype: torch.dtype
+) -> tuple[Tensor, Callable[[], None] | None]:
+    """data: a message of these blocks, maybe under way -> (its elements, flat; what to do once it has come, before they
+    are read). What is not coded is read where it lies."""
+    if codec.name == "exact":
+        return data.view(dtype), None
+    found = empty(sum(elements(blocks)), dtype=dtype)
+    return found, partial(decode, codec, data, blocks, found)
+
+
+def arrived(codec: Codec, data: Tensor, blocks: Sequence[Block], dtype: torch.dtype) -> Tensor:
+    """The same of one that has come."""
+    found, finish = arriving(codec, data, blocks, dtype)
+    if finish is not None:
+        finish()
+    return found
+
+
 def open_routes(
     mesh: Mesh, messages: Sequence[Columns], whole: Columns, coding: Coding, dtype: torch.dtype
 ) -> list[DirectRoute]:
@@ -125,19 +144,13 @@ class Straight:
     def fetch(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Flight:
         codec = CODECS[self.coding.codecs.values]
         theirs, mine = self._served(sizes), self._asked(sizes)
-        if codec.name == "exact":
-            received, call = self.mesh.all_to_all(
-                "fetch", block.view(-1), elements(theirs), elements(mine), wait=False,
-                counts_as=counts_as,
-            )  # fmt: skip
-            return Flight(received, call, block)
         coded = encode(codec, block.view(-1), theirs)
         data, call = self.mesh.all_to_all(
             "fetch", coded, [each.bytes_of(codec, self.dtype) for each in theirs],
             [each.bytes_of(codec, self.dtype) for each in mine], wait=False, counts_as=counts_as,
         )  # fmt: skip
-        received = empty(sum(elements(mine)), dtype=self.dtype)
-        return Flight(received, call, coded, partial(decode, codec, data, mine, received))
+        received, finish = arriving(codec, data, mine, self.dtype)
+        return Flight(received, call, coded, finish)
 
     def add(self, flight: Flight, total: Tensor) -> None:
         parts = flight.received.split([len(total) * width for width in self.widths])
@@ -152,21 +165,17 @@ class Straight:
             send.split(elements(mine)), self.widths, self.blocks, strict=True
         ):
             take_runs(total, part.view(size, width), runs)
-        if codec.name == "exact":
-            received, _ = self.mesh.all_to_all("push", send, elements(mine), elements(theirs))
-        else:
-            samples, rank = torch.arange(size), self.mesh.rank
-            draws = [
-                Draw(samples, self.coding.seed(f"pooled by {owner}", rank, number), step)
-                for owner in range(self.mesh.num_ranks)
-            ]
-            data, _ = self.mesh.all_to_all(
-                "push", encode(codec, send, mine, draws),
-                [each.bytes_of(codec, self.dtype) for each in mine],
-                [each.bytes_of(codec, self.dtype) for each in theirs],
-            )  # fmt: skip
-            received = empty(sum(elements(theirs)), dtype=self.dtype)
-            decode(codec, data, theirs, received)
+        samples, rank = torch.arange(size), self.mesh.rank
+        draws = [
+            Draw(samples, self.coding.seed(f"pooled by {owner}", rank, number), step)
+            for owner in range(self.mesh.num_ranks)
+        ]
+        data, _ = self.mesh.all_to_all(
+            "push", encode(codec, send, mine, draws),
+            [each.bytes_of(codec, self.dtype) for each in mine],
+            [each.bytes_of(codec, self.dtype) for each in theirs],
+        )  # fmt: skip
+        received = arrived(codec, data, theirs, self.dtype)
         return received.view(sum(sizes), self.columns.width)
 
     def _served(self, sizes: Sequence[int]) -> list[Block]:
@@ -220,8 +229,7 @@ class ByHost:
             "fetch in host", encode(codec, send.view(-1), there), self._lengths(codec, there),
             self._lengths(codec, here), counts_as=counts_as,
         )  # fmt: skip
-        received = empty(sum(elements(here)), dtype=self.dtype)
-        decode(codec, data, here, received)
+        received = arrived(codec, data, here, self.dtype)
         of_host = sum_in_order(received.view(1, local, -1))
         theirs, ours = [Block(n, self.dims) for n in mine], self._asked(sizes)
         coded = encode(codec, of_host, theirs)
@@ -229,8 +237,8 @@ class ByHost:
             "fetch over hosts", coded, self._lengths(codec, theirs), self._lengths(codec, ours),
             wait=False, counts_as=counts_as,
         )  # fmt: skip
-        received = empty(sum(elements(ours)), dtype=self.dtype)
-        return Flight(received, call, coded, partial(decode, codec, data, ours, received))
+        received, finish = arriving(codec, data, ours, self.dtype)
+        return Flight(received, call, coded, finish)
 
     def add(self, flight: Flight, total: Tensor) -> None:
         parts = flight.received.view(len(self.blocks), len(total), self.columns.width)
@@ -263,9 +271,7 @@ class ByHost:
                 accumulate((n for some in of_alike for n in some), initial=0), strict=False)
         )  # fmt: skip
         data = torch.cat([received[starts[r] : starts[r] + n] for r, n in enumerate(lengths)])
-        found = empty(sum(elements(every)), dtype=self.dtype)
-        decode(codec, data, every, found)
-        return found.view(sum(sizes), self.columns.width)
+        return arrived(codec, data, every, self.dtype).view(sum(sizes), self.columns.width)
 
     def _lengths(self, codec: Codec, blocks: Iterable[Block]) -> list[int]:
         return [each.bytes_of(codec, self.dtype) for each in blocks]
