@@ -18,7 +18,7 @@ from colonnade.plan.chosen import Forced
 from colonnade.plan.consumers import model_load
 from colonnade.plan.loads import table_loads
 from colonnade.plan.profile import profile
-from colonnade.plan.towering import in_towers
+from colonnade.plan.towers.placement import in_towers
 from colonnade.topology.sharding import Sharding, row_wise, table_wise
 from colonnade.topology.traffic import Traffic
 

@@ -27,7 +27,7 @@ from colonnade.plan.flows import (
     work,
 )
 from colonnade.plan.loads import ColumnLoad, TableLoad
-from colonnade.plan.tower_paths import call_seconds
+from colonnade.plan.towers.paths import call_seconds
 from colonnade.topology.sharding import Sharding
 
 TWO_BY_TWO = World(num_hosts=2, ranks_per_host=2)

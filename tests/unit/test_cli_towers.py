@@ -16,7 +16,7 @@ from colonnade.config import RunConfig, override
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import DataError
 from colonnade.optimizers import SGD
-from colonnade.plan.partition import TowerMap
+from colonnade.plan.towers.partition import TowerMap
 from colonnade.report.tower_map import read_towers
 from colonnade.table import Feature, Table
 from colonnade.topology.mesh import Mesh

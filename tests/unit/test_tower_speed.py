@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from colonnade.errors import ConfigError
-from colonnade.plan.tower_speed import flat_seconds, forecast, tower_seconds
+from colonnade.plan.towers.forecast import flat_seconds, forecast, tower_seconds
 from colonnade.topology.world import World
 
 

@@ -9,8 +9,8 @@ from colonnade.config import build_config
 from colonnade.errors import ConfigError
 from colonnade.plan.forcing import is_settled
 from colonnade.plan.plan import plan_of
-from colonnade.plan.tower_paths import call_seconds
-from colonnade.plan.towering import in_towers, towered
+from colonnade.plan.towers.paths import call_seconds
+from colonnade.plan.towers.placement import in_towers, towered
 from colonnade.topology.towers import Partition
 from colonnade.train.choosing import placed_in_towers
 

@@ -11,7 +11,7 @@ import typer
 from colonnade.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from colonnade.plan.partition import Capacity, TowerMap
+    from colonnade.plan.towers.partition import Capacity, TowerMap
 
 EXAMPLES = (
     "The mean |cosine| of pooled vectors says how alike features are. Coherent towers have alike features, diverse "
@@ -93,8 +93,8 @@ def _partition(
     at: str | None,
     seed: int,
 ) -> None:
-    from colonnade.plan.affinity import DISTANCES
-    from colonnade.plan.partition import tower_map
+    from colonnade.plan.towers.affinity import DISTANCES
+    from colonnade.plan.towers.partition import tower_map
     from colonnade.report.tower_map import FILE_NAME
     from colonnade.store.disk import Disk
     from colonnade.store.durable import write_durably
@@ -138,7 +138,7 @@ def _partition(
 
 def parse_capacity(said: Sequence[str]) -> Capacity:
     """["bytes=1.5", ...]. Raises ConfigError."""
-    from colonnade.plan.partition import MEASURES, Capacity
+    from colonnade.plan.towers.partition import MEASURES, Capacity
 
     given: dict[str, float | None] = {}
     for each in said:
@@ -204,7 +204,7 @@ def _predict(
     from rich.console import Console
     from rich.table import Table as Grid
 
-    from colonnade.plan.tower_speed import PAPER, RATIOS, forecast
+    from colonnade.plan.towers.forecast import PAPER, RATIOS, forecast
     from colonnade.report.words import seconds_words
     from colonnade.topology.links import planned_world
     from colonnade.train.commits import committed_steps, read_header

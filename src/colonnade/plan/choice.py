@@ -38,9 +38,9 @@ from colonnade.plan.flows import (
 from colonnade.plan.loads import TableLoad
 from colonnade.plan.partials import Joint, Partials, burden
 from colonnade.plan.paths import Paths, adds_in_host
-from colonnade.plan.tower_choice import freely, inside_towers
-from colonnade.plan.tower_modules import Narrowed, narrowed
-from colonnade.plan.tower_paths import call_seconds
+from colonnade.plan.towers.choice import freely, inside_towers
+from colonnade.plan.towers.narrowing import Narrowed, narrowed
+from colonnade.plan.towers.paths import call_seconds
 from colonnade.topology.sharding import (
     Kind,
     Sharding,

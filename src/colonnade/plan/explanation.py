@@ -19,7 +19,7 @@ from colonnade.plan.cutting import CUT, most_slices
 from colonnade.plan.flows import PURPOSES, TABLE_BYTES, ExchangeName
 from colonnade.plan.paths import blocks_added
 from colonnade.plan.reasons import consumer_choices
-from colonnade.plan.tower_paths import Hop
+from colonnade.plan.towers.paths import Hop
 from colonnade.topology.sharding import Kind, Sharding
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.exchange.tower_cut import tower_of
-from colonnade.plan.tower_paths import Towered, towered
+from colonnade.plan.towers.paths import Towered, towered
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World

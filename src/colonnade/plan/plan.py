@@ -175,7 +175,7 @@ def build_plan(
     `exchange`; `shardings`, where rows are not dealt to all ranks; `hot`, ids of rows that lie on every rank, in memory
     (on one rank they mean nothing). `servers`: the only ranks that rows may lie on. `towers`: how many groups of
     neighbouring ranks the exchange `towers` goes by, default one for each host; rows are where `shardings` say
-    (`plan.towering.in_towers` makes some).
+    (`plan.towers.placement.in_towers` makes some).
     """
     exchanges, shardings = exchanges or {}, shardings or {}
     for said in (exchange, *exchanges.values()):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.plan.partition import Measures, TowerMap
+from colonnade.plan.towers.partition import Measures, TowerMap
 from colonnade.report.figures import COLORS, Figure, chart
 from colonnade.report.words import bytes_words, count_words
 

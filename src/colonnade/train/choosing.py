@@ -24,7 +24,7 @@ from colonnade.plan.loads import TableLoad, table_loads
 from colonnade.plan.placement import Demand, place
 from colonnade.plan.prediction import LinkCosts
 from colonnade.plan.profile import Profile
-from colonnade.plan.towering import towered
+from colonnade.plan.towers.placement import towered
 from colonnade.plan_config import PlanConfig
 from colonnade.topology.reduction import choose_way, sent, way_of_layout
 from colonnade.topology.sharding import Sharding

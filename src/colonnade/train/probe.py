@@ -15,8 +15,8 @@ from colonnade.batch import Batch
 from colonnade.data.contract import Source
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import DataError
-from colonnade.plan.affinity import Affinity
-from colonnade.plan.partition import FeatureLoad
+from colonnade.plan.towers.affinity import Affinity
+from colonnade.plan.towers.partition import FeatureLoad
 from colonnade.table import Feature, Table
 from colonnade.train.record import table_sizes
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
-from colonnade.plan.affinity import DISTANCES, Distance, distances, within_and_between
-from colonnade.plan.plane import place
-from colonnade.plan.transport import assign, overflow
+from colonnade.plan.towers.affinity import DISTANCES, Distance, distances, within_and_between
+from colonnade.plan.towers.plane import place
+from colonnade.plan.towers.transport import assign, overflow
 from colonnade.topology.towers import Partition
 
 Floats = NDArray[np.float64]

@@ -1,0 +1,1 @@
+"""Towers: which features stand together, where their tables lie, what that saves."""
