@@ -24,7 +24,8 @@ Width = Annotated[int, Field(ge=1)]
 
 class DataConfig(Section):
     name: str = "synthetic"
-    """The source: parquet, csv, criteo, movielens, movielens_retrieval, gowalla or synthetic."""
+    """The source: parquet, csv, criteo, movielens, movielens_retrieval, gowalla, fb15k237 or
+    synthetic."""
     path: str | None = None
     """File or folder; default: the source's folder in $COLONNADE_DATA."""
     options: dict[str, Any] = {}
@@ -39,8 +40,9 @@ class ModelConfig(Section):
     """A setting that the chosen model does not have must be left out (none); its default is the model's own."""
 
     name: Literal[
-        "lr", "fm", "nfm", "wide_deep", "deepfm", "dlrm", "dcn", "dcnv2", "two_tower", "sasrec"
-    ] = "dlrm"
+        "lr", "fm", "nfm", "wide_deep", "deepfm", "dlrm", "dcn", "dcnv2", "two_tower", "sasrec", "transe",
+        "distmult", "complex", "rotate",
+    ] = "dlrm"  # fmt: skip
     """The network."""
     dim: int | None = Field(None, ge=1)
     """Width of every embedding row, in elements; default 16. Not of lr, whose rows hold one weight per label."""
@@ -73,7 +75,10 @@ class ModelConfig(Section):
     query_columns: list[str] | None = None
     """Columns of who asks (two_tower); default: all that are not the item's."""
     temperature: float | None = Field(None, gt=0)
-    """Scores are divided by it before the softmax (two_tower, sasrec)."""
+    """Scores are divided by it before the softmax (two_tower, sasrec); of knowledge graphs, multiplied, and the softmax
+    says how much each wrong candidate counts: 0.5 to 1."""
+    margin: float | None = None
+    """What scores start from, of which distances are taken off (transe, rotate: 9; distmult, complex: 0)."""
     blocks: int | None = Field(None, ge=1)
     """Attention blocks (sasrec)."""
     heads: int | None = Field(None, ge=1)

@@ -12,10 +12,12 @@ from colonnade.data.batches import open_batches
 from colonnade.data.contract import Column, Position, Schema, Source, Splits, num_steps
 from colonnade.data.processes import ProcessSource
 from colonnade.data.sets.criteo import open_criteo
+from colonnade.data.sets.fb15k237 import open_fb15k237
 from colonnade.data.sets.gowalla import open_gowalla
 from colonnade.data.sets.movielens import open_movielens
 from colonnade.data.sets.movielens_retrieval import open_movielens_retrieval
 from colonnade.data.sets.synthetic import open_synthetic
+from colonnade.data.sets.triples import open_triples
 from colonnade.data.tabular.csv import open_csv
 from colonnade.data.tabular.declaration import Declaration, load_declaration
 from colonnade.data.tabular.fields import (
@@ -61,6 +63,7 @@ __all__ = [
     "open_batches",
     "open_criteo",
     "open_csv",
+    "open_fb15k237",
     "open_gowalla",
     "open_movielens",
     "open_movielens_retrieval",
@@ -68,11 +71,13 @@ __all__ = [
     "open_source",
     "open_synthetic",
     "open_tensors",
+    "open_triples",
 ]
 
 SOURCES: dict[str, Callable[..., Splits]] = {
     "criteo": open_criteo,
     "csv": open_csv,
+    "fb15k237": open_fb15k237,
     "gowalla": open_gowalla,
     "movielens": open_movielens,
     "movielens_retrieval": open_movielens_retrieval,

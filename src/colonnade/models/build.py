@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.dlrm import DLRM
 from colonnade.models.fields import DEEP, WIDE
+from colonnade.models.knowledge import ComplEx, DistMult, RotatE, TransE
 from colonnade.models.linear import FM, LR
 from colonnade.models.nfm import NFM
 from colonnade.models.sasrec import SASRec
@@ -56,6 +57,8 @@ class Kind:
     rows: Literal["vector", "vector and weights", "weights"] = "vector"
     sequence: Pooling = "mean"
     """How a column that is a sequence is pooled."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """By table: width of its rows, of `dim`, where it is less."""
 
     @property
     def settings(self) -> set[str]:
@@ -75,6 +78,10 @@ KINDS: dict[str, Kind] = {
     "dcnv2": Kind(DCNv2),
     "two_tower": Kind(TwoTower),
     "sasrec": Kind(SASRec, sequence="sequence"),
+    "transe": Kind(TransE, sequence="sequence"),
+    "distmult": Kind(DistMult, sequence="sequence"),
+    "complex": Kind(ComplEx, sequence="sequence"),
+    "rotate": Kind(RotatE, sequence="sequence", shares={"relation": RotatE.relation_share}),
 }
 
 
@@ -92,7 +99,8 @@ def build_model(schema: Schema, config: RunConfig) -> SplitModel:
     of_data = {"num_dense": len(schema.dense), "tasks": len(schema.labels), "log_q": log_q}
     if "tasks" in known and not schema.labels:
         raise ConfigError(
-            f"{config.model.name} learns labels and this data has none; choose two_tower or sasrec, or other data"
+            f"{config.model.name} learns labels and this data has none; choose a model that ranks (two_tower, sasrec; "
+            "of triples transe, distmult, complex, rotate), or other data"
         )
     given |= {name: value for name, value in of_data.items() if name in known}
     if (idle := TOWER_SETTINGS & set(given)) and "tower_dim" not in given:
@@ -190,7 +198,6 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
     first: dict[str, Column] = {}
     for column in schema.categorical:
         first.setdefault(column.table, column)
-    rows = _row_kind(kind, len(schema.labels), config)
     retention = build_retention(first.values(), config)
     tables = [
         Table(
@@ -200,7 +207,7 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
             master=config.rows.master,
             max_norm=config.rows.max_norm,
             **retention[column.table],
-            **rows,
+            **_row_kind(kind, column.table, len(schema.labels), config),
         )
         for column in first.values()
     ]
@@ -262,14 +269,21 @@ def _eviction(config: EvictionConfig) -> Eviction | None:
     return MaxRowsEviction(rows=config.max_rows, by=config.by, halve_steps=config.halve_steps)
 
 
-def _row_kind(kind: Kind, tasks: int, config: RunConfig) -> dict[str, Any]:
-    """What a table's rows are: dim, optimizer and initializer of `Table`."""
+def _row_kind(kind: Kind, table: str, tasks: int, config: RunConfig) -> dict[str, Any]:
+    """What a table's rows are: dim, optimizer and initializer of `Table`. Raises ConfigError."""
     scale, wide_scale = config.rows.init_scale, Uniform(scale=config.rows.wide.init_scale)
     dim = config.model.dim or DEFAULT_DIM
     if kind.rows == "weights":
         initializer = Uniform(scale=0.0 if scale is None else scale)
         return {"dim": tasks, "optimizer": build_row_optimizer(config), "initializer": initializer}
     initializer = Uniform(scale=dim**-0.5 if scale is None else scale)
+    share = dim * kind.shares.get(table, 1.0)
+    if share != int(share):
+        raise ConfigError(
+            f"model.dim: got {dim}, of which {config.model.name} gives {kind.shares[table]:g} to rows of {table}; "
+            "wanted an even number"
+        )
+    dim = int(share)
     vector = {"dim": dim, "optimizer": build_row_optimizer(config), "initializer": initializer}
     if kind.rows == "vector":
         return vector

@@ -6,15 +6,18 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from colonnade.batch import Batch
+from colonnade.batch import Batch, Ids
 from colonnade.data.contract import Source
+from colonnade.data.sets.triples import Known
 from colonnade.errors import ConfigError, DataError
+from colonnade.models.knowledge import KnowledgeGraph, Links
 from colonnade.models.retriever import Contrast, Retriever
 from colonnade.topology.gather import gather
 from colonnade.topology.mesh import Mesh
 from colonnade.train.evaluate import evaluate
+from colonnade.train.link_prediction import evaluate_links
 from colonnade.train.retrieval import evaluate_retrieval
 
 
@@ -65,8 +68,26 @@ class Retrieval:
         return evaluate_retrieval(model, source, batch_size, mesh)
 
 
+class LinkPrediction:
+    """The model is a `KnowledgeGraph`: each true triple against wrong ones, whose head or tail is any candidate."""
+
+    monitor = "mrr"
+
+    def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
+        assert isinstance(model, KnowledgeGraph) and isinstance(batch.key, Known)
+        return link_loss(model, model(batch), batch.key, mesh)
+
+    def evaluate(
+        self, model: nn.Module, source: Source, batch_size: int, mesh: Mesh
+    ) -> dict[str, float]:
+        assert isinstance(model, KnowledgeGraph)
+        return evaluate_links(model, source, batch_size, mesh)
+
+
 def objective_of(model: nn.Module) -> Objective:
     """What a model of colonnade.models is trained for."""
+    if isinstance(model, KnowledgeGraph):
+        return LinkPrediction()
     return Retrieval() if isinstance(model, Retriever) else Probability()
 
 
@@ -88,6 +109,29 @@ def contrastive_loss(contrast: Contrast, temperature: float, mesh: Mesh) -> Tens
     others = others.masked_fill(is_taken(contrast, ids).to(queries.device), float("-inf"))
     losses = torch.cat([positive, others], dim=1).logsumexp(1) - positive[:, 0]
     return (losses * weight).sum() / max(float(total), 1e-12)
+
+
+def link_loss(model: KnowledgeGraph, links: Links, known: Known, mesh: Mesh) -> Tensor:
+    """Collective, and its backward too. This rank's part of the weighted mean over all ranks' triples.
+
+    Of both questions of a triple, the mean of -log sigmoid(score) and of -log sigmoid(-score) of all ranks' candidates
+    that are not known to be true, weighed by the softmax of their scores (Sun et al. 2019, equations 5 and 6).
+    """
+    candidates = gather(mesh, links.candidates)
+    ids = gather(mesh, links.candidate_ids)
+    total = mesh.all_reduce("dense", links.weight.sum(dtype=torch.float64))
+    losses = []
+    for queries, answers, true in (
+        (links.toward_tail, links.tails, known.tails),
+        (links.toward_head, links.heads, known.heads),
+    ):
+        right, wrong = model.run(queries, queries, answers, candidates)
+        out = among(true, ids).to(wrong.device)
+        share = (wrong.detach() * model.temperature).masked_fill(out, float("-inf")).softmax(1)
+        share = share.nan_to_num()  # where no candidate is wrong
+        losses.append(-logsigmoid(right) - (share * logsigmoid(-wrong)).sum(1))
+    each = sum(losses) / 4
+    return (each * links.weight.to(each)).sum() / max(float(total), 1e-12)
 
 
 def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
@@ -124,12 +168,24 @@ def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
 
 def is_taken(contrast: Contrast, candidate_ids: Tensor) -> Tensor:
     """candidate_ids (M,) -> (P, M) bool: which of them each position's sample has taken."""
-    samples, items = contrast.taken
-    different, number = torch.unique(candidate_ids, return_inverse=True)
     num_samples = int(contrast.sample[-1]) + 1 if len(contrast.sample) else 0
+    return _marks(*contrast.taken, num_samples, candidate_ids)[contrast.sample]
+
+
+def among(bags: Ids, candidate_ids: Tensor) -> Tensor:
+    """candidate_ids (M,) -> (B, M) bool: which of them are in each sample's bag."""
+    assert bags.offsets is not None
+    counts = bags.offsets.diff()
+    samples = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return _marks(samples, bags.values, len(counts), candidate_ids)
+
+
+def _marks(samples: Tensor, items: Tensor, num_samples: int, candidate_ids: Tensor) -> Tensor:
+    """Pairs (sample, item) -> (num_samples, M) bool."""
+    different, number = torch.unique(candidate_ids, return_inverse=True)
     found = torch.zeros(num_samples, len(different) + 1, dtype=torch.bool)
     if len(different) and num_samples:
         place = torch.searchsorted(different, items).clamp_(max=len(different) - 1)
         place[different[place] != items] = len(different)  # no candidate at all
         found[samples, place] = True
-    return found[contrast.sample][:, number]
+    return found[:, number]

@@ -61,6 +61,14 @@ PRESETS: dict[str, RunConfig] = {
             "train": {"batch_size": 2048, "epochs": 15},
         }
     ),
+    "fb15k237": build_config(
+        {
+            "data": {"name": "fb15k237", "options": {"max_validation": 2000}},
+            "model": {"name": "transe", "dim": 200},
+            "rows": {"optimizer": "adam", "lr": 0.001, "init_scale": 0.05},
+            "train": {"batch_size": 512, "epochs": 30},
+        }
+    ),
     "criteo": build_config(
         {
             "data": {"name": "criteo"},

@@ -1,0 +1,83 @@
+"""FB15k-237 (Toutanova and Chen 2015): which entity does a relation lead to? Or any graph in OpenKE's files.
+
+`train2id.txt`, `valid2id.txt` and `test2id.txt`: the number of triples, then `head tail relation` on each line;
+`entity2id.txt` and `relation2id.txt` begin with how many there are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from colonnade.data.contract import Splits
+from colonnade.data.lines import excerpt, field_error, open_lines
+from colonnade.data.location import locate
+from colonnade.data.sets.triples import open_triples
+from colonnade.errors import DataError
+
+FOLDER = "fb15k237"
+
+
+def open_fb15k237(
+    path: str | Path | None = None,
+    *,
+    seed: int = 0,
+    candidates: int = 1,
+    subsample: bool = True,
+    max_validation: int | None = None,
+) -> Splits:
+    """`path`: the folder; default `$COLONNADE_DATA/fb15k237`. Options as of `triples.open_triples`. Raises DataError
+    naming file and line."""
+    folder = locate(path, folder=FOLDER, file="train2id.txt").parent
+    num_entities, num_relations = (
+        read_count(folder / name) for name in ("entity2id.txt", "relation2id.txt")
+    )
+    parts = [
+        read_triples(folder / f"{part}2id.txt", num_entities, num_relations)
+        for part in ("train", "valid", "test")
+    ]
+    return open_triples(
+        *parts, num_entities=num_entities, num_relations=num_relations, seed=seed, candidates=candidates,
+        subsample=subsample, max_validation=max_validation,
+    )  # fmt: skip
+
+
+def read_count(path: Path) -> int:
+    """The number on the first line."""
+    file = open_lines(path)
+    first = file.read(0, min(1, file.num_lines)).strip()
+    if not first.isdigit():
+        raise field_error(
+            path, 1, None, got=excerpt(first), wanted="a number: how many follow", fix="Repair it"
+        )
+    return int(first)
+
+
+def read_triples(path: Path, num_entities: int, num_relations: int) -> torch.Tensor:
+    """(n, 3) int64: head, relation, tail, in the order of the file."""
+    count, file = read_count(path), open_lines(path)
+    lines = file.read(1, file.num_lines).split(b"\n")[: file.num_lines - 1]
+    if len(lines) != count:
+        raise DataError(
+            f"{path}: got {len(lines)} triples, wanted the {count} that its first line says. The file is cut off, or "
+            "was joined from others; get it anew"
+        )
+    limits = (num_entities, num_entities, num_relations)
+    for number, line in enumerate(lines, 2):
+        fields = line.split()
+        if len(fields) != 3 or not all(
+            field.isdigit() and int(field) < limit
+            for field, limit in zip(fields, limits, strict=True)
+        ):
+            raise field_error(
+                path,
+                number,
+                None,
+                got=excerpt(line),
+                wanted=f"`head tail relation`: entities below {num_entities}, a relation below {num_relations}",
+                fix="Repair the line",
+            )
+    numbers = np.array(b" ".join(lines).split(), dtype=np.int64).reshape(-1, 3)
+    return torch.from_numpy(numbers[:, [0, 2, 1]].copy())

@@ -1,0 +1,232 @@
+"""Knowledge graphs: vectors of entities and relations, by which a true triple (head, relation, tail) scores high.
+
+TransE (Bordes et al. 2013), DistMult (Yang et al. 2015), ComplEx (Trouillon et al. 2016), RotatE (Sun et al. 2019).
+Each makes of a head and a relation the vector that the tail should have, and of a tail and a relation that of the head,
+so one comparison of vectors serves both questions and any number of candidates.
+
+Legend: B samples, M candidates, P queries, D width of an entity's row; complex vectors are D / 2 pairs side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.batch import Batch, Ids
+from colonnade.embedding import EmbeddingCollection
+from colonnade.errors import ConfigError
+from colonnade.models.split import SplitModel
+from colonnade.table import Feature, Table
+
+FEATURES = ("head", "relation", "tail", "candidate")
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What a batch of triples asks, and the rows that answer."""
+
+    toward_tail: Tensor  # (B, D)
+    toward_head: Tensor  # (B, D)
+    tails: Tensor  # (B, D)
+    heads: Tensor  # (B, D)
+    candidates: Tensor  # (M, D)
+    candidate_ids: Tensor  # (M,) int64, on the CPU
+    weight: Tensor  # (B,) on the CPU
+
+
+class KnowledgeGraph(SplitModel):
+    """Scores are `margin` less a distance, or products. Two tables, "entity" and "relation"; features head, tail and
+    candidate read entities, candidate is a sequence."""
+
+    relation_share = 1.0
+    """Width of a relation's row, of an entity's."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        *,
+        margin: float = 9.0,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        """temperature: of the softmax over wrong candidates' scores that says how much each of them counts, which is a
+        constant of the loss (self-adversarial sampling, Sun et al. 2019)."""
+        super().__init__()
+        self.kind = type(self).__name__.lower()
+        got = {f.name: (f.table, f.pooling) for f in features}
+        wanted = {name: ("relation" if name == "relation" else "entity") for name in FEATURES}
+        if {name: table for name, (table, _) in got.items()} != wanted or got["candidate"][
+            1
+        ] != "sequence":
+            raise ConfigError(
+                f"{self.kind}: got features {got}, wanted head, tail and the sequence candidate of table entity, and "
+                "relation of its own; a source of triples has them (data.name=fb15k237)"
+            )
+        widths = {table.name: table.width for table in tables}
+        if widths["relation"] != int(self.relation_share * widths["entity"]) or self._is_odd(
+            widths["entity"]
+        ):
+            raise ConfigError(
+                f"{self.kind}: got rows of {widths['entity']} floats for entities and {widths['relation']} for "
+                f"relations, wanted {self.relation_share:g} of an even number"
+            )
+        self.margin, self.temperature = margin, temperature
+        self.embeddings = EmbeddingCollection(tables, features, seed=seed)
+        relation = next(table for table in tables if table.name == "relation")
+        self.relation_range = float(getattr(relation.initializer, "scale", 0.0)) or 1.0
+        # Of all scores: what they start from, learned, as nothing else dense is.
+        self.offset = nn.Parameter(torch.zeros(()))
+
+    def _is_odd(self, width: int) -> bool:
+        return False
+
+    @abstractmethod
+    def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
+        """(B, D): the vector a tail is compared with."""
+
+    @abstractmethod
+    def toward_head(self, tail: Tensor, relation: Tensor) -> Tensor:
+        """(B, D): the vector a head is compared with."""
+
+    @abstractmethod
+    def compare(self, queries: Tensor, candidates: Tensor) -> Tensor:
+        """(P, D) each with each of (M, D) -> (P, M) scores without margin and offset."""
+
+    @abstractmethod
+    def compare_one(self, queries: Tensor, answers: Tensor) -> Tensor:
+        """(P, D), (P, D) -> (P,): the diagonal of `compare`."""
+
+    def network(
+        self, queries: Tensor, answers: Tensor, candidates: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Scores (P,) of the answers (P, D), and (P, M) of candidates (M, D)."""
+        start = self.margin + self.offset
+        return self.compare_one(queries, answers) + start, self.compare(queries, candidates) + start
+
+    def forward(self, batch: Batch) -> Links:
+        rows = self.embeddings(batch)
+        relation = rows["relation"]
+        weight = torch.ones(batch.size) if batch.sample_weight is None else batch.sample_weight
+        return Links(
+            self.toward_tail(rows["head"], relation),
+            self.toward_head(rows["tail"], relation),
+            rows["tail"],
+            rows["head"],
+            rows["candidate"],
+            batch.ids["candidate"].values,
+            weight,
+        )
+
+    def entities(self, ids: Tensor) -> Tensor:
+        """(n,) -> (n, D); reads only."""
+        size = len(ids)
+        none = Ids(torch.empty(0, dtype=torch.int64), torch.zeros(size + 1, dtype=torch.int64))
+        zeros = Ids(torch.zeros(size, dtype=torch.int64))
+        batch = Batch(
+            size,
+            torch.empty(size, 0),
+            {"head": Ids(ids), "tail": Ids(ids), "relation": zeros, "candidate": none},
+        )
+        return self.embeddings(batch)["head"]
+
+
+class TransE(KnowledgeGraph):
+    """-|h + r - t| in the sum of absolute differences."""
+
+    def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
+        return head + relation
+
+    def toward_head(self, tail: Tensor, relation: Tensor) -> Tensor:
+        return tail - relation
+
+    def compare(self, queries: Tensor, candidates: Tensor) -> Tensor:
+        return -torch.cdist(queries, candidates, p=1.0)
+
+    def compare_one(self, queries: Tensor, answers: Tensor) -> Tensor:
+        return -(queries - answers).abs().sum(1)
+
+
+class DistMult(KnowledgeGraph):
+    """sum of h * r * t."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        *,
+        margin: float = 0.0,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(tables, features, margin=margin, temperature=temperature, seed=seed)
+
+    def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
+        return head * relation
+
+    def toward_head(self, tail: Tensor, relation: Tensor) -> Tensor:
+        return tail * relation
+
+    def compare(self, queries: Tensor, candidates: Tensor) -> Tensor:
+        return queries @ candidates.T
+
+    def compare_one(self, queries: Tensor, answers: Tensor) -> Tensor:
+        return (queries * answers).sum(1)
+
+
+class ComplEx(DistMult):
+    """The real part of the sum of h * r * conj(t)."""
+
+    def _is_odd(self, width: int) -> bool:
+        return width % 2 == 1
+
+    def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
+        return _times(head, relation, 1.0)
+
+    def toward_head(self, tail: Tensor, relation: Tensor) -> Tensor:
+        return _times(tail, relation, -1.0)
+
+
+class RotatE(KnowledgeGraph):
+    """-|h * exp(i r) - t|, the sum of moduli: a relation turns each of an entity's numbers. A relation's row begins
+    within its initializer's scale, which stands for the whole circle."""
+
+    relation_share = 0.5
+
+    def _is_odd(self, width: int) -> bool:
+        return width % 2 == 1
+
+    def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
+        return _times(head, self._turn(relation), 1.0)
+
+    def toward_head(self, tail: Tensor, relation: Tensor) -> Tensor:
+        return _times(tail, self._turn(relation), -1.0)
+
+    def _turn(self, relation: Tensor) -> Tensor:
+        angle = relation * (math.pi / self.relation_range)
+        return torch.cat([angle.cos(), angle.sin()], 1)
+
+    def compare(self, queries: Tensor, candidates: Tensor) -> Tensor:
+        return -moduli(queries, candidates)
+
+    def compare_one(self, queries: Tensor, answers: Tensor) -> Tensor:
+        real, imaginary = (queries - answers).chunk(2, 1)
+        return -torch.hypot(real, imaginary).sum(1)
+
+
+def moduli(queries: Tensor, candidates: Tensor) -> Tensor:
+    """(P, D), (M, D) -> (P, M): sums of the moduli of the differences of D / 2 complex numbers."""
+    ours, theirs = (x.unflatten(1, (2, -1)).permute(2, 0, 1) for x in (queries, candidates))
+    return torch.cdist(ours, theirs, p=2.0, compute_mode="donot_use_mm_for_euclid_dist").sum(0)
+
+
+def _times(vectors: Tensor, turns: Tensor, sign: float) -> Tensor:
+    """vectors * turns, or (sign -1) times their conjugates; real parts, then imaginary ones."""
+    (a, b), (c, d) = vectors.chunk(2, 1), turns.chunk(2, 1)
+    d = sign * d
+    return torch.cat([a * c - b * d, a * d + b * c], 1)

@@ -1,0 +1,320 @@
+"""Knowledge graphs: scores, ranks, losses and known answers against slow twins; candidates of all ranks; files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch.nn.functional import logsigmoid
+
+import colonnade
+from colonnade import SGD, Adam, Batch, Feature, Ids, Mesh, RowOptimizer, Table, Uniform
+from colonnade.data import open_source, open_triples
+from colonnade.data.contract import Position
+from colonnade.data.sets.triples import Facts
+from colonnade.errors import ConfigError, DataError, NonFiniteError
+from colonnade.models.knowledge import ComplEx, DistMult, KnowledgeGraph, RotatE, TransE
+from colonnade.train.dense import DenseGradients
+from colonnade.train.link_prediction import evaluate_links, filtered_ranks
+from colonnade.train.objective import LinkPrediction, objective_of
+
+MODELS = {"transe": TransE, "distmult": DistMult, "complex": ComplEx, "rotate": RotatE}
+ENTITIES, RELATIONS, DIM = 11, 3, 6
+
+
+def build(
+    name, dtype="float64", optimizer=None, entities=ENTITIES, dim=DIM, **settings
+) -> KnowledgeGraph:
+    kind, optimizer = MODELS[name], optimizer or SGD(lr=0.5)
+    start = Uniform(scale=0.5)
+    tables = [
+        Table("entity", dim, rows=entities, dtype=dtype, optimizer=optimizer, initializer=start),
+        Table(
+            "relation",
+            int(dim * kind.relation_share),
+            rows=RELATIONS,
+            dtype=dtype,
+            optimizer=optimizer,
+            initializer=start,
+        ),
+    ]
+    features = [
+        Feature("head", "entity"),
+        Feature("relation", "relation"),
+        Feature("tail", "entity"),
+        Feature("candidate", "entity", pooling="sequence"),
+    ]
+    return kind(tables, features, **settings)
+
+
+def triples(seed: int, size: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    h, t = torch.randint(ENTITIES, (2, size), generator=random)
+    return torch.stack([h, torch.randint(RELATIONS, (size,), generator=random), t], 1)
+
+
+def opened(seed=0, size=40, **options):
+    every = triples(seed, size)
+    return open_triples(
+        every,
+        triples(seed + 1, 5),
+        triples(seed + 2, 5),
+        num_entities=ENTITIES,
+        num_relations=RELATIONS,
+        **options,
+    )
+
+
+def slow_score(model, h, r, t) -> float:
+    """Of one triple, by the papers' formulas."""
+    h, r, t = h.tolist(), r.tolist(), t.tolist()
+    half = len(h) // 2
+
+    def numbers(v):
+        return [complex(a, b) for a, b in zip(v[:half], v[half:], strict=True)]
+
+    if isinstance(model, TransE):
+        return -sum(abs(a + b - c) for a, b, c in zip(h, r, t, strict=True))
+    if isinstance(model, ComplEx):
+        return sum(
+            (a * b * c.conjugate()).real
+            for a, b, c in zip(numbers(h), numbers(r), numbers(t), strict=True)
+        )
+    if isinstance(model, DistMult):
+        return sum(a * b * c for a, b, c in zip(h, r, t, strict=True))
+    turns = [complex(math.cos(x), math.sin(x)) for x in (a * math.pi / 0.5 for a in r)]
+    return -sum(abs(a * b - c) for a, b, c in zip(numbers(h), turns, numbers(t), strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_questions_have_the_score_of_the_triple(name):
+    model = build(name)
+    source = opened(candidates=2).train
+    (batch,) = source.batches(40)
+    links = model(batch)
+    relation = model.embeddings(batch)["relation"]
+    wanted = torch.tensor(
+        [slow_score(model, *row) for row in zip(links.heads, relation, links.tails, strict=True)],
+        dtype=torch.float64,
+    )
+    for queries, answers in ((links.toward_tail, links.tails), (links.toward_head, links.heads)):
+        torch.testing.assert_close(model.compare_one(queries, answers), wanted)
+        torch.testing.assert_close(model.compare(queries, answers).diagonal(), wanted)
+
+
+@given(seed=st.integers(0, 10**6), size=st.integers(0, 30))
+def test_known_answers_are_those_of_a_search(seed, size):
+    every, asked = triples(seed, size), triples(seed + 1, 7)
+    facts = Facts(every, ENTITIES)
+    known, listed = facts.known(asked), {tuple(row) for row in every.tolist()}
+    counts = facts.counts(asked)
+    for i, (h, r, t) in enumerate(asked.tolist()):
+        tails = sorted({c for a, b, c in listed if (a, b) == (h, r)})
+        heads = sorted({a for a, b, c in listed if (b, c) == (r, t)})
+        for bags, wanted, count in (
+            (known.tails, tails, counts[0]),
+            (known.heads, heads, counts[1]),
+        ):
+            first, last = bags.offsets[i : i + 2].tolist()
+            assert bags.values[first:last].tolist() == wanted
+            assert int(count[i]) == len(wanted)
+
+
+@given(seed=st.integers(0, 10**6), levels=st.integers(1, 4), size=st.integers(0, 4))
+def test_ranks_are_the_slow_ones(seed, levels, size):
+    random = torch.Generator().manual_seed(seed)
+    scores = torch.randint(levels, (size, ENTITIES), generator=random).double()
+    truth = torch.randint(ENTITIES, (size,), generator=random)
+    bags = [{int(t), *torch.randint(ENTITIES, (3,), generator=random).tolist()} for t in truth]
+    offsets = torch.tensor([0, *map(len, bags)]).cumsum(0)
+    known = Ids(torch.tensor([i for bag in bags for i in sorted(bag)], dtype=torch.int64), offsets)
+    found = filtered_ranks(scores, truth, known).tolist()
+    for row, t, bag, rank in zip(scores.tolist(), truth.tolist(), bags, found, strict=True):
+        others = [s for i, s in enumerate(row) if i not in bag]
+        above, level = sum(s > row[t] for s in others), sum(s == row[t] for s in others)
+        assert rank == 1 + above + level / 2
+
+
+def test_scores_that_are_no_numbers_are_refused():
+    none = Ids(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]))
+    with pytest.raises(NonFiniteError, match="diverged"):
+        filtered_ranks(torch.full((1, 3), math.nan), torch.zeros(1, dtype=torch.int64), none)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_is_the_slow_one(name):
+    model, temperature = build(name, temperature=0.7, margin=1.5), 0.7
+    source = opened(candidates=2).train
+    (batch,) = source.batches(40)
+    found = LinkPrediction().loss(model, batch, Mesh())
+    links, total = model(batch), 0.0
+    start = 1.5 + float(model.offset.detach())
+    for queries, answers, known in (
+        (links.toward_tail, links.tails, batch.key.tails),
+        (links.toward_head, links.heads, batch.key.heads),
+    ):
+        for i in range(batch.size):
+            first, last = known.offsets[i : i + 2].tolist()
+            true = set(known.values[first:last].tolist())
+            wrong = [c for c, e in enumerate(links.candidate_ids.tolist()) if e not in true]
+            score = model.compare_one(queries[i : i + 1], answers[i : i + 1])[0] + start
+            scores = model.compare(queries[i : i + 1], links.candidates[wrong])[0] + start
+            each = -logsigmoid(score)
+            each = each - ((scores * temperature).softmax(0) * logsigmoid(-scores)).sum()
+            total = total + each / 4 * float(batch.sample_weight[i])
+    torch.testing.assert_close(found, total / float(batch.sample_weight.sum()))
+
+
+def test_a_batch_whose_candidates_are_all_true_has_a_loss():
+    model = build("transe")
+    every = torch.stack([torch.zeros(ENTITIES), torch.zeros(ENTITIES), torch.arange(ENTITIES)], 1)
+    one = open_triples(
+        every.long(), every[:1].long(), every[:1].long(), num_entities=ENTITIES, num_relations=1
+    )
+    (batch,) = one.train.batches(ENTITIES)
+    loss = LinkPrediction().loss(model, batch, Mesh())
+    loss.backward()
+    assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_any_number_of_ranks_draws_the_same_candidates():
+    source = opened(candidates=3).train
+    (whole,) = source.batches(40, start=Position(epoch=2))
+    epoch = Position(epoch=2)
+    parts = [next(iter(source.batches(40, rank=r, num_ranks=3, start=epoch))) for r in range(3)]
+    for name in ("head", "relation", "tail", "candidate"):
+        joined = torch.cat([part.ids[name].values for part in parts])
+        assert torch.equal(joined, whole.ids[name].values)
+    (other,) = source.batches(40, start=Position(epoch=3))
+    assert not torch.equal(other.ids["candidate"].values, whole.ids["candidate"].values)
+    assert float(source.weight.mean()) == pytest.approx(1)
+
+
+def train(mesh, name):
+    """Three steps over all ranks' samples, the last smaller than their number. Module level: ranks import it."""
+    model, source = build(name), opened(size=82, candidates=2).train
+    collection = model.embeddings.open(mesh=mesh)
+    rows, dense = RowOptimizer(collection), DenseGradients(list(model.parameters()), mesh)
+    dense.attach()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    batches = source.batches(40, rank=mesh.rank, num_ranks=mesh.num_ranks)
+    for batch in collection.lookahead(batches):
+        dense.zero()
+        loss = LinkPrediction().loss(model, batch, mesh)
+        loss.backward()
+        dense.reduce(finite=collection.finite(), stop=False)
+        rows.step(agreed=True)
+        optimizer.step()
+        losses.append(float(mesh.all_reduce("control", loss.detach().clone())))
+    scored = evaluate_links(model, opened(size=82).test, 3, mesh)
+    return losses, collection.rows("entity", torch.arange(ENTITIES)), scored
+
+
+@pytest.mark.parametrize("name", ["transe", "rotate"])
+def test_three_ranks_train_and_score_what_one_does(name):
+    losses, rows, scored = train(Mesh(), name)
+    assert scored["num_samples"] == 10
+    for found_losses, found_rows, found_scored in run_ranks(3, train, name):
+        torch.testing.assert_close(found_losses, losses, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found_rows, rows, rtol=1e-10, atol=1e-12)
+        assert found_scored == pytest.approx(scored)
+
+
+@pytest.mark.parametrize("name", ["complex", "rotate"])
+def test_a_ring_is_learned(name):
+    """Entities in a ring and relations that go 1, 2 and -1 places on, half of them unseen: what a rotation can say."""
+    n = 30
+    every = torch.tensor(
+        [[e, r, (e + step) % n] for e in range(n) for r, step in enumerate((1, 2, -1))]
+    )
+    held = torch.zeros(len(every), dtype=torch.bool)
+    held[2::9] = True
+    data = open_triples(
+        every[~held],
+        every[held],
+        every[held],
+        num_entities=n,
+        num_relations=RELATIONS,
+        candidates=4,
+    )
+    model = build(
+        name, "float32", Adam(lr=0.05), n, 16, **({"margin": 4.0} if name == "rotate" else {})
+    )
+    assert isinstance(objective_of(model), LinkPrediction)
+    found = colonnade.fit(model, data, epochs=60, batch_size=20)
+    assert found.metrics["test_hits@1"] > 0.9
+
+
+def write(folder, **parts):
+    text = {
+        "entity2id": "3\na 0\nb 1\nc 2\n",
+        "relation2id": "2\nr 0\ns 1\n",
+        "train2id": "2\n0 1 0\n2 0 1\n",
+        "valid2id": "1\n1 2 0\n",
+        "test2id": "1\n1 0 1",
+    }
+    for name, said in {**text, **parts}.items():
+        (folder / f"{name}.txt").write_text(said)
+    return folder
+
+
+def test_files_are_head_tail_relation(tmp_path):
+    data = open_source("fb15k237", write(tmp_path))
+    assert data.train.triples.tolist() == [[0, 0, 1], [2, 1, 0]]
+    assert data.test.triples.tolist() == [[1, 1, 0]]
+    assert [column.cardinality for column in data.train.schema.categorical] == [3, 2, 3, 3]
+    (batch,) = data.test.batches(8)
+    assert batch.key.heads.values.tolist() == [1, 2]  # one of them trains
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"train2id": "2\n0 1 0\n"}, "got 1 triples, wanted the 2"),
+        ({"train2id": "1\n0 1 2\n"}, "line 2.*got '0 1 2'.*below 2"),
+        ({"train2id": "1\n0 3 1\n"}, "line 2"),
+        ({"train2id": "1\n0 1\n"}, "line 2"),
+        ({"train2id": "1\n0 -1 1\n"}, "line 2"),
+        ({"entity2id": "many\n"}, "entity2id.txt, line 1.*'many'"),
+        ({"entity2id": ""}, "entity2id.txt: got an empty file"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, parts, said):
+    with pytest.raises(DataError, match=said):
+        open_source("fb15k237", write(tmp_path, **parts))
+
+
+def test_what_does_not_fit_is_refused():
+    features = [Feature("head", "entity"), Feature("tail", "entity")]
+    with pytest.raises(ConfigError, match="wanted head, tail and the sequence candidate"):
+        TransE([Table("entity", 4, rows=3)], features)
+    with pytest.raises(ConfigError, match="even number"):
+        build("rotate", dim=5)
+    model, source = build("transe"), opened().test
+    with pytest.raises(ConfigError, match="no entities to rank"):
+        evaluate_links(model, replace_schema(source), 4, Mesh())
+
+
+def replace_schema(source):
+    """A source without `num_entities`."""
+
+    class Bare:
+        schema, num_samples, batches = source.schema, source.num_samples, source.batches
+
+    return Bare()
+
+
+def test_a_batch_of_nothing():
+    model = build("distmult")
+    (batch,) = opened().train.batches(40)
+    none = Ids(torch.empty(0, dtype=torch.int64))
+    empty = Ids(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    ids = {"head": none, "relation": none, "tail": none, "candidate": empty}
+    key = replace(batch.key, tails=empty, heads=empty)
+    bare = Batch(0, torch.empty(0, 0), ids, sample_weight=torch.empty(0), key=key)
+    assert float(LinkPrediction().loss(model, bare, Mesh()).detach()) == 0
