@@ -1,4 +1,4 @@
-"""Settings that suit each data set that `--data` names. Where a figure was reached with them, it is in the README."""
+"""Settings that suit each data set that `--data` names. Where a figure was reached with them, it is in docs/results.md."""
 
 from __future__ import annotations
 
