@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from colonnade.exchange.coding import AS_IT_IS, Coding
-from colonnade.exchange.contract import Ticket
+from colonnade.exchange.contract import Inside, Ticket
 from colonnade.exchange.evaluating import EvaluatingExchange
 from colonnade.exchange.fields import Columns, Key
 from colonnade.exchange.layout import Declaration
@@ -56,6 +56,12 @@ class TowersExchange(EvaluatingExchange):
             declaration, shardings, mesh.world, num_towers=len(towers), reads_ahead=reads_ahead
         )
         super().__init__(declaration, mesh, shardings, coding, consumers)
+
+    @property
+    def inside(self) -> Inside | None:
+        found = {name: self.tower_of[fields[0]] for name, fields in self.taken_by.items()}
+        tower_of = {name: tower for name, tower in found.items() if tower is not None}
+        return Inside(self.tower_size, tower_of) if tower_of else None
 
     def _arriving(self) -> Columns:
         dims: dict[Key, int] = {}
