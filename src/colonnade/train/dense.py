@@ -370,7 +370,7 @@ class DenseGradients:
         if numbers and self.codec != "exact" and wire.dtype in CODED_DTYPES:
             way = way_of_layout(world)
             coded = CodedSum(CODECS[self.codec], world, way, padded, wire.dtype)
-            return Bucket(numbers, gradients, wire, way, stream, is_late, coded)
+            return Bucket(numbers, gradients, wire, way, stream, is_late, coded=coded)
         way = choose_way(world, padded * wire.itemsize)
         return Bucket(numbers, gradients, wire, way, stream, is_late)
 
