@@ -9,27 +9,36 @@ import json
 import torch
 from ranks import run_ranks
 from test_tower_modules_law import DIM, MODELS, NAMES, ROWS, TOWERS, source
+from torch import nn
 
-from colonnade import Adam, Feature, Mesh, Table, Uniform, fit
+from colonnade import Adam, EmbeddingCollection, Feature, Mesh, Table, Uniform, build_plan, fit
 from colonnade.data import Splits
+from colonnade.interaction import FieldsLinear, TowerModule
+from colonnade.topology.sharding import row_wise, table_wise
 
 CLIP = 0.3
 
 
-def goes_on(mesh, folder, steps):
-    """To so many steps in all: rows and dense weights. Clipped by norm, which is of all towers together."""
-    make, settings = MODELS["dlrm"]
+def declared():
     tables = [
         Table(
             each, DIM, rows=ROWS, optimizer=Adam(lr=0.01, eps=1e-3), initializer=Uniform(scale=0.5), dtype="float64"
         )
         for each in NAMES
     ]  # fmt: skip
-    features = [Feature(each, each, pooling="mean" if each == "e" else "sum") for each in NAMES]
+    return tables, [Feature(n, n, pooling="mean" if n == "e" else "sum") for n in NAMES]
+
+
+def goes_on(mesh, folder, steps, drops=0.0):
+    """To so many steps in all: rows and dense weights. Clipped by norm, which is of all towers together. drops: part of
+    what a tower's module gives."""
+    make, settings = MODELS["dlrm"]
     torch.manual_seed(3)
-    model = make(
-        tables, features, num_dense=2, top=[3], towers=TOWERS, tower_dim=3, **settings
-    ).double()
+    model = make(*declared(), num_dense=2, top=[3], towers=TOWERS, tower_dim=3, **settings).double()
+    if drops:
+        for name in ("tower0", "tower1"):
+            operator = model.embeddings.interactions[name]
+            operator.module = nn.Sequential(operator.module, nn.Dropout(drops))
     plan = {}
     if mesh.num_ranks > 1:
         file = folder.with_name("towers.json")
@@ -41,14 +50,70 @@ def goes_on(mesh, folder, steps):
     )  # fmt: skip
     if mesh.num_ranks > 1:
         assert model.embeddings.exchange.consumers == ("tower0", "tower1")
+    return weights_of(model)
+
+
+def weights_of(model):
+    """Rows, and dense weights."""
     rows = {each: model.embeddings.rows(each, torch.arange(ROWS)) for each in NAMES}
     return rows, {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+
+
+class Beside(nn.Module):
+    """A module of one tower's fields, another of the other's, and a linear map of a field whose owners evaluate it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+
+        def module():
+            return TowerModule(nn.Linear(2 * DIM, 3), [DIM, DIM], 3, side_by_side=True)
+
+        consumers = {
+            "one": (module(), ["a", "d"]),
+            "two": (module(), ["b", "e"]),
+            "first": (FieldsLinear([DIM], 2), ["c"]),
+        }
+        self.embeddings = EmbeddingCollection(*declared(), consumers=consumers)
+        self.top = nn.Linear(10, 1)
+
+    def forward(self, batch):
+        seen = self.embeddings(batch)
+        parts = [seen[name] for name in ("one", "two", "first")]
+        return self.top(torch.cat([*parts, batch.dense.double()], 1))
+
+
+def beside(mesh):
+    model = Beside().double()
+    if mesh.num_ranks > 1:
+        exchanges = dict.fromkeys("adbe", "towers") | {"c": "substitute"}
+        shardings = {name: table_wise(rank) for rank, name in enumerate("adbe")}
+        plan = build_plan(
+            declared()[0], mesh.num_ranks, exchanges=exchanges, towers=2,
+            shardings=shardings | {"c": row_wise(mesh.num_ranks)},
+        )  # fmt: skip
+        model.embeddings.open(plan, mesh)
+        names = [name for end in model.embeddings.exchange.ends for name in end.consumers]
+        assert sorted(names) == ["first", "one", "two"]
+    fit(
+        model,
+        Splits(train=source()),
+        mesh=mesh,
+        batch_size=48,
+        max_steps=4,
+        dense_lr=0.05,
+        quiet=True,
+    )
+    return weights_of(model)
 
 
 def straight_and_in_parts(mesh, place):
     straight = goes_on(mesh, place / "straight", 6)
     goes_on(mesh, place / "parts", 3)
-    return straight, goes_on(mesh, place / "parts", 6)
+    in_parts = goes_on(mesh, place / "parts", 6)
+    dropped = [goes_on(mesh, place / "dropped", steps, 0.3) for steps in (2, 4)]
+    dropped.append(goes_on(mesh, place / "dropped straight", 4, 0.3))
+    return straight, in_parts, dropped, beside(mesh)
 
 
 def same(found, wanted, **close):
@@ -58,11 +123,18 @@ def same(found, wanted, **close):
 
 def test_towers_go_on_in_other_worlds(tmp_path):
     one = [goes_on(Mesh(), tmp_path / "one", steps) for steps in (6, 7, 8)]
+    both = beside(Mesh())
     (tmp_path / "ranks").mkdir()
-    four = run_ranks(4, straight_and_in_parts, tmp_path / "ranks", ranks_per_host=2)
-    for straight, in_parts in four:
-        same(in_parts, four[0][0], rtol=0, atol=0)
+    for straight, in_parts, dropped, theirs in run_ranks(
+        4, straight_and_in_parts, tmp_path / "ranks", ranks_per_host=2
+    ):
+        same(in_parts, straight, rtol=0, atol=0)
         same(straight, one[0], rtol=1e-10, atol=1e-12)
+        same(
+            dropped[1], dropped[2], rtol=0, atol=0
+        )  # what is dropped is drawn from a rank's own state
+        assert not torch.equal(dropped[2][0]["a"], straight[0]["a"])
+        same(theirs, both, rtol=1e-10, atol=1e-12)
     folder = tmp_path / "ranks" / "parts"
     for found in run_ranks(2, goes_on, folder, 7):  # a rank in each tower
         same(found, one[1], rtol=1e-10, atol=1e-12)
