@@ -188,7 +188,7 @@ def test_weights_of_a_tower_never_cross_the_uplink(everyone):
     for rank in everyone:
         inside, over_all = rank["sent"]
         # Short buffers go whole, to the two ranks of the other host: numbers of 8 bytes, a multiple of ranks.
-        assert (inside["remote"], over_all["remote"]) == (2 * 12 * 8, 2 * (16 + 12) * 8)
+        assert (inside["remote"], over_all["remote"]) == (2 * 12 * 8, 2 * (4 + 20) * 8)
 
 
 def test_which_weights_are_a_towers_own():
