@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from ranks import run_ranks
 from test_tower_modules_law import DIM, MODELS, NAMES, ROWS, TOWERS, source
@@ -13,6 +14,7 @@ from torch import nn
 
 from colonnade import Adam, EmbeddingCollection, Feature, Mesh, Table, Uniform, build_plan, fit
 from colonnade.data import Splits
+from colonnade.errors import CheckpointError
 from colonnade.interaction import FieldsLinear, TowerModule
 from colonnade.topology.sharding import row_wise, table_wise
 
@@ -29,9 +31,9 @@ def declared():
     return tables, [Feature(n, n, pooling="mean" if n == "e" else "sum") for n in NAMES]
 
 
-def goes_on(mesh, folder, steps, drops=0.0):
+def goes_on(mesh, folder, steps, drops=0.0, late=0):
     """To so many steps in all: rows and dense weights. Clipped by norm, which is of all towers together. drops: part of
-    what a tower's module gives."""
+    what a tower's module gives; late: steps of staleness."""
     make, settings = MODELS["dlrm"]
     torch.manual_seed(3)
     model = make(*declared(), num_dense=2, top=[3], towers=TOWERS, tower_dim=3, **settings).double()
@@ -46,7 +48,7 @@ def goes_on(mesh, folder, steps, drops=0.0):
         plan = {"exchange": "towers", "sharding": "table_wise", "towers": str(file)}
     fit(
         model, Splits(train=source()), run=folder, mesh=mesh, batch_size=48, epochs=3, max_steps=steps,
-        dense_lr=0.05, dense_clip_norm=CLIP, dense_weight_decay=0.01, quiet=True, **plan,
+        dense_lr=0.05, dense_clip_norm=CLIP, dense_weight_decay=0.01, quiet=True, staleness_steps=late, **plan,
     )  # fmt: skip
     if mesh.num_ranks > 1:
         assert model.embeddings.exchange.consumers == ("tower0", "tower1")
@@ -113,7 +115,14 @@ def straight_and_in_parts(mesh, place):
     in_parts = goes_on(mesh, place / "parts", 6)
     dropped = [goes_on(mesh, place / "dropped", steps, 0.3) for steps in (2, 4)]
     dropped.append(goes_on(mesh, place / "dropped straight", 4, 0.3))
-    return straight, in_parts, dropped, beside(mesh)
+    late = [goes_on(mesh, place / "late", steps, late=2) for steps in (3, 6)]
+    late.append(goes_on(mesh, place / "late straight", 6, late=2))
+    return straight, in_parts, dropped, late, beside(mesh)
+
+
+def further(mesh, folder):
+    """With a rank in each tower."""
+    return goes_on(mesh, folder, 7), goes_on(mesh, folder.with_name("late"), 7, late=2)
 
 
 def same(found, wanted, **close):
@@ -125,7 +134,8 @@ def test_towers_go_on_in_other_worlds(tmp_path):
     one = [goes_on(Mesh(), tmp_path / "one", steps) for steps in (6, 7, 8)]
     both = beside(Mesh())
     (tmp_path / "ranks").mkdir()
-    for straight, in_parts, dropped, theirs in run_ranks(
+    late_one = [goes_on(Mesh(), tmp_path / "late", steps, late=2) for steps in (6, 7)]
+    for straight, in_parts, dropped, late, theirs in run_ranks(
         4, straight_and_in_parts, tmp_path / "ranks", ranks_per_host=2
     ):
         same(in_parts, straight, rtol=0, atol=0)
@@ -134,8 +144,15 @@ def test_towers_go_on_in_other_worlds(tmp_path):
             dropped[1], dropped[2], rtol=0, atol=0
         )  # what is dropped is drawn from a rank's own state
         assert not torch.equal(dropped[2][0]["a"], straight[0]["a"])
+        same(late[1], late[2], rtol=0, atol=0)  # what towers had gathered is part of a commit
+        same(late[2], late_one[0], rtol=1e-10, atol=1e-12)
         same(theirs, both, rtol=1e-10, atol=1e-12)
     folder = tmp_path / "ranks" / "parts"
-    for found in run_ranks(2, goes_on, folder, 7):  # a rank in each tower
+    for found, late in run_ranks(2, further, folder):
         same(found, one[1], rtol=1e-10, atol=1e-12)
+        same(late, late_one[1], rtol=1e-10, atol=1e-12)
+    with pytest.raises(
+        CheckpointError, match="had read ahead"
+    ):  # means, of which no sums are known
+        goes_on(Mesh(), folder.with_name("late"), 8, late=2)
     same(goes_on(Mesh(), folder, 8), one[2], rtol=1e-10, atol=1e-12)

@@ -214,7 +214,9 @@ class Exchange(Protocol):
     def fetch(self, ticket: Ticket, source: RowSource) -> None: ...
 
     def values(self, ticket: Ticket, handle: Tensor, device: device = ...) -> dict[str, Tensor]:
-        """By consumer: (B, P) combined; by feature without a consumer: (B, D) pooled or (E_f, D) sequence. They are
+        """Collective where what a tower gathered early leaves it when it is used (`towers`, rows read ahead).
+
+        By consumer: (B, P) combined; by feature without a consumer: (B, D) pooled or (E_f, D) sequence. They are
         made where the values are and moved to `device`, where consumers are evaluated.
 
         Differentiable: backward records (lookups, gradient) on the ticket. `handle` requires a gradient, so that
