@@ -72,6 +72,7 @@ SUMS = {
     "fm": (FM(), ("user.deep", "tags")), "past": (Sum(), ("history",)),
     "rest": (Concat(), ("seen", "item")),
 }  # fmt: skip
+WIDE = {"first": (Tower(10, 6), ("user.deep", "tags"))}
 ACROSS = {"first": (Tower(10, 3), ("user.deep", "item")), "rest": (Concat(), FIELDS)}
 
 
@@ -251,7 +252,7 @@ def test_who_is_evaluated_inside(everyone):
             wanted = ("first", "second") if name[0] == "modules" else ()
             assert inside == wanted, name
         assert rank["mixed"][2] == ("first",)
-        assert rank["late"][2] == rank["across"][2] == ()
+        assert rank["late"][2] == ("first", "second") and rank["across"][2] == ()
         assert rank["sums"][2] == ("fm",)
 
 
@@ -328,7 +329,9 @@ def test_every_rank_refuses_a_module_that_changes_the_samples_and_asks_none_abou
 @pytest.mark.parametrize(
     ("consumers", "world", "settings", "said"),
     [
-        (MODULES, World(num_hosts=2), {"num_towers": 2, "reads_ahead": 1}, "read ahead"),
+        (WIDE, World(num_hosts=2), {"num_towers": 2, "reads_ahead": 1}, "6 floats, more than half of the 10"),
+        (WIDE, World(num_hosts=2), {"num_towers": 2}, None),
+        (MODULES, World(num_hosts=2), {"num_towers": 2, "reads_ahead": 1}, None),
         (MODULES, World(), {"num_towers": 1}, "on one rank"),
         (MODULES, World(ranks_per_host=4, servers_per_host=2), {"num_towers": 2}, "on servers"),
         (ACROSS, World(ranks_per_host=4), {"num_towers": 2}, "user.deep is in tower 0, item in tower 1"),

@@ -72,6 +72,17 @@ def test_seconds_of_coded_gradients_follow_their_bytes():
     assert reduction_seconds(model, World(), "int8") == 0
 
 
+def test_weights_inside_towers_cost_the_uplink_nothing():
+    world = World(num_hosts=2, ranks_per_host=2, remote_message_seconds=0, message_seconds=0)
+    model = nn.Sequential(nn.Linear(999, 1000), nn.Linear(999, 1000))
+    one, every = reduction_seconds(model[0], world, "exact"), list(model[1].parameters())
+    tower = World(ranks_per_host=2, message_seconds=0)
+    share = reduction_seconds(model[1], tower, "exact") / 2
+    assert reduction_seconds(model, world, "exact", every, 2) == pytest.approx(one + share)
+    assert reduction_seconds(model, world, "exact", every, 4) == pytest.approx(one)
+    assert reduction_seconds(model, world, "exact", every, 1) == pytest.approx(2 * one)
+
+
 def test_ranks_that_do_not_fill_their_hosts_are_refused(monkeypatch):
     for name, value in (("WORLD_SIZE", "3"), ("RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)

@@ -44,6 +44,11 @@ def test_tables_lie_in_their_towers():
     assert planned({"tables": {"b": {"exchange": "towers"}}})["a"] == "row_wise, ranks 0 .. 3"
 
 
+def test_a_number_of_towers_beside_exchanges_that_are_yet_to_be_chosen():
+    config = build_config({"plan": {"exchange": "auto", "sharding": "auto", "towers": 4}}).plan
+    assert towered(config, TABLES, FEATURES, None, WORLD) is config  # choose() is told of it
+
+
 def test_a_partition_of_some_features_leaves_the_other_tables():
     some = planned({"exchange": "towers"}, Partition((("a",), ("b",))))
     assert some["c"] == "row_wise, ranks 0 .. 3" and some["b"] == "host_wise, ranks 2 .. 3"
@@ -63,6 +68,8 @@ def test_servers_of_a_tower_have_its_rows():
         ({"exchange": "towers", "towers": 3}, None, "3 towers on 4 ranks"),
         ({"exchange": "towers", "towers": 8}, None, "8 towers on 4 ranks"),
         ({"towers": 2}, None, "no table travels by towers"),
+        ({"exchange": "auto", "towers": 3}, None, "3 towers on 4 ranks"),
+        ({"exchange": "auto", "towers": "file"}, PARTITION, "no table travels by towers"),
         ({"exchange": "towers"}, Partition((("a", "b"), ("again",))), "'a' in tower 0 and 'again'"),
         ({"exchange": "towers"}, Partition((("a",), ("x",))), "the partition is for another model"),
         ({"exchange": "towers", "tables": {"a": {"sharding": "host_wise", "ranks": [1, 2]}}}, None, "of one tower"),

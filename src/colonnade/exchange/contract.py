@@ -15,7 +15,7 @@ O unique rows this rank owns and some rank asked for, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -174,6 +174,16 @@ class Pushed:
     recorded: int
 
 
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """Consumers that the ranks of one tower alone evaluate."""
+
+    size: int
+    """Ranks of a tower, neighbours."""
+    tower_of: Mapping[str, int]
+    """By name."""
+
+
 class Exchange(Protocol):
     """One rank's end. Every method but `place`, `recall`, `values`, `hold` and `squared_norms` is collective in a world
     of several."""
@@ -204,7 +214,9 @@ class Exchange(Protocol):
     def fetch(self, ticket: Ticket, source: RowSource) -> None: ...
 
     def values(self, ticket: Ticket, handle: Tensor, device: device = ...) -> dict[str, Tensor]:
-        """By consumer: (B, P) combined; by feature without a consumer: (B, D) pooled or (E_f, D) sequence. They are
+        """Collective where what a tower gathered early leaves it when it is used (`towers`, rows read ahead).
+
+        By consumer: (B, P) combined; by feature without a consumer: (B, D) pooled or (E_f, D) sequence. They are
         made where the values are and moved to `device`, where consumers are evaluated.
 
         Differentiable: backward records (lookups, gradient) on the ticket. `handle` requires a gradient, so that
@@ -216,6 +228,12 @@ class Exchange(Protocol):
     def pushed_parameters(self) -> Sequence[nn.Parameter]:
         """Dense parameters whose gradients `push` completes: the same on every rank. What it adds to `.grad` of each
         is of the global batch, on the rank that has the rows, so the sum over ranks is to be taken after it."""
+        ...
+
+    @property
+    def inside(self) -> Inside | None:
+        """Which consumers the ranks of one tower alone evaluate, so that gradients of their weights need be summed over
+        these only; None: none."""
         ...
 
     def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:

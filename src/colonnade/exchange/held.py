@@ -5,13 +5,14 @@ Legend: T tables, U rows held, D a table's width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from colonnade.errors import CheckpointError
+from colonnade.exchange.fields import Columns
 
 Held = Mapping[str, Tensor]
 
@@ -43,6 +44,34 @@ def values_of(parts: Sequence[Held], widths: np.ndarray, t: int, wanted: Tensor)
     if not len(wanted):
         return rows[0][:0] if rows else torch.empty(0, dim)
     return torch.cat(rows)[order[where]]
+
+
+def names_of(fields: Iterable[str]) -> Tensor:
+    """uint8: of fields side by side."""
+    return torch.tensor(list(", ".join(fields).encode()), dtype=torch.uint8)
+
+
+def gathered_held(
+    held: Sequence[Held], names: Tensor, columns: Columns, sizes: Sequence[int]
+) -> Tensor:
+    """(G, W) of all ranks' samples and these `columns`, called `names`: of what ranks of towers had gathered, each of
+    some samples and its tower's fields. sizes: samples by rank. Raises CheckpointError where something is missing."""
+    wanted = bytes(names.numpy()).decode().split(", ")
+    places = dict(zip(wanted, columns.dims, strict=True))
+    found = torch.full((sum(sizes), columns.width), float("nan"), dtype=held[0]["gathered"].dtype)
+    for each in held:
+        first = 0
+        theirs = bytes(each["gathered fields"].numpy()).decode().split(", ")
+        if not set(theirs) <= set(wanted) or len(found) != int(each["of samples"]):
+            raise other_exchange()
+        for name in theirs:
+            there = columns.of(places[name])
+            width = there.stop - there.start
+            found[each["samples"], there] = each["gathered"][:, first : first + width]
+            first += width
+    if sum(each["gathered"].numel() for each in held) != found.numel():
+        raise other_exchange()
+    return found
 
 
 def other_exchange() -> CheckpointError:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.exchange.contract import Exactness, RowGradients, RowSource, Ticket
+from colonnade.exchange.contract import Exactness, Inside, RowGradients, RowSource, Ticket
 from colonnade.exchange.device_kernels import DeviceKernels, Sums
 from colonnade.exchange.kernels import Kernels, NativeKernels
 from colonnade.exchange.layout import Consumption, Declaration, Output
@@ -38,6 +38,11 @@ class Owner(Asks):
     def pushed_parameters(self) -> tuple[nn.Parameter, ...]:
         """See the contract; none, where only rows and their sums travel."""
         return ()
+
+    @property
+    def inside(self) -> Inside | None:
+        """See the contract."""
+        return None
 
     def __init__(
         self, declaration: Declaration, consumption: Consumption, outputs: Sequence[Output], mesh: Mesh

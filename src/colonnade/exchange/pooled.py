@@ -33,7 +33,7 @@ from colonnade.exchange.contract import (
 )
 from colonnade.exchange.deal import deal
 from colonnade.exchange.fields import Columns, Fields, runs_of
-from colonnade.exchange.held import Held, rows_held, values_of
+from colonnade.exchange.held import Held, gathered_held, names_of, rows_held, values_of
 from colonnade.exchange.layout import (
     Consumption,
     Declaration,
@@ -69,6 +69,9 @@ class Wire:
     versions: Any = None  # of the weights then
     attended: Any = None  # of attention: as it was evaluated here,
     of_rows: Any = None  # and gradients of the rows
+    gathered: Tensor | None = (
+        None  # inside a tower, where it leaves as something else when it is used
+    )
 
 
 @dataclass(slots=True)
@@ -340,6 +343,11 @@ class PooledExchange(Owner):
         """Instead of `fetch`: this rank's samples of what all ranks of some world held for this step's global batch,
         whose blocks they are, in rank order, in every world; or their sums, where another exchange held rows. Raises
         CheckpointError where neither is there."""
+        if any("gathered" in each for each in held):
+            every = gathered_held(held, self._names, self.fields.columns, ticket.wire.sizes)
+            first = sum(ticket.wire.sizes[: self.mesh.rank])
+            ticket.reads = Fetched((), every[first : first + ticket.batch_size])
+            return
         if not all(torch.equal(each.get("fields", NOTHING), self._names) for each in held):
             ticket.reads = Fetched((), self._sums_of_rows(ticket, rows_held(held)))
             return
@@ -356,8 +364,11 @@ class PooledExchange(Owner):
     @property
     def _names(self) -> Tensor:
         """uint8: whose sums are held, side by side."""
-        names = ", ".join(self.declaration.fields[i].name for i in self.fields.order)
-        return torch.tensor(list(names.encode()), dtype=torch.uint8)
+        return names_of(self._held(i) for i in self.fields.order)
+
+    def _held(self, i: int) -> str:
+        """What the sums of a field are called."""
+        return self.declaration.fields[i].name
 
     def _sums_of_rows(self, ticket: Ticket, parts: Sequence[Held]) -> Tensor:
         """(B, W) of the compute dtype, by sample: of rows that were read ahead."""

@@ -21,6 +21,7 @@ from colonnade.exchange.contract import (
     Consumer,
     Exactness,
     Exchange,
+    Inside,
     RowGradients,
     RowSource,
     Ticket,
@@ -111,6 +112,10 @@ class SeveralExchanges:
     @property
     def pushed_parameters(self) -> tuple[nn.Parameter, ...]:
         return tuple(dict.fromkeys(p for end in self.ends for p in end.pushed_parameters))
+
+    @property
+    def inside(self) -> Inside | None:
+        return next((end.inside for end in self.ends if end.inside is not None), None)
 
     def route(self, batch: Batch, step: int, *, purpose: str = "route") -> Ticket:
         """Collective on `purpose`'s group. Raises IdRangeError, DataError before anything travels."""

@@ -74,6 +74,8 @@ def barred_in_towers(
     for field in consumer.features:
         if of_field[field] is None:
             return f"rows of {field} do not all lie in one tower"
+    if reads_ahead and (beside := [each for each, tower in of_field.items() if tower is None]):
+        return f"rows are read ahead, and those of {beside[0]} do not all lie in one tower"
     first, *others = consumer.features
     for field in others:
         if of_field[field] != of_field[first]:
@@ -91,11 +93,21 @@ def never_in_towers(
         return f"nothing smaller than its fields' values stands for them in {kind}"
     if world is not None and world.num_ranks == 1:
         return "nothing travels on one rank"
-    if reads_ahead:
-        return "rows are read ahead, and what is made of them inside a tower is of the step that uses it"
+    width, floats = result_width(declaration, name), fields_width(declaration, name)
+    if reads_ahead and 2 * (width or 0) > floats:
+        return (
+            f"rows are read ahead, and what is made of them inside a tower leaves it in the step that uses it: {width} "
+            f"floats, more than half of the {floats} that would have come before, while others compute"
+        )
     if world is not None and world.has_servers:
         return "rows lie on servers, which have none of its weights"
     return None
+
+
+def fields_width(declaration: Declaration, name: str) -> int:
+    """Floats of a sample that a consumer takes."""
+    taken = set(declaration.consumers[name].features)
+    return sum(field.dim for field in declaration.fields if field.name in taken)
 
 
 def tower_floats(declaration: Declaration, consumers: Collection[str]) -> int:

@@ -6,20 +6,27 @@ tower travel as they do under `pooled`. A consumer whose fields all lie in one t
 all of them for a sample; what it gives travels instead of its fields' values, where that is less. Its weights are those
 of `evaluating.py`.
 
+Where rows are read ahead, what is inside a tower is gathered early, and waits there: operators are evaluated, and what
+they give leaves, in the step that uses it, with the weights of that step.
+
 Legend: G samples of all ranks, M of a rank's peers, W columns of its tower, Y of what leaves it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from colonnade.exchange.coding import AS_IT_IS, Coding
-from colonnade.exchange.contract import Ticket
+from colonnade.exchange.contract import Inside, Ticket
 from colonnade.exchange.evaluating import EvaluatingExchange
 from colonnade.exchange.fields import Columns, Key
+from colonnade.exchange.held import gathered_held, names_of, other_exchange
 from colonnade.exchange.layout import Declaration
+from colonnade.exchange.pooled import NOTHING, Fetched
 from colonnade.exchange.routing import counted
 from colonnade.exchange.tower_cut import evaluated_in_towers, towers_of_fields
 from colonnade.exchange.tower_route import ByTower
@@ -55,7 +62,14 @@ class TowersExchange(EvaluatingExchange):
         consumers = evaluated_in_towers(
             declaration, shardings, mesh.world, num_towers=len(towers), reads_ahead=reads_ahead
         )
+        self.is_late = bool(reads_ahead and consumers)
         super().__init__(declaration, mesh, shardings, coding, consumers)
+
+    @property
+    def inside(self) -> Inside | None:
+        found = {name: self.tower_of[fields[0]] for name, fields in self.taken_by.items()}
+        tower_of = {name: tower for name, tower in found.items() if tower is not None}
+        return Inside(self.tower_size, tower_of) if tower_of else None
 
     def _arriving(self) -> Columns:
         dims: dict[Key, int] = {}
@@ -100,6 +114,14 @@ class TowersExchange(EvaluatingExchange):
             return super()._fetched_by(route, part, ticket)
         sizes, counts_as = ticket.wire.sizes, counted(ticket.purpose, "fetch")
         pooled = route.gather(part, sizes, counts_as)
+        if self.is_late and ticket.purpose != "evaluate":
+            ticket.wire.gathered = pooled
+            return Flight(pooled[:0], None)  # until it is used
+        return self._leaving(route, pooled, ticket)
+
+    def _leaving(self, route: ByTower, pooled: Tensor, ticket: Ticket) -> Flight:
+        """pooled (M, W) of the tower's fields."""
+        sizes, counts_as = ticket.wire.sizes, counted(ticket.purpose, "fetch")
         is_trained, here = ticket.purpose != "evaluate", route.inside
         partials = {
             name: self._evaluated(name, range(len(fields)), pooled, here, is_trained)
@@ -110,6 +132,55 @@ class TowersExchange(EvaluatingExchange):
             ticket.wire.partials = partials
         sent = self._sent(pooled, here, route.carried[route.tower], partials)
         return route.leave(sent, sizes, counts_as)
+
+    def _total(self, ticket: Ticket) -> Tensor:
+        """Collective, the first time, where rows are read ahead."""
+        if ticket.wire.gathered is not None and ticket.wire.partials is None:
+            ticket.wire.versions = [each._version for each in self.pushed_parameters]
+            (route,) = self.routes  # nothing lies beside towers
+            assert isinstance(route, ByTower)
+            ticket.reads = Fetched([self._leaving(route, ticket.wire.gathered, ticket)])
+        return super()._total(ticket)
+
+    def hold(self, ticket: Ticket) -> dict[str, Tensor]:
+        """Where rows are read ahead: what is gathered here (M, W), of which fields, and the places of its samples in
+        the global batch."""
+        if not self.is_late:
+            return super().hold(ticket)
+        (route,) = self.routes
+        assert isinstance(route, ByTower) and ticket.wire.gathered is not None
+        sizes = ticket.wire.sizes
+        return {
+            "gathered": ticket.wire.gathered.clone(),
+            "gathered fields": names_of(self._held(int(i)) for i in route.inside.dims),
+            "samples": _samples(route, sizes),
+            "of samples": torch.tensor(sum(sizes)),
+        }
+
+    def restore(self, ticket: Ticket, held: Sequence[dict[str, Tensor]]) -> None:
+        """As `pooled`; what another exchange held must be such sums, too. Raises CheckpointError."""
+        if not self.is_late:
+            super().restore(ticket, held)
+            return
+        sizes, whole = ticket.wire.sizes, self.fields.columns
+        if all(torch.equal(each.get("fields", NOTHING), self._names) for each in held):
+            every = torch.cat([each["sums"] for each in held])
+        elif all("gathered" in each for each in held):
+            every = gathered_held(held, self._names, whole, sizes)
+        else:
+            raise other_exchange()
+        if len(every) != sum(sizes):
+            raise other_exchange()
+        (route,) = self.routes
+        assert isinstance(route, ByTower)
+        mine = every[_samples(route, sizes)]
+        ticket.wire.gathered = torch.cat([mine[:, whole.of(i)] for i in route.inside.dims], dim=1)
+        ticket.reads = Fetched([Flight(mine[:0], None)])
+
+    def _held(self, i: int) -> str:
+        name = super()._held(i)
+        is_averaged = self.declaration.fields[i].feature in self.undivided
+        return f"averaged {name}" if is_averaged else name
 
     def _pushed_by(
         self, route: Route, total: Tensor, ticket: Ticket, step: int, number: int
@@ -122,3 +193,10 @@ class TowersExchange(EvaluatingExchange):
             ticket.wire.partials, given, route.carried[route.tower], route.inside
         )
         return route.scatter(pooled, sizes)
+
+
+def _samples(route: ByTower, sizes: Sequence[int]) -> Tensor:
+    """(M,) int64: places in the global batch of those that a rank of a tower serves."""
+    ends = list(accumulate(sizes))
+    every = [torch.arange(ends[rank] - sizes[rank], ends[rank]) for rank in route.peers]
+    return torch.cat(every)

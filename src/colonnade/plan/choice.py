@@ -307,7 +307,9 @@ class Search:
             # And of what all exchanges route with, the sizes.
             computed += (float(calls.sum()) + 1) * self.world.call_processor_seconds
         route, fetch, push = phases.tolist()
-        return Seconds(computed, route, fetch, push, self.world.crowding, self.is_fetched_ahead)
+        # What operators inside towers give leaves when it is used.
+        is_ahead = self.is_fetched_ahead and not state.narrowed.inside
+        return Seconds(computed, route, fetch, push, self.world.crowding, is_ahead)
 
     def fixed_bytes(self, used: Sequence[str]) -> float:
         """From each rank to each other, whatever the tables are."""
@@ -496,7 +498,9 @@ class Search:
             for exchange, sharding in chosen
         ]
         owners = [sharding.num_owners for _, sharding in chosen]
-        found = narrowed(self.partials.model, by, owners, is_cut=bool(state.cut))
+        beside = any(e == "towers" and t is None for (e, _), t in zip(chosen, by, strict=True))
+        is_cut = bool(state.cut) or (beside and self.is_fetched_ahead)
+        found = narrowed(self.partials.model, by, owners, is_cut=is_cut)
         for t, (_, sharding) in enumerate(chosen):
             if (way := self.paths.by_towers(sharding)) is None:
                 continue

@@ -6,7 +6,8 @@ may run at its own pace has a group of its own: ids of later batches (`route`) t
 earlier ones do, and a `commit` is written.
 Where there are several hosts of several ranks, `dense in host` joins those of one host, and `dense over hosts`
 those that have the same number in theirs; `fetch` and `push` have such groups, too. Towers of other sizes have groups
-like these where an exchange asks for them (`open_towers`).
+like these where an exchange asks for them (`open_towers`), and a mesh of their own for sums of what only they use
+(`tower_mesh`).
 
 Where some ranks are servers (`with_servers`), the others have a mesh of their own, `trainers`, for what only they do.
 """
@@ -179,7 +180,8 @@ class Mesh:
             for peer in tree_children(self.rank, self.num_ranks):
                 self._count(counts_as or purpose, peer, values.nbytes)
             self._begin(
-                purpose, lambda group: dist.broadcast(values, 0, group=group, async_op=True)
+                purpose,
+                lambda group: dist.broadcast(values, group=group, group_src=0, async_op=True),
             ).wait()
         return values
 
@@ -316,6 +318,32 @@ def open_towers(mesh: Mesh, size: int) -> None:
                 group = dist.new_group(some, timeout=longest)
                 if mesh.rank in some:
                     mesh.groups[name] = group
+                    mesh.presence.only[name] = frozenset(some)
+
+
+def tower_mesh(mesh: Mesh, size: int) -> Mesh:
+    """Collective: the ranks of this rank's tower, of `size` neighbours, as a world of their own, with the groups of
+    "dense" alone."""
+    if size == 1:
+        return Mesh(traffic=mesh.traffic)
+    assert mesh.presence is not None
+    longest = timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
+    local = min(size, mesh.world.ranks_per_host)
+    world = replace(mesh.world, num_hosts=size // local, ranks_per_host=local)
+    kinds, suffix = ("dense", f"dense{IN_HOST}", f"dense{OVER_HOSTS}"), f"{IN_TOWER}{size}"
+    if kinds[0] + suffix not in mesh.groups:
+        for first in range(0, mesh.num_ranks, size):
+            some = range(first, first + size)
+            group = dist.new_group(list(some), timeout=longest)
+            if mesh.rank in some:
+                mesh.groups[kinds[0] + suffix] = group
+            others = _host_groups("dense", world, some, mesh.rank, longest)
+            mesh.groups.update({kind + suffix: group for kind, group in others.items()})
+    groups = {kind: mesh.groups[kind + suffix] for kind in kinds if kind + suffix in mesh.groups}
+    first, called = mesh.rank // size * size, "tower "
+    members = frozenset(range(first, first + size))
+    mesh.presence.only.update({called + kind: members for kind in groups})
+    return Mesh(world, mesh.rank - first, groups, mesh.traffic, mesh.presence, called=called)
 
 
 def with_servers(mesh: Mesh, per_host: int) -> Mesh:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -22,6 +23,7 @@ from colonnade.plan.forcing import forced_by
 from colonnade.plan.hot import popular
 from colonnade.plan.loads import TableLoad, table_loads
 from colonnade.plan.placement import Demand, place
+from colonnade.plan.plan import Plan
 from colonnade.plan.prediction import LinkCosts
 from colonnade.plan.profile import Profile
 from colonnade.plan.towers.placement import towered
@@ -162,12 +164,17 @@ def link_costs(
     device: Device,
     model: nn.Module,
     world: World,
-    codecs: Codecs = EXACT,
+    declared: Declaration,
+    plan: Plan,
 ) -> LinkCosts:
-    """What the choice adds to a step that one rank would take alone."""
+    """What the choice, of a `plan` for a model that `declared` its tables, adds to a step that one rank would take
+    alone."""
     if world.num_ranks == 1:
         return LinkCosts()
-    reduced = reduction_seconds(model, world.of_trainers(), codecs.dense)
+    own = weights_inside(choice, declared)
+    num_towers = plan.towers or world.num_hosts
+    trainers, codec = world.of_trainers(), plan.codecs.dense
+    reduced = reduction_seconds(model, trainers, codec, own, num_towers)
     mine = sum(alone(load, device.memory) for load in loads)
     return LinkCosts(
         processor_seconds=choice.seconds.processor - mine,
@@ -178,13 +185,41 @@ def link_costs(
     )
 
 
-def reduction_seconds(model: nn.Module, trainers: World, codec: CodecName) -> float:
-    """Of the dense gradients' sum over ranks, if it were one buffer of those that are coded and one of the others."""
-    learned = [p for p in model.parameters() if p.requires_grad]
+def weights_inside(choice: Choice, declared: Declaration) -> list[nn.Parameter]:
+    """Those of operators that are evaluated inside a tower."""
+    table_of = {
+        field.name: declared.tables[declared.parts[field.part][0]].name for field in declared.fields
+    }
+    found: list[nn.Parameter] = []
+    for each in choice.consumers:
+        fields = declared.consumers[each.name].features
+        if each.is_partial and all(choice.exchanges[table_of[f]] == "towers" for f in fields):
+            found += declared.consumers[each.name].interaction.parameters()
+    return found
+
+
+def reduction_seconds(
+    model: nn.Module,
+    trainers: World,
+    codec: CodecName,
+    inside: Sequence[nn.Parameter] = (),
+    num_towers: int = 1,
+) -> float:
+    """Of the dense gradients' sum over ranks, if it were one buffer of those that are coded and one of the others.
+    `inside`: those that are summed inside one of so many towers, as if each had its share."""
+    seconds, own = 0.0, {id(each) for each in inside}
+    size = trainers.num_ranks // num_towers
+    if own and 1 < size < trainers.num_ranks:
+        local = min(size, trainers.ranks_per_host)
+        tower = replace(trainers, num_hosts=size // local, ranks_per_host=local)
+        share = sum(p.numel() * p.element_size() for p in inside) / num_towers
+        seconds = sent(choose_way(tower, share), tower, share).seconds(tower)
+    if size == trainers.num_ranks:  # one tower of all
+        own = set()
+    learned = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
     coded = [p for p in learned if codec != "exact" and p.dtype in CODED_DTYPES]
     size = sum(p.numel() * p.element_size() for p in coded)
     rest = sum(p.numel() * p.element_size() for p in learned) - size
-    seconds = 0.0
     if rest:
         seconds += sent(choose_way(trainers, rest), trainers, rest).seconds(trainers)
     if size:

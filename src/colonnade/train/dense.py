@@ -5,6 +5,9 @@ after a restart; these are laid out once, in reverse order of the parameters, an
 `topology.reduction`, so bits depend neither on when a bucket leaves nor on how it travels. The ranks' word that
 all is finite, and that somebody asked to stop, and their parts of the loss, ride at the end of the last. Where
 gradients are coded (`plan.wire.dense`), that word has a bucket of its own, which is not.
+
+Parameters that the ranks of one tower alone use (`TowerWeights`) have buckets of their own, summed inside the tower,
+just before the last: their norm, by tower, is part of the ranks' word. Elsewhere they have no gradient.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from colonnade.errors import ConfigError
 from colonnade.exchange.codec import CODECS, CodecName
-from colonnade.topology.mesh import Mesh
+from colonnade.topology.mesh import Mesh, tower_mesh
 from colonnade.topology.reduction import (
     PIECE,
     WAYS,
@@ -30,6 +35,7 @@ from colonnade.topology.reduction import (
 )
 from colonnade.topology.waiting import waiting
 from colonnade.train.coded_sum import CODED_DTYPES, CodedSum, State, lost_by_parameter
+from colonnade.train.tower_weights import TowerWeights
 
 SIGNALS = 3  # not finite, stop asked, loss
 BUCKET_BYTES = 1 << 20
@@ -46,6 +52,7 @@ class Bucket:
     way: Way
     stream: torch.Stream | None  # on a device: of the copies to `wire` and back
     is_late: bool = False  # leaves at `send`
+    inside: Mesh | None = None  # of a tower, whose ranks alone have it
     coded: CodedSum | None = None  # instead of `way`
     owed: Tensor | None = (
         None  # as `gradients`: what other ranks' residuals had kept, for the next step, on rank 0
@@ -75,11 +82,12 @@ class DenseGradients:
         codec: CodecName = "exact",
         *,
         late: Sequence[nn.Parameter] = (),
+        towers: TowerWeights | None = None,
     ) -> None:
         """late: those whose gradients are not complete before `send` (`Exchange.pushed_parameters`): their
         buckets are the last, and wait for it. On a server: no parameters. It says and hears what `send` and `wait` say
-        of the step, and nothing else. `codec`: of gradients of 32 and 64 bits on the slow hop; on one rank nothing is
-        coded."""
+        of the step, and nothing else. `codec`: of gradients of 32 and 64 bits on the slow hop; on one rank, and inside
+        a tower, nothing is coded. `towers`: whose parameters are `late`, too; not beside servers."""
         self.late = {id(each) for each in late}
         self.everybody, self.mesh = mesh, mesh.trainers
         self.codec: CodecName = codec if self.mesh.num_ranks > 1 else "exact"
@@ -87,9 +95,15 @@ class DenseGradients:
         self.buckets: list[
             Bucket
         ] = []  # in the order in which they leave; the last carries the signals
+        self.towers = towers
+        of_tower = (
+            [] if towers is None else [towers.parameters(t) for t in range(len(towers.modules))]
+        )
+        self._tower_of = {id(each): t for t, some in enumerate(of_tower) for each in some}
+        self._norms = torch.zeros(len(of_tower), dtype=torch.float64)  # of gradients, by tower
         self._signals = torch.zeros(SIGNALS)
-        self._views: list[Tensor] = []  # by parameter
-        self._bucket_of: list[Bucket] = []  # by parameter
+        self._views: list[Tensor | None] = []  # by parameter; None: another tower's
+        self._bucket_of: list[Bucket | None] = []  # by parameter
         self._heard: list[int] = []  # by parameter: gradients that the running backward has added
         self._expected: list[int] = []  # the most it ever did; [] until one was watched
         self._lock = threading.Lock()  # backward has a thread for every device
@@ -108,17 +122,29 @@ class DenseGradients:
             hook.remove()
         kinds = [(p.dtype, p.device) for p in self.parameters]
         late = {number for number, p in enumerate(self.parameters) if id(p) in self.late}
-        layout = bucket_layout(kinds, [p.numel() for p in self.parameters], late)
+        sizes = [p.numel() for p in self.parameters]
+        of_tower = self._numbers_of_towers()
+        layout = bucket_layout(kinds, sizes, late, of_tower)
         if self.codec != "exact" and layout[-1]:
             layout.append([])  # for the signals
         self.buckets = [
-            self._bucket(numbers, i == len(layout) - 1) for i, numbers in enumerate(layout)
+            self._bucket(numbers, self.mesh, i == len(layout) - 1)
+            for i, numbers in enumerate(layout)
         ]
-        self._agree_on_ways()
-        self._signals = self.buckets[-1].wire[-SIGNALS:]
+        self._agree_on_ways(self.mesh, self.buckets)
+        self._signals = self.buckets[-1].wire[-SIGNALS - len(self._norms) :]
+        if self.towers is not None:
+            tower, inside = (
+                self.mesh.rank // self.towers.size,
+                tower_mesh(self.mesh, self.towers.size),
+            )
+            mine = [n for n, t in of_tower.items() if t == tower]
+            own = [self._bucket(numbers, inside) for numbers in filled(kinds, sizes, mine)]
+            self._agree_on_ways(inside, own)
+            self.buckets[-1:-1] = own
         by_number = {number: bucket for bucket in self.buckets for number in bucket.numbers}
-        self._bucket_of = [by_number[number] for number in range(len(self.parameters))]
-        self._views = [torch.empty(0)] * len(self.parameters)
+        self._bucket_of = [by_number.get(number) for number in range(len(self.parameters))]
+        self._views = [None] * len(self.parameters)
         for bucket in self.buckets:
             start = 0
             for number in bucket.numbers:
@@ -132,7 +158,9 @@ class DenseGradients:
         self._committed = ()
         if self.mesh.num_ranks > 1:
             self._hooks = [
-                parameter.register_post_accumulate_grad_hook(self._hook(number))
+                parameter.register_post_accumulate_grad_hook(
+                    refuse if number in of_tower else self._hook(number)
+                )
                 for number, parameter in enumerate(self.parameters)
             ]
 
@@ -176,6 +204,7 @@ class DenseGradients:
         """After the step's last backward: what has not left leaves. `loss`: this rank's part of it."""
         self._signals[0], self._signals[1] = float(not finite), float(stop)
         self._signals[2] = loss
+        self._signals[SIGNALS:] = 0
         if self._is_watching:
             self._is_watching = False
             before = self._expected or [1] * len(self.parameters)
@@ -206,8 +235,12 @@ class DenseGradients:
         error, self._error = self._error, None
         if error is not None:
             raise error
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if view is None:  # of another tower; a zero would let an optimizer change it
+                parameter.grad = None
         # A NaN or inf of any rank survives the sum, so every rank sees the same answer.
-        unhealthy, stops, whole = self._signals.tolist()
+        unhealthy, stops, whole = self._signals[:SIGNALS].tolist()
+        self._norms.copy_(self._signals[SIGNALS:])
         is_finite = all(math.isfinite(bucket.total) for bucket in self.buckets)
         for bucket in self.buckets:
             bucket.owed, bucket.owed_before = None, bucket.owed
@@ -236,8 +269,10 @@ class DenseGradients:
             "hosts": world.num_hosts,
             "local": world.ranks_per_host,
             "sizes": [parameter.numel() for parameter in self.parameters],
+            "towers": self._numbers_of_towers(),
             "buckets": [
                 {
+                    "is_inside": bucket.inside is not None,
                     "numbers": list(bucket.numbers),
                     "sent": None if bucket.coded is None else bucket.coded.sent.kept.clone(),
                     "summed": None if bucket.coded is None else bucket.coded.summed.kept.clone(),
@@ -279,16 +314,17 @@ class DenseGradients:
         """Multiply every gradient."""
         for bucket in self.buckets:
             bucket.gradients.mul_(factor)
+        self._norms.mul_(abs(factor))
 
     def clip_norm(self, max_norm: float) -> float:
-        """After `reduce`, which left the same gradients everywhere: scale them so that their 2-norm, of all
-        together, is at most `max_norm`, as torch's clip_grad_norm_. Returns the norm they had."""
+        """After `reduce`, which left the same gradients everywhere, or in all of a tower: scale them so that their
+        2-norm, of all together, is at most `max_norm`, as torch's clip_grad_norm_. Returns the norm they had."""
         norms = [
             float(torch.linalg.vector_norm(bucket.gradients))
             for bucket in self.buckets
-            if len(bucket.gradients)
+            if len(bucket.gradients) and bucket.inside is None
         ]
-        norm = math.hypot(*norms)
+        norm = math.hypot(*norms, *self._norms.tolist())
         if max_norm < norm + 1e-6:
             self.scale(max_norm / (norm + 1e-6))
         return norm
@@ -307,27 +343,44 @@ class DenseGradients:
                 elif self.mesh.num_ranks > 1:
                     tensor.data.copy_(self.mesh.broadcast("dense", tensor.data.cpu()))
 
-    def _bucket(self, numbers: list[int], is_last: bool) -> Bucket:
+    def hand_out(self, optimizer: Optimizer) -> None:
+        """Collective, between steps: every rank gets the weights that other ranks alone have trained, and what
+        `optimizer`, which trained them, keeps of them."""
+        if self.towers is not None:
+            self.towers.hand_out(self.mesh, optimizer)
+
+    def _bucket(self, numbers: list[int], mesh: Mesh, is_last: bool = False) -> Bucket:
         # Beside gradients, the loss has their dtype.
         alone = torch.float32 if self.codec == "exact" else torch.float64
         first = self.parameters[numbers[0]] if numbers else torch.zeros(0, dtype=alone)
         size = sum(self.parameters[number].numel() for number in numbers)
-        ranks = self.mesh.num_ranks
-        padded = -(-(size + SIGNALS * is_last) // ranks) * ranks
+        ranks, signals = mesh.num_ranks, (SIGNALS + len(self._norms)) * is_last
+        padded = -(-(size + signals) // ranks) * ranks
         wire = torch.zeros(padded, dtype=first.dtype)
         gradients = wire[:size]
         stream = None
         if first.device.type != "cpu":
             gradients = torch.zeros(size, dtype=first.dtype, device=first.device)
             stream = torch.Stream(first.device)
-        world = self.mesh.world
+        world = mesh.world
+        if mesh is not self.mesh:
+            way = choose_way(world, padded * wire.itemsize)
+            return Bucket(numbers, gradients, wire, way, stream, is_late=True, inside=mesh)
         is_late = any(id(self.parameters[number]) in self.late for number in numbers)
         if numbers and self.codec != "exact" and wire.dtype in CODED_DTYPES:
             way = way_of_layout(world)
             coded = CodedSum(CODECS[self.codec], world, way, padded, wire.dtype)
-            return Bucket(numbers, gradients, wire, way, stream, is_late, coded)
+            return Bucket(numbers, gradients, wire, way, stream, is_late, coded=coded)
         way = choose_way(world, padded * wire.itemsize)
         return Bucket(numbers, gradients, wire, way, stream, is_late)
+
+    def _numbers_of_towers(self) -> dict[int, int]:
+        """Of parameters that one tower alone uses: which."""
+        return {
+            number: self._tower_of[id(each)]
+            for number, each in enumerate(self.parameters)
+            if id(each) in self._tower_of
+        }
 
     def _take_up(self, states: Sequence[State | None]) -> None:
         """What `restore` says."""
@@ -335,31 +388,30 @@ class DenseGradients:
         said = [state for state in states if state is not None]
         if self.everybody.is_server or not said or said[0]["sizes"] != sizes:
             return
-        if len(said) == self.mesh.num_ranks and _layout(said[0]) == _layout(self.state()):
+        alike = len(said) == self.mesh.num_ranks and _layout(said[0]) == _layout(self.state())
+        if alike and said[0].get("towers", {}) == self._numbers_of_towers():
             for bucket, of in zip(self.buckets, said[self.mesh.rank]["buckets"], strict=True):
                 if bucket.coded is not None:
                     bucket.coded.sent.kept.copy_(of["sent"])
                     bucket.coded.summed.kept.copy_(of["summed"])
                 if of["owed"] is not None:
                     bucket.owed = of["owed"].to(bucket.gradients)
-        elif self.mesh.rank == 0:
+        else:
             lost = lost_by_parameter(states)
             for bucket in self.buckets:
-                if any(number in lost for number in bucket.numbers):
+                is_first = (bucket.inside or self.mesh).rank == 0
+                if is_first and any(number in lost for number in bucket.numbers):
                     nothing = (torch.zeros(sizes[number]) for number in bucket.numbers)
                     parts = [
                         lost.get(n, zero) for n, zero in zip(bucket.numbers, nothing, strict=True)
                     ]
                     bucket.owed = torch.cat(parts).to(bucket.gradients)
 
-    def _agree_on_ways(self) -> None:
+    def _agree_on_ways(self, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
         """Collective: all go rank 0's ways. A rank that has measured other links would wait in another group."""
-        numbers = torch.tensor([WAYS.index(bucket.way) for bucket in self.buckets])
-        for bucket, number in zip(
-            self.buckets,
-            self.mesh.broadcast("dense", numbers, counts_as="control").tolist(),
-            strict=True,
-        ):
+        numbers = torch.tensor([WAYS.index(bucket.way) for bucket in buckets])
+        agreed = mesh.broadcast("dense", numbers, counts_as="control").tolist()
+        for bucket, number in zip(buckets, agreed, strict=True):
             bucket.way = WAYS[number]
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:
@@ -372,6 +424,7 @@ class DenseGradients:
     def _arrived(self, number: int) -> None:
         """A parameter's gradient has grown by one of those that the running backward adds."""
         bucket = self._bucket_of[number]
+        assert bucket is not None
         with self._lock:
             self._heard[number] += 1
             if self._thread is None:
@@ -395,7 +448,7 @@ class DenseGradients:
     def _point(self, number: int) -> None:
         """A gradient that lies elsewhere (zero_grad, a backward that created a graph) comes into its bucket."""
         parameter, view = self.parameters[number], self._views[number]
-        if parameter.grad is view:
+        if view is None or parameter.grad is view:
             return
         with torch.no_grad():
             if parameter.grad is None:
@@ -420,8 +473,20 @@ class DenseGradients:
                 if self._is_given_up:
                     return
                 _reduce(bucket, self.mesh, self._unit)
+                if bucket.inside is not None and bucket.inside.rank == 0:
+                    self._tell_norm(bucket)
         except BaseException as error:  # raised again by `wait`
             self._error = error
+
+    def _tell_norm(self, bucket: Bucket) -> None:
+        """A tower's first rank tells all others, with the signals: NaN or inf where its gradients are not finite."""
+        assert self.towers is not None
+        place = SIGNALS + self.mesh.rank // self.towers.size
+        norms = [
+            float(torch.linalg.vector_norm(piece, dtype=torch.float64))
+            for piece in bucket.gradients.split(PIECE)
+        ]
+        self._signals[place] = math.hypot(float(self._signals[place]), *norms)
 
     def _give_up(self) -> None:
         self._is_given_up, self._is_watching, self._thread = True, False, None
@@ -433,29 +498,44 @@ def bucket_layout(
     kinds: Sequence[tuple[torch.dtype, torch.device]],
     sizes: Sequence[int],
     late: Collection[int] = (),
+    without: Collection[int] = (),
 ) -> list[list[int]]:
     """Numbers of the parameters of each bucket, in the order in which backward fills them if it goes through the model
     from its end to its beginning; `late` ones apart, behind all others. Pure. The last may carry signals: it has 32 or
     64 bits, or no parameters."""
+    done = filled(kinds, sizes, [n for n in range(len(kinds)) if n not in without], late)
+    if not done or kinds[done[-1][0]][0] not in (torch.float32, torch.float64):
+        done.append([])
+    return done
+
+
+def filled(
+    kinds: Sequence[tuple[torch.dtype, torch.device]],
+    sizes: Sequence[int],
+    numbers: Sequence[int],
+    late: Collection[int] = (),
+) -> list[list[int]]:
+    """Pure. `bucket_layout` of these alone."""
     done: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
-    for number in reversed(range(len(kinds))):
+    for number in reversed(numbers):
         kind = (*kinds[number], number in late)
         bucket = filling.setdefault(kind, [])
         bucket.append(number)
         if sum(sizes[n] for n in bucket) * kind[0].itemsize >= BUCKET_BYTES:
             done.append(filling.pop(kind))
-    done = sorted([*done, *filling.values()], key=lambda bucket: (bucket[-1] in late, -bucket[-1]))
-    if not done or kinds[done[-1][0]][0] not in (torch.float32, torch.float64):
-        done.append([])
-    return done
+    return sorted([*done, *filling.values()], key=lambda bucket: (bucket[-1] in late, -bucket[-1]))
 
 
 def _layout(state: State | None) -> list[Any]:
     """What residuals of two commits must have in common to be of the same places."""
     if state is None:
         return []
-    buckets = [(bucket["numbers"], bucket["sent"] is None) for bucket in state["buckets"]]
+    buckets = [
+        (bucket["numbers"], bucket["sent"] is None)
+        for bucket in state["buckets"]
+        if not bucket.get("is_inside")
+    ]
     return [state["hosts"], state["local"], state["sizes"], buckets]
 
 
@@ -464,6 +544,7 @@ def _reduce(bucket: Bucket, mesh: Mesh, unit: float) -> None:
         for event in bucket.written:
             event.synchronize()
         bucket.gradients.add_(bucket.owed, alpha=unit)
+    mesh = bucket.inside or mesh
     if mesh.num_ranks == 1:
         bucket.total = float(bucket.gradients.sum(dtype=torch.float64))
         return
@@ -486,6 +567,15 @@ def _reduce(bucket: Bucket, mesh: Mesh, unit: float) -> None:
         with bucket.stream:
             bucket.gradients.copy_(bucket.wire[:size])
         bucket.stream.synchronize()
+
+
+def refuse(parameter: Tensor) -> None:
+    """Backward has added to the gradient of a parameter that the ranks of one tower alone train."""
+    raise ConfigError(
+        f"got a gradient from the loss of a {tuple(parameter.shape)} weight that is trained inside a tower: ranks of "
+        "other towers have older values of it. Use weights of operators inside towers nowhere else (for a penalty on "
+        "them, take the optimizer's weight_decay), or let values travel (plan.exchange=pooled)"
+    )
 
 
 def _recorded(device: torch.device) -> torch.Event:

@@ -213,7 +213,7 @@ def plan_from_sample(
         num_ranks=owners,
         lookahead=depth,
         write_budget=config.plan.write_budget,
-        links=link_costs(choice, loads, device, model, world, even.codecs),
+        links=link_costs(choice, loads, device, model, world, collection.declaration, even),
     )
     plan = replace(even, prediction=asdict(prediction))
     if config.plan.placement == "profiled":

@@ -67,6 +67,7 @@ from colonnade.train.planning import (
 from colonnade.train.progress import Progress
 from colonnade.train.record import part_of
 from colonnade.train.schedules import build_schedule
+from colonnade.train.tower_weights import tower_weights
 from colonnade.train.trainer import Outcome, Schedule, Trainer
 from colonnade.train.warm_start import plan_warm_start, warm_start
 from colonnade.train.wholeness import check_shared
@@ -289,8 +290,13 @@ def prepare(
                 backings=commits.backings if commits else (),
                 committed=(commits.run, step) if commits and step is not None else None,
             )
+    exchange = collection.exchange
     dense = DenseGradients(
-        parameters, mesh, collection.plan.codecs.dense, late=collection.exchange.pushed_parameters
+        parameters,
+        mesh,
+        collection.plan.codecs.dense,
+        late=exchange.pushed_parameters,
+        towers=tower_weights(collection.declaration, exchange.inside, mesh.num_ranks, optimizer),
     )
     part = part_of(mesh)
     trainer = Trainer(

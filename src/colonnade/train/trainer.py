@@ -95,6 +95,9 @@ class Trainer:
         self.best = Best(f"validation_{objective.monitor}", schedule.min_delta)
         self.days: list[dict[str, float]] = []  # progressive validation: what each day gave
         self.stop_asked = False
+        self.handed_out = (
+            -1
+        )  # the step after which weights that some ranks alone train last went to all
 
     def train(self) -> Outcome:
         """Collective. Goes on from `position`; returns at the end of the epochs, when scores no longer get
@@ -104,6 +107,10 @@ class Trainer:
         try:
             with telling(self.mesh.presence):
                 self._train(batches, outcome)
+                self._hand_out()
+        except NonFiniteError:  # on every rank
+            self._hand_out()
+            raise
         finally:
             batches.close()
         if self.commits is not None:
@@ -215,7 +222,14 @@ class Trainer:
         if self.commits is None:
             return
         with self.phases("commit", whole=True):
+            self._hand_out()
             self.commits.begin(self, [self.collection.exchange.hold(b.ticket) for b in fetched])
+
+    def _hand_out(self) -> None:
+        """Collective: every rank has all weights as they are after this step."""
+        if self.handed_out != self.collection.step:
+            self.dense.hand_out(self.dense_optimizer)
+            self.handed_out = self.collection.step
 
     def evaluate(self, source: Source) -> dict[str, float]:
         """Collective: {"auc", "log_loss", ...} over all of `source`, with every update made so far."""
