@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <vector>
 
 #include "kernels/rounding.h"
 
@@ -14,6 +15,8 @@ using namespace COLONNADE_ISA;
 
 constexpr std::int64_t kWide = 16;
 constexpr std::uint32_t kInfinity = 0x7f800000u;
+// The largest number of 8 binary digits: every codec has it, so what is below it is not rounded to inf.
+constexpr float kMost = 0x1.fep+127f;
 
 // The largest magnitude; a NaN where there is one.
 float largest_of(const float* part, std::int64_t dim) {
@@ -94,6 +97,7 @@ std::int64_t CodedRows::row_bytes() const {
 }
 
 void encode_rows(const CodedRows& shape, const float* values, const CodecDraw* draw, std::uint8_t* coded) {
+  std::vector<float> within;
   for (std::int64_t row = 0; row < shape.rows; ++row) {
     std::uint64_t word = 0;
     const std::uint64_t* start = nullptr;
@@ -103,10 +107,18 @@ void encode_rows(const CodedRows& shape, const float* values, const CodecDraw* d
     }
     std::int64_t column = 0;
     for (const std::int64_t dim : shape.dims) {
+      const float* part = values;
+      float largest = largest_of(values, dim);
+      if (largest > kMost && is_finite(largest)) {
+        within.assign(values, values + dim);
+        for (float& value : within) value = std::clamp(value, -kMost, kMost);
+        part = within.data();
+        largest = kMost;
+      }
       if (shape.codec == RowCodec::bf16) {
-        encode_halves<Bfloat16>(values, dim, 1.0f, start, column, coded);
+        encode_halves<Bfloat16>(part, dim, 1.0f, start, column, coded);
         coded += 2 * dim;
-      } else if (const float largest = largest_of(values, dim); shape.codec == RowCodec::fp16) {
+      } else if (shape.codec == RowCodec::fp16) {
         int exponent = 0;
         if (is_finite(largest)) {
           (void)std::frexp(largest, &exponent);
@@ -114,12 +126,12 @@ void encode_rows(const CodedRows& shape, const float* values, const CodecDraw* d
         }
         const auto told = static_cast<std::int16_t>(exponent);
         __builtin_memcpy(coded, &told, 2);
-        encode_halves<Float16>(values, dim, power_of_two(-exponent), start, column, coded + 2);
+        encode_halves<Float16>(part, dim, power_of_two(-exponent), start, column, coded + 2);
         coded += 2 + 2 * dim;
       } else {
         const float scale = largest / 127.0f;
         __builtin_memcpy(coded, &scale, 4);
-        encode_steps(values, dim, scale, start, column, coded + 4);
+        encode_steps(part, dim, scale, start, column, coded + 4);
         coded += 4 + dim;
       }
       values += dim;

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from colonnade.embedding import EmbeddingCollection
     from colonnade.errors import ColonnadeError
     from colonnade.exchange.codec import Codecs
+    from colonnade.exchange.stacking import stacked_rows
     from colonnade.interaction import (
         FM,
         BiInteraction,
@@ -55,6 +56,7 @@ _HOMES = {
     "embedding": ("EmbeddingCollection",),
     "errors": ("ColonnadeError",),
     "exchange.codec": ("Codecs",),
+    "exchange.stacking": ("stacked_rows",),
     "interaction": (
         "FM", "BiInteraction", "Concat", "FieldsLinear", "Interaction", "NormalizedLinear", "Sum",
         "TargetAttention",
@@ -123,6 +125,7 @@ __all__ = [
     "load_rows",
     "load_run",
     "open_mesh",
+    "stacked_rows",
     "to_embedding",
     "trained_ids",
 ]

@@ -265,7 +265,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
-        if self.train.accumulate > 1 and self.plan.staleness_steps:
+        if self.train.accumulate > 1 and self.plan.is_late:
             raise ValueError(
                 "got train.accumulate with plan.staleness_steps; bounded staleness counts batches: "
                 "leave one of them out"

@@ -83,11 +83,10 @@ class EmbeddingCollection(nn.Module):
         self.live: list[Ticket] = []  # forward done, not yet stepped
         self.pushed: Pushed | None = None  # gradients of `live` that have reached their owners
         self.step = 0  # updates applied
-        # Batches, by updates that their read missed; without those a commit held.
+        # Batches, by updates that reads missed: a read for each bound of tables; without what a commit held.
         self.missed: Counter[int] = Counter()
-        self.committed: tuple[str, int] | None = (
-            None  # (run, step) of the newest commit of the rows
-        )
+        # (run, step) of the newest commit of the rows
+        self.committed: tuple[str, int] | None = None
         self._expected: tuple[str, int] | None = None  # that of a state_dict loaded before opening
         self._opened = False
         self._served: MappedRows | None = None
@@ -128,15 +127,15 @@ class EmbeddingCollection(nn.Module):
         if self._expected not in (None, committed):
             raise CheckpointError(_other_rows(self._expected, committed or ("", 0)))
         self.committed, self._expected = committed, None
-        if committed is not None:
-            self.step = committed[1]
+        self.step = self.step if committed is None else committed[1]
         keep_freed_memory()
         depth = DEEPEST if self.plan.lookahead == "auto" else self.plan.lookahead
-        self.consistency = consistency(self.plan.staleness_steps, depth)
-        planned = self.plan.tables
-        self.slices = slices_of(
-            self.declaration, self.plan.shardings, [each.exchange for each in planned]
-        )
+        self.consistency = consistency(self.plan.latest, depth)
+        late = [consistency(each, depth).reads_ahead for each in self.plan.bounds]
+        self.bounds = sorted(set(late))  # that reads of some table are late by
+        planned, shardings = self.plan.tables, self.plan.shardings
+        said = [each.exchange for each in planned]
+        self.slices = slices_of(self.declaration, shardings, said, late)
         laid = self.slices.laid
         self.exchange = open_exchange(
             self.slices.declaration,
@@ -145,7 +144,7 @@ class EmbeddingCollection(nn.Module):
             shardings=[each.sharding for each in laid],
             codecs=self.plan.codecs,
             seed=self.seed,
-            reads_ahead=self.consistency.reads_ahead,
+            reads_ahead=[late[each.number] for each in laid],
             towers=self.plan.towers,
         )
         self.shards = tuple(each.sharding.shard_of(self.mesh.rank) for each in laid)
@@ -234,7 +233,8 @@ class EmbeddingCollection(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self._served is not None:
-            found = self._reader.read(batch, self._served, self.place.device)
+            rows = self.slices.looked_up(batch)
+            found = self._reader.read(rows, self._served, self.place.device)
             return self.slices.seen(found, self.slices.offsets_of(batch))
         self.ensure_open()
         ticket, batch.ticket = batch.ticket, None
@@ -279,7 +279,7 @@ class EmbeddingCollection(nn.Module):
             drop=self.drop,
             window=self._window,
             depth=self.plan.lookahead,
-            reads_ahead=self.consistency.reads_ahead,
+            bounds=self.bounds,
             is_alone=self.mesh.num_ranks == 1,
             ahead=self.ahead,
             agree=None if self.consistency.is_exact else self.mesh.least,
@@ -291,15 +291,15 @@ class EmbeddingCollection(nn.Module):
         self.ensure_open()
         ticket = self.slices.route(self.exchange, batch, self.step, purpose)
         batch.world_weight = ticket.weight
+        owned = ticket.owned_ids, ticket.owned_offsets, ticket.next_use
         while True:
             seen = self.store.releases
             try:
-                ticket.slots, ticket.job = self.store.acquire(
-                    ticket.owned_ids, ticket.owned_offsets, ticket.next_use
-                )
+                ticket.slots, ticket.job = self.store.acquire(*owned)
                 self.exchange.place(ticket)
                 if batch.held is not None:
-                    self.exchange.restore(ticket, batch.held)
+                    ticket.steps_left, held = batch.held
+                    self.exchange.restore(ticket, held)
                 return ticket
             except BudgetExceeded:
                 # Rows of batches in flight may leave soon; not if training itself waits for this one.
@@ -313,14 +313,18 @@ class EmbeddingCollection(nn.Module):
                 if threading.current_thread() is threading.main_thread():
                     raise
 
-    def fetch(self, ticket: Ticket) -> None:
-        """Collective, training thread: read the rows as they are now."""
+    def fetch(self, ticket: Ticket, steps_left: int = 0) -> None:
+        """Collective, training thread: read rows that are due so many steps before their use, as they are now."""
+        ticket.steps_left = steps_left
+        if not (unread := ticket.unread()):
+            return
         self.store.wait(ticket.job)
         if self.ahead is not None:
             self.ahead.take(ticket)
-        source = RowSource(self.store.views(), ticket.pinned, not self.consistency.reads_ahead)
-        self.exchange.fetch(ticket, source)
-        ticket.seen = self.step
+        in_place = not self.consistency.reads_ahead
+        self.exchange.fetch(ticket, RowSource(self.store.views(), ticket.pinned, in_place))
+        for each in unread:
+            each.seen = None if each.reads is None else self.step
 
     def finite(self) -> bool:
         """Whether every gradient recorded on this rank is finite."""
@@ -383,8 +387,7 @@ class EmbeddingCollection(nn.Module):
         for ticket in tickets:
             self.store.release(ticket.pinned, ticket.owned_offsets, dirty=True)
             ticket.finish()
-            if ticket.seen is not None:
-                self.missed[self.step - ticket.seen] += 1
+            self.missed.update(ticket.missed(self.step))
         self.step += 1
 
     def keep(self, tickets: Sequence[Ticket]) -> None:

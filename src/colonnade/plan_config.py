@@ -146,6 +146,8 @@ class TablePlanConfig(Section):
     grid; default: where most room is, and slices on all."""
     hot_rows: int = Field(0, ge=0)
     """So many rows, the most popular of a sample, lie on every rank, in memory; on one rank it does nothing."""
+    staleness_steps: int | None = Field(None, ge=0)
+    """How late its reads are, instead of plan.staleness_steps: 0 for hot tables; beside unbounded, only 0."""
 
     @model_validator(mode="after")
     def _check(self) -> TablePlanConfig:
@@ -200,7 +202,14 @@ class PlanConfig(Section):
     servers: int = Field(0, ge=0)
     """Ranks of each host, its last ones, that have rows and nothing else; 0: the ranks that train have the rows."""
     tables: dict[str, TablePlanConfig] = {}
-    """By name: tables with a sharding, exchange or ranks of their own."""
+    """By name: tables with a sharding, exchange, ranks or staleness of their own."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether reads of some table may miss updates."""
+        return self.staleness_steps != 0 or any(
+            each.staleness_steps for each in self.tables.values()
+        )
 
     @model_validator(mode="after")
     def _check(self) -> PlanConfig:
@@ -210,6 +219,12 @@ class PlanConfig(Section):
                 "got staleness_steps=unbounded with lookahead=0, which makes no batch ready that could be read early; "
                 "set plan.lookahead to 1 or more"
             )
+        for name, table in self.tables.items():
+            if self.staleness_steps == "unbounded" and table.staleness_steps:
+                raise ValueError(
+                    f"got tables.{name}.staleness_steps={table.staleness_steps} with staleness_steps=unbounded, wanted "
+                    "0, or a number for all"
+                )
         if self.servers and self.memory.hbm is not None:
             raise ValueError(
                 f"got plan.memory.hbm with plan.servers={self.servers}; devices belong to the ranks that train, which "

@@ -62,3 +62,19 @@ class OpenTableConfig(Section):
 
     admission: AdmissionConfig = AdmissionConfig()
     eviction: EvictionConfig = EvictionConfig()
+    rows: int | None = Field(None, ge=1)
+    """Instead of both: all its ids share so many rows. Default: each id has its own."""
+    hashes: int = Field(2, ge=1, le=16)
+    """How many of these rows an id's vector is the sum of, chosen by hashes; with rows."""
+
+    @model_validator(mode="after")
+    def _check(self) -> OpenTableConfig:
+        both = {"admission": self.admission, "eviction": self.eviction}
+        kept = [name for name, said in both.items() if said != type(said)()]
+        if self.rows is not None and kept:
+            raise ValueError(
+                f"got rows={self.rows} and {kept[0]}, wanted one of them: rows that ids share all stay"
+            )
+        if self.rows is None and "hashes" in self.model_fields_set:
+            raise ValueError("got hashes without rows, the number of rows that all ids share")
+        return self

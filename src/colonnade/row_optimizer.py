@@ -73,6 +73,40 @@ class RowOptimizer(Optimizer):
         self._gradient_scale = 1.0
         return loss
 
+    @torch.no_grad()
+    def scaled_step(self, scaler: torch.amp.GradScaler, *dense: Optimizer) -> bool:
+        """Collective, instead of `scaler.step` of each optimizer and `scaler.update`: all gradients are divided by the
+        scale, rows and `dense` step together, and the scale may grow. A gradient that is NaN or inf on any rank skips
+        all of them on every rank and lowers the scale on all alike. Returns whether they stepped.
+
+        Gradients of `dense` are those of all ranks by then. Raises ConfigError where `step` completes some of them.
+        """
+        self.collection.ensure_open()
+        if self.collection.exchange.pushed_parameters:
+            raise ConfigError(
+                "scaled_step: got exchange substitute, which adds gradients of dense weights when rows are pushed,"
+                " after they were divided by the scale; choose pooled, or train in bfloat16 without a scale"
+            )
+        scale = scaler.get_scale()
+        for each in dense:
+            scaler.unscale_(each)
+        of_dense = [
+            p.grad for each in dense for group in each.param_groups for p in group["params"]
+        ]
+        finite = all(bool(torch.isfinite(grad).all()) for grad in of_dense if grad is not None)
+        if self._agreed(finite and self.collection.finite()):
+            self.scale_grad_(1 / scale)
+            self.step(agreed=True)
+            for each in dense:
+                scaler.step(each)
+            scaler.update()
+            return True
+        self.zero_grad()
+        self.collection.forget()
+        if scaler.is_enabled():
+            scaler.update(scale * scaler.get_backoff_factor())
+        return False
+
     def add_param_group(self, param_group: dict) -> None:
         if getattr(self, "_is_built", False):
             raise ConfigError(
@@ -127,13 +161,16 @@ class RowOptimizer(Optimizer):
             ticket.forget()
 
     def _agree(self) -> None:
-        """Collective: all gradients of all ranks are finite, and which batches have any; else NonFiniteError."""
-        live = self.collection.live
-        said = [float(not self.collection.finite()), *(float(t.num_backwards > 0) for t in live)]
-        heard = self._sum(said)
-        self.collection.keep([t for t, used in zip(live, heard[1:], strict=True) if used])
-        if heard[0]:
+        """Collective: all gradients of all ranks are finite; else NonFiniteError."""
+        if not self._agreed(self.collection.finite()):
             self._refuse("an embedding gradient")
+
+    def _agreed(self, finite: bool) -> bool:
+        """Collective: whether that is so on every rank; batches that no rank has gradients of are dropped."""
+        live = self.collection.live
+        heard = self._sum([float(not finite), *(float(t.num_backwards > 0) for t in live)])
+        self.collection.keep([t for t, used in zip(live, heard[1:], strict=True) if used])
+        return not heard[0]
 
     def _sum(self, said: list[float]) -> list[float]:
         """Collective: over all ranks."""

@@ -15,6 +15,7 @@ Pooling = Literal["sum", "mean", "sqrtn", "sequence"]
 POOLINGS = ("sum", "mean", "sequence", "sqrtn")  # a pooling's place is its number in the core
 ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 CLOCK_BYTES = 8
+MOST_HASHES = 16
 
 T = TypeVar("T")
 
@@ -48,7 +49,8 @@ class Table:
 
     With `rows` a *vocabulary table*: ids 0 .. rows-1, anything else is an error. Without, an *open
     table*: any 64-bit id, rows appear when first trained. A row's first value depends only on
-    (seed, table name, id), so a row never trained costs no storage.
+    (seed, table name, id), so a row never trained costs no storage. With `rows` and `hashes` a *hash-stacked table*:
+    any 64-bit id, in N rows (`exchange/stacking.py`).
 
     A table may have parts, `Table("item", {"deep": 64, "wide": 1})`, so that a model routes an id once and
     gets both; `optimizer` and `initializer` then are one for all or one by part.
@@ -77,6 +79,9 @@ class Table:
     """Of an open table: from which update on a row stays (`CountMinAdmission`, `RandomAdmission`). None: the first."""
     eviction: Eviction | None = field(default=None, kw_only=True)
     """Of an open table: which rows leave (`AgeEviction`, `MaxRowsEviction`). None: none."""
+    hashes: int | None = field(default=None, kw_only=True)
+    """With `rows`: any 64-bit id is taken, and its vector is the sum of so many rows, chosen by hashes. None: ids are
+    rows."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -133,6 +138,19 @@ class Table:
                     f"table {self.name!r}: got {what} with rows={self.rows}; a vocabulary table has room for every id: "
                     f"leave rows out for an open table, or {what} for one whose rows all stay"
                 )
+        if self.hashes is not None and (
+            not isinstance(self.hashes, int)
+            or isinstance(self.hashes, bool)
+            or not 1 <= self.hashes <= MOST_HASHES
+        ):
+            raise ConfigError(
+                f"table {self.name!r}: got hashes={self.hashes!r}, wanted a whole number, 1 .. {MOST_HASHES}, such as 2"
+            )
+        if self.hashes is not None and self.rows is None:
+            raise ConfigError(
+                f"table {self.name!r}: got hashes={self.hashes} without rows; say how many rows all ids share, or "
+                "leave hashes out for an open table, whose ids have a row each"
+            )
         is_number = isinstance(self.rows, int) and not isinstance(self.rows, bool)
         if self.rows is not None and (not is_number or not 1 <= self.rows < 2**62):
             raise ConfigError(
@@ -223,7 +241,8 @@ class TableSide(Table):
 
 def side_of(table: Table, side: Literal["hot", "cold"]) -> TableSide:
     """Its rows have the first values, updates and records of the whole table's."""
-    said = {each.name: getattr(table, each.name) for each in fields(Table) if each.name != "name"}
+    rest = {"name", "hashes"}  # lookups of a side are of rows
+    said = {each.name: getattr(table, each.name) for each in fields(Table) if each.name not in rest}
     return TableSide(f"{table.name}[{side}]", **said, whole=table, side=side)
 
 

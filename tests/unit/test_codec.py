@@ -106,6 +106,26 @@ def test_what_is_not_finite_stays_so(codec, bad, is_random):
     assert bool(back[[0, 2]].isfinite().all()) and bool(back[1, 4:].isfinite().all())
 
 
+@pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("is_random", [False, True])
+def test_what_is_finite_stays_so(codec, is_random):
+    """The largest float32 would be rounded up to inf, behind the check that every gradient is finite."""
+    most = torch.finfo(torch.float32).max
+    rows = (
+        torch.tensor([most, -most, 255 * 2.0**120, 1.0, most * (1 - 2**-9), -most])
+        .expand(50, 6)
+        .contiguous()
+    )
+    draw = Draw(torch.arange(50), 1, 1) if is_random else None
+    coded = encode_rows(codec, rows, (4, 2), draw)
+    found = decode_rows(codec, coded, (4, 2))
+    assert bool(found.isfinite().all())
+    assert bool(
+        ((found.double() - rows.double()).abs() <= max(codec.random_error, 2**-8) * most).all()
+    )
+    assert torch.equal(coded, twin.encode_rows(codec, rows, (4, 2), draw))
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-8, 1e6, 1e38])
 def test_fp16_has_no_limits_of_its_own(scale):
     rows = torch.tensor([[1.0, -0.5, 0.001]]) * scale

@@ -8,15 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.data.counter import stream_key
+from colonnade.data.counter import MASK, stream_key
+from colonnade.data.tabular.encode_ids import encode_ids, encode_several
+from colonnade.data.tabular.fields import Bag, Category, field_from_dict, field_to_dict
 from colonnade.data.tabular.hashing import (
     HASH_VERSION,
+    MISSING_ID,
     SLICE,
+    _mix,
     cross_ids,
     hash_text,
     hash_texts,
+    ids_apart,
     rows_of,
 )
+from colonnade.errors import ConfigError
 
 texts = st.lists(st.text(max_size=40) | st.text("ab", max_size=17), max_size=30)
 
@@ -76,3 +82,41 @@ def test_a_cross_is_the_stream_key_of_its_parts(rows):
     parts = [np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)]
     expected = [stream_key(*(value % 2**64 for value in row)) for row in rows]
     assert cross_ids(parts).view(np.uint64).tolist() == expected
+
+
+def test_a_thousand_fields_of_one_table_stay_apart():
+    """PERSIA's prefixes had eight bits: more than 255 groups shared ids without a word."""
+    numbers = np.array([0, 1, 2, -1, 2**63 - 1, MISSING_ID, *range(10, 104)])
+    every = [ids_apart(numbers, f"field {i}") for i in range(1000)]
+    assert len(np.unique(np.concatenate(every))) == 1000 * len(numbers)
+    key = hash_text(b"field 7")
+    assert every[7].tolist() == [_signed(_mix((i ^ key) & MASK)) for i in numbers.tolist()]
+
+
+def _signed(word):
+    return word - (1 << 64) if word >> 63 else word
+
+
+def test_fields_of_one_table_share_rows_or_keep_apart():
+    words = pa.array(["a", "b", None, "a"])
+    for rows in (None, 1000):
+        plain, ours, theirs = (
+            encode_ids(Category(name, table="words", apart=apart, rows=rows), words).tolist()
+            for name, apart in (("x", False), ("x", True), ("y", True))
+        )
+        assert plain == encode_ids(Category("y", table="words", rows=rows), words).tolist()
+        assert ours[0] == ours[3] and not {*plain, *ours} & {*theirs} and not {*plain} & {*ours}
+        for ids in (plain, ours, theirs):
+            assert len({*ids}) == 3
+    listed = pa.array([["a", "b"], ["a"]])
+    of_bag = encode_several(Bag("x", table="words", apart=True), listed).values
+    assert of_bag.tolist() == [*ours_of("a", "b"), *ours_of("a")]
+    for numbered in ({"cardinality": 5}, {"vocabulary": ("a",)}):
+        with pytest.raises(ConfigError, match="apart"):
+            Category("x", apart=True, **numbered)
+    field = Category("x", table="words", apart=True)
+    assert field_from_dict("x", field_to_dict(field)) == field
+
+
+def ours_of(*words):
+    return ids_apart(hash_texts(pa.array(words)), "x").tolist()

@@ -61,7 +61,7 @@ class Slow:
             drop=lambda ticket: None,
             window=self.window,
             depth=depth,
-            reads_ahead=0,
+            bounds=(0,),
             is_alone=is_alone,
         )
 
@@ -71,7 +71,7 @@ class Slow:
         ticket.due = time.perf_counter() + self.seconds
         return ticket
 
-    def fetch(self, ticket):
+    def fetch(self, ticket, steps_left):
         start = time.perf_counter()
         if ticket.due > start:
             time.sleep(ticket.due - start)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -17,6 +19,7 @@ from colonnade import (
     EmbeddingCollection,
     Feature,
     Ids,
+    Mesh,
     RowOptimizer,
     RowWiseAdagrad,
     RowWiseAdam,
@@ -491,3 +494,53 @@ def bad_setting_on_rank_0(mesh):
 def test_a_bad_setting_on_one_rank_is_heard_by_all():
     one, two = run_ranks(2, bad_setting_on_rank_0)
     assert torch.equal(one, two)
+
+
+def steps_of(mesh, scaler=None):
+    """Rows and a dense layer. With a scaler, a gradient of rank 0's rows is inf in step 2, and one of the last rank's
+    dense weights NaN in step 4; without, these steps are left out."""
+    embeddings = EmbeddingCollection([table(Adam(lr=0.1))], [Feature("item", "item")]).open(
+        mesh=mesh
+    )
+    rows, dense = RowOptimizer(embeddings), torch.nn.Linear(DIM, 1, dtype=torch.float64)
+    for weight in dense.parameters():
+        torch.nn.init.constant_(weight, 0.5)
+    optimizer, found = torch.optim.SGD(dense.parameters(), lr=0.1), []
+    for step in range(7):
+        if scaler is None and step in (2, 4):
+            continue
+        value = embeddings(batch([step % 3, 1]))["item"]
+        if step == 2 and mesh.rank == 0:
+            value.register_hook(lambda gradient: gradient * math.inf)
+        loss = (dense(value) - 1).square().sum() / mesh.num_ranks
+        optimizer.zero_grad()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if step == 4 and mesh.rank == mesh.num_ranks - 1:
+            dense.bias.grad.fill_(math.nan)
+        for weight in dense.parameters():
+            weight.grad = mesh.all_reduce("control", weight.grad)
+        if scaler is None:
+            rows.step()
+            optimizer.step()
+        else:
+            found.append((rows.scaled_step(scaler, optimizer), math.log2(scaler.get_scale())))
+    return found, rows_of(embeddings), dense.weight.detach()
+
+
+def scaled_steps(mesh):
+    return steps_of(mesh, torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3))
+
+
+def test_a_scaled_loss_trains_the_same_and_skips_whole_steps():
+    """Of a power of two: the same bits as without it, but for the steps that are skipped, on every rank alike."""
+    _, values, weight = steps_of(Mesh())
+    one, *others = [scaled_steps(Mesh()), *run_ranks(2, scaled_steps)]
+    assert torch.equal(one[1], values) and torch.equal(one[2], weight)
+    stepped = [True, True, False, True, False, True, True]
+    for found, values, weight in (one, *others):
+        scales = [12, 12, 11, 12, 11, 11, 11]  # lowered, and grown after 3 steps
+        assert found == list(zip(stepped, scales, strict=True))
+        if found is not one[0]:
+            assert torch.equal(values, others[0][1]) and torch.equal(weight, others[0][2])
+    off = steps_of(Mesh(), torch.amp.GradScaler("cpu", enabled=False))
+    assert [each for each, _ in off[0]] == stepped and torch.equal(off[1], one[1])

@@ -22,10 +22,10 @@ MAX_LINES = 12
 
 def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
     """One line per table; of many tables the largest."""
-    late = plan.staleness_steps
+    late = plan.latest
     staleness = (
         "unbounded" if late == "unbounded" else f"bounded({late})" if late else "synchronous"
-    )
+    ) + (" by table" if len(set(plan.bounds)) > 1 else "")
     memory = "no limit" if plan.dram_bytes is None else f"{plan.dram_bytes / 2**20:,.0f} MiB"
     wire = plan.codecs
     coded = "" if wire.is_exact else f"values {wire.values}, gradients {wire.gradients}, "

@@ -4,7 +4,8 @@ while earlier batches compute.
     reader -> prepare (thread, `depth` batches ahead) -> fetch (training thread) -> delay line -> training
 
 The delay line is the whole of bounded staleness: a batch is fetched when it enters and used when it
-leaves, `reads_ahead` updates later. Where the ranks `agree` instead, batches enter as soon as they are ready.
+leaves, so many updates later. Where tables have several bounds, each fetches what is due by then, whenever the batch
+has come so far. Where the ranks `agree` instead, batches enter as soon as they are ready.
 
 How far ahead: as deep as told, or, with depth "auto", deeper while training waits for reads that were asked for as
 early as the depth allows. Whatever the depth, a window whose rows do not fit memory becomes shallower.
@@ -19,12 +20,13 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from colonnade import _native
 from colonnade.batch import Batch
+from colonnade.errors import ConfigError
 
 SHALLOW, DEEPEST = 2, 64
 STALLED = 0.02  # of the time: worth looking further ahead
@@ -81,16 +83,18 @@ class Lookahead(Iterator[Batch]):
         batches: Iterable[Batch],
         *,
         prepare: Callable[[Batch], Any],
-        fetch: Callable[[Any], None],
+        fetch: Callable[[Any, int], None],
         drop: Callable[[Any], None],
         window: Window,
         depth: int | Literal["auto"],
-        reads_ahead: int,
+        bounds: Sequence[int],
         is_alone: bool = True,
         ahead: Leaving | None = None,
         agree: Callable[[int], int] | None = None,
     ) -> None:
-        """agree: unbounded staleness; of the batches that are ready here, as many as are on every rank."""
+        """fetch(ticket, steps before its use). bounds: ascending, in steps; all that tables have, of which the last is
+        when a batch enters the line. agree: unbounded staleness; of the batches that are ready here, as many as are on
+        every rank."""
         self._batches = iter(batches)
         self._prepare = prepare
         self._fetch = fetch
@@ -104,7 +108,8 @@ class Lookahead(Iterator[Batch]):
         self._surplus = 0  # permits to keep back: the window has become shallower
         self._has_said = depth == "auto"  # its own choice, nothing to say
         self._taken, self._since, self._stalled = 0, time.perf_counter(), 0.0
-        self._reads_ahead = reads_ahead
+        self._bounds = tuple(bounds)
+        self._bound = bounds[-1]
         self._ready: queue.Queue = queue.Queue()
         # First in, first out: every rank's thread prepares exactly the batches it has a permit for before
         # it sees the stop, so no rank waits in `prepare` for one that has already left.
@@ -120,12 +125,29 @@ class Lookahead(Iterator[Batch]):
         """Read but not yet used, oldest first: what a commit has to store under bounded staleness."""
         return tuple(self._line)
 
+    @property
+    def bound(self) -> int:
+        """Steps that batches are read early from here on, by tables that are told as many or more. May change between
+        two steps, on every rank alike, up to the largest of the plan. What was read stays read: after a smaller number
+        batches in the line are used up first; after a larger one, the next is read with as many behind it. Raises
+        ConfigError for another number."""
+        return self._bound
+
+    @bound.setter
+    def bound(self, steps: int) -> None:
+        if not 0 <= steps <= self._bounds[-1] or self._agree is not None:
+            most = "it as it is" if self._agree is not None else f"0 .. {self._bounds[-1]}"
+            raise ConfigError(
+                f"bound: got {steps}, wanted {most}; open with the largest staleness that you need"
+            )
+        self._bound = steps
+
     def __next__(self) -> Batch:
         if self._handed is not None and self._handed.ticket is not None:
             self._give_back(self._handed)  # nobody used it
         self._handed = None
         if self._agree is None:
-            while not self._ended and len(self._line) <= self._reads_ahead:
+            while not self._ended and len(self._line) <= self._bound:
                 self._enter()
         else:
             if not self._ended and not self._line:
@@ -133,6 +155,9 @@ class Lookahead(Iterator[Batch]):
             if not self._ended:
                 for _ in range(self._agree(self._num_ready())):
                     self._enter()
+        for steps in self._bounds[:-1]:
+            if len(self._line) > steps:
+                self._fetch(self._line[steps].ticket, steps)
         if not self._line:
             raise StopIteration
         self._handed = self._line.popleft()
@@ -146,11 +171,10 @@ class Lookahead(Iterator[Batch]):
         if batch is None:
             self._ended = True
             return
-        if batch.ticket.reads is None:
-            before = self._window.stall_seconds()
-            self._fetch(batch.ticket)
-            if not self._was_late:
-                self._stalled += self._window.stall_seconds() - before
+        before = self._window.stall_seconds()
+        self._fetch(batch.ticket, len(self._line))
+        if not self._was_late:
+            self._stalled += self._window.stall_seconds() - before
         self._line.append(batch)
 
     def _num_ready(self) -> int:

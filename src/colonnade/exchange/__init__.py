@@ -58,13 +58,13 @@ def open_exchange(
     shardings: Sequence[Sharding] | None = None,
     codecs: Codecs = EXACT,
     seed: int = 0,
-    reads_ahead: int = 0,
+    reads_ahead: Sequence[int] | None = None,
     towers: int | None = None,
 ) -> Exchange:
     """One rank's end of what travels. By table: `exchanges`, keys of EXCHANGES, default "rows"; `shardings`, default
-    row_wise. seed: the run's, of the random bits that codecs round gradients with. reads_ahead: steps between reading a
-    row and its use. towers: groups of ranks that `towers` goes by, default one for each host. Raises ConfigError where
-    this cannot work in this world."""
+    row_wise; `reads_ahead`, steps between reading a row and its use, default 0. seed: the run's, of the random bits
+    that codecs round gradients with. towers: groups of ranks that `towers` goes by, default one for each host. Raises
+    ConfigError where this cannot work in this world."""
     num_tables = len(declaration.tables)
     shardings = shardings or [row_wise_in(mesh.world)] * num_tables
     coding = Coding(codecs, seed)
@@ -75,22 +75,29 @@ def open_exchange(
     for table, name, sharding in zip(declaration.tables, names, shardings, strict=True):
         check_exchange(table.name, name, sharding, mesh.num_ranks)
     looked_up = {feature.table for feature in declaration.features}
+    kinds = list(zip(names, reads_ahead or [0] * num_tables, strict=True))
     tables = {
-        name: {t.name for t, of in zip(declaration.tables, names, strict=True) if of == name}
-        for name in sorted(set(names))
+        kind: {t.name for t, of in zip(declaration.tables, kinds, strict=True) if of == kind}
+        for kind in sorted(set(kinds))
     }
-    used = {name: mine & looked_up for name, mine in tables.items() if mine & looked_up}
+    used = {kind: mine & looked_up for kind, mine in tables.items() if mine & looked_up}
 
-    def end_of(name: str, part: Declaration) -> End:
+    def end_of(name: str, late: int, part: Declaration) -> End:
         if name == "substitute":
-            return SubstituteExchange(part, mesh, shardings, coding, reads_ahead=reads_ahead)
+            return SubstituteExchange(part, mesh, shardings, coding, reads_ahead=late)
         if name == "towers":
             return TowersExchange(
-                part, mesh, shardings, coding, num_towers=towers, reads_ahead=reads_ahead
+                part, mesh, shardings, coding, num_towers=towers, reads_ahead=late
             )
         return EXCHANGES[name](part, mesh, shardings, coding)
 
     if len(used) < 2:
-        return end_of(next(iter(used), names[0]), declaration)
-    ends = {name: end_of(name, part_of(declaration, mine, name)) for name, mine in used.items()}
-    return SeveralExchanges(declaration, mesh, ends)
+        return end_of(*next(iter(used), kinds[0]), declaration)
+    several = {name for name, _ in used if sum(name == other for other, _ in used) > 1}
+    ends = {
+        f"{name}@{late}" if name in several else name: end_of(
+            name, late, part_of(declaration, mine, name)
+        )
+        for (name, late), mine in used.items()
+    }
+    return SeveralExchanges(declaration, mesh, ends, [late for _, late in used])

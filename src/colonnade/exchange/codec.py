@@ -19,7 +19,9 @@ A part of a row (its own optimizer, its own magnitude) is encoded for itself:
     fp16    an exponent e (int16), then 2 bytes each: element * 2^-e, e such that the largest lies in [2^13, 2^14):
             nothing overflows, and what is lost by underflow is below 2^-37 of the largest
     int8    a scale (float32), the largest / 127, then a byte each: element / scale
-NaN and inf survive, in fp16 and int8 perhaps together with their part: a part with any is not finite when decoded.
+Finite elements stay finite: instead of what would be rounded to inf, the largest number that all codecs have is sent,
+255 * 2^120, less by 2^-8 at most. NaN and inf survive, in fp16 and int8 perhaps together with their part: a part with
+any is not finite when decoded.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ from torch import Tensor
 from colonnade.exchange.codec import Codec, Draw
 from colonnade.ops.optimizers import random_bits, round_at_random
 
+MOST = (2 - 2**-7) * 2.0**127
+"""The largest number of 8 binary digits, which every codec has."""
+
 
 def encode_rows(codec: Codec, rows: Tensor, dims: Sequence[int], draw: Draw | None) -> Tensor:
     """rows (n, sum of dims) -> (n, row_bytes) uint8. Not for "exact"."""
@@ -17,6 +20,9 @@ def encode_rows(codec: Codec, rows: Tensor, dims: Sequence[int], draw: Draw | No
     for dim in dims:
         part = rows[:, column : column + dim].float().contiguous()
         largest = part.abs().amax(1) if dim else part.new_zeros(len(part))
+        is_finite = largest.isfinite()
+        part = torch.where(is_finite[:, None], part.clamp(-MOST, MOST), part)
+        largest = torch.where(is_finite, largest.clamp(max=MOST), largest)
         if codec.name == "bf16":
             coded.append(_bytes(_halves(part, torch.bfloat16, draw, column)))
         elif codec.name == "fp16":

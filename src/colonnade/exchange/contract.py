@@ -4,7 +4,7 @@ Who calls when, per training step t (every rank, in this order; one issuing thre
 
     route    lookahead thread   ids of batch t travel to their owners
     ahead    thread "ahead"     values that no batch in flight changes may leave the owners before that: ahead.py
-    fetch    training thread    the other values do (k steps before use under bounded staleness)
+    fetch    training thread    the other values do (k steps before use under bounded staleness; k is a table's own)
     values   training thread    inside forward
     push     training thread    inside RowOptimizer.step, after every rank agreed that all is finite
     drop     any                instead of push: evaluation, cancelled batches
@@ -95,6 +95,8 @@ class Ticket:
     seen: int | None = (
         None  # updates applied when it was fetched; None: not yet, or a commit held it
     )
+    steps_left: int = 0  # before its use, when `fetch` or `restore` is called
+    bound: int = 0  # of one of several: steps that its rows are read ahead
     purpose: str = "route"  # the group it was routed on; "evaluate": nothing is trained of it
     is_done: bool = False  # applied or dropped: its rows are not pinned any more
     gradients: list[list[Tensor]] = field(default_factory=list)  # one list per backward
@@ -126,6 +128,16 @@ class Ticket:
         """What a backward gave, by output. Kept as it is, not copied."""
         self.gradients.append(list(gradients))
         self.versions.append([gradient._version for gradient in gradients])
+
+    def unread(self) -> list[Ticket]:
+        """Itself, or parts of it, that neither `fetch` nor `restore` has given values."""
+        return [each for each in self.parts or (self,) if each.reads is None]
+
+    def missed(self, step: int) -> list[int]:
+        """How many updates before `step` its reads did not see; one number for tables of one bound. Without what a
+        commit held."""
+        read = {(each.bound, each.seen) for each in self.parts or (self,)}
+        return [step - seen for _, seen in read if seen is not None]
 
     def forget(self) -> None:
         """As if no backward had come."""

@@ -15,6 +15,15 @@ from colonnade.errors import CheckpointError
 from colonnade.exchange.fields import Columns
 
 Held = Mapping[str, Tensor]
+TABLES = "of_tables"
+"""Key of what was held of some tables only: their numbers."""
+
+
+def tables_held(held: Sequence[Held], num_tables: int) -> set[int]:
+    """Numbers of the tables whose rows were read; every rank reads those of the same ones."""
+    if not held or TABLES not in held[0]:
+        return set(range(num_tables))
+    return set(held[0][TABLES].tolist())
 
 
 def rows_held(held: Sequence[Held]) -> list[Held]:

@@ -26,6 +26,7 @@ from colonnade.exchange.contract import (
     RowSource,
     Ticket,
 )
+from colonnade.exchange.held import TABLES, tables_held
 from colonnade.exchange.layout import Declaration, Output, outputs
 from colonnade.exchange.recording import CPU, found
 from colonnade.exchange.routing import Asks, route
@@ -55,9 +56,17 @@ class End(Exchange, Asks, Protocol):
 class SeveralExchanges:
     """One rank's end of all of them. `ends`: by name, each of `part_of` this declaration."""
 
-    def __init__(self, declaration: Declaration, mesh: Mesh, ends: Mapping[str, End]) -> None:
+    def __init__(
+        self,
+        declaration: Declaration,
+        mesh: Mesh,
+        ends: Mapping[str, End],
+        reads_ahead: Sequence[int] = (),
+    ) -> None:
+        """reads_ahead: by exchange, steps between reading a row and its use; default 0."""
         self.declaration, self.mesh = declaration, mesh
         self.names, self.ends = tuple(ends), tuple(ends.values())
+        self.reads_ahead = tuple(reads_ahead) or (0,) * len(ends)
         partials = {
             each.names[0]: each for end in self.ends for each in end.outputs if each.is_partial
         }
@@ -122,6 +131,8 @@ class SeveralExchanges:
         parts = route(self.ends, self.mesh, batch, step, purpose)
         offsets = [part.owned_offsets for part in parts]
         codes = [part.next_use for part in parts if part.next_use is not None]
+        for part, bound in zip(parts, self.reads_ahead, strict=True):
+            part.bound = bound
         return Ticket(
             step, batch.size, None, None,
             self._joined([part.owned_ids for part in parts], offsets), _sum(offsets), None,
@@ -153,15 +164,25 @@ class SeveralExchanges:
             end.recall(part)
 
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
-        """Collective in a world of several."""
+        """Collective in a world of several. Of a batch that is used in `ticket.steps_left` steps: what is due by then
+        and has not been read, the most urgent first."""
         if source.rows is ticket.slots:
             self._hand_out(ticket)
             rows = [part.pinned for part in ticket.parts]
         else:
             rows = self._split(ticket, source.rows)
-        for end, part, mine in zip(self.ends, ticket.parts, rows, strict=True):
-            end.fetch(part, replace(source, rows=mine))
-        ticket.reads = [part.reads for part in ticket.parts]
+        for i in sorted(self.due(ticket), key=lambda i: self.reads_ahead[i]):
+            # Rows that may change before their use are copied.
+            in_place = source.in_place or not self.reads_ahead[i]
+            self.ends[i].fetch(ticket.parts[i], replace(source, rows=rows[i], in_place=in_place))
+
+    def due(self, ticket: Ticket) -> list[int]:
+        """Numbers of exchanges whose rows are to be read now."""
+        return [
+            i
+            for i, part in enumerate(ticket.parts)
+            if part.reads is None and self.reads_ahead[i] >= ticket.steps_left
+        ]
 
     def values(
         self, ticket: Ticket, handle: Tensor, device: torch.device = CPU
@@ -213,26 +234,35 @@ class SeveralExchanges:
     def drop(self, ticket: Ticket) -> None:
         for end, part in zip(self.ends, ticket.parts, strict=True):
             end.drop(part)
-        ticket.reads = None
 
     def hold(self, ticket: Ticket) -> dict[str, Tensor]:
-        """What each holds, its name before the names of it."""
+        """What each holds, its name before the names of it; and of which tables that is."""
+        there = [i for i, part in enumerate(ticket.parts) if part.reads is not None]
+        tables = [t for i, first, last in self.runs if i in there for t in range(first, last)]
         return {
-            f"{name}.{key}": value
-            for name, end, part in zip(self.names, self.ends, ticket.parts, strict=True)
-            for key, value in end.hold(part).items()
+            TABLES: torch.tensor(tables, dtype=torch.int64),
+            **{
+                f"{self.names[i]}.{key}": value
+                for i in there
+                for key, value in self.ends[i].hold(ticket.parts[i]).items()
+            },
         }
 
     def restore(self, ticket: Ticket, held: Sequence[dict[str, Tensor]]) -> None:
-        for name, end, part in zip(self.names, self.ends, ticket.parts, strict=True):
+        known = tables_held(held, len(self.declaration.tables))
+        for i, (name, end, part) in enumerate(
+            zip(self.names, self.ends, ticket.parts, strict=True)
+        ):
+            mine = {t for j, first, last in self.runs if i == j for t in range(first, last)}
+            if self.reads_ahead[i] <= ticket.steps_left or not mine <= known:
+                continue  # to be read when it is due
             # What it held itself, and what others did: its tables may have had another exchange.
             prefix = f"{name}."
-            mine = [
+            found = [
                 {**each, **{key.removeprefix(prefix): each[key] for key in each if key.startswith(prefix)}}
                 for each in held
             ]  # fmt: skip
-            end.restore(part, mine)
-        ticket.reads = [part.reads for part in ticket.parts]
+            end.restore(part, found)
 
     def squared_norms(self, rows: RowView, slots: Tensor) -> Tensor:
         return self.ends[0].squared_norms(rows, slots)

@@ -23,6 +23,7 @@ from colonnade.exchange.contract import Consumer, Exchange, Ticket
 from colonnade.exchange.hot import Dealt, deal
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.recording import evaluate
+from colonnade.exchange.stacking import added_up, stacked, stacks_of
 from colonnade.exchange.substitution import queries_of
 from colonnade.interaction import Concat
 from colonnade.store.slices import Laid, lay_out
@@ -165,10 +166,15 @@ class Slices:
 
     def route(self, exchange: Exchange, batch: Batch, step: int, purpose: str) -> Ticket:
         """`Exchange.route` of a batch of declared features."""
-        dealt = deal(batch, self.declared, self.hot) if self.hot else None
-        ticket = exchange.route(batch if dealt is None else dealt.batch, step, purpose=purpose)
+        rows = self.looked_up(batch)
+        dealt = deal(rows, self.declared, self.hot) if self.hot else None
+        ticket = exchange.route(rows if dealt is None else dealt.batch, step, purpose=purpose)
         ticket.dealt, ticket.offsets = dealt, self.offsets_of(batch)
         return ticket
+
+    def looked_up(self, batch: Batch) -> Batch:
+        """By the rows of each table, where ids are others."""
+        return stacked(batch, self.declared)
 
     def offsets_of(self, batch: Batch) -> dict[str, Tensor]:
         """(B + 1,) of each sequence that is attended to here, by field. Of a batch that was checked."""
@@ -190,13 +196,25 @@ class Slices:
         self, found: Mapping[str, Tensor], offsets: Mapping[str, Tensor], dealt: Dealt | None = None
     ) -> dict[str, Tensor]:
         """What a model sees, from what an exchange of `declaration` gives. offsets: those of `offsets_of`."""
-        if not self.is_cut and not self.attending:
-            return dict(found)
         seen = self._joined(found, dealt) if self.is_cut else dict(found)
+        if self.stacks:
+            seen = added_up(seen, self.stacks)
+        if not self.is_cut and not self.attending:
+            return seen
         for name in self.attending:
             each, (field,) = self.declared.consumers[name], self._sequences_of(name)
             seen[name] = each.interaction(seen[name], seen[field], offsets[field])
         return {name: seen[name] for name in self.declared.output_names}
+
+    @cached_property
+    def stacks(self) -> Mapping[str, int]:
+        """By declared field of a sequence that reads a hash-stacked table: hashes."""
+        tables = stacks_of(self.declared)
+        return {
+            name: int(tables[feature].hashes or 1)
+            for name in sorted(self.sequences)
+            if (feature := self._feature(name).name) in tables
+        }
 
     def _joined(self, found: Mapping[str, Tensor], dealt: Dealt | None) -> dict[str, Tensor]:
         """Of fields and consumers as they are declared, but for those of sequences: theirs is what they pool."""
@@ -243,20 +261,27 @@ class Slices:
 
 
 def slices_of(
-    declared: Declaration, shardings: Sequence[Sharding], exchanges: Sequence[str] = ()
+    declared: Declaration,
+    shardings: Sequence[Sharding],
+    exchanges: Sequence[str] = (),
+    bounds: Sequence[int] = (),
 ) -> Slices:
-    """exchanges: by table, as far as some evaluates consumers of sequences. Raises ConfigError for a table that cannot
-    be cut as its sharding says."""
+    """By table: exchanges, as far as some evaluates consumers of sequences, and steps that rows are read ahead. Raises
+    ConfigError for a table that cannot be cut as its sharding says."""
     laid = lay_out(declared.tables, shardings)
     there = frozenset[str]()
     if exchanges and len(laid) == len(declared.tables):
-        of_field = {
-            field.name: exchanges[declared.parts[field.part][0]] for field in declared.fields
-        }
+        late = bounds or [0] * len(exchanges)
+        table_of = {field.name: declared.parts[field.part][0] for field in declared.fields}
+        kinds = {name: (exchanges[t], late[t]) for name, t in table_of.items()}
+        # Of these, what is attended to is known where their rows have been added up.
+        hashed = {name: declared.tables[t].hashes is not None for name, t in table_of.items()}
+        alike = [{("substitute", steps)} for steps in set(late)]
         there = frozenset(
             name
             for name, each in declared.consumers.items()
             if each.interaction.sequences
-            and all(of_field[field] == "substitute" for field in each.features)
+            and {kinds[field] for field in each.features} in alike
+            and not any(hashed[field] for field in each.features)
         )
     return Slices(declared, laid, there)

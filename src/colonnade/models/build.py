@@ -40,7 +40,7 @@ from colonnade.retention import (
     MaxRowsEviction,
     RandomAdmission,
 )
-from colonnade.retention_config import AdmissionConfig, EvictionConfig
+from colonnade.retention_config import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.table import Feature, Pooling, Table, Uniform
 from colonnade.topology.towers import Partition, striped
 
@@ -202,7 +202,6 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
     tables = [
         Table(
             column.table,
-            rows=column.cardinality,
             dtype=config.rows.dtype,
             master=config.rows.master,
             max_norm=config.rows.max_norm,
@@ -219,17 +218,22 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
 
 
 def build_retention(columns: Iterable[Column], config: RunConfig) -> dict[str, dict[str, Any]]:
-    """By table: admission and eviction of `Table`. Raises ConfigError where the settings name no open table."""
+    """By table: admission and eviction of `Table`, or rows and hashes. Raises ConfigError where the settings name no
+    open table."""
     rows, open_tables = config.rows, []
     found: dict[str, dict[str, Any]] = {}
     for column in columns:
-        found[column.table] = {}
+        found[column.table] = {"rows": column.cardinality}
         if column.cardinality is None:
             open_tables.append(column.table)
-            own = rows.tables.get(column.table, rows)
+            own = rows.tables.get(column.table, OpenTableConfig())
+            if own.rows is not None:
+                found[column.table] = {"rows": own.rows, "hashes": own.hashes}
+                continue
+            said = rows.tables.get(column.table, rows)
             found[column.table] = {
-                "admission": _admission(own.admission),
-                "eviction": _eviction(own.eviction),
+                "admission": _admission(said.admission),
+                "eviction": _eviction(said.eviction),
             }
     if unknown := sorted(set(rows.tables) - set(open_tables)):
         raise ConfigError(

@@ -58,6 +58,8 @@ class TablePlan:
     """Rows that may be in device memory at once, above those in memory; 0: there is no such tier."""
     exchange: str = "rows"
     """What of it travels between ranks: a key of `exchange.EXCHANGES`."""
+    staleness_steps: int | None = None
+    """How late its reads are; None: as the plan says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +118,20 @@ class Plan:
         return tuple(table.sharding for table in self.tables)
 
     @property
+    def bounds(self) -> tuple[int | Literal["unbounded"], ...]:
+        """How late reads are, by table."""
+        return tuple(
+            self.staleness_steps if table.staleness_steps is None else table.staleness_steps
+            for table in self.tables
+        )
+
+    @property
+    def latest(self) -> int | Literal["unbounded"]:
+        """How late reads of the latest table are."""
+        numbers = [each for each in self.bounds if each != "unbounded"]
+        return max(numbers) if len(numbers) == len(self.tables) else "unbounded"
+
+    @property
     def exchanges(self) -> tuple[str, ...]:
         """All that travel, by name."""
         return tuple(sorted({table.exchange for table in self.tables}))
@@ -161,6 +177,7 @@ def build_plan(
     rows_ahead: bool = False,
     write_budget: int | None = None,
     staleness_steps: int | Literal["unbounded"] = 0,
+    staleness: Mapping[str, int] | None = None,
     exchange: str = "rows",
     exchanges: Mapping[str, str] | None = None,
     shardings: Mapping[str, Sharding] | None = None,
@@ -171,7 +188,8 @@ def build_plan(
 ) -> Plan:
     """Every table alike (`plan.placement` prefers some). Pure. Raises ConfigError for numbers that cannot work.
 
-    By table name: `table_bytes`, memory of single tables, out of `dram_bytes`; `exchanges`, where it is not
+    By table name: `table_bytes`, memory of single tables, out of `dram_bytes`; `staleness`, how late its reads are,
+    where that is not `staleness_steps` (beside "unbounded" only 0, synchronous); `exchanges`, where it is not
     `exchange`; `shardings`, where rows are not dealt to all ranks; `hot`, ids of rows that lie on every rank, in memory
     (on one rank they mean nothing). `servers`: the only ranks that rows may lie on. `towers`: how many groups of
     neighbouring ranks the exchange `towers` goes by, default one for each host; rows are where `shardings` say
@@ -187,6 +205,7 @@ def build_plan(
         if said not in CODECS:
             raise ConfigError(f"unknown codec {said!r}; choose from {', '.join(CODECS)}")
     names = [table.name for table in tables]
+    check_staleness(staleness_steps, staleness or {}, names)
     for name, sharding in shardings.items():
         if name not in names:
             raise ConfigError(
@@ -287,6 +306,7 @@ def build_plan(
                 tier="mapped" if t in in_files else "dram",
                 rest="-" if fits else rest,
                 hbm_rows=on_device[t],
+                staleness_steps=(staleness or {}).get(table.name),
             )
         )
     dram_bytes, hbm_bytes = asked
@@ -343,6 +363,11 @@ def plan_of(
         rows_ahead=config.rows_ahead,
         write_budget=config.write_budget,
         staleness_steps=config.staleness_steps,
+        staleness={
+            name: said.staleness_steps
+            for name, said in config.tables.items()
+            if said.staleness_steps is not None
+        },
         exchanges=exchanges,
         shardings=shardings,
         hot={name: ids for name, ids in (hot or {}).items() if name not in copied},
@@ -419,6 +444,26 @@ def _least_by_table(laid: Sequence[Laid], rows: Sequence[int]) -> list[int]:
     return list(found.values())
 
 
+def check_staleness(
+    of_all: int | Literal["unbounded"], of_tables: Mapping[str, int], names: Sequence[str]
+) -> None:
+    """Raises ConfigError for bounds of tables that are not there, or that cannot be kept."""
+    for name, steps in of_tables.items():
+        if name not in names:
+            raise ConfigError(
+                f"staleness: got {name!r}, wanted a table of this model: {', '.join(names)}"
+            )
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+            raise ConfigError(
+                f"table {name!r}: got staleness_steps={steps!r}, wanted a number of steps, 0 or more"
+            )
+        if of_all == "unbounded" and steps:
+            raise ConfigError(
+                f"table {name!r}: got staleness_steps={steps} beside unbounded, which reads a batch when it is ready "
+                "and so never knows it that many steps before its use; give the table 0, synchronous, or all a bound"
+            )
+
+
 def check_budget(
     tables: Sequence[Table],
     held: Sequence[Table],
@@ -470,7 +515,7 @@ def _travels(table: TablePlan) -> dict[str, str]:
 def explain(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
     """One line per table, in words and numbers, for a person to read."""
     lines = []
-    for table, planned in zip(tables, plan.tables, strict=True):
+    for table, planned, late in zip(tables, plan.tables, plan.bounds, strict=True):
         owners = planned.sharding.num_owners
         owned = "any" if table.rows is None else f"{share(table.rows, owners):,}"
         memory = memory_bytes(table, planned)
@@ -488,6 +533,7 @@ def explain(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
                 "memory": "as trained" if unbounded else f"{memory / 2**20:,.1f} MiB",
                 "tier": planned.tier,
                 "rest": planned.rest,
+                **({} if len(set(plan.bounds)) == 1 else {"staleness": f"{late}"}),
                 **({} if plan.num_ranks == 1 else _travels(planned)),
                 "optimizer": ", ".join(dict.fromkeys(part.optimizer.name for part in table.parts)),
             }

@@ -108,7 +108,7 @@ def choose_for(
         memory=memory,
         rates=device.memory,
         forced=forced,
-        is_fetched_ahead=config.plan.staleness_steps != 0,
+        is_fetched_ahead=config.plan.is_late,
         model=None
         if hot  # what tables with hot rows give is put together where the samples are
         else model_load(
@@ -117,7 +117,7 @@ def choose_for(
             codecs=Codecs(config.plan.wire.values, config.plan.wire.gradients),
             bags=bags,
             world=world,
-            reads_ahead=int(config.plan.staleness_steps != 0),
+            reads_ahead=int(config.plan.is_late),
         ),
         towers=config.plan.towers if isinstance(config.plan.towers, int) else None,
     )

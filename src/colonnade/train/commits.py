@@ -26,6 +26,7 @@ import torch
 
 from colonnade.data.contract import Position
 from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, StorageError
+from colonnade.exchange.held import tables_held
 from colonnade.sizes import Place
 from colonnade.store.absent import AbsentRows
 from colonnade.store.disk import Disk
@@ -406,6 +407,11 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     # No more than this run reads ahead: what is further off is not late enough, and no commit would hold it again.
     late = trainer.collection.consistency.reads_ahead
     num_held = min(late, *(len(state["held"]) for state in ranks))
+    if (
+        num_held and len(trainer.collection.bounds) == 1
+    ):  # what was read of some tables alone is read anew
+        known = tables_held([ranks[0]["held"][0]], len(trainer.collection.slices.laid))
+        num_held *= len(known) == len(trainer.collection.slices.laid)
     laid, tables = trainer.collection.slices.laid, trainer.collection.tables
     then = lay_out(tables, shardings_of(header))
     if num_held and [each.label for each in then] != [each.label for each in laid]:
@@ -413,7 +419,7 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
             f"{folder}: got a commit that holds what was read ahead of tables that were cut by columns otherwise, or "
             "had other hot rows; go on with the shardings of the commit, or from one of a run without staleness"
         )
-    trainer.held = [[state["held"][i] for state in ranks] for i in range(num_held)]
+    trainer.held = [(i, [state["held"][i] for state in ranks]) for i in range(num_held)]
 
 
 def resolve(folder: Path, at: int | str | None) -> int:

@@ -46,6 +46,7 @@ def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, A
                 "optimizer": "+".join(part.optimizer.name for part in table.parts),
                 "dtype": dtype_words(table),
                 **retention_words(table.admission, table.eviction),
+                **({} if table.hashes is None else {"hashes": table.hashes}),
             }
             for table in declaration.tables
         },

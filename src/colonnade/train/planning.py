@@ -16,6 +16,7 @@ from colonnade.config import RunConfig
 from colonnade.data.contract import Source, Splits, bags_of, num_steps
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.exchange.stacking import stacked, stacks_of
 from colonnade.plan.chosen import Choice
 from colonnade.plan.device import Device, measure
 from colonnade.plan.hot import beside_hot, sides_of
@@ -123,8 +124,9 @@ def plan_from_sample(
     even = plan_of(config.plan, collection.tables, world)
     sample = read_sample(data.train, config.train.batch_size, lookups)
     declared = collection.declaration
-    found = profile(collection.tables, declared.features, sample)
-    hot = hot_of(config.plan, declared, sample, world, _recorded(folder))
+    lookups_of = [stacked(batch, declared) for batch in sample]
+    found = profile(collection.tables, declared.features, lookups_of)
+    hot = hot_of(config.plan, declared, lookups_of, world, _recorded(folder))
     every = lay_out(
         collection.tables, plan_of(config.plan, collection.tables, world, hot=hot).shardings
     )
@@ -136,7 +138,7 @@ def plan_from_sample(
     mapped_bytes = 0 if even.mapped is None else even.mapped.bytes
     is_auto = config.plan.lookahead == "auto"
     batch_size = found.largest_batch  # of data smaller than a batch: what there is
-    late = config.plan.staleness_steps
+    late = even.latest
     at_once = 1 + (0 if late == "unbounded" else late)  # then those that wait are the lookahead's
 
     def asked(depth: int, shardings: Sequence[Sharding] | None = None) -> list[Demand]:
@@ -164,12 +166,12 @@ def plan_from_sample(
     if not even.needs_backing:
         places = []
     device = device or measured_before(folder, places) or measure(places)
-    sides, seen = sides_of(declared, hot, sample) if hot else (declared, found)
+    sides, seen = sides_of(declared, hot, lookups_of) if hot else (declared, found)
     loads = loads_of(
         sides, seen, world, last_batch=steps, num_samples=data.train.num_samples,
         codecs=even.codecs,
     )  # fmt: skip
-    bags = bags_of(data.train.schema)
+    bags = bags_of(data.train.schema) | set(stacks_of(declared))
     choice = choose_for(collection, loads, config, world, device, wanted, bags, hot)
     even = plan_of(config.plan, collection.tables, world, choice, hot)
     # Of who has which rows, now that it is known.

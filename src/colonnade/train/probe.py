@@ -15,6 +15,7 @@ from colonnade.batch import Batch
 from colonnade.data.contract import Source
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import DataError
+from colonnade.exchange.stacking import stacked
 from colonnade.plan.towers.affinity import Affinity
 from colonnade.plan.towers.partition import FeatureLoad
 from colonnade.table import Feature, Table
@@ -33,7 +34,8 @@ def probe(
     tables = {table.name: table for table in collection.tables}
     found = Affinity([feature.name for feature in features])
     lookups = dict.fromkeys(found.names, 0)
-    for batch in islice(source.batches(batch_size), num_batches):
+    for ids in islice(source.batches(batch_size), num_batches):
+        batch = stacked(ids, collection.declaration)
         found.add(
             [pooled(collection, tables[feature.table], feature, batch) for feature in features]
         )

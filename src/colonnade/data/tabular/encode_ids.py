@@ -14,7 +14,7 @@ from colonnade.data.tabular.arrow import is_list, is_text, typed
 from colonnade.data.tabular.chunk import Bags, Longs, gather
 from colonnade.data.tabular.encode_numbers import Fault, missing_fault, parse
 from colonnade.data.tabular.fields import Bag, Category, Group, Key, Sequence
-from colonnade.data.tabular.hashing import MISSING_ID, hash_texts, rows_of, text_buffers
+from colonnade.data.tabular.hashing import MISSING_ID, hash_texts, ids_apart, rows_of, text_buffers
 
 
 def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
@@ -43,6 +43,8 @@ def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
         missing_id = MISSING_ID
     if missing is not None:
         ids[missing] = missing_id
+    if field.apart:
+        ids = ids_apart(ids, field.name)
     return ids if field.rows is None else rows_of(ids, field.rows)
 
 

@@ -105,6 +105,13 @@ def rows_of(ids: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
     return words.view(np.int64)
 
 
+def ids_apart(ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
+    """(S,) of a field's ids, others: mix64(id ^ hash_text(name)). Different ids of a field stay different; those of
+    two fields meet by chance alone, one pair in 2^64, however many fields there are."""
+    key = np.uint64(hash_text(name.encode()) & MASK)
+    return mix64(ids.view(np.uint64) ^ key).view(np.int64)
+
+
 def cross_ids(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """(S,) one id for each combination of ids, the order of the parts mattering: counter.stream_key of them."""
     key = np.zeros(len(parts[0]), dtype=np.uint64)

@@ -1,0 +1,189 @@
+"""A bound of its own for each table: the read for step t sees exactly the updates of steps <= t-1-k, for the table's k;
+and a bound that changes between two steps."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+
+import pytest
+import torch
+from own_model import Net, assert_same, splits
+from ranks import run_ranks
+
+import colonnade
+from colonnade import (
+    SGD,
+    Batch,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    Mesh,
+    RowOptimizer,
+    Table,
+    Uniform,
+    build_plan,
+)
+from colonnade.errors import ConfigError
+from colonnade.plan.plan import Plan
+from colonnade.plan_config import PlanConfig
+from colonnade.report.reading import read_run, sums_of
+from colonnade.report.run_page import run_page
+
+STEPS = 12
+NAMES = ("hot", "warm", "cold")
+FEATURES = [*[Feature(name, name) for name in NAMES], Feature("past", "hot", pooling="sequence")]
+
+
+def counters(**settings) -> EmbeddingCollection:
+    """Tables of one row each, that grows by one in each step."""
+    zero = Uniform(scale=0.0)
+    tables = [Table(n, 1, rows=1, optimizer=SGD(lr=1.0), initializer=zero) for n in NAMES]
+    return EmbeddingCollection(tables, FEATURES)
+
+
+def batches(num: int):
+    zero = Ids(torch.zeros(1, dtype=torch.int64))
+    for _ in range(num):
+        yield Batch(1, torch.zeros(1, 0), {feature.name: zero for feature in FEATURES})
+
+
+def seen_by_table(mesh: Mesh, bounds: dict[str, int], changes=(), **plan) -> dict:
+    """By table, how many updates each step's read saw. changes: (step, bound of the line from there on)."""
+    collection = counters()
+    collection.open(build_plan(collection.tables, mesh.num_ranks, staleness=bounds, **plan), mesh)
+    rows, changes = RowOptimizer(collection), dict(changes)
+    seen: dict[str, list[int]] = {name: [] for name in NAMES}
+    coming = collection.lookahead(batches(STEPS))
+    for step, batch in enumerate(coming):
+        found = collection(batch)
+        for name in NAMES:
+            seen[name].append(round(found[name].item()))
+        assert found["past"].item() == found["hot"].item(), "one table, one moment"
+        (-sum(found[name].sum() for name in NAMES) / mesh.num_ranks).backward()
+        rows.step()
+        if step + 1 in changes:
+            coming.bound = changes[step + 1]
+    zero = torch.zeros(1, dtype=torch.int64)
+    last = {name: round(collection.rows(name, zero).item()) for name in NAMES}
+    return {"seen": seen, "last": last, "missed": collection.missed}
+
+
+def promised(k: int) -> list[int]:
+    return [max(0, step - k) for step in range(STEPS)]
+
+
+BOUNDS = {"hot": 0, "warm": 1, "cold": 4}
+
+
+def check(found: dict, bounds: dict[str, int]) -> None:
+    assert found["seen"] == {name: promised(k) for name, k in bounds.items()}
+    assert found["last"] == dict.fromkeys(NAMES, STEPS), "every update, once"
+    wanted = Counter()
+    for k in set(bounds.values()):
+        wanted.update(min(step, k) for step in range(STEPS))
+    assert found["missed"] == wanted
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3, 9])
+def test_each_table_is_as_late_as_it_is_told(lookahead):
+    check(seen_by_table(Mesh(), BOUNDS, lookahead=lookahead), BOUNDS)
+    late = seen_by_table(Mesh(), {"hot": 0}, staleness_steps=STEPS + 3, lookahead=lookahead)
+    check(late, {"hot": 0, "warm": STEPS + 3, "cold": STEPS + 3})
+
+
+def of_ranks(mesh: Mesh) -> list[dict]:
+    others = ({}, dict.fromkeys(("warm", "cold"), "pooled"), {"warm": "substitute"})
+    exact = [seen_by_table(mesh, BOUNDS, exchanges=each) for each in others]
+    loose = seen_by_table(mesh, {"hot": 0}, staleness_steps="unbounded", lookahead=4)
+    changed = seen_by_table(mesh, BOUNDS, changes=[(3, 0), (8, 4)])
+    return [*exact, loose, changed]
+
+
+def test_each_table_is_as_late_as_it_is_told_on_ranks():
+    """By rows, by operators that owners evaluate and by sums; and synchronous ones beside unbounded ones."""
+    for found in run_ranks(2, of_ranks):
+        *exact, loose, changed = found
+        for each in exact:
+            check(each, BOUNDS)
+        assert loose["seen"]["hot"] == promised(0) and loose["last"]["cold"] == STEPS
+        check_changed(changed)
+
+
+def check_changed(found: dict) -> None:
+    """4 steps late, synchronous after 3 steps, 4 steps late again after 8: what was read stays read, and what is read
+    is as late as the bound of that moment says, once there are as many updates."""
+    seen = found["seen"]
+    assert seen["hot"] == promised(0), "it is never late"
+    # Steps 0-6 were read up to 4 steps early; from 7 on at once; 8-12 at once, when the bound is 4 again.
+    assert seen["cold"] == [0, 0, 0, 0, 0, 1, 2, 7, 8, 8, 8, 8]
+    assert seen["warm"] == [0, 0, 1, 2, 3, 4, 5, 7, 8, 8, 9, 10]
+    assert found["last"] == dict.fromkeys(NAMES, STEPS)
+
+
+def test_a_bound_can_change_between_steps():
+    check_changed(seen_by_table(Mesh(), BOUNDS, changes=[(3, 0), (8, 4)]))
+    coming = counters().open(build_plan(counters().tables, staleness_steps=2)).lookahead(batches(1))
+    for wrong in (3, -1):
+        with pytest.raises(ConfigError, match=rf"got {wrong}, wanted 0 \.\. 2"):
+            coming.bound = wrong
+
+
+def test_bounds_that_cannot_be_kept():
+    tables = counters().tables
+    with pytest.raises(ConfigError, match="'none'"):
+        build_plan(tables, staleness={"none": 1})
+    with pytest.raises(ConfigError, match="beside unbounded"):
+        build_plan(tables, staleness_steps="unbounded", staleness={"hot": 1})
+    with pytest.raises(ConfigError, match="staleness_steps=-1"):
+        build_plan(tables, staleness={"hot": -1})
+    with pytest.raises(ValueError, match="unbounded, wanted 0"):
+        PlanConfig(staleness_steps="unbounded", tables={"hot": {"staleness_steps": 2}})
+    plan = build_plan(tables, staleness_steps=2, staleness={"hot": 0})
+    assert Plan.from_json(plan.to_json()) == plan and plan.latest == 2
+    assert build_plan(tables, staleness_steps=2, staleness=dict.fromkeys(NAMES, 0)).latest == 0
+
+
+def fitted(run, bounds: tuple, stop: int) -> Net:
+    """bounds: of all tables, and of films."""
+    late, films = bounds
+    tables = {} if films is None else {"film": {"staleness_steps": films}}
+    model = Net()
+    colonnade.fit(
+        model, splits(), run=run, epochs=1, batch_size=30, quiet=True, threads=1, lookahead=3,
+        staleness_steps=late, tables=tables, max_steps=stop,
+    )  # fmt: skip
+    return model
+
+
+def test_a_run_that_is_cut_goes_on_to_the_same_bits(tmp_path):
+    for name, stops in (("whole", [12]), ("cut", [5, 6, 12])):
+        models = [fitted(tmp_path / name, (3, 0), stop) for stop in stops]
+        if name == "whole":
+            (whole,) = models
+    assert_same(whole, models[-1])
+    run = read_run(tmp_path / "whole")
+    # Each step reads films at once, and users 3 steps early but for the first ones.
+    assert sums_of(run, "missed") == {"0": 12 + 1, "1": 1, "2": 1, "3": 12 - 3}
+    assert "How late reads of rows were" in run_page(run)
+
+
+CHANGES = {
+    "a table becomes synchronous": ((3, None), (3, 0)),
+    "a table becomes late": ((3, 0), (3, None)),
+    "less late": ((4, 1), (2, 0)),
+    "later": ((1, 0), (4, 2)),
+    "from as it happens": (("unbounded", 0), (2, 0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_bounds_go_on_to_the_same_bits(change, tmp_path):
+    """However often a run under the new bounds is cut, what it reads is the same."""
+    then, now = CHANGES[change]
+    fitted(tmp_path / "first", then, 6)
+    models = []
+    for name, stops in (("straight", [12]), ("cut", [7, 12])):
+        shutil.copytree(tmp_path / "first", tmp_path / name)
+        models.append([fitted(tmp_path / name, now, stop) for stop in stops][-1])
+    assert_same(*models)
