@@ -1,8 +1,8 @@
 """`cached`: rows stay where they are used, as long as bounds allow; sums of several batches' gradients to owners.
 
 A directory (`cache.directory`) says of each batch, by the order of batches alone, which rows' owners are spoken to.
-Their ids travel ahead of training as always; rows whose copies may be used as they are are not named. Who has a copy and
-asks gets the row only if it has changed since, else one bit.
+Their ids travel ahead of training as always; rows whose copies may be used as they are are not named. Who has a copy
+and asks gets the row only if it has changed since, else one bit.
 
 Legend: T tables, N ranks, U unique rows of this rank's batch, W rows it names to their owners, P rows named to it.
 """
