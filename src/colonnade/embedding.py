@@ -170,9 +170,7 @@ class EmbeddingCollection(nn.Module):
                 for shard, each in zip(self.shards, laid, strict=True)
             ]
             self.store = open_hbm(memory, slots, self.place.device, seed=self.seed)
-        self.cached = cached_end(self.exchange)
-        if self.cached is not None:
-            self.cached.store = memory
+        self.cached = cached_end(self.exchange, memory)
         own = open_policies([each.table for each in laid], self.shards, seed=self.seed)
         given = {self._slices(name): policy for name, policy in (policies or {}).items()}
         if cut := [laid[numbers[0]].table.origin[0] for numbers in given if len(numbers) > 1]:

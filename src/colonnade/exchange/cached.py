@@ -9,6 +9,7 @@ Legend: T tables, N ranks, U unique rows of this rank's batch, W rows it names t
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ class CachedExchange(RowsExchange):
         self._lock = (
             threading.Lock()
         )  # of the directories and flights: routes come from the lookahead's thread
-        self._rule: tuple[Tensor, Tensor] | None = None  # of the newest update
+        self.rule: tuple[Tensor, Tensor] | None = None  # of the newest update
 
     # ---- route
 
@@ -319,10 +320,10 @@ class CachedExchange(RowsExchange):
             renewed.append(slots[self.copies.ticks[t][slots] > 0])
         if any(len(slots) for slots in renewed):
             # What the owner has yet to hear is seen at once: the copy becomes what the owner's row would with it.
-            assert self._rule is not None
+            assert self.rule is not None
             pending = zip(self.copies.pending, renewed, strict=True)
             sums = [of_table[torch.from_numpy(slots)].flatten() for of_table, slots in pending]
-            self._train_copies(renewed, torch.cat(sums), *self._rule)
+            self._train_copies(renewed, torch.cat(sums), *self.rule)
 
     # ---- push
 
@@ -390,7 +391,7 @@ class CachedExchange(RowsExchange):
         self.mark(flight.serving.plan, flight.number)
         slots = np.split(flight.slots, flight.ends[1:-1])
         self._train_copies(slots, flight.sums, optimizers, settings)
-        self._rule = optimizers.clone(), settings.clone()
+        self.rule = optimizers.clone(), settings.clone()
         with self._lock:
             self._flights.pop(0)
             self.number = flight.number
@@ -431,6 +432,15 @@ class CachedExchange(RowsExchange):
             settings,
         )  # fmt: skip
 
+    def directories_now(self) -> list[Directory]:
+        """Copies of the directories as of the newest push: without what was decided of batches in flight."""
+        with self._lock:
+            found = copy.deepcopy(self.directories)
+            for flight in reversed(self._flights):
+                for directory, decision in zip(found, flight.decisions, strict=True):
+                    directory.undo(decision)
+        return found
+
     def drop(self, ticket: Ticket) -> None:
         """Decisions are undone, the newest first: once all later batches are dropped, too."""
         flight = ticket.wire
@@ -449,7 +459,10 @@ class CachedExchange(RowsExchange):
         return None
 
 
-def cached_end(exchange: Exchange) -> CachedExchange | None:
-    """The one of a plan that keeps copies."""
-    ends = getattr(exchange, "ends", (exchange,))
-    return next((end for end in ends if isinstance(end, CachedExchange)), None)
+def cached_end(exchange: Exchange, store: Any) -> CachedExchange | None:
+    """The one of a plan that keeps copies: it finds this rank's rows in `store`."""
+    for end in getattr(exchange, "ends", (exchange,)):
+        if isinstance(end, CachedExchange):
+            end.store = store
+            return end
+    return None
