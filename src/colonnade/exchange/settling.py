@@ -40,7 +40,8 @@ class Before:
     @property
     def is_trained(self) -> Tensor:
         """(n,) bool."""
-        clocks = self.records[:, -CLOCK_BYTES:].contiguous()
+        # Copied even where one row is contiguous already: its clock may lie at any byte.
+        clocks = self.records[:, -CLOCK_BYTES:].clone(memory_format=torch.contiguous_format)
         return clocks.view(torch.int64).flatten() > 0
 
 
