@@ -15,7 +15,14 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from colonnade.errors import ConfigError
-from colonnade.plan_config import RENAMED, PlanConfig, TablePlanConfig, renamed
+from colonnade.plan_config import (
+    RENAMED,
+    CacheConfig,
+    PlanConfig,
+    TableCacheConfig,
+    TablePlanConfig,
+    renamed,
+)
 from colonnade.retention_config import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.section import Section
 
@@ -270,6 +277,16 @@ class RunConfig(Section):
                 "got train.accumulate with plan.staleness_steps; bounded staleness counts batches: "
                 "leave one of them out"
             )
+        if self.plan.cache is not None:
+            for name, got, wanted in (
+                ("accumulate", self.train.accumulate, 1),
+                ("on_non_finite", self.train.on_non_finite, "stop"),
+            ):
+                if got != wanted:
+                    raise ValueError(
+                        f"got train.{name}={got} with plan.cache, whose copies hear of every batch, one a step; set "
+                        f"train.{name}={wanted}, or leave plan.cache out"
+                    )
         if self.plan.memory.hbm is not None and self.train.device == "cpu":
             raise ValueError(
                 "got plan.memory.hbm with train.device=cpu, which has no memory of its own; set train.device=cuda on a "
@@ -333,6 +350,10 @@ def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
         for depth, section in enumerate(sections):
             if sections[:depth] == ["plan", "tables"]:
                 place.setdefault(section, TablePlanConfig().model_dump())
+            if sections[: depth + 1] == ["plan", "cache"] and place[section] is None:
+                place[section] = CacheConfig().model_dump()
+            if sections[:depth] == ["plan", "cache", "tables"]:
+                place.setdefault(section, TableCacheConfig().model_dump())
             if not isinstance(place.get(section), dict):
                 raise ConfigError(_unknown(".".join(sections[: depth + 1]), place, name))
             place = place[section]

@@ -22,6 +22,7 @@ from colonnade.data.lookahead import DEEPEST, Lookahead, Window
 from colonnade.errors import BudgetExceeded, CheckpointError, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
 from colonnade.exchange.ahead import Ahead, open_ahead
+from colonnade.exchange.cached import cached_end
 from colonnade.exchange.contract import Pushed, RowGradients, RowSource, Ticket, touched
 from colonnade.exchange.layout import declare
 from colonnade.exchange.recording import all_finite
@@ -146,6 +147,7 @@ class EmbeddingCollection(nn.Module):
             seed=self.seed,
             reads_ahead=[late[each.number] for each in laid],
             towers=self.plan.towers,
+            caches=[planned[each.number].cache for each in laid],
         )
         self.shards = tuple(each.sharding.shard_of(self.mesh.rank) for each in laid)
         tiers = ["dram" if each.is_hot else planned[each.number].tier for each in laid]
@@ -167,6 +169,7 @@ class EmbeddingCollection(nn.Module):
                 for shard, each in zip(self.shards, laid, strict=True)
             ]
             self.store = open_hbm(memory, slots, self.place.device, seed=self.seed)
+        self.cached = cached_end(self.exchange, memory)
         own = open_policies([each.table for each in laid], self.shards, seed=self.seed)
         given = {self._slices(name): policy for name, policy in (policies or {}).items()}
         if cut := [laid[numbers[0]].table.origin[0] for numbers in given if len(numbers) > 1]:

@@ -23,6 +23,8 @@ class SparseOptimizer:
     """Number of the rule in the native core (`_native.update`)."""
     is_of_rows: ClassVar[bool] = False
     """Whether a weight's update depends on other columns of its row."""
+    counts_steps: ClassVar[bool] = False
+    """Whether it depends on the row's clock."""
 
     lr: float
 
@@ -126,6 +128,7 @@ class Adam(SparseOptimizer):
 
     name = "adam"
     kind = 4
+    counts_steps = True
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -141,6 +144,7 @@ class RowWiseAdam(SparseOptimizer):
 
     name = "rowwise_adam"
     kind = 5
+    counts_steps = True
     is_of_rows = True
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -157,6 +161,7 @@ class AdamW(SparseOptimizer):
 
     name = "adamw"
     kind = 6
+    counts_steps = True
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -196,6 +201,7 @@ class LAMB(SparseOptimizer):
 
     name = "lamb"
     kind = 8
+    counts_steps = True
     is_of_rows = True
 
     betas: tuple[float, float] = (0.9, 0.999)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainSerializer, model_validator
 from pydantic.functional_validators import AfterValidator, BeforeValidator, PlainValidator
 
 from colonnade.section import Section
@@ -173,6 +174,80 @@ class TablePlanConfig(Section):
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """One of them: rows, a part of the table's, or bytes."""
+
+    text: str
+    rows: int | None = None
+    part: float | None = None
+    num_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _cache_size(value: Any) -> CacheSize:
+    if isinstance(value, CacheSize):
+        return value
+    if _is_count(value):
+        return CacheSize(str(value), rows=value)
+    text = str(value).strip()
+    try:
+        if text.endswith("%"):
+            part = float(text[:-1]) / 100
+            if 0 <= part <= 1:
+                return CacheSize(text, part=part)
+        elif text.isdigit():
+            return CacheSize(text, rows=int(text))
+        else:
+            return CacheSize(text, num_bytes=positive_bytes(text))
+    except ValueError:
+        pass
+    raise ValueError(
+        f"got {value!r}, wanted a part of a table's rows such as 10%, bytes such as 64MiB, or a number of rows"
+    )
+
+
+Bound = Annotated[int, Field(ge=0, le=2**31 - 2)]
+SizeOfCache = Annotated[
+    CacheSize, PlainValidator(_cache_size), PlainSerializer(str), Said("part, bytes or rows")
+]
+CachePolicy = Literal["lru", "lfu"]
+
+
+class TableCacheConfig(Section):
+    """Of one table; what is left out is as plan.cache says."""
+
+    size: SizeOfCache | None = None
+    """Rows of it that each rank keeps copies of: a part of its rows such as 10%, bytes such as 64MiB, or a number."""
+    staleness: Bound | None = None
+    """Batches of each other rank that a read misses at most: read_bound + write_bound."""
+    read_bound: Bound | None = None
+    """Batches that a copy is used for without asking its owner. Default: half of the staleness."""
+    write_bound: Bound | None = None
+    """Batches whose gradients of a row wait at its copy until their sum is sent. Default: the rest of the staleness."""
+    policy: CachePolicy | None = None
+    """Which copy leaves: used longest ago (lru), or least often of late (lfu)."""
+
+
+class CacheConfig(Section):
+    """Copies of rows on the ranks that use them (exchange rows): between ranks alone, one rank has no use for them."""
+
+    size: SizeOfCache = CacheSize("10%", part=0.1)
+    """Rows of each table that each rank keeps copies of: a part of its rows, bytes such as 64MiB, or a number."""
+    staleness: Bound | None = None
+    """Batches of each other rank that a read misses at most: read_bound + write_bound. Default: none."""
+    read_bound: Bound | None = None
+    """Batches that a copy is used for without asking its owner. Default: half of the staleness."""
+    write_bound: Bound | None = None
+    """Batches whose gradients of a row wait at its copy until their sum is sent. Default: the rest of the staleness."""
+    policy: CachePolicy = "lru"
+    """Which copy leaves: used longest ago (lru), or least often of late (lfu)."""
+    tables: dict[str, TableCacheConfig] = {}
+    """By name: tables with a size, bounds or policy of their own."""
+
+
 class PlanConfig(Section):
     memory: MemoryConfig = MemoryConfig()
     """What each rank may use of each tier."""
@@ -203,6 +278,8 @@ class PlanConfig(Section):
     """Ranks of each host, its last ones, that have rows and nothing else; 0: the ranks that train have the rows."""
     tables: dict[str, TablePlanConfig] = {}
     """By name: tables with a sharding, exchange, ranks or staleness of their own."""
+    cache: CacheConfig | None = None
+    """Copies of rows on the ranks that use them, as old as bounds allow. Default: none."""
 
     @property
     def is_late(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, NonFiniteError
+from colonnade.exchange.settling import Before, settled
 
 # Columns of `_native.update`'s settings: those of one number by name, then the others.
 SETTINGS = ("lr", "weight_decay", "eps", "", "", "nesterov", "l1", "l2", "beta")
@@ -159,6 +161,19 @@ class RowOptimizer(Optimizer):
         self.collection.pushed, self._gradient_scale = None, 1.0
         for ticket in self.collection.live:
             ticket.forget()
+
+    @contextmanager
+    def settled(self) -> Iterator[list[Before]]:
+        """Collective, between steps: while it is open, owners' rows have what waits at copies of them (`Plan`'s
+        caches), one update of each with the settings of now; evaluate, read rows or commit. Afterwards they are as
+        before. By slice, the rows that change for it, as they were; none where there is no cache."""
+        self.collection.ensure_open()
+        cached = self.collection.cached
+        if cached is None:
+            yield []
+            return
+        with settled(cached, self._kinds, self._own_settings()) as before:
+            yield before
 
     def _agree(self) -> None:
         """Collective: all gradients of all ranks are finite; else NonFiniteError."""

@@ -244,6 +244,7 @@ def train(
     shardings: Mapping[str, Sharding] | None = None,
     exchanges: Mapping[str, str] | None = None,
     hot: Mapping[str, Any] | None = None,
+    caches: Mapping[str, Any] | None = None,
 ) -> Trained:
     """Every rank calls it; every rank returns the same, on the CPU. Step t has `sizes[t]` (or `size`) samples."""
     model = Net(dtype, stays=stays).to(device)
@@ -258,6 +259,7 @@ def train(
         shardings=shardings,
         exchanges=exchanges,
         hot=hot,
+        caches=caches,
     )
     backings = (
         [] if folder is None else open_backings(folder, mesh, collection.tables, plan.shardings)

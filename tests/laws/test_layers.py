@@ -18,6 +18,7 @@ LAYERS = [
     {"optimizers", "batch", "config", "ops"},
     {"table", "topology", "interaction"},
     {"store", "consistency", "data"},
+    {"cache"},
     {"exchange"},
     {"plan"},
     {"embedding"},

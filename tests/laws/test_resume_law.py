@@ -46,6 +46,9 @@ VARIANTS = {
 OF_TWO = {
     "tiered": {**VARIANTS["tiered"], "plan.rows_ahead": True},
     "stale": VARIANTS["stale"],
+    "cached": {
+        "plan.cache": {"size": 40, "staleness": 6, "policy": "lfu"}, "plan.memory.dram": 60_000,
+    },
     "pooled": {
         "plan.exchange": "pooled", "plan.staleness_steps": 1, "plan.memory.dram": 90_000,
         "plan.tables": {"C1": {"sharding": "table_wise"}}, "plan.wire.dense": "int8",
@@ -159,6 +162,7 @@ def test_killed_at_random_moments(undisturbed, variant, tmp_path):
         pytest.param("pooled", 150, marks=pytest.mark.slow),
         ("substitute", 150),
         ("towers", 150),
+        ("cached", 150),
         pytest.param("stale", 90, marks=pytest.mark.slow),
     ],
 )

@@ -58,3 +58,17 @@ def test_dmt_learns_as_much_with_half_of_the_floats():
         int(line.split()[-2].replace(",", "")) for line in said.splitlines()[1::2]
     )
     assert 0 < flat_bytes == 2 * towered_bytes
+
+
+@pytest.mark.slow
+def test_het_says_less_the_later_reads_may_be():
+    """Bytes of rows, ids and gradients; most rows of a batch are used without a word."""
+    sent = {}
+    for staleness in (0, 100):
+        said = run("het.py", str(staleness), num_ranks=2)
+        assert float(said.split("test_auc ")[1].split()[0]) > 0.6
+        sent[staleness] = int(said.split("bytes a step ")[1].split()[0].replace(",", ""))
+        counts = dict(each.rsplit(" ", 1) for each in said.splitlines()[1].split("  "))
+        hits, misses = (int(counts[name].replace(",", "")) for name in ("hits", "misses"))
+        assert hits > misses if staleness else hits == 0
+    assert sent[100] < 0.7 * sent[0]

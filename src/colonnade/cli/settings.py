@@ -48,7 +48,7 @@ def settings(
         grid.add_row(
             Text(name, style="bold"),
             Text(_shown(field.get_default(call_default_factory=True))),
-            Text(_values(field.annotation)),
+            Text(_said(field) or _values(field.annotation)),
             Text(field.description or ""),
         )
     Console(highlight=False).print(grid)
@@ -75,6 +75,11 @@ def _shown(default: Any) -> str:
     if hasattr(default, "model_fields_set"):
         return ""
     return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+def _said(field: Any) -> str:
+    """What its own type says of itself, "" if nothing."""
+    return next((part.words for part in field.metadata if isinstance(part, Said)), "")
 
 
 def _values(annotation: Any) -> str:

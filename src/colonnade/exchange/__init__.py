@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from colonnade.errors import ConfigError
+from colonnade.exchange.cached import CachedExchange, TableCache
 from colonnade.exchange.codec import EXACT, Codecs
 from colonnade.exchange.coding import Coding
 from colonnade.exchange.contract import Exchange
@@ -60,11 +61,12 @@ def open_exchange(
     seed: int = 0,
     reads_ahead: Sequence[int] | None = None,
     towers: int | None = None,
+    caches: Sequence[TableCache | None] = (),
 ) -> Exchange:
-    """One rank's end of what travels. By table: `exchanges`, keys of EXCHANGES, default "rows"; `shardings`, default
-    row_wise; `reads_ahead`, steps between reading a row and its use, default 0. seed: the run's, of the random bits
-    that codecs round gradients with. towers: groups of ranks that `towers` goes by, default one for each host. Raises
-    ConfigError where this cannot work in this world."""
+    """One rank's end of what travels. By table: `exchanges`, keys of EXCHANGES or "cached", default "rows"; `caches` of
+    the latter; `shardings`, default row_wise; `reads_ahead`, steps between reading a row and its use, default 0. seed:
+    the run's, of the random bits that codecs round gradients with. towers: groups of ranks that `towers` goes by,
+    default one for each host. Raises ConfigError where this cannot work in this world."""
     num_tables = len(declaration.tables)
     shardings = shardings or [row_wise_in(mesh.world)] * num_tables
     coding = Coding(codecs, seed)
@@ -85,6 +87,8 @@ def open_exchange(
     def end_of(name: str, late: int, part: Declaration) -> End:
         if name == "substitute":
             return SubstituteExchange(part, mesh, shardings, coding, reads_ahead=late)
+        if name == "cached":
+            return CachedExchange(part, mesh, shardings, caches)
         if name == "towers":
             return TowersExchange(
                 part, mesh, shardings, coding, num_towers=towers, reads_ahead=late

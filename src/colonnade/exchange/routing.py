@@ -48,14 +48,14 @@ def route(ends: Sequence[Asks], mesh: Mesh, batch: Batch, step: int, purpose: st
     weight = float(batch.size if batch.sample_weight is None else batch.sample_weight.sum())
     heard: list[list[np.ndarray]] = [[] for _ in ends]
     if mesh.num_ranks > 1:
-        heard, weight = _exchange([each.messages for each in asked], mesh, weight, purpose)
+        heard, weight = exchanged([each.messages for each in asked], mesh, weight, purpose)
     return [
         end.answer(each, messages, step=step, weight=weight, purpose=purpose)
         for end, each, messages in zip(ends, asked, heard, strict=True)
     ]
 
 
-def _exchange(
+def exchanged(
     messages: Sequence[Sequence[np.ndarray]], mesh: Mesh, weight: float, purpose: str
 ) -> tuple[list[list[np.ndarray]], float]:
     """messages: by exchange, by rank they are for. Returns them by exchange, by rank they are from, and the weight of

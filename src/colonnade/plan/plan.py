@@ -14,9 +14,12 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from colonnade.consistency.row_clock import RowClock
 from colonnade.errors import ConfigError
 from colonnade.exchange import EXCHANGES, implied_exchange
+from colonnade.exchange.cached import TableCache
 from colonnade.exchange.codec import CODECS, EXACT, Codecs
+from colonnade.plan.caching import caches_of, check_caches
 from colonnade.plan.chosen import Choice
 from colonnade.plan.forcing import forced_by, settled
 from colonnade.plan.hot import beside_hot, with_hot
@@ -57,9 +60,11 @@ class TablePlan:
     hbm_rows: int = 0
     """Rows that may be in device memory at once, above those in memory; 0: there is no such tier."""
     exchange: str = "rows"
-    """What of it travels between ranks: a key of `exchange.EXCHANGES`."""
+    """What of it travels between ranks: a key of `exchange.EXCHANGES`, or "cached"."""
     staleness_steps: int | None = None
     """How late its reads are; None: as the plan says."""
+    cache: TableCache | None = None
+    """Copies that each rank keeps, of exchange "cached"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +148,13 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         values = json.loads(text)
         tables = tuple(
-            TablePlan(**{**table, "sharding": _sharding_from(table["sharding"])})
+            TablePlan(
+                **{
+                    **table,
+                    "sharding": _sharding_from(table["sharding"]),
+                    "cache": _cache_from(table.get("cache")),
+                }
+            )
             for table in values.pop("tables")
         )
         mapped = values.pop("mapped", None)
@@ -162,6 +173,10 @@ def _sharding_from(said: dict[str, Any]) -> Sharding:
     if hot is not None:
         hot = HotRows(tuple(hot["ids"]), hot["num_ranks"])
     return Sharding(said["kind"], tuple(said["ranks"]), said.get("slices", 1), hot)
+
+
+def _cache_from(said: dict[str, Any] | None) -> TableCache | None:
+    return None if said is None else TableCache(**{**said, "clock": RowClock(**said["clock"])})
 
 
 def build_plan(
@@ -185,6 +200,7 @@ def build_plan(
     codecs: Codecs = EXACT,
     servers: Sequence[int] = (),
     towers: int | None = None,
+    caches: Mapping[str, TableCache] | None = None,
 ) -> Plan:
     """Every table alike (`plan.placement` prefers some). Pure. Raises ConfigError for numbers that cannot work.
 
@@ -193,7 +209,8 @@ def build_plan(
     `exchange`; `shardings`, where rows are not dealt to all ranks; `hot`, ids of rows that lie on every rank, in memory
     (on one rank they mean nothing). `servers`: the only ranks that rows may lie on. `towers`: how many groups of
     neighbouring ranks the exchange `towers` goes by, default one for each host; rows are where `shardings` say
-    (`plan.towers.placement.in_towers` makes some).
+    (`plan.towers.placement.in_towers` makes some). `caches`: by table, copies of its rows that each rank keeps; on one
+    rank they mean nothing.
     """
     exchanges, shardings = exchanges or {}, shardings or {}
     for said in (exchange, *exchanges.values()):
@@ -238,6 +255,16 @@ def build_plan(
     everywhere = Sharding("row_wise", tuple(servers)) if servers else row_wise(num_ranks)
     of_tables = [shardings.get(table.name, everywhere) for table in tables]
     of_tables = with_hot(tables, of_tables, hot or {}, num_ranks, servers)
+    caches = (caches or {}) if num_ranks > 1 else {}
+    of_exchanges = [
+        implied_exchange(each, exchanges.get(table.name, exchange))
+        for table, each in zip(tables, of_tables, strict=True)
+    ]
+    check_caches(
+        caches, tables, of_tables, of_exchanges,
+        staleness_steps=staleness_steps or max((staleness or {}).values(), default=0),
+        codecs=codecs, hbm_bytes=hbm_bytes, servers=servers,
+    )  # fmt: skip
     every = lay_out(tables, of_tables)
     asked = dram_bytes, hbm_bytes
     dram_bytes = beside_hot(every, dram_bytes, "plan.memory.dram", slot_bytes)
@@ -300,7 +327,8 @@ def build_plan(
             TablePlan(
                 name=table.name,
                 sharding=sharding,
-                exchange=implied_exchange(sharding, exchanges.get(table.name, exchange)),
+                exchange="cached" if table.name in caches else of_exchanges[t],
+                cache=caches.get(table.name),
                 capacity_rows=rows,
                 fits=fits,
                 tier="mapped" if t in in_files else "dram",
@@ -373,6 +401,7 @@ def plan_of(
         hot={name: ids for name, ids in (hot or {}).items() if name not in copied},
         codecs=Codecs(config.wire.values, config.wire.gradients, config.wire.dense),
         servers=world.servers,
+        caches=caches_of(config.cache, tables),
         towers=config.towers if isinstance(config.towers, int) and world.num_ranks > 1 else None,
     )
 

@@ -55,6 +55,7 @@ def run_page(run: RunRecord) -> str:
     page.heading("Rows")
     page.charts([figures.row_sources(run)], NO_CHARTS)
     _missed(page, run)
+    _copies(page, run)
     _traffic(page, run)
     _tiers(page, run)
     page.heading("Tables")
@@ -198,6 +199,35 @@ def _missed(page: Page, run: RunRecord) -> None:
         rows,
         title="How late reads of rows were",
         note="Of steps whose rows this run read itself; those that a commit held are not counted.",
+    )
+
+
+def _copies(page: Page, run: RunRecord) -> None:
+    """Nothing where ranks keep no copies of rows."""
+    counts = sums_of(run, "cache")
+    asked = {name: counts.get(name, 0.0) for name in ("hits", "misses", "lease_over")}
+    total = sum(asked.values())
+    if not total:
+        return
+    words = {
+        "hits": "used without a word",
+        "misses": "no copy: the row was asked for",
+        "lease_over": "a copy too old to be used unasked",
+        "renewed": "of these, still what the owner had: a bit came",
+        "pushed_full": "gradients of more batches waited than may",
+        "pushed_leaving": "the copy left with the batch that used it",
+        "pushed_evicted": "the copy was driven out",
+    }
+    rows = [
+        [text, f"{counts.get(name, 0):,.0f}", f"{counts.get(name, 0) / total:.1%}"]
+        for name, text in words.items()
+    ]
+    pushed = sum(counts.get(name, 0) for name in words if name.startswith("pushed"))
+    page.numbers(
+        ["rows of batches", "rows", "of all"],
+        rows,
+        title="Copies of rows on rank 0",
+        note=f"{counts.get('ticks', 0) / max(1.0, pushed):,.1f} batches' gradients in each sum that was sent.",
     )
 
 

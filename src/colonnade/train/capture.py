@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colonnade import __version__
+from colonnade.exchange.cached_state import state
+from colonnade.exchange.settling import Before
 from colonnade.store.policies import RowRetention
 from colonnade.store.slices import RecordShape
 from colonnade.train.fingerprint import dense_weights, fingerprint
@@ -36,8 +38,10 @@ class Captured:
     header: dict[str, Any]
 
 
-def capture(trainer: Trainer, held: Sequence[dict], run: str) -> Captured:
-    """Every rank, between two steps. Rows are captured apart (`DramStore.begin_commit`)."""
+def capture(trainer: Trainer, held: Sequence[dict], run: str, before: Sequence[Before]) -> Captured:
+    """Every rank, between two steps. Rows are captured apart (`DramStore.begin_commit`). before: of
+    `RowOptimizer.settled`."""
+    cached = trainer.collection.cached
     mesh, step = trainer.mesh, trainer.collection.step
     rank_state = {
         "random": torch.get_rng_state(),
@@ -46,6 +50,7 @@ def capture(trainer: Trainer, held: Sequence[dict], run: str) -> Captured:
         "source": None if mesh.is_server else copy.deepcopy(trainer.position.state),
         "is_server": mesh.is_server,
         "dense_residuals": trainer.dense.state(),
+        "cache": None if cached is None else state(cached, before),
     }
     header = {
         "format": FORMAT,

@@ -26,6 +26,7 @@ import torch
 
 from colonnade.data.contract import Position
 from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, StorageError
+from colonnade.exchange.cached_state import is_taken_up, load
 from colonnade.exchange.held import tables_held
 from colonnade.sizes import Place
 from colonnade.store.absent import AbsentRows
@@ -90,8 +91,9 @@ class Commits:
         """Collective, between steps: capture this step and write it in the background. One at a time: waits for the
         one before, and raises as `finish` does."""
         self.finish()
-        captured = capture(trainer, held, self.run)
-        trainer.collection.store.begin_commit()
+        with trainer.rows.settled() as before:
+            captured = capture(trainer, held, self.run, before)
+            trainer.collection.store.begin_commit()
         self._say = trainer.progress.say
         # Not a thread that the process must outlive: one that is given up may hang in a disk's call.
         self._writing = Thread(
@@ -420,6 +422,12 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
             "had other hot rows; go on with the shardings of the commit, or from one of a run without staleness"
         )
     trainer.held = [(i, [state["held"][i] for state in ranks]) for i in range(num_held)]
+    cached, copies = trainer.collection.cached, [state.get("cache") for state in ranks]
+    is_same = [each.plain() for each in trainer.collection.plan.shardings] == list(
+        header["shardings"].values()
+    )
+    if cached is not None and is_same and is_taken_up(cached, copies):
+        load(cached, copies[trainer.mesh.rank])
 
 
 def resolve(folder: Path, at: int | str | None) -> int:

@@ -158,6 +158,8 @@ class Progress:
             self._record.write(step, "sent", sent)
         if missed := self._counters.missed():
             self._record.write(step, "missed", missed)
+        if copies := self._counters.cache():
+            self._record.write(step, "cache", copies)
 
     def _left(self, now: float, step: int) -> str:
         done = step - self._first

@@ -13,6 +13,8 @@ run/metrics.jsonl      {"step", "kind", "time", ...}; what each kind holds:
                remote: to other hosts)
     missed     where reads may be late, so many batches since the previous such line, by the updates that their reads
                missed ("4"), as this rank applied them
+    cache      where ranks keep copies of rows (`exchange.cached.CacheCounts`), rows of this rank's batches since the
+               previous such line: hits, misses, lease_over (of them renewed), pushed by cause, ticks of what was pushed
     traffic    of one batch of this rank, by table: lookups, and the different rows they name
     tables     by table: rows and bytes in memory and in files now
     evaluate   epoch, and metrics named part_metric ("validation_auc")
@@ -29,7 +31,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -156,7 +158,14 @@ class Counters:
         self._tiers: dict[str, TierCounts] = {}
         self._tiers_since, self._waited = self._since, 0.0
         self._missed: dict[str, float] = {}
-        self.rows(), self.sent(), self.tiers(), self.missed()  # what was before does not count
+        self._cache: dict[str, float] = {}
+        (
+            self.rows(),
+            self.sent(),
+            self.tiers(),
+            self.missed(),
+            self.cache(),
+        )  # what was before does not count
 
     def phases(self) -> dict[str, float]:
         """Seconds by phase, and in all."""
@@ -213,6 +222,14 @@ class Counters:
         now = {str(steps): float(count) for steps, count in sorted(collection.missed.items())}
         gained, self._missed = _gained(now, self._missed)
         return {steps: count for steps, count in gained.items() if count}
+
+    def cache(self) -> dict[str, float]:
+        """`CacheCounts`; {} where there are no copies."""
+        cached = self._watched.collection.cached
+        if cached is None:
+            return {}
+        gained, self._cache = _gained(asdict(cached.counts), self._cache)
+        return gained
 
     def learning_rates(self) -> dict[str, float]:
         """By param group; one number where all groups of an optimizer agree."""

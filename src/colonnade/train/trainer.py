@@ -241,7 +241,8 @@ class Trainer:
                         self.collection.read(no_samples(source.schema))
             else:
                 size, trainers = self.schedule.batch_size, self.mesh.trainers
-                found = self.objective.evaluate(self.model, source, size, trainers)
+                with self.rows.settled():
+                    found = self.objective.evaluate(self.model, source, size, trainers)
                 announced(self.mesh, False)
             return self._told(found)
 

@@ -1,0 +1,127 @@
+"""What a rank's copies hold: records, and the sums of gradients that owners have yet to hear of.
+
+Legend: T tables, D a table's width, n rows of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade.store.dram import open_dram
+from colonnade.table import CLOCK_BYTES, Table
+
+SPARE = 2**22
+"""Slots beyond a table's capacity: room for the rows of one batch. Address space; what is not used is no memory."""
+
+
+class Copies:
+    """By table and slot of its directory. Slots are given as int64 arrays (n,), each once in a call.
+
+    Used by the training thread alone, in the order of the batches: a slot whose row left with batch n is filled for
+    another at batch n + 1 at the earliest, when what was pending there has been taken.
+    """
+
+    def __init__(self, tables: Sequence[Table], capacities: Sequence[int]) -> None:
+        """capacities: rows that stay, by table."""
+        rooms = [
+            rows + SPARE if table.rows is None else min(table.rows, rows + SPARE)
+            for table, rows in zip(tables, capacities, strict=True)
+        ]
+        # Rows by number of their slot: the slots of a vocabulary that has room for all of it are its ids.
+        slabs = [
+            replace(table, rows=room, admission=None, eviction=None)
+            for table, room in zip(tables, rooms, strict=True)
+        ]
+        self.tables, self.rooms = tuple(tables), rooms
+        self.store = open_dram(slabs, rooms, seed=0)
+        dtype = getattr(torch, tables[0].compute_dtype)
+        self.pending = [torch.empty(0, table.width, dtype=dtype) for table in tables]
+        self.ticks = [np.zeros(0, np.int32) for _ in tables]  # by slot: batches in `pending`
+        self.ids = [np.zeros(0, np.int64) for _ in tables]  # by slot: of the row that was put there
+
+    def grow(self, t: int, num_slots: int) -> None:
+        """Slots below `num_slots` may be used."""
+        have = len(self.ids[t])
+        if num_slots <= have:
+            return
+        count = max(num_slots, min(self.rooms[t], have + have // 2)) - have
+        new = torch.arange(have, have + count)
+        offsets = torch.tensor([0] * (t + 1) + [count] * (len(self.tables) - t))
+        slots, _ = self.store.acquire(new, offsets)
+        assert torch.equal(slots.long(), new), "slots of a whole vocabulary are its ids"
+        more = torch.empty(count, self.tables[t].width, dtype=self.pending[t].dtype)
+        self.pending[t] = torch.cat([self.pending[t], more])
+        self.ticks[t] = np.concatenate([self.ticks[t], np.zeros(count, np.int32)])
+        self.ids[t] = np.concatenate([self.ids[t], np.zeros(count, np.int64)])
+
+    def put(self, t: int, slots: np.ndarray, ids: np.ndarray, prefixes: Tensor) -> None:
+        """prefixes (n, bytes) uint8: the first bytes of their records; the others are not used there."""
+        if not len(slots):
+            return
+        self.grow(t, int(slots.max()) + 1)
+        self.ids[t][slots] = ids
+        records = torch.zeros(len(slots), self.tables[t].record_bytes, dtype=torch.uint8)
+        records[:, : prefixes.shape[1]] = prefixes
+        self.store.native.unpack(t, _int32(slots), records)
+
+    def records(self, t: int, slots: np.ndarray) -> Tensor:
+        """(n, record_bytes) uint8."""
+        found = torch.empty(len(slots), self.tables[t].record_bytes, dtype=torch.uint8)
+        self.store.native.pack(t, _int32(slots), found)
+        return found
+
+    def add(self, t: int, slots: np.ndarray, sums: Tensor, pushed: np.ndarray) -> Tensor:
+        """One batch's gradients (n, D), one tick of each row: (n, D), what is pending with it. Of rows of `pushed`
+        (n,) bool nothing is pending any more."""
+        at, ticks = torch.from_numpy(slots), self.ticks[t]
+        had = ticks[slots] > 0
+        if had.any():  # of others not even 0 is added: it would make another zero of -0
+            old = torch.from_numpy(np.flatnonzero(had))
+            sums = sums.clone()
+            sums[old] += self.pending[t][at[old]]
+        stays = torch.from_numpy(~pushed)
+        self.pending[t][at[stays]] = sums[stays]
+        ticks[slots] = np.where(pushed, 0, ticks[slots] + 1)
+        return sums
+
+    def take(self, t: int, slots: np.ndarray) -> Tensor:
+        """(n, D): what is pending, and is not from here on."""
+        self.ticks[t][slots] = 0
+        return self.pending[t][torch.from_numpy(slots)]
+
+    def dirty(self, t: int) -> np.ndarray:
+        """Slots of rows with something pending, ascending by id."""
+        slots = np.flatnonzero(self.ticks[t])
+        return slots[np.argsort(self.ids[t][slots])]
+
+    def state(self, t: int, slots: np.ndarray) -> dict[str, Tensor]:
+        """Of rows with a copy, all that is here: `load` takes it."""
+        return {
+            "ids": torch.from_numpy(self.ids[t][slots]),
+            "records": self.records(t, slots),
+            "pending": self.pending[t][torch.from_numpy(slots)],
+            "ticks": torch.from_numpy(self.ticks[t][slots]),
+        }
+
+    def load(self, t: int, slots: np.ndarray, state: dict[str, Tensor]) -> None:
+        self.put(t, slots, state["ids"].numpy(), state["records"])
+        self.pending[t][torch.from_numpy(slots)] = state["pending"]
+        self.ticks[t][slots] = state["ticks"].numpy()
+
+
+def travelling_bytes(table: Table, is_changed: bool) -> int:
+    """Of a record on its way to a copy: with the optimizer's state where the copy is trained on (`is_changed`), with
+    the clock where its optimizers count steps."""
+    if not is_changed:
+        return table.width * table.itemsize
+    counts = any(part.optimizer.counts_steps for part in table.parts)
+    return table.record_bytes - (0 if counts else CLOCK_BYTES)
+
+
+def _int32(slots: np.ndarray) -> Tensor:
+    return torch.from_numpy(slots.astype(np.int32))

@@ -1,0 +1,63 @@
+"""HET's per-row clocks (Miao et al. 2022), as bounds that hold: a read misses at most s batches of each other rank.
+
+A rank keeps copies of rows. A copy is read without a word for `read_bound` batches after it was last compared with its
+owner's row; gradients of up to `write_bound` batches wait at a copy before their sum goes to the owner. A batch that
+uses a row is one tick of it. What another rank had yet to send of a row when it was read (at most write_bound ticks),
+and what it did since then (at most read_bound), is all that the copy misses: s = read_bound + write_bound ticks. A rank
+misses nothing of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from colonnade.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RowClock:
+    read_bound: int
+    """Batches that a copy is used for after it was read, without asking its owner."""
+    write_bound: int
+    """Batches whose gradients of a row may wait at its copy."""
+
+    name = "row_clock"
+    reads_ahead = 0
+    is_exact = False
+
+    def __post_init__(self) -> None:
+        if self.read_bound < 0 or self.write_bound < 0:
+            raise ConfigError(
+                f"row_clock: got bounds {self.read_bound} and {self.write_bound}, wanted 0 or more batches"
+            )
+
+    @property
+    def staleness(self) -> int:
+        """s: batches of each other rank that a read misses at most."""
+        return self.read_bound + self.write_bound
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a read may miss anything."""
+        return self.staleness > 0
+
+    def newest_visible(self, step: int) -> int:
+        """See the contract; of updates by other ranks."""
+        return step - 1 - self.staleness
+
+
+def row_clock(
+    staleness: int, read_bound: int | None = None, write_bound: int | None = None
+) -> RowClock:
+    """s = `staleness`, half of it for reads and the rest for writes; one bound that is given leaves the other the rest.
+    Raises ConfigError where both are given and are not `staleness` together."""
+    if read_bound is None:
+        read_bound = staleness // 2 if write_bound is None else staleness - write_bound
+    if write_bound is None:
+        write_bound = staleness - read_bound
+    if read_bound + write_bound != staleness:
+        raise ConfigError(
+            f"row_clock: got staleness={staleness} with read_bound={read_bound} and write_bound={write_bound}, wanted "
+            "bounds whose sum it is; leave one of the three out"
+        )
+    return RowClock(read_bound, write_bound)

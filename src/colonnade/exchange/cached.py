@@ -1,0 +1,468 @@
+"""`cached`: rows stay where they are used, as long as bounds allow; sums of several batches' gradients to owners.
+
+A directory (`cache.directory`) says of each batch, by the order of batches alone, which rows' owners are spoken to.
+Their ids travel ahead of training as always; rows whose copies may be used as they are are not named. Who has a copy
+and asks gets the row only if it has changed since, else one bit.
+
+Legend: T tables, N ranks, U unique rows of this rank's batch, W rows it names to their owners, P rows named to it.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade import _native
+from colonnade.batch import Batch
+from colonnade.cache.changes import Changes
+from colonnade.cache.copies import Copies, travelling_bytes
+from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Decision, Directory
+from colonnade.consistency.row_clock import RowClock
+from colonnade.exchange.cached_wire import (
+    FAR,
+    Named,
+    Serving,
+    by_table,
+    read_notes,
+    records_layout,
+    with_notes,
+    without_notes,
+)
+from colonnade.exchange.clean import mark_bytes, pack_marks, unpack_marks
+from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
+from colonnade.exchange.layout import Declaration
+from colonnade.exchange.owner import listed, soonest, take
+from colonnade.exchange.packing import pack_requests, unpack_requests
+from colonnade.exchange.recording import summed_backwards
+from colonnade.exchange.rows import Fetched, RowsExchange
+from colonnade.exchange.wire import RowLayout, row_layout
+from colonnade.ops.memory import empty
+from colonnade.topology.mesh import Mesh
+from colonnade.topology.sharding import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class TableCache:
+    """What of one table a rank keeps copies of."""
+
+    rows: int
+    clock: RowClock
+    policy: str = "lru"
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """Rows of training's batches since the run was opened, each once a batch. Pushes are counted on the rank that sends
+    them, whole rows on the rank that sends them."""
+
+    hits: int = 0  # used without a word
+    misses: int = 0
+    lease_over: int = 0
+    renewed: int = 0  # of these, copies that were still what the owner has: a bit
+    pushed_full: int = 0  # more batches pending than the write bound
+    pushed_leaving: int = 0  # the copy leaves with the batch that used it
+    pushed_evicted: int = 0  # driven out
+    ticks: int = 0  # batches in all that was pushed
+
+
+@dataclass(slots=True)
+class Flight:
+    """One training batch, from its route to its push."""
+
+    number: int
+    decisions: Sequence[Decision]  # by table
+    ends: Sequence[int]  # (T + 1,): its rows by table
+    slots: np.ndarray  # (U,) int64
+    pushed: np.ndarray  # (U,) bool
+    named: Named  # (W,)
+    origin: np.ndarray  # (W,) of U; -1: driven out
+    where: np.ndarray  # (W,) slot
+    ids: np.ndarray  # (W,)
+    serving: Serving | None = None
+    sums: Any = None  # (U rows, table by table) elements, until they are applied to the copies
+    is_dropped: bool = False
+
+
+class CachedExchange(RowsExchange):
+    """One rank's end, in a world of several. One batch is one step."""
+
+    sends_clean = False
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        mesh: Mesh,
+        shardings: Sequence[Sharding] | None,
+        caches: Sequence[TableCache | None],
+    ) -> None:
+        """caches: by table; None: of another exchange."""
+        super().__init__(declaration, mesh, shardings)
+        none = TableCache(0, RowClock(0, 0))
+        self.caches = [each or none for each in caches]
+        self.directories = [
+            Directory(each.rows, each.clock.read_bound, each.clock.write_bound, each.policy)
+            for each in self.caches
+        ]
+        self.copies = Copies(declaration.tables, [each.rows for each in self.caches])
+        self.changes = [Changes(table.rows) for table in declaration.tables]
+        # Where every read asks and every push follows at once, a copy is read before anybody uses it again.
+        self.is_kept = [each.clock.is_late for each in self.caches]
+        self.record_widths = np.array(
+            [travelling_bytes(t, kept) for t, kept in zip(declaration.tables, self.is_kept, strict=True)]
+        )  # fmt: skip
+        self.counts = CacheCounts()
+        self.store: Any = None  # this rank's rows
+        self.number = 0  # of the newest batch that was pushed
+        self._flights: list[Flight] = []  # routed and not pushed, in order
+        self._lock = (
+            threading.Lock()
+        )  # of the directories and flights: routes come from the lookahead's thread
+        self.rule: tuple[Tensor, Tensor] | None = None  # of the newest update
+
+    # ---- route
+
+    def ask(self, batch: Batch, purpose: str = "route") -> Asked:
+        """Raises IdRangeError, DataError."""
+        asked = super().ask(batch, purpose)
+        if purpose == "evaluate":
+            return asked
+        lookups, plan, codes = asked.lookups
+        with self._lock:
+            flight, wire_codes, blocks = self._decide(plan, codes)
+            self._flights.append(flight)
+        num_ranks = self.mesh.num_ranks
+        firsts, lasts = (b.reshape(-1, num_ranks).T for b in (blocks[:-1], blocks[1:]))
+        order = np.concatenate(
+            [np.arange(f, n) for f, n in zip(firsts.ravel().tolist(), lasts.ravel().tolist(), strict=True)]
+        ).astype(np.int64)  # fmt: skip
+        requests = pack_requests(
+            torch.from_numpy(flight.ids), firsts, lasts, self.table_rows, self.deal.num_owners,
+            self.deal.places, codes=wire_codes,
+        )  # fmt: skip
+        # From here on rank by rank, as messages list them.
+        said = flight.named
+        flight.named = Named(
+            lasts - firsts, said.renewed[order], said.wanted[order], said.written[order], said.ages[order]
+        )  # fmt: skip
+        flight.origin, flight.where, flight.ids = (
+            each[order] for each in (flight.origin, flight.where, flight.ids)
+        )
+        return Asked(batch.size, with_notes(flight.named, requests), (lookups, plan, flight))
+
+    def _decide(
+        self, plan: _native.Plan, codes: Tensor | None
+    ) -> tuple[Flight, Tensor | None, np.ndarray]:
+        """The next batch's, its named rows listed table by table and owner by owner; codes of these; where the rows of
+        each table and rank begin among them."""
+        unique = np.asarray(plan.unique_ids)
+        ends = self.deal.table_offsets(plan).tolist()
+        slots, pushed = np.empty(len(unique), np.int64), np.empty(len(unique), bool)
+        decisions, parts = [], []
+        for t, directory in enumerate(self.directories):
+            mine = slice(ends[t], ends[t + 1])
+            order = np.argsort(unique[mine])
+            decision = directory.step(unique[mine][order])
+            decisions.append(decision)
+            rows = order + ends[t]
+            slots[rows], pushed[rows] = decision.slots, decision.pushed
+            is_named = (decision.asked != HIT) | decision.pushed
+            named, count = rows[is_named], len(decision.evicted_ids)
+            asked = np.concatenate([decision.asked[is_named], np.full(count, HIT, np.uint8)])
+            parts.append(
+                (
+                    np.concatenate([unique[named], decision.evicted_ids]),
+                    np.concatenate([named, np.full(count, -1)]),
+                    np.concatenate([decision.slots[is_named], decision.evicted_slots]).astype(np.int64),
+                    asked,
+                    np.concatenate([decision.pushed[is_named], np.ones(count, bool)]),
+                    np.concatenate([decision.ages[is_named], np.zeros(count, np.int32)]).astype(np.int64),
+                )
+            )  # fmt: skip
+            self._count(decision)
+        ids, origin, where, asked, written, ages = (
+            np.concatenate(each) for each in zip(*parts, strict=True)
+        )
+        counts = np.array([[len(part[0]) for part in parts]])
+        wire = _native.make_plan(
+            listed(torch.from_numpy(ids), counts), self.table_rows, self.deal.num_owners
+        )
+        order = np.empty(len(ids), np.int64)
+        order[np.asarray(wire.inverse)] = np.arange(len(ids))
+        ids, origin, where, asked, written, ages = (
+            each[order] for each in (ids, origin, where, asked, written, ages)
+        )
+        whole = np.repeat([not kept for kept in self.is_kept], counts[0])[order]
+        renewed = (asked == LEASE_OVER) & ~whole
+        wanted = (asked == MISS) | ((asked == LEASE_OVER) & whole)
+        named = Named(counts, renewed, wanted, written, ages)
+        flight = Flight(
+            self.directories[0].number, decisions, ends, slots, pushed, named, origin, where, ids
+        )
+        wire_codes = None
+        if codes is not None:
+            wire_codes = torch.zeros(len(ids), dtype=torch.uint8)  # of others: not known
+            is_mine = torch.from_numpy(origin >= 0)
+            wire_codes[is_mine] = codes[torch.from_numpy(origin)[is_mine]]
+        return flight, wire_codes, self.deal.blocks(wire)
+
+    def _count(self, decision: Decision, sign: int = 1) -> None:
+        counts = self.counts
+        sorts = np.bincount(decision.asked, minlength=3) * sign
+        counts.hits += int(sorts[HIT])
+        counts.misses += int(sorts[MISS])
+        counts.lease_over += int(sorts[LEASE_OVER])
+        leaving = int((decision.pushed & decision.leaving).sum()) * sign
+        counts.pushed_leaving += leaving
+        counts.pushed_full += int(decision.pushed.sum()) * sign - leaving
+        counts.pushed_evicted += len(decision.evicted_ids) * sign
+        ticks = int(decision.ticks[decision.pushed].sum()) + int(decision.evicted_ticks.sum())
+        counts.ticks += ticks * sign
+
+    def answer(
+        self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
+    ) -> Ticket:
+        if purpose == "evaluate":
+            return super().answer(asked, heard, step=step, weight=weight, purpose=purpose)
+        lookups, plan, flight = asked.lookups
+        notes, requests_of = without_notes(heard)
+        places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
+        requests = unpack_requests(requests_of, self.table_rows, self.deal.num_owners, places)
+        named = read_notes(notes, requests.counts)
+        owner_plan = _native.make_plan(
+            listed(requests.ids, requests.counts), self.table_rows, self.undealt
+        )
+        written = listed(
+            requests.ids[torch.from_numpy(named.written)], named.counted(named.written)
+        )
+        flight.serving = Serving(
+            named, requests.ids.numpy(),
+            _native.make_plan(written, self.table_rows, self.undealt), written,
+        )  # fmt: skip
+        codes = None if requests.codes is None else soonest(requests.codes.numpy(), owner_plan)
+        return Ticket(
+            step, asked.size, lookups, plan, torch.as_tensor(owner_plan.unique_ids),
+            torch.as_tensor(owner_plan.block_offsets), owner_plan, weight, codes, flight, purpose=purpose,
+        )  # fmt: skip
+
+    # ---- fetch
+
+    def fetch(self, ticket: Ticket, source: RowSource) -> None:
+        """Collective. Raises RuntimeError where it is not the turn of this batch."""
+        flight = ticket.wire
+        if not isinstance(flight, Flight):
+            return super().fetch(ticket, source)
+        if self._flights[0] is not flight:
+            raise RuntimeError(
+                "with a cache every batch of a lookahead is trained on, in order, before the next one is read: one was "
+                "left out, or a second one read before RowOptimizer.step(); close the lookahead and open it again"
+            )
+        assert flight.serving is not None and ticket.placed is not None
+        changed = self._changed(flight, flight.serving)
+        named, served = flight.named, flight.serving.named
+        fresh = named.wanted.copy()
+        if any(self.is_kept):
+            bits, sizes = pack_marks(changed[served.renewed], served.counted(served.renewed).sum(1))
+            asking = named.counted(named.renewed).sum(1)
+            heard, _ = self.mesh.all_to_all(
+                "fetch", bits, sizes, mark_bytes(asking), counts_as="fetch"
+            )
+            fresh[named.renewed] = unpack_marks(heard, asking)
+            self.counts.renewed += int(named.renewed.sum() - fresh[named.renewed].sum())
+        self._receive(flight, ticket.placed, served.wanted | changed, fresh)
+        views = self.copies.store.views()
+        taken = take(torch.from_numpy(flight.slots.astype(np.int32)), ticket.plan.inverse)
+        ticket.reads = Fetched(
+            self.native, self.native.place(ticket.lookups, views, taken), self.copies
+        )
+        return None
+
+    def _changed(self, flight: Flight, serving: Serving) -> np.ndarray:
+        """(P,) bool: asked for by who has a copy, which is not what is here."""
+        named, changed = serving.named, np.zeros(len(serving.ids), bool)
+        for t, rows in enumerate(by_table(named.counts)):
+            rows = rows[named.renewed[rows]]
+            ages = named.ages[rows]
+            since = self.changes[t].since(serving.ids[rows], flight.number - ages)
+            changed[rows] = since | (ages >= FAR)
+        return changed
+
+    def _receive(self, flight: Flight, placed: Tensor, sent: np.ndarray, fresh: np.ndarray) -> None:
+        """Collective: records of `sent` (P,) travel to the copies, as those of `fresh` (W,)."""
+        assert flight.serving is not None
+        served, named = flight.serving.named, flight.named
+        going = records_layout(served.counted(sent), self.record_widths)
+        coming = records_layout(named.counted(fresh), self.record_widths)
+        message = empty(going.layout.num_elements, dtype=torch.uint8)
+        for t, rows in enumerate(by_table(served.counts)):
+            slots = placed[torch.from_numpy(rows[sent[rows]])]
+            records = torch.empty(
+                len(slots), self.declaration.tables[t].record_bytes, dtype=torch.uint8
+            )
+            if len(slots):
+                self.store.native.pack(t, slots, records)
+            going.fill(message, t, records)
+        received, _ = self.mesh.all_to_all(
+            "fetch", message, going.layout.rank_elements, coming.layout.rank_elements,
+            counts_as="fetch",
+        )  # fmt: skip
+        renewed = []
+        for t, rows in enumerate(by_table(named.counts)):
+            rows = rows[fresh[rows]]
+            slots = flight.where[rows]
+            self.copies.put(t, slots, flight.ids[rows], coming.of(received, t))
+            renewed.append(slots[self.copies.ticks[t][slots] > 0])
+        if any(len(slots) for slots in renewed):
+            # What the owner has yet to hear is seen at once: the copy becomes what the owner's row would with it.
+            assert self.rule is not None
+            pending = zip(self.copies.pending, renewed, strict=True)
+            sums = [of_table[torch.from_numpy(slots)].flatten() for of_table, slots in pending]
+            self._train_copies(renewed, torch.cat(sums), *self.rule)
+
+    # ---- push
+
+    def _push_one(self, ticket: Ticket, step: int, number: int) -> RowGradients:
+        flight = ticket.wire
+        if number:
+            raise RuntimeError(
+                "with a cache a step is of one batch; call RowOptimizer.step() after each"
+            )
+        assert ticket.placed is not None
+        summed = summed_backwards(ticket, self.declaration.compute_dtype)
+        if summed is None:
+            summed = self.native.zeros(ticket.lookups)
+        plan, offsets = ticket.plan, self._table_offsets(ticket)
+        own = row_layout(offsets.diff().numpy()[None, :], self.widths)
+        sums = empty(own.num_elements, dtype=self.declaration.compute_dtype)
+        mine = RowGradients(
+            ticket.pinned, offsets, plan.segment_offsets, plan.entries,
+            self.native.source(ticket, summed), summed,
+        )  # fmt: skip
+        self.native.sum_into(mine, sums, own.rank_major(self.widths))
+        flight.sums = sums
+        named, serving = flight.named, flight.serving
+        going = records_layout(named.counted(named.written), self.widths)
+        send = empty(going.layout.num_elements, dtype=sums.dtype)
+        ends, starts = offsets.tolist(), own.block_elements[0].tolist()
+        for t, rows in enumerate(by_table(named.counts)):
+            used = slice(ends[t], ends[t + 1])
+            width = int(self.widths[t])
+            block = sums[starts[t] : starts[t] + (ends[t + 1] - ends[t]) * width].view(-1, width)
+            pending = self.copies.add(t, flight.slots[used], block, flight.pushed[used])
+            rows = rows[named.written[rows]]
+            is_used = flight.origin[rows] >= 0
+            out = torch.empty(len(rows), width, dtype=sums.dtype)
+            mine = torch.from_numpy(flight.origin[rows[is_used]] - ends[t])
+            out[torch.from_numpy(is_used)] = pending[mine]
+            out[torch.from_numpy(~is_used)] = self.copies.take(t, flight.where[rows[~is_used]])
+            going.fill(send, t, out)
+        placed = ticket.placed[torch.from_numpy(serving.named.written)]
+        return self.pushed("push", send, going.layout, serving, placed)
+
+    def pushed(
+        self, purpose: str, send: Tensor, going: RowLayout, serving: Serving, placed: Tensor
+    ) -> RowGradients:
+        """Collective: sums on their way to the owners. placed: slots of the rows that sums come of, as listed."""
+        coming = row_layout(serving.named.counted(serving.named.written), self.widths)
+        received, _ = self.mesh.all_to_all(purpose, send, going.rank_elements, coming.rank_elements)
+        plan = serving.plan
+        entries = torch.as_tensor(plan.entries)
+        firsts = entries[torch.as_tensor(plan.segment_offsets)[:-1].long()].long()
+        index = coming.rank_major(self.widths)
+        return RowGradients(
+            placed[firsts].contiguous(), torch.as_tensor(plan.block_offsets),
+            plan.segment_offsets, plan.entries,
+            _native.RowGradients(received.data_ptr(), index, self.native.compute), (received, index, plan),
+        )  # fmt: skip
+
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        """The owner's rows, then this rank's copies of those that its batch used."""
+        super().update(store, pushed, optimizers, settings)
+        flight = self._flights[0]
+        assert flight.serving is not None
+        self.mark(flight.serving.plan, flight.number)
+        slots = np.split(flight.slots, flight.ends[1:-1])
+        self._train_copies(slots, flight.sums, optimizers, settings)
+        self.rule = optimizers.clone(), settings.clone()
+        with self._lock:
+            self._flights.pop(0)
+            self.number = flight.number
+
+    def mark(self, plan: _native.Plan, number: int) -> None:
+        """Rows of this rank that batch `number` changes."""
+        ids, ends = np.asarray(plan.unique_ids), np.asarray(plan.block_offsets).tolist()
+        for t, changes in enumerate(self.changes):
+            changes.mark(ids[ends[t] : ends[t + 1]], number)
+
+    def _train_copies(
+        self, slots: Sequence[np.ndarray], sums: Tensor, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        """slots by table; sums: elements of their gradients, table by table, row by row. Only where copies outlast
+        their batch."""
+        counts = np.array([len(each) for each in slots])
+        index = row_layout(counts[None, :], self.widths).rank_major(self.widths)
+        kept = np.array(self.is_kept)
+        if not kept.all():
+            index = index[torch.from_numpy(np.repeat(kept, counts))].contiguous()
+            counts = counts * kept
+        if not len(index):
+            return
+        chosen = np.concatenate(
+            [each for each, is_kept in zip(slots, kept, strict=True) if is_kept]
+        )
+        ramp = torch.arange(len(index) + 1, dtype=torch.int32)
+        RowsExchange.update(
+            self,
+            self.copies.store,
+            RowGradients(
+                torch.from_numpy(chosen.astype(np.int32)),
+                torch.from_numpy(np.concatenate([[0], counts.cumsum()])),
+                ramp, ramp[:-1].contiguous(),
+                _native.RowGradients(sums.data_ptr(), index, self.native.compute), (sums, index),
+            ),
+            optimizers,
+            settings,
+        )  # fmt: skip
+
+    def directories_now(self) -> list[Directory]:
+        """Copies of the directories as of the newest push: without what was decided of batches in flight."""
+        with self._lock:
+            found = copy.deepcopy(self.directories)
+            for flight in reversed(self._flights):
+                for directory, decision in zip(found, flight.decisions, strict=True):
+                    directory.undo(decision)
+        return found
+
+    def drop(self, ticket: Ticket) -> None:
+        """Decisions are undone, the newest first: once all later batches are dropped, too."""
+        flight = ticket.wire
+        if not isinstance(flight, Flight):
+            return super().drop(ticket)
+        ticket.reads = None
+        ticket.forget()
+        with self._lock:
+            flight.is_dropped = True
+            while self._flights and self._flights[-1].is_dropped:
+                for directory, decision in zip(
+                    self.directories, self._flights.pop().decisions, strict=True
+                ):
+                    directory.undo(decision)
+                    self._count(decision, -1)
+        return None
+
+
+def cached_end(exchange: Exchange, store: Any) -> CachedExchange | None:
+    """The one of a plan that keeps copies: it finds this rank's rows in `store`."""
+    for end in getattr(exchange, "ends", (exchange,)):
+        if isinstance(end, CachedExchange):
+            end.store = store
+            return end
+    return None

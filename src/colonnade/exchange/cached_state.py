@@ -1,0 +1,67 @@
+"""What a commit holds of a rank's copies, so that a run goes on to the same bits; other worlds need none of it.
+
+A commit is made while owners' rows have what waits at copies (`settling`), so its rows are all that was learned.
+Whoever goes on in the same world puts the rows back that were changed for the moment, and takes up the copies.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from colonnade.exchange.cached import CachedExchange
+from colonnade.exchange.settling import Before
+
+TOGETHER = 4096  # rows that are put back at once
+
+
+def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
+    """Between steps, as of the newest one, whatever is in flight. Plain values and tensors that nobody trains on."""
+    tables = {}
+    for t, (table, directory) in enumerate(
+        zip(exchange.declaration.tables, exchange.directories_now(), strict=True)
+    ):
+        said = directory.state()
+        tables[table.name] = {
+            "policy": directory.policy,
+            "directory": {name: torch.from_numpy(values) for name, values in said.items()},
+            "copies": exchange.copies.state(t, said["slots"].astype("int64")),
+            "changes": torch.from_numpy(exchange.changes[t].newest.copy()),
+            "before": {"ids": before[t].ids, "records": before[t].records},
+        }
+    return {"tables": tables, "rule": exchange.rule, "number": exchange.number}
+
+
+def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | None]) -> bool:
+    """Whether copies of all ranks of a world like this one go on here: bounds and sizes may have changed, not which
+    tables have copies, nor who is worth keeping."""
+    here = {
+        table.name: each.policy
+        for table, each in zip(exchange.declaration.tables, exchange.directories, strict=True)
+    }
+    said = [
+        state and {name: table["policy"] for name, table in state["tables"].items()}
+        for state in states
+    ]
+    return len(states) == exchange.mesh.num_ranks and all(each == here for each in said)
+
+
+def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
+    """Before the first batch. The store has the rows of the commit."""
+    for t, table in enumerate(exchange.declaration.tables):
+        said = state["tables"][table.name]
+        before = Before(said["before"]["ids"], said["before"]["records"])
+        trained = before.is_trained
+        ids, records = before.ids[trained], before.records[trained]
+        for first in range(0, len(ids), TOGETHER):
+            some = slice(first, first + TOGETHER)
+            exchange.store.put(t, ids[some].contiguous(), records[some].contiguous())
+        exchange.store.delete(t, before.ids[~trained].contiguous())
+        directory = {name: values.numpy() for name, values in said["directory"].items()}
+        exchange.directories[t].load(copy.deepcopy(directory))
+        exchange.copies.load(t, directory["slots"].astype("int64"), said["copies"])
+        exchange.changes[t].newest[:] = said["changes"].numpy()
+    exchange.rule, exchange.number = state["rule"], state["number"]

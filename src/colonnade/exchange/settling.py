@@ -1,0 +1,142 @@
+"""For a moment, owners' rows with all that waits at copies: what evaluations and commits see.
+
+Collective, between steps, on the training thread, with any number of batches in flight: what waits is sent and applied,
+one update of each row, and after the moment the rows are put back. Copies and directories are not touched.
+
+Legend: T tables, N ranks, O rows that lie here and are changed for the moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade import _native
+from colonnade.errors import BudgetExceeded
+from colonnade.exchange.cached import CachedExchange
+from colonnade.exchange.cached_wire import Named, Serving, records_layout
+from colonnade.exchange.owner import listed, take
+from colonnade.exchange.packing import pack_requests, unpack_requests
+from colonnade.exchange.routing import exchanged
+from colonnade.exchange.rows import RowsExchange
+from colonnade.table import CLOCK_BYTES
+
+GROUP = "evaluate"
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """Rows of one table as they were."""
+
+    ids: Tensor  # (n,) int64
+    records: Tensor  # (n, record_bytes) uint8
+
+    @property
+    def is_trained(self) -> Tensor:
+        """(n,) bool."""
+        # Copied even where one row is contiguous already: its clock may lie at any byte.
+        clocks = self.records[:, -CLOCK_BYTES:].clone(memory_format=torch.contiguous_format)
+        return clocks.view(torch.int64).flatten() > 0
+
+
+@contextmanager
+def settled(
+    exchange: CachedExchange, optimizers: Tensor, settings: Tensor
+) -> Iterator[list[Before]]:
+    """By table, what this rank's rows are outside of it. optimizers, settings: see `_native.update`. Raises
+    BudgetExceeded, on every rank, where memory has no room for the rows that change."""
+    serving, send, going = _waiting(exchange)
+    store, plan = exchange.store, serving.plan
+    ids = torch.as_tensor(plan.unique_ids)
+    offsets = torch.as_tensor(plan.block_offsets)
+    held = _acquired(exchange, ids, offsets)
+    slots = held[0]
+    before = []
+    try:
+        placed = take(slots, plan.inverse)
+        pushed = exchange.pushed(GROUP, send, going, serving, placed)
+        ends = offsets.tolist()
+        for t, table in enumerate(exchange.declaration.tables):
+            mine = slice(ends[t], ends[t + 1])
+            records = torch.empty(ends[t + 1] - ends[t], table.record_bytes, dtype=torch.uint8)
+            store.native.pack(t, slots[mine].contiguous(), records)
+            before.append(Before(ids[mine].clone(), records))
+        store.before_update(slots, offsets)
+        RowsExchange.update(exchange, store, pushed, optimizers, settings)
+        # Rows are newer than what rests of them once they are released; they stay pinned.
+        held.append(store.acquire(ids, offsets)[0])
+        store.release(held.pop(0), offsets, dirty=True)
+        try:
+            yield before
+        finally:
+            store.before_update(slots, offsets)
+            for t, rows in enumerate(before):
+                store.native.unpack(t, slots[ends[t] : ends[t + 1]].contiguous(), rows.records)
+    finally:
+        for each in held:
+            store.release(each, offsets, dirty=True)
+    for t, rows in enumerate(before):
+        # Of a row that was never trained nothing is at rest, and what the moment left there would come back.
+        store.delete(t, rows.ids[~rows.is_trained])
+
+
+def _waiting(exchange: CachedExchange) -> tuple[Serving, Tensor, Any]:
+    """Collective: who owns what waits here, and what waits elsewhere for this rank's rows."""
+    copies, mesh = exchange.copies, exchange.mesh
+    dirty = [copies.dirty(t) for t in range(len(exchange.widths))]
+    by_id = [copies.ids[t][slots] for t, slots in enumerate(dirty)]
+    counts = np.array([[len(slots) for slots in dirty]])
+    plan = _native.make_plan(
+        listed(torch.from_numpy(np.concatenate(by_id)), counts),
+        exchange.table_rows, exchange.deal.num_owners,
+    )  # fmt: skip
+    blocks = exchange.deal.blocks(plan)
+    firsts, lasts = (b.reshape(-1, mesh.num_ranks).T for b in (blocks[:-1], blocks[1:]))
+    requests = pack_requests(
+        torch.as_tensor(plan.unique_ids), firsts, lasts, exchange.table_rows,
+        exchange.deal.num_owners, exchange.deal.places, codes=None,
+    )  # fmt: skip
+    (heard,), _ = exchanged([requests], mesh, 0.0, GROUP)
+    places = torch.from_numpy(exchange.deal.places[mesh.rank].copy())
+    asked = unpack_requests(heard, exchange.table_rows, exchange.deal.num_owners, places)
+    wanted = listed(asked.ids, asked.counts)
+    everything = np.ones(len(asked.ids), bool)
+    none = np.zeros(len(asked.ids), np.int64)
+    serving = Serving(
+        Named(asked.counts, ~everything, ~everything, everything, none), asked.ids.numpy(),
+        _native.make_plan(wanted, exchange.table_rows, exchange.undealt), wanted,
+    )  # fmt: skip
+    going = records_layout(lasts - firsts, exchange.widths)
+    send = torch.empty(going.layout.num_elements, dtype=copies.pending[0].dtype)
+    unique = np.asarray(plan.unique_ids)
+    for t, slots in enumerate(dirty):
+        # Rank by rank, as the plan lists them.
+        ids = unique[blocks[t * mesh.num_ranks] : blocks[(t + 1) * mesh.num_ranks]]
+        at = torch.from_numpy(slots[np.searchsorted(by_id[t], ids)])
+        going.fill(send, t, copies.pending[t][at])
+    return serving, send, going.layout
+
+
+def _acquired(exchange: CachedExchange, ids: Tensor, offsets: Tensor) -> list[Tensor]:
+    """Collective: [slots]."""
+    store, error, held = exchange.store, None, []
+    try:
+        slots, job = store.acquire(ids, offsets)
+        store.wait(job)
+        held = [slots]
+    except BudgetExceeded as found:
+        error = found
+    if not exchange.mesh.least(int(error is None)):
+        for slots in held:
+            store.release(slots, offsets, dirty=False)
+        raise error or BudgetExceeded(
+            "another rank's memory has no room for the rows whose gradients wait at copies; raise plan.memory.dram, or "
+            "lower plan.cache.write_bound or size"
+        )
+    return held

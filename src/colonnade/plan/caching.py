@@ -1,0 +1,106 @@
+"""Copies of rows that ranks keep of each table: how many, and how old; and which tables can have them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from colonnade.consistency.row_clock import row_clock
+from colonnade.errors import ConfigError
+from colonnade.exchange.cached import TableCache
+from colonnade.exchange.codec import EXACT, Codecs
+from colonnade.plan_config import CacheConfig, CacheSize, TableCacheConfig
+from colonnade.table import ITEM_BYTES, Table
+from colonnade.topology.sharding import Sharding
+
+BOOKKEEPING = 40
+"""Bytes of a copy beside its record and the sum of its gradients."""
+
+
+def copy_bytes(table: Table) -> int:
+    """Of one copy, with all that belongs to it."""
+    return table.record_bytes + table.width * ITEM_BYTES[table.compute_dtype] + BOOKKEEPING
+
+
+def rows_of(size: CacheSize, table: Table) -> int:
+    """Raises ConfigError for a part of an open table."""
+    if size.part is not None:
+        if table.rows is None:
+            raise ConfigError(
+                f"plan.cache: got size={size} for table {table.name!r}, which takes any id and has no number of rows; "
+                f"give it rows or bytes: plan.cache.tables.{table.name}.size=64MiB"
+            )
+        return int(size.part * table.rows)
+    if size.num_bytes is not None:
+        return size.num_bytes // copy_bytes(table)
+    assert size.rows is not None
+    return size.rows
+
+
+def caches_of(config: CacheConfig | None, tables: Sequence[Table]) -> dict[str, TableCache]:
+    """By name. Raises ConfigError."""
+    if config is None:
+        return {}
+    names = [table.name for table in tables]
+    if unknown := sorted(set(config.tables) - set(names)):
+        raise ConfigError(
+            f"plan.cache.tables: got {unknown[0]!r}, wanted a table of this model: {', '.join(names)}"
+        )
+    found = {}
+    for table in tables:
+        own = config.tables.get(table.name, TableCacheConfig())
+        size = own.size or config.size
+        bounds = (own.staleness, own.read_bound, own.write_bound)
+        if bounds == (None, None, None):
+            bounds = (config.staleness, config.read_bound, config.write_bound)
+        staleness, read_bound, write_bound = bounds
+        if staleness is None:
+            staleness = (read_bound or 0) + (write_bound or 0)
+        clock = row_clock(staleness, read_bound, write_bound)
+        found[table.name] = TableCache(rows_of(size, table), clock, own.policy or config.policy)
+    return found
+
+
+def check_caches(
+    caches: Mapping[str, TableCache],
+    tables: Sequence[Table],
+    shardings: Sequence[Sharding],
+    exchanges: Sequence[str],
+    *,
+    staleness_steps: object,
+    codecs: Codecs,
+    hbm_bytes: int | None,
+    servers: Sequence[int],
+) -> None:
+    """Raises ConfigError for what does not go with copies. The last three by table."""
+    if not caches:
+        return
+    others = {
+        "staleness_steps": (staleness_steps, 0, "copies are what is late already: set staleness_steps=0"),
+        "memory.hbm": (hbm_bytes, None, "rows on a device are read where they are: leave hbm out"),
+        "wire.values": (codecs.values, EXACT.values, "copies are of rows as they are: leave it exact"),
+        "wire.gradients": (codecs.gradients, EXACT.gradients, "they are gathered as they are: leave it exact"),
+        "servers": (tuple(servers), (), "leave servers out"),
+    }  # fmt: skip
+    for name, (got, wanted, advice) in others.items():
+        if got != wanted:
+            raise ConfigError(
+                f"plan.cache: got plan.{name}={got} with it; {advice}, or leave plan.cache out"
+            )
+    for table, sharding, exchange in zip(tables, shardings, exchanges, strict=True):
+        if table.name not in caches:
+            continue
+        if exchange != "rows":
+            raise ConfigError(
+                f"plan.cache: got exchange={exchange} for table {table.name!r}, wanted rows, which are what copies are "
+                "of; set plan.exchange=rows"
+            )
+        if sharding.slices > 1 or sharding.hot is not None:
+            raise ConfigError(
+                f"plan.cache: got rows of table {table.name!r} that are cut by columns, or copied to every rank for "
+                "being hot; choose sharding row_wise, host_wise or table_wise without hot_rows"
+            )
+        if table.admission is not None or table.eviction is not None:
+            raise ConfigError(
+                f"plan.cache: got table {table.name!r} with admission or eviction, which decide at the owner by every "
+                "update of a row, and with a cache it sees sums of several; leave one of them out"
+            )

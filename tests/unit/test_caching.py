@@ -1,0 +1,108 @@
+"""Copies in plans and configurations: sizes, bounds, and what does not go with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from colonnade import CountMinAdmission, Table, build_plan
+from colonnade.cache.changes import Changes
+from colonnade.config import build_config, override
+from colonnade.consistency.row_clock import RowClock, row_clock
+from colonnade.errors import ConfigError
+from colonnade.exchange.cached import TableCache
+from colonnade.exchange.codec import Codecs
+from colonnade.plan.caching import caches_of, copy_bytes
+from colonnade.plan.plan import Plan
+from colonnade.topology.sharding import column_wise, replicated
+
+TABLES = [Table("item", 8, rows=1000), Table("user", 4)]
+ONE = TableCache(10, RowClock(1, 2), "lfu")
+
+
+def configured(**settings):
+    said = {f"plan.cache.{name.replace('__', '.')}": value for name, value in settings.items()}
+    return override(build_config({}), said).plan.cache
+
+
+def test_sizes_and_bounds_of_a_configuration():
+    size = 5 * copy_bytes(TABLES[1])
+    found = caches_of(
+        configured(
+            staleness=7, policy="lfu", tables__user__size=f"{size}B", tables__user__read_bound=3
+        ),
+        TABLES,
+    )
+    assert found["item"] == TableCache(100, RowClock(3, 4), "lfu")  # a tenth of its rows
+    assert found["user"] == TableCache(5, RowClock(3, 0), "lfu")
+    assert caches_of(None, TABLES) == {}
+    with pytest.raises(ConfigError, match="which takes any id"):
+        caches_of(configured(size="3%"), TABLES)
+    with pytest.raises(ConfigError, match=r"got 'x', wanted a table of this model"):
+        caches_of(configured(tables__x__size=3), TABLES)
+    for bad in (-1, "101%", "ten", True, "-3%"):
+        with pytest.raises(ConfigError, match=r"plan\.cache\.size"):
+            configured(size=bad)
+
+
+def test_bounds_share_the_staleness():
+    assert row_clock(5) == RowClock(2, 3)
+    assert row_clock(5, 0) == RowClock(0, 5)
+    assert row_clock(5, write_bound=1) == RowClock(4, 1)
+    assert row_clock(5).newest_visible(10) == 4
+    for numbers in ((5, 1, 1), (5, 6), (-1,)):
+        with pytest.raises(ConfigError, match="row_clock"):
+            row_clock(*numbers)
+
+
+def test_plans_say_copies_and_come_back_from_json():
+    plan = build_plan(TABLES, 2, caches={"item": ONE})
+    assert [table.exchange for table in plan.tables] == ["cached", "rows"]
+    assert Plan.from_json(plan.to_json()) == plan
+    assert [t.cache for t in build_plan(TABLES, 1, caches={"item": ONE}).tables] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ("staleness_steps=2", {"staleness_steps": 2}),
+        ("wire.values=bf16", {"codecs": Codecs(values="bf16")}),
+        ("wire.gradients=int8", {"codecs": Codecs(gradients="int8")}),
+        ("memory.hbm", {"hbm_bytes": 10**9}),
+        ("servers", {"servers": (1,)}),
+        ("exchange=pooled", {"exchange": "pooled"}),
+        ("exchange=replicated", {"shardings": {"item": replicated(2)}}),
+        ("cut by columns", {"shardings": {"item": column_wise(range(2))}}),
+        ("being hot", {"hot": {"item": [1]}}),
+    ],
+)
+def test_what_does_not_go_with_copies_is_refused(words, settings):
+    with pytest.raises(ConfigError, match=words):
+        build_plan(TABLES, 2, caches={"item": ONE}, **settings)
+
+
+def test_rows_that_leave_have_no_copies():
+    leaving = Table("user", 4, admission=CountMinAdmission(updates=2, expected_ids=10))
+    with pytest.raises(ConfigError, match="admission or eviction"):
+        build_plan([leaving], 2, caches={"user": ONE})
+
+
+@pytest.mark.parametrize("name", ["train.accumulate", "train.on_non_finite"])
+def test_steps_of_several_batches_or_none_are_refused(name):
+    value = 2 if name == "train.accumulate" else "skip"
+    with pytest.raises(ConfigError, match=name):
+        override(build_config({}), {"plan.cache.staleness": 1, name: value})
+
+
+@pytest.mark.parametrize("rows", [1, 2, 37, None])
+def test_a_change_is_never_overlooked(rows):
+    random, changes, newest = np.random.default_rng(0), Changes(rows), {}
+    for number in range(1, 40):
+        ids = np.unique(random.integers(0, rows or 2**62, 5)) * (1 if rows else -1)
+        changes.mark(ids, number)
+        newest |= dict.fromkeys(ids.tolist(), number)
+    ids = np.array(list(newest))
+    for read in range(1, 42):
+        really = np.array(list(newest.values())) >= read
+        assert changes.since(ids, np.full(len(ids), read))[really].all()
+    assert not changes.since(ids, np.full(len(ids), 40)).any()
