@@ -6,7 +6,6 @@ and nowhere else. Legend: B samples, T tables.
 
 from __future__ import annotations
 
-import json
 import threading
 import warnings
 from collections import Counter
@@ -36,6 +35,7 @@ from colonnade.store.dram import DramStore, open_dram
 from colonnade.store.hbm import HbmStore, open_hbm
 from colonnade.store.mapped import MappedRows
 from colonnade.store.policies import RowPolicy, RowRetention, open_policies
+from colonnade.store.token import from_tensor, other_rows, to_tensor
 from colonnade.table import CLOCK_BYTES, Feature, Table
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.reads import announced
@@ -126,7 +126,7 @@ class EmbeddingCollection(nn.Module):
                 "open the collection with backings (a run folder has them), or raise plan.memory.dram"
             )
         if self._expected not in (None, committed):
-            raise CheckpointError(_other_rows(self._expected, committed or ("", 0)))
+            raise CheckpointError(other_rows(self._expected, committed or ("", 0)))
         self.committed, self._expected = committed, None
         self.step = self.step if committed is None else committed[1]
         keep_freed_memory()
@@ -206,13 +206,11 @@ class EmbeddingCollection(nn.Module):
         """In a state_dict: never rows, but a token (JSON as bytes) of the commit that holds them: run and step. No run
         where the rows have changed since the last commit, or there is none."""
         run = self.committed[0] if self.committed and self.committed[1] == self.step else ""
-        token = json.dumps({"run": run, "step": self.step}).encode()
-        return torch.frombuffer(bytearray(token), dtype=torch.uint8).clone()
+        return to_tensor(run, self.step)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raises CheckpointError for a token of rows that are not those here; warns where they were not committed."""
-        token = json.loads(bytes(state.cpu().numpy()))
-        said = (token["run"], token["step"])
+        said = from_tensor(state)
         if not said[0]:
             if said[1] and (self.committed, self.step) != (None, said[1]):
                 warnings.warn(
@@ -224,7 +222,7 @@ class EmbeddingCollection(nn.Module):
             self._expected = said
         elif self.committed != said or self.step != said[1]:
             here = self.committed if self.committed else ("", self.step)
-            raise CheckpointError(_other_rows(said, here))
+            raise CheckpointError(other_rows(said, here))
 
     def __getstate__(self) -> dict:
         if self._opened:
@@ -542,12 +540,3 @@ class EmbeddingCollection(nn.Module):
             )
         if not self._opened:
             self.open()
-
-
-def _other_rows(said: tuple[str, int] | None, here: tuple[str, int]) -> str:
-    run, step = said or ("", 0)
-    rows = f"step {here[1]} of run {here[0]}" if here[0] else f"no commit (step {here[1]})"
-    return (
-        f"got a state_dict whose rows are the commit of step {step} of run {run}, the rows here are {rows}; "
-        f"open that run at step {step}, or leave the keys ending in _extra_state out to load the dense weights alone"
-    )

@@ -25,7 +25,8 @@ from colonnade.topology.mesh import Mesh
 from colonnade.topology.world import World
 from colonnade.train import planning, rehearsal
 from colonnade.train.rehearsal import rehearsed_rows
-from colonnade.train.run import find_collection, open_run, plan_run
+from colonnade.train.requirements import find_collection
+from colonnade.train.run import open_run, plan_run
 
 CONFIG = build_config(
     {

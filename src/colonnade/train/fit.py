@@ -26,11 +26,11 @@ from colonnade.train.commits import open_commits, read_header, resolve
 from colonnade.train.fingerprint import check_model, load_dense
 from colonnade.train.interrupt import stop_on_signals
 from colonnade.train.objective import Objective, objective_of
+from colonnade.train.requirements import find_collection
 from colonnade.train.run import (
     OWN,
     OptimizerMaker,
     ScheduleMaker,
-    find_collection,
     prepare,
     set_threads,
 )

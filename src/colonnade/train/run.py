@@ -19,11 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from colonnade import _native
 from colonnade.config import RunConfig, dump_config, load_config, override
 from colonnade.data import Splits, num_steps, open_source
-from colonnade.data.contract import bags_of
 from colonnade.data.next_use import splits_with_next_use
 from colonnade.data.processes import read_ahead
 from colonnade.data.tabular.tables import lasting_options
-from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import (
     CheckpointError,
     ColonnadeError,
@@ -32,9 +30,8 @@ from colonnade.errors import (
 )
 from colonnade.models.build import build_model, lasting_towers
 from colonnade.models.tower_facts import words_of
-from colonnade.plan.consumers import check_bags
 from colonnade.plan.forcing import is_settled
-from colonnade.plan.plan import Plan, plan_of
+from colonnade.plan.plan import plan_of
 from colonnade.plan_config import MemoryConfig
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.disk import Disk
@@ -57,7 +54,7 @@ from colonnade.train.commits import (
 from colonnade.train.dense import DenseGradients
 from colonnade.train.machine import machine_facts
 from colonnade.train.mirror import Mirror, explained, fetch_run, mirrored_steps, open_url
-from colonnade.train.objective import Objective, Retrieval, objective_of
+from colonnade.train.objective import Objective, objective_of
 from colonnade.train.planning import (
     SAMPLE_LOOKUPS,
     Planned,
@@ -66,6 +63,7 @@ from colonnade.train.planning import (
 )
 from colonnade.train.progress import Progress
 from colonnade.train.record import part_of
+from colonnade.train.requirements import check_data, check_lookups, find_collection
 from colonnade.train.schedules import build_schedule
 from colonnade.train.tower_weights import tower_weights
 from colonnade.train.trainer import Outcome, Schedule, Trainer
@@ -243,7 +241,7 @@ def prepare(
             memory = MemoryConfig(dram=wanted.memory.dram)
             wanted = wanted.model_copy(update={"memory": memory})
         plan = plan_of(wanted, collection.tables, mesh.world)
-        _check_bags(plan, collection, data)
+        check_lookups(plan, collection, data)
         if not read_only:
             check_tiers(plan.ssd, plan.mapped)
     agree_on_plan(plan, optimizer, mesh)  # the last word before anything is written
@@ -260,7 +258,7 @@ def prepare(
             model, collection, data, laid, mesh, folder, objective=objective, make_optimizer=make,
             first_step=done,
         )  # fmt: skip
-        _check_bags(plan, collection, data)
+        check_lookups(plan, collection, data)
     taken = None
     if config.train.warm_start is not None and not read_only:
         if folder is None or not committed_steps(folder):
@@ -391,45 +389,6 @@ def plan_run(
         lookups=lookups,
     )
     return found, collection.tables
-
-
-def find_collection(model: nn.Module) -> EmbeddingCollection:
-    """The one EmbeddingCollection inside a model."""
-    found = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
-    if len(found) != 1:
-        raise ConfigError(
-            f"{type(model).__name__} has {len(found)} EmbeddingCollections among its modules, wanted one; "
-            "declare all tables in one collection"
-        )
-    return found[0]
-
-
-def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
-    """Raises ConfigError where the settings ask for a part that the data has not."""
-    if config.train.mirror is not None:
-        open_url(config.train.mirror)
-    if config.train.progressive and not data.days:
-        raise ConfigError(
-            "train.progressive needs data with days (Splits.days); this data set has none"
-        )
-    if isinstance(objective, Retrieval):
-        for part in ("validation", "test"):
-            source = getattr(data, part)
-            if source is not None and getattr(source, "catalogue", None) is None:
-                raise ConfigError(
-                    f"the {part} part has no catalogue of items to rank, by which a retrieval model is judged; leave "
-                    "that part out (test_fraction=0), or use data that has one (movielens_retrieval, gowalla)"
-                )
-    if config.train.patience and data.validation is None:
-        raise ConfigError(
-            f"train.patience={config.train.patience} waits for a better {objective.monitor} on the validation part, "
-            "and this data set has none; give it one, or set patience to 0"
-        )
-
-
-def _check_bags(plan: Plan, collection: EmbeddingCollection, data: Splits) -> None:
-    exchanges = [table.exchange for table in plan.tables]
-    check_bags(collection.declaration, plan.shardings, exchanges, bags_of(data.train.schema))
 
 
 def _fetch_if_bare(folder: Path, config: RunConfig, mesh: Mesh, console: Console | None) -> None:
