@@ -21,7 +21,7 @@ def from_tensor(state: Tensor) -> tuple[str, int]:
 
 
 def other_rows(said: tuple[str, int] | None, here: tuple[str, int]) -> str:
-    """What is wrong where a state_dict is of other rows than those here; both (run, step), run "" where there is none."""
+    """Where a state_dict is of other rows than those here; both (run, step), run "" where there is none."""
     run, step = said or ("", 0)
     rows = f"step {here[1]} of run {here[0]}" if here[0] else f"no commit (step {here[1]})"
     return (

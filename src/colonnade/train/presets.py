@@ -1,4 +1,4 @@
-"""Settings that suit each data set that `--data` names. Where a figure was reached with them, it is in docs/results.md."""
+"""Settings that suit each data set that `--data` names. Figures that were reached with them are in docs/results.md."""
 
 from __future__ import annotations
 
