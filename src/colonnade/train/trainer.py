@@ -108,9 +108,6 @@ class Trainer:
             with telling(self.mesh.presence):
                 self._train(batches, outcome)
                 self._hand_out()
-        except NonFiniteError:  # on every rank
-            self._hand_out()
-            raise
         finally:
             batches.close()
         if self.commits is not None:
@@ -354,6 +351,7 @@ class Trainer:
     def _refuse(self, message: str, outcome: Outcome) -> None:
         self.dense.take_back()
         if not self.schedule.skip_non_finite:
+            self._hand_out()  # every rank refuses
             raise NonFiniteError(f"{message}. Lower train lr, or set train.on_non_finite=skip")
         outcome.skipped += 1
         self.collection.step += 1
