@@ -10,6 +10,7 @@ import pytest
 import torch
 from own_model import Net, assert_same, splits
 from ranks import run_ranks
+from scenario import assert_close, assert_same_bits, train
 
 import colonnade
 from colonnade import (
@@ -97,13 +98,29 @@ def of_ranks(mesh: Mesh) -> list[dict]:
     exact = [seen_by_table(mesh, BOUNDS, exchanges=each) for each in others]
     loose = seen_by_table(mesh, {"hot": 0}, staleness_steps="unbounded", lookahead=4)
     changed = seen_by_table(mesh, BOUNDS, changes=[(3, 0), (8, 4)])
-    return [*exact, loose, changed]
+    mixed = dict.fromkeys(("user", "tag"), "pooled")
+    trained = [train(mesh, **LATE, exchanges=each, lookahead=3) for each in (None, mixed)]
+    return [*exact, loose, changed, *trained]
+
+
+LATE = {"staleness": 2, "late": {"item": 0, "tag": 1}}
+"""Of the scenario's tables; the features of "item" go into one consumer with those of others."""
+
+
+def test_a_budget_of_memory_changes_no_bit(tmp_path):
+    whole = train(Mesh(), **LATE)
+    assert_same_bits(whole, train(Mesh(), **LATE, dram_bytes=60_000, folder=tmp_path, lookahead=1))
+    same = train(Mesh(), staleness=2)
+    assert not torch.equal(whole.rows["item"], same.rows["item"])
 
 
 def test_each_table_is_as_late_as_it_is_told_on_ranks():
     """By rows, by operators that owners evaluate and by sums; and synchronous ones beside unbounded ones."""
+    one = train(Mesh(), **LATE)
     for found in run_ranks(2, of_ranks):
-        *exact, loose, changed = found
+        *exact, loose, changed, by_rows, mixed = found
+        assert_close(by_rows, one, rtol=1e-10)
+        assert_close(mixed, one, rtol=1e-10)
         for each in exact:
             check(each, BOUNDS)
         assert loose["seen"]["hot"] == promised(0) and loose["last"]["cold"] == STEPS

@@ -195,10 +195,10 @@ def _missed(page: Page, run: RunRecord) -> None:
         return
     rows = [[f"{n:,}", f"{counts[n]:,.0f}", f"{counts[n] / total:.1%}"] for n in sorted(counts)]
     page.numbers(
-        ["updates missed", "steps", "share"],
+        ["updates missed", "reads", "share"],
         rows,
         title="How late reads of rows were",
-        note="Of steps whose rows this run read itself; those that a commit held are not counted.",
+        note="One read for each step and bound of tables; those that a commit held are not counted.",
     )
 
 

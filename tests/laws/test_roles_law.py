@@ -1,0 +1,25 @@
+"""All roles in one world: two trainers, a server and a reader process for each trainer, tables of several bounds. They
+train what two ranks train that do everything themselves, killed in between or not."""
+
+from __future__ import annotations
+
+from small_run import digest
+from test_resume_law import finish, run_to_end, start
+
+LATE = {
+    "plan.staleness_steps": 4,
+    "plan.tables": {"C1": {"staleness_steps": 0}},
+    "plan.lookahead": 3,
+    "plan.memory.dram": 200_000,
+    "train.epochs": 1,
+}
+ROLES = {**LATE, "plan.servers": 1, "data.readers": 1}
+
+
+def test_trainers_a_server_and_readers_train_what_two_ranks_train(tmp_path):
+    run_to_end(tmp_path / "plain", LATE, num_ranks=2)
+    children = start(tmp_path / "roles", ROLES, kill_at=25, num_ranks=3)
+    output = finish(children)
+    assert any(child.returncode for child in children), output
+    run_to_end(tmp_path / "roles", ROLES, num_ranks=3)
+    assert digest(tmp_path / "roles") == digest(tmp_path / "plain")
