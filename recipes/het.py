@@ -8,8 +8,6 @@ A copy inside its bounds is used without a word to the row's owner; its gradient
 import sys
 from dataclasses import asdict
 
-import torch
-
 import colonnade
 from colonnade.consistency.row_clock import row_clock
 from colonnade.data import open_source
@@ -19,12 +17,11 @@ from colonnade.models.wide_deep import WideDeep
 
 def train(mesh: colonnade.Mesh, copies: TableCache) -> tuple[colonnade.Fitted, dict]:
     data = open_source("synthetic", num_train=40_000, num_test=4_000, cardinalities=[4_000] * 8)
-    columns, num_dense = data.train.schema.categorical, len(data.train.schema.dense)
+    columns, dense = data.train.schema.categorical, data.train.schema.dense
     kind = {"dim": {"deep": 16, "wide": 1}, "optimizer": colonnade.SGD(lr=0.5)}
     tables = [colonnade.Table(c.name, rows=c.cardinality, **kind) for c in columns]
-    torch.manual_seed(0)
     features = [colonnade.Feature(c.name, c.name) for c in columns]
-    model = WideDeep(tables, features, num_dense=num_dense, top=(64, 32))
+    model = WideDeep(tables, features, num_dense=len(dense), top=(64, 32))
     caches = {table.name: copies for table in tables}
     model.embeddings.open(colonnade.build_plan(tables, mesh.num_ranks, caches=caches), mesh)
     found = colonnade.fit(model, data, mesh=mesh, epochs=1, batch_size=256, quiet=True)
@@ -36,8 +33,7 @@ if __name__ == "__main__":
     found, counts = train(mesh, TableCache(400, row_clock(int([*sys.argv, 100][1])), "lfu"))
     sent = sum(mesh.traffic.bytes_of(each) for each in ("route", "fetch", "push"))
     if mesh.rank == 0:
-        print(
-            f"test_auc {found.metrics['test_auc']:.4f}  bytes a step {sent // found.outcome.steps:,}"
-        )
+        a_step = sent // found.outcome.steps
+        print(f"test_auc {found.metrics['test_auc']:.4f}  bytes a step {a_step:,}")
         print("  ".join(f"{name} {count:,}" for name, count in counts.items()))
     colonnade.close_mesh(mesh)

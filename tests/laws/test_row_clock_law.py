@@ -9,18 +9,28 @@ from ranks import run_ranks
 from scenario import assert_same_bits, tables, train
 
 from colonnade import (
+    FTRL,
+    LAMB,
     SGD,
+    Adagrad,
+    Adam,
+    AdamW,
     Batch,
     EmbeddingCollection,
     Feature,
     Ids,
+    Mesh,
     RowOptimizer,
+    RowWiseAdagrad,
+    RowWiseAdam,
     Table,
     Uniform,
     build_plan,
 )
+from colonnade.config import build_config, override
 from colonnade.consistency.row_clock import row_clock
 from colonnade.exchange.cached import TableCache
+from colonnade.train.run import open_run
 
 SIZES = [23, 23, 1, 0, 24, 2, 23, 23]
 
@@ -170,3 +180,97 @@ def test_reads_miss_no_more_than_the_bounds_and_nothing_is_lost(num_ranks):
     for missed in run_ranks(num_ranks, count_batches, cases):
         assert missed[0] == 0  # I5
         assert missed[-1] > 5  # the bounds are used
+
+
+OPTIMIZERS = [
+    SGD(lr=0.1),
+    SGD(lr=0.1, momentum=0.9),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1),
+    RowWiseAdam(lr=0.1),
+    AdamW(lr=0.1),
+    FTRL(lr=0.1, l1=1e-3),
+    LAMB(lr=0.1),
+]
+
+
+def gathering(mesh, batches, caches):
+    """Rank 0 alone uses row 1 of each table, once a batch, with these gradients; what it read, by batch and table; then
+    the owners' rows, with and without what waits."""
+    declared = [
+        Table(f"t{i}", 3, rows=4, optimizer=each, dtype="float64")
+        for i, each in enumerate(OPTIMIZERS)
+    ]
+    collection = EmbeddingCollection(
+        declared, [Feature(t.name, t.name, pooling="sequence") for t in declared]
+    )
+    kept = {t.name: caches for t in declared} if caches else None
+    collection.open(build_plan(declared, mesh.num_ranks, caches=kept), mesh)
+    rows, seen = RowOptimizer(collection), []
+    count = int(mesh.rank == 0)
+    ids = Ids(torch.ones(count, dtype=torch.int64), torch.tensor([0, count]))
+    stream = (Batch(1, torch.zeros(1, 0), {t.name: ids for t in declared}) for _ in batches)
+    for batch, gradient in zip(collection.lookahead(stream), batches, strict=True):
+        found = collection(batch)
+        seen.append([found[t.name].detach().clone() for t in declared])
+        sum((found[t.name] * gradient).sum() for t in declared).backward()
+        rows.step()
+    one = torch.tensor([1])
+    held = [collection.rows(t.name, one) for t in declared]
+    with rows.settled():
+        return seen, held, [collection.rows(t.name, one) for t in declared]
+
+
+def test_gathered_gradients_are_one_step_of_their_sum():
+    """At the owner, of every optimizer; the rank that gathers sees a step for each of its batches at once."""
+    random = torch.Generator().manual_seed(2)
+    gradients = [torch.randn(3, generator=random, dtype=torch.float64) for _ in range(7)]
+    single, first, _ = gathering(Mesh(), gradients, None)
+    _, _, summed = gathering(Mesh(), [sum(gradients[:4])], None)
+    _, _, again = gathering(Mesh(), [sum(gradients[:4]), sum(gradients[4:])], None)
+    seen, held, settled = run_ranks(2, gathering, gradients, TableCache(4, row_clock(103, 100)))[0]
+    for batch, mine in zip(single, seen, strict=True):
+        for one, other in zip(batch, mine, strict=True):
+            assert torch.equal(one, other)  # the copy: a step a batch
+    for t in range(len(OPTIMIZERS)):
+        torch.testing.assert_close(held[t], summed[t], rtol=1e-12, atol=1e-14)  # sent after four
+        torch.testing.assert_close(settled[t], again[t], rtol=1e-12, atol=1e-14)
+    assert not all(torch.allclose(one, other) for one, other in zip(settled, first, strict=True))
+
+
+CONFIG = {
+    "data": {"name": "synthetic", "options": {"num_train": 900, "num_test": 60, "cardinalities": [50, 900]}},
+    "model": {"dim": 4, "bottom": [8], "top": [8]},
+    "train": {"batch_size": 60, "epochs": 1, "commit_steps": 7, "threads": 1},
+    "plan": {"cache": {"size": "20%", "staleness": 9, "tables": {"C1": {"policy": "lfu"}}}},
+}  # fmt: skip
+
+
+def run_on(mesh, folder, epochs, staleness):
+    """Goes on to `epochs`: all rows with what waits, those their owners have, test scores, rows used without a word."""
+    config = override(
+        build_config(CONFIG), {"train.epochs": epochs, "plan.cache.staleness": staleness}
+    )
+    run = open_run(config, mesh, folder)
+    try:
+        outcome = run.train()
+        collection, ids = run.trainer.collection, torch.arange(50)
+        held = collection.rows("C1", ids)
+        with run.trainer.rows.settled():
+            every = [collection.rows("C1", ids), collection.rows("C2", torch.arange(900))]
+        number = 0 if collection.cached is None else collection.cached.number
+        return every, held, run.summary(outcome)["metrics"], number
+    finally:
+        run.close()
+
+
+def test_commits_have_all_that_waits_and_go_on_with_other_bounds(tmp_path):
+    every, held, metrics, number = run_ranks(2, run_on, tmp_path, 1, 9)[0]
+    assert number == 15
+    assert not torch.equal(every[0], held)  # something waited
+    alone, owned, again, _ = run_on(Mesh(), tmp_path, 1, 9)  # another world, no copies
+    assert torch.equal(owned, alone[0])
+    for one, other in zip(every, alone, strict=True):
+        assert torch.equal(one, other)
+    assert again["test_auc"] == metrics["test_auc"]

@@ -358,8 +358,8 @@ class CachedExchange(RowsExchange):
             rows = rows[named.written[rows]]
             is_used = flight.origin[rows] >= 0
             out = torch.empty(len(rows), width, dtype=sums.dtype)
-            mine = torch.from_numpy(flight.origin[rows[is_used]] - ends[t])
-            out[torch.from_numpy(is_used)] = pending[mine]
+            place = torch.from_numpy(flight.origin[rows[is_used]] - ends[t])
+            out[torch.from_numpy(is_used)] = pending[place]
             out[torch.from_numpy(~is_used)] = self.copies.take(t, flight.where[rows[~is_used]])
             going.fill(send, t, out)
         placed = ticket.placed[torch.from_numpy(serving.named.written)]

@@ -26,6 +26,7 @@ import torch
 
 from colonnade.data.contract import Position
 from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, StorageError
+from colonnade.exchange.cached import CachedExchange
 from colonnade.exchange.cached_state import is_taken_up, load
 from colonnade.exchange.held import tables_held
 from colonnade.sizes import Place
@@ -422,7 +423,8 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
             "had other hot rows; go on with the shardings of the commit, or from one of a run without staleness"
         )
     trainer.held = [(i, [state["held"][i] for state in ranks]) for i in range(num_held)]
-    cached, copies = trainer.collection.cached, [state.get("cache") for state in ranks]
+    cached: CachedExchange | None = trainer.collection.cached
+    copies: list[Any] = [state.get("cache") for state in ranks]
     is_same = [each.plain() for each in trainer.collection.plan.shardings] == list(
         header["shardings"].values()
     )
