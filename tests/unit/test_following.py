@@ -25,6 +25,7 @@ from colonnade.errors import (
     CorruptionError,
     StorageError,
 )
+from colonnade.store.disk import Disk
 from colonnade.train import publication
 from colonnade.train.commit_clock import word as due_word
 from colonnade.train.commits import committed_steps
@@ -219,27 +220,73 @@ def test_a_run_that_went_back_is_followed(tmp_path):
         assert equal(scores(predictor, samples), told)
 
 
-def test_a_killed_writer_is_made_up_for(tmp_path):
-    """SIGKILL before a change of the disk: what can be seen is whole, and the run goes on publishing."""
+class Dead(StorageError):
+    pass
+
+
+class DyingDisk(Disk):
+    """Does nothing any more from change number `dies_at` on, as after SIGKILL."""
+
+    def __init__(self, dies_at: int) -> None:
+        self.left = dies_at
+
+    def perform(self, change, action):
+        self.left -= 1
+        if self.left <= 0:
+            raise Dead(change.verb)
+        return action()
+
+
+def test_a_writer_that_dies_at_any_change_is_made_up_for(tmp_path, monkeypatch):
+    """What can be seen is one whole commit, at every moment; the next writer publishes what was left out."""
+    monkeypatch.setattr(publication, "LEAST_BYTES", 8000)  # two changes and a base are cut
+    folder, samples = tmp_path / "run", batches({})[:3]
+    train(Mesh(), folder, tmp_path / "unused", {"train.max_steps": 12})
+    steps = committed_steps(folder)
+    dies_at, survived = 0, False
+    while not survived:
+        dies_at += 1
+        published = tmp_path / f"published-{dies_at}"
+        writer = publication.Publication(folder, published, DyingDisk(dies_at))
+        for step in steps:
+            if writer.problem is None:
+                writer.send(step, steps, lambda _: None)
+        survived = writer.problem is None
+        seen = (published / WORD).exists()
+        predictor = Predictor.open(published) if seen else None
+        if predictor is not None:
+            told = wanted(folder, predictor.step, samples, tmp_path / str(predictor.step))
+            assert equal(scores(predictor, samples), told)
+        again = publication.Publication(folder, published, Disk())
+        again.send(steps[-1], steps, lambda _: None)
+        assert again.problem is None
+        if predictor is not None:
+            predictor.refresh()
+        with predictor or Predictor.open(published) as following:
+            assert following.step == steps[-1]
+            assert equal(scores(following, samples), wanted(folder, 12, samples, tmp_path / "12"))
+    assert dies_at > 20
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_publishing(tmp_path):
+    """SIGKILL of the whole process before a change of the disk."""
     samples = batches({})
     settings = {**STEPS, "train.keep_commits": 2, "train.max_steps": 12}
     small_run = Path(__file__).parents[1] / "faults" / "small_run.py"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RANK": "0"}
-    for kill_at in (60, 101, 116, 0):
-        folder, published = tmp_path / f"run-{kill_at}", tmp_path / f"published-{kill_at}"
-        said = json.dumps({**settings, "train.publish": str(published)})
-        for at in (kill_at, 0) if kill_at else (0,):
-            command = [sys.executable, str(small_run), str(folder), said, str(at)]
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False
-            )
-            assert done.returncode == (-signal.SIGKILL if at else 0), done.stderr
-            if (published / WORD).exists():
-                with Predictor.open(published) as predictor:
-                    step = predictor.step
-                    told = wanted(folder, step, samples, tmp_path / f"{kill_at}-{at}")
-                    assert equal(scores(predictor, samples), told)
-        assert step == 12
+    folder, published = tmp_path / "run", tmp_path / "published"
+    said = json.dumps({**settings, "train.publish": str(published)})
+    for kill_at in (60, 80, 80, 0):
+        command = [sys.executable, str(small_run), str(folder), said, str(kill_at)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == (-signal.SIGKILL if kill_at else 0), done.stderr
+        if (published / WORD).exists():
+            with Predictor.open(published) as predictor:
+                step = predictor.step
+                told = wanted(folder, step, samples, tmp_path / f"{kill_at}-{step}")
+                assert equal(scores(predictor, samples), told)
+    assert step == 12
 
 
 def test_follows_by_itself_while_the_run_goes_on(tmp_path):
