@@ -9,28 +9,26 @@ the same process follows what is published while the run goes on.
 import sys
 from pathlib import Path
 
-import torch
-
 import colonnade
 from colonnade.data import Schema, open_source
 from colonnade.models.dlrm import DLRM
 
 
 def build(schema: Schema) -> DLRM:
-    kept = {"optimizer": colonnade.Adagrad(lr=0.05), "eviction": colonnade.MaxRowsEviction(400)}
+    newest = colonnade.MaxRowsEviction(rows=400)
+    kept = {"optimizer": colonnade.Adagrad(lr=0.05), "eviction": newest}
     tables = [colonnade.Table(c.name, 8, **kept) for c in schema.categorical]
     features = [colonnade.Feature(table.name, table.name) for table in tables]
-    torch.manual_seed(0)
     return DLRM(tables, features, num_dense=len(schema.dense), bottom=(16, 8), top=(32,))
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/persia")
-    mesh, late = colonnade.open_mesh(), {"staleness_steps": 4, "lookahead": 8}
-    data = open_source("synthetic", num_train=24_000, num_test=4_000, cardinalities=[900] * 6)
+    mesh, late = colonnade.open_mesh(), {"staleness_steps": 4, "lookahead": 8, "dense_lr": 0.01}
+    data = open_source("synthetic", num_train=24_000, num_test=4_000, cardinalities=[600] * 6)
     model = build(data.train.schema)
     found = colonnade.fit(
-        model, data, run=folder, mesh=mesh, servers=1, batch_size=512, epochs=1,
+        model, data, run=folder, mesh=mesh, servers=1, batch_size=256, epochs=1,
         publish=str(folder / "published"), commit_seconds=1.0, quiet=True, **late,
     )  # fmt: skip
     if mesh.rank == 0:

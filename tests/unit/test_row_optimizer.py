@@ -491,3 +491,32 @@ def bad_setting_on_rank_0(mesh):
 def test_a_bad_setting_on_one_rank_is_heard_by_all():
     one, two = run_ranks(2, bad_setting_on_rank_0)
     assert torch.equal(one, two)
+
+
+def test_settings_are_read_again_when_they_change():
+    """Once read they are kept, whatever says that they are others: a schedule, a group, a tensor changed in place."""
+    embeddings = EmbeddingCollection(
+        [Table("a", 2, optimizer=SGD(lr=1.0), initializer=Uniform(scale=0.0))], [Feature("a", "a")]
+    )
+    rows, wanted = RowOptimizer(embeddings), 0.0
+    rate = torch.tensor(0.5)
+
+    def step() -> float:
+        batch = Batch(1, dense=torch.zeros(1, 0), ids={"a": Ids(torch.tensor([7]))})
+        embeddings(batch)["a"].sum().backward()
+        rows.step()
+        return float(embeddings.rows("a", torch.tensor([7]))[0, 0])
+
+    for lr in (1.0, 1.0, 0.25, rate, rate):
+        rows.param_groups[0]["lr"] = lr
+        wanted -= float(lr)
+        assert step() == wanted
+        rate.mul_(0.5)
+    rows.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ConfigError, match="below 0"):
+        step()
+    rows.param_groups[0]["lr"] = 1.0
+    rows.zero_grad()
+    embeddings.forget()
+    rows.scale_grad_(0.5)
+    assert step() == wanted - 0.5 and step() == wanted - 1.5
