@@ -28,11 +28,7 @@ class DenseWork:
         self.network: nn.Sequential | None = None
         if case.hidden:
             sizes = [len(case.rows) * case.dim, *[case.hidden] * DEPTH]
-            layers = [
-                each
-                for n, m in pairwise(sizes)
-                for each in (nn.Linear(n, m), nn.ReLU())
-            ]
+            layers = [each for n, m in pairwise(sizes) for each in (nn.Linear(n, m), nn.ReLU())]
             self.network = nn.Sequential(*layers, nn.Linear(case.hidden, 1))
 
     def run(self, fields: Tensor) -> None:

@@ -46,7 +46,9 @@ def test_overlap_is_of_the_best_plans_and_of_cases_that_are_alike():
 
 def test_sparse_rates_and_the_bytes_of_a_row():
     measured = [
-        Measured("api", "colonnade", "ms/step", [4.0, 5.0, 4.0]),
+        Measured("api, 2 threads", "colonnade", "ms/step", [4.0, 5.0, 4.0]),
+        Measured("api, 1 threads", "colonnade", "ms/step", [5.0]),
+        Measured("api, 2 threads rows", "colonnade", "ms/step", [2.0]),
         Measured("roofline forward", "colonnade", "ms/step", [1.0]),
         Measured("roofline rows", "colonnade", "ms/step", [1.0]),
         Measured("2 ranks, 0 servers", "colonnade", "samples/s", [300_000.0]),
