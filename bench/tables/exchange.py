@@ -16,6 +16,8 @@ from rich.table import Table as Grid
 
 PEER = "torchrec"
 AUTO = "auto"
+LATE = "bounded"
+"""In the names of systems whose rows are read some steps late, so that their outputs are others at each step."""
 LOSSY = "lossy"
 """In the names of systems whose outputs are not those of the others."""
 UPLINK = " uplink"

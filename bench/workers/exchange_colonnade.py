@@ -141,7 +141,11 @@ def plan_of(tables: list[Table], choice: Mapping[str, Any], case: Case, mesh: Me
         return build_plan(tables, mesh.num_ranks, **choice)
     shardings = SHARDINGS[choice["sharding"]](case.rows, mesh)
     by_name = dict(zip(case.names, shardings, strict=True))
-    return build_plan(tables, mesh.num_ranks, exchange=choice["exchange"], shardings=by_name)
+    late = choice.get("late", 0)
+    return build_plan(
+        tables, mesh.num_ranks, exchange=choice["exchange"], shardings=by_name,
+        staleness_steps=late, lookahead=late + 2,
+    )  # fmt: skip
 
 
 def dealt(rows: list[int], shares: int) -> list[int]:

@@ -226,10 +226,14 @@ class TrainConfig(Section):
     """Epoch e trains on day e of the data set's days, and is tested on the next day before training on it."""
     commit_steps: int = Field(0, ge=0)
     """Steps between commits; 0: at the end of each epoch, and at each best score."""
+    commit_seconds: float = Field(0.0, ge=0)
+    """Seconds between commits, beside those by steps; 0: none by the clock."""
     keep_commits: int = Field(2, ge=1)
     """Newest commits kept, beside the best."""
     mirror: str | None = None
     """URL (s3://, gs://, file:// ...) that commits are copied to; a run folder without commits is fetched from it."""
+    publish: str | None = None
+    """Folder that each commit is published to, as what changed since the one before, for predictors that follow it."""
     warm_start: str | None = None
     """Run folder, or FOLDER@best, @last or @step, whose weights a new run starts from where names and widths agree."""
     warm_start_skip: list[str] = []

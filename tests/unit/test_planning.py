@@ -276,3 +276,16 @@ def test_plan_says_of_each_consumer_what_travels(capsys, tmp_path, monkeypatch, 
     lines = " ".join(said.split())
     assert "fm: values (values 1,664, partial 80): values travel anyway for deep" in lines
     assert "deep: values (values 1,664, partial 2,048): costs more" in lines, said
+
+
+def test_plan_simulates_what_nobody_can_run(capsys, tmp_path, monkeypatch, quick):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    command = ["plan", *SETTINGS, "--set", "model.dim=4", "--dram", "2MiB", "--simulate", "100e12"]
+    command += ["--world", "1x16", "--uplink", "100Gbit"]
+    assert app.run([*command, "--host", "480GiB:8TiB"]) == 0
+    said = capsys.readouterr().out
+    assert "SIMULATION of 100,000,000,000,000 parameters" in said and "PERSIA" in said
+    assert "rows in memory:" in said and "rows in disks:" in said
+    assert app.run([*command, "--host", "much"]) == 2
+    assert "--host" in capsys.readouterr().err

@@ -48,6 +48,27 @@ def test_des_sends_partials():
 
 
 @pytest.mark.slow
+def test_persia_trains_late_beside_a_server_and_is_followed(tmp_path):
+    said = run("persia.py", str(tmp_path / "run"), num_ranks=3)
+    assert float(said.split("test_auc ")[1].split()[0]) > 0.58
+    assert "published step 94: [0." in said
+
+
+def test_100_trillion_parameters_train_here(tmp_path):
+    """Memory and files follow the rows that were trained: at rest 16 bytes beside a record at most, of two commits."""
+    said = run("hundred_trillion.py", str(tmp_path / "run")).splitlines()
+    assert [line.split(": ")[0] for line in said] == [
+        "100,000,000,000,000 parameters, step 16, from None",
+        "100,000,000,000,000 parameters, step 32, from 16",
+    ]
+    for line in said:
+        words = line.split(": ")[1].replace(",", "").split()
+        rows, memory, files = int(words[0]), int(words[3]), int(words[9])
+        assert rows == 2 * 16_384 and memory <= 8 << 20
+        assert files <= 2 * rows * (128 * 4 + 4 + 8 + 16) + (1 << 20)
+
+
+@pytest.mark.slow
 def test_dmt_learns_as_much_with_half_of_the_floats():
     """Modules inside the towers: what travels between two ranks is half as much."""
     said = run("dmt.py", num_ranks=2)

@@ -544,3 +544,32 @@ def test_a_scaled_loss_trains_the_same_and_skips_whole_steps():
             assert torch.equal(values, others[0][1]) and torch.equal(weight, others[0][2])
     off = steps_of(Mesh(), torch.amp.GradScaler("cpu", enabled=False))
     assert [each for each, _ in off[0]] == stepped and torch.equal(off[1], one[1])
+
+
+def test_settings_are_read_again_when_they_change():
+    """Once read they are kept, whatever says that they are others: a schedule, a group, a tensor changed in place."""
+    embeddings = EmbeddingCollection(
+        [Table("a", 2, optimizer=SGD(lr=1.0), initializer=Uniform(scale=0.0))], [Feature("a", "a")]
+    )
+    rows, wanted = RowOptimizer(embeddings), 0.0
+    rate = torch.tensor(0.5)
+
+    def step() -> float:
+        batch = Batch(1, dense=torch.zeros(1, 0), ids={"a": Ids(torch.tensor([7]))})
+        embeddings(batch)["a"].sum().backward()
+        rows.step()
+        return float(embeddings.rows("a", torch.tensor([7]))[0, 0])
+
+    for lr in (1.0, 1.0, 0.25, rate, rate):
+        rows.param_groups[0]["lr"] = lr
+        wanted -= float(lr)
+        assert step() == wanted
+        rate.mul_(0.5)
+    rows.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ConfigError, match="below 0"):
+        step()
+    rows.param_groups[0]["lr"] = 1.0
+    rows.zero_grad()
+    embeddings.forget()
+    rows.scale_grad_(0.5)
+    assert step() == wanted - 0.5 and step() == wanted - 1.5

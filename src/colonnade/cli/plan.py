@@ -26,6 +26,7 @@ EXAMPLES = (
     "  colonnade plan mine.yaml --dram 8GiB --set plan.memory.ssd=/fast:200GiB --target 100000\n\n"
     "  colonnade plan mine.yaml --world 4x2 --uplink 10Gbit --table item\n\n"
     "  torchrun --standalone --nproc-per-node 2 -m -- colonnade plan mine.yaml\n\n"
+    "  colonnade plan mine.yaml --dram 64MiB --simulate 100e12 --host 480GiB:8TiB --world 1x16 --uplink 100Gbit\n\n"
     "  colonnade plan mine.yaml --dram 8GiB --json > plan.json"
 )
 
@@ -69,6 +70,13 @@ def plan(
         float | None,
         typer.Option(min=1.0, help="Samples/s to say bytes per second for; default: as foretold."),
     ] = None,
+    simulate: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Parameters: hosts and seconds for so many, as a simulation."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="With --simulate: memory for rows of each host, or MEMORY:SSD.")
+    ] = "480GiB:8TiB",
     sample: Annotated[int, typer.Option(min=1, help="Lookups of the sample that is profiled.")] = 1
     << 20,
     set_: Annotated[
@@ -88,6 +96,13 @@ def plan(
     if here is None:  # another rank says it
         return
     chosen = override(choose_config(config, data, path, dram, set_), _left_open(config, set_))
+    if simulate is not None:
+        from colonnade.cli.plan_simulation import show_simulation
+        from colonnade.topology.links import planned_world
+
+        found, tables = plan_run(chosen, run, planned_world("1"), lookups=sample)
+        show_simulation(found, tables, chosen.train.batch_size, simulate, host, here)
+        return
     found, tables = plan_run(chosen, run, here, lookups=sample)
     if table is not None and table not in found.choice.shardings:
         raise ConfigError(

@@ -2,6 +2,8 @@
 
     predictor = Predictor.open("runs/mine")          # or a folder that `colonnade export` wrote
     probabilities = predictor(batch)                 # (B, T)
+    predictor = Predictor.open("published")          # a folder that a run publishes to (train.publish)
+    predictor.follow()                               # takes each commit as it comes, between two batches
 
 Legend: B samples, T tasks.
 """
@@ -24,13 +26,15 @@ from colonnade.config import RunConfig, build_config
 from colonnade.data import load_declaration, open_source
 from colonnade.data.contract import Column, Schema
 from colonnade.embedding import EmbeddingCollection
-from colonnade.errors import CheckpointError, ConfigError
+from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.models.build import build_model
 from colonnade.models.retriever import Retriever
 from colonnade.ops.memory import keep_freed_memory
+from colonnade.predict.following import Following, newest_base
 from colonnade.predict.serving import exported
 from colonnade.store.mapped import MappedRows, open_mapped
 from colonnade.train.fingerprint import dense_weights, load_dense
+from colonnade.train.publication import WORD, Base
 from colonnade.train.run import OWN
 
 FORMAT = "colonnade export"
@@ -59,7 +63,13 @@ class Predictor:
         self.model, self.rows = model, rows
         self.schema, self.config = schema, config
         self.step, self.folder = step, folder
-        self._lock = threading.Lock()
+        self.problem: ColonnadeError | None = None
+        """Why `follow` could not go on the last time it tried."""
+        self._following: Following | None = None
+        self._lock = threading.Lock()  # of rows and weights
+        self._turn = threading.Lock()  # of `refresh`
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
 
     @classmethod
     def open(
@@ -70,14 +80,22 @@ class Predictor:
         at: int | str | None = None,
     ) -> Predictor:
         """Open an exported folder, or a run folder: its commit (newest, or step `at`) is then exported first, once,
-        to RUN/serving.
+        to RUN/serving. Of a folder that a run publishes to, the newest commit there.
 
         `model`: the network, not yet used, where it is your own; default: built from the run's configuration.
         Raises CheckpointError where there is no such commit or it is another model's, StorageError for files
         that cannot be read.
         """
-        path = Path(path)
-        folder = exported(path, at=at)
+        path, following = Path(path), None
+        if (path / WORD).is_file():
+            if at is not None:
+                raise ConfigError(
+                    f"{path} is a publication and holds the newest commit; leave --at out"
+                )
+            folder, word = newest_base(path)
+            following = Following(path, word.run, word.bases[-1].number, word.bases[-1].tag)
+        else:
+            folder = exported(path, at=at)
         said = _read_model(folder)
         config = build_config(said["config"]) if said.get("config") else None
         schema = _schema(said, config)
@@ -96,7 +114,13 @@ class Predictor:
         rows = open_mapped(collection.tables, paths, seed=collection.seed)
         collection.serve(rows)
         model.eval().requires_grad_(False)
-        return cls(model, rows, schema=schema, config=config, step=int(said["step"]), folder=folder)
+        opened = cls(
+            model, rows, schema=schema, config=config, step=int(said["step"]), folder=folder
+        )
+        if following is not None:
+            opened._following = following
+            opened.refresh()
+        return opened
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -126,9 +150,74 @@ class Predictor:
         finally:
             ahead.close()
 
+    def refresh(self) -> int:
+        """Take what was published since: returns how many commits further on the predictor is now. Each is taken whole,
+        rows and dense weights, between two batches, in order and once.
+
+        Raises ConfigError where the predictor was not opened on a publication; StorageError, CorruptionError,
+        CheckpointError naming what is torn, missing or another model's. The predictor then stays at the last commit
+        that was whole.
+        """
+        following = self._following
+        if following is None:
+            raise ConfigError(
+                f"{self.folder} is no publication, so nothing follows; open the folder of train.publish"
+            )
+        with self._turn:
+            began = following.number
+            while following.number < (word := following.behind())[1].number:
+                if word[0] is None:
+                    self._take(following)
+                else:
+                    self._open_base(following, word[0])
+            return following.number - began
+
+    def follow(self, seconds: float = 1.0) -> None:
+        """Refresh every so many seconds from now on, in a thread, until `close`. What goes wrong is `problem`, and is
+        tried again."""
+        if self._following is None or self._thread is not None:
+            self.refresh()  # says why, or goes on following as before
+            return
+        self._thread = threading.Thread(
+            target=self._follow, args=(seconds,), name="follow", daemon=True
+        )
+        self._thread.start()
+
     def close(self) -> None:
         """Unmap the rows. The predictor is of no use afterwards."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
         self.rows.close()
+
+    def _follow(self, seconds: float) -> None:
+        while not self._stop.wait(seconds):
+            try:
+                self.refresh()
+                self.problem = None
+            except ColonnadeError as error:
+                self.problem = error
+
+    def _take(self, following: Following) -> None:
+        change = following.next_change(_collection(self.model).tables, dense_weights(self.model))
+        with self._lock, torch.inference_mode():
+            for t, each in enumerate(change.tables):
+                self.rows.change(t, each.ids, each.weights, each.gone)
+            load_dense(self.model, change.dense)
+            self.step = change.step
+        following.applied(change)
+
+    def _open_base(self, following: Following, base: Base) -> None:
+        folder, collection = following.folder / base.folder, _collection(self.model)
+        said = _read_model(folder)
+        _check(collection, said, folder)
+        paths = [folder / table["file"] for table in said["tables"]]
+        rows = open_mapped(collection.tables, paths, seed=collection.seed)  # while others predict
+        with self._lock:
+            _load_dense(self.model, folder / "dense.safetensors")
+            self.rows.become(rows)
+            self.step, self.folder = int(said["step"]), folder
+        following.number, following.tag = base.number, base.tag
 
     def __enter__(self) -> Predictor:
         return self

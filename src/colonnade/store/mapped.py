@@ -3,7 +3,8 @@
 Processes that map the same file share its pages. Each keeps an index of its own: 4 bytes per row of a
 vocabulary table, 23 per row of an open one. Rows that are not there read as their first value (birth law):
 it is written behind the mapped rows, in memory of this process, so that every row of a table lies at
-`base + slot * stride`. Legend: N rows of a file, T tables, E lookups.
+`base + slot * stride`. Between the two lie rows that are newer than the file (`change`), with an index of
+their own: 23 bytes beside a row. Legend: N rows of a file or of a change, T tables, E lookups.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ MAP_FIXED = 0x10  # the mmap module has no name for it
 INDEX_RUN = 1 << 20  # ids put into the index at a time
 SPARSE = 16
 """A vocabulary table with fewer than one exported row in so many is indexed by hash."""
+GONE = 1 << 40  # no slot: a row of the file that is none any more
 DTYPES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -63,6 +65,16 @@ class MappedRows:
             torch.tensor([table.stride for table in self.tables], dtype=torch.int64),
         )
 
+    def change(self, t: int, ids: Tensor, weights: Tensor, gone: Tensor) -> None:
+        """Rows of table t are these from now on: ids (N,) unique, weights (N, width) of the table's dtype; gone (G,):
+        ids that read as their first value again."""
+        self.tables[t].change(ids.numpy(), weights, gone.numpy())
+
+    def become(self, other: MappedRows) -> None:
+        """Serve the rows of another file of each table instead; `other` is used up."""
+        self.close()
+        self.tables = other.tables
+
     def close(self) -> None:
         for table in self.tables:
             table.close()
@@ -79,30 +91,63 @@ class MappedTable:
         self.base = 0
         self._births = births
         self._mapping = _Mapping(file, self.stride)
-        self._capacity = 0
+        self._capacity = self._room = 0
+        self._newer: _native.RowIndex | None = (
+            None  # id -> slot, or GONE, where it is not as in the file
+        )
+        self._num_newer = 0
 
     def find(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Fills slots (E,); returns the positions of ids that the file does not hold."""
         self.index.get(ids, slots)
+        if self._newer is not None and len(ids):
+            places = np.empty(len(ids), np.int64)
+            self._newer.get(np.ascontiguousarray(ids), places)
+            known = np.flatnonzero(places != -1)
+            slots[known] = (
+                np.where(places[known] == GONE, -1, places[known]).astype(np.uint32).view(np.int32)
+            )
         return np.flatnonzero(slots == -1) if slots.size and slots.min() < 0 else slots[:0]
 
     def bear(self, ids: np.ndarray) -> np.ndarray:
         """First values of ids (N,), which need not differ, in place of those of the call before; their slots (N,)."""
         if len(ids) > self._capacity:
             self.reserve(2 * len(ids))
-        out = self._mapping.behind(len(ids) * self.stride)
+        out = self._mapping.behind(self._room, len(ids))
         values = torch.from_numpy(out).view(getattr(torch, self.table.dtype))
         self._births.birth_values(
             self.number, torch.from_numpy(ids), values.view(len(ids), self.table.width)
         )
-        return np.arange(
-            self._mapping.first_free, self._mapping.first_free + len(ids), dtype=np.uint32
-        ).view(np.int32)
+        first = self._mapping.first_free + self._room
+        return np.arange(first, first + len(ids), dtype=np.uint32).view(np.int32)
 
-    def reserve(self, capacity: int) -> None:
-        """Address space for `capacity` rows behind those of the file."""
-        self._capacity = capacity
-        self.base = self._mapping.map(capacity)
+    def change(self, ids: np.ndarray, weights: Tensor, gone: np.ndarray) -> None:
+        """See `MappedRows.change`. A row that was newer already changes in place; one that is gone leaves its place to
+        nobody until the file is replaced."""
+        if self._newer is None:
+            self._newer = _native.RowIndex()
+        places = np.empty(len(ids), np.int64)
+        self._newer.get(ids, places)
+        fresh = np.flatnonzero((places == -1) | (places == GONE))
+        if self._num_newer + len(fresh) > self._room:
+            self.reserve(self._capacity, 2 * (self._num_newer + len(fresh)))
+        first = self._mapping.first_free + self._num_newer
+        places[fresh] = np.arange(first, first + len(fresh))
+        self._num_newer += len(fresh)
+        out = self._mapping.behind(0, self._num_newer).reshape(-1, self.stride)
+        rows = weights.contiguous().view(torch.uint8).numpy().reshape(len(ids), self.stride)
+        out[places - self._mapping.first_free] = rows
+        self._newer.put(ids, places)
+        self._newer.put(gone, np.full(len(gone), GONE, np.int64))
+
+    def reserve(self, capacity: int, room: int | None = None) -> None:
+        """Address space for `room` rows that are newer than the file's, behind those, and `capacity` first values
+        behind them."""
+        newer = self._mapping.behind(0, self._num_newer).copy() if self._num_newer else None
+        self._capacity, self._room = capacity, self._room if room is None else room
+        self.base = self._mapping.map(self._room + capacity)
+        if newer is not None:
+            self._mapping.behind(0, self._num_newer)[:] = newer
 
     def close(self) -> None:
         self._mapping.close()
@@ -192,10 +237,10 @@ class _Mapping:
                 os.close(fd)
         return self._base
 
-    def behind(self, num_bytes: int) -> np.ndarray:
-        """The first bytes behind the file's rows, writable."""
-        start = self._base + self.first_free * self.stride
-        return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(start))
+    def behind(self, first: int, count: int) -> np.ndarray:
+        """The bytes of `count` rows behind the file's, from number `first` of them on, writable."""
+        start = self._base + (self.first_free + first) * self.stride
+        return np.ctypeslib.as_array((ctypes.c_uint8 * (count * self.stride)).from_address(start))
 
     def close(self) -> None:
         if self._address:

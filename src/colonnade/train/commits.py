@@ -42,7 +42,6 @@ from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding, row_wise_in
 from colonnade.train.capture import FORMAT, Captured, capture, settings_of
 from colonnade.train.fingerprint import check_model, load_dense
-from colonnade.train.mirror import Mirror
 from colonnade.train.retained import restore_retentions
 from colonnade.train.schedules import restore_schedule
 from colonnade.train.states import dump, load_state
@@ -58,6 +57,7 @@ from colonnade.train.stores import (
 from colonnade.train.wholeness import check_whole, marks
 
 if TYPE_CHECKING:
+    from colonnade.train.copies import Copy
     from colonnade.train.trainer import Trainer
 
 JOIN_SECONDS = 0.2  # between two looks at signals while a commit is waited for
@@ -82,7 +82,7 @@ class Commits:
         self.folder, self.mesh, self.backings = folder, mesh, tuple(backings)
         self.keep, self.disk = keep, disk
         self.run = run
-        self.mirror: Mirror | None = None
+        self.copies: list[Copy] = []  # that take each commit
         self.outside: list[Path] = []  # directories of this run beyond its folder
         self._writing: Thread | None = None
         self._say: Callable[[str], None] | None = None  # of the commit under way, until it was used
@@ -101,6 +101,10 @@ class Commits:
             target=self._run, args=(trainer, captured), name="commit", daemon=True
         )
         self._writing.start()
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing is not None and self._writing.is_alive()
 
     def finish(self) -> None:
         """Collective: wait until the commit under way is there. Raises StorageError on every rank if one of them could
@@ -155,9 +159,10 @@ class Commits:
                 problem = error
         self._agree(problem, step)
         trainer.collection.committed = (self.run, step)
+        kept = kept_steps(self.folder, self.keep)
+        for copy in self.copies:  # before older commits go: they say what changed
+            copy.send(step, kept, trainer.progress.say)
         self._prune()
-        if self.mirror is not None and self.mesh.rank == 0:
-            self.mirror.send(step, kept_steps(self.folder, self.keep), trainer.progress.say)
 
     def end_writing(self) -> None:
         """Let the folder go, for other runs to open; rows can still be read as they were committed."""

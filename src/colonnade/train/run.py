@@ -51,9 +51,10 @@ from colonnade.train.commits import (
     resolve,
     restore,
 )
+from colonnade.train.copies import open_copies
 from colonnade.train.dense import DenseGradients
 from colonnade.train.machine import machine_facts
-from colonnade.train.mirror import Mirror, explained, fetch_run, mirrored_steps, open_url
+from colonnade.train.mirror import explained, fetch_run, mirrored_steps, open_url
 from colonnade.train.objective import Objective, objective_of
 from colonnade.train.planning import (
     SAMPLE_LOOKUPS,
@@ -110,8 +111,8 @@ class Run:
         self.sent = mean_sent(self.mesh, outcome.steps)
         self.rows = rows_of_first_owner(self.mesh, self.trainer.collection)
         self.samples = int(self.mesh.all_reduce("control", torch.tensor(outcome.samples)))
-        if self.commits is not None and self.commits.mirror is not None:
-            self.commits.mirror.close()
+        for copy in self.commits.copies if self.commits is not None else ():
+            copy.close()
         if self.folder is not None and self.mesh.rank == 0:
             text = json.dumps(self.summary(outcome), indent=2)
             write_durably(Disk(), self.folder / "summary.json", text.encode(), checked=False)
@@ -338,8 +339,8 @@ def prepare(
                 write_durably(disk, folder / "device.json", device_text.encode(), checked=False)
             facts = json.dumps(machine_facts(folder), indent=2).encode()
             write_durably(disk, folder / "machine.json", facts, checked=False)
-        if commits is not None and config.train.mirror is not None:
-            commits.mirror = Mirror(folder, config.train.mirror)
+        if commits is not None:
+            commits.copies = open_copies(config.train, folder, commits, step, disk)
     return Run(config, mesh, trainer, folder, commits, step)
 
 
@@ -491,6 +492,7 @@ def _schedule(config: RunConfig) -> Schedule:
         rows_clip_norm=config.rows.clip_norm,
         dense_clip_norm=config.dense.clip_norm,
         commit_steps=train.commit_steps,
+        commit_seconds=train.commit_seconds,
         skip_non_finite=train.on_non_finite == "skip",
     )
 

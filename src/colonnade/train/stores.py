@@ -85,6 +85,20 @@ def homes(header: Mapping[str, Any]) -> Iterator[Home]:
                 yield Home(number, _name(name, each, columns), each.shard_of(rank), path)
 
 
+def holders(
+    header: Mapping[str, Any], number: int
+) -> list[tuple[tuple[int, int] | None, list[Path]]]:
+    """The folders, inside `rows`, that have all of table `number`'s rows of a commit between them, each row once; of a
+    table cut by columns, for each slice with its columns."""
+    of_table = list(header["model"]["tables"].values())[number]
+    found = []
+    for each, columns in _slices(shardings_of(header)[number], of_table):
+        named = label(number, columns, each.hot)
+        paths = [path for rank in each.holders if (path := home(each, rank, named)) is not None]
+        found.append((columns, paths))
+    return found
+
+
 def home(sharding: Sharding, rank: int, label: str) -> Path | None:
     """Of a rank's rows of a table or slice, by its folders' label; None: it has none."""
     folder = sharding.home_of(rank)

@@ -24,6 +24,7 @@ from colonnade.row_optimizer import RowOptimizer
 from colonnade.topology.presence import telling
 from colonnade.topology.reads import announced
 from colonnade.train.best import Best
+from colonnade.train.commit_clock import CommitClock
 from colonnade.train.commits import Commits
 from colonnade.train.dense import DenseGradients
 from colonnade.train.objective import Objective
@@ -44,6 +45,7 @@ class Schedule:
     min_delta: float = 0.0
     progressive: bool = False
     commit_steps: int = 0
+    commit_seconds: float = 0.0
     skip_non_finite: bool = False
     rows_clip_norm: float | None = None
     dense_clip_norm: float | None = None
@@ -95,9 +97,9 @@ class Trainer:
         self.best = Best(f"validation_{objective.monitor}", schedule.min_delta)
         self.days: list[dict[str, float]] = []  # progressive validation: what each day gave
         self.stop_asked = False
-        self.handed_out = (
-            -1
-        )  # the step after which weights that some ranks alone train last went to all
+        # The step after which weights that some ranks alone train last went to all.
+        self.handed_out = -1
+        self.clock = CommitClock(self.mesh, schedule.commit_seconds)
 
     def train(self) -> Outcome:
         """Collective. Goes on from `position`; returns at the end of the epochs, when scores no longer get
@@ -134,7 +136,9 @@ class Trainer:
             if batch.ends_epoch or is_last or _is_due(step, plan.evaluate_steps):
                 is_best = self._evaluate(batch.ends_epoch)
             is_over = batch.ends_epoch or is_last or stop or self._is_patience_over()
-            if is_over or is_best or _is_due(step, plan.commit_steps):
+            by_clock = self.clock.is_due(self.commits is not None and self.commits.is_writing)
+            is_due = by_clock or _is_due(step, plan.commit_steps)
+            if is_over or is_best or is_due:
                 self.commit(batches.fetched)
             if stop:
                 outcome.stopped = True
@@ -218,6 +222,7 @@ class Trainer:
         """Collective. Once this is written, in the background, a run can go on from here to the same bits."""
         if self.commits is None:
             return
+        self.clock.restart()
         with self.phases("commit", whole=True):
             self._hand_out()
             self.commits.begin(self, [self.collection.exchange.hold(b.ticket) for b in fetched])

@@ -1,0 +1,87 @@
+"""How much of the time for rows between hosts does bounded staleness hide behind dense work?
+
+Hosts are network namespaces on this machine, 2 of 2 ranks, uplinks of 200 Mbit/s, 1 and 10 Gbit/s; 26 one-hot fields
+of Criteo's cardinalities, cut, D = 64, Zipf 1.1, 1024 samples a rank, as in `bench exchange`. Beside the exchange each
+rank takes an MLP of three layers over its fields forward and back: of 0 units (the exchange alone), and of as many as
+make computing about as long as communicating at one of the rates.
+
+    colonnade   every synchronous plan, and the same plans bounded(1) and bounded(4)
+    torchrec    table-wise and its planner's choice, ids of the next batch ahead
+
+    overlap_won    (t_sync - t) / (t_sync - max(compute, communication)) of the best bounded plan: 1 where the shorter
+                   of the two is hidden. t_sync: our best synchronous plan; compute: its step between links that are
+                   not shaped; communication: its step with no dense work. Of cases where the two are alike
+    hybrid_vs_sync_best    t_sync / t
+
+All ranks share this machine's cores, so what computing and communicating both need of a processor cannot overlap.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import exchange
+from cluster import race
+from cluster.hosts import NoHosts
+from cluster.race import Extent, Question
+from exchange import ALL_FIELDS, BATCH_SIZE, MAX_CARDINALITY, SKEW, Workload
+from harness import BenchError
+from tables import hybrid as tables
+from workers.hybrid_dense import HybridCase
+
+LATE = (1, 4)
+TORCHREC: dict[str, dict[str, Any]] = {
+    "torchrec table-wise ahead": {"sharding": "table_wise", "ahead": True},
+    "torchrec planner ahead": {"sharding": "planner", "ahead": True},
+}
+SYNCHRONOUS: dict[str, dict[str, Any]] = {
+    "rows row-wise": {"exchange": "rows", "sharding": "row_wise"},
+    "rows table-wise": {"exchange": "rows", "sharding": "table_wise"},
+    "pooled table-wise": {"exchange": "pooled", "sharding": "table_wise"},
+}
+COLONNADE = SYNCHRONOUS | {
+    f"{tables.LATE}({k}) {name}": {**choice, "late": k}
+    for k in LATE
+    for name, choice in SYNCHRONOUS.items()
+}
+
+
+@dataclass(frozen=True)
+class Dense(Workload):
+    hidden: int = 0
+
+
+def dense(hidden: int) -> Dense:
+    return Dense(tables.name_of(hidden), ALL_FIELDS, 64, 1, hidden=hidden)
+
+
+FULL = Extent(
+    ((2, 2),), (0.2, 1.0, 10.0), tuple(map(dense, (0, 16, 128, 1024))), (), MAX_CARDINALITY, rounds=5,
+    block_seconds=2.0, max_steps=20, session_steps=0,
+)  # fmt: skip
+QUICK = Extent(
+    ((2, 2),), (1.0,), tuple(map(dense, (0, 128))), (), 20_000, rounds=1, block_seconds=0.5,
+    max_steps=4, session_steps=0,
+)  # fmt: skip
+
+
+def write_case(folder: Path, workload: Dense, num_ranks: int, max_cardinality: int) -> HybridCase:
+    """Of what the workers are told."""
+    case = exchange.write_case(folder, workload, num_ranks, max_cardinality)
+    return HybridCase(**asdict(case), hidden=workload.hidden)
+
+
+QUESTION = Question(
+    "hybrid", {"torchrec": TORCHREC, "colonnade": COLONNADE}, write_case, tables.ratios_of,
+    tables.print_result, {"batch_size": BATCH_SIZE, "skew": SKEW},
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    try:
+        race.main(QUESTION, __doc__.splitlines()[0], FULL, QUICK)
+    except (BenchError, NoHosts) as error:
+        sys.exit(f"error: {error}")

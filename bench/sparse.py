@@ -1,0 +1,218 @@
+"""How fast are lookups and updates of open tables alone, and what does a row cost, beside PERSIA's worker and server?
+
+26 one-hot fields of open tables, D=16, Adagrad, 4,096 samples a step, ids of a Zipf law with exponent 1.1:
+
+    api         EmbeddingCollection with lookahead, one fixed gradient through backward, RowOptimizer.step; with as many
+                threads as processors, and with one fewer, which is the lookahead's: the faster of the two counts
+    open        the native core alone, phase by phase, as one process calls it (workers/kernels_colonnade.py)
+    roofline    a bare gather and a bare read-modify-write of the same rows of direct tables: roofline.cc
+    ranks       `api` on 2 and 4 processes over loopback, the batch shared between them; and with servers
+
+PERSIA's figures are of its published binaries on a machine of two such processors (embedding worker, parameter server
+and client on one box): 33.7 thousand samples/s, and 306 bytes for a row of 128 bytes of payload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness import (
+    BENCH,
+    BenchError,
+    Measured,
+    Worker,
+    close_workers,
+    describe_machine,
+    interleave,
+    open_worker,
+    others_share,
+    print_machine,
+    read_cpu_seconds,
+    report,
+    write_report,
+)
+from kernels import Facet
+from rich.console import Console
+from rich.table import Table as Lines
+from workers.workload import Tables, Workload, write_ids
+
+import colonnade
+
+SKEW = 1.1
+LR = 0.01
+DIM = 16
+WANTED, WANTED_ACROSS, WANTED_BEYOND = 900_000, 5 * 34_000, 16
+PERSIA_RATE, PERSIA_BYTES = 33_700, 306
+WORLDS = ((2, 0), (4, 0), (4, 2))
+"""(ranks, of these servers)"""
+ROWS = ((32, "SGD"), (16, "Adagrad"))
+"""Whose memory is measured: 128 bytes of payload either way."""
+WIDTH = 110
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write cases, raw values and ratios here")
+    parser.add_argument("--quick", action="store_true", help="smaller tables, fewer rounds: to try")
+    options = parser.parse_args(arguments)
+    rounds, steps = (2, 20) if options.quick else (7, 50)
+    num_rows = 100_000 if options.quick else 1_000_000  # of each table
+    console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)
+    before = read_cpu_seconds()
+    workload = Workload("one-hot", batch_size=4096, lookups=1, pooled=True, steps=steps)
+    with tempfile.TemporaryDirectory(prefix="colonnade-bench-") as folder:
+        ids = Path(folder) / "ids.npy"
+        write_ids(ids, workload, SKEW, num_rows, 64, seed=0)
+        measured = one_process(workload, ids, num_rows, rounds, steps)
+        for ranks, servers in WORLDS:
+            measured.append(several(ids, ranks, servers, workload.batch_size, rounds, steps))
+    of_rows = {f"D={dim} {name}": row_bytes(dim, name, num_rows) for dim, name in ROWS}
+    result = report(
+        "sparse",
+        version=colonnade.__version__,
+        machine=describe_machine(
+            threads=os.cpu_count(), rows=num_rows, others_share=round(others_share(before), 2),
+            versions={"colonnade": colonnade.__version__}, row_bytes=of_rows,
+        ),
+        measured=measured,
+        ratios=ratios_of(measured, of_rows, workload.batch_size),
+    )  # fmt: skip
+    if options.json:
+        write_report(options.json, result)
+    show(console, measured, of_rows, result["ratios"])
+    print_machine(console, result)
+
+
+def one_process(
+    workload: Workload, ids: Path, num_rows: int, rounds: int, steps: int
+) -> list[Measured]:
+    """Seconds of a step by phase: the API's, and beside it the native core's and the bare loops'."""
+    found = []
+    all_threads = os.cpu_count() or 1
+    few = [(["api"], all_threads - 1)] if all_threads > 1 else []
+    for also, threads in ((["api"], all_threads), *few, (["open", "roofline"], all_threads)):
+        worker = open_worker("colonnade", sys.executable, "workers.kernels_colonnade")
+        try:
+            tell(worker, {"num_threads": threads, "seed": 0})
+            tables = asdict(Tables(num_rows, DIM, "adagrad", LR))
+            tell(worker, {"open": tables, "also": also})
+            blocks = interleave(
+                [Facet(name, worker) for name in also],
+                rounds=rounds,
+                steps=steps,
+                warm_up_steps=steps,
+                message={"workload": asdict(workload), "ids": str(ids)},
+            )
+        finally:
+            close_workers([worker])
+        for system, done in blocks.items():
+            name = f"{system}, {threads} threads" if system == "api" else system
+            found.append(Measured(name, "colonnade", "ms/step", [1e3 * s for s in done.seconds]))
+            for phase, seconds in done.phases.items():
+                values = [round(1e3 * s, 3) for s in seconds]
+                found.append(Measured(f"{name} {phase}", "colonnade", "ms/step", values))
+    return found
+
+
+def several(
+    ids: Path, ranks: int, servers: int, batch_size: int, rounds: int, steps: int
+) -> Measured:
+    """Samples a second of all ranks together."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+        "-m", "workers.sparse_ranks", str(ids), str(DIM), str(servers), str(rounds), str(steps),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=BENCH, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise BenchError(f"{ranks} ranks: {done.stderr[-1000:]}")
+    line = next(line for line in done.stdout.splitlines() if line.startswith('{"seconds"'))
+    rates = [batch_size / seconds for seconds in json.loads(line)["seconds"]]
+    return Measured(f"{ranks} ranks, {servers} servers", "colonnade", "samples/s", rates)
+
+
+def row_bytes(dim: int, optimizer: str, num_rows: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "workers.sparse_rows", str(dim), optimizer, str(num_rows)]
+    done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BenchError(f"bytes of a row: {done.stderr[-1000:]}")
+    return json.loads(done.stdout)
+
+
+def ratios_of(
+    measured: Sequence[Measured], of_rows: dict[str, dict[str, float]], batch_size: int
+) -> dict[str, float]:
+    by_case = {each.case: each.median for each in measured}
+    fastest = min(
+        ms for case, ms in by_case.items() if case.startswith("api") and case.endswith(" threads")
+    )
+    rate = batch_size / fastest * 1e3
+    across = {case: rate for case, rate in by_case.items() if "ranks" in case}
+    bare = sum(ms for case, ms in by_case.items() if case.startswith("roofline "))
+    return {
+        "sparse_samples_per_second": rate,
+        "sparse_vs_persia": rate / PERSIA_RATE,
+        "sparse_across_processes_min": min(across.values()),
+        "sparse_across_processes_vs_persia_min": min(across.values()) / PERSIA_RATE,
+        "sparse_of_roofline": bare / fastest,
+        "row_bytes_beyond_payload_and_clock_max": max(each["beyond"] for each in of_rows.values()),
+        "row_bytes_beyond_payload_max": max(
+            each["beyond"] + each["clock"] for each in of_rows.values()
+        ),
+    }
+
+
+def show(
+    console: Console,
+    measured: Sequence[Measured],
+    of_rows: dict[str, dict[str, float]],
+    ratios: dict[str, float],
+) -> None:
+    table = Lines(box=None, padding=(0, 2, 0, 0), title_justify="left", title="Of a step, medians")
+    for heading in ("what", "median", "unit", "least", "most"):
+        table.add_column(heading, justify="left" if heading in ("what", "unit") else "right")
+    for each in measured:
+        digits = 0 if each.unit == "samples/s" else 2
+        words = [
+            f"{v:,.{digits}f}" for v in (median(each.values), min(each.values), max(each.values))
+        ]
+        table.add_row(each.case, words[0], each.unit, *words[1:])
+    console.print(table)
+    for name, said in of_rows.items():
+        console.print(
+            f"a row of {name}: {said['total']:.1f} bytes = {said['payload']:.0f} payload + {said['clock']:.0f} clock + "
+            f"{said['beyond']:.1f} id, pins and index (PERSIA: {PERSIA_BYTES} for 128)", soft_wrap=True
+        )  # fmt: skip
+    wanted: dict[str, Any] = {
+        "sparse_samples_per_second": f"wanted >= {WANTED:,}; PERSIA {PERSIA_RATE:,}",
+        "sparse_across_processes_min": f"wanted >= {WANTED_ACROSS:,}",
+        "row_bytes_beyond_payload_max": f"wanted <= {WANTED_BEYOND}",
+    }
+    for name, value in ratios.items():
+        word = f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
+        console.print(f"{name}: {word}" + (f" ({wanted[name]})" if name in wanted else ""))
+
+
+def tell(worker: Worker, message: dict[str, Any]) -> None:
+    worker.send(message)
+    worker.answer()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BenchError as error:
+        sys.exit(f"error: {error}")

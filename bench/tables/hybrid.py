@@ -1,0 +1,118 @@
+"""What `bench hybrid` makes of its blocks: how much of the shorter of computing and communicating was hidden."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness import Measured, print_machine
+from rich.console import Console
+from rich.table import Table as Grid
+
+from tables.exchange import EXPOSED, LATE, is_peer, names_of, steps_of
+
+ALONE = 0
+ALIKE = 3.0
+"""Computing and communicating that differ by more have little to hide of each other, and much noise for it."""
+WANTED = 0.7
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """One case, in ms a step."""
+
+    case: str
+    sync: float
+    best_sync: str
+    late: float
+    best_late: str
+    compute: float
+    communication: float
+    peer: float | None
+
+    @property
+    def hideable(self) -> float:
+        """What a perfect overlap would save."""
+        return self.sync - max(self.compute, self.communication)
+
+    @property
+    def won(self) -> float:
+        return (self.sync - self.late) / self.hideable
+
+    @property
+    def is_judged(self) -> bool:
+        least, most = sorted((self.compute, self.communication))
+        return self.hideable > 0 and most <= ALIKE * least
+
+
+def name_of(hidden: int) -> str:
+    """Of a workload."""
+    return f"{hidden} units"
+
+
+def overlaps(measured: Sequence[Measured]) -> list[Overlap]:
+    """Of every case with dense work whose exchange was measured alone at the same rate."""
+    found = []
+    exposed = {(m.case, m.system): m.median for m in measured if m.case.endswith(EXPOSED)}
+    for case in names_of(measured):
+        alone = re.sub(r"\d+ units", name_of(ALONE), case)
+        steps, bare = steps_of(measured, case), steps_of(measured, alone)
+        ours = {name: ms for name, ms in steps.items() if not is_peer(name)}
+        sync = {name: ms for name, ms in ours.items() if LATE not in name and name in bare}
+        late = {name: ms for name, ms in ours.items() if LATE in name}
+        if case == alone or not sync or not late:
+            continue
+        name, best = min(sync, key=sync.__getitem__), min(late, key=late.__getitem__)
+        peers = [ms for peer, ms in steps.items() if is_peer(peer)]
+        found.append(
+            Overlap(
+                case, sync[name], name, late[best], best, sync[name] - exposed.get((case + EXPOSED, name), 0.0),
+                bare[name], min(peers, default=None),
+            )
+        )  # fmt: skip
+    return found
+
+
+def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
+    found = overlaps(measured)
+    ratios = {f"hybrid_vs_sync_best {each.case}": each.sync / each.late for each in found}
+    if found:
+        ratios["hybrid_vs_sync_best"] = min(ratios.values())
+    judged = {each.case: each.won for each in found if each.is_judged}
+    ratios |= {f"overlap_won {case}": won for case, won in judged.items()}
+    if judged:
+        ratios["overlap_won"] = min(judged.values())
+    if peers := [each.peer / each.late for each in found if each.peer is not None]:
+        ratios["hybrid_vs_torchrec_best"] = min(peers)
+    return ratios
+
+
+def print_result(console: Console, measured: Sequence[Measured], result: Mapping[str, Any]) -> None:
+    grid = Grid(box=None, title_justify="left", padding=(0, 1, 0, 0), title="ms/step")
+    for heading in (
+        "case",
+        "synchronous",
+        "ms",
+        "bounded",
+        "ms",
+        "compute",
+        "links",
+        "torchrec",
+        "won",
+    ):
+        grid.add_column(
+            heading, justify="left" if heading in ("case", "synchronous", "bounded") else "right"
+        )
+    for each in overlaps(measured):
+        grid.add_row(
+            each.case, each.best_sync, f"{each.sync:.1f}", each.best_late, f"{each.late:.1f}", f"{each.compute:.1f}",
+            f"{each.communication:.1f}", "" if each.peer is None else f"{each.peer:.1f}",
+            f"{each.won:.2f}" if each.is_judged else "",
+        )  # fmt: skip
+    console.print(grid)
+    for name, value in result["ratios"].items():
+        wanted = f" (wanted >= {WANTED})" if name.startswith("overlap_won") else ""
+        console.print(f"{name}: {value:.2f}{wanted}", soft_wrap=True)
+    print_machine(console, result)

@@ -1,0 +1,90 @@
+"""What a predictor reads of a publication (`train/publication.py`): the newest base, and changes in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from colonnade.errors import CheckpointError, StorageError
+from colonnade.table import Table
+from colonnade.train.publication import Base, ChangeSet, Published, read_change, read_word
+
+TRIES = 3  # to open a base while the run replaces it
+
+
+class Following:
+    """Where one predictor is in a publication. One thread at a time."""
+
+    def __init__(self, folder: Path, run: str, number: int, tag: str) -> None:
+        """number, tag: of the commit that the predictor has."""
+        self.folder, self.run, self.number, self.tag = folder, run, number, tag
+
+    def behind(self) -> tuple[Base | None, Published]:
+        """The base to open instead of going on (None: go on by changes), and the word.
+
+        A newer base is opened as soon as it is there: its rows are mapped, those of changes are this process's memory.
+        Raises CheckpointError where the folder publishes nothing, or another run.
+        """
+        word = published(self.folder)
+        if word.run != self.run:
+            raise CheckpointError(
+                f"{self.folder}: got a publication of run {word.run}, wanted run {self.run}, whose rows these are; "
+                "open the predictor again to take the other model"
+            )
+        newest = word.bases[-1]
+        return (newest if newest.number > self.number else None), word
+
+    def next_change(self, tables: Sequence[Table], dense: dict[str, Tensor]) -> ChangeSet:
+        """The change that applies to what the predictor has, checked against its network; nothing of it is applied.
+
+        Raises StorageError, CorruptionError, CheckpointError naming what is wrong with it.
+        """
+        change = read_change(self.folder, self.number + 1)
+        path = f"{self.folder}: change {self.number + 1}"
+        if (change.run, change.number, change.before) != (self.run, self.number + 1, self.tag):
+            raise CheckpointError(
+                f"{path}: got one of run {change.run} that applies to commit {change.before}, wanted run {self.run} "
+                f"and commit {self.tag}: it is another publication's. Publish to a folder of its own"
+            )
+        got = [(len(c.ids), tuple(c.weights.shape), str(c.weights.dtype)) for c in change.tables]
+        wanted = [
+            (count, (count, table.width), f"torch.{table.dtype}")
+            for (count, _, _), table in zip(got, tables, strict=False)
+        ]
+        shapes = {name: tuple(value.shape) for name, value in change.dense.items()}
+        if (
+            len(got) != len(tables)
+            or got != wanted
+            or shapes != {name: tuple(value.shape) for name, value in dense.items()}
+        ):
+            raise CheckpointError(
+                f"{path}: got rows or weights of other shapes than this network's; it is another model's"
+            )
+        return change
+
+    def applied(self, change: ChangeSet) -> None:
+        self.number, self.tag = change.number, change.tag
+
+
+def published(folder: Path) -> Published:
+    """Raises CheckpointError where nothing is published, CorruptionError."""
+    word = read_word(folder)
+    if word is None:
+        raise CheckpointError(
+            f"{folder} holds no publication; train with --set train.publish={folder}"
+        )
+    return word
+
+
+def newest_base(folder: Path) -> tuple[Path, Published]:
+    """An export that is there, and the word that names it. Raises StorageError where a base that is named is gone."""
+    for _ in range(TRIES):
+        word = published(folder)
+        place = folder / word.bases[-1].folder
+        if (place / "model.json").is_file():
+            return place, word
+    raise StorageError(
+        f"{place}: missing, but {folder} names it; let the run publish to another folder"
+    )

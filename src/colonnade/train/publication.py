@@ -1,0 +1,287 @@
+"""A run's commits on their way to whoever predicts: a folder with one base and what each later commit changed of it.
+
+PUBLISHED/published.json                   the word: written last, each time; what it does not name is not there
+PUBLISHED/base-<number>-<tag>/             an export (export.py) of the commit that change <number> led to
+PUBLISHED/change-<number>                  rows and dense weights that one commit has and the one before has not
+
+A change is a checked file (store/durable.py) of safetensors: `rows/<table>/ids` (N,) int64, `rows/<table>/weights`
+(N, width), `rows/<table>/gone` (G,) int64, `dense/<name>`; its metadata names the commits between which it leads. Only
+what was committed is published, so a run that is killed and goes on never takes anything back, and nothing is told
+twice. Legend: N rows that changed, G rows that are gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, CorruptionError
+from colonnade.store.difference import Difference, Incomparable, difference
+from colonnade.store.disk import Disk
+from colonnade.store.durable import read_verified, write_durably
+from colonnade.train.export import ITEM_BYTES, export_run
+from colonnade.train.states import load_state
+from colonnade.train.stores import holders
+
+FORMAT = "colonnade publication"
+VERSION = 1
+WORD = "published.json"
+LEAST_BYTES = 1 << 20  # changes smaller than this together are never worth another base
+OLD_BASES = 1  # that stay beside the newest: somebody may be reading one
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A whole export, and the number of the change that led to its commit."""
+
+    folder: str
+    number: int
+    tag: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What a publication's word says."""
+
+    run: str
+    number: int
+    """Of the newest change, or base."""
+    step: int
+    tag: str
+    """Of the newest commit."""
+    bases: tuple[Base, ...]
+    """Ascending numbers; the last is the newest."""
+    change_bytes: int
+    """Of all changes since the newest base."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """Of one table: ids (N,) and weights (N, width) of rows that are new or have changed, gone (G,) ids."""
+
+    ids: Tensor
+    weights: Tensor
+    gone: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeSet:
+    """From one commit to a later one."""
+
+    run: str
+    number: int
+    before: str
+    """Tag of the commit it applies to."""
+    tag: str
+    step: int
+    tables: tuple[TableChange, ...]
+    dense: dict[str, Tensor]
+
+
+class Publication:
+    """Rank 0's writer. A failure is said and made up for at the next commit; the run's commits do not depend on it."""
+
+    def __init__(self, run_folder: Path, folder: Path, disk: Disk) -> None:
+        self.run_folder, self.folder, self.disk = run_folder, folder, disk
+        self.problem: ColonnadeError | OSError | None = None  # of the newest commit
+
+    def send(self, step: int, kept: Sequence[int], say: Callable[[str], None]) -> None:
+        """Publish the commit of `step`, which is there, as the one that was published last may still be."""
+        try:
+            self._send(step, _header(self.run_folder, step))
+            self.problem = None
+        except (ColonnadeError, OSError) as error:
+            self.problem = error
+            say(
+                f"{self.folder}: could not publish step {step}: {error}. Training goes on; the next commit makes it up"
+            )
+
+    def close(self) -> None:
+        """Raises StorageError if the newest commit was not published."""
+        if self.problem is not None:
+            raise self.problem
+
+    def _send(self, step: int, header: Mapping[str, Any]) -> None:
+        self.disk.make_dir(self.folder)
+        word, tag = read_word(self.folder), tag_of(self.run_folder, step)
+        if word is None:
+            self._write(self._with_base(Published(header["run"], 0, step, tag, (), 0)))
+            return
+        check_owner(self.folder, word, header["run"])
+        if word.tag == tag:
+            return
+        number = word.number + 1
+        try:
+            content = change_bytes(self.run_folder, word, step, header, number, tag)
+        except (
+            Incomparable,
+            CheckpointError,
+        ):  # gone, or laid out otherwise: nothing tells what changed
+            self._write(self._with_base(Published(word.run, number, step, tag, word.bases, 0)))
+            return
+        write_durably(self.disk, self.folder / change_name(number), content)
+        grown = word.change_bytes + len(content)
+        said = Published(word.run, number, step, tag, word.bases, grown)
+        if grown > max(LEAST_BYTES, word.bases[-1].num_bytes):
+            said = self._with_base(said)
+        self._write(said)
+
+    def _with_base(self, said: Published) -> Published:
+        name = f"base-{said.number:012d}-{said.tag}"
+        if not (self.folder / name).exists():
+            export_run(self.run_folder, self.folder / name, at=said.step)
+        size = sum(path.stat().st_size for path in (self.folder / name).iterdir())
+        bases = (*said.bases, Base(name, said.number, said.tag, size))[-1 - OLD_BASES :]
+        return Published(said.run, said.number, said.step, said.tag, bases, 0)
+
+    def _write(self, said: Published) -> None:
+        """The word, and then nothing that it does not need."""
+        fields = {"format": FORMAT, "version": VERSION, **asdict(said)}
+        write_durably(self.disk, self.folder / WORD, json.dumps(fields, indent=2).encode())
+        kept = {base.folder for base in said.bases}
+        for path in self.folder.iterdir():
+            kind, _, rest = path.name.partition("-")
+            if kind == "base" and path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+            elif kind == "change" and rest.isdigit() and int(rest) <= said.bases[0].number:
+                self.disk.unlink(path)
+
+
+def change_bytes(
+    run_folder: Path, word: Published, step: int, header: Mapping[str, Any], number: int, tag: str
+) -> bytes:
+    """A change's file: from the commit that the word names to that of `step`. Raises Incomparable, CheckpointError
+    where nothing tells what changed between the two."""
+    if word.step >= step or tag_of(run_folder, word.step) != word.tag:
+        raise CheckpointError(f"{run_folder} has no commit of step {word.step} as it was published")
+    earlier = _header(run_folder, word.step)
+    for name in ("shardings", "num_ranks", "model"):
+        if earlier.get(name) != header.get(name):
+            raise Incomparable(f"{run_folder}: {name} changed after step {word.step}")
+    tensors: dict[str, Tensor] = {}
+    for t, of_table in enumerate(header["model"]["tables"].values()):
+        change = _table_change(run_folder, header, t, of_table, word.step, step)
+        tensors[f"rows/{t}/ids"], tensors[f"rows/{t}/gone"] = change.ids, change.gone
+        tensors[f"rows/{t}/weights"] = change.weights
+    place = run_folder / "commits" / f"{step:012d}" / "dense"
+    for name, value in load_state(place, header["run"])["model"].items():
+        tensors[f"dense/{name}"] = value.contiguous().clone()
+    said = {"run": word.run, "number": number, "before": word.tag, "tag": tag, "step": step}
+    return save(tensors, metadata={"change": json.dumps(said)})
+
+
+def _table_change(
+    run_folder: Path,
+    header: Mapping[str, Any],
+    number: int,
+    of_table: Mapping[str, Any],
+    earlier: int,
+    later: int,
+) -> TableChange:
+    dtype = of_table["dtype"].split()[0]
+    dims = of_table["dim"]
+    width = sum(dims.values()) if isinstance(dims, Mapping) else dims
+    found: list[tuple[tuple[int, int], Difference]] = []
+    for columns, places in holders(header, number):
+        first, last = columns or (0, width)
+        for place in places:
+            each = difference(run_folder / "rows" / place, earlier, later)
+            found.append(((first, last), each))
+    slices = sorted({columns for columns, _ in found})
+    joined = [_joined([each for at, each in found if at == columns]) for columns in slices]
+    ids, gone = joined[0].ids, joined[0].gone
+    if any(not np.array_equal(each.ids, ids) for each in joined):
+        raise Incomparable(
+            f"{run_folder}: slices of table {number} changed other rows than its first"
+        )
+    item = ITEM_BYTES[dtype]
+    rows = [each.records[:, : (b - a) * item] for (a, b), each in zip(slices, joined, strict=True)]
+    weights = torch.from_numpy(np.ascontiguousarray(np.concatenate(rows, axis=1)))
+    shaped = weights.view(getattr(torch, dtype)).view(len(ids), width)
+    return TableChange(torch.from_numpy(ids), shaped, torch.from_numpy(gone))
+
+
+def _joined(parts: list[Difference]) -> Difference:
+    """Of stores that have different rows of one table: ids ascending."""
+    ids = np.concatenate([each.ids for each in parts])
+    order = ids.argsort(kind="stable")
+    records = np.concatenate([each.records for each in parts])[order]
+    return Difference(ids[order], records, np.sort(np.concatenate([each.gone for each in parts])))
+
+
+def read_word(folder: Path) -> Published | None:
+    """None where nothing is published. Raises CorruptionError, CheckpointError for another version."""
+    path = folder / WORD
+    if not path.exists():
+        return None
+    said = json.loads(read_verified(path))
+    got = (said.pop("format", None), said.pop("version", None))
+    if got != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"{path}: got {got[0]} {got[1]}, this Colonnade reads {FORMAT} {VERSION}; publish to another folder, or "
+            "read it with the Colonnade that wrote it"
+        )
+    bases = tuple(Base(**base) for base in said.pop("bases"))
+    return Published(bases=bases, **said)
+
+
+def check_owner(folder: Path, word: Published, run: str) -> None:
+    """Raises ConfigError where the folder is another run's."""
+    if word.run != run:
+        raise ConfigError(
+            f"{folder} publishes run {word.run}, this is run {run}; give train.publish a folder of its own"
+        )
+
+
+def change_name(number: int) -> str:
+    return f"change-{number:012d}"
+
+
+def read_change(folder: Path, number: int) -> ChangeSet:
+    """Raises StorageError where it is not there, CorruptionError where a byte differs or it is no change."""
+    path = folder / change_name(number)
+    content = read_verified(path)
+    try:
+        end = 8 + int.from_bytes(content[:8], "little")
+        said = json.loads(json.loads(content[8:end])["__metadata__"]["change"])
+        tensors = load(content)
+        num_tables = sum(name.endswith("/gone") for name in tensors)
+        tables = tuple(
+            TableChange(*(tensors[f"rows/{t}/{what}"] for what in ("ids", "weights", "gone")))
+            for t in range(num_tables)
+        )
+    except Exception as error:  # safetensors raises its own kind
+        raise CorruptionError(
+            f"{path}: got a file that is no change of a publication ({' '.join(str(error).split())}); remove the "
+            "publication's folder, and let the run publish a new one"
+        ) from None
+    named = {name: value for name, value in tensors.items() if name.startswith("dense/")}
+    dense = {name.removeprefix("dense/"): value for name, value in named.items()}
+    return ChangeSet(**said, tables=tables, dense=dense)
+
+
+def tag_of(run_folder: Path, step: int) -> str:
+    """What tells a commit from every other, of this run or of another one. Raises CheckpointError where it is gone."""
+    return hashlib.blake2b(_content(run_folder, step), digest_size=8).hexdigest()
+
+
+def _header(run_folder: Path, step: int) -> dict[str, Any]:
+    return json.loads(_content(run_folder, step))
+
+
+def _content(run_folder: Path, step: int) -> bytes:
+    path = run_folder / "commits" / f"{step:012d}.json"
+    if not path.exists():
+        raise CheckpointError(f"{run_folder} has no commit of step {step}")
+    return read_verified(path)

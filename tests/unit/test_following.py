@@ -1,0 +1,326 @@
+"""A predictor that follows a run has the bits of an export of the same step, through deletes, restarts and damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_run import CONFIG, opened
+
+from colonnade import Mesh, Predictor
+from colonnade.config import build_config, override
+from colonnade.errors import (
+    CheckpointError,
+    ColonnadeError,
+    ConfigError,
+    CorruptionError,
+    StorageError,
+)
+from colonnade.store.disk import Disk
+from colonnade.train import publication
+from colonnade.train.commit_clock import word as due_word
+from colonnade.train.commits import committed_steps
+from colonnade.train.export import export_run
+from colonnade.train.publication import WORD, change_name, read_change, read_word
+from colonnade.train.run import open_run
+
+STEPS = {"train.epochs": 1, "train.commit_steps": 4, "train.keep_commits": 20}
+OPEN = {"rows.eviction.max_rows": 300, "rows.eviction.by": "recency"}
+
+
+def train(mesh, folder: Path, published: Path, settings: dict) -> int | None:
+    config = override(build_config(CONFIG), {**STEPS, "train.publish": str(published), **settings})
+    run = open_run(config, mesh, folder, data=opened(config))
+    run.train()
+    run.close()
+    return run.resumed_at
+
+
+def batches(settings: dict) -> list:
+    config = override(build_config(CONFIG), settings)
+    data = opened(config)
+    return [*data.test.batches(64), *data.train.batches(256)]
+
+
+def scores(predictor: Predictor, samples: list) -> list[torch.Tensor]:
+    return [predictor(batch) for batch in samples]
+
+
+def equal(a: list, b: list) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def wanted(folder: Path, step: int, samples: list, place: Path) -> list[torch.Tensor]:
+    """By an export of the step."""
+    if not place.exists():
+        export_run(folder, place, at=step)
+    with Predictor.open(place) as predictor:
+        return scores(predictor, samples)
+
+
+@pytest.fixture
+def snapshots(monkeypatch):
+    """The publication as it was after each commit, by step."""
+    found: dict[int, dict[str, bytes]] = {}
+    send = publication.Publication.send
+
+    def send_and_keep(self, step, kept, say):
+        send(self, step, kept, say)
+        assert self.problem is None
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        found[step] = {str(p.relative_to(self.folder)): p.read_bytes() for p in files}
+
+    monkeypatch.setattr(publication.Publication, "send", send_and_keep)
+    return found
+
+
+def lay(files: dict[str, bytes], folder: Path) -> None:
+    """The folder as it was."""
+    for path in [path for path in folder.rglob("*") if path.is_file()]:
+        if str(path.relative_to(folder)) not in files:
+            path.unlink()
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if not (folder / name).exists() or (folder / name).read_bytes() != content:
+            (folder / name).unlink(
+                missing_ok=True
+            )  # a mapped file must not change under its readers
+            (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("settings", [{}, OPEN], ids=["vocabulary", "evicting"])
+@pytest.mark.parametrize("least", [1, 1 << 30], ids=["bases", "changes"])
+def test_every_commit_has_the_bits_of_its_export(settings, least, snapshots, tmp_path, monkeypatch):
+    """Newborn rows, rows that were evicted, one that comes back; predictors that look at each commit, at some, late."""
+    monkeypatch.setattr(publication, "LEAST_BYTES", least)
+    settings = {**settings, "plan.memory.dram": 120_000} if not settings else settings
+    folder, live, samples = tmp_path / "run", tmp_path / "live", batches(settings)
+    train(Mesh(), folder, tmp_path / "published", settings)
+    steps = committed_steps(folder)
+    assert sorted(snapshots) == steps and len(steps) == 4
+    lay(snapshots[steps[0]], live)
+    with Predictor.open(live) as every, Predictor.open(live) as some:
+        for number, step in enumerate(steps):
+            lay(snapshots[step], live)
+            assert every.refresh() == (number > 0) and every.refresh() == 0
+            told = wanted(folder, step, samples, tmp_path / f"at-{step}")
+            assert every.step == step and equal(scores(every, samples), told)
+            with Predictor.open(live) as late:
+                assert late.step == step and equal(scores(late, samples), told)
+        assert some.refresh() == 3 and equal(scores(some, samples), told)
+    word = read_word(live)
+    assert len(word.bases) == (2 if least == 1 else 1)
+    if least > 1:
+        sent = [read_change(live, number) for number in range(1, word.number + 1)]
+        assert not [change for change in sent if not sum(len(t.ids) for t in change.tables)]
+        assert bool(settings.get("rows.eviction.max_rows")) == any(
+            len(table.gone) for change in sent for table in change.tables
+        )
+
+
+def test_of_several_ranks_whatever_their_shardings_and_number(tmp_path):
+    """Slices, hot rows, copies, servers of another world: what is published does not know them. Ranks that change start
+    from a base."""
+    folder, published = tmp_path / "run", tmp_path / "published"
+    samples = batches({})
+    shardings = {
+        "rows.optimizer": "adagrad",
+        "plan.tables": {
+            "C1": {"sharding": "column_wise"},
+            "C2": {"exchange": "replicated"},
+            "C4": {"sharding": "table_wise"},
+        },
+    }
+    run_ranks(2, train, folder, published, {**shardings, "train.max_steps": 9})
+    step = committed_steps(folder)[-1]
+    with Predictor.open(published) as predictor:
+        assert predictor.step == step and read_word(published).bases[-1].number == 0
+        assert equal(scores(predictor, samples), wanted(folder, step, samples, tmp_path / "one"))
+        assert train(Mesh(), folder, published, {"rows.optimizer": "adagrad"}) == step
+        assert predictor.refresh() > 1  # a base, and changes after it
+        step = committed_steps(folder)[-1]
+        assert predictor.step == step and read_word(published).bases[-1].number > 0
+        assert equal(scores(predictor, samples), wanted(folder, step, samples, tmp_path / "two"))
+
+
+def test_goes_on_where_it_was_and_names_what_is_wrong(snapshots, tmp_path):
+    folder, live, samples = tmp_path / "run", tmp_path / "live", batches({})
+    train(Mesh(), folder, tmp_path / "published", {})
+    first, second, third, last = committed_steps(folder)
+    lay(snapshots[first], live)
+    with Predictor.open(live) as predictor:
+        before = scores(predictor, samples)
+        lay(snapshots[third], live)
+        torn = live / change_name(2)
+        content = torn.read_bytes()
+        for damage in (content[:-7], content[:100] + bytes([content[100] ^ 1]) + content[101:]):
+            torn.write_bytes(damage)
+            with pytest.raises(CorruptionError, match=change_name(2)):
+                predictor.refresh()
+            assert predictor.step == second  # the first of the two was whole
+        told = wanted(folder, second, samples, tmp_path / "second")
+        assert equal(scores(predictor, samples), told) and not equal(told, before)
+        torn.unlink()
+        with pytest.raises(StorageError, match=change_name(2)):
+            predictor.refresh()
+        torn.write_bytes((live / change_name(1)).read_bytes())
+        with pytest.raises(CheckpointError, match="another publication's"):
+            predictor.refresh()
+        assert predictor.step == second and equal(scores(predictor, samples), told)
+        lay(snapshots[last], live)
+        assert predictor.refresh() == 2
+        told = wanted(folder, last, samples, tmp_path / "last")
+        assert equal(scores(predictor, samples), told)
+
+
+def test_two_models_are_not_mixed_up(tmp_path):
+    published, other = tmp_path / "published", tmp_path / "other"
+    train(Mesh(), tmp_path / "one", published, {"train.max_steps": 4})
+    train(Mesh(), tmp_path / "two", other, {"train.max_steps": 8, "train.seed": 1})
+    with pytest.raises(ConfigError, match=r"give train\.publish a folder of its own"):
+        train(Mesh(), tmp_path / "two", published, {"train.max_steps": 12, "train.seed": 1})
+    with Predictor.open(published) as predictor:
+        for path in other.iterdir():
+            if path.is_file():
+                (published / path.name).write_bytes(path.read_bytes())
+        with pytest.raises(CheckpointError, match="wanted run"):
+            predictor.refresh()
+        assert predictor.step == 4
+    with pytest.raises(ConfigError, match="leave --at out"):
+        Predictor.open(published, at=4)
+    export_run(tmp_path / "one", tmp_path / "export")
+    with Predictor.open(tmp_path / "export") as predictor:
+        with pytest.raises(ConfigError, match="is no publication"):
+            predictor.follow()
+
+
+def test_a_run_that_went_back_is_followed(tmp_path):
+    """Commits that were given up and made anew under other settings: what was published of them is taken back whole."""
+    folder, published, samples = tmp_path / "run", tmp_path / "published", batches({})
+    train(Mesh(), folder, published, {})
+    config = override(
+        build_config(CONFIG),
+        {**STEPS, "train.publish": str(published), "dense.lr": 0.1, "train.max_steps": 12},
+    )
+    with Predictor.open(published) as predictor:
+        run = open_run(config, Mesh(), folder, at=4, data=opened(config))
+        run.train()
+        run.close()
+        assert predictor.refresh() > 0 and predictor.step == 12
+        told = wanted(folder, 12, samples, tmp_path / "out")
+        assert equal(scores(predictor, samples), told)
+
+
+class Dead(StorageError):
+    pass
+
+
+class DyingDisk(Disk):
+    """Does nothing any more from change number `dies_at` on, as after SIGKILL."""
+
+    def __init__(self, dies_at: int) -> None:
+        self.left = dies_at
+
+    def perform(self, change, action):
+        self.left -= 1
+        if self.left <= 0:
+            raise Dead(change.verb)
+        return action()
+
+
+def test_a_writer_that_dies_at_any_change_is_made_up_for(tmp_path, monkeypatch):
+    """What can be seen is one whole commit, at every moment; the next writer publishes what was left out."""
+    monkeypatch.setattr(publication, "LEAST_BYTES", 8000)  # two changes and a base are cut
+    folder, samples = tmp_path / "run", batches({})[:3]
+    train(Mesh(), folder, tmp_path / "unused", {"train.max_steps": 12})
+    steps = committed_steps(folder)
+    dies_at, survived = 0, False
+    while not survived:
+        dies_at += 1
+        published = tmp_path / f"published-{dies_at}"
+        writer = publication.Publication(folder, published, DyingDisk(dies_at))
+        for step in steps:
+            if writer.problem is None:
+                writer.send(step, steps, lambda _: None)
+        survived = writer.problem is None
+        seen = (published / WORD).exists()
+        predictor = Predictor.open(published) if seen else None
+        if predictor is not None:
+            told = wanted(folder, predictor.step, samples, tmp_path / str(predictor.step))
+            assert equal(scores(predictor, samples), told)
+        again = publication.Publication(folder, published, Disk())
+        again.send(steps[-1], steps, lambda _: None)
+        assert again.problem is None
+        if predictor is not None:
+            predictor.refresh()
+        with predictor or Predictor.open(published) as following:
+            assert following.step == steps[-1]
+            assert equal(scores(following, samples), wanted(folder, 12, samples, tmp_path / "12"))
+    assert dies_at > 20
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_publishing(tmp_path):
+    """SIGKILL of the whole process before a change of the disk."""
+    samples = batches({})
+    settings = {**STEPS, "train.keep_commits": 2, "train.max_steps": 12}
+    small_run = Path(__file__).parents[1] / "faults" / "small_run.py"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RANK": "0"}
+    folder, published = tmp_path / "run", tmp_path / "published"
+    said = json.dumps({**settings, "train.publish": str(published)})
+    for kill_at in (60, 80, 80, 0):
+        command = [sys.executable, str(small_run), str(folder), said, str(kill_at)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == (-signal.SIGKILL if kill_at else 0), done.stderr
+        if (published / WORD).exists():
+            with Predictor.open(published) as predictor:
+                step = predictor.step
+                told = wanted(folder, step, samples, tmp_path / f"{kill_at}-{step}")
+                assert equal(scores(predictor, samples), told)
+    assert step == 12
+
+
+def test_follows_by_itself_while_the_run_goes_on(tmp_path):
+    """Within a second or so of a commit by the clock, in a thread, with calls in another."""
+    folder, published, samples = tmp_path / "run", tmp_path / "published", batches({})
+    train(Mesh(), folder, published, {"train.max_steps": 4})
+    with Predictor.open(published) as predictor:
+        predictor.follow(0.02)
+        clock = {"train.commit_steps": 0, "train.commit_seconds": 0.05, "train.epochs": 8}
+        trained = threading.Thread(target=train, args=(Mesh(), folder, published, clock))
+        trained.start()
+        seen = {4}
+        while trained.is_alive():
+            predictor(samples[0])
+            seen.add(predictor.step)
+        trained.join()
+        deadline = time.monotonic() + 10
+        while (
+            predictor.step < (step := committed_steps(folder)[-1]) and time.monotonic() < deadline
+        ):
+            time.sleep(0.02)
+        assert predictor.problem is None and len(seen) > 2
+        told = wanted(folder, step, samples, tmp_path / "out")
+        assert equal(scores(predictor, samples), told)
+        (published / WORD).write_bytes(b"torn")
+        while predictor.problem is None and time.monotonic() < deadline + 10:
+            time.sleep(0.02)
+        assert isinstance(predictor.problem, ColonnadeError) and WORD in str(predictor.problem)
+        assert equal(scores(predictor, samples), told)
+
+
+def test_the_clock_asks_few_times_and_is_not_late():
+    assert due_word(5.0, 0.01, 5.0) == (1, 250)
+    assert due_word(0.0, 0.01, 5.0) == (0, 250)
+    assert due_word(4.99, 0.01, 5.0) == (0, 31)
+    assert due_word(9.0, 0.01, 5.0, True) == (0, 31)
+    assert due_word(9.0, 60.0, 5.0) == (1, 1)
