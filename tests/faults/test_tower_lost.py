@@ -23,7 +23,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_of_one_tower_is_killed(ranks, tmp_path):
     torchrun(tmp_path / "undisturbed", ranks, settings=SETTINGS)
     fault = f"rank {ranks - 1} SIGKILL dense 26"

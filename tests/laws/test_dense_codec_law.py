@@ -16,7 +16,7 @@ from colonnade.config import build_config, override
 from colonnade.exchange.codec import CODECS
 from colonnade.topology.reduction import choose_way, sent, way_of_layout
 from colonnade.topology.traffic import Traffic
-from colonnade.train import dense as dense_module
+from colonnade.train import buckets
 from colonnade.train.coded_sum import coded_size, lost_by_parameter
 from colonnade.train.dense import DenseGradients
 from colonnade.train.fingerprint import dense_weights
@@ -67,11 +67,11 @@ def step_of(dense, rank, step, *, gradients=None, finite=True, loss=0.0):
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch):
     """What runs in this process leaves the size of buckets as it found it."""
-    monkeypatch.setattr(dense_module, "BUCKET_BYTES", dense_module.BUCKET_BYTES)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", buckets.BUCKET_BYTES)
 
 
 def opened(mesh, name, states=()):
-    dense_module.BUCKET_BYTES = BUCKET
+    buckets.BUCKET_BYTES = BUCKET
     dense = DenseGradients(network(), mesh, name)
     dense.restore(states)
     dense.attach()

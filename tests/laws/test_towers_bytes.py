@@ -68,11 +68,13 @@ MODULES = {
     "wide": (Sum(), [f"{name}.wide" for name in NAMES[:3]]),
     "plain": (Concat(), ["d.deep", "e.wide"]),
 }
-MODELS = {"modules, whole", "modules, split", "modules, coded"}
+LATE = "modules, late"
+MODELS = {"modules, whole", "modules, split", "modules, coded", LATE}
 CASES = {
     "modules, whole": (apart("whole"), 2, EXACT, {}),
     "modules, split": (apart("split"), 2, EXACT, {}),
     "modules, coded": (apart("split"), 2, Codecs("bf16", "int8"), {}),
+    LATE: (apart("split"), 2, EXACT, {}),
     "whole": (whole, 2, EXACT, {}),
     "split": (split, 2, EXACT, {}),
     "cut": (cut, 2, EXACT, {}),
@@ -97,7 +99,7 @@ def counted(mesh):
         exchanges = dict.fromkeys(NAMES, "towers") | others
         plan = build_plan(
             TABLES, NUM_RANKS, codecs=codecs, shardings=place(towers), exchanges=exchanges,
-            towers=towers,
+            towers=towers, staleness_steps=int(case == LATE),
         )  # fmt: skip
         collection = collection_of(case)
         collection.open(plan, alone)
@@ -131,8 +133,13 @@ def test_bytes_are_foretold(everyone):
             )
             for name, sharding in place(towers).items()
         }  # fmt: skip
-        model = model_load(collection_of(case).declaration, loads, codecs=codecs, world=WORLD)
-        choice = choose(loads, WORLD, forced=forced, towers=towers, model=model)
+        model = model_load(
+            collection_of(case).declaration, loads, codecs=codecs, world=WORLD, reads_ahead=int(case == LATE)
+        )  # fmt: skip
+        choice = choose(
+            loads, WORLD, forced=forced, towers=towers, model=model, is_fetched_ahead=case == LATE
+        )
+        assert not choice.seconds.is_fetched_ahead  # what leaves a tower late is waited for
         if case in MODELS:
             inside = {each.name for each in choice.consumers if each.is_partial}
             assert inside == everyone[0][case][2] == {"first", "last", "wide"}

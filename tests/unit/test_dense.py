@@ -17,8 +17,10 @@ from colonnade import Mesh, World
 from colonnade.errors import PeerLost
 from colonnade.topology.reduction import WAYS, choose_way, sent, sum_in_order, sum_over_ranks
 from colonnade.topology.traffic import Traffic
+from colonnade.train import buckets
 from colonnade.train import dense as dense_module
-from colonnade.train.dense import DenseGradients, bucket_layout
+from colonnade.train.buckets import bucket_layout
+from colonnade.train.dense import DenseGradients
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
@@ -78,14 +80,14 @@ def inputs_of(rank, step, part=0):
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch):
     """What runs in this process leaves the size of buckets as it found it."""
-    monkeypatch.setattr(dense_module, "BUCKET_BYTES", dense_module.BUCKET_BYTES)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", buckets.BUCKET_BYTES)
 
 
 # ---- the layout
 
 
 def test_the_layout_is_in_reverse_order_and_has_every_parameter_once():
-    whole = dense_module.BUCKET_BYTES // 4
+    whole = buckets.BUCKET_BYTES // 4
     kinds = [(SINGLE, CPU), (SINGLE, CPU), (DOUBLE, CPU), (SINGLE, CPU), (SINGLE, GPU)]
     layout = bucket_layout(kinds, [10, whole, 3, whole // 2, 5])
     assert layout == [[4], [2], [3, 1], [0]]  # as they are full
@@ -154,7 +156,7 @@ def bits_at_any_time(mesh):
     ]
     found = []
     for bucket_bytes in (1 << 20, 32):
-        dense_module.BUCKET_BYTES = bucket_bytes
+        buckets.BUCKET_BYTES = bucket_bytes
         for is_overlapped in (False, True):
             model = Odd()
             dense = attached(model, mesh)
@@ -186,7 +188,7 @@ def bits_at_any_time(mesh):
 
 def leaves_while_backward_runs(mesh):
     """The first layer's backward waits until the last layer's bucket is the sum over ranks; and order is fixed."""
-    dense_module.BUCKET_BYTES = 32
+    buckets.BUCKET_BYTES = 32
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
     dense = attached(layers, mesh)
     order, reduce = [], dense_module._reduce
@@ -220,7 +222,7 @@ def leaves_while_backward_runs(mesh):
 def completed_late(mesh):
     """A parameter declared first, one in the middle and the last of them get the rest of their gradients between
     backward and `send`: their buckets are the last and wait for it, others leave before."""
-    dense_module.BUCKET_BYTES = 32
+    buckets.BUCKET_BYTES = 32
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
     late = [layers[number].weight for number in (0, 2, 4)]
     dense = DenseGradients(list(layers.parameters()), mesh, late=late)
@@ -361,7 +363,7 @@ def test_on_hosts():
 
 def raises_in_backward(mesh):
     """Rank 1's backward fails after its first bucket has left."""
-    dense_module.BUCKET_BYTES = 32
+    buckets.BUCKET_BYTES = 32
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     dense = attached(layers, mesh)
 
@@ -394,7 +396,7 @@ def test_an_error_in_backward_leaves_nobody_waiting():
 
 def test_a_gradient_that_comes_too_late_is_told(monkeypatch):
     """A parameter that gets a second gradient after its bucket has left: never summed wrongly."""
-    monkeypatch.setattr(dense_module, "BUCKET_BYTES", 8)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 8)
     monkeypatch.setattr(dense_module, "sum_over_ranks", lambda mesh, values, way: None)
     monkeypatch.setattr(Mesh, "broadcast", lambda mesh, purpose, values, **_: values)
     model = Odd()

@@ -1,8 +1,9 @@
 """What exchanges share that evaluate the model's operators on the way from the rows to the samples.
 
-Weights of such an operator are dense parameters, the same on every rank. What is evaluated on a rank is of samples of
-other ranks, too, so its part of their gradient is that of the global batch; it is added to their `.grad` there by
-`push`. The sum over ranks is then what one rank would have, as it is for every other dense parameter.
+Weights of such an operator are dense parameters, the same on every rank that evaluates it. What is evaluated on a rank
+is of samples of other ranks, too, so its part of their gradient is that of the global batch; it is added to their
+`.grad` there by `push`. The sum over these ranks, or over all, is then what one rank would have, as it is for every
+other dense parameter.
 
 Legend: R samples that something is evaluated for, W columns of their fields, P of what it gives.
 """

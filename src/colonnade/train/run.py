@@ -22,12 +22,7 @@ from colonnade.data import Splits, num_steps, open_source
 from colonnade.data.next_use import splits_with_next_use
 from colonnade.data.processes import read_ahead
 from colonnade.data.tabular.tables import lasting_options
-from colonnade.errors import (
-    CheckpointError,
-    ColonnadeError,
-    ConfigError,
-    StorageError,
-)
+from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, StorageError
 from colonnade.models.build import build_model, lasting_towers
 from colonnade.models.tower_facts import words_of
 from colonnade.plan.forcing import is_settled
@@ -56,12 +51,7 @@ from colonnade.train.dense import DenseGradients
 from colonnade.train.machine import machine_facts
 from colonnade.train.mirror import explained, fetch_run, mirrored_steps, open_url
 from colonnade.train.objective import Objective, objective_of
-from colonnade.train.planning import (
-    SAMPLE_LOOKUPS,
-    Planned,
-    plan_for_all,
-    plan_from_sample,
-)
+from colonnade.train.planning import SAMPLE_LOOKUPS, Planned, plan_for_all, plan_from_sample
 from colonnade.train.progress import Progress
 from colonnade.train.record import part_of
 from colonnade.train.requirements import check_data, check_lookups, find_collection
@@ -291,12 +281,9 @@ def prepare(
             )
     exchange = collection.exchange
     dense = DenseGradients(
-        parameters,
-        mesh,
-        collection.plan.codecs.dense,
-        late=exchange.pushed_parameters,
+        parameters, mesh, collection.plan.codecs.dense, late=exchange.pushed_parameters,
         towers=tower_weights(collection.declaration, exchange.inside, mesh.num_ranks, optimizer),
-    )
+    )  # fmt: skip
     part = part_of(mesh)
     trainer = Trainer(
         model,
