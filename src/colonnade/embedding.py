@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.batch import Batch
-from colonnade.consistency import consistency
+from colonnade.consistency import of_tables
 from colonnade.data.lookahead import DEEPEST, Lookahead, Window
 from colonnade.errors import BudgetExceeded, CheckpointError, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
@@ -131,8 +131,8 @@ class EmbeddingCollection(nn.Module):
         self.step = self.step if committed is None else committed[1]
         keep_freed_memory()
         depth = DEEPEST if self.plan.lookahead == "auto" else self.plan.lookahead
-        self.consistency = consistency(self.plan.latest, depth)
-        late = [consistency(each, depth).reads_ahead for each in self.plan.bounds]
+        is_read = [self.declaration.is_read(table) for table in self.tables]
+        self.consistency, late = of_tables(self.plan.bounds, is_read, depth)
         self.bounds = sorted(set(late))  # that reads of some table are late by
         planned, shardings = self.plan.tables, self.plan.shardings
         said = [each.exchange for each in planned]
@@ -234,8 +234,8 @@ class EmbeddingCollection(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self._served is not None:
-            rows = self.slices.looked_up(batch)
-            found = self._reader.read(rows, self._served, self.place.device)
+            rows, device = self.slices.looked_up(batch), self.place.device
+            found = self._reader.read(rows, self._served, device)
             return self.slices.seen(found, self.slices.offsets_of(batch))
         self.ensure_open()
         ticket, batch.ticket = batch.ticket, None

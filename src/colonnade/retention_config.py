@@ -64,8 +64,8 @@ class OpenTableConfig(Section):
     eviction: EvictionConfig = EvictionConfig()
     rows: int | None = Field(None, ge=1)
     """Instead of both: all its ids share so many rows. Default: each id has its own."""
-    hashes: int = Field(2, ge=1, le=16)
-    """How many of these rows an id's vector is the sum of, chosen by hashes; with rows."""
+    hashes: int | None = Field(None, ge=1, le=16)
+    """How many of these rows an id's vector is the sum of, chosen by hashes; with rows. Default: 2."""
 
     @model_validator(mode="after")
     def _check(self) -> OpenTableConfig:
@@ -75,6 +75,6 @@ class OpenTableConfig(Section):
             raise ValueError(
                 f"got rows={self.rows} and {kept[0]}, wanted one of them: rows that ids share all stay"
             )
-        if self.rows is None and "hashes" in self.model_fields_set:
+        if self.rows is None and self.hashes is not None:
             raise ValueError("got hashes without rows, the number of rows that all ids share")
         return self

@@ -1,5 +1,6 @@
 """What was wrong in PERSIA (version 1), each with the tests that would catch it here; those that have no better place
-are below. 15 (machine code that shipped wheels left out) is a bench's: `kernels`, against what the memory can give."""
+are below. 15 (machine code that shipped wheels left out) is a bench's: `kernels`, against what the memory can
+give; 17 (updates of what is served that nobody sends) is tested where these are."""
 
 from __future__ import annotations
 

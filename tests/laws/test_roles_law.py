@@ -10,6 +10,7 @@ LATE = {
     "plan.staleness_steps": 4,
     "plan.tables": {"C1": {"staleness_steps": 0}},
     "plan.lookahead": 3,
+    "data.options.num_train": 1000,
     "plan.memory.dram": 200_000,
     "train.epochs": 1,
 }

@@ -266,3 +266,8 @@ def test_a_run_is_planned_committed_exported_and_predicts(tmp_path):
             assert torch.equal(predictor(batch), wanted)
     with pytest.raises(CheckpointError, match="hashes"):
         open_run(override(config, {"rows.tables.words.hashes": 3}), Mesh(), folder)
+    other = override(config, {"rows.tables.words.rows": 41, "train.warm_start": str(folder)})
+    with pytest.raises(
+        CheckpointError, match="words has 2 hashes into 40 rows there, 2 hashes into 41"
+    ):
+        open_run(other, Mesh(), tmp_path / "other")

@@ -25,6 +25,7 @@ from colonnade import (
     Uniform,
     build_plan,
 )
+from colonnade.consistency import of_tables
 from colonnade.errors import ConfigError
 from colonnade.plan.plan import Plan
 from colonnade.plan_config import PlanConfig
@@ -144,6 +145,15 @@ def test_a_bound_can_change_between_steps():
     for wrong in (3, -1):
         with pytest.raises(ConfigError, match=rf"got {wrong}, wanted 0 \.\. 2"):
             coming.bound = wrong
+
+
+def test_a_table_that_nobody_reads_has_no_say():
+    latest, late = of_tables([0, 4, "unbounded"], [True, False, False], 9)
+    assert (latest.name, late) == ("synchronous", [0, 0, 0])
+    latest, late = of_tables([1, 4, 0], [True, True, False], 9)
+    assert (latest.reads_ahead, late) == (4, [1, 4, 4])
+    latest, late = of_tables(["unbounded", 0, 0], [True, True, False], 9)
+    assert (latest.is_exact, late) == (False, [9, 0, 9])
 
 
 def test_bounds_that_cannot_be_kept():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from colonnade.consistency.bounded import Bounded
@@ -18,3 +19,16 @@ def consistency(staleness_steps: int | Literal["unbounded"], deepest: int = 0) -
     if staleness_steps == "unbounded":
         return Unbounded(deepest)
     return Synchronous() if staleness_steps == 0 else Bounded(staleness_steps)
+
+
+def of_tables(
+    bounds: Sequence[int | Literal["unbounded"]], is_read: Sequence[bool], deepest: int = 0
+) -> tuple[Consistency, list[int]]:
+    """By table: what it is told, and whether a feature reads it -> that of the latest that is read, which batches enter
+    the line by; and how many steps each is read ahead. Tables that nobody reads are as the latest."""
+    said = [consistency(bound, deepest) for bound in bounds]
+    read = [each for each, is_one in zip(said, is_read, strict=True) if is_one]
+    latest = max(read, key=lambda each: (not each.is_exact, each.reads_ahead))
+    return latest, [
+        (each if is_one else latest).reads_ahead for each, is_one in zip(said, is_read, strict=True)
+    ]

@@ -85,6 +85,10 @@ class Declaration:
         """Of what a model gets, in order."""
         return tuple(name for output in outputs(self) for name in output.names)
 
+    def is_read(self, table: Table) -> bool:
+        """By some feature."""
+        return any(feature.table == table.name for feature in self.features)
+
     def table_of(self, feature: Feature) -> int:
         return next(t for t, table in enumerate(self.tables) if table.name == feature.table)
 

@@ -228,7 +228,7 @@ def build_retention(columns: Iterable[Column], config: RunConfig) -> dict[str, d
             open_tables.append(column.table)
             own = rows.tables.get(column.table, OpenTableConfig())
             if own.rows is not None:
-                found[column.table] = {"rows": own.rows, "hashes": own.hashes}
+                found[column.table] = {"rows": own.rows, "hashes": own.hashes or 2}
                 continue
             said = rows.tables.get(column.table, rows)
             found[column.table] = {

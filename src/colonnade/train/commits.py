@@ -415,11 +415,10 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     # No more than this run reads ahead: what is further off is not late enough, and no commit would hold it again.
     late = trainer.collection.consistency.reads_ahead
     num_held = min(late, *(len(state["held"]) for state in ranks))
-    if (
-        num_held and len(trainer.collection.bounds) == 1
-    ):  # what was read of some tables alone is read anew
-        known = tables_held([ranks[0]["held"][0]], len(trainer.collection.slices.laid))
-        num_held *= len(known) == len(trainer.collection.slices.laid)
+    num_tables = len(trainer.collection.slices.laid)
+    if num_held and len(trainer.collection.bounds) == 1:
+        # Where all tables have one bound, what was read of some alone is read anew.
+        num_held *= len(tables_held([ranks[0]["held"][0]], num_tables)) == num_tables
     laid, tables = trainer.collection.slices.laid, trainer.collection.tables
     then = lay_out(tables, shardings_of(header))
     if num_held and [each.label for each in then] != [each.label for each in laid]:

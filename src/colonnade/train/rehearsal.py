@@ -25,6 +25,7 @@ from colonnade.batch import Batch
 from colonnade.data.batches import open_batches
 from colonnade.data.contract import Schema, Splits
 from colonnade.embedding import EmbeddingCollection
+from colonnade.exchange.stacking import stacked
 from colonnade.plan.device import missing_folders
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.plan.prediction import StepCosts
@@ -219,6 +220,7 @@ def _tight(
     """Tables that read about as many rows in a step as the run will: what a row costs depends on how many there are,
     for reads that training would wait for here may be hidden there."""
     declaration = collection.declaration
+    batches = [stacked(batch, declaration) for batch in batches]
     own = {}
     for table in declaration.tables:
         of = [feature.name for feature in declaration.features if feature.table == table.name]

@@ -152,6 +152,9 @@ def _refuse_other_shapes(
         wanted = dict(dim) if isinstance(dim, Mapping) else dim
         if theirs[name]["dim"] != wanted:
             problems.append((name, f"width {theirs[name]['dim']}", f"{wanted}"))
+        hashed = _hashed(theirs[name].get("hashes"), theirs[name]["rows"])
+        if hashed != (mine := _hashed(tables[name].hashes, tables[name].rows)):
+            problems.append((name, hashed, mine))
     for name in alike:
         got, shape = tuple(dense[name].shape), tuple(own[name].shape)
         if got != shape:
@@ -162,6 +165,11 @@ def _refuse_other_shapes(
             f"{folder} does not fit: {said}. To start these anew: "
             f"train.warm_start_skip={[name for name, _, _ in problems]}"
         )
+
+
+def _hashed(hashes: int | None, rows: int | None) -> str:
+    """How ids become rows: where that is another way, rows are other ids'."""
+    return "ids as rows" if hashes is None else f"{hashes} hashes into {rows} rows"
 
 
 def _take_dense_state(trainer: Trainer, dense: Mapping[str, Any], taken: Taken) -> None:
