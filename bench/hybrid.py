@@ -59,11 +59,11 @@ def dense(hidden: int) -> Dense:
 
 
 FULL = Extent(
-    ((2, 2),), (0.2, 1.0, 10.0), tuple(map(dense, (0, 16, 128, 1024))), (), MAX_CARDINALITY, rounds=5,
+    ((2, 2),), (0.2, 1.0, 10.0), tuple(map(dense, (0, 32, 96, 256))), (), MAX_CARDINALITY, rounds=5,
     block_seconds=2.0, max_steps=20, session_steps=0,
 )  # fmt: skip
 QUICK = Extent(
-    ((2, 2),), (1.0,), tuple(map(dense, (0, 128))), (), 20_000, rounds=1, block_seconds=0.5,
+    ((2, 2),), (1.0,), tuple(map(dense, (0, 96))), (), 20_000, rounds=1, block_seconds=0.5,
     max_steps=4, session_steps=0,
 )  # fmt: skip
 

@@ -5,7 +5,8 @@
     api         EmbeddingCollection with lookahead, one fixed gradient through backward, RowOptimizer.step; with as many
                 threads as processors, and with one fewer, which is the lookahead's: the faster of the two counts
     open        the native core alone, phase by phase, as one process calls it (workers/kernels_colonnade.py)
-    roofline    a bare gather and a bare read-modify-write of the same rows of direct tables: roofline.cc
+    roofline    a bare gather and a bare read-modify-write of the same rows of direct tables, with the state of row-wise
+                Adagrad, an eighth of what is updated here: roofline.cc
     ranks       `api` on 2 and 4 processes over loopback, the batch shared between them; and with servers
 
 PERSIA's figures are of its published binaries on a machine of two such processors (embedding worker, parameter server

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
@@ -60,3 +62,7 @@ def test_sparse_rates_and_the_bytes_of_a_row():
     assert ratios["sparse_across_processes_min"] == 200_000
     assert ratios["sparse_of_roofline"] == pytest.approx(0.5)
     assert ratios["row_bytes_beyond_payload_max"] == 24
+    said = io.StringIO()
+    sparse.show(Console(file=said, width=sparse.WIDTH), measured, {"D=32 SGD": row}, ratios)
+    assert "a row of D=32 SGD: 152.0 bytes = 128 payload + 8 clock + 16.0" in said.getvalue()
+    assert "sparse_samples_per_second: 1,024,000 (wanted >= 900,000" in said.getvalue()

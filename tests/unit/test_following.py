@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -217,6 +218,11 @@ def test_a_run_that_went_back_is_followed(tmp_path):
         run.close()
         assert predictor.refresh() > 0 and predictor.step == 12
         told = wanted(folder, 12, samples, tmp_path / "out")
+        assert equal(scores(predictor, samples), told)
+        shutil.rmtree(published)  # begun anew, with other numbers
+        publication.Publication(folder, published, Disk()).send(8, [8], print)
+        assert predictor.refresh() < 0 and predictor.step == 8
+        told = wanted(folder, 8, samples, tmp_path / "eight")
         assert equal(scores(predictor, samples), told)
 
 

@@ -25,6 +25,7 @@ class Following:
         """The base to open instead of going on (None: go on by changes), and the word.
 
         A newer base is opened as soon as it is there: its rows are mapped, those of changes are this process's memory.
+        So is an older one of a publication that was removed and began anew.
         Raises CheckpointError where the folder publishes nothing, or another run.
         """
         word = published(self.folder)
@@ -34,7 +35,8 @@ class Following:
                 "open the predictor again to take the other model"
             )
         newest = word.bases[-1]
-        return (newest if newest.number > self.number else None), word
+        began_anew = word.number <= self.number and word.tag != self.tag
+        return (newest if newest.number > self.number or began_anew else None), word
 
     def next_change(self, tables: Sequence[Table], dense: dict[str, Tensor]) -> ChangeSet:
         """The change that applies to what the predictor has, checked against its network; nothing of it is applied.

@@ -151,8 +151,8 @@ class Predictor:
             ahead.close()
 
     def refresh(self) -> int:
-        """Take what was published since: returns how many commits further on the predictor is now. Each is taken whole,
-        rows and dense weights, between two batches, in order and once.
+        """Take what was published since: returns how many commits further on the predictor is now, less than none where
+        the publication began anew. Each is taken whole, rows and dense weights, between two batches, in order, once.
 
         Raises ConfigError where the predictor was not opened on a publication; StorageError, CorruptionError,
         CheckpointError naming what is torn, missing or another model's. The predictor then stays at the last commit
@@ -165,11 +165,13 @@ class Predictor:
             )
         with self._turn:
             began = following.number
-            while following.number < (word := following.behind())[1].number:
-                if word[0] is None:
+            base, word = following.behind()
+            while following.tag != word.tag:
+                if base is None:
                     self._take(following)
                 else:
-                    self._open_base(following, word[0])
+                    self._open_base(following, base)
+                base, word = following.behind()
             return following.number - began
 
     def follow(self, seconds: float = 1.0) -> None:
