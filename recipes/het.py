@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node 2 recipes/het.py [STALENESS]
 
-A copy inside its bounds is used without a word to the row's owner; its gradients wait until their sum is sent.
-"""
+Copies inside their bounds are used without a word to the rows' owners; gradients wait until their sum is sent."""
 
 import sys
-from dataclasses import asdict
+
+import torch
 
 import colonnade
 from colonnade.consistency.row_clock import row_clock
@@ -17,23 +17,24 @@ from colonnade.models.wide_deep import WideDeep
 
 def train(mesh: colonnade.Mesh, copies: TableCache) -> tuple[colonnade.Fitted, dict]:
     data = open_source("synthetic", num_train=40_000, num_test=4_000, cardinalities=[4_000] * 8)
-    columns, dense = data.train.schema.categorical, data.train.schema.dense
+    columns, num_dense = data.train.schema.categorical, len(data.train.schema.dense)
     kind = {"dim": {"deep": 16, "wide": 1}, "optimizer": colonnade.SGD(lr=0.5)}
     tables = [colonnade.Table(c.name, rows=c.cardinality, **kind) for c in columns]
+    torch.manual_seed(0)
     features = [colonnade.Feature(c.name, c.name) for c in columns]
-    model = WideDeep(tables, features, num_dense=len(dense), top=(64, 32))
-    caches = {table.name: copies for table in tables}
+    model = WideDeep(tables, features, num_dense=num_dense, top=(64, 32))
+    caches = dict.fromkeys((c.name for c in columns), copies)
     model.embeddings.open(colonnade.build_plan(tables, mesh.num_ranks, caches=caches), mesh)
     found = colonnade.fit(model, data, mesh=mesh, epochs=1, batch_size=256, quiet=True)
-    return found, asdict(model.embeddings.cached.counts)
+    return found, vars(model.embeddings.cached.counts)
 
 
 if __name__ == "__main__":
     mesh = colonnade.open_mesh()
     found, counts = train(mesh, TableCache(400, row_clock(int([*sys.argv, 100][1])), "lfu"))
     sent = sum(mesh.traffic.bytes_of(each) for each in ("route", "fetch", "push"))
+    said = found.metrics["test_auc"], sent // found.outcome.steps
     if mesh.rank == 0:
-        a_step = sent // found.outcome.steps
-        print(f"test_auc {found.metrics['test_auc']:.4f}  bytes a step {a_step:,}")
+        print("test_auc {:.4f}  bytes a step {:,}".format(*said))
         print("  ".join(f"{name} {count:,}" for name, count in counts.items()))
     colonnade.close_mesh(mesh)

@@ -21,7 +21,7 @@ from colonnade.data.lookahead import DEEPEST, Lookahead, Window
 from colonnade.errors import BudgetExceeded, CheckpointError, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
 from colonnade.exchange.ahead import Ahead, open_ahead
-from colonnade.exchange.cached import cached_end
+from colonnade.exchange.cached import cached_end, without_copies
 from colonnade.exchange.contract import Pushed, RowGradients, RowSource, Ticket, touched
 from colonnade.exchange.layout import declare
 from colonnade.exchange.recording import all_finite
@@ -448,7 +448,7 @@ class EmbeddingCollection(nn.Module):
         its first value. A row that a batch in flight uses is born again in place. Ids never trained are passed over."""
         self.ensure_open()
         self.changes()
-        for t in self._slices(table):
+        for t in without_copies(self.cached, self._slices(table)):
             mine = ids[self.shards[t].owns(ids, self.slices.laid[t].table.rows)].unique()
             self.store.delete(t, mine)
             policy = self.policies.get(t)

@@ -29,6 +29,7 @@ from colonnade import (
 )
 from colonnade.config import build_config, override
 from colonnade.consistency.row_clock import row_clock
+from colonnade.errors import ConfigError
 from colonnade.exchange.cached import TableCache
 from colonnade.train.run import open_run
 
@@ -111,7 +112,7 @@ class Ones:
         used = self.used
         bound = self.collection.plan.tables[0].cache.clock.staleness
         worst = 0
-        for batch, ids_of in zip(self.collection.lookahead(mine), said, strict=True):
+        for batch, ids_of in zip(self.stream(mine), said, strict=True):
             found = self.collection(batch)
             ids = ids_of[self.mesh.rank]
             for name in ("a", "b"):
@@ -129,6 +130,17 @@ class Ones:
             for rank, theirs in enumerate(ids_of):
                 used[rank, theirs] += 1
         return used.sum(0), worst
+
+    def stream(self, batches):
+        """Through lookaheads that are closed early: with batches prepared, and the last time with one read, too."""
+        first = 0
+        for last in (len(batches) // 3, len(batches) // 2, len(batches)):
+            with self.collection.lookahead(batches[first:]) as ahead:
+                for _ in range(last - first):
+                    yield next(ahead)
+                if first:
+                    next(ahead, None)
+            first = last
 
     def held(self):
         """Collective: by id, what the owners' rows have counted."""
@@ -274,3 +286,25 @@ def test_commits_have_all_that_waits_and_go_on_with_other_bounds(tmp_path):
     for one, other in zip(every, alone, strict=True):
         assert torch.equal(one, other)
     assert again["test_auc"] == metrics["test_auc"]
+
+
+def leave_one_out(mesh):
+    """What is said; then it goes on."""
+    world = Ones(mesh, 6, 9)
+    mine, _ = world.batches(4)
+    with world.collection.lookahead(mine) as ahead:
+        next(ahead)
+        with pytest.raises(RuntimeError) as said:
+            next(ahead)
+    world = Ones(mesh, 6, 9, seed=1)
+    total, _ = world.run(9)
+    with pytest.raises(ConfigError, match="may have copies of"):
+        world.collection.delete("few", torch.tensor([1]))
+    with world.rows.settled():
+        return str(said.value), [np.array_equal(held, total) for held in world.held()]
+
+
+def test_a_batch_that_is_left_out_is_said():
+    for said, held in run_ranks(2, leave_one_out):
+        assert "one was left out" in said
+        assert held == [True, True]

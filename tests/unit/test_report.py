@@ -107,6 +107,24 @@ def test_tiers_are_shown_where_there_are_some(tmp_path):
     assert "<h2>Tiers</h2>" not in run_page(old) and "<h2>Tiers</h2>" in run_page(run)
 
 
+def test_copies_of_rows_are_shown_where_there_are_some(tmp_path):
+    folder = write_run(tmp_path / "run")
+    assert "Copies of rows" not in run_page(read_run(folder))
+    counts = {
+        "hits": 60,
+        "misses": 30,
+        "lease_over": 10,
+        "renewed": 4,
+        "pushed_full": 5,
+        "ticks": 20,
+    }
+    with (folder / "metrics.jsonl").open("a") as lines:
+        lines.write("\n" + json.dumps({"step": 400, "kind": "cache", "time": 0.0, **counts}) + "\n")
+    html = run_page(read_run(folder))
+    assert "Copies of rows on rank 0" in html
+    assert "60.0%" in html and "4.0 batches" in html
+
+
 def test_headline_takes_the_test_value_of_the_best_validated_step(tmp_path):
     folder = write_run(tmp_path / "run", evaluations=0)
     with (folder / "metrics.jsonl").open("a") as lines:

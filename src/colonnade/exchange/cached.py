@@ -25,6 +25,7 @@ from colonnade.cache.changes import Changes
 from colonnade.cache.copies import Copies, travelling_bytes
 from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Decision, Directory
 from colonnade.consistency.row_clock import RowClock
+from colonnade.errors import ConfigError
 from colonnade.exchange.cached_wire import (
     FAR,
     Named,
@@ -57,7 +58,7 @@ class TableCache:
     policy: str = "lru"
 
 
-@dataclass(slots=True)
+@dataclass
 class CacheCounts:
     """Rows of training's batches since the run was opened, each once a batch. Pushes are counted on the rank that sends
     them, whole rows on the rank that sends them."""
@@ -104,6 +105,7 @@ class CachedExchange(RowsExchange):
     ) -> None:
         """caches: by table; None: of another exchange."""
         super().__init__(declaration, mesh, shardings)
+        self.has_copies = [each is not None for each in caches]
         none = TableCache(0, RowClock(0, 0))
         self.caches = [each or none for each in caches]
         self.directories = [
@@ -325,6 +327,10 @@ class CachedExchange(RowsExchange):
             sums = [of_table[torch.from_numpy(slots)].flatten() for of_table, slots in pending]
             self._train_copies(renewed, torch.cat(sums), *self.rule)
 
+    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
+        """Nothing: of rows with copies little is sent."""
+        return 0
+
     # ---- push
 
     def _push_one(self, ticket: Ticket, step: int, number: int) -> RowGradients:
@@ -457,6 +463,17 @@ class CachedExchange(RowsExchange):
                     directory.undo(decision)
                     self._count(decision, -1)
         return None
+
+
+def without_copies(cached: CachedExchange | None, tables: Sequence[int]) -> Sequence[int]:
+    """These numbers. Raises ConfigError for a table whose copies would outlive its rows."""
+    for t in tables:
+        if cached is not None and cached.has_copies[t]:
+            raise ConfigError(
+                f"table {cached.declaration.tables[t].name!r}: got rows to delete that ranks may have copies of; leave "
+                "plan.cache out for this table"
+            )
+    return tables
 
 
 def cached_end(exchange: Exchange, store: Any) -> CachedExchange | None:

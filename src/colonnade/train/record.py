@@ -31,7 +31,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -228,7 +228,7 @@ class Counters:
         cached = self._watched.collection.cached
         if cached is None:
             return {}
-        gained, self._cache = _gained(asdict(cached.counts), self._cache)
+        gained, self._cache = _gained(dict(vars(cached.counts)), self._cache)
         return gained
 
     def learning_rates(self) -> dict[str, float]:
