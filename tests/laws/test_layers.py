@@ -17,7 +17,7 @@ LAYERS = [
     {"retention", "retention_config", "plan_config"},
     {"optimizers", "batch", "config", "ops"},
     {"table", "topology", "interaction"},
-    {"store", "consistency", "data"},
+    {"store", "consistency", "data", "cache"},
     {"exchange"},
     {"plan"},
     {"embedding"},
