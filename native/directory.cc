@@ -379,7 +379,7 @@ void Directory::add_late(const Entry& entry) {
 
 // Puts the copies that are worth least in order, `wanted` of them or more.
 void Directory::look(std::int64_t wanted) {
-  constexpr std::uint64_t kSample = 1024;
+  constexpr std::uint64_t kSample = 256;
   least_.clear();
   late_.clear();
   double share = std::max(1.0 / kLeastShare, 1.1 * static_cast<double>(wanted) / static_cast<double>(num_rows_));

@@ -107,7 +107,10 @@ class Directory {
   struct Entry {
     std::uint32_t worth, slot;
     std::int64_t id;
-    auto key() const { return std::pair(worth, id); }
+    // One number, in the order of (worth, id).
+    unsigned __int128 key() const {
+      return static_cast<unsigned __int128>(worth) << 64 | (static_cast<std::uint64_t>(id) ^ std::uint64_t{1} << 63);
+    }
     friend bool operator>(const Entry& a, const Entry& b) { return a.key() > b.key(); }
   };
 

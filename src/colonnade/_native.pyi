@@ -323,15 +323,15 @@ class Retention:
     def __len__(self) -> int: ...
 
 class DirectoryStep:
-    """What `Directory.step` decided: the arrays of `colonnade.cache.directory.Decision`, and what `undo` needs."""
+    """What `Directory.step` decided: `colonnade.cache.directory.Decision` as numpy arrays, and what `undo` needs."""
 
     number: int
     slots: Array  # (U,) int32
     asked: Array  # (U,) uint8
     ages: Array  # (U,) int32
     ticks: Array  # (U,) int32
-    pushed: Array  # (U,) uint8
-    leaving: Array  # (U,) uint8
+    pushed: Array  # (U,) bool
+    leaving: Array  # (U,) bool
     evicted_ids: Array  # (E,) int64
     evicted_slots: Array  # (E,) int32
     evicted_ticks: Array  # (E,) int32

@@ -93,9 +93,8 @@ class NativeDirectory:
         ids = np.ascontiguousarray(ids)
         done = self._native.step(ids, next_uses, coming, window)
         return Decision(
-            done.number, done.slots.numpy(), done.asked.numpy(), done.ages.numpy(), done.ticks.numpy(),
-            done.pushed.numpy().view(bool), done.leaving.numpy().view(bool),
-            done.evicted_ids.numpy(), done.evicted_slots.numpy(), done.evicted_ticks.numpy(), Journal(ids, done),
+            done.number, done.slots, done.asked, done.ages, done.ticks, done.pushed, done.leaving,
+            done.evicted_ids, done.evicted_slots, done.evicted_ticks, Journal(ids, done),
         )  # fmt: skip
 
     def undo(self, decision: Decision) -> None:
