@@ -1,15 +1,15 @@
 """What do caches of rows save, beside the best any cache can, and how fast are they?
 
-8 ranks, simulated in one process by the order of their batches: who has which row is decided by that order alone, so bytes
-are counted, not measured. workers/cache_traffic.py says how; fp32, payload of ids, rows and gradients.
+8 ranks, simulated in one process by the order of their batches: who has which row is decided by that order alone, so
+bytes are counted, not measured. workers/cache_traffic.py says how; fp32, payload of ids, rows and gradients.
 
     row_clock   staleness s = 10 and 100, by policy, caches of 3, 10, 15 and 100 % of the rows on each rank
     optimum     Belady's choice with the whole future, under the same bounds: what a cache of that size can save
     HET         its protocol with light LFU, as published
     exact       synchronous, rows stay with their only user; forced: what synchronous semantics let anybody save
 
-Streams: 26 lookups a sample, 128 and 2048 samples a batch, Zipf 1.05 and shaped like Criteo. The first half of each fills
-the caches and is not counted. `lookahead` sees as many batches as use `WINDOW_TURNS` times the rows of the cache.
+Streams: 26 lookups a sample, 128 and 2048 samples a batch, Zipf 1.05 and shaped like Criteo. The first half of each
+fills the caches and is not counted. `lookahead` sees as many batches as use `WINDOW_TURNS` times the rows of the cache.
 
 Then how fast one rank's cache is: workers/cache_rate.py.
 """

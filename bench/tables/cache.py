@@ -123,9 +123,9 @@ WANTED = {
 }
 SYSTEMS = ("lru", "lfu", HET_POLICY, OURS, OPTIMUM, HET, EXACT, BOUND)
 TITLE = (
-    "Payload bytes saved, of those of a parameter server with ids deduplicated, D=16 / D=128. lru .. lookahead: row_clock;\n"
-    "optimum: Belady's with the whole future, same bounds; HET: its protocol and light LFU; exact: synchronous; forced: the\n"
-    "most that synchronous semantics let anybody save, with caches of any size."
+    "Payload bytes saved, of those of a parameter server with ids deduplicated, D=16 / D=128. lru .. lookahead:\n"
+    "row_clock; optimum: Belady's with the whole future, same bounds; HET: its protocol and light LFU; exact:\n"
+    "synchronous; forced: the most that synchronous semantics let anybody save, with caches of any size."
 )
 
 

@@ -1,9 +1,9 @@
 """How many keys a second one rank's cache looks up and updates: `bench cache`.
 
 A step takes a batch's keys as they come, duplicates and all: it plans them (which are different), decides
-(`NativeDirectory.step`), gathers every key's row and applies SGD with every key's gradient, in place, in the slab of the
-cache. Rows that were missing are not waited for: their slots are gathered and updated as they are. Table, cache and skew
-are those HET's own cache was measured with: 400,000 rows, 40,000 copies, Zipf 1.05.
+(`NativeDirectory.step`), gathers every key's row and applies SGD with every key's gradient, in place, in the slab of
+the cache. Rows that were missing are not waited for: their slots are gathered and updated as they are. Table, cache and
+skew are those HET's own cache was measured with: 400,000 rows, 40,000 copies, Zipf 1.05.
 
     cache      as above
     roofline   roofline.cc: a bare gather and a bare read-modify-write of the same rows; no planning, no decisions

@@ -10,9 +10,9 @@ caches, ids deduplicated: every unique row of a batch is named (8 bytes), read a
     het         HET's, as published and as its code counts: every unique row of a batch is named with its version, 16
                 bytes; it is sent where more than s updates are missing; pushes name row and number of updates, 16
                 bytes; an update is one of a batch
-    exact       synchronous. A row that one rank alone used last stays there, unsaid, until another's use comes into the
-                window; then its owner asks for it (8 bytes; or a bit, if that use was in sight when the row was sent) and
-                it travels. Rows used by several ranks travel each time
+    exact       synchronous. A row that one rank alone used last stays there, unsaid, until another's use comes into
+                the window; then its owner asks for it (8 bytes; or a bit, if that use was in sight when the row was
+                sent) and it travels. Rows used by several ranks travel each time
 
 Legend: U unique rows of a rank's batch, N rows of all tables.
 """
@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from workers.cache_streams import RANKS, Stream
 
 from colonnade.cache.directory import HIT, LEASE_OVER, MISS, UNBOUNDED
 from colonnade.cache.native_directory import NativeDirectory
+from workers.cache_streams import RANKS, Stream
 
 NAME, FLAGS, AGE, BIT = 8.0, 0.25, 4.0, 0.125
 VERSIONED = 16.0
