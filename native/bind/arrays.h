@@ -156,6 +156,7 @@ struct HeldLookups {
 };
 
 void bind_bags(nb::module_& m);
+void bind_directory(nb::module_& m);
 void bind_plan(nb::module_& m);
 void bind_dram(nb::module_& m);
 void bind_pool(nb::module_& m);

@@ -24,6 +24,7 @@ NB_MODULE(_native, m) {
       },
       "n"_a);
   bind_plan(m);
+  bind_directory(m);
   bind_dram(m);
   bind_pool(m);
   bind_retention(m);

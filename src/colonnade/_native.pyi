@@ -322,6 +322,54 @@ class Retention:
         """As `state`, of about `most` rows and those that changed meanwhile, in no order; none: it is over."""
     def __len__(self) -> int: ...
 
+class DirectoryStep:
+    """What `Directory.step` decided: `colonnade.cache.directory.Decision` as numpy arrays, and what `undo` needs."""
+
+    number: int
+    slots: Array  # (U,) int32
+    asked: Array  # (U,) uint8
+    ages: Array  # (U,) int32
+    ticks: Array  # (U,) int32
+    pushed: Array  # (U,) bool
+    leaving: Array  # (U,) bool
+    evicted_ids: Array  # (E,) int64
+    evicted_slots: Array  # (E,) int32
+    evicted_ticks: Array  # (E,) int32
+
+class Directory:
+    """See `colonnade.cache.native_directory.NativeDirectory`. One thread at a time."""
+
+    number: int
+    time: int  # of lfu: half-lives, in 2^-30
+    num_slots: int
+    capacity: int
+    bytes: int
+    def __init__(self, capacity: int, read_bound: int, write_bound: int, policy: str) -> None: ...
+    def step(
+        self, ids: Array, next_uses: Array | None, coming: Array | None, window: int
+    ) -> DirectoryStep:
+        """ids (U,) int64 ascending, each once; next_uses (U,) int32; coming (N,) int64 ascending."""
+    def undo(self, ids: Array, done: DirectoryStep) -> None:
+        """ids: that step's. ValueError unless it is the newest."""
+    def flush(self) -> tuple[Array, Array, Array, Array, Array]:
+        """As `rows`, of those with something pending, which is nothing then."""
+    def forget(self) -> None: ...
+    def resize(self, capacity: int) -> None: ...
+    def rows(self) -> tuple[Array, Array, Array, Array, Array]:
+        """ids (R,) int64 ascending; slots, copied, ticks, worths (R,) int32 (worths: uint32 bits)."""
+    def load(
+        self,
+        ids: Array,
+        slots: Array,
+        copied: Array,
+        ticks: Array,
+        worths: Array,
+        number: int,
+        time: int,
+    ) -> None:
+        """What `rows` gave, into a directory without copies. ValueError for an id or a slot twice."""
+    def __len__(self) -> int: ...
+
 class CountMinSketch:
     """How often ids were seen: see `colonnade.retention.CountMinAdmission`. Another thread may call `saved`; all else
     is one thread at a time."""

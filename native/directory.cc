@@ -1,0 +1,436 @@
+#include "directory.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "threads.h"
+
+namespace colonnade {
+
+namespace {
+
+constexpr std::int64_t kRun = 2048;                // rows of a batch that a thread takes
+constexpr std::uint32_t kMostTicks = (1u << 24) - 1;
+constexpr std::int64_t kLeastShare = 24, kLateShare = 64;  // of the copies: one in so many is kept in order
+constexpr std::int64_t kSmall = 1024;              // copies, or fewer, are all kept in order
+constexpr std::size_t kAhead = 16;                 // entries whose rows are fetched early
+constexpr std::int64_t kForgive = 64;              // batches
+
+// Worth of lfu: log2 of the count, plus time; in 1/1024 of a doubling. Time is in half-lives.
+constexpr int kDoubling = 1024, kTimeShift = 20;
+constexpr std::uint64_t kHalfLife = std::uint64_t{kDoubling} << kTimeShift;
+constexpr std::uint64_t kTurnover = 1;             // capacities that are used in a half-life
+constexpr std::uint32_t kMostTime = std::numeric_limits<std::uint32_t>::max() - 64 * kDoubling;
+constexpr int kGainStep = 16;
+// What the smaller of two counts adds to the logarithm of the larger, by how far it is below.
+const std::array<std::uint16_t, 12 * kDoubling / kGainStep> kGain = [] {
+  std::array<std::uint16_t, 12 * kDoubling / kGainStep> gain{};
+  for (std::size_t i = 0; i < gain.size(); ++i)
+    gain[i] = static_cast<std::uint16_t>(std::floor(kDoubling * std::log2(1 + std::exp2(-double(i * kGainStep) / kDoubling)) + 0.5));
+  return gain;
+}();
+
+constexpr std::uint32_t kUse = 1u << 28, kMostUses = 11;  // of light_lfu
+constexpr std::uint32_t kKnown = 1u << 31;                // of lookahead
+
+std::uint8_t stamp_of(std::int64_t number) { return static_cast<std::uint8_t>(number); }
+
+void check_ascending(std::span<const std::int64_t> ids, const char* name) {
+  for (std::size_t i = 1; i < ids.size(); ++i)
+    if (ids[i - 1] >= ids[i])
+      throw std::invalid_argument(std::string(name) + ": got " + std::to_string(ids[i]) + " after " +
+                                  std::to_string(ids[i - 1]) + ", wanted ids ascending, each once");
+}
+
+}  // namespace
+
+Directory::Directory(const DirectorySettings& settings) : settings_(settings), index_(0) {
+  const std::int64_t foreseen = std::min<std::int64_t>(settings.capacity, 1 << 30);  // address space; more comes with use
+  make_room(foreseen + std::min<std::int64_t>(foreseen, 1 << 16) + 1024);
+}
+
+// Address space for so many slots in all.
+void Directory::make_room(std::int64_t slots) {
+  if (slots <= room_) return;
+  const auto n = static_cast<std::size_t>(std::max(slots, room_ + room_ / 4));
+  if (n >= SlotIndex::kAbsent) throw NoRoom("a cache of " + std::to_string(n) + " rows; wanted less than 2^32");
+  Slab rows(checked_bytes(sizeof(Row), n)), worths(checked_bytes(4, n));
+  free_.resize((n + 63) / 64);
+  std::copy_n(rows_, num_slots_, reinterpret_cast<Row*>(rows.data()));
+  std::copy_n(worths_, num_slots_, reinterpret_cast<std::uint32_t*>(worths.data()));
+  rows_slab_ = std::move(rows);
+  worths_slab_ = std::move(worths);
+  rows_ = reinterpret_cast<Row*>(rows_slab_.data());
+  worths_ = reinterpret_cast<std::uint32_t*>(worths_slab_.data());
+  room_ = static_cast<std::int64_t>(n);
+}
+
+DirectoryStep Directory::step(std::span<const std::int64_t> ids, std::span<const std::int32_t> next_uses,
+                              std::span<const std::int64_t> coming, std::int64_t window) {
+  const auto n = static_cast<std::int64_t>(ids.size());
+  check_ascending(ids, "ids");
+  check_ascending(coming, "coming");
+  if (number_ >= kMostNumber || (time_ >> kTimeShift) >= kMostTime)
+    throw std::overflow_error("a cache's directory counts " + std::to_string(number_) +
+                              " batches and no more; flush it and go on with a new one");
+  make_room(std::max(num_slots_, num_rows_ + n));
+  index_.reserve(num_rows_ + n);
+  const auto u = static_cast<std::size_t>(n);
+  DirectoryStep done;
+  done.slots = Buffer<std::int32_t>(u);
+  done.ages = Buffer<std::int32_t>(u);
+  done.ticks = Buffer<std::int32_t>(u);
+  done.asked = Buffer<std::uint8_t>(u);
+  done.pushed = Buffer<std::uint8_t>(u);
+  done.leaving = Buffer<std::uint8_t>(u);
+  done.before = Buffer<DirectoryStep::Before>(u);
+  done.time = time_;
+  done.num_slots = num_slots_;
+  done.number = ++number_;
+  tick(u);
+  index_.grow(this->ids());
+  if (settings_.policy == CachePolicy::lookahead && number_ % kForgive == 0) forgive(done);
+  find(ids, next_uses, done);
+  admit(ids, next_uses, done);
+  if (settings_.policy == CachePolicy::lookahead) foresee(coming, window, done);
+  evict(ids, done);
+  return done;
+}
+
+void Directory::tick(std::size_t num_rows) noexcept {
+  if (settings_.policy != CachePolicy::lfu) return;
+  const auto capacity = static_cast<std::uint64_t>(settings_.capacity);
+  const std::uint64_t turned = capacity ? (num_rows * kHalfLife) / (kTurnover * capacity) : kHalfLife;
+  time_ += std::min(kHalfLife, turned);
+}
+
+std::uint32_t Directory::known(std::int64_t batches) const noexcept {
+  return kKnown | static_cast<std::uint32_t>(kKnown - 1 - std::min<std::int64_t>(number_ + batches, kKnown - 1));
+}
+
+std::uint32_t Directory::begun(std::int32_t next_use) const noexcept {
+  switch (settings_.policy) {
+    case CachePolicy::lfu: return static_cast<std::uint32_t>(time_ >> kTimeShift) + 1;
+    case CachePolicy::light_lfu: return kUse | static_cast<std::uint32_t>(number_);
+    case CachePolicy::lookahead:
+      if (next_use > 0) return known(next_use);
+      [[fallthrough]];
+    default: return static_cast<std::uint32_t>(number_);
+  }
+}
+
+std::uint32_t Directory::used(std::uint32_t worth, std::int32_t next_use) const noexcept {
+  if (settings_.policy == CachePolicy::light_lfu) {
+    const std::uint32_t uses = std::min(worth / kUse + 1, kMostUses);
+    return uses * kUse | (uses < kMostUses ? static_cast<std::uint32_t>(number_) : 0);
+  }
+  const std::uint32_t now = begun(next_use);
+  if (settings_.policy != CachePolicy::lfu) return now;
+  const std::uint32_t larger = std::max(worth, now), below = (larger - std::min(worth, now)) / kGainStep;
+  return below < kGain.size() ? larger + kGain[below] : larger;
+}
+
+// Of all rows of the batch that have a copy.
+void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done) {
+  const auto number = static_cast<std::uint32_t>(number_);
+  const auto read_bound = static_cast<std::uint64_t>(settings_.read_bound);
+  const std::int64_t write_bound = settings_.write_bound;
+  Buffer<std::uint32_t> low(wanted.size());
+  std::atomic<std::size_t> num_low{0};
+  for_each_run(static_cast<std::int64_t>(wanted.size()), kRun, [&](std::int64_t begin, std::int64_t end) {
+    index_.for_each(wanted.subspan(begin, end - begin), ids(), [&](std::int64_t k, std::uint32_t slot) {
+      const auto i = static_cast<std::size_t>(begin + k);
+      done.slots[i] = static_cast<std::int32_t>(slot);
+      done.leaving[i] = 0;
+      if (slot == SlotIndex::kAbsent) return;
+      Row& row = rows_[slot];
+      std::uint32_t& worth = worths_[slot];
+      done.before[i] = {row.copied, row.ticks, worth};
+      const std::uint32_t age = number - row.copied;
+      const bool is_over = age > read_bound;
+      const std::uint32_t ticks = std::min(row.ticks + 1u, kMostTicks);
+      const bool is_pushed = ticks > write_bound;
+      done.ages[i] = static_cast<std::int32_t>(age);
+      done.asked[i] = static_cast<std::uint8_t>(is_over ? Asked::lease_over : Asked::hit);
+      done.ticks[i] = static_cast<std::int32_t>(ticks);
+      done.pushed[i] = is_pushed;
+      row.copied = is_over ? number : row.copied;
+      row.ticks = is_pushed ? 0 : ticks;
+      row.stamp = stamp_of(number_);
+      worth = used(worth, next_uses.empty() ? 0 : next_uses[i]);
+      if (is_low(worth, row.id)) low[num_low.fetch_add(1, std::memory_order_relaxed)] = slot;
+    });
+  });
+  for (std::size_t i = 0; i < num_low; ++i) hear(low[i]);
+}
+
+// Copies for those that have none.
+void Directory::admit(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done) {
+  const bool is_pushed = 1 > settings_.write_bound;
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    if (static_cast<std::uint32_t>(done.slots[i]) != SlotIndex::kAbsent) continue;
+    const std::uint32_t slot = take_slot();
+    const auto number = static_cast<std::uint32_t>(number_);
+    put({wanted[i], slot, number, is_pushed ? 0u : 1u, begun(next_uses.empty() ? 0 : next_uses[i])});
+    rows_[slot].stamp = stamp_of(number_);
+    done.slots[i] = static_cast<std::int32_t>(slot);
+    done.ages[i] = 0;
+    done.asked[i] = static_cast<std::uint8_t>(Asked::miss);
+    done.ticks[i] = 1;
+    done.pushed[i] = is_pushed;
+  }
+}
+
+void Directory::revalue(std::uint32_t slot, std::uint32_t worth, DirectoryStep& done) {
+  done.revalued.emplace_back(slot, worths_[slot]);
+  worths_[slot] = worth;
+  hear(slot);
+}
+
+// A use that was not known comes into sight.
+void Directory::foresee(std::span<const std::int64_t> coming, std::int64_t window, DirectoryStep& done) {
+  const std::uint32_t worth = known(window);
+  index_.for_each(coming, ids(), [&](std::int64_t, std::uint32_t slot) {
+    if (slot != SlotIndex::kAbsent && worths_[slot] < kKnown) revalue(slot, worth, done);
+  });
+}
+
+// Uses that were foretold and did not come would hold their rows for ever.
+void Directory::forgive(DirectoryStep& done) {
+  for (std::int64_t s = 0; s < num_slots_; ++s) {
+    const std::uint32_t worth = worths_[s];
+    if (worth >= kKnown && kKnown - 1 - (worth - kKnown) < static_cast<std::uint32_t>(number_))
+      revalue(static_cast<std::uint32_t>(s), 1, done);
+  }
+}
+
+void Directory::evict(std::span<const std::int64_t> wanted, DirectoryStep& done) {
+  const std::int64_t surplus = num_rows_ - settings_.capacity;
+  if (surplus <= 0) return;
+  done.gone.reserve(static_cast<std::size_t>(surplus));
+  std::vector<std::uint32_t> dirty;  // of `gone`
+  for (std::int64_t left = surplus; left > 0; --left) {
+    const std::uint32_t slot = take_least(left).slot;
+    const Row& row = rows_[slot];
+    done.gone.push_back({row.id, slot, row.copied, row.ticks, worths_[slot]});
+    const auto at = row.stamp == stamp_of(number_) ? std::lower_bound(wanted.begin(), wanted.end(), row.id) : wanted.end();
+    if (at != wanted.end() && *at == row.id) {
+      const auto i = static_cast<std::size_t>(at - wanted.begin());
+      done.leaving[i] = done.pushed[i] = 1;
+    } else if (row.ticks) {
+      dirty.push_back(static_cast<std::uint32_t>(done.gone.size() - 1));
+    }
+    remove(slot);
+  }
+  std::sort(dirty.begin(), dirty.end(), [&](auto a, auto b) { return done.gone[a].id < done.gone[b].id; });
+  done.evicted_ids = Buffer<std::int64_t>(dirty.size());
+  done.evicted_slots = Buffer<std::int32_t>(dirty.size());
+  done.evicted_ticks = Buffer<std::int32_t>(dirty.size());
+  for (std::size_t i = 0; i < dirty.size(); ++i) {
+    const DirectoryRow& row = done.gone[dirty[i]];
+    done.evicted_ids[i] = row.id;
+    done.evicted_slots[i] = static_cast<std::int32_t>(row.slot);
+    done.evicted_ticks[i] = static_cast<std::int32_t>(row.ticks);
+  }
+}
+
+void Directory::undo(std::span<const std::int64_t> ids, const DirectoryStep& done) {
+  if (done.number != number_ || ids.size() != done.slots.size())
+    throw std::invalid_argument("got the decision of batch " + std::to_string(done.number) +
+                                " to undo, wanted the newest: " + std::to_string(number_));
+  make_room(std::max(num_slots_, num_rows_ + static_cast<std::int64_t>(done.gone.size())));
+  index_.reserve(num_rows_ + static_cast<std::int64_t>(done.gone.size()));
+  index_.grow(this->ids());
+  for (const DirectoryRow& row : done.gone) put(row);
+  for (auto i = done.revalued.size(); i-- > 0;) {
+    const auto [slot, worth] = done.revalued[i];
+    worths_[slot] = worth;
+    hear(slot);
+  }
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const auto slot = static_cast<std::uint32_t>(done.slots[i]);
+    if (done.asked[i] == static_cast<std::uint8_t>(Asked::miss)) {
+      remove(slot);
+      continue;
+    }
+    const auto& before = done.before[i];
+    rows_[slot].copied = before.copied;
+    rows_[slot].ticks = before.ticks & kMostTicks;
+    worths_[slot] = before.worth;
+    hear(slot);
+  }
+  for (std::int64_t s = done.num_slots; s < num_slots_; ++s) {
+    free_[static_cast<std::size_t>(s) / 64] &= ~(std::uint64_t{1} << (s % 64));
+    --num_free_;
+  }
+  num_slots_ = done.num_slots;
+  time_ = done.time;
+  --number_;
+}
+
+std::vector<DirectoryRow> Directory::rows() const {
+  std::vector<DirectoryRow> found;
+  found.reserve(static_cast<std::size_t>(num_rows_));
+  for (std::int64_t s = 0; s < num_slots_; ++s) {
+    if (worths_[s] == 0) continue;
+    const Row& row = rows_[s];
+    found.push_back({row.id, static_cast<std::uint32_t>(s), row.copied, row.ticks, worths_[s]});
+  }
+  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
+  return found;
+}
+
+std::vector<DirectoryRow> Directory::flush() {
+  std::vector<DirectoryRow> found = rows();
+  std::erase_if(found, [](const DirectoryRow& row) { return row.ticks == 0; });
+  for (const DirectoryRow& row : found) rows_[row.slot].ticks = 0;
+  return found;
+}
+
+void Directory::forget() {
+  for (std::int64_t s = 0; s < num_slots_; ++s)
+    if (worths_[s]) remove(static_cast<std::uint32_t>(s));
+  least_.clear();
+  late_.clear();
+}
+
+void Directory::load(std::span<const DirectoryRow> rows, std::int64_t number, std::uint64_t time) {
+  if (num_rows_) throw std::invalid_argument("got a directory that has copies to load into, wanted one without");
+  std::int64_t num_slots = 0;
+  for (const DirectoryRow& row : rows) num_slots = std::max<std::int64_t>(num_slots, row.slot + std::int64_t{1});
+  std::vector<bool> is_taken(static_cast<std::size_t>(num_slots));
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (is_taken[rows[i].slot] || (i && rows[i - 1].id >= rows[i].id) || rows[i].worth == 0)
+      throw std::invalid_argument("got id " + std::to_string(rows[i].id) + " in slot " + std::to_string(rows[i].slot) +
+                                  ", wanted ids ascending, each in a slot of its own, worth 1 or more");
+    is_taken[rows[i].slot] = true;
+  }
+  make_room(num_slots);
+  index_.reserve(static_cast<std::int64_t>(rows.size()));
+  index_.grow(ids());
+  std::fill(free_.begin(), free_.end(), 0);
+  num_slots_ = num_free_ = num_slots;
+  lowest_ = 0;
+  for (std::int64_t s = 0; s < num_slots; ++s) {
+    free_[static_cast<std::size_t>(s) / 64] |= std::uint64_t{1} << (s % 64);
+    worths_[s] = 0;
+  }
+  threshold_ = {0, 0};
+  for (const DirectoryRow& row : rows) put(row);
+  number_ = number;
+  time_ = time;
+}
+
+std::int64_t Directory::bytes() const {
+  return index_.bytes() + num_slots_ * static_cast<std::int64_t>(sizeof(Row) + 4) + num_slots_ / 8 +
+         static_cast<std::int64_t>((least_.capacity() + late_.capacity()) * sizeof(Entry));
+}
+
+std::uint32_t Directory::take_slot() noexcept {
+  if (num_free_ == 0) return static_cast<std::uint32_t>(num_slots_++);
+  while (free_[lowest_] == 0) ++lowest_;
+  const int bit = std::countr_zero(free_[lowest_]);
+  free_[lowest_] &= free_[lowest_] - 1;
+  --num_free_;
+  return static_cast<std::uint32_t>(lowest_ * 64 + static_cast<std::size_t>(bit));
+}
+
+// A copy, in a slot that is free or was just taken.
+void Directory::put(const DirectoryRow& row) {
+  std::uint64_t& word = free_[row.slot / 64];
+  const std::uint64_t bit = std::uint64_t{1} << (row.slot % 64);
+  if (word & bit) --num_free_;
+  word &= ~bit;
+  Row& at = rows_[row.slot];
+  at.id = row.id;
+  at.copied = row.copied;
+  at.ticks = row.ticks & kMostTicks;
+  at.stamp = 0;
+  worths_[row.slot] = row.worth;
+  index_.insert(row.id, row.slot);
+  ++num_rows_;
+  hear(row.slot);
+}
+
+void Directory::remove(std::uint32_t slot) noexcept {
+  index_.erase(rows_[slot].id, slot);
+  worths_[slot] = 0;
+  rows_[slot].ticks = 0;
+  free_[slot / 64] |= std::uint64_t{1} << (slot % 64);
+  lowest_ = std::min<std::size_t>(lowest_, slot / 64);
+  ++num_free_;
+  --num_rows_;
+}
+
+void Directory::add_late(const Entry& entry) {
+  const auto most = static_cast<std::size_t>(num_rows_ / kLateShare + kSmall);
+  if (late_.size() >= most) return look(1);  // which finds this row too
+  if (late_.size() == late_.capacity()) late_.reserve(std::min(most, 2 * late_.size() + 64));
+  late_.push_back(entry);
+  std::push_heap(late_.begin(), late_.end(), std::greater<>());
+}
+
+// Puts the copies that are worth least in order, `wanted` of them or more.
+void Directory::look(std::int64_t wanted) {
+  constexpr std::uint64_t kSample = 256;
+  least_.clear();
+  late_.clear();
+  double share = std::max(1.0 / kLeastShare, 1.1 * static_cast<double>(wanted) / static_cast<double>(num_rows_));
+  std::vector<std::pair<std::uint32_t, std::int64_t>> sample;
+  if (num_rows_ > kSmall && share < 0.5) {
+    const auto slots = static_cast<std::uint64_t>(num_slots_);
+    for (std::uint64_t i = 0; i < 4 * kSample && sample.size() < kSample; ++i) {
+      const std::uint64_t slot = scale_down(mix64(i + (static_cast<std::uint64_t>(number_) << 20) + 1), slots);
+      if (worths_[slot]) sample.emplace_back(worths_[slot], rows_[slot].id);
+    }
+    std::sort(sample.begin(), sample.end());
+  }
+  for (;; share *= 2) {
+    const auto rank = static_cast<std::size_t>(share * static_cast<double>(sample.size()));
+    const bool is_all = rank >= sample.size();
+    threshold_ = is_all ? std::pair(std::numeric_limits<std::uint32_t>::max(), std::numeric_limits<std::int64_t>::max())
+                        : sample[rank];
+    least_.reserve(static_cast<std::size_t>((is_all ? 1.0 : 1.1 * share) * static_cast<double>(num_rows_)) + 64);
+    for (std::int64_t s = 0; s < num_slots_; ++s) {
+      if (worths_[s] - 1 >= threshold_.first) continue;  // a free slot's worth of 0 is above all
+      if (is_low(worths_[s], rows_[s].id)) least_.push_back({worths_[s], static_cast<std::uint32_t>(s), rows_[s].id});
+    }
+    if (is_all || static_cast<std::int64_t>(least_.size()) >= wanted) break;
+    least_.clear();
+  }
+  std::sort(least_.begin(), least_.end(), std::greater<>());
+}
+
+// The copy that is worth least; there is one. wanted: copies that leave now, this one included.
+Directory::Entry Directory::take_least(std::int64_t wanted) {
+  for (;;) {
+    if (least_.size() >= kAhead) {
+      const Entry& coming = least_[least_.size() - kAhead];
+      ids().fetch(coming.slot);
+      index_.prefetch(coming.id);
+    }
+    const bool is_late = !late_.empty() && (least_.empty() || least_.back() > late_.front());
+    Entry entry;
+    if (is_late) {
+      std::pop_heap(late_.begin(), late_.end(), std::greater<>());
+      entry = late_.back();
+      late_.pop_back();
+    } else if (!least_.empty()) {
+      entry = least_.back();
+      least_.pop_back();
+    } else {
+      look(wanted);
+      continue;
+    }
+    if (is_there(entry)) return entry;
+  }
+}
+
+}  // namespace colonnade

@@ -1,0 +1,109 @@
+"""What holds for ranks that keep copies by the directory's decisions, whatever the interleaving of uses and evictions.
+
+Every use of a row adds one to it, so a value says which updates it has seen. Values lie by slot, as in the exchange."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colonnade.cache.directory import HIT, MISS, Directory
+from colonnade.cache.native_directory import POLICIES, NativeDirectory
+
+DIRECTORIES = {policy: NativeDirectory for policy in POLICIES} | {"plain lru": Directory}
+
+
+class Rank:
+    """One rank's copies: `value` is what the model sees, `pending` what the owner does not have."""
+
+    def __init__(self, capacity: int, read: int, write: int, policy: str) -> None:
+        self.directory = DIRECTORIES[policy](capacity, read, write, policy.split()[-1])
+        self.value, self.pending = Counter(), Counter()
+        self.own: Counter = Counter()  # by id: updates of this rank
+
+    def read(self, ids: np.ndarray, owners: Counter) -> tuple[object, list[int]]:
+        said = self.directory.step(ids)
+        seen = []
+        for id, slot, asked in zip(
+            ids.tolist(), said.slots.tolist(), said.asked.tolist(), strict=True
+        ):
+            if asked == MISS:
+                assert self.pending[slot] == 0, (
+                    "a slot is given on with what another row had pending"
+                )
+            if asked != HIT:
+                self.value[slot] = owners[id] + self.pending[slot]
+            seen.append(self.value[slot])
+        return said, seen
+
+    def write(self, ids: np.ndarray, said, owners: Counter) -> None:
+        for id, slot, pushed in zip(
+            ids.tolist(), said.slots.tolist(), said.pushed.tolist(), strict=True
+        ):
+            self.value[slot] += 1
+            self.pending[slot] += 1
+            self.own[id] += 1
+            if pushed:
+                owners[id] += self.pending.pop(slot)
+        for id, slot, ticks in zip(
+            said.evicted_ids.tolist(),
+            said.evicted_slots.tolist(),
+            said.evicted_ticks.tolist(),
+            strict=True,
+        ):
+            assert self.pending[slot] == ticks > 0
+            owners[id] += self.pending.pop(slot)
+
+
+@pytest.mark.parametrize("policy", DIRECTORIES)
+@settings(max_examples=15, deadline=None)
+@given(
+    ranks=st.sampled_from([1, 2, 8]),
+    capacity=st.sampled_from([0, 1, 4, 12, 60]),
+    read=st.sampled_from([0, 1, 5, 50]),
+    write=st.sampled_from([0, 2, 5, 50]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_no_update_is_lost_or_seen_twice_and_none_is_missed_for_longer_than_the_bounds(
+    policy, ranks, capacity, read, write, seed
+):
+    """Invariants I1 to I6 of bounded staleness: what owners have after a flush is every update, once (I1); no read
+    sees more than there is (I2), or less than its own rank wrote, through evictions too (I3); at most read + write
+    updates of each other rank are missed (I4), none at bounds of 0 (I5); with caches smaller than a batch, and with
+    steps decided ahead and undone (I6)."""
+    random = np.random.default_rng(seed)
+    world = [Rank(capacity, read, write, policy) for _ in range(ranks)]
+    owners: Counter = Counter()
+    for step in range(70):
+        if step == 40:
+            for rank in world:
+                rank.directory.resize(capacity // 2)
+        total = sum((rank.own for rank in world), Counter())
+        batches = [
+            np.unique((random.pareto(0.8, random.integers(0, 12)) * 3).astype(np.int64) % 40 - 20)
+            for _ in world
+        ]
+        said = []
+        for rank, ids in zip(world, batches, strict=True):
+            if random.random() < 0.2:  # a batch that was looked at ahead and never came
+                rank.directory.undo(rank.directory.step(np.unique(random.integers(-9, 99, 9))))
+            decision, seen = rank.read(ids, owners)
+            said.append(decision)
+            for id, value in zip(ids.tolist(), seen, strict=True):
+                assert rank.own[id] <= value <= total[id]
+                assert total[id] - value <= (ranks - 1) * (read + write)
+        for rank, ids, decision in zip(world, batches, said, strict=True):
+            rank.write(ids, decision, owners)
+    for rank in world:
+        flushed = rank.directory.flush()
+        for id, slot, ticks in zip(
+            *(part.tolist() for part in (flushed.ids, flushed.slots, flushed.ticks)), strict=True
+        ):
+            assert rank.pending[slot] == ticks
+            owners[id] += rank.pending.pop(slot)
+        assert not +rank.pending
+    assert owners == sum((rank.own for rank in world), Counter())

@@ -1,0 +1,106 @@
+"""The native directory's definition, row by row: a dict of copies, of which a batch keeps those that are worth most."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+
+HIT, MISS, LEASE_OVER = 0, 1, 2
+DOUBLING, HALF_LIFE, GAIN_STEP = 1024, 1024 << 20, 16
+GAIN = [
+    math.floor(DOUBLING * math.log2(1 + 2 ** (-i * GAIN_STEP / DOUBLING)) + 0.5)
+    for i in range(12 * DOUBLING // GAIN_STEP)
+]
+
+
+@dataclass
+class Row:
+    slot: int
+    copied: int
+    ticks: int = 0
+    last: int = 0
+    uses: int = 0
+    score: int = 0  # of lfu
+    next: int = 0  # of lookahead: the batch, 0: not known
+
+
+@dataclass
+class Said:
+    """Of one batch."""
+
+    by_row: dict[int, list] = field(
+        default_factory=dict
+    )  # slot, asked, age, ticks, pushed, leaving
+    evicted: dict[int, list] = field(default_factory=dict)  # slot, ticks
+
+
+class SlowDirectory:
+    def __init__(self, capacity: int, read_bound: int, write_bound: int, policy: str) -> None:
+        self.capacity, self.read_bound, self.write_bound = capacity, read_bound, write_bound
+        self.policy, self.rows, self.number, self.time = policy, {}, 0, 0
+        self.before: list = []
+
+    def worth(self, row: Row) -> tuple:
+        if self.policy == "lru":
+            return (row.last,)
+        if self.policy == "lfu":
+            return (row.score,)
+        if self.policy == "light_lfu":
+            return (11,) if row.uses > 10 else (row.uses, row.last)
+        return (1, -row.next) if row.next else (0, row.last)
+
+    def step(self, ids: list[int], next_uses=None, coming=(), window: int = 0) -> Said:
+        self.before.append((copy.deepcopy(self.rows), self.number, self.time))
+        self.number += 1
+        if self.policy == "lfu":
+            turned = len(ids) * HALF_LIFE // self.capacity if self.capacity else HALF_LIFE
+            self.time += min(HALF_LIFE, turned)
+        if self.policy == "lookahead" and self.number % 64 == 0:
+            for row in self.rows.values():
+                if row.next and row.next < self.number:
+                    row.next, row.last = 0, 1
+        said, free = Said(), self.free_slots(len(ids))
+        for id, distance in zip(ids, next_uses or [0] * len(ids), strict=True):
+            row, asked, age = self.rows.get(id), MISS, 0
+            if row is not None:
+                age = self.number - row.copied
+                asked = LEASE_OVER if age > self.read_bound else HIT
+            else:
+                row = self.rows[id] = Row(free.pop(0), self.number)
+            if asked != HIT:
+                row.copied = self.number
+            self.use(row, distance)
+            row.ticks += 1
+            is_pushed = row.ticks > self.write_bound
+            said.by_row[id] = [row.slot, asked, age, row.ticks, is_pushed, False]
+            if is_pushed:
+                row.ticks = 0
+        for id in coming if self.policy == "lookahead" else ():
+            if id in self.rows and not self.rows[id].next:
+                self.rows[id].next = self.number + window
+        order = sorted(self.rows, key=lambda id: (self.worth(self.rows[id]), id))
+        for id in order[: max(0, len(order) - self.capacity)]:
+            row = self.rows.pop(id)
+            if id in said.by_row:
+                said.by_row[id][4:] = [True, True]
+            elif row.ticks:
+                said.evicted[id] = [row.slot, row.ticks]
+        return said
+
+    def use(self, row: Row, distance: int) -> None:
+        now = (self.time >> 20) + 1
+        if row.uses:
+            larger, below = max(row.score, now), abs(row.score - now) // GAIN_STEP
+            row.score = larger + (GAIN[below] if below < len(GAIN) else 0)
+        else:
+            row.score = now
+        row.uses, row.last = row.uses + 1, self.number
+        row.next = self.number + distance if distance else 0
+
+    def free_slots(self, count: int) -> list[int]:
+        taken = {row.slot for row in self.rows.values()}
+        return [s for s in range(len(taken) + count) if s not in taken]
+
+    def undo(self) -> None:
+        self.rows, self.number, self.time = self.before.pop()

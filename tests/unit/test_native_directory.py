@@ -1,0 +1,194 @@
+"""The native directory: what the contract says, row by row; what it costs; and that it recovers from a change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slow_directory import SlowDirectory
+
+from colonnade.cache.directory import HIT, MISS, UNBOUNDED, Decision, Directory
+from colonnade.cache.native_directory import POLICIES, NativeDirectory
+from colonnade.errors import ConfigError
+
+ENDS = [-(2**63), -1, 0, 1, 2**62, 2**63 - 1]
+FIELDS = (
+    "number", "slots", "asked", "ages", "ticks", "pushed", "leaving",
+    "evicted_ids", "evicted_slots", "evicted_ticks",
+)  # fmt: skip
+
+
+def batch(random: np.random.Generator, most: int, shift: int) -> np.ndarray:
+    """Ascending ids: popular ones, any, and both ends of 64 bits."""
+    skewed = (random.pareto(0.7, random.integers(0, most)).astype(np.int64) + shift) % 97 - 40
+    ends = random.choice(np.array(ENDS), random.integers(0, 3))
+    return np.unique(np.concatenate([skewed, ends]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    policy=st.sampled_from(POLICIES),
+    capacity=st.sampled_from([0, 1, 2, 7, 13, 31, 60, 200]),
+    read_bound=st.sampled_from([0, 1, 3, UNBOUNDED]),
+    write_bound=st.sampled_from([0, 2, 5, UNBOUNDED]),
+    most=st.sampled_from([1, 5, 20, 70]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_it_decides_row_by_row(policy, capacity, read_bound, write_bound, most, seed):
+    """Decisions and slots, through steps undone, capacities that change, a state loaded, hints true and false."""
+    random = np.random.default_rng(seed)
+    fast = NativeDirectory(capacity, read_bound, write_bound, policy)
+    slow = SlowDirectory(capacity, read_bound, write_bound, policy)
+    done: list[Decision] = []
+    for step in range(60):
+        what = random.integers(0, 24)
+        if what == 0 and done:
+            for _ in range(random.integers(1, min(4, len(done)) + 1)):
+                fast.undo(done.pop())
+                slow.undo()
+        elif what == 1:
+            slow.capacity = int(random.integers(0, 80))
+            fast.resize(slow.capacity)
+            slow.before, done = [], []
+        elif what == 2:
+            state = fast.state()
+            fast = NativeDirectory(slow.capacity, read_bound, write_bound, policy)
+            fast.load(state)
+            done, slow.before = [], []
+        elif what == 3:
+            flushed = fast.flush()
+            pending = {i: [r.slot, r.ticks] for i, r in sorted(slow.rows.items()) if r.ticks}
+            assert flushed.ids.tolist() == list(pending)
+            assert [list(x) for x in zip(flushed.slots, flushed.ticks, strict=True)] == [
+                *pending.values()
+            ]
+            for row in slow.rows.values():
+                row.ticks = 0
+            done, slow.before = [], []
+        ids = batch(random, most, step // 20 * 31)
+        next_uses = random.integers(0, 9, len(ids)).astype(np.int32) if random.integers(2) else None
+        coming = batch(random, most, 3) if random.integers(2) else None
+        decision = fast.step(ids, next_uses, coming, 9)
+        said = slow.step(
+            ids.tolist(),
+            None if next_uses is None else next_uses.tolist(),
+            () if coming is None else coming.tolist(),
+            9,
+        )
+        got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
+        assert [list(row) for row in zip(*got, strict=True)] == list(said.by_row.values())
+        evicted = dict(sorted(said.evicted.items()))
+        assert decision.evicted_ids.tolist() == list(evicted)
+        gone = zip(decision.evicted_slots.tolist(), decision.evicted_ticks.tolist(), strict=True)
+        assert [list(row) for row in gone] == list(evicted.values())
+        assert len(fast) == len(slow.rows) <= slow.capacity
+        done.append(decision)
+    state = fast.state()
+    assert state["ids"].tolist() == sorted(slow.rows)
+    assert state["slots"].tolist() == [slow.rows[i].slot for i in sorted(slow.rows)]
+
+
+@pytest.mark.parametrize(("capacity", "bound"), [(3000, 4), (4999, 0)])
+def test_where_only_the_least_are_kept_in_order_it_decides_as_the_plain_directory(capacity, bound):
+    """lru, in sizes where few of the copies are in the order of who leaves: decisions and slots of the slow twin."""
+    random = np.random.default_rng(capacity)
+    fast, slow = NativeDirectory(capacity, bound, bound), Directory(capacity, bound, bound)
+    for step in range(40):
+        if step == 25:
+            fast.resize(capacity // 3)
+            slow.resize(capacity // 3)
+        ids = np.unique((random.pareto(0.5, 3000).astype(np.int64) * (step // 15 + 1)) % 60_000)
+        one, other = fast.step(ids), slow.step(ids)
+        for name in FIELDS:
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+        if step % 7 == 3:
+            fast.undo(one)
+            slow.undo(other)
+
+
+@pytest.mark.parametrize("policy", ["lfu", "light_lfu", "lookahead"])
+def test_where_only_the_least_are_kept_in_order_the_least_leave(policy):
+    """The other policies in such sizes, against the definition."""
+    random = np.random.default_rng(5)
+    fast, slow = NativeDirectory(2000, 5, 5, policy), SlowDirectory(2000, 5, 5, policy)
+    for step in range(66):
+        ids = np.unique((random.pareto(0.5, 400).astype(np.int64) * (step // 25 + 1)) % 20_000)
+        next_uses = random.integers(0, 40, len(ids)).astype(np.int32)
+        decision, said = fast.step(ids, next_uses), slow.step(ids.tolist(), next_uses.tolist())
+        slow.before.clear()
+        assert decision.leaving.tolist() == [row[5] for row in said.by_row.values()]
+        assert decision.evicted_ids.tolist() == sorted(said.evicted)
+    assert fast.state()["ids"].tolist() == sorted(slow.rows)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_row_costs_thirty_bytes(policy):
+    """Of slots, those of the batch included: at its fullest and before, once there are some ten thousand."""
+    random = np.random.default_rng(1)
+    directory = NativeDirectory(200_000, 50, 50, policy)
+    for _ in range(60):
+        ids = np.unique((1000 / random.random(12_000) ** 3).astype(np.int64) % 10**9)
+        directory.step(ids, random.integers(0, 30, len(ids)).astype(np.int32))
+        if len(directory) > 10_000:
+            assert directory.num_bytes <= 30 * directory.num_slots
+    assert directory.num_slots < 212_000
+    assert len(directory) == 200_000
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_hits_recover_after_what_is_popular_changed(policy):
+    """Within 20 batches, to the share of hits of before; HET's policy never does."""
+
+    def shares(policy: str) -> list[float]:
+        random = np.random.default_rng(3)
+        order = random.permutation(4000)
+        directory = NativeDirectory(400, UNBOUNDED, UNBOUNDED, policy)
+        found = []
+        for step in range(140):
+            if step == 100:
+                order = random.permutation(4000)
+            drawn = order[np.minimum(random.zipf(1.4, 300), 4000) - 1]
+            asked = directory.step(np.unique(drawn)).asked
+            found.append(float((asked == HIT).mean()))
+        return found
+
+    hits = shares(policy)
+    assert hits[100] < 0.5 * np.mean(hits[80:100])
+    assert np.mean(hits[120:140]) > 0.95 * np.mean(hits[80:100])
+    frozen = shares("light_lfu")
+    assert np.mean(frozen[120:140]) < 0.8 * np.mean(frozen[80:100])
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing():
+    with pytest.raises(ConfigError, match="wanted 0 or more"):
+        NativeDirectory(-1, 0, 0)
+    with pytest.raises(ConfigError, match="wanted lru, lfu, light_lfu or lookahead"):
+        NativeDirectory(1, 0, 0, "fifo")
+    directory = NativeDirectory(4, 1, 1)
+    first = directory.step(np.array([3, 5]))
+    for wrong in ([5, 3], [4, 4]):
+        with pytest.raises(ValueError, match="wanted ids ascending, each once"):
+            directory.step(np.array(wrong))
+    with pytest.raises(ValueError, match="wanted contiguous CPU int64"):
+        directory.step(np.array([1], np.int32))
+    with pytest.raises(ValueError, match="next_uses"):
+        directory.step(np.array([1]), np.array([1, 2], np.int32))
+    assert directory.number == 1
+    second = directory.step(np.array([3]))
+    with pytest.raises(RuntimeError, match="wanted the newest"):
+        directory.undo(first)
+    directory.undo(second)
+    state = directory.state()
+    with pytest.raises(ValueError, match="wanted one without"):
+        directory.load(state)
+    with pytest.raises(ValueError, match="in a slot of its own"):
+        NativeDirectory(4, 1, 1).load({**state, "slots": np.array([1, 1], np.int32)})
+    late = NativeDirectory(4, 1, 1)
+    late.load({**state, "number": np.array([2**28 - 1])})
+    with pytest.raises(OverflowError, match="go on with a new one"):
+        late.step(np.array([1]))
+    directory.flush()
+    directory.forget()
+    assert len(directory) == 0
+    assert directory.step(np.array([3])).asked.tolist() == [MISS]
