@@ -222,8 +222,8 @@ class RowOptimizer(Optimizer):
         return settings
 
     def _own_settings(self) -> Tensor:
-        """Checked anew where a group says something else than in the step before: reading 26 groups took a tenth of a
-        step of lookups and updates alone."""
+        """Read and checked anew only where a group says something else than in the step before: in Python, 26 groups
+        take a part of a step that lookups and updates alone would notice."""
         groups = self.param_groups
         said = [{name: v for name, v in group.items() if name != "params"} for group in groups]
         # Else a value, a tensor or a list, may have changed in place.
