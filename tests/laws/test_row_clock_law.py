@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -278,10 +280,13 @@ def run_on(mesh, folder, epochs, staleness):
 
 
 def test_commits_have_all_that_waits_and_go_on_with_other_bounds(tmp_path):
-    every, held, metrics, number = run_ranks(2, run_on, tmp_path, 1, 9)[0]
+    every, held, metrics, number = run_ranks(2, run_on, tmp_path / "run", 1, 9)[0]
     assert number == 15
     assert not torch.equal(every[0], held)  # something waited
-    alone, owned, again, _ = run_on(Mesh(), tmp_path, 1, 9)  # another world, no copies
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    *_, gone_on = run_ranks(2, run_on, tmp_path / "other", 2, 3)[0]
+    assert gone_on == 30  # the copies were taken up: they count from where they were
+    alone, owned, again, _ = run_on(Mesh(), tmp_path / "run", 1, 9)  # another world, no copies
     assert torch.equal(owned, alone[0])
     for one, other in zip(every, alone, strict=True):
         assert torch.equal(one, other)
