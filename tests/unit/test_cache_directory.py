@@ -75,7 +75,7 @@ def test_it_decides_as_a_cache_of_dicts_does(capacity, read, write, policy):
             decision.pushed.tolist(), decision.leaving.tolist(), strict=True,
         )  # fmt: skip
         assert [list(each) for each in got] == list(said.values())
-        assert dict(zip(decision.evicted_ids.tolist(), decision.evicted_ticks.tolist(), strict=True)) == dirty  # fmt: skip
+        assert dict(zip(decision.evicted_ids.tolist(), decision.evicted_ticks, strict=True)) == dirty  # fmt: skip
         assert decision.evicted_ids.tolist() == sorted(dirty)
         slots = [*decision.slots.tolist(), *decision.evicted_slots.tolist()]
         assert len(set(slots)) == len(slots)

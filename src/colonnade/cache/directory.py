@@ -1,4 +1,4 @@
-"""Which rows of one table a rank keeps copies of, and when it speaks of them to their owners: by the order of batches alone."""
+"""Which rows of a table a rank keeps copies of, and when it speaks of them to owners: by the order of batches alone."""
 
 from __future__ import annotations
 
@@ -79,13 +79,15 @@ class Directory:
 
     * A copy read (or renewed: asked for, and found to be as it was) at batch n is used without a word in batches up to
       n + read_bound, so it misses at most read_bound pushes of each other rank. A batch that finds it older asks.
-    * A row's ticks are pushed as soon as there are more than write_bound; or when it leaves. Pushing keeps the copy and its age.
+    * A row's ticks are pushed as soon as there are more than write_bound, or when it leaves. Pushing keeps the copy and
+      its age.
     * At most `capacity` copies outlast a step. Who leaves first: rows that this batch does not use, by worth, then its
-      own, which are used once and leave with the step; those that are worth alike by id, the smallest first. Worth is the
-      last batch that used a row ("lru"), or how often it was used lately, a use counting half after HALF_LIFE batches ("lfu").
-    * A slot that is left at batch n is given to another row by batch n + 1 at the earliest, and by none that may be
-      read before batch n was pushed. Slots are numbered from 0 and the lowest free one is taken, so there are never more
-      than capacity + the most rows of a batch (`num_slots`, of all that were given so far).
+      own, which are used once and leave with the step; those that are worth alike by id, the smallest first. Worth is
+      the last batch that used a row ("lru"), or how often it was used lately, a use counting half after HALF_LIFE
+      batches ("lfu").
+    * A slot that is left at batch n is given to another row by batch n + 1 at the earliest, which is read after batch n
+      was pushed. Slots are numbered from 0 and the lowest free one is taken, so there are never more than capacity +
+      the most rows of a batch (`num_slots`, of all that were given so far).
 
     For one thread at a time: the owner of this object locks.
     """
@@ -162,7 +164,9 @@ class Directory:
         for id, slot in zip(said.gone_ids.tolist(), said.gone_slots.tolist(), strict=True):
             self._slot_of[id] = slot
         self._ids[said.gone_slots], self._live[said.gone_slots] = said.gone_ids, True
-        self._copied[said.gone_slots], self._ticks[said.gone_slots], self._score[said.gone_slots] = said.gone  # fmt: skip
+        copied, ticks, score = said.gone
+        self._copied[said.gone_slots], self._ticks[said.gone_slots] = copied, ticks
+        self._score[said.gone_slots] = score
         fresh = said.slots[said.new]
         for id in self._ids[fresh].tolist():
             del self._slot_of[id]
