@@ -134,7 +134,7 @@ def test_the_report_has_the_ratios(stream, monkeypatch):
     figures = Figures()
     cache.count_traffic(stream, stream.next_uses(), figures)
     cache.count_recovery(Shape("zipf", 4, 300, 20, 10, 0), figures)
-    figures.seconds[16, 104] = dict.fromkeys((*cache_rate.PHASES, "roofline"), [1e-6, 2e-6])
+    figures.seconds[16, 104] = {name: [1e-6, 2e-6] for name in (*cache_rate.PHASES, "roofline")}
     ratios = ratios_of(figures)
     assert {
         "gap_to_optimum_closed", "saved_row_clock_100_full", "saved_exact_of_bound",
