@@ -121,7 +121,7 @@ def restored(choice: Choice, held, step: int = 3):
     """Values of the same batch in a world of one, where nothing is fetched; and what a second commit holds of it."""
     collection = open_collection(Mesh(), choice, "float64", staleness_steps=1)
     batch = global_batch(step, 11)
-    batch.held = held
+    batch.held = 0, held  # no step is left before it
     ticket = collection.prepare(batch)
     again = collection.exchange.hold(ticket)
     return collection.exchange.values(ticket, collection.handle), again
