@@ -52,8 +52,7 @@ from workers.cache_streams import FIELDS, Shape, Stream, open_stream
 from workers.cache_traffic import NextUses, Policy, Traffic, exact, het, row_clock
 
 import colonnade
-from colonnade.cache.directory import HIT, UNBOUNDED
-from colonnade.cache.native_directory import NativeDirectory
+from colonnade.cache.directory import HIT, UNBOUNDED, Directory
 
 SHAPES = (
     Shape("zipf", 128, 100_000, warm=300, measured=180, tail=120),
@@ -164,7 +163,7 @@ def count_recovery(shape: Shape, to: Figures) -> None:
     next_uses = stream.next_uses()
     capacity = shape.rows // 10
     for name in ("lru", "lfu", HET_POLICY, OURS):
-        directory = NativeDirectory(capacity, UNBOUNDED, UNBOUNDED, name)
+        directory = Directory(capacity, UNBOUNDED, UNBOUNDED, name)
         hits = [
             float((directory.step(ids, uses if name == OURS else None).asked == HIT).mean())
             for [ids], [uses] in zip(stream.batches, next_uses, strict=True)

@@ -97,6 +97,7 @@ DirectoryStep Directory::step(std::span<const std::int64_t> ids, std::span<const
   tick(u);
   index_.grow(this->ids());
   if (settings_.policy == CachePolicy::lookahead && number_ % kForgive == 0) forgive(done);
+  done.num_forgiven = done.revalued.size();
   find(ids, next_uses, done);
   admit(ids, next_uses, done);
   if (settings_.policy == CachePolicy::lookahead) foresee(coming, window, done);
@@ -194,6 +195,15 @@ void Directory::revalue(std::uint32_t slot, std::uint32_t worth, DirectoryStep& 
   hear(slot);
 }
 
+// Worths of revalued [begin, end), as they were.
+void Directory::restore(const DirectoryStep& done, std::size_t begin, std::size_t end) {
+  for (std::size_t i = end; i-- > begin;) {
+    const auto [slot, worth] = done.revalued[i];
+    worths_[slot] = worth;
+    hear(slot);
+  }
+}
+
 // A use that was not known comes into sight.
 void Directory::foresee(std::span<const std::int64_t> coming, std::int64_t window, DirectoryStep& done) {
   const std::uint32_t worth = known(window);
@@ -249,11 +259,7 @@ void Directory::undo(std::span<const std::int64_t> ids, const DirectoryStep& don
   index_.reserve(num_rows_ + static_cast<std::int64_t>(done.gone.size()));
   index_.grow(this->ids());
   for (const DirectoryRow& row : done.gone) put(row);
-  for (auto i = done.revalued.size(); i-- > 0;) {
-    const auto [slot, worth] = done.revalued[i];
-    worths_[slot] = worth;
-    hear(slot);
-  }
+  restore(done, done.num_forgiven, done.revalued.size());
   for (std::size_t i = 0; i < ids.size(); ++i) {
     const auto slot = static_cast<std::uint32_t>(done.slots[i]);
     if (done.asked[i] == static_cast<std::uint8_t>(Asked::miss)) {
@@ -266,6 +272,7 @@ void Directory::undo(std::span<const std::int64_t> ids, const DirectoryStep& don
     worths_[slot] = before.worth;
     hear(slot);
   }
+  restore(done, 0, done.num_forgiven);  // the batch's rows among them, after what they were when they were found
   for (std::int64_t s = done.num_slots; s < num_slots_; ++s) {
     free_[static_cast<std::size_t>(s) / 64] &= ~(std::uint64_t{1} << (s % 64));
     --num_free_;

@@ -49,6 +49,7 @@ struct DirectoryStep {
   Buffer<Before> before;                     // (U,) of those that had a copy
   std::vector<DirectoryRow> gone;            // all that left, of the batch or not
   std::vector<std::pair<std::uint32_t, std::uint32_t>> revalued;  // of others: slot and worth
+  std::size_t num_forgiven = 0;  // of these, before the batch's rows were found
   std::uint64_t time = 0;
   std::int64_t num_slots = 0;
 };
@@ -121,6 +122,7 @@ class Directory {
   std::uint32_t used(std::uint32_t worth, std::int32_t next_use) const noexcept;
   std::uint32_t known(std::int64_t batches) const noexcept;
   void revalue(std::uint32_t slot, std::uint32_t worth, DirectoryStep& done);
+  void restore(const DirectoryStep& done, std::size_t begin, std::size_t end);
   void foresee(std::span<const std::int64_t> coming, std::int64_t window, DirectoryStep& done);
   void forgive(DirectoryStep& done);
   void find(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done);

@@ -1,7 +1,7 @@
 """How many keys a second one rank's cache looks up and updates: `bench cache`.
 
 A step takes a batch's keys as they come, duplicates and all: it plans them (which are different), decides
-(`NativeDirectory.step`), gathers every key's row and applies SGD with every key's gradient, in place, in the slab of
+(`Directory.step`), gathers every key's row and applies SGD with every key's gradient, in place, in the slab of
 the cache. Rows that were missing are not waited for: their slots are gathered and updated as they are. Table, cache and
 skew are those HET's own cache was measured with: 400,000 rows, 40,000 copies, Zipf 1.05.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.cache.native_directory import NativeDirectory
+from colonnade.cache.directory import Directory
 from workers.cache_streams import SKEW
 from workers.kernels_loop import SCALE
 from workers.roofline import GATHER_SETTINGS, UPDATE_SETTINGS, Lookup, Roofline, Rows, Task, sweep
@@ -42,7 +42,7 @@ class Cache:
     def __init__(self, dim: int, num_keys: int, policy: str) -> None:
         one, zero = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         self.dim, self.num_keys = dim, num_keys
-        self.directory = NativeDirectory(CAPACITY, BOUND, BOUND, policy)
+        self.directory = Directory(CAPACITY, BOUND, BOUND, policy)
         num_slots = CAPACITY + num_keys
         width = torch.tensor([dim], dtype=torch.int32)
         self.table = torch.zeros(1, dtype=torch.int32)

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from colonnade.cache.directory import HIT, LEASE_OVER, MISS, UNBOUNDED
-from colonnade.cache.native_directory import NativeDirectory
+from colonnade.cache.directory import HIT, LEASE_OVER, MISS, UNBOUNDED, Directory
 from workers.cache_streams import RANKS, Stream
 
 NAME, FLAGS, AGE, BIT = 8.0, 0.25, 4.0, 0.125
@@ -80,7 +79,7 @@ class Caches:
         write: int,
     ) -> None:
         self.stream, self.next_uses, self.policy = stream, next_uses, policy
-        self.ranks = [NativeDirectory(capacity, read, write, policy.name) for _ in range(RANKS)]
+        self.ranks = [Directory(capacity, read, write, policy.name) for _ in range(RANKS)]
 
     def step(self, step: int, rank: int):
         ids, directory = self.stream.batches[step][rank], self.ranks[rank]

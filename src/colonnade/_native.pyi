@@ -337,7 +337,7 @@ class DirectoryStep:
     evicted_ticks: Array  # (E,) int32
 
 class Directory:
-    """See `colonnade.cache.native_directory.NativeDirectory`. One thread at a time."""
+    """See `colonnade.cache.directory.Directory`. One thread at a time."""
 
     number: int
     time: int  # of lfu: half-lives, in 2^-30

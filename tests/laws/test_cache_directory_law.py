@@ -11,17 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.cache.directory import HIT, MISS, Directory
-from colonnade.cache.native_directory import POLICIES, NativeDirectory
-
-DIRECTORIES = {policy: NativeDirectory for policy in POLICIES} | {"plain lru": Directory}
+from colonnade.cache.directory import HIT, MISS, POLICIES, Directory
 
 
 class Rank:
     """One rank's copies: `value` is what the model sees, `pending` what the owner does not have."""
 
     def __init__(self, capacity: int, read: int, write: int, policy: str) -> None:
-        self.directory = DIRECTORIES[policy](capacity, read, write, policy.split()[-1])
+        self.directory = Directory(capacity, read, write, policy)
         self.value, self.pending = Counter(), Counter()
         self.own: Counter = Counter()  # by id: updates of this rank
 
@@ -59,7 +56,7 @@ class Rank:
             owners[id] += self.pending.pop(slot)
 
 
-@pytest.mark.parametrize("policy", DIRECTORIES)
+@pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=15, deadline=None)
 @given(
     ranks=st.sampled_from([1, 2, 8]),

@@ -1,4 +1,4 @@
-"""The native directory's definition, row by row: a dict of copies, of which a batch keeps those that are worth most."""
+"""A directory's definition, row by row: a dict of copies, of which a batch keeps those that are worth most."""
 
 from __future__ import annotations
 

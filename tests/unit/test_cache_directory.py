@@ -1,139 +1,226 @@
-"""The directory of a rank's copies, held against a cache of dicts that does one row at a time."""
+"""The directory of a rank's copies: what the contract says, row by row; what it costs; that it follows what changes."""
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
-from cache_batches import batches
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slow_directory import SlowDirectory
 
-from colonnade.cache.directory import HALF_LIFE, HIT, LEASE_OVER, MISS, POLICIES, Directory
+from colonnade.cache.directory import HIT, MISS, POLICIES, UNBOUNDED, Decision, Directory
 from colonnade.errors import ConfigError
 
+ENDS = [-(2**63), -1, 0, 1, 2**62, 2**63 - 1]
+FIELDS = (
+    "number", "slots", "asked", "ages", "ticks", "pushed", "leaving",
+    "evicted_ids", "evicted_slots", "evicted_ticks",
+)  # fmt: skip
 
-class SlowCache:
-    """id -> [copied, ticks, last use, uses]: the definition, row by row."""
 
-    def __init__(self, capacity: int, read_bound: int, write_bound: int, policy: str) -> None:
-        self.capacity, self.read_bound, self.write_bound = capacity, read_bound, write_bound
-        self.policy, self.rows, self.now = policy, {}, 0
+def batch(random: np.random.Generator, most: int, shift: int) -> np.ndarray:
+    """Ascending ids: popular ones, any, and both ends of 64 bits."""
+    skewed = (random.pareto(0.7, random.integers(0, most)).astype(np.int64) + shift) % 97 - 40
+    ends = random.choice(np.array(ENDS), random.integers(0, 3))
+    return np.unique(np.concatenate([skewed, ends]))
 
-    def worth(self, row: list) -> float:
-        return (
-            row[2] if self.policy == "lru" else math.log2(sum(2 ** (t / HALF_LIFE) for t in row[3]))
+
+@settings(max_examples=40, deadline=None)
+@given(
+    policy=st.sampled_from(POLICIES),
+    capacity=st.sampled_from([0, 1, 2, 7, 13, 31, 60, 200]),
+    read_bound=st.sampled_from([0, 1, 3, UNBOUNDED]),
+    write_bound=st.sampled_from([0, 2, 5, UNBOUNDED]),
+    most=st.sampled_from([1, 5, 20, 70]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_it_decides_row_by_row(policy, capacity, read_bound, write_bound, most, seed):
+    """Decisions and slots, through steps undone, capacities that change, a state loaded, hints true and false."""
+    random = np.random.default_rng(seed)
+    fast = Directory(capacity, read_bound, write_bound, policy)
+    slow = SlowDirectory(capacity, read_bound, write_bound, policy)
+    done: list[Decision] = []
+    for step in range(60):
+        what = random.integers(0, 24)
+        if what == 0 and done:
+            for _ in range(random.integers(1, min(4, len(done)) + 1)):
+                fast.undo(done.pop())
+                slow.undo()
+        elif what == 1:
+            slow.capacity = int(random.integers(0, 80))
+            fast.resize(slow.capacity)
+            slow.before, done = [], []
+        elif what == 2:
+            state = fast.state()
+            fast = Directory(slow.capacity, read_bound, write_bound, policy)
+            fast.load(state)
+            done, slow.before = [], []
+        elif what == 3:
+            flushed = fast.flush()
+            pending = {i: [r.slot, r.ticks] for i, r in sorted(slow.rows.items()) if r.ticks}
+            assert flushed.ids.tolist() == list(pending)
+            assert [list(x) for x in zip(flushed.slots, flushed.ticks, strict=True)] == [
+                *pending.values()
+            ]
+            for row in slow.rows.values():
+                row.ticks = 0
+            done, slow.before = [], []
+        ids = batch(random, most, step // 20 * 31)
+        next_uses = random.integers(0, 9, len(ids)).astype(np.int32) if random.integers(2) else None
+        coming = batch(random, most, 3) if random.integers(2) else None
+        decision = fast.step(ids, next_uses, coming, 9)
+        said = slow.step(
+            ids.tolist(),
+            None if next_uses is None else next_uses.tolist(),
+            () if coming is None else coming.tolist(),
+            9,
         )
-
-    def step(self, ids: list[int]) -> tuple[dict, dict]:
-        """(by id of the batch: asked, age, ticks, pushed, leaving), (by other id that leaves dirty: ticks)."""
-        self.now += 1
-        said = {}
-        for id in ids:
-            row = self.rows.get(id)
-            asked, age = MISS, 0
-            if row is not None:
-                age = self.now - row[0]
-                asked = LEASE_OVER if age > self.read_bound else HIT
-            row = self.rows.setdefault(id, [self.now, 0, 0, []])
-            if asked != HIT:
-                row[0] = self.now
-            row[1], row[2] = row[1] + 1, self.now
-            row[3].append(self.now)
-            said[id] = [asked, age, row[1], row[1] > self.write_bound, False]
-            if row[1] > self.write_bound:
-                row[1] = 0
-        order = sorted(self.rows, key=lambda id: (id in ids, self.worth(self.rows[id]), id))
-        dirty = {}
-        for id in order[: max(0, len(order) - self.capacity)]:
-            row = self.rows.pop(id)
-            if id in ids:
-                said[id][3:] = [True, True]
-            elif row[1]:
-                dirty[id] = row[1]
-        return said, dirty
+        got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
+        assert [list(row) for row in zip(*got, strict=True)] == list(said.by_row.values())
+        evicted = dict(sorted(said.evicted.items()))
+        assert decision.evicted_ids.tolist() == list(evicted)
+        gone = zip(decision.evicted_slots.tolist(), decision.evicted_ticks.tolist(), strict=True)
+        assert [list(row) for row in gone] == list(evicted.values())
+        assert len(fast) == len(slow.rows) <= slow.capacity
+        done.append(decision)
+    state = fast.state()
+    assert state["ids"].tolist() == sorted(slow.rows)
+    assert state["slots"].tolist() == [slow.rows[i].slot for i in sorted(slow.rows)]
 
 
-CASES = [
-    (capacity, read, write, policy)
-    for capacity in (0, 3, 12, 60)
-    for read, write in ((0, 0), (3, 0), (0, 5), (4, 7))
-    for policy in POLICIES
-]
+@pytest.mark.parametrize("policy", POLICIES)
+def test_where_only_the_least_are_kept_in_order_the_least_leave(policy):
+    """In sizes where few of the copies are in the order of who leaves: decisions and slots of the definition."""
+    random = np.random.default_rng(5)
+    fast, slow = Directory(2000, 5, 5, policy), SlowDirectory(2000, 5, 5, policy)
+    for step in range(66):
+        if step == 45:
+            slow.capacity = 1300
+            fast.resize(slow.capacity)
+        ids = np.unique((random.pareto(0.5, 400).astype(np.int64) * (step // 25 + 1)) % 20_000)
+        next_uses = random.integers(0, 40, len(ids)).astype(np.int32)
+        decision, said = fast.step(ids, next_uses), slow.step(ids.tolist(), next_uses.tolist())
+        got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
+        assert [list(row) for row in zip(*got, strict=True)] == list(said.by_row.values())
+        assert decision.evicted_ids.tolist() == sorted(said.evicted)
+        if step % 7 == 3:
+            fast.undo(decision)
+            slow.undo()
+        slow.before.clear()
+    assert fast.state()["ids"].tolist() == sorted(slow.rows)
 
 
-@pytest.mark.parametrize(("capacity", "read", "write", "policy"), CASES)
-def test_it_decides_as_a_cache_of_dicts_does(capacity, read, write, policy):
-    """Ages, pushes and who leaves; slots are one's own; a dirty slot is not reused by the batch that it leaves with."""
-    fast, slow = Directory(capacity, read, write, policy), SlowCache(capacity, read, write, policy)
-    stream = batches(300, 9, seed=capacity)
-    for ids in stream:
-        decision = fast.step(ids)
-        said, dirty = slow.step(ids.tolist())
-        assert list(said) == ids.tolist()
-        got = zip(
-            decision.asked.tolist(), decision.ages.tolist(), decision.ticks.tolist(),
-            decision.pushed.tolist(), decision.leaving.tolist(), strict=True,
-        )  # fmt: skip
-        assert [list(each) for each in got] == list(said.values())
-        evicted = zip(decision.evicted_ids.tolist(), decision.evicted_ticks.tolist(), strict=True)
-        assert dict(evicted) == dirty
-        assert decision.evicted_ids.tolist() == sorted(dirty)
-        slots = [*decision.slots.tolist(), *decision.evicted_slots.tolist()]
-        assert len(set(slots)) == len(slots)
-        assert len(fast) <= capacity
-        assert fast.num_slots <= capacity + 9
-    assert {id: row[1] for id, row in slow.rows.items() if row[1]} == _pending(fast)
-
-
-def _pending(directory: Directory) -> dict[int, int]:
-    flushed = directory.flush()
-    assert len(directory.flush().ids) == 0
-    return dict(zip(flushed.ids.tolist(), flushed.ticks.tolist(), strict=True))
-
-
-def _same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+def same_state(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
     assert one.keys() == other.keys()
     for key in one:
         np.testing.assert_array_equal(one[key], other[key], err_msg=key)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_steps_undone_were_never_there_and_a_loaded_directory_goes_on_alike(policy):
-    """Undone newest first; then the same batches, or others, decide as if only they had come."""
-    directory, stream = Directory(10, 3, 4, policy), batches(240, 9, seed=5)
-    for first in range(0, 200, 4):
+def test_states_without_the_newest_steps_are_those_of_before_and_the_steps_stand(policy):
+    """What a commit does while batches are in flight; a loaded directory goes on alike; drops undo what stands."""
+    random = np.random.default_rng(7)
+    directory = Directory(10, 3, 4, policy)
+
+    def step(directory: Directory, drawn: tuple) -> Decision:
+        ids, next_uses, coming = drawn
+        return directory.step(ids, next_uses, coming, 5)
+
+    def draw(shift: int) -> tuple:
+        ids = batch(random, 12, shift)
+        return ids, random.integers(0, 9, len(ids)).astype(np.int32), batch(random, 12, shift)
+
+    for turn in range(40):
+        for _ in range(3):
+            step(directory, draw(turn))
         before = directory.state()
-        seen = [directory.step(ids) for ids in stream[first + 20 : first + 24]]
+        drawn = [draw(turn) for _ in range(4)]
+        flights = [step(directory, each) for each in drawn]
+        after = directory.state()
+        same_state(directory.state(without=flights), before)
+        same_state(directory.state(), after)
         with pytest.raises(RuntimeError, match="wanted the newest"):
-            directory.undo(seen[0])
-        for decision in reversed(seen):
-            directory.undo(decision)
-        _same(directory.state(), before)
+            directory.state(without=[*flights, flights[0]])
+        same_state(directory.state(), after)
         twin = Directory(10, 3, 4, policy)
         twin.load(before)
-        for ids in stream[first : first + 4]:
-            one, other = directory.step(ids), twin.step(ids)
-            for name in ("asked", "ages", "ticks", "pushed", "leaving", "evicted_ids"):
-                np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-            np.testing.assert_array_equal(one.slots, other.slots)
-        _same(directory.state(), twin.state())
+        for each, decision in zip(drawn, flights, strict=True):
+            again = step(twin, each)
+            for name in FIELDS:
+                np.testing.assert_array_equal(getattr(again, name), getattr(decision, name))
+        same_state(twin.state(), after)
+        for decision in reversed(flights):
+            directory.undo(decision)
+        same_state(directory.state(), before)
 
 
-def test_a_smaller_capacity_pushes_what_has_to_leave():
-    directory = Directory(8, 100, 100)
-    directory.step(np.arange(8))
-    directory.resize(2)
-    decision = directory.step(np.array([-5, 7]))
-    assert decision.evicted_ids.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert (decision.evicted_ticks == 1).all()
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_row_costs_thirty_bytes(policy):
+    """Of slots, those of the batch included: at its fullest and before, once there are some ten thousand."""
+    random = np.random.default_rng(1)
+    directory = Directory(200_000, 50, 50, policy)
+    for _ in range(60):
+        ids = np.unique((1000 / random.random(12_000) ** 3).astype(np.int64) % 10**9)
+        directory.step(ids, random.integers(0, 30, len(ids)).astype(np.int32))
+        if len(directory) > 10_000:
+            assert directory.num_bytes <= 30 * directory.num_slots
+    assert directory.num_slots < 212_000
+    assert len(directory) == 200_000
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_hits_recover_after_what_is_popular_changed(policy):
+    """Within 20 batches, to the share of hits of before; HET's policy never does."""
+
+    def shares(policy: str) -> list[float]:
+        random = np.random.default_rng(3)
+        order = random.permutation(4000)
+        directory = Directory(400, UNBOUNDED, UNBOUNDED, policy)
+        found = []
+        for step in range(140):
+            if step == 100:
+                order = random.permutation(4000)
+            drawn = order[np.minimum(random.zipf(1.4, 300), 4000) - 1]
+            asked = directory.step(np.unique(drawn)).asked
+            found.append(float((asked == HIT).mean()))
+        return found
+
+    hits = shares(policy)
+    assert hits[100] < 0.5 * np.mean(hits[80:100])
+    assert np.mean(hits[120:140]) > 0.95 * np.mean(hits[80:100])
+    frozen = shares("light_lfu")
+    assert np.mean(frozen[120:140]) < 0.8 * np.mean(frozen[80:100])
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing():
+    with pytest.raises(ConfigError, match="wanted 0 or more"):
+        Directory(-1, 0, 0)
+    with pytest.raises(ConfigError, match="wanted lru, lfu, light_lfu or lookahead"):
+        Directory(1, 0, 0, "fifo")
+    directory = Directory(4, 1, 1)
+    first = directory.step(np.array([3, 5]))
+    for wrong in ([5, 3], [4, 4]):
+        with pytest.raises(ValueError, match="wanted ids ascending, each once"):
+            directory.step(np.array(wrong))
+    with pytest.raises(ValueError, match="wanted contiguous CPU int64"):
+        directory.step(np.array([1], np.int32))
+    with pytest.raises(ValueError, match="next_uses"):
+        directory.step(np.array([1]), np.array([1, 2], np.int32))
+    assert directory.number == 1
+    second = directory.step(np.array([3]))
+    with pytest.raises(RuntimeError, match="wanted the newest"):
+        directory.undo(first)
+    directory.undo(second)
+    state = directory.state()
+    with pytest.raises(ValueError, match="wanted one without"):
+        directory.load(state)
+    with pytest.raises(ValueError, match="in a slot of its own"):
+        Directory(4, 1, 1).load({**state, "slots": np.array([1, 1], np.int32)})
+    late = Directory(4, 1, 1)
+    late.load({**state, "number": np.array([2**28 - 1])})
+    with pytest.raises(OverflowError, match="go on with a new one"):
+        late.step(np.array([1]))
     directory.flush()
     directory.forget()
     assert len(directory) == 0
-    assert directory.step(np.array([7])).asked.tolist() == [MISS]
-
-
-def test_contradicting_numbers_are_refused():
-    with pytest.raises(ConfigError, match="wanted 0 or more"):
-        Directory(10, -1, 0)
-    with pytest.raises(ConfigError, match="wanted lru or lfu"):
-        Directory(10, 0, 0, "fifo")
+    assert directory.step(np.array([3])).asked.tolist() == [MISS]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from colonnade import CountMinAdmission, Table, build_plan
 from colonnade.cache.changes import Changes
+from colonnade.cache.copies import Copies
+from colonnade.cache.directory import Directory
 from colonnade.config import build_config, override
 from colonnade.consistency.row_clock import RowClock, row_clock
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached import TableCache
+from colonnade.exchange.cached_state import is_taken_up
 from colonnade.exchange.codec import Codecs
-from colonnade.plan.caching import caches_of, copy_bytes
+from colonnade.plan.caching import BOOKKEEPING, caches_of, copy_bytes
 from colonnade.plan.plan import Plan
 from colonnade.topology.sharding import column_wise, replicated
 
@@ -81,6 +86,25 @@ def test_what_does_not_go_with_copies_is_refused(words, settings):
         build_plan(TABLES, 2, caches={"item": ONE}, **settings)
 
 
+@pytest.mark.parametrize("policy", ["fifo", "light_lfu", "lookahead"])
+def test_policies_that_training_cannot_keep_are_refused(policy):
+    with pytest.raises(ConfigError, match="wanted lru or lfu"):
+        build_plan(TABLES, 2, caches={"item": TableCache(10, RowClock(1, 2), policy)})
+
+
+def test_a_copy_costs_what_sizes_in_bytes_take_it_for():
+    """A directory's bytes, and those of a slot's tick count and id; records and sums are counted as such."""
+    directory, copies = Directory(20_000, 5, 5, "lfu"), Copies([TABLES[1]], [20_000])
+    slots = np.arange(1000)
+    copies.grow(0, len(slots))
+    assert len(copies.ids[0]) == len(slots)
+    arrays = copies.ids[0].nbytes + copies.ticks[0].nbytes
+    for first in range(0, 40_000, 1000):
+        directory.step(np.arange(first, first + 1000))
+    assert directory.num_slots == 21_000
+    assert BOOKKEEPING - 6 < directory.num_bytes / 21_000 + arrays / 1000 <= BOOKKEEPING
+
+
 def test_rows_that_leave_have_no_copies():
     leaving = Table("user", 4, admission=CountMinAdmission(updates=2, expected_ids=10))
     with pytest.raises(ConfigError, match="admission or eviction"):
@@ -106,3 +130,25 @@ def test_a_change_is_never_overlooked(rows):
         really = np.array(list(newest.values())) >= read
         assert changes.since(ids, np.full(len(ids), read))[really].all()
     assert not changes.since(ids, np.full(len(ids), 40)).any()
+
+
+def test_copies_of_commits_go_on_in_a_world_like_theirs_alone():
+    """As many ranks, the same tables and policies, directories that know their time."""
+    directory = Directory(4, 1, 1, "lfu")
+    here = SimpleNamespace(
+        declaration=SimpleNamespace(tables=TABLES[:1]),
+        directories=[directory],
+        mesh=SimpleNamespace(num_ranks=2),
+    )
+    said = {"policy": "lfu", "directory": directory.state()}
+    state = {"tables": {"item": said}}
+    assert is_taken_up(here, [state, state])
+    of_before = {name: each for name, each in said["directory"].items() if name != "time"}
+    for other in (
+        None,
+        {"tables": {"user": said}},
+        {"tables": {"item": said | {"policy": "lru"}}},
+        {"tables": {"item": said | {"directory": of_before}}},
+    ):
+        assert not is_taken_up(here, [state, other])
+    assert not is_taken_up(here, [state])

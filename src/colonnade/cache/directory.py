@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 
+from colonnade import _native
 from colonnade.errors import ConfigError
 
 HIT, MISS, LEASE_OVER = 0, 1, 2
 """Of `Decision.asked`."""
-POLICIES = ("lru", "lfu")
-HALF_LIFE = 256
-"""Batches in which a use comes to count half, of `lfu`."""
+POLICIES = ("lru", "lfu", "light_lfu", "lookahead")
 UNBOUNDED = 2**31 - 2
 """A bound that nothing passes."""
 
@@ -56,16 +55,10 @@ class Flushed:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What a step changed, as it was."""
+    """What `undo` needs, and what does the step again."""
 
-    slots: np.ndarray  # of the batch's rows
-    new: np.ndarray  # (U,) bool: had no copy
-    before: tuple[np.ndarray, ...]  # copied, ticks, score of those slots
-    gone_ids: np.ndarray  # all that left, of the batch or not
-    gone_slots: np.ndarray
-    gone: tuple[np.ndarray, ...]  # copied, ticks, score of those, as they left
-    free: list[int]
-    num_slots: int
+    arguments: tuple[np.ndarray, np.ndarray | None, np.ndarray | None, int]  # of the native step
+    done: _native.DirectoryStep
 
 
 class Directory:
@@ -81,77 +74,83 @@ class Directory:
       n + read_bound, so it misses at most read_bound pushes of each other rank. A batch that finds it older asks.
     * A row's ticks are pushed as soon as there are more than write_bound, or when it leaves. Pushing keeps the copy and
       its age.
-    * At most `capacity` copies outlast a step. Who leaves first: rows that this batch does not use, by worth, then its
-      own, which are used once and leave with the step; those that are worth alike by id, the smallest first. Worth is
-      the last batch that used a row ("lru"), or how often it was used lately, a use counting half after HALF_LIFE
-      batches ("lfu").
+    * At most `capacity` copies outlast a step. Of all copies, the batch's own among them, those that are worth least
+      leave; of those alike the one with the smallest id. So a row that is worth less than all that are here is used
+      once and leaves with its step, and takes nobody's place. Worth, by policy:
+
+        lru        the last batch that used the row
+        lfu        how often it was used. A count halves while as many rows are used as the cache holds, so that what
+                   was popular makes room for what is
+        light_lfu  how often, up to 10, then the last batch. A row used more often never leaves but for a smaller
+                   capacity: HET's policy, which freezes. For comparison
+        lookahead  how soon it is used again, as `next_uses` and `coming` say; all others by the last batch that used
+                   them, behind those. A use that was foretold and did not come is forgotten within 64 batches
+
     * A slot that is left at batch n is given to another row by batch n + 1 at the earliest, which is read after batch n
       was pushed. Slots are numbered from 0 and the lowest free one is taken, so there are never more than capacity +
       the most rows of a batch (`num_slots`, of all that were given so far).
 
-    For one thread at a time: the owner of this object locks.
+    In flat, native arrays: bookkeeping is 30 bytes a slot or less (`num_bytes`) once there are some ten thousand, at
+    any time. Ids are any 64 bits. Ticks of one row stop at 2**24 - 1. A directory ends with its 2**28th batch, or of
+    `lfu` when counts have halved four million times: OverflowError. The interpreter's lock is let go of; one thread at
+    a time: the owner of this object locks.
     """
 
     def __init__(
         self, capacity: int, read_bound: int, write_bound: int, policy: str = "lru"
     ) -> None:
-        """capacity: rows, 0 or more. Bounds: 0 .. UNBOUNDED, in batches. Raises ConfigError."""
+        """capacity: rows, 0 or more, below 2**32. Bounds: 0 .. UNBOUNDED, in batches. Raises ConfigError."""
         if capacity < 0 or not (0 <= read_bound <= UNBOUNDED and 0 <= write_bound <= UNBOUNDED):
             raise ConfigError(
                 f"cache: got a capacity of {capacity} rows, bounds {read_bound} and {write_bound}; wanted 0 or more"
             )
         if policy not in POLICIES:
-            raise ConfigError(f"cache: got policy {policy!r}, wanted {' or '.join(POLICIES)}")
-        self.capacity, self.read_bound, self.write_bound = capacity, read_bound, write_bound
-        self.policy = policy
-        self.number = 0  # batches so far
-        self._slot_of: dict[int, int] = {}
-        self._free: list[int] = []  # below num_slots; the lowest last
-        self.num_slots = 0
-        # By slot.
-        self._live = np.zeros(0, bool)
-        self._ids = np.zeros(0, np.int64)
-        self._copied = np.zeros(0, np.int64)
-        self._ticks = np.zeros(0, np.int32)
-        self._score = np.zeros(0, np.float64)
+            raise ConfigError(
+                f"cache: got policy {policy!r}, wanted {', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
+            )
+        self.read_bound, self.write_bound, self.policy = read_bound, write_bound, policy
+        self._native = _native.Directory(capacity, read_bound, write_bound, policy)
 
     def __len__(self) -> int:
         """Rows with a copy."""
-        return len(self._slot_of)
+        return len(self._native)
 
-    def step(self, ids: np.ndarray) -> Decision:
-        """The next batch's rows: (U,) int64, ascending, each once."""
-        self.number += 1
-        now, keys = self.number, ids.tolist()
-        free, num_slots = list(self._free), self.num_slots
-        slots = np.fromiter(map(self._slot_of.get, keys, repeat(-1)), np.int32, len(keys))
-        new = slots < 0
-        slots[new] = self._take(int(new.sum()))
-        before = self._copied[slots], self._ticks[slots], self._score[slots]
-        self._slot_of.update(zip(ids[new].tolist(), slots[new].tolist(), strict=True))
-        self._ids[slots[new]], self._live[slots[new]] = ids[new], True
+    @property
+    def capacity(self) -> int:
+        return self._native.capacity
 
-        ages = np.where(new, 0, now - before[0])
-        asked = np.where(new, MISS, np.where(ages > self.read_bound, LEASE_OVER, HIT)).astype(np.uint8)  # fmt: skip
-        self._copied[slots[asked != HIT]] = now
-        ticks = np.where(new, 1, before[1] + 1).astype(np.int32)
-        self._score[slots] = self._worth(before[2], new)
+    @property
+    def number(self) -> int:
+        """Batches so far."""
+        return self._native.number
 
-        gone = self._leavers(slots)
-        leaving = np.isin(slots, gone)
-        pushed = (ticks > self.write_bound) | leaving
-        self._ticks[slots] = np.where(pushed, 0, ticks)
-        fields = self._copied[gone], self._ticks[gone], self._score[gone]
-        gone_ids = self._ids[gone]
-        dirty = gone[(fields[1] > 0) & ~np.isin(gone, slots)]
-        dirty = dirty[np.argsort(self._ids[dirty])]
-        decision = Decision(
-            now, slots, asked, np.minimum(ages, UNBOUNDED).astype(np.int32), ticks, pushed, leaving,
-            self._ids[dirty], dirty.astype(np.int32), self._ticks[dirty],
-            Journal(slots, new, before, gone_ids, gone, fields, free, num_slots),
+    @property
+    def num_slots(self) -> int:
+        return self._native.num_slots
+
+    @property
+    def num_bytes(self) -> int:
+        """Of bookkeeping."""
+        return self._native.bytes
+
+    def step(
+        self,
+        ids: np.ndarray,
+        next_uses: np.ndarray | None = None,
+        coming: np.ndarray | None = None,
+        window: int = 0,
+    ) -> Decision:
+        """The next batch's rows: (U,) int64, ascending, each once.
+
+        Of `lookahead`: next_uses (U,) int32, batches from this one to the next that uses each row, 0 if that is not
+        known; coming, the rows of the batch `window` after this one, ascending: what is new in sight.
+        """
+        arguments = np.ascontiguousarray(ids), next_uses, coming, window
+        done = self._native.step(*arguments)
+        return Decision(
+            done.number, done.slots, done.asked, done.ages, done.ticks, done.pushed, done.leaving,
+            done.evicted_ids, done.evicted_slots, done.evicted_ticks, Journal(arguments, done),
         )  # fmt: skip
-        self._release(gone_ids, gone)
-        return decision
 
     def undo(self, decision: Decision) -> None:
         """As if the newest step, which this is the decision of, had not been."""
@@ -159,116 +158,59 @@ class Directory:
             raise RuntimeError(
                 f"got the decision of batch {decision.number} to undo, wanted the newest: {self.number}"
             )
-        said = decision.journal
-        assert isinstance(said, Journal)
-        for id, slot in zip(said.gone_ids.tolist(), said.gone_slots.tolist(), strict=True):
-            self._slot_of[id] = slot
-        self._ids[said.gone_slots], self._live[said.gone_slots] = said.gone_ids, True
-        copied, ticks, score = said.gone
-        self._copied[said.gone_slots], self._ticks[said.gone_slots] = copied, ticks
-        self._score[said.gone_slots] = score
-        fresh = said.slots[said.new]
-        for id in self._ids[fresh].tolist():
-            del self._slot_of[id]
-        self._copied[said.slots], self._ticks[said.slots], self._score[said.slots] = said.before
-        self._live[fresh] = False
-        self._free, self.num_slots = list(said.free), said.num_slots
-        self.number -= 1
+        assert isinstance(decision.journal, Journal)
+        self._native.undo(decision.journal.arguments[0], decision.journal.done)
 
     def flush(self) -> Flushed:
         """Everything pending is pushed; copies and their ages stay. No step may be undone afterwards."""
-        slots = np.flatnonzero(self._ticks)
-        slots = slots[np.argsort(self._ids[slots])]
-        flushed = Flushed(self._ids[slots], slots.astype(np.int32), self._ticks[slots])
-        self._ticks[slots] = 0
-        return flushed
+        ids, slots, _, ticks, _ = (part.numpy() for part in self._native.flush())
+        return Flushed(ids, slots, ticks)
 
     def forget(self) -> None:
         """No copy is left. What is pending must have been flushed. No step may be undone afterwards."""
-        assert not self._ticks.any()
-        slots = np.array(sorted(self._slot_of.values()), np.int64)
-        self._release(self._ids[slots], slots)
+        self._native.forget()
 
     def resize(self, capacity: int) -> None:
         """From the next step on, which pushes what has to leave for it."""
-        self.capacity = capacity
+        self._native.resize(capacity)
 
-    def state(self) -> dict[str, np.ndarray]:
-        """All it remembers: `load` goes on from there. By row, ascending by id."""
-        ids = np.array(sorted(self._slot_of), np.int64)
-        slots = np.fromiter(map(self._slot_of.__getitem__, ids.tolist()), np.int32, len(ids))
+    def state(self, without: Sequence[Decision] = ()) -> dict[str, np.ndarray]:
+        """All it remembers: `load` goes on from there. By row, ascending by id.
+
+        without: decisions of the newest steps, oldest first; the state is as if these had not been. They are undone for
+        it, and done again: the same decisions, for the capacity has not changed since.
+        """
+        undone: list[Journal] = []
+        try:
+            for decision in reversed(without):
+                self.undo(decision)
+                assert isinstance(decision.journal, Journal)
+                undone.append(decision.journal)
+            return self._state()
+        finally:
+            for journal in reversed(undone):
+                self._native.step(*journal.arguments)
+
+    def _state(self) -> dict[str, np.ndarray]:
+        ids, slots, copied, ticks, score = (part.numpy() for part in self._native.rows())
         return {
             "number": np.array([self.number], np.int64),
+            "time": np.array([self._native.time], np.int64),
             "ids": ids,
             "slots": slots,
-            "copied": self._copied[slots],
-            "ticks": self._ticks[slots],
-            "score": self._score[slots],
+            "copied": copied.astype(np.int64),
+            "ticks": ticks,
+            "score": score.view(np.uint32).astype(np.int64),
         }
 
     def load(self, state: dict[str, np.ndarray]) -> None:
-        """Into a directory without copies. Slots stay as they were."""
-        assert not self._slot_of, "a directory that has copies"
-        slots = state["slots"]
-        self.number = int(state["number"][0])
-        self._grow(int(slots.max()) + 1 if len(slots) else 0)
-        self._slot_of = dict(zip(state["ids"].tolist(), slots.tolist(), strict=True))
-        self._ids[slots], self._live[slots] = state["ids"], True
-        self._copied[slots] = state["copied"]
-        self._ticks[slots], self._score[slots] = state["ticks"], state["score"]
-        used = set(slots.tolist())
-        self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used]
-
-    def _worth(self, score: np.ndarray, new: np.ndarray) -> np.ndarray:
-        """Of rows that are used now. Of lfu the logarithm of 2 ** (when / HALF_LIFE), summed over uses: nothing is
-        rewritten to age."""
-        if self.policy == "lru":
-            return np.full(len(score), float(self.number))
-        use = self.number / HALF_LIFE
-        return np.where(new, use, np.logaddexp2(score, use))
-
-    def _leavers(self, slots: np.ndarray) -> np.ndarray:
-        """Slots of rows that leave, `slots` being those of the batch."""
-        surplus = len(self._slot_of) - self.capacity
-        if surplus <= 0:
-            return np.empty(0, np.int64)
-        others = self._live.copy()
-        others[slots] = False
-        others = np.flatnonzero(others)
-        gone = self._least(others, min(surplus, len(others)))
-        mine = self._least(np.sort(slots.astype(np.int64)), surplus - len(gone))
-        return np.concatenate([gone, mine])
-
-    def _least(self, slots: np.ndarray, count: int) -> np.ndarray:
-        """The `count` of them that are worth least."""
-        if count == 0:
-            return slots[:0]
-        if count < len(slots):
-            score = self._score[slots]
-            slots = slots[score <= np.partition(score, count - 1)[count - 1]]
-        return slots[np.lexsort((self._ids[slots], self._score[slots]))[:count]]
-
-    def _take(self, count: int) -> np.ndarray:
-        """The lowest free slots."""
-        self._grow(self.num_slots + max(0, count - len(self._free)))
-        taken = self._free[len(self._free) - count :][::-1]
-        del self._free[len(self._free) - count :]
-        return np.array(taken, np.int32)
-
-    def _grow(self, num_slots: int) -> None:
-        """To so many slots."""
-        self._free[:0] = range(num_slots - 1, self.num_slots - 1, -1)
-        self.num_slots = max(self.num_slots, num_slots)
-        if (room := len(self._live)) < num_slots:
-            room = max(num_slots, room + room // 2) - room
-            self._live = np.concatenate([self._live, np.zeros(room, bool)])
-            self._ids = np.concatenate([self._ids, np.zeros(room, np.int64)])
-            self._copied = np.concatenate([self._copied, np.zeros(room, np.int64)])
-            self._ticks = np.concatenate([self._ticks, np.zeros(room, np.int32)])
-            self._score = np.concatenate([self._score, np.zeros(room, np.float64)])
-
-    def _release(self, ids: np.ndarray, slots: np.ndarray) -> None:
-        for id in ids.tolist():
-            del self._slot_of[id]
-        self._live[slots], self._ticks[slots] = False, 0
-        self._free = sorted([*self._free, *slots.tolist()], reverse=True)
+        """Into a directory without copies. Slots stay as they were. ValueError for rows that no directory has."""
+        self._native.load(
+            state["ids"],
+            state["slots"],
+            state["copied"].astype(np.int32),
+            state["ticks"],
+            state["score"].astype(np.uint32).view(np.int32),
+            int(state["number"][0]),
+            int(state["time"][0]),
+        )

@@ -9,7 +9,6 @@ Legend: T tables, N ranks, U unique rows of this rank's batch, W rows it names t
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -438,14 +437,13 @@ class CachedExchange(RowsExchange):
             settings,
         )  # fmt: skip
 
-    def directories_now(self) -> list[Directory]:
-        """Copies of the directories as of the newest push: without what was decided of batches in flight."""
+    def directory_states(self) -> list[dict[str, np.ndarray]]:
+        """By table, as of the newest push: without what was decided of batches in flight."""
         with self._lock:
-            found = copy.deepcopy(self.directories)
-            for flight in reversed(self._flights):
-                for directory, decision in zip(found, flight.decisions, strict=True):
-                    directory.undo(decision)
-        return found
+            return [
+                directory.state(without=[flight.decisions[t] for flight in self._flights])
+                for t, directory in enumerate(self.directories)
+            ]
 
     def drop(self, ticket: Ticket) -> None:
         """Decisions are undone, the newest first: once all later batches are dropped, too."""

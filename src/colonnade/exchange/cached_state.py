@@ -6,7 +6,6 @@ Whoever goes on in the same world puts the rows back that were changed for the m
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,12 +20,11 @@ TOGETHER = 4096  # rows that are put back at once
 def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
     """Between steps, as of the newest one, whatever is in flight. Plain values and tensors that nobody trains on."""
     tables = {}
-    for t, (table, directory) in enumerate(
-        zip(exchange.declaration.tables, exchange.directories_now(), strict=True)
+    for t, (table, said) in enumerate(
+        zip(exchange.declaration.tables, exchange.directory_states(), strict=True)
     ):
-        said = directory.state()
         tables[table.name] = {
-            "policy": directory.policy,
+            "policy": exchange.directories[t].policy,
             "directory": {name: torch.from_numpy(values) for name, values in said.items()},
             "copies": exchange.copies.state(t, said["slots"].astype("int64")),
             "changes": torch.from_numpy(exchange.changes[t].newest.copy()),
@@ -43,7 +41,12 @@ def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | N
         for table, each in zip(exchange.declaration.tables, exchange.directories, strict=True)
     }
     said = [
-        state and {name: table["policy"] for name, table in state["tables"].items()}
+        # Directories of before had no time, and other rules of who leaves.
+        state
+        and {
+            name: "time" in table["directory"] and table["policy"]
+            for name, table in state["tables"].items()
+        }
         for state in states
     ]
     return len(states) == exchange.mesh.num_ranks and all(each == here for each in said)
@@ -61,7 +64,7 @@ def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
             exchange.store.put(t, ids[some].contiguous(), records[some].contiguous())
         exchange.store.delete(t, before.ids[~trained].contiguous())
         directory = {name: values.numpy() for name, values in said["directory"].items()}
-        exchange.directories[t].load(copy.deepcopy(directory))
+        exchange.directories[t].load(directory)
         exchange.copies.load(t, directory["slots"].astype("int64"), said["copies"])
         exchange.changes[t].newest[:] = said["changes"].numpy()
     exchange.rule, exchange.number = state["rule"], state["number"]

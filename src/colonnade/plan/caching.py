@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from colonnade.consistency.row_clock import row_clock
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.codec import EXACT, Codecs
-from colonnade.plan_config import CacheConfig, CacheSize, TableCacheConfig
+from colonnade.plan_config import CacheConfig, CachePolicy, CacheSize, TableCacheConfig
 from colonnade.table import ITEM_BYTES, Table
 from colonnade.topology.sharding import Sharding
 
-BOOKKEEPING = 40
-"""Bytes of a copy beside its record and the sum of its gradients."""
+BOOKKEEPING = 42
+"""Bytes of a copy beside its record and the sum of its gradients: 30 of its directory, 12 of `Copies`."""
+
+POLICIES = get_args(CachePolicy)
+"""Of a directory, those that no batch to come must be known for and that follow what changes."""
 
 
 def copy_bytes(table: Table) -> int:
@@ -89,6 +93,10 @@ def check_caches(
     for table, sharding, exchange in zip(tables, shardings, exchanges, strict=True):
         if table.name not in caches:
             continue
+        if (policy := caches[table.name].policy) not in POLICIES:
+            raise ConfigError(
+                f"plan.cache: got policy {policy!r} for table {table.name!r}, wanted {' or '.join(POLICIES)}"
+            )
         if exchange != "rows":
             raise ConfigError(
                 f"plan.cache: got exchange={exchange} for table {table.name!r}, wanted rows, which are what copies are "
