@@ -55,8 +55,8 @@ def row_clock(
     for name, bound in given.items():
         if bound is not None and bound > staleness >= 0:
             raise ConfigError(
-                f"row_clock: got {name}={bound} with staleness={staleness}, wanted at most that; raise staleness, which "
-                "is the sum of the two bounds, or leave it out"
+                f"row_clock: got {name}={bound} with staleness={staleness}, wanted at most that; raise staleness, "
+                "which is the sum of the two bounds, or leave it out"
             )
     if read_bound is None:
         read_bound = staleness // 2 if write_bound is None else staleness - write_bound

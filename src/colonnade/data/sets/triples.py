@@ -102,7 +102,8 @@ def open_triples(
     `candidates`: entities drawn at random, all alike, that each training sample brings; every sample of a batch, on
     all ranks, is set against all of them. `subsample`: a triple weighs 1 / sqrt of how many share its questions, as
     in word2vec (Mikolov et al. 2013), on the mean 1. `max_validation`: so many triples validate at most, drawn by the
-    seed: ranking all entities for each takes longer than training on it. Raises ConfigError for no candidates, and for numbers that are none.
+    seed: ranking all entities for each takes longer than training on it. Raises ConfigError for no candidates, and for
+    numbers that are none.
     """
     numbers = (("candidates", candidates, 1), ("max_validation", max_validation, 0))
     for name, count, least in numbers:
