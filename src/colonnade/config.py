@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -309,7 +310,13 @@ class RunConfig(Section):
         return self
 
 
-OPEN_SECTIONS = (["data", "options"], ["plan", "memory", "tables"], ["plan", "tables"])
+OPEN_SECTIONS = (
+    ["data", "options"],
+    ["plan", "memory", "tables"],
+    ["plan", "tables"],
+    ["plan", "cache", "tables"],
+    ["rows", "tables"],
+)
 """Whose keys are the user's."""
 
 
@@ -354,6 +361,8 @@ def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
         for depth, section in enumerate(sections):
             if sections[:depth] == ["plan", "tables"]:
                 place.setdefault(section, TablePlanConfig().model_dump())
+            if sections[:depth] == ["rows", "tables"]:
+                place.setdefault(section, OpenTableConfig().model_dump())
             if sections[: depth + 1] == ["plan", "cache"] and place[section] is None:
                 place[section] = CacheConfig().model_dump()
             if sections[:depth] == ["plan", "cache", "tables"]:
@@ -377,9 +386,13 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         section: Any = RunConfig
         for part in where[:-1]:
-            by_name = get_args(section)  # of a setting by table: (str, section)
-            section = by_name[1] if by_name else section.model_fields[part].annotation
+            is_by_name = get_origin(section) is dict
+            section = _section(
+                get_args(section)[1] if is_by_name else section.model_fields[part].annotation
+            )
         return _unknown(name, section.model_fields, name)
+    if problem["type"] in ("model_type", "dict_type"):
+        return f"{name}: got {problem['input']!r}, wanted settings of it by name, such as {name}.NAME=VALUE"
     said = problem["msg"].removeprefix("Value error, ")
     if not name or said.startswith("unknown setting"):  # a check of several settings together
         return said
@@ -407,4 +420,12 @@ def _unknown(name: str, known: Mapping[str, Any], path: str) -> str:
 
 def _fields(field: Any) -> Mapping[str, Any]:
     """Of a field that is a section: its settings."""
-    return getattr(getattr(field, "annotation", None), "model_fields", {})
+    return getattr(_section(getattr(field, "annotation", None)), "model_fields", {})
+
+
+def _section(annotation: Any) -> Any:
+    """Of a section that may be left out, `X | None`: X. Of others what they are."""
+    if get_origin(annotation) not in (Union, UnionType):
+        return annotation
+    given = [each for each in get_args(annotation) if each is not NoneType]
+    return given[0] if len(given) == 1 else annotation

@@ -251,7 +251,11 @@ class EmbeddingCollection(nn.Module):
                 )
             # Not on the group of the lookahead's thread, whose order of calls must stay its own.
             ticket = self.prepare(batch, purpose="control")
-            self.fetch(ticket)
+            try:
+                self.fetch(ticket)
+            except BaseException:  # nobody else has it to give up
+                self.drop(ticket)
+                raise
         self.live.append(ticket)
         found = self.slices.values(self.exchange, ticket, self.handle, self.place.device)
         if ticket.leaving is None:

@@ -217,7 +217,7 @@ CachePolicy = Literal["lru", "lfu"]
 
 
 class TableCacheConfig(Section):
-    """Of one table; what is left out is as plan.cache says."""
+    """Of one table; what is left out is as plan.cache says: of the three bounds, where all three are."""
 
     size: SizeOfCache | None = None
     """Rows of it that each rank keeps copies of: a part of its rows such as 10%, bytes such as 64MiB, or a number."""

@@ -313,3 +313,35 @@ def test_a_batch_that_is_left_out_is_said():
     for said, held in run_ranks(2, leave_one_out):
         assert "one was left out" in said
         assert held == [True, True]
+
+
+def go_on_after(mesh, staleness, reads):
+    """Batches of which one is read and never stepped, others follow, and the remedy that is said: bits of all rows, and
+    of a run that never read it."""
+    found = []
+    for reads_it in (True, False):
+        world = Ones(mesh, staleness, 9)
+        mine, _ = world.batches(8)
+        for part in (mine[:3], mine[4:]):
+            ahead = world.collection.lookahead([*part, mine[3]] if part[0] is mine[0] else part)
+            with ahead:
+                for _ in part:
+                    outputs = world.collection(next(ahead))
+                    sum(output.sum() for output in outputs.values()).backward()
+                    world.rows.step()
+                if reads_it and part[0] is mine[0]:
+                    world.collection(next(ahead))
+            if reads_it and part[0] is mine[0]:
+                for _ in range(reads):  # nothing is left behind by what is refused
+                    with pytest.raises(RuntimeError, match=r"collection\.forget\(\)"):
+                        world.collection(mine[4])
+                world.collection.forget()
+        with world.rows.settled():
+            found.append(world.held())
+    return found
+
+
+def test_after_a_batch_that_was_read_and_never_stepped_the_remedy_works():
+    for with_it, without in run_ranks(2, go_on_after, 6, 2):
+        for one, other in zip(with_it, without, strict=True):
+            assert np.array_equal(one, other)

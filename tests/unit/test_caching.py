@@ -60,6 +60,15 @@ def test_bounds_share_the_staleness():
             row_clock(*numbers)
 
 
+def test_bounds_that_contradict_are_said_as_they_were_given():
+    with pytest.raises(ConfigError, match=r"table 'item'.*got read_bound=30 with staleness=10"):
+        caches_of(configured(staleness=10, read_bound=30, size=5), TABLES)
+    with pytest.raises(ConfigError, match=r"table 'user'.*got write_bound=3 with staleness=2"):
+        caches_of(
+            configured(size=5, tables__user__staleness=2, tables__user__write_bound=3), TABLES
+        )
+
+
 def test_plans_say_copies_and_come_back_from_json():
     plan = build_plan(TABLES, 2, caches={"item": ONE})
     assert [table.exchange for table in plan.tables] == ["cached", "rows"]

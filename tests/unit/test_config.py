@@ -81,6 +81,26 @@ def test_override_names_the_nearest():
     assert override(RunConfig(), {"train.epochs": 3}).train.epochs == 3
 
 
+def test_settings_by_table_and_sections_that_may_be_left_out_name_the_nearest_too():
+    for values, said in (
+        ({"plan": {"cache": {"siez": 3}}}, "did you mean plan.cache.size?"),
+        (
+            {"plan": {"cache": {"tables": {"C1": {"siez": 3}}}}},
+            "did you mean plan.cache.tables.C1.size?",
+        ),
+        ({"rows": {"tables": {"C1": {"hash": 3}}}}, "did you mean rows.tables.C1.hashes?"),
+        ({"plan": {"cache": 10}}, "plan.cache: got 10, wanted settings of it by name"),
+        ({"plan": {"tables": {"C1": 2}}}, "plan.tables.C1: got 2, wanted settings of it"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            build_config(values)
+        assert said in str(error.value)
+    config = override(build_config({}), {"rows.tables.C1.hashes": 3, "rows.tables.C1.rows": 50})
+    assert config.rows.tables["C1"].hashes == 3
+    with pytest.raises(ConfigError, match=r"plan\.cache\.tables\.C1: got 3, wanted settings"):
+        override(build_config({}), {"plan.cache.tables.C1": 3})
+
+
 def test_places_have_a_path_and_perhaps_a_size(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert parse_place("/a:64GiB") == Place("/a", 64 << 30)

@@ -309,6 +309,28 @@ def replace_schema(source):
     return Bare()
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_an_answer_that_is_reached_has_a_gradient(name):
+    """Of RotatE it was NaN: hypot's at (0, 0)."""
+    model = build(name)
+    queries = torch.ones(2, DIM, dtype=torch.float64, requires_grad=True)
+    answers = torch.ones(2, DIM, dtype=torch.float64)
+    model.compare_one(queries, answers).sum().backward()
+    (alone,) = torch.autograd.grad(model.compare(queries, answers).diagonal().sum(), queries)
+    assert torch.equal(queries.grad, alone)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"candidates": 0}, {"candidates": 1.5}, {"max_validation": -3}, {"candidates": None}],
+)
+def test_numbers_of_candidates_and_validations(options):
+    one = torch.tensor([[0, 0, 1]])
+    (name,) = options
+    with pytest.raises(ConfigError, match=rf"got {name}=.*data\.options\.{name}"):
+        open_triples(one, one, one, num_entities=2, num_relations=1, **options)
+
+
 def test_a_batch_of_nothing():
     model = build("distmult")
     (batch,) = opened().train.batches(40)

@@ -50,7 +50,14 @@ def row_clock(
     staleness: int, read_bound: int | None = None, write_bound: int | None = None
 ) -> RowClock:
     """s = `staleness`, half of it for reads and the rest for writes; one bound that is given leaves the other the rest.
-    Raises ConfigError where both are given and are not `staleness` together."""
+    Raises ConfigError where both are given and are not `staleness` together, and where one is beyond it."""
+    given = {"read_bound": read_bound, "write_bound": write_bound}
+    for name, bound in given.items():
+        if bound is not None and bound > staleness >= 0:
+            raise ConfigError(
+                f"row_clock: got {name}={bound} with staleness={staleness}, wanted at most that; raise staleness, "
+                "which is the sum of the two bounds, or leave it out"
+            )
     if read_bound is None:
         read_bound = staleness // 2 if write_bound is None else staleness - write_bound
     if write_bound is None:

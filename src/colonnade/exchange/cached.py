@@ -262,7 +262,8 @@ class CachedExchange(RowsExchange):
         if self._flights[0] is not flight:
             raise RuntimeError(
                 "with a cache every batch of a lookahead is trained on, in order, before the next one is read: one was "
-                "left out, or a second one read before RowOptimizer.step(); close the lookahead and open it again"
+                "left out, or a second one read before RowOptimizer.step(); close the lookahead, drop what was read "
+                "with collection.forget(), and open it again"
             )
         assert flight.serving is not None and ticket.placed is not None
         changed = self._changed(flight, flight.serving)

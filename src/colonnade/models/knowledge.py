@@ -215,8 +215,9 @@ class RotatE(KnowledgeGraph):
         return -moduli(queries, candidates)
 
     def compare_one(self, queries: Tensor, answers: Tensor) -> Tensor:
-        real, imaginary = (queries - answers).chunk(2, 1)
-        return -torch.hypot(real, imaginary).sum(1)
+        # Its gradient is 0 where the two are equal, as that of `compare`; hypot's would be NaN.
+        both = (queries - answers).unflatten(1, (2, -1))
+        return -torch.linalg.vector_norm(both, dim=1).sum(1)
 
 
 def moduli(queries: Tensor, candidates: Tensor) -> Tensor:

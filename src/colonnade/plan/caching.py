@@ -59,7 +59,10 @@ def caches_of(config: CacheConfig | None, tables: Sequence[Table]) -> dict[str, 
         staleness, read_bound, write_bound = bounds
         if staleness is None:
             staleness = (read_bound or 0) + (write_bound or 0)
-        clock = row_clock(staleness, read_bound, write_bound)
+        try:
+            clock = row_clock(staleness, read_bound, write_bound)
+        except ConfigError as error:
+            raise ConfigError(f"plan.cache: table {table.name!r}: {error}") from None
         found[table.name] = TableCache(rows_of(size, table), clock, own.policy or config.policy)
     return found
 

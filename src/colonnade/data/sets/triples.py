@@ -16,6 +16,7 @@ from torch import Tensor
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
 from colonnade.data.counter import permutation, stream_key, words
+from colonnade.errors import ConfigError
 
 ENTITY = "entity"
 RELATION = "relation"
@@ -101,8 +102,16 @@ def open_triples(
     `candidates`: entities drawn at random, all alike, that each training sample brings; every sample of a batch, on
     all ranks, is set against all of them. `subsample`: a triple weighs 1 / sqrt of how many share its questions, as
     in word2vec (Mikolov et al. 2013), on the mean 1. `max_validation`: so many triples validate at most, drawn by the
-    seed: ranking all entities for each takes longer than training on it.
+    seed: ranking all entities for each takes longer than training on it. Raises ConfigError for no candidates, and for
+    numbers that are none.
     """
+    numbers = (("candidates", candidates, 1), ("max_validation", max_validation, 0))
+    for name, count, least in numbers:
+        is_count = isinstance(count, int) and not isinstance(count, bool) and count >= least
+        if not is_count and (name, count) != ("max_validation", None):
+            raise ConfigError(
+                f"triples: got {name}={count!r}, wanted a whole number, {least} or more; set data.options.{name}"
+            )
     columns = [
         Column("head", num_entities, table=ENTITY),
         Column(RELATION, num_relations),
