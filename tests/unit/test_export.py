@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from small_run import CONFIG
 
 from colonnade import Mesh
 from colonnade.config import build_config, override
-from colonnade.errors import CheckpointError, ConfigError
+from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.store.manifest import describe, files_of
 from colonnade.train.commits import committed_steps
 from colonnade.train.export import export_run
@@ -87,3 +88,21 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path):
     with pytest.raises(OSError, match=victim.name):
         export_run(folder, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_files_are_for_all_who_may_read_and_a_full_disk_is_named(tmp_path):
+    folder, out = tmp_path / "run", tmp_path / "out"
+    train(Mesh(), folder, {"model.top": [256, 256]})
+    export_run(folder, out)
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
+    sizes = {path.name: path.stat().st_size for path in out.iterdir()}
+    dense = sizes.pop("dense.safetensors")
+    assert max(sizes.values()) < dense - 1  # so that it is the one that does not fit
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (dense - 1, most))
+    try:
+        with pytest.raises(StorageError, match="again"):
+            export_run(folder, tmp_path / "again")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}

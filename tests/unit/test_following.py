@@ -26,6 +26,7 @@ from colonnade.errors import (
     CorruptionError,
     StorageError,
 )
+from colonnade.predict import following
 from colonnade.store.disk import Disk
 from colonnade.train import publication
 from colonnade.train.commit_clock import word as due_word
@@ -226,6 +227,56 @@ def test_a_run_that_went_back_is_followed(tmp_path):
         assert equal(scores(predictor, samples), told)
 
 
+def test_a_publication_that_was_removed_and_overtook_its_followers(tmp_path):
+    """Numbers begin anew with the folder, so a change of the number that comes next may be of other commits."""
+    folder, published, samples = tmp_path / "run", tmp_path / "published", batches({})
+    train(Mesh(), folder, tmp_path / "unused", {})
+    steps = committed_steps(folder)
+    writer = publication.Publication(folder, published, Disk())
+    for step in steps[:2]:
+        writer.send(step, steps, print)
+    with Predictor.open(published) as predictor:
+        assert predictor.step == steps[1]
+        shutil.rmtree(published)
+        for step in steps[1:]:
+            writer.send(step, steps, print)
+        predictor.refresh()
+        assert predictor.step == steps[-1]
+        told = wanted(folder, steps[-1], samples, tmp_path / "out")
+        assert equal(scores(predictor, samples), told)
+
+
+def test_a_disk_with_room_for_changes_only(tmp_path, monkeypatch):
+    """A base that cannot be written holds no change back; a killed writer's half of one is cleared away."""
+    monkeypatch.setattr(publication, "LEAST_BYTES", 1)
+    folder, published, samples = tmp_path / "run", tmp_path / "published", batches({})
+    train(Mesh(), folder, tmp_path / "unused", {})
+    steps = committed_steps(folder)
+    writer = publication.Publication(folder, published, Disk())
+    writer.send(steps[0], steps, print)
+    whole = read_word(published).bases[0].num_bytes
+    full = StorageError(28, "No space left on device")
+
+    def no_room(*_, **__):
+        raise full
+
+    with monkeypatch.context() as disk, Predictor.open(published) as predictor:
+        disk.setattr(publication, "export_run", no_room)
+        for step in steps[1:]:
+            writer.send(step, steps, print)
+            grown = read_word(published).change_bytes
+            assert (writer.problem is full) == (grown > whole)
+            predictor.refresh()
+            assert predictor.step == step
+        assert writer.problem is full
+        told = wanted(folder, steps[-1], samples, tmp_path / "out")
+        assert equal(scores(predictor, samples), told)
+    left = published / ".base-000000000009-0123456789abcdef.4711.tmp"
+    left.mkdir()
+    writer._write(writer._with_base(read_word(published)))
+    assert not left.exists() and len(read_word(published).bases) == 2
+
+
 class Dead(StorageError):
     pass
 
@@ -295,7 +346,7 @@ def test_a_killed_run_goes_on_publishing(tmp_path):
     assert step == 12
 
 
-def test_follows_by_itself_while_the_run_goes_on(tmp_path):
+def test_follows_by_itself_while_the_run_goes_on(tmp_path, monkeypatch):
     """Within a second or so of a commit by the clock, in a thread, with calls in another."""
     folder, published, samples = tmp_path / "run", tmp_path / "published", batches({})
     train(Mesh(), folder, published, {"train.max_steps": 4})
@@ -317,11 +368,23 @@ def test_follows_by_itself_while_the_run_goes_on(tmp_path):
         assert predictor.problem is None and len(seen) > 2
         told = wanted(folder, step, samples, tmp_path / "out")
         assert equal(scores(predictor, samples), told)
+        monkeypatch.setattr(following, "read_word", refused)
+        while predictor.problem is None and time.monotonic() < deadline + 10:
+            time.sleep(0.02)
+        assert isinstance(predictor.problem, PermissionError)
+        monkeypatch.undo()
+        while predictor.problem is not None and time.monotonic() < deadline + 10:
+            time.sleep(0.02)
         (published / WORD).write_bytes(b"torn")
         while predictor.problem is None and time.monotonic() < deadline + 10:
             time.sleep(0.02)
         assert isinstance(predictor.problem, ColonnadeError) and WORD in str(predictor.problem)
+        assert "remove the publication's folder" in str(predictor.problem)
         assert equal(scores(predictor, samples), told)
+
+
+def refused(folder):
+    raise PermissionError(13, "Permission denied", str(folder))
 
 
 def test_the_clock_asks_few_times_and_is_not_late():

@@ -289,3 +289,18 @@ def test_plan_simulates_what_nobody_can_run(capsys, tmp_path, monkeypatch, quick
     assert "rows in memory:" in said and "rows in disks:" in said
     assert app.run([*command, "--host", "much"]) == 2
     assert "--host" in capsys.readouterr().err
+    monkeypatch.setattr(
+        "colonnade.train.run.plan_run", never
+    )  # what is wrong is said before a minute of measuring
+    for wrong in (
+        ["--host", "much"],
+        ["--host", "480GiB:0"],
+        ["--simulate", "nan"],
+        ["--simulate", "inf"],
+    ):
+        assert app.run([*command, *wrong]) == 2
+        assert wrong[0] in capsys.readouterr().err
+
+
+def never(*_, **__):
+    raise AssertionError("measured")

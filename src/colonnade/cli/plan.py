@@ -97,11 +97,12 @@ def plan(
         return
     chosen = override(choose_config(config, data, path, dram, set_), _left_open(config, set_))
     if simulate is not None:
-        from colonnade.cli.plan_simulation import show_simulation
+        from colonnade.cli.plan_simulation import room_of, show_simulation
         from colonnade.topology.links import planned_world
 
+        room = room_of(host, simulate)  # refused before anything is measured
         found, tables = plan_run(chosen, run, planned_world("1"), lookups=sample)
-        show_simulation(found, tables, chosen.train.batch_size, simulate, host, here)
+        show_simulation(found, tables, chosen.train.batch_size, simulate, room, here)
         return
     found, tables = plan_run(chosen, run, here, lookups=sample)
     if table is not None and table not in found.choice.shardings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -15,21 +16,30 @@ from colonnade.topology.world import World
 from colonnade.train.planning import Planned
 
 
+def room_of(host: str, parameters: float) -> tuple[int, int]:
+    """Bytes of memory and of disks of a host, said as MEMORY or MEMORY:SSD. Raises ConfigError for what is none, or
+    where `parameters` are no number of any."""
+    if not math.isfinite(parameters):
+        raise ConfigError(
+            f"--simulate: got {parameters}, wanted a number of parameters, e.g. 100e12"
+        )
+    memory, _, disk = host.partition(":")
+    try:
+        return positive_bytes(memory), positive_bytes(disk) if disk else 0
+    except ValueError as error:
+        raise ConfigError(f"--host: {error}; give MEMORY or MEMORY:SSD, e.g. 480GiB:8TiB") from None
+
+
 def show_simulation(
     found: Planned,
     tables: Sequence[Table],
     batch_size: int,
     parameters: float,
-    host: str,
+    room: tuple[int, int],
     world: World,
 ) -> None:
-    """`found`: a plan of one rank, whose sample and rates are taken. `host`: MEMORY or MEMORY:SSD of each host of
-    `world`. Raises ConfigError."""
-    memory, _, disk = host.partition(":")
-    try:
-        room = positive_bytes(memory), positive_bytes(disk) if disk else 0
-    except ValueError as error:
-        raise ConfigError(f"--host: {error}; give MEMORY or MEMORY:SSD, e.g. 480GiB:8TiB") from None
+    """`found`: a plan of one rank, whose sample and rates are taken. `room`: of each host of `world`. Raises
+    ConfigError where it has disks and none was measured."""
     work = work_of(found, tables, batch_size)
     pages = sum(place.pages for place in found.device.directories)
     if room[1] and not pages:

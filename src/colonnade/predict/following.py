@@ -17,15 +17,16 @@ TRIES = 3  # to open a base while the run replaces it
 class Following:
     """Where one predictor is in a publication. One thread at a time."""
 
-    def __init__(self, folder: Path, run: str, number: int, tag: str) -> None:
-        """number, tag: of the commit that the predictor has."""
-        self.folder, self.run, self.number, self.tag = folder, run, number, tag
+    def __init__(self, folder: Path, run: str, base: Base) -> None:
+        """base: what the predictor has opened."""
+        self.folder, self.run = folder, run
+        self.opened(base)
 
     def behind(self) -> tuple[Base | None, Published]:
         """The base to open instead of going on (None: go on by changes), and the word.
 
-        A newer base is opened as soon as it is there: its rows are mapped, those of changes are this process's memory.
-        So is an older one of a publication that was removed and began anew.
+        Another base is opened as soon as it is there: its rows are mapped, those of changes are this process's memory.
+        That of a publication that was removed and began anew is another one, too, whatever its number.
         Raises CheckpointError where the folder publishes nothing, or another run.
         """
         word = published(self.folder)
@@ -35,8 +36,8 @@ class Following:
                 "open the predictor again to take the other model"
             )
         newest = word.bases[-1]
-        began_anew = word.number <= self.number and word.tag != self.tag
-        return (newest if newest.number > self.number or began_anew else None), word
+        went_back = word.number <= self.number and word.tag != self.tag
+        return (newest if newest.folder != self.base or went_back else None), word
 
     def next_change(self, tables: Sequence[Table], dense: dict[str, Tensor]) -> ChangeSet:
         """The change that applies to what the predictor has, checked against its network; nothing of it is applied.
@@ -65,6 +66,9 @@ class Following:
                 f"{path}: got rows or weights of other shapes than this network's; it is another model's"
             )
         return change
+
+    def opened(self, base: Base) -> None:
+        self.base, self.number, self.tag = base.folder, base.number, base.tag
 
     def applied(self, change: ChangeSet) -> None:
         self.number, self.tag = change.number, change.tag

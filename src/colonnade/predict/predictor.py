@@ -63,7 +63,7 @@ class Predictor:
         self.model, self.rows = model, rows
         self.schema, self.config = schema, config
         self.step, self.folder = step, folder
-        self.problem: ColonnadeError | None = None
+        self.problem: ColonnadeError | OSError | None = None
         """Why `follow` could not go on the last time it tried."""
         self._following: Following | None = None
         self._lock = threading.Lock()  # of rows and weights
@@ -93,7 +93,7 @@ class Predictor:
                     f"{path} is a publication and holds the newest commit; leave --at out"
                 )
             folder, word = newest_base(path)
-            following = Following(path, word.run, word.bases[-1].number, word.bases[-1].tag)
+            following = Following(path, word.run, word.bases[-1])
         else:
             folder = exported(path, at=at)
         said = _read_model(folder)
@@ -197,7 +197,7 @@ class Predictor:
             try:
                 self.refresh()
                 self.problem = None
-            except ColonnadeError as error:
+            except (ColonnadeError, OSError) as error:  # of a folder that is away for a while, too
                 self.problem = error
 
     def _take(self, following: Following) -> None:
@@ -219,7 +219,7 @@ class Predictor:
             _load_dense(self.model, folder / "dense.safetensors")
             self.rows.become(rows)
             self.step, self.folder = int(said["step"]), folder
-        following.number, following.tag = base.number, base.tag
+        following.opened(base)
 
     def __enter__(self) -> Predictor:
         return self

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from colonnade import __version__
 from colonnade.errors import ConfigError, StorageError
@@ -96,11 +96,9 @@ def _write(run_folder: Path, step: int, place: Path) -> dict[str, Any]:
                 store.close()
         model["tables"].append(table)
     dense = load_state(run_folder / "commits" / f"{step:012d}" / "dense", header["run"])["model"]
-    save_file(
-        {name: value.contiguous().clone() for name, value in dense.items()},
-        place / "dense.safetensors",
-        metadata={"format": "pt"},
-    )
+    # Not safetensors' own file: only its owner may read that, and a full disk is no OSError there.
+    content = save({k: v.contiguous().clone() for k, v in dense.items()}, metadata={"format": "pt"})
+    (place / "dense.safetensors").write_bytes(content)
     (place / "model.json").write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
     return model
 

@@ -37,6 +37,7 @@ FORMAT = "colonnade publication"
 VERSION = 1
 WORD = "published.json"
 LEAST_BYTES = 1 << 20  # changes smaller than this together are never worth another base
+REMEDY = "remove the publication's folder, and let the run publish a new one"
 OLD_BASES = 1  # that stay beside the newest: somebody may be reading one
 
 
@@ -133,9 +134,11 @@ class Publication:
         write_durably(self.disk, self.folder / change_name(number), content)
         grown = word.change_bytes + len(content)
         said = Published(word.run, number, step, tag, word.bases, grown)
-        if grown > max(LEAST_BYTES, word.bases[-1].num_bytes):
-            said = self._with_base(said)
-        self._write(said)
+        try:
+            if grown > max(LEAST_BYTES, word.bases[-1].num_bytes):
+                said = self._with_base(said)
+        finally:  # where there is no room for a base, the change alone still says it
+            self._write(said)
 
     def _with_base(self, said: Published) -> Published:
         name = f"base-{said.number:012d}-{said.tag}"
@@ -152,7 +155,8 @@ class Publication:
         kept = {base.folder for base in said.bases}
         for path in self.folder.iterdir():
             kind, _, rest = path.name.partition("-")
-            if kind == "base" and path.name not in kept:
+            is_torn = kind == ".base"  # an export whose writer was killed
+            if is_torn or (kind == "base" and path.name not in kept):
                 shutil.rmtree(path, ignore_errors=True)
             elif kind == "change" and rest.isdigit() and int(rest) <= said.bases[0].number:
                 self.disk.unlink(path)
@@ -225,7 +229,7 @@ def read_word(folder: Path) -> Published | None:
     path = folder / WORD
     if not path.exists():
         return None
-    said = json.loads(read_verified(path))
+    said = json.loads(_whole(path))
     got = (said.pop("format", None), said.pop("version", None))
     if got != (FORMAT, VERSION):
         raise CheckpointError(
@@ -251,7 +255,7 @@ def change_name(number: int) -> str:
 def read_change(folder: Path, number: int) -> ChangeSet:
     """Raises StorageError where it is not there, CorruptionError where a byte differs or it is no change."""
     path = folder / change_name(number)
-    content = read_verified(path)
+    content = _whole(path)
     try:
         end = 8 + int.from_bytes(content[:8], "little")
         said = json.loads(json.loads(content[8:end])["__metadata__"]["change"])
@@ -263,12 +267,19 @@ def read_change(folder: Path, number: int) -> ChangeSet:
         )
     except Exception as error:  # safetensors raises its own kind
         raise CorruptionError(
-            f"{path}: got a file that is no change of a publication ({' '.join(str(error).split())}); remove the "
-            "publication's folder, and let the run publish a new one"
+            f"{path}: got a file that is no change of a publication ({' '.join(str(error).split())}); {REMEDY}"
         ) from None
     named = {name: value for name, value in tensors.items() if name.startswith("dense/")}
     dense = {name.removeprefix("dense/"): value for name, value in named.items()}
     return ChangeSet(**said, tables=tables, dense=dense)
+
+
+def _whole(path: Path) -> bytes:
+    """Of a file of a publication. Raises CorruptionError, StorageError."""
+    try:
+        return read_verified(path)
+    except CorruptionError:
+        raise CorruptionError(f"{path}: got a file that is torn or altered; {REMEDY}") from None
 
 
 def tag_of(run_folder: Path, step: int) -> str:
