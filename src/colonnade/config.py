@@ -279,8 +279,8 @@ class RunConfig(Section):
     def _check(self) -> RunConfig:
         if self.train.accumulate > 1 and self.plan.is_late:
             raise ValueError(
-                "got train.accumulate with plan.staleness_steps; bounded staleness counts batches: "
-                "leave one of them out"
+                "got train.accumulate with staleness_steps, of the plan or of a table; bounded staleness counts "
+                "batches: leave one of them out"
             )
         if self.plan.cache is not None:
             for name, got, wanted in (

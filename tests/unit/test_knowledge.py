@@ -14,14 +14,17 @@ from torch.nn.functional import logsigmoid
 
 import colonnade
 from colonnade import SGD, Adam, Batch, Feature, Ids, Mesh, RowOptimizer, Table, Uniform
+from colonnade.config import build_config
 from colonnade.data import open_source, open_triples
 from colonnade.data.contract import Position
 from colonnade.data.sets.triples import Facts
 from colonnade.errors import ConfigError, DataError, NonFiniteError
 from colonnade.models.knowledge import ComplEx, DistMult, KnowledgeGraph, RotatE, TransE
+from colonnade.predict.predictor import Predictor
 from colonnade.train.dense import DenseGradients
 from colonnade.train.link_prediction import evaluate_links, filtered_ranks
 from colonnade.train.objective import LinkPrediction, objective_of
+from colonnade.train.run import open_run
 
 MODELS = {"transe": TransE, "distmult": DistMult, "complex": ComplEx, "rotate": RotatE}
 ENTITIES, RELATIONS, DIM = 11, 3, 6
@@ -318,6 +321,26 @@ def test_an_answer_that_is_reached_has_a_gradient(name):
     model.compare_one(queries, answers).sum().backward()
     (alone,) = torch.autograd.grad(model.compare(queries, answers).diagonal().sum(), queries)
     assert torch.equal(queries.grad, alone)
+
+
+def test_predictions_of_links_are_refused_with_what_to_do(tmp_path):
+    said = {
+        "data": {"name": "fb15k237", "path": str(write(tmp_path))},
+        "model": {"name": "rotate", "dim": 4},
+        "train": {"epochs": 1, "batch_size": 2, "threads": 1},
+    }
+    run = open_run(build_config(said), Mesh(), tmp_path / "run")
+    try:
+        run.train()
+    finally:
+        run.close()
+    predictor = Predictor.open(tmp_path / "run")
+    (batch,) = open_source("fb15k237", tmp_path).test.batches(8)
+    with pytest.raises(ConfigError, match=r"RotatE.*predictor\.model\.entities"):
+        predictor(batch)
+    entities = predictor.model.entities(torch.arange(3))
+    links = predictor.model(batch)
+    assert predictor.model.compare(links.toward_tail, entities).shape == (1, 3)
 
 
 @pytest.mark.parametrize(

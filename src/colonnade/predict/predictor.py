@@ -28,6 +28,7 @@ from colonnade.data.contract import Column, Schema
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.models.build import build_model
+from colonnade.models.knowledge import KnowledgeGraph
 from colonnade.models.retriever import Retriever
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.predict.following import Following, newest_base
@@ -130,11 +131,17 @@ class Predictor:
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
         """Probabilities (B, T) float64. Raises IdRangeError, DataError for a batch that does not fit, ConfigError
-        of a retrieval model."""
+        of a model of retrieval or of links."""
         if isinstance(self.model, Retriever):
             raise ConfigError(
                 f"{type(self.model).__name__} gives no logits but vectors to search with; use "
                 "predictor.model.queries(batch) and predictor.model.items(batch)"
+            )
+        if isinstance(self.model, KnowledgeGraph):
+            raise ConfigError(
+                f"{type(self.model).__name__} gives no logits but vectors to rank entities by; use "
+                "predictor.model(batch), predictor.model.entities(ids) and predictor.model.compare, or "
+                "`colonnade evaluate`"
             )
         with self._lock:
             logits = self.model(batch)
