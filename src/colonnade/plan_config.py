@@ -302,6 +302,11 @@ class PlanConfig(Section):
                     f"got tables.{name}.staleness_steps={table.staleness_steps} with staleness_steps=unbounded, wanted "
                     "0, or a number for all"
                 )
+        if self.cache is not None and self.is_late:
+            raise ValueError(
+                "got plan.cache with staleness_steps, of the plan or of a table; copies are what is late already: set "
+                "staleness_steps=0, or leave plan.cache out"
+            )
         if self.servers and self.memory.hbm is not None:
             raise ValueError(
                 f"got plan.memory.hbm with plan.servers={self.servers}; devices belong to the ranks that train, which "
