@@ -165,5 +165,5 @@ def test_copies_of_commits_go_on_in_a_world_like_theirs_alone():
 
 @pytest.mark.parametrize("late", [{"staleness_steps": 2}, {"tables": {"a": {"staleness_steps": 1}}}])  # fmt: skip
 def test_two_kinds_of_lateness_are_refused_on_one_rank_too(late):
-    with pytest.raises(ConfigError, match="plan.cache with staleness_steps.*leave plan.cache out"):
+    with pytest.raises(ConfigError, match=r"plan.cache with staleness_steps.*leave plan.cache out"):
         build_config({"plan": {"cache": {}, **late}})
