@@ -76,5 +76,7 @@ class OpenTableConfig(Section):
                 f"got rows={self.rows} and {kept[0]}, wanted one of them: rows that ids share all stay"
             )
         if self.rows is None and self.hashes is not None:
-            raise ValueError("got hashes without rows, the number of rows that all ids share")
+            raise ValueError(
+                f"got hashes={self.hashes} without rows; say how many rows all ids share, such as rows=100000"
+            )
         return self

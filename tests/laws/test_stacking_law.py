@@ -227,7 +227,7 @@ def test_a_configuration_stacks_open_tables():
     assert a.eviction is not None and a.rows is None and a.hashes is None
     assert (c.rows, c.hashes) == (9, None)
     for wrong, said in (
-        ({"hashes": 2}, "got hashes without rows"),
+        ({"hashes": 2}, "got hashes=2 without rows"),
         ({"rows": 5, "eviction": {"max_rows": 3}}, "wanted one of them"),
         ({"rows": 5, "admission": {"probability": 0.5}}, "wanted one of them"),
         ({"rows": 0}, "rows"),
