@@ -300,7 +300,7 @@ def test_what_was_read_ahead_is_read_in_another_world():
     reads = [each for each, _ in everyone]
     doubled = [{name: 2 * value for name, value in each.items()} for each in reads]
     found = []
-    for batch.held in (reads, doubled):
+    for batch.held in ((0, reads), (0, doubled)):
         ticket = collection.prepare(batch)
         assert collection.exchange.hold(ticket).keys() == {name for each in reads for name in each}
         collection.live.append(ticket)

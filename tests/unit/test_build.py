@@ -13,6 +13,7 @@ from colonnade.data.contract import Column, Schema
 from colonnade.errors import ConfigError
 from colonnade.models.build import KINDS, build_model, build_tables
 from colonnade.models.dcnv2 import DCNv2
+from colonnade.models.scorer import Scorer
 from colonnade.models.two_tower import TwoTower
 from colonnade.train.objective import weighted_loss
 from colonnade.train.presets import MODEL_PRESETS, PRESETS, preset
@@ -27,7 +28,7 @@ SCHEMA = Schema(
     ),
     labels=("click", "buy"),
 )
-SCORERS = sorted(set(KINDS) - {"two_tower", "sasrec"})
+SCORERS = sorted(name for name, kind in KINDS.items() if issubclass(kind.model, Scorer))
 
 
 def batch(size=4) -> Batch:
