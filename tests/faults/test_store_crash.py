@@ -135,6 +135,7 @@ def test_killed_at_every_change_of_the_disk(tmp_path, stride):
     assert number > 60
 
 
+@pytest.mark.slow
 def test_killed_with_several_directories(tmp_path):
     number, was_killed = 3, True
     while was_killed:

@@ -3,6 +3,7 @@ train what two ranks train that do everything themselves, killed in between or n
 
 from __future__ import annotations
 
+import pytest
 from small_run import digest
 from test_resume_law import finish, run_to_end, start
 
@@ -17,6 +18,7 @@ LATE = {
 ROLES = {**LATE, "plan.servers": 1, "data.readers": 1}
 
 
+@pytest.mark.slow  # `test_server_law.py` has servers, `test_staleness_law.py` bounds, `test_data_processes.py` readers
 def test_trainers_a_server_and_readers_train_what_two_ranks_train(tmp_path):
     run_to_end(tmp_path / "plain", LATE, num_ranks=2)
     children = start(tmp_path / "roles", ROLES, kill_at=25, num_ranks=3)

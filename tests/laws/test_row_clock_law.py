@@ -183,7 +183,7 @@ def count_batches(mesh, cases):
     return missed
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_reads_miss_no_more_than_the_bounds_and_nothing_is_lost(num_ranks):
     cases = [
         (staleness, read, rows, policy, depth)

@@ -261,6 +261,7 @@ def check_hot(folder):
     return {str(home.path) for home in homes(read_header(changing, step))}
 
 
+@pytest.mark.slow
 def test_rows_become_hot_and_cold(tmp_path):
     """From whole rows, from slices of columns, from other hot rows; to another world, and to one rank."""
     run_ranks(2, hot_and_cold, tmp_path)
