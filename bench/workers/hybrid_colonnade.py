@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from workers.exchange_colonnade import Opened, build
 from workers.exchange_loop import Built, serve
-from workers.hybrid_dense import DenseWork, HybridCase
+from workers.hybrid_dense import HybridCase, WithDense
 
 
-class Hybrid(Opened):
-    def __init__(self, case: HybridCase, *rest: Any) -> None:
-        super().__init__(case, *rest)
-        self.dense = DenseWork(case)
-
-    def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
-        self.dense.run(outputs[0])
-        return super().gradients(outputs)
+class Hybrid(WithDense, Opened):
+    pass
 
 
 def build_hybrid(case: HybridCase, choices: Mapping[str, Any]) -> Built:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,3 +37,15 @@ class DenseWork:
         if self.network is not None:
             self.network.zero_grad()
             self.network(fields.detach().requires_grad_()).sum().backward()
+
+
+class WithDense:
+    """What a system of `exchange_colonnade` or `exchange_torchrec` does between lookup and update, besides."""
+
+    def __init__(self, case: HybridCase, *rest: Any) -> None:
+        super().__init__(case, *rest)
+        self.dense = DenseWork(case)
+
+    def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
+        self.dense.run(outputs[0])
+        return super().gradients(outputs)  # type: ignore[misc]

@@ -45,13 +45,17 @@ class KnowledgeGraph(SplitModel):
 
     relation_share = 1.0
     """Width of a relation's row, of an entity's."""
+    is_complex = False
+    """Whether an entity's row is complex numbers, real parts first."""
+    start = 9.0
+    """Where `margin` is not given."""
 
     def __init__(
         self,
         tables: Sequence[Table],
         features: Sequence[Feature],
         *,
-        margin: float = 9.0,
+        margin: float | None = None,
         temperature: float = 1.0,
         seed: int = 0,
     ) -> None:
@@ -69,22 +73,19 @@ class KnowledgeGraph(SplitModel):
                 "relation of its own; a source of triples has them (data.name=fb15k237)"
             )
         widths = {table.name: table.width for table in tables}
-        if widths["relation"] != int(self.relation_share * widths["entity"]) or self._is_odd(
-            widths["entity"]
+        if widths["relation"] != int(self.relation_share * widths["entity"]) or (
+            self.is_complex and widths["entity"] % 2
         ):
             raise ConfigError(
                 f"{self.kind}: got rows of {widths['entity']} floats for entities and {widths['relation']} for "
-                f"relations, wanted {self.relation_share:g} of an even number"
+                f"relations, wanted {'an even number' if self.is_complex else 'any'} and {self.relation_share:g} of it"
             )
-        self.margin, self.temperature = margin, temperature
+        self.margin, self.temperature = self.start if margin is None else margin, temperature
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)
         relation = next(table for table in tables if table.name == "relation")
         self.relation_range = float(getattr(relation.initializer, "scale", 0.0)) or 1.0
         # Of all scores: what they start from, learned, as nothing else dense is.
         self.offset = nn.Parameter(torch.zeros(()))
-
-    def _is_odd(self, width: int) -> bool:
-        return False
 
     @abstractmethod
     def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
@@ -155,16 +156,7 @@ class TransE(KnowledgeGraph):
 class DistMult(KnowledgeGraph):
     """sum of h * r * t."""
 
-    def __init__(
-        self,
-        tables: Sequence[Table],
-        features: Sequence[Feature],
-        *,
-        margin: float = 0.0,
-        temperature: float = 1.0,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(tables, features, margin=margin, temperature=temperature, seed=seed)
+    start = 0.0
 
     def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
         return head * relation
@@ -182,8 +174,7 @@ class DistMult(KnowledgeGraph):
 class ComplEx(DistMult):
     """The real part of the sum of h * r * conj(t)."""
 
-    def _is_odd(self, width: int) -> bool:
-        return width % 2 == 1
+    is_complex = True
 
     def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
         return _times(head, relation, 1.0)
@@ -198,8 +189,7 @@ class RotatE(KnowledgeGraph):
 
     relation_share = 0.5
 
-    def _is_odd(self, width: int) -> bool:
-        return width % 2 == 1
+    is_complex = True
 
     def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
         return _times(head, self._turn(relation), 1.0)

@@ -57,7 +57,7 @@ from colonnade.train.stores import (
 from colonnade.train.wholeness import check_whole, marks
 
 if TYPE_CHECKING:
-    from colonnade.train.copies import Copy
+    from colonnade.train.destinations import Destination
     from colonnade.train.trainer import Trainer
 
 JOIN_SECONDS = 0.2  # between two looks at signals while a commit is waited for
@@ -82,7 +82,7 @@ class Commits:
         self.folder, self.mesh, self.backings = folder, mesh, tuple(backings)
         self.keep, self.disk = keep, disk
         self.run = run
-        self.copies: list[Copy] = []  # that take each commit
+        self.destinations: list[Destination] = []  # that take each commit
         self.outside: list[Path] = []  # directories of this run beyond its folder
         self._writing: Thread | None = None
         self._say: Callable[[str], None] | None = None  # of the commit under way, until it was used
@@ -160,8 +160,8 @@ class Commits:
         self._agree(problem, step)
         trainer.collection.committed = (self.run, step)
         kept = kept_steps(self.folder, self.keep)
-        for copy in self.copies:  # before older commits go: they say what changed
-            copy.send(step, kept, trainer.progress.say)
+        for destination in self.destinations:  # before older commits go: they say what changed
+            destination.send(step, kept, trainer.progress.say)
         self._prune()
 
     def end_writing(self) -> None:

@@ -46,8 +46,8 @@ from colonnade.train.commits import (
     resolve,
     restore,
 )
-from colonnade.train.copies import open_copies
 from colonnade.train.dense import DenseGradients
+from colonnade.train.destinations import open_destinations
 from colonnade.train.machine import machine_facts
 from colonnade.train.mirror import explained, fetch_run, mirrored_steps, open_url
 from colonnade.train.objective import Objective, objective_of
@@ -101,8 +101,8 @@ class Run:
         self.sent = mean_sent(self.mesh, outcome.steps)
         self.rows = rows_of_first_owner(self.mesh, self.trainer.collection)
         self.samples = int(self.mesh.all_reduce("control", torch.tensor(outcome.samples)))
-        for copy in self.commits.copies if self.commits is not None else ():
-            copy.close()
+        for destination in self.commits.destinations if self.commits is not None else ():
+            destination.close()
         if self.folder is not None and self.mesh.rank == 0:
             text = json.dumps(self.summary(outcome), indent=2)
             write_durably(Disk(), self.folder / "summary.json", text.encode(), checked=False)
@@ -327,7 +327,7 @@ def prepare(
             facts = json.dumps(machine_facts(folder), indent=2).encode()
             write_durably(disk, folder / "machine.json", facts, checked=False)
         if commits is not None:
-            commits.copies = open_copies(config.train, folder, commits, step, disk)
+            commits.destinations = open_destinations(config.train, folder, commits, step, disk)
     return Run(config, mesh, trainer, folder, commits, step)
 
 

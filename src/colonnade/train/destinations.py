@@ -13,7 +13,7 @@ from colonnade.train.mirror import Mirror
 from colonnade.train.publication import Publication, check_owner, read_word
 
 
-class Copy(Protocol):
+class Destination(Protocol):
     """Rank 0 has it; its commit thread calls it, training thread opens and closes it."""
 
     def send(self, step: int, kept: Sequence[int], say: Callable[[str], None]) -> None:
@@ -25,9 +25,9 @@ class Copy(Protocol):
         ...
 
 
-def open_copies(
+def open_destinations(
     config: TrainConfig, folder: Path, commits: Commits, step: int | None, disk: Disk
-) -> list[Copy]:
+) -> list[Destination]:
     """Every rank; only rank 0 gets any. A commit that was made and not published, because the run was killed between
     the two, is published now. Raises ConfigError for a publication that is another run's."""
     publishes = None if config.publish is None else Path(config.publish)
@@ -35,7 +35,7 @@ def open_copies(
         check_owner(publishes, word, commits.run)
     if commits.mesh.rank:
         return []
-    found: list[Copy] = []
+    found: list[Destination] = []
     if config.mirror is not None:
         found.append(Mirror(folder, config.mirror))
     if publishes is not None:
