@@ -16,9 +16,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from torch.distributed.run import get_args_parser
 
 from colonnade.cli import plan, train
+from colonnade.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -95,6 +97,38 @@ def test_torchrun_takes_none_of_our_options_for_its_own():
             assert [told.training_script, *told.training_script_args] == ours, f"{place}: {line}"
             found += 1
     assert found >= 7
+
+
+def test_commands_that_are_shown_have_the_options_they_are_given():
+    """Also of blocks that nobody runs, and of benches, which hand on what is theirs."""
+    verbs, found = typer.main.get_command(app).commands, 0
+    for page in PAGES:
+        for kind, text in blocks_of(page):
+            for line in text.replace("\\\n", " ").splitlines() if kind in ("", "sh") else ():
+                words = re.sub(r"\s#.*", "", line).split()
+                if (
+                    "colonnade" not in words
+                    or (verb := words[words.index("colonnade") + 1 :]) == []
+                ):
+                    continue
+                if (command := verbs.get(verb[0])) is None or verb[0] == "bench":
+                    continue
+                known = {
+                    name for each in command.params for name in each.opts + each.secondary_opts
+                }  # type: ignore[attr-defined]
+                known |= {
+                    name
+                    for each in getattr(command, "commands", {}).values()
+                    for p in each.params
+                    for name in p.opts
+                }
+                for word in verb[1:]:
+                    if word in ("|", ">", "&&", ";"):
+                        break
+                    if word.startswith("--"):
+                        found += 1
+                        assert word.split("=")[0] in known, f"{name_of(page)}: {line}"
+    assert found > 50
 
 
 def test_nothing_is_left_to_fill_in():
