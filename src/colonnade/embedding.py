@@ -24,6 +24,7 @@ from colonnade.exchange.ahead import Ahead, open_ahead
 from colonnade.exchange.cached import cached_end, without_copies
 from colonnade.exchange.contract import Pushed, RowGradients, RowSource, Ticket, touched
 from colonnade.exchange.layout import declare
+from colonnade.exchange.lent import lent_end
 from colonnade.exchange.recording import all_finite
 from colonnade.exchange.rows import RowsExchange
 from colonnade.exchange.slices import slices_of
@@ -170,6 +171,7 @@ class EmbeddingCollection(nn.Module):
             ]
             self.store = open_hbm(memory, slots, self.place.device, seed=self.seed)
         self.cached = cached_end(self.exchange, memory)
+        self.lent = lent_end(self.exchange, memory)
         own = open_policies([each.table for each in laid], self.shards, seed=self.seed)
         given = {self._slices(name): policy for name, policy in (policies or {}).items()}
         if cut := [laid[numbers[0]].table.origin[0] for numbers in given if len(numbers) > 1]:
@@ -271,14 +273,13 @@ class EmbeddingCollection(nn.Module):
         as the plan's staleness says, or, unbounded, as soon as they can be. Close the iterator to stop early.
         """
         self.ensure_open()
-        self.ahead = None
-        if self.plan.rows_ahead:
-            self.ahead = open_ahead(
-                self.mesh.num_ranks, self.exchange, self.store, self.plan.lookahead,
-                self.consistency.reads_ahead, never=list(self.policies),
-            )  # fmt: skip
+        depth = self.plan.lookahead if self.plan.rows_ahead else 0
+        self.ahead = open_ahead(
+            self.mesh.num_ranks, self.exchange, self.store, depth, self.consistency.reads_ahead,
+            never=list(self.policies),
+        )  # fmt: skip
         return Lookahead(
-            batches,
+            batches if self.lent is None else self.lent.in_sight(batches, self.slices, self.step),
             prepare=self.prepare,
             fetch=self.fetch,
             drop=self.drop,
@@ -294,7 +295,8 @@ class EmbeddingCollection(nn.Module):
         """Collective, any one thread: ids travel, owners make the rows resident and pin them. While a lookahead
         closes, rows that have no room are left out: the ticket is good for `drop` alone."""
         self.ensure_open()
-        ticket = self.slices.route(self.exchange, batch, self.step, purpose)
+        routed = batch.ticket if self.lent is not None else None  # `in_sight`
+        ticket = routed or self.slices.route(self.exchange, batch, self.step, purpose)
         batch.world_weight = ticket.weight
         owned = ticket.owned_ids, ticket.owned_offsets, ticket.next_use
         while True:
@@ -452,7 +454,7 @@ class EmbeddingCollection(nn.Module):
         its first value. A row that a batch in flight uses is born again in place. Ids never trained are passed over."""
         self.ensure_open()
         self.changes()
-        for t in without_copies(self.cached, self._slices(table)):
+        for t in without_copies(self.cached or self.lent, self._slices(table)):
             mine = ids[self.shards[t].owns(ids, self.slices.laid[t].table.rows)].unique()
             self.store.delete(t, mine)
             policy = self.policies.get(t)

@@ -209,7 +209,14 @@ def _cache_size(value: Any) -> CacheSize:
     )
 
 
+def _cache_staleness(value: Any) -> Any:
+    if value != "exact" and not (_is_count(value) and value < 2**31 - 1):
+        raise ValueError(f"got {value!r}, wanted a number of batches, 0 or more, or exact")
+    return value
+
+
 Bound = Annotated[int, Field(ge=0, le=2**31 - 2)]
+ExactOrBound = Annotated[int | Literal["exact"], PlainValidator(_cache_staleness)]
 SizeOfCache = Annotated[
     CacheSize, PlainValidator(_cache_size), PlainSerializer(str), Said("part, bytes or rows")
 ]
@@ -232,12 +239,15 @@ class TableCacheConfig(Section):
 
 
 class CacheConfig(Section):
-    """Copies of rows on the ranks that use them (exchange rows): between ranks alone, one rank has no use for them."""
+    """Rows that lie on the ranks that use them (exchange rows): between ranks alone, one rank has no use for it."""
 
     size: SizeOfCache = CacheSize("10%", part=0.1)
     """Rows of each table that each rank keeps copies of: a part of its rows, bytes such as 64MiB, or a number."""
-    staleness: Bound | None = None
-    """Batches of each other rank that a read misses at most: read_bound + write_bound. Default: none."""
+    staleness: ExactOrBound | None = None
+    """Batches of each other rank that a read misses at most: read_bound + write_bound; exact: none is missed, rows stay
+    with a rank for as long as no other uses them. Default: 0."""
+    window: Annotated[int, Field(ge=0)] | None = None
+    """Of staleness=exact: batches whose ids owners have seen beyond the one they decide about. Default: 16."""
     read_bound: Bound | None = None
     """Batches that a copy is used for without asking its owner. Default: half of the staleness."""
     write_bound: Bound | None = None

@@ -170,9 +170,12 @@ class RowOptimizer(Optimizer):
     def settled(self) -> Iterator[list[Before]]:
         """Collective, between steps: while it is open, owners' rows have what waits at copies of them (`Plan`'s
         caches), one update of each with the settings of now; evaluate, read rows or commit. Afterwards they are as
-        before. By slice, the rows that change for it, as they were; none where there is no cache."""
+        before. By slice, the rows that change for it, as they were; none where there is no cache. Rows that are lent
+        become what they are where they lie, and nothing changes back."""
         self.collection.ensure_open()
-        cached = self.collection.cached
+        cached, lent = self.collection.cached, self.collection.lent
+        if lent is not None:
+            lent.settle()
         if cached is None:
             yield []
             return

@@ -10,6 +10,8 @@ from colonnade.exchange.codec import EXACT, Codecs
 from colonnade.exchange.coding import Coding
 from colonnade.exchange.contract import Exchange
 from colonnade.exchange.layout import Declaration
+from colonnade.exchange.lending import Lending
+from colonnade.exchange.lent import LentExchange
 from colonnade.exchange.pooled import PooledExchange
 from colonnade.exchange.replicated import ReplicatedExchange
 from colonnade.exchange.rows import RowsExchange
@@ -61,12 +63,12 @@ def open_exchange(
     seed: int = 0,
     reads_ahead: Sequence[int] | None = None,
     towers: int | None = None,
-    caches: Sequence[TableCache | None] = (),
+    caches: Sequence[TableCache | Lending | None] = (),
 ) -> Exchange:
-    """One rank's end of what travels. By table: `exchanges`, keys of EXCHANGES or "cached", default "rows"; `caches` of
-    the latter; `shardings`, default row_wise; `reads_ahead`, steps between reading a row and its use, default 0. seed:
-    the run's, of the random bits that codecs round gradients with. towers: groups of ranks that `towers` goes by,
-    default one for each host. Raises ConfigError where this cannot work in this world."""
+    """One rank's end of what travels. By table: `exchanges`, keys of EXCHANGES, "cached" or "lent", default "rows";
+    `caches` of the latter two; `shardings`, default row_wise; `reads_ahead`, steps between reading a row and its use,
+    default 0. seed: the run's, of the random bits that codecs round gradients with and updates rows. towers: groups of
+    ranks that `towers` goes by, default one for each host. Raises ConfigError where this cannot work in this world."""
     num_tables = len(declaration.tables)
     shardings = shardings or [row_wise_in(mesh.world)] * num_tables
     coding = Coding(codecs, seed)
@@ -88,7 +90,11 @@ def open_exchange(
         if name == "substitute":
             return SubstituteExchange(part, mesh, shardings, coding, reads_ahead=late)
         if name == "cached":
-            return CachedExchange(part, mesh, shardings, caches)
+            copies = [each if isinstance(each, TableCache) else None for each in caches]
+            return CachedExchange(part, mesh, shardings, copies)
+        if name == "lent":
+            lendings = [each for each in caches if isinstance(each, Lending)]
+            return LentExchange(part, mesh, shardings, lendings, seed)
         if name == "towers":
             return TowersExchange(
                 part, mesh, shardings, coding, num_towers=towers, reads_ahead=late

@@ -38,6 +38,7 @@ from colonnade.exchange.cached_wire import (
 from colonnade.exchange.clean import mark_bytes, pack_marks, unpack_marks
 from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import Declaration
+from colonnade.exchange.lent import LentExchange
 from colonnade.exchange.owner import listed, soonest, take
 from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.recording import summed_backwards
@@ -464,7 +465,9 @@ class CachedExchange(RowsExchange):
         return None
 
 
-def without_copies(cached: CachedExchange | None, tables: Sequence[int]) -> Sequence[int]:
+def without_copies(
+    cached: CachedExchange | LentExchange | None, tables: Sequence[int]
+) -> Sequence[int]:
     """These numbers. Raises ConfigError for a table whose copies would outlive its rows."""
     for t in tables:
         if cached is not None and cached.has_copies[t]:

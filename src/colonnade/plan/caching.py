@@ -9,7 +9,10 @@ from colonnade.consistency.row_clock import row_clock
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.codec import EXACT, Codecs
+from colonnade.exchange.lending import Lending
+from colonnade.plan.lending import check_lendings, lendings_of
 from colonnade.plan_config import CacheConfig, CachePolicy, CacheSize, TableCacheConfig
+from colonnade.store.budget import slot_bytes
 from colonnade.table import ITEM_BYTES, Table
 from colonnade.topology.sharding import Sharding
 
@@ -25,7 +28,7 @@ def copy_bytes(table: Table) -> int:
     return table.record_bytes + table.width * ITEM_BYTES[table.compute_dtype] + BOOKKEEPING
 
 
-def rows_of(size: CacheSize, table: Table) -> int:
+def rows_of(size: CacheSize, table: Table, row_bytes: int) -> int:
     """Raises ConfigError for a part of an open table."""
     if size.part is not None:
         if table.rows is None:
@@ -35,12 +38,14 @@ def rows_of(size: CacheSize, table: Table) -> int:
             )
         return int(size.part * table.rows)
     if size.num_bytes is not None:
-        return size.num_bytes // copy_bytes(table)
+        return size.num_bytes // row_bytes
     assert size.rows is not None
     return size.rows
 
 
-def caches_of(config: CacheConfig | None, tables: Sequence[Table]) -> dict[str, TableCache]:
+def caches_of(
+    config: CacheConfig | None, tables: Sequence[Table]
+) -> Mapping[str, TableCache | Lending]:
     """By name. Raises ConfigError."""
     if config is None:
         return {}
@@ -48,6 +53,17 @@ def caches_of(config: CacheConfig | None, tables: Sequence[Table]) -> dict[str, 
     if unknown := sorted(set(config.tables) - set(names)):
         raise ConfigError(
             f"plan.cache.tables: got {unknown[0]!r}, wanted a table of this model: {', '.join(names)}"
+        )
+    if isinstance(config.staleness, str):  # exact
+        own_sizes = {name: own.size for name, own in config.tables.items()}
+        return lendings_of(
+            config, tables,
+            {t.name: rows_of(own_sizes.get(t.name) or config.size, t, slot_bytes(t)) for t in tables},
+        )  # fmt: skip
+    if config.window is not None:
+        raise ConfigError(
+            f"plan.cache: got window={config.window} with staleness={config.staleness}, wanted staleness=exact, for "
+            "which owners look so many batches ahead; leave window out"
         )
     found = {}
     for table in tables:
@@ -63,12 +79,13 @@ def caches_of(config: CacheConfig | None, tables: Sequence[Table]) -> dict[str, 
             clock = row_clock(staleness, read_bound, write_bound)
         except ConfigError as error:
             raise ConfigError(f"plan.cache: table {table.name!r}: {error}") from None
-        found[table.name] = TableCache(rows_of(size, table), clock, own.policy or config.policy)
+        rows = rows_of(size, table, copy_bytes(table))
+        found[table.name] = TableCache(rows, clock, own.policy or config.policy)
     return found
 
 
 def check_caches(
-    caches: Mapping[str, TableCache],
+    caches: Mapping[str, TableCache | Lending],
     tables: Sequence[Table],
     shardings: Sequence[Sharding],
     exchanges: Sequence[str],
@@ -93,12 +110,14 @@ def check_caches(
             raise ConfigError(
                 f"plan.cache: got plan.{name}={got} with it; {advice}, or leave plan.cache out"
             )
+    check_lendings(caches, tables)
     for table, sharding, exchange in zip(tables, shardings, exchanges, strict=True):
         if table.name not in caches:
             continue
-        if (policy := caches[table.name].policy) not in POLICIES:
+        kept = caches[table.name]
+        if isinstance(kept, TableCache) and kept.policy not in POLICIES:
             raise ConfigError(
-                f"plan.cache: got policy {policy!r} for table {table.name!r}, wanted {' or '.join(POLICIES)}"
+                f"plan.cache: got policy {kept.policy!r} for table {table.name!r}, wanted {' or '.join(POLICIES)}"
             )
         if exchange != "rows":
             raise ConfigError(
@@ -113,5 +132,5 @@ def check_caches(
         if table.admission is not None or table.eviction is not None:
             raise ConfigError(
                 f"plan.cache: got table {table.name!r} with admission or eviction, which decide at the owner by every "
-                "update of a row, and with a cache it sees sums of several; leave one of them out"
+                "update of a row, and with a cache it hears of several at once; leave one of them out"
             )

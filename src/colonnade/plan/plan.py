@@ -19,6 +19,7 @@ from colonnade.errors import ConfigError
 from colonnade.exchange import EXCHANGES, implied_exchange
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.codec import CODECS, EXACT, Codecs
+from colonnade.exchange.lending import Lending
 from colonnade.plan.caching import caches_of, check_caches
 from colonnade.plan.chosen import Choice
 from colonnade.plan.forcing import forced_by, settled
@@ -60,11 +61,11 @@ class TablePlan:
     hbm_rows: int = 0
     """Rows that may be in device memory at once, above those in memory; 0: there is no such tier."""
     exchange: str = "rows"
-    """What of it travels between ranks: a key of `exchange.EXCHANGES`, or "cached"."""
+    """What of it travels between ranks: a key of `exchange.EXCHANGES`, "cached" or "lent"."""
     staleness_steps: int | None = None
     """How late its reads are; None: as the plan says."""
-    cache: TableCache | None = None
-    """Copies that each rank keeps, of exchange "cached"."""
+    cache: TableCache | Lending | None = None
+    """Copies that each rank keeps, of exchange "cached"; or rows it may have in their owners' place, of "lent"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,8 +176,15 @@ def _sharding_from(said: dict[str, Any]) -> Sharding:
     return Sharding(said["kind"], tuple(said["ranks"]), said.get("slices", 1), hot)
 
 
-def _cache_from(said: dict[str, Any] | None) -> TableCache | None:
-    return None if said is None else TableCache(**{**said, "clock": RowClock(**said["clock"])})
+def _cache_from(said: dict[str, Any] | None) -> TableCache | Lending | None:
+    if said is None or "clock" not in said:
+        return None if said is None else Lending(**said)
+    return TableCache(**{**said, "clock": RowClock(**said["clock"])})
+
+
+def _kept(cache: TableCache | Lending | None) -> str | None:
+    """The exchange of rows that are kept so."""
+    return None if cache is None else "lent" if isinstance(cache, Lending) else "cached"
 
 
 def build_plan(
@@ -200,7 +208,7 @@ def build_plan(
     codecs: Codecs = EXACT,
     servers: Sequence[int] = (),
     towers: int | None = None,
-    caches: Mapping[str, TableCache] | None = None,
+    caches: Mapping[str, TableCache | Lending] | None = None,
 ) -> Plan:
     """Every table alike (`plan.placement` prefers some). Pure. Raises ConfigError for numbers that cannot work.
 
@@ -209,7 +217,8 @@ def build_plan(
     `exchange`; `shardings`, where rows are not dealt to all ranks; `hot`, ids of rows that lie on every rank, in memory
     (on one rank they mean nothing). `servers`: the only ranks that rows may lie on. `towers`: how many groups of
     neighbouring ranks the exchange `towers` goes by, default one for each host; rows are where `shardings` say
-    (`plan.towers.placement.in_towers` makes some). `caches`: by table, copies of its rows that each rank keeps; on one
+    (`plan.towers.placement.in_towers` makes some). `caches`: by table, copies of its rows that each rank keeps, or rows
+    it may have in their owners' place (of all tables, or of none); on one
     rank they mean nothing.
     """
     exchanges, shardings = exchanges or {}, shardings or {}
@@ -327,7 +336,7 @@ def build_plan(
             TablePlan(
                 name=table.name,
                 sharding=sharding,
-                exchange="cached" if table.name in caches else of_exchanges[t],
+                exchange=_kept(caches.get(table.name)) or of_exchanges[t],
                 cache=caches.get(table.name),
                 capacity_rows=rows,
                 fits=fits,

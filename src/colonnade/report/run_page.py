@@ -56,6 +56,7 @@ def run_page(run: RunRecord) -> str:
     page.charts([figures.row_sources(run)], NO_CHARTS)
     _missed(page, run)
     _copies(page, run)
+    _lent(page, run)
     _traffic(page, run)
     _tiers(page, run)
     page.heading("Tables")
@@ -229,6 +230,24 @@ def _copies(page: Page, run: RunRecord) -> None:
         title="Copies of rows on rank 0",
         note=f"{counts.get('ticks', 0) / max(1.0, pushed):,.1f} batches' gradients in each sum that was sent.",
     )
+
+
+def _lent(page: Page, run: RunRecord) -> None:
+    """Nothing where rows lie with their owners alone."""
+    words = {
+        "asked": "values came, gradients went",
+        "borrowed": "lent with this batch: the whole row came",
+        "stayed": "lent before and after: nothing travelled",
+        "returned": "given back with this batch: the whole row went",
+    }
+    counts = sums_of(run, "cache")
+    total = sum(counts.get(name, 0.0) for name in words)
+    if total:
+        rows = [
+            [text, f"{counts.get(name, 0):,.0f}", f"{counts.get(name, 0) / total:.1%}"]
+            for name, text in words.items()
+        ]
+        page.numbers(["rows of batches", "rows", "of all"], rows, title="Rows lent to rank 0")
 
 
 def _traffic(page: Page, run: RunRecord) -> None:

@@ -14,7 +14,8 @@ run/metrics.jsonl      {"step", "kind", "time", ...}; what each kind holds:
     missed     where reads may be late, so many batches since the previous such line, by the updates that their reads
                missed ("4"), as this rank applied them
     cache      where ranks keep copies of rows (`exchange.cached.CacheCounts`), rows of this rank's batches since the
-               previous such line: hits, misses, lease_over (of them renewed), pushed by cause, ticks of what was pushed
+               previous such line: hits, misses, lease_over (of them renewed), pushed by cause, ticks of what is pushed;
+               or, where they are lent, asked, borrowed, stayed, returned (`exchange.lending.LentCounts`)
     traffic    of one batch of this rank, by table: lookups, and the different rows they name
     tables     by table: rows and bytes in memory and in files now
     evaluate   epoch, and metrics named part_metric ("validation_auc")
@@ -224,11 +225,11 @@ class Counters:
         return {steps: count for steps, count in gained.items() if count}
 
     def cache(self) -> dict[str, float]:
-        """`CacheCounts`; {} where there are no copies."""
-        cached = self._watched.collection.cached
-        if cached is None:
+        """`CacheCounts` or `LentCounts`; {} where rows lie with their owners alone."""
+        keeping = self._watched.collection.cached or self._watched.collection.lent
+        if keeping is None:
             return {}
-        gained, self._cache = _gained(dict(vars(cached.counts)), self._cache)
+        gained, self._cache = _gained(dict(vars(keeping.counts)), self._cache)
         return gained
 
     def learning_rates(self) -> dict[str, float]:

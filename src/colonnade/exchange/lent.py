@@ -1,0 +1,454 @@
+"""`lent`: a row stays with the rank that alone uses it next, which updates it as its owner would; all else as `rows`.
+
+Owners see the ids of `window` batches beyond each that is made ready (`in_sight`, `cache.sight`), say with two bits for
+each row asked of them whether its user has it and keeps it, and send it with all its state or take it back so. Nobody
+needs a row that is elsewhere: reads see every update, and the bits are those of `rows`.
+
+Legend: T tables, N ranks, U unique rows of this rank's batch, P rows named to it by all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade import _native
+from colonnade.batch import Batch
+from colonnade.cache.sight import SHARED, Sight, least_uses
+from colonnade.errors import BudgetExceeded, ConfigError
+from colonnade.exchange.cached_wire import by_table, records_layout
+from colonnade.exchange.clean import cut, mark_bytes, pack_marks, unpack_marks
+from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
+from colonnade.exchange.layout import Declaration
+from colonnade.exchange.lending import (
+    Borrower,
+    Flight,
+    Lender,
+    Lending,
+    LentCounts,
+    Line,
+    Said,
+)
+from colonnade.exchange.owner import listed, soonest
+from colonnade.exchange.packing import pack_requests, unpack_requests
+from colonnade.exchange.recording import summed_backwards
+from colonnade.exchange.routing import exchanged
+from colonnade.exchange.rows import RowsExchange
+from colonnade.exchange.slices import Slices
+from colonnade.exchange.wire import row_layout
+from colonnade.ops.memory import empty
+from colonnade.store.dram import open_dram
+from colonnade.table import ITEM_BYTES
+from colonnade.topology.mesh import Mesh
+from colonnade.topology.sharding import Sharding
+
+ROOM = 2**22
+"""Rows beyond those that stay, address space alone: what a batch borrows while others go back."""
+BITS = 2
+"""Said of each row asked for."""
+TOGETHER = 4096
+"""Rows that are put back at once."""
+
+Moved = tuple[Any, np.ndarray, Said, np.ndarray]
+"""A store, slots in it of listed rows, what was said of these, (rows,) bool: those that travel."""
+
+
+class LentExchange(RowsExchange):
+    """One rank's end, in a world of several. One batch is one step."""
+
+    sends_clean = False
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        mesh: Mesh,
+        shardings: Sequence[Sharding] | None,
+        lendings: Sequence[Lending],
+        seed: int,
+    ) -> None:
+        """lendings: by table, of one window. seed: the run's, which random bits of updates are drawn from."""
+        super().__init__(declaration, mesh, shardings)
+        tables = declaration.tables
+        self.lendings = tuple(lendings)
+        self.has_copies = [True] * len(tables)
+        self.window = max(each.window for each in lendings)
+        self.record_widths = np.array([table.record_bytes for table in tables])
+        self.counts = LentCounts()
+        self.store: Any = None  # this rank's own rows
+        # By their own ids, whoever owns them: what is here is lent to this rank.
+        self.borrowed = open_dram(
+            [replace(table, rows=None, admission=None, eviction=None) for table in tables],
+            [each.rows + ROOM for each in lendings],
+            seed=seed,
+        )
+        self._routing: Line | None = None  # of the lookahead that is under way
+        self._line: Line | None = None  # of the batch that was read last
+        self._flight: Flight | None = None  # whose gradients were pushed
+
+    # ---- what is in sight
+
+    def in_sight(self, batches: Iterable[Batch], slices: Slices, step: int) -> Iterator[Batch]:
+        """Collective, one thread: the same batches, one lookahead's, each with its ticket, once the ids of `window`
+        batches after it have travelled. An error of reading is raised so much earlier."""
+        line = self._routing = self._new_line()
+        waiting: deque[Batch] = deque()
+
+        def decided() -> Batch:
+            batch = waiting.popleft()
+            self._decide(batch.ticket)
+            return batch
+
+        try:
+            for batch in batches:
+                mine = copy.copy(batch)  # the caller may hand the same one twice
+                mine.ticket = slices.route(self, mine, step, "route")
+                waiting.append(mine)
+                if len(waiting) > self.window:
+                    yield decided()
+            while waiting:
+                yield decided()
+        finally:
+            if self._routing is line:
+                self._routing = None
+
+    def route(self, batch: Batch, step: int, *, purpose: str = "route") -> Ticket:
+        """Of a batch of no lookahead nothing else is in sight."""
+        ticket = super().route(batch, step, purpose=purpose)
+        if isinstance(ticket.wire, Flight) and ticket.wire.line is not self._routing:
+            self._decide(ticket)
+        return ticket
+
+    def _new_line(self) -> Line:
+        tables, owners = self.declaration.tables, self.deal.num_owners.tolist()
+        sights = []
+        for table, lending, num_owners in zip(tables, self.lendings, owners, strict=True):
+            value, gradient = table.itemsize, ITEM_BYTES[table.compute_dtype]
+            least = least_uses(table.width * value, table.width * gradient, table.record_bytes)
+            sights.append(Sight(self.mesh.num_ranks, lending.rows // num_owners, least))
+        return Line(sights)
+
+    def answer(
+        self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
+    ) -> Ticket:
+        """A ticket of training without rows: they are known once it is decided on."""
+        if purpose == "evaluate":
+            return super().answer(asked, heard, step=step, weight=weight, purpose=purpose)
+        lookups, plan, _ = asked.lookups
+        # A batch of no lookahead has a line of its own, in which nothing else is in sight.
+        line = (self._routing if purpose == "route" else None) or self._new_line()
+        places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
+        requests = unpack_requests(heard, self.table_rows, self.deal.num_owners, places)
+        owner_plan = _native.make_plan(
+            listed(requests.ids, requests.counts), self.table_rows, self.undealt
+        )
+        line.routed += 1
+        orders = _show(line, requests.counts, owner_plan)
+        flight = Flight(line, line.routed, requests, owner_plan, orders)
+        none = torch.zeros(len(self.widths) + 1, dtype=torch.int64)
+        return Ticket(
+            step, asked.size, lookups, plan, none[:0], none, None, weight, None, flight, purpose=purpose
+        )  # fmt: skip
+
+    def _decide(self, ticket: Ticket) -> None:
+        """Collective on the group the ticket was routed on, in the order of the batches: who has which row, and who
+        keeps it; which rows of this rank are needed here."""
+        flight: Flight = ticket.wire
+        ends = np.asarray(flight.owner_plan.block_offsets).tolist()
+        has, keeps = np.empty(ends[-1], bool), np.empty(ends[-1], bool)
+        for t, sight in enumerate(flight.line.sights):
+            rows = flight.orders[t] + ends[t]
+            has[rows], keeps[rows] = sight.decide()
+        inverse = np.asarray(flight.owner_plan.inverse)
+        said = Said(flight.requests.counts, has[inverse], keeps[inverse])
+        flight.borrower = self._borrower(ticket, said)
+        flight.lender = self._lender(ticket, said)
+
+    def _borrower(self, ticket: Ticket, theirs: Said) -> Borrower:
+        """Collective. theirs: of rows that others use."""
+        counts, order, _, _ = self._as_listed(ticket.plan)
+        marks = np.stack([theirs.has, theirs.keeps], 1).ravel()
+        bits, sizes = pack_marks(marks, BITS * theirs.counts.sum(1))
+        asking = BITS * counts.sum(1)
+        heard, _ = self.mesh.all_to_all(
+            ticket.purpose, bits, sizes, mark_bytes(asking), counts_as="route"
+        )
+        said = Said(counts, *unpack_marks(heard, asking).reshape(-1, BITS).T)
+        self.counts.add(said)
+        is_local = np.empty(len(order), bool)
+        is_local[order] = ~said.plain
+        local = np.flatnonzero(is_local)
+        halves = cut(row_layout(counts, self.widths), said.plain, self.widths)
+        return Borrower(
+            said, order, halves, halves.index(self.widths), local,
+            torch.as_tensor(ticket.plan.unique_ids)[torch.from_numpy(local)],
+            torch.from_numpy(np.searchsorted(local, self._table_offsets(ticket).numpy())),
+        )  # fmt: skip
+
+    def _lender(self, ticket: Ticket, said: Said) -> Lender:
+        """Completes the ticket."""
+        requests, is_here = ticket.wire.requests, ~(said.has & said.keeps)
+        ids = requests.ids[torch.from_numpy(is_here)]
+        plan = _native.make_plan(listed(ids, said.counted(is_here)), self.table_rows, self.undealt)
+        ticket.owner_plan, ticket.owned_ids = plan, torch.as_tensor(plan.unique_ids)
+        ticket.owned_offsets = torch.as_tensor(plan.block_offsets)
+        if requests.codes is not None:
+            ticket.next_use = soonest(requests.codes.numpy()[is_here], plan)
+        plain = listed(requests.ids[torch.from_numpy(said.plain)], said.counted(said.plain))
+        return Lender(said, is_here, plain, _native.make_plan(plain, self.table_rows, self.undealt))
+
+    # ---- fetch
+
+    def fetch(self, ticket: Ticket, source: RowSource) -> None:
+        """Collective. Raises RuntimeError where it is not the turn of this batch."""
+        flight = ticket.wire
+        if not isinstance(flight, Flight):
+            return super().fetch(ticket, source)
+        self._take_turn(flight)
+        borrower, lender = flight.sides
+        assert ticket.placed is not None
+        there = np.zeros(len(lender.is_here), np.int32)
+        there[lender.is_here] = ticket.placed.numpy()
+        slots, _ = self.borrowed.acquire(borrower.ids, borrower.offsets)
+        by_row = np.zeros(len(borrower.order), np.int32)
+        by_row[borrower.local] = slots.numpy()
+        here = by_row[borrower.order]
+        flight.slots, flight.here, flight.there = slots, here, there
+        self._move(
+            "fetch",
+            (self.store, there, lender.said, lender.said.borrowed),
+            (self.borrowed, here, borrower.said, borrower.said.borrowed),
+        )
+        plain, early, rest = lender.said.plain, borrower.cut.early, borrower.cut.rest
+        serving = row_layout(lender.said.counted(plain), self.widths)
+        send = self.native.message(source, torch.from_numpy(there[plain]), serving, lender.requests)
+        values = empty(early.num_elements + rest.num_elements, dtype=self.declaration.dtype)
+        into = values[: early.num_elements]
+        arrival = self._send("fetch", send, serving, early, into, counts_as="fetch")
+        local = ~borrower.said.plain
+        ids = torch.as_tensor(ticket.plan.unique_ids)[torch.from_numpy(borrower.order[local])]
+        values[early.num_elements :] = self.native.message(
+            RowSource(self.borrowed.views(), slots, False), torch.from_numpy(here[local]), rest,
+            listed(ids, rest.counts),
+        )  # fmt: skip
+        ticket.reads = self._received(ticket, values, borrower.index, [arrival])
+        return None
+
+    def _take_turn(self, flight: Flight) -> None:
+        """Collective where a line begins: what was lent in another one comes back."""
+        line = flight.line
+        if line.is_cut or flight.number != line.trained + 1:
+            raise RuntimeError(
+                "where rows are lent every batch of a lookahead is trained on, in order, before the next one is read, "
+                "and no other: one was left out, one of no lookahead came between, or a second one was read before "
+                "RowOptimizer.step(); close the lookahead, drop what was read with collection.forget(), and open it "
+                "again"
+            )
+        if line is not self._line:
+            if self._line is not None:
+                self._line.is_cut = True
+            self.settle()
+            for t in range(len(self.widths)):
+                self.borrowed.delete(t, self._lent_here(t)[0])
+            self._line = line
+
+    def _move(self, purpose: str, out: Moved, come: Moved) -> None:
+        """Collective: whole rows."""
+        source, slots, said, mine = out
+        records = self._carried(
+            purpose, source, slots[mine], said.counted(mine), come[2].counted(come[3])
+        )
+        to, slots, said, mine = come
+        for t, rows in enumerate(by_table(said.counts)):
+            where = torch.from_numpy(slots[rows[mine[rows]]])
+            if not len(where):
+                continue
+            offsets = torch.tensor([0] * (t + 1) + [len(where)] * (len(self.widths) - t))
+            to.before_update(where, offsets)
+            to.native.unpack(t, where, records[t])
+
+    def _carried(
+        self, purpose: str, source: Any, slots: np.ndarray, theirs: np.ndarray, ours: np.ndarray
+    ) -> list[Tensor]:
+        """Collective: records of rows of a store, theirs (N, T) of them for each rank, slots as listed rank by rank,
+        table by table. By table: records of `ours` (N, T) that came, listed rank by rank."""
+        going = records_layout(theirs, self.record_widths)
+        coming = records_layout(ours, self.record_widths)
+        message = empty(going.layout.num_elements, dtype=torch.uint8)
+        for t, rows in enumerate(by_table(theirs)):
+            records = torch.empty(len(rows), int(self.record_widths[t]), dtype=torch.uint8)
+            if len(rows):
+                source.native.pack(t, torch.from_numpy(slots[rows]), records)
+            going.fill(message, t, records)
+        received, _ = self.mesh.all_to_all(
+            purpose, message, going.layout.rank_elements, coming.layout.rank_elements
+        )
+        return [coming.of(received, t).contiguous() for t in range(len(self.widths))]
+
+    # ---- push
+
+    def _push_one(self, ticket: Ticket, step: int, number: int) -> RowGradients:
+        """Sums of plain rows travel; those of others wait here for `update`."""
+        if number:
+            raise RuntimeError(
+                "where rows are lent a step is of one batch; call RowOptimizer.step() after each"
+            )
+        flight: Flight = ticket.wire
+        borrower, lender = flight.sides
+        summed = summed_backwards(ticket, self.declaration.compute_dtype)
+        if summed is None:
+            summed = self.native.zeros(ticket.lookups)
+        early, rest = borrower.cut.early, borrower.cut.rest
+        sums = empty(early.num_elements + rest.num_elements, dtype=self.declaration.compute_dtype)
+        asked = RowGradients(
+            ticket.pinned, self._table_offsets(ticket), ticket.plan.segment_offsets,
+            ticket.plan.entries, self.native.source(ticket, summed), summed,
+        )  # fmt: skip
+        self.native.sum_into(asked, sums, borrower.index)
+        self._flight, flight.sums = flight, sums
+        serving = row_layout(lender.said.counted(lender.said.plain), self.widths)
+        received, _ = self.mesh.all_to_all(
+            "push", sums[: early.num_elements], early.rank_elements, serving.rank_elements
+        )
+        placed = torch.from_numpy(flight.slots_by_row[1][lender.said.plain])
+        plan, index = lender.plan, serving.rank_major(self.widths)
+        firsts = torch.as_tensor(plan.entries)[torch.as_tensor(plan.segment_offsets)[:-1].long()]
+        return RowGradients(
+            placed[firsts.long()].contiguous(), torch.as_tensor(plan.block_offsets),
+            plan.segment_offsets, plan.entries,
+            _native.RowGradients(received.data_ptr(), index, self.native.compute), (received, index, plan),
+        )  # fmt: skip
+
+    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
+        raise ConfigError(
+            "clip_grad_norm_: got rows that are lent (plan.cache.staleness=exact), whose gradients do not all come to "
+            "their owners; leave rows.clip_norm out (rows.clip_value works), or leave plan.cache out"
+        )
+
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        """Collective: plain rows at their owners, the others where they are; then rows go back."""
+        super().update(store, pushed, optimizers, settings)
+        flight, self._flight = self._flight, None
+        assert flight is not None and flight.slots is not None and flight.sums is not None
+        borrower, lender = flight.sides
+        here, there = flight.slots_by_row
+        ramp = torch.arange(len(borrower.ids) + 1, dtype=torch.int32)
+        index = borrower.index[torch.from_numpy(borrower.local)].contiguous()
+        mine = RowGradients(
+            flight.slots, borrower.offsets, ramp, ramp[:-1].contiguous(),
+            _native.RowGradients(flight.sums.data_ptr(), index, self.native.compute), flight.sums,
+        )  # fmt: skip
+        super().update(self.borrowed, mine, optimizers, settings)
+        self._move(
+            "push",
+            (self.borrowed, here, borrower.said, borrower.said.returned),
+            (store, there, lender.said, lender.said.returned),
+        )
+        self.borrowed.release(flight.slots, borrower.offsets, dirty=True)
+        goes = np.empty(len(borrower.order), bool)
+        goes[borrower.order] = borrower.said.returned
+        goes, ends = goes[borrower.local], borrower.offsets.tolist()
+        for t in range(len(self.widths)):
+            mine_of = slice(ends[t], ends[t + 1])
+            self.borrowed.delete(t, borrower.ids[mine_of][torch.from_numpy(goes[mine_of])])
+        flight.slots = flight.sums = None
+        flight.line.trained += 1
+
+    def drop(self, ticket: Ticket) -> None:
+        """The other batches of its lookahead cannot be trained on."""
+        super().drop(ticket)
+        flight = ticket.wire
+        if not isinstance(flight, Flight):
+            return
+        flight.line.is_cut = True
+        if flight.slots is not None and flight.borrower is not None:
+            self.borrowed.release(flight.slots, flight.borrower.offsets, dirty=False)
+            flight.slots = None
+
+    # ---- between steps
+
+    def settle(self) -> None:
+        """Collective, between steps, on the training thread, with any number of batches in flight: owners' rows become
+        what they are where they are lent, and stay lent. Raises BudgetExceeded, on every rank, where memory has no room
+        for them."""
+        here = [self._lent_here(t) for t in range(len(self.widths))]
+        plan = _native.make_plan(
+            listed(torch.cat([ids for ids, _ in here]), np.array([[len(ids) for ids, _ in here]])),
+            self.table_rows, self.deal.num_owners,
+        )  # fmt: skip
+        unique, ends = torch.as_tensor(plan.unique_ids), self.deal.table_offsets(plan).tolist()
+        slots = [
+            by_id[torch.searchsorted(ids, unique[ends[t] : ends[t + 1]])]
+            for t, (ids, by_id) in enumerate(here)
+        ]
+        counts, order, firsts, lasts = self._as_listed(plan)
+        requests = pack_requests(
+            unique, firsts, lasts, self.table_rows, self.deal.num_owners, self.deal.places, codes=None
+        )  # fmt: skip
+        (heard,), _ = exchanged([requests], self.mesh, 0.0, "evaluate")
+        places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
+        named = unpack_requests(heard, self.table_rows, self.deal.num_owners, places)
+        records = self._carried(
+            "evaluate", self.borrowed, torch.cat(slots).numpy()[order], counts, named.counts
+        )
+        error = None
+        try:
+            for t, rows in enumerate(by_table(named.counts)):
+                ids = named.ids[torch.from_numpy(rows)]
+                for some in torch.arange(len(ids)).split(TOGETHER):
+                    self.store.put(t, ids[some], records[t][some])
+        except BudgetExceeded as found:
+            error = found
+        if not self.mesh.least(int(error is None)):
+            raise error or BudgetExceeded(
+                "another rank's memory has no room for the rows that come back; raise plan.memory.dram, or lower "
+                "plan.cache.size"
+            )
+
+    def _lent_here(self, t: int) -> tuple[Tensor, Tensor]:
+        """(ids, slots) of rows of table t that are lent to this rank, ascending by id."""
+        ids, slots = (torch.as_tensor(each) for each in self.borrowed.native.resident(t))
+        order = torch.argsort(ids)
+        return ids[order].contiguous(), slots[order].contiguous()
+
+    def _as_listed(
+        self, plan: _native.Plan
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of a plan's rows in messages, rank by rank: counts (N, T), each one's place in the plan, and where those of
+        each rank and table begin and end there (N, T)."""
+        blocks = self.deal.blocks(plan)
+        firsts, lasts = (b.reshape(-1, self.mesh.num_ranks).T for b in (blocks[:-1], blocks[1:]))
+        ranges = zip(firsts.ravel().tolist(), lasts.ravel().tolist(), strict=True)
+        order = np.concatenate([np.arange(first, last) for first, last in ranges])
+        return lasts - firsts, order, firsts, lasts
+
+
+def lent_end(exchange: Exchange, store: Any) -> LentExchange | None:
+    """That of a plan whose rows are lent: it finds this rank's rows in `store`."""
+    if not isinstance(exchange, LentExchange):
+        return None
+    exchange.store = store
+    return exchange
+
+
+def _show(line: Line, counts: np.ndarray, owner_plan: _native.Plan) -> list[np.ndarray]:
+    """The line's sights see what all ranks named here, counts (N, T). By table: what makes the plan's rows ascend."""
+    ids, starts = np.asarray(owner_plan.unique_ids), np.asarray(owner_plan.segment_offsets)
+    ranks = np.repeat(np.arange(len(counts), dtype=np.int16), counts.sum(1))
+    users = ranks[np.asarray(owner_plan.entries)[starts[:-1]]]
+    users[np.diff(starts) > 1] = SHARED
+    ends, orders = np.asarray(owner_plan.block_offsets).tolist(), []
+    for t, sight in enumerate(line.sights):
+        mine = slice(ends[t], ends[t + 1])
+        order = np.argsort(ids[mine])
+        sight.see(ids[mine][order], users[mine][order])
+        orders.append(order)
+    return orders
