@@ -7,7 +7,8 @@ gradients over all ranks, and SGD.
 
     torchrec     table-wise, without and with the next batch's ids travelling ahead
     flat         rows and pooled, whose choices know no towers
-    towers       one tower on each host: values cross once, from a rank that has all of its tower (SPTT)
+    towers       one tower on each host: values cross once, from a rank that has all of its tower (SPTT); ids straight,
+                 or once, too
     towers CR    and a module lets every CR-th column out: another model, whose outputs are not compared
 
 All ranks share this machine's cores: what a step costs in processor time is printed beside it.
@@ -35,6 +36,11 @@ COLONNADE: dict[str, dict[str, Any]] = {
     "rows table-wise": {"exchange": "rows", "sharding": "table_wise"},
     "pooled table-wise": {"exchange": "pooled", "sharding": "table_wise"},
     "towers table-wise": {"exchange": "towers", "sharding": "table_wise"},
+    "towers table-wise, ids too": {
+        "exchange": "towers",
+        "sharding": "table_wise",
+        "route": "by_towers",
+    },
     **{
         f"towers CR {ratio} lossy": {
             "exchange": "towers",

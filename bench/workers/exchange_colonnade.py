@@ -144,7 +144,7 @@ def plan_of(tables: list[Table], choice: Mapping[str, Any], case: Case, mesh: Me
     late = choice.get("late", 0)
     return build_plan(
         tables, mesh.num_ranks, exchange=choice["exchange"], shardings=by_name,
-        staleness_steps=late, lookahead=late + 2,
+        staleness_steps=late, lookahead=late + 2, route=choice.get("route", "straight"),
     )  # fmt: skip
 
 
@@ -252,7 +252,8 @@ class Chooser:
         tables = collection.plan.tables
         said = {t.name: Forced(t.sharding.kind, t.exchange, t.sharding.ranks) for t in tables}
         model = model_load(collection.declaration, self.loads, world=links)
-        return choose(self.loads, links, rates=self.rates, forced=said, model=model)
+        route = collection.plan.route
+        return choose(self.loads, links, rates=self.rates, forced=said, model=model, route=route)
 
 
 def rehearse(system: Opened, mesh: Mesh) -> float:

@@ -148,6 +148,7 @@ class EmbeddingCollection(nn.Module):
             seed=self.seed,
             reads_ahead=[late[each.number] for each in laid],
             towers=self.plan.towers,
+            route=self.plan.route,
             caches=[planned[each.number].cache for each in laid],
         )
         self.shards = tuple(each.sharding.shard_of(self.mesh.rank) for each in laid)

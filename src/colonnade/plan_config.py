@@ -116,6 +116,7 @@ class WireConfig(Section):
     rounding took."""
 
 
+RouteChoice = Literal["straight", "by_towers", "auto"]
 ExchangeChoice = Literal["rows", "pooled", "substitute", "towers", "replicated", "auto"]
 ShardingChoice = Literal[
     "row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated", "auto"
@@ -282,8 +283,11 @@ class PlanConfig(Section):
     wire: WireConfig = WireConfig()
     """What rows and gradients look like while they travel."""
     towers: Annotated[int, Field(ge=1)] | str | None = None
-    """For exchange towers: how many groups of neighbouring ranks, over which tables are dealt, or a file that says
-    which features stand together; default: one for each host."""
+    """For exchange towers, and for ids by towers: how many groups of neighbouring ranks, over which tables are dealt,
+    or a file that says which features stand together; default: one for each host."""
+    route: RouteChoice = "straight"
+    """How ids come to the ranks that own rows, whatever the exchange: straight; by way of a rank of the owner's tower,
+    in fewer messages between hosts (by_towers); auto: as is foretold to be faster."""
     servers: int = Field(0, ge=0)
     """Ranks of each host, its last ones, that have rows and nothing else; 0: the ranks that train have the rows."""
     tables: dict[str, TablePlanConfig] = {}

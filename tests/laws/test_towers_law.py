@@ -76,38 +76,38 @@ WIDE = {"first": (Tower(10, 6), ("user.deep", "tags"))}
 ACROSS = {"first": (Tower(10, 3), ("user.deep", "item")), "rest": (Concat(), FIELDS)}
 
 
-def whole(towers):
+def whole(towers, num_ranks=NUM_RANKS):
     """Tables on one rank each, `user` and `tag` in the first tower, the others in the last."""
-    size = NUM_RANKS // towers
-    last = NUM_RANKS - size
+    size = num_ranks // towers
+    last = num_ranks - size
     return {
         "user": table_wise(0), "tag": table_wise(size - 1), "item": table_wise(last),
-        "wide": table_wise(NUM_RANKS - 1),
+        "wide": table_wise(num_ranks - 1),
     }  # fmt: skip
 
 
-def split(towers):
+def split(towers, num_ranks=NUM_RANKS):
     """Tables dealt to the ranks of their tower."""
-    size = NUM_RANKS // towers
+    size = num_ranks // towers
     first, last = (
-        Sharding("host_wise", tuple(range(begin, begin + size))) for begin in (0, NUM_RANKS - size)
+        Sharding("host_wise", tuple(range(begin, begin + size))) for begin in (0, num_ranks - size)
     )
     return {"user": first, "tag": first, "item": last, "wide": last}
 
 
-def cut(towers):
-    """By columns: over the ranks of a tower, and, of `item`, over all ranks."""
-    size = NUM_RANKS // towers
+def cut(towers, num_ranks=NUM_RANKS):
+    """By columns: over the ranks of a tower, and, of `item`, over four ranks."""
+    size = num_ranks // towers
     return {
-        "user": column_wise(range(size)), "item": column_wise(range(NUM_RANKS)),
-        "tag": table_wise(0), "wide": column_wise(range(NUM_RANKS - min(size, 2), NUM_RANKS)),
+        "user": column_wise(range(size)), "item": column_wise(range(min(num_ranks, 4))),
+        "tag": table_wise(0), "wide": column_wise(range(num_ranks - min(size, 2), num_ranks)),
     }  # fmt: skip
 
 
-def over_hosts(towers):
+def over_hosts(towers, num_ranks=NUM_RANKS):
     """Some of no tower: on all ranks, or on some of two towers."""
     return {
-        "user": row_wise(NUM_RANKS), "item": Sharding("host_wise", (1, 2)), "tag": table_wise(3),
+        "user": row_wise(num_ranks), "item": Sharding("host_wise", (1, 2)), "tag": table_wise(3),
         "wide": table_wise(0),
     }  # fmt: skip
 
@@ -115,7 +115,10 @@ def over_hosts(towers):
 PLACES = {"whole": whole, "split": split, "cut": cut, "over hosts": over_hosts}
 
 
-def train(mesh, consumers, exchange="pooled", places=None, towers=None, staleness=0, codecs=None):
+def train(
+    mesh, consumers, exchange="pooled", places=None, towers=None, staleness=0, codecs=None,
+    route="straight",
+):  # fmt: skip
     """By step, this rank's outputs; all rows and weights at the end; who was evaluated in a tower; bytes, messages."""
     consumers = copy.deepcopy(consumers)
     declared = tables("float64", "single weights")
@@ -127,10 +130,12 @@ def train(mesh, consumers, exchange="pooled", places=None, towers=None, stalenes
     exchanges = dict.fromkeys(TABLES, exchange)
     if exchange == "mixed":
         exchanges |= {"user": "towers", "tag": "towers", "item": "rows", "wide": "pooled"}
-    shardings = {} if places is None or mesh.num_ranks == 1 else PLACES[places](towers)
+    shardings = (
+        {} if places is None or mesh.num_ranks == 1 else PLACES[places](towers, mesh.num_ranks)
+    )
     plan = build_plan(
         declared, mesh.num_ranks, exchanges=exchanges, shardings=shardings, staleness_steps=staleness,
-        towers=None if mesh.num_ranks == 1 else towers, codecs=codecs or Codecs(),
+        towers=None if mesh.num_ranks == 1 else towers, codecs=codecs or Codecs(), route=route,
     )  # fmt: skip
     collection.open(plan, mesh)
     rows, seen = RowOptimizer(collection), []

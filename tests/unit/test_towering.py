@@ -49,6 +49,16 @@ def test_a_number_of_towers_beside_exchanges_that_are_yet_to_be_chosen():
     assert towered(config, TABLES, FEATURES, None, WORLD) is config  # choose() is told of it
 
 
+def test_ids_by_towers_need_no_table_that_is():
+    config = build_config({"plan": {"route": "by_towers", "towers": 2}}).plan
+    assert towered(config, TABLES, FEATURES, None, WORLD) is config
+    plan = plan_of(config, TABLES, WORLD)
+    assert (plan.route, plan.towers) == ("by_towers", 2)
+    config = build_config({"plan": {"route": "auto"}}).plan
+    assert not is_settled(config, TABLES, WORLD) and is_settled(config, TABLES, World())
+    assert plan_of(config, TABLES, WORLD).route == "straight"  # until something was chosen
+
+
 def test_a_partition_of_some_features_leaves_the_other_tables():
     some = planned({"exchange": "towers"}, Partition((("a",), ("b",))))
     assert some["c"] == "row_wise, ranks 0 .. 3" and some["b"] == "host_wise, ranks 2 .. 3"
@@ -68,6 +78,7 @@ def test_servers_of_a_tower_have_its_rows():
         ({"exchange": "towers", "towers": 3}, None, "3 towers on 4 ranks"),
         ({"exchange": "towers", "towers": 8}, None, "8 towers on 4 ranks"),
         ({"towers": 2}, None, "no table travels by towers"),
+        ({"route": "by_towers", "towers": 3}, None, "3 towers on 4 ranks"),
         ({"exchange": "auto", "towers": 3}, None, "3 towers on 4 ranks"),
         ({"exchange": "auto", "towers": "file"}, PARTITION, "no table travels by towers"),
         ({"exchange": "towers"}, Partition((("a", "b"), ("again",))), "'a' in tower 0 and 'again'"),

@@ -19,7 +19,7 @@ EXAMPLES = (
     "A sample of the data says how often rows are used; the disk and the model are timed; each table gets the memory "
     "that saves most reads. For several ranks each table gets the sharding and exchange that cost least on the links: "
     "those of --world, --uplink and --local, or under torchrun as measured. [bold]colonnade train[/bold] does the same "
-    "with --set plan.placement=profiled, plan.exchange=auto and plan.sharding=auto, and says at the end what came of "
+    "with --set plan.placement=profiled and auto for plan.exchange, plan.sharding, plan.route; it says what came of "
     "the prediction.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade plan --data synthetic --dram 16MiB\n\n"
@@ -144,7 +144,7 @@ def _world(shape: str | None, ranks: int, uplink: str | None, local: str | None)
 
 
 def _left_open(config: Path | None, set_: list[str] | None) -> dict[str, str]:
-    """What nobody said of shardings and exchanges is chosen: that is what the command is for."""
+    """What nobody said of shardings, exchanges and the way of ids is chosen: that is what the command is for."""
     import yaml
 
     from colonnade.cli.train import parse_settings
@@ -155,7 +155,8 @@ def _left_open(config: Path | None, set_: list[str] | None) -> dict[str, str]:
         said |= {f"plan.{name}" for name in (values or {}).get("plan") or {}}
     if said & {"plan.exchange", "plan.sharding"}:
         return {}
-    return {"plan.exchange": "auto", "plan.sharding": "auto"}
+    free = {"plan.exchange", "plan.sharding", "plan.route"} - said
+    return dict.fromkeys(sorted(free), "auto")
 
 
 def as_values(found: Planned) -> dict[str, Any]:

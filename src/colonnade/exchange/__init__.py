@@ -12,6 +12,7 @@ from colonnade.exchange.contract import Exchange
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.lending import Lending
 from colonnade.exchange.lent import LentExchange
+from colonnade.exchange.letters import IdRoute, by_towers
 from colonnade.exchange.pooled import PooledExchange
 from colonnade.exchange.replicated import ReplicatedExchange
 from colonnade.exchange.rows import RowsExchange
@@ -64,11 +65,13 @@ def open_exchange(
     reads_ahead: Sequence[int] | None = None,
     towers: int | None = None,
     caches: Sequence[TableCache | Lending | None] = (),
+    route: IdRoute = "straight",
 ) -> Exchange:
     """One rank's end of what travels. By table: `exchanges`, keys of EXCHANGES, "cached" or "lent", default "rows";
     `caches` of the latter two; `shardings`, default row_wise; `reads_ahead`, steps between reading a row and its use,
     default 0. seed: the run's, of the random bits that codecs round gradients with and updates rows. towers: groups of
-    ranks that `towers` goes by, default one for each host. Raises ConfigError where this cannot work in this world."""
+    ranks that `towers` goes by, default one for each host; `route`: whether ids of all exchanges go by them, too.
+    Collective. Raises ConfigError where this cannot work in this world."""
     num_tables = len(declaration.tables)
     shardings = shardings or [row_wise_in(mesh.world)] * num_tables
     coding = Coding(codecs, seed)
@@ -78,6 +81,8 @@ def open_exchange(
     ]
     for table, name, sharding in zip(declaration.tables, names, shardings, strict=True):
         check_exchange(table.name, name, sharding, mesh.num_ranks)
+    if route == "by_towers" and mesh.num_ranks > 1:
+        mesh = by_towers(mesh, towers)
     looked_up = {feature.table for feature in declaration.features}
     kinds = list(zip(names, reads_ahead or [0] * num_tables, strict=True))
     tables = {

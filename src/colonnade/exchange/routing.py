@@ -1,5 +1,5 @@
-"""How a batch's lookups come to the owners of their rows: each rank sends each one message, with what every exchange of
-a plan asks; its sizes travel before it.
+"""How a batch's lookups come to the owners of their rows: each rank sends each one letter, with what every exchange of
+a plan asks. Which way it goes is `letters.py`'s.
 
     8 bytes           float64: the sum of the sender's sample weights
     E messages        one of each exchange, of the sizes that were told: see `packing` and `bags`
@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from colonnade.batch import Batch
-from colonnade.errors import WorldError
 from colonnade.exchange.contract import Asked, Ticket
+from colonnade.exchange.letters import delivered
 from colonnade.topology.mesh import Mesh
 
 WEIGHT = struct.Struct("<d")
@@ -59,27 +58,20 @@ def exchanged(
     messages: Sequence[Sequence[np.ndarray]], mesh: Mesh, weight: float, purpose: str
 ) -> tuple[list[list[np.ndarray]], float]:
     """messages: by exchange, by rank they are for. Returns them by exchange, by rank they are from, and the weight of
-    all samples."""
-    counts_as, one = counted(purpose, "route"), [1] * mesh.num_ranks
+    all samples. Raises WorldError for what no rank sends."""
     sizes = np.array([[len(each) for each in by_rank] for by_rank in messages], np.int32).T
-    told, _ = mesh.all_to_all(
-        purpose, torch.from_numpy(np.ascontiguousarray(sizes)), one, one, counts_as=counts_as
-    )
-    theirs = told.numpy()
-    if (theirs < 0).any():
-        rank = int((theirs < 0).any(1).argmax())
-        raise WorldError(
-            f"rank {rank} told sizes {theirs[rank].tolist()} of its messages, wanted 0 or more; all ranks must run one "
-            "version of Colonnade"
-        )
     head = np.frombuffer(WEIGHT.pack(weight), np.uint8)
-    send = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
-    data, _ = mesh.all_to_all(
-        purpose, torch.from_numpy(np.concatenate(send)), (WEIGHT.size + sizes.sum(1)).tolist(),
-        (WEIGHT.size + theirs.sum(1)).tolist(), counts_as=counts_as,
-    )  # fmt: skip
+    letters = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
+    theirs, received = delivered(
+        mesh,
+        np.ascontiguousarray(sizes),
+        np.concatenate(letters),
+        WEIGHT.size,
+        purpose,
+        counted(purpose, "route"),
+    )
     found: list[list[np.ndarray]] = [[] for _ in messages]
-    at, total, received = 0, 0.0, data.numpy()
+    at, total = 0, 0.0
     for by_exchange in theirs.tolist():
         total += WEIGHT.unpack_from(received.data, at)[0]
         at += WEIGHT.size

@@ -56,7 +56,7 @@ class ByTower:
         self.dims = [tuple(columns.dims.values()) for columns in carried]
         self.alike = [every[n::size] for n in range(size)]
         self.peers = self.alike[number]
-        open_towers(mesh, size)
+        open_towers(mesh, size, ("fetch", "push"))
 
     def fetch(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Flight:
         """Inside the tower before it returns; between towers it may still travel."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
 from colonnade.plan.chosen import BY_OWNERS, OPTIONS, Choice, Forced, Memory, Option, Seconds
-from colonnade.plan.consumers import ModelLoad, bare, split_bag
+from colonnade.plan.consumers import ModelLoad, bare
 from colonnade.plan.cutting import CUT, cut_places, everywhere, most_slices
 from colonnade.plan.device import RowRate
 from colonnade.plan.explanation import explained
@@ -36,11 +36,12 @@ from colonnade.plan.flows import (
     work,
 )
 from colonnade.plan.loads import TableLoad
-from colonnade.plan.partials import Joint, Partials, burden
+from colonnade.plan.partials import Joint, Partials, burden, check_joint
 from colonnade.plan.paths import Paths, adds_in_host
 from colonnade.plan.towers.choice import freely, inside_towers
 from colonnade.plan.towers.narrowing import Narrowed, narrowed
-from colonnade.plan.towers.paths import call_seconds
+from colonnade.plan.towers.paths import call_seconds, messages
+from colonnade.plan_config import RouteChoice
 from colonnade.topology.sharding import (
     Kind,
     Sharding,
@@ -82,35 +83,28 @@ def choose(
     is_fetched_ahead: bool = False,
     model: ModelLoad | None = None,
     towers: int | None = None,
+    route: RouteChoice = "straight",
 ) -> Choice:
     """The fastest of `options` for each table, as far as `forced` (by name) leaves one. `rates`: how fast rows are
     gathered and updated and lookups planned and packed, where that was measured; `is_fetched_ahead`: staleness allows
     it; `model`: what takes the tables' fields, without which `substitute` is not considered; `towers`: how many,
-    default one for each host. Raises ConfigError where what is forced cannot be."""
+    default one for each host; `route`: how ids come to owners, "auto": as is faster once all else is chosen. Raises
+    ConfigError where what is forced cannot be."""
     search = Search(
         loads, world, memory or Memory(), rates, forced or {}, options, is_fetched_ahead, model,
-        towers or world.num_hosts,
+        towers or world.num_hosts, ids_by_towers=route == "by_towers",
     )  # fmt: skip
     beginnings = list(search.beginnings())
     if search.is_large:
         beginnings = sorted(beginnings, key=search.objective)[:2]
     found = [search.improved(each) for each in beginnings]
+    if route == "auto":
+        found = search.rerouted(found)
     best = min(found, key=search.objective)
     search.narrow(best)
-    if best.joint is not None and best.joint.split is not None:
-        consumer, f = best.joint.split
-        field = search.partials.model.fields[f]
-        raise split_bag(
-            loads[field.table].name, best.chosen[field.table][1].kind, field.name, consumer
-        )
-    if best.joint is not None and best.joint.lone is not None:
-        field = search.partials.model.fields[best.joint.lone]
-        raise ConfigError(
-            f"table {loads[field.table].name!r}: got exchange substitute for {field.name!r}, a sequence whose rows "
-            "would have to travel one by one: what takes it is evaluated where they lie only if the tables of its "
-            "queries are under substitute, too, and no table is cut by columns; set their exchange as well, or this "
-            "one's to rows"
-        )
+    if best.joint is not None:
+        kinds = [sharding.kind for _, sharding in best.chosen]
+        check_joint(best.joint, search.partials.model, [load.name for load in loads], kinds)
     others = [each for each in found if each.joint is not None and each.joint.consumers]
     later = min((search.objective(each) for each in others), default=None)
     later = None if later is None else max(later - search.objective(best), 0.0)
@@ -122,7 +116,7 @@ def choose(
         return choice
     other = choose(
         loads, world, memory=memory, rates=rates, forced={**(forced or {}), **inside}, options=options,
-        is_fetched_ahead=is_fetched_ahead, model=model, towers=towers,
+        is_fetched_ahead=is_fetched_ahead, model=model, towers=towers, route=route,
     )  # fmt: skip
     return freely(other, choice, inside) if other.seconds.step < choice.seconds.step else choice
 
@@ -156,6 +150,8 @@ class Search:
         is_fetched_ahead: bool,
         model: ModelLoad | None,
         towers: int,
+        *,
+        ids_by_towers: bool = False,
     ) -> None:
         self.loads, self.world, self.memory, self.rates = loads, world, memory, rates
         self.is_fetched_ahead = is_fetched_ahead
@@ -175,14 +171,13 @@ class Search:
         ]
         num_ranks = world.num_ranks
         self.owners = np.array(world.owners)
-        self.paths, self.num_towers = Paths(world, towers), towers
+        self.num_towers = towers
+        self.paths = Paths(world, towers, ids_by_towers=ids_by_towers)
         self.asks = self.paths.asks
         self.even = sum(load.total_bytes for load in loads) / len(self.owners)
         self.tried = 1 if self.is_large else TRIED
         self.pairs: dict[tuple[int, ExchangeName, int, int], tuple[Pair, Work]] = {}
         self.everywhere = {"row_wise": row_wise_in(world), "replicated": replicated(num_ranks)}
-        self.all = self.paths.of(np.ones(num_ranks), np.ones(num_ranks))[0]
-        self.peak = float(self.all.max())
         self.scale = 1.0
 
     def _possible(
@@ -235,7 +230,7 @@ class Search:
         return self.pairs[key]
 
     def empty(self) -> State:
-        n, links = self.world.num_ranks, np.zeros((3, len(self.all)))
+        n, links = self.world.num_ranks, np.zeros((3, len(self.paths.asked_of_all.there)))
         owners = np.zeros((len(self.loads), n))
         return State([], links, np.zeros(n), np.zeros(n), np.zeros(n), owners=owners)
 
@@ -244,12 +239,16 @@ class Search:
     ) -> None:
         """In place; `chosen` is left as it is."""
         bytes_, seconds = self.costs(t, exchange, sharding)
-        there, _, _ = self.paths.to(sharding)
         given, back, _ = self.paths.values_to(sharding, exchange)
         load = self.loads[t]
-        state.links[0] += (sign * bytes_.route) * there
+        ids = self.paths.asked_to(sharding)
+        state.links[0] += (sign * bytes_.route) * ids.there
+        if self.paths.ids_by_towers:
+            moved = 2 * bytes_.route * self.world.byte_processor_seconds
+            state.processor += (sign * moved) * ids.handed_on
         if TABLE_BYTES[exchange]:
-            state.links[0] += (sign * TABLE_BYTES[exchange] * sharding.slices) * self.all
+            more = sign * TABLE_BYTES[exchange] * sharding.slices
+            state.links[0] += more * self.paths.asked_of_all.there
         by = self.paths.by_towers(sharding) if exchange == "towers" else None
         if by is None:
             state.links[1] += (sign * bytes_.fetch) * back
@@ -289,9 +288,7 @@ class Search:
         phases = state.links.max(1)
         used = [exchange for exchange, users in state.users.items() if users]
         computed = float(state.processor.max())
-        if (
-            self.world.has_servers
-        ):  # first the rows' ranks work, then the samples', then again the rows'
+        if self.world.has_servers:  # rows' ranks work, then the samples', then again the rows'
             asks = self.asks > 0
             computed = float(state.processor[asks].max() + state.processor[~asks].max())
         if used and self.world.num_ranks > 1:
@@ -299,13 +296,18 @@ class Search:
             calls[0] += 1  # the header
             if state.joint is not None:
                 calls[1:] += 2 * state.joint.rounds
-            phases = phases + calls * self.world.call_seconds
-            if "towers" in used:
-                less = self.world.call_seconds - call_seconds(self.world, self.num_towers)
-                phases[1:] -= less
-            phases[0] += self.fixed_bytes(used) * self.peak
+            world, towers = self.world, self.num_towers
+            phases = phases + calls * world.call_seconds
+            phases[0] += self.fixed_bytes(used) * self.paths.peak
             # And of what all exchanges route with, the sizes.
-            computed += (float(calls.sum()) + 1) * self.world.call_processor_seconds
+            computed += (float(calls.sum()) + 1) * world.call_processor_seconds
+            less = world.call_seconds - call_seconds(world, towers)  # of a call that goes by them
+            if "towers" in used:
+                phases[1:] -= less
+            if self.paths.ids_by_towers:
+                phases[0] -= less
+                fewer = world.num_ranks - 1 - sum(messages(world, towers))
+                computed -= 2 * fewer * world.message_processor_seconds
         route, fetch, push = phases.tolist()
         # What operators inside towers give leaves when it is used.
         is_ahead = self.is_fetched_ahead and not state.narrowed.inside
@@ -507,8 +509,19 @@ class Search:
             state.links[1] += self.samples * found.values.get(t, 0.0) * way.between.back
             state.links[2] += self.samples * found.gradients.get(t, 0.0) * way.between.given
             asked = found.asked.get(t, 0.0) / sharding.num_owners
-            state.links[0] += asked * self.paths.to(sharding)[0]
+            state.links[0] += asked * self.paths.asked_to(sharding).there
         state.narrowed = found
+
+    def rerouted(self, states: list[State]) -> list[State]:
+        """With ids by towers, where the best of them is faster then; else as they are."""
+        straight, best = self.paths, min(states, key=self.objective)
+        least = self.seconds(best).step * (1 - 1e-6)
+        self.paths = Paths(self.world, self.num_towers, ids_by_towers=True)
+        others = [self.rebuilt(each) for each in states]
+        if self.seconds(min(others, key=self.objective)).step < least:
+            return others
+        self.paths = straight
+        return states
 
     def rebuilt(self, state: State) -> State:
         """The same without what rounding left of tables that came and went."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from colonnade.exchange.letters import IdRoute
 from colonnade.plan.flows import ExchangeName
 from colonnade.topology.sharding import Kind, Sharding
 
@@ -143,6 +144,8 @@ class Choice:
     """What a step would save if values and gradients travelled as 16 bits (which is never chosen: it is not exact)."""
     consumers: tuple[ConsumerChoice, ...] = ()
     """Where the model's are known, in its order."""
+    route: IdRoute = "straight"
+    """How ids come to owners."""
 
     @property
     def shardings(self) -> dict[str, Sharding]:

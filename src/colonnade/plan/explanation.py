@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from colonnade.exchange.letters import IdRoute
 from colonnade.plan.chosen import (
     BY_OWNERS,
     OPTIONS,
@@ -54,13 +55,15 @@ def explained(search: Search, state: State, later: float | None) -> Choice:
         for key, size in table.chosen.sent.items():
             sent[key] += size
     used = [exchange for exchange, users in state.users.items() if users]
-    for link, count in _peers(search).items():
+    for link, count in search.paths.asked_of_all.by_link.items():
         sent["route", link] += search.fixed_bytes(used) * count
     _, fetch, push = state.links.max(1).tolist()
     seconds = search.seconds(state)
     # Half of what a step waits for: values that are fetched ahead cost it nothing as they are.
     halved = (push + (0.0 if seconds.is_fetched_ahead else fetch)) / 2
-    return Choice(tuple(tables), seconds, sent, halved, _consumers(search, state, later))
+    consumers = _consumers(search, state, later)
+    route: IdRoute = "by_towers" if search.paths.ids_by_towers else "straight"
+    return Choice(tuple(tables), seconds, sent, halved, consumers, route)
 
 
 def _consumers(search: Search, state: State, later: float | None) -> tuple[ConsumerChoice, ...]:
@@ -88,14 +91,6 @@ def _is_shown(search: Search, t: int) -> bool:
     return search.is_known and t in search.grouped and not search.are_held
 
 
-def _peers(search: Search) -> dict[str, int]:
-    world = search.world
-    return {
-        "local": world.ranks_per_host - 1,
-        "remote": world.num_ranks - world.ranks_per_host,
-    }
-
-
 def cost(
     search: Search, state: State, t: int, exchange: ExchangeName, sharding: Sharding, now: float
 ) -> Cost:
@@ -105,8 +100,11 @@ def cost(
     asking = world.trainers_per_host  # of a host; an owner that asks has its own rows
     local = float(asking - (not world.has_servers)) * len(owners) / world.num_ranks
     remote = float((of_host * (world.num_trainers - asking)).sum()) / world.num_ranks
-    sent = {}
-    for purpose, size in zip(PURPOSES, (bytes_.route, bytes_.fetch, bytes_.push), strict=True):
+    sent: dict[tuple[str, str], float] = {}
+    ids = search.paths.asked_to(sharding).by_link
+    for link, count in ids.items():
+        sent["route", link] = bytes_.route * count
+    for purpose, size in (("fetch", bytes_.fetch), ("push", bytes_.push)):
         sent[purpose, "local"], sent[purpose, "remote"] = size * local, size * remote
     if exchange in BY_OWNERS and search.paths.are_added(sharding):
         near, far = blocks_added(world)
@@ -122,12 +120,12 @@ def cost(
         if state.chosen[t] == (exchange, sharding):
             _narrow(search, state, t, by.between, sent)
             asked = state.narrowed.asked.get(t, 0.0) / len(owners)
-            sent["route", "local"] += asked * local
-            sent["route", "remote"] += asked * remote
+            for link, count in ids.items():
+                sent["route", link] += asked * count
     seconds = search.mean_seconds(t, exchange, sharding)
     if exchange == "substitute":
         seconds += _share_of(search, state, t, sharding, sent)
-    for link, count in _peers(search).items():
+    for link, count in search.paths.asked_of_all.by_link.items():
         sent["route", link] += TABLE_BYTES[exchange] * sharding.slices * count
     more = search.with_(state, t, exchange, sharding) - now
     return Cost(exchange, sharding, sent, seconds, more)
@@ -163,9 +161,9 @@ def _share_of(
         size = each.common * search.samples
         sent[purpose, "local"] += size * here
         sent[purpose, "remote"] += size * there
-    added = joint.added.get(t, 0.0) / world.num_ranks
-    sent["route", "local"] += added * near
-    sent["route", "remote"] += added * far
+    added = joint.added.get(t, 0.0) / len(sharding.ranks)
+    for link, count in search.paths.asked_to(sharding).by_link.items():
+        sent["route", link] += added * count
     straight = sum(share.straight for share in shares) / len(sharding.ranks)
     common = sum(share.common for share in shares)
     seconds = straight * search.paths.to(sharding)[2]

@@ -18,11 +18,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from colonnade.errors import ConfigError
 from colonnade.exchange.substitution import sets
-from colonnade.plan.consumers import ConsumerLoad, ModelLoad
+from colonnade.plan.consumers import ConsumerLoad, ModelLoad, split_bag
 from colonnade.plan.device import RowRate
 from colonnade.plan.flows import PURPOSES, row_seconds
 from colonnade.plan.paths import Paths
+from colonnade.topology.sharding import Kind
 
 Floats = NDArray[np.float64]
 
@@ -266,7 +268,7 @@ def burden(
         links[1] += samples * joint.common[0] * paths.added[1]
         links[2] += samples * joint.common[1] * paths.added[0]
     for t, size in joint.added.items():
-        links[0] += size * paths.of(asks, owners[t] / owners[t].sum())[0]
+        links[0] += size * paths.asked(asks, owners[t] / owners[t].sum()).there
     others = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
     moved = (
         (joint.values + joint.gradients + 2 * joint.queries + sum(joint.common))
@@ -279,3 +281,21 @@ def burden(
         asker += each * float(joint.floats.sum() + joint.floats.max())
         owner = owner + 2 * each * world.num_trainers * joint.evaluated
     return links, samples * (asker * asks + owner)
+
+
+def check_joint(
+    joint: Joint, model: ModelLoad, names: Sequence[str], kinds: Sequence[Kind]
+) -> None:
+    """By table, its name and sharding. Raises ConfigError for what tables under `substitute` cannot be."""
+    if joint.split is not None:
+        consumer, f = joint.split
+        field = model.fields[f]
+        raise split_bag(names[field.table], kinds[field.table], field.name, consumer)
+    if joint.lone is not None:
+        field = model.fields[joint.lone]
+        raise ConfigError(
+            f"table {names[field.table]!r}: got exchange substitute for {field.name!r}, a sequence whose rows would "
+            "have to travel one by one: what takes it is evaluated where they lie only if the tables of its queries "
+            "are under substitute, too, and no table is cut by columns; set their exchange as well, or this one's to "
+            "rows"
+        )

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.exchange.tower_cut import tower_of
-from colonnade.plan.towers.paths import Towered, towered
+from colonnade.plan.towers.paths import Asked, Towered, relayed, towered
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
@@ -24,11 +24,12 @@ MOST = 4096
 
 
 class Paths:
-    """Of one world, whose ranks stand in so many towers."""
+    """Of one world, whose ranks stand in so many towers; ids_by_towers: `exchange/letters.py`."""
 
-    def __init__(self, world: World, num_towers: int = 1) -> None:
-        self.world, self.num_towers = world, num_towers
+    def __init__(self, world: World, num_towers: int = 1, *, ids_by_towers: bool = False) -> None:
+        self.world, self.num_towers, self.ids_by_towers = world, num_towers, ids_by_towers
         self._by_towers: dict[Any, Towered | None] = {}
+        self._asked: dict[Any, Asked] = {}
         self.asks = np.ones(world.num_ranks)  # (N,) 1 for those with samples
         self.asks[list(world.servers)] = 0.0
         self._known: dict[Any, tuple[Floats, Floats, float]] = {}
@@ -57,6 +58,39 @@ class Paths:
     def are_added(self, sharding: Sharding) -> bool:
         """Whether values pooled of such rows are added up inside a host first."""
         return self.adds_in_host and sharding.kind == "row_wise"
+
+    def asked_to(self, sharding: Sharding) -> Asked:
+        """Ids of a table, a byte for each of its owners."""
+        key = _key(sharding)
+        if key not in self._asked:
+            if len(self._asked) > MOST:
+                self._asked.clear()
+            owns = np.zeros(self.world.num_ranks)
+            owns[list(sharding.ranks)] = 1.0
+            self._asked[key] = self.asked(self.asks, owns)
+        return self._asked[key]
+
+    def asked(self, asks: Floats, owns: Floats) -> Asked:
+        """For asks (N,), 1 for each rank that asks, and owns (N,) bytes that each of them sends each owner."""
+        world = self.world
+        if self.ids_by_towers:
+            return relayed(world, asks, owns, self.num_towers)
+        asking, owning = (each.reshape(world.num_hosts, -1).sum(1) for each in (asks, owns))
+        near = float(asking @ owning - asks @ owns) / world.num_ranks
+        far = float(asks.sum() * owns.sum() - asking @ owning) / world.num_ranks
+        there, _, _ = self.of(asks, owns)
+        return Asked(there, near, far, np.zeros(world.num_ranks))
+
+    @cached_property
+    def asked_of_all(self) -> Asked:
+        """A byte from every rank to every other."""
+        ones = np.ones(self.world.num_ranks)
+        return self.asked(ones, ones)
+
+    @cached_property
+    def peak(self) -> float:
+        """Seconds of the busiest direction of links for a byte from every rank to every other."""
+        return float(self.asked_of_all.there.max())
 
     @cached_property
     def added(self) -> tuple[Floats, Floats, float]:

@@ -80,6 +80,8 @@ class Mesh:
     """`trainers`, where some ranks are servers."""
     called: str = ""
     """What its calls' purposes begin with, as others read of them: "trainers " of a `crew`."""
+    relay: int = 0
+    """Ranks of a tower, where ids go by way of the receivers' towers (`exchange/letters.py`); 0: they go straight."""
 
     @property
     def trainers(self) -> Mesh:
@@ -298,17 +300,18 @@ def _host_groups(
     return found
 
 
-def open_towers(mesh: Mesh, size: int) -> None:
+def open_towers(mesh: Mesh, size: int, purposes: Sequence[str]) -> None:
     """Collective, the first time: groups of the `size` neighbours of each tower, and of the ranks of one number in
-    theirs, for `fetch` and `push`. A group of one rank, or of all, is none: who would call it knows."""
-    if mesh.num_ranks == 1 or f"fetch{IN_TOWER}{size}" in mesh.groups:
+    theirs, for each of `purposes`. A group of one rank, or of all, is none: who would call it knows."""
+    wanted = [each for each in purposes if f"{each}{IN_TOWER}{size}" not in mesh.groups]
+    if mesh.num_ranks == 1 or not wanted:
         return
     assert mesh.presence is not None
     longest = timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
     every = range(mesh.num_ranks)
     inside = [list(every[first : first + size]) for first in every[::size]]
     alike = [list(every[number::size]) for number in range(size)]
-    for purpose in ("fetch", "push"):
+    for purpose in wanted:
         for kind, members in ((IN_TOWER, inside), (OVER_TOWERS, alike)):
             name = f"{purpose}{kind}{size}"
             mesh.groups[name] = mesh.groups[purpose]

@@ -120,6 +120,7 @@ def choose_for(
             reads_ahead=int(config.plan.is_late),
         ),
         towers=config.plan.towers if isinstance(config.plan.towers, int) else None,
+        route=config.plan.route,
     )
 
 

@@ -1,4 +1,5 @@
-"""Which links a byte takes that goes by towers: inside the tower of its owner first, then between ranks of one number.
+"""Which links a byte takes that goes by towers: values inside the tower of their owner first, then between ranks of one
+number; ids, where they go by towers, too, the other way.
 
 Legend: N ranks, T towers of S ranks, R directions of links as `paths.py` lists them.
 """
@@ -45,6 +46,24 @@ class Towered:
     """A block of the table's values, for each sample of each rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Of ids, for a byte from each rank that asks to each that owns."""
+
+    there: Floats
+    """(R,) seconds of every direction of links."""
+    near: float
+    """Bytes that a rank sends to ranks of its host, the mean over ranks; what it hands on for others, too."""
+    far: float
+    """And to those of others."""
+    handed_on: Floats
+    """(N,) bytes that a rank gets and sends which are neither from it nor for it."""
+
+    @property
+    def by_link(self) -> dict[str, float]:
+        return {"local": self.near, "remote": self.far}
+
+
 def towered(world: World, sharding: Sharding, num_towers: int) -> Towered | None:
     """None: some of its rows, or of a slice of them, do not all lie in one tower, and travel as under `pooled`."""
     towers = tower_ranks(world, num_towers)
@@ -64,23 +83,50 @@ def towered(world: World, sharding: Sharding, num_towers: int) -> Towered | None
             for mate in mates
             for peer in range(mate % size, world.num_ranks, size)
         ]
-    return Towered(_hop(world, inside), _hop(world, between))
+    return Towered(_hop_of(world, inside), _hop_of(world, between))
+
+
+def relayed(world: World, asks: Floats, owns: Floats, num_towers: int) -> Asked:
+    """asks (N,), 1 for each rank that asks; owns (N,) bytes that each of them sends each owner: from each asker to the
+    rank of its number in the owner's tower, from there to the owner (`exchange/letters.py`)."""
+    size, ranks = len(tower_ranks(world, num_towers)[0]), np.arange(world.num_ranks)
+    tower, number = ranks // size, ranks % size
+    wanted, asking = np.bincount(tower, owns), np.bincount(number, asks)  # (T,), (S,)
+    peers = number[:, None] + size * np.arange(num_towers)
+    mates = size * tower[:, None] + np.arange(size)
+    senders = np.concatenate([ranks.repeat(num_towers), mates.ravel()])
+    receivers = np.concatenate([peers.ravel(), ranks.repeat(size)])
+    counts = np.concatenate([np.outer(asks, wanted).ravel(), np.outer(owns, asking).ravel()])
+    hop = _hop(world, senders, receivers, counts)
+    handed_on = (asking[number] - asks) * (wanted[tower] - owns)
+    return Asked(hop.back, hop.near, hop.far, handed_on)
+
+
+def messages(world: World, num_towers: int) -> tuple[int, int]:
+    """That each rank sends in both hops of an all-to-all by towers: to ranks of its host, and of others."""
+    size = world.num_ranks // num_towers
+    local = min(size, world.ranks_per_host) - 1
+    near = max(0, world.ranks_per_host // size - 1)  # other towers of the host
+    return local + near, size - 1 - local + num_towers - 1 - near
 
 
 def call_seconds(world: World, num_towers: int) -> float:
     """Of an all-to-all by towers that carries next to nothing: both hops of it."""
-    size = world.num_ranks // num_towers
-    local = min(size, world.ranks_per_host) - 1
-    near = max(0, world.ranks_per_host // size - 1)  # other towers of the host
-    remote = size - 1 - local + num_towers - 1 - near
-    return (local + near) * world.message_seconds + remote * world.remote_message_seconds
+    near, far = messages(world, num_towers)
+    return near * world.message_seconds + far * world.remote_message_seconds
 
 
-def _hop(world: World, blocks: Sequence[tuple[int, int, float]]) -> Hop:
+def _hop_of(world: World, blocks: Sequence[tuple[int, int, float]]) -> Hop:
     """blocks: (sender, receiver, how many)."""
-    n, hosts, local = world.num_ranks, world.num_hosts, world.ranks_per_host
     senders, receivers = (np.array([each[i] for each in blocks], dtype=np.int64) for i in (0, 1))
-    counts = np.array([each[2] for each in blocks]) * (senders != receivers)
+    return _hop(world, senders, receivers, np.array([each[2] for each in blocks]))
+
+
+def _hop(
+    world: World, senders: NDArray[np.int64], receivers: NDArray[np.int64], counts: Floats
+) -> Hop:
+    n, hosts, local = world.num_ranks, world.num_hosts, world.ranks_per_host
+    counts = counts * (senders != receivers)
     is_near = senders // local == receivers // local
     near, far = counts * is_near, counts * ~is_near
     sums = [

@@ -1,0 +1,113 @@
+"""A world of several ranks in one process: threads that hand each other tensors, for worlds too large to be started.
+
+What a rank sends is counted as in a real one; groups, and who is in them, are the mesh's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colonnade import Mesh, World
+from colonnade.topology.mesh import IN_TOWER, OVER_TOWERS
+
+PATIENCE = 60.0
+"""Seconds that a rank waits for another."""
+
+
+class Office:
+    """Where ranks leave what others come for."""
+
+    def __init__(self) -> None:
+        self.boxes: dict[tuple[Any, ...], Tensor] = {}
+        self.rounds: Counter[tuple[Any, ...]] = Counter()
+        self.ready = threading.Condition()
+        self.has_failed = False
+
+    def swap(
+        self, group: Any, rank: int, members: Sequence[int], parts: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """parts: by member, for it. Returns them by member, from it."""
+        with self.ready:
+            now = self.rounds[group, rank]
+            self.rounds[group, rank] += 1
+            for member, part in zip(members, parts, strict=True):
+                self.boxes[group, now, rank, member] = part.clone()
+            self.ready.notify_all()
+            wanted = [(group, now, member, rank) for member in members]
+            came = self.ready.wait_for(
+                lambda: self.has_failed or all(each in self.boxes for each in wanted), PATIENCE
+            )
+            assert came and not self.has_failed, f"rank {rank} waits for {group}"
+            return [self.boxes.pop(each) for each in wanted]
+
+    def close(self) -> None:
+        with self.ready:
+            self.has_failed = True
+            self.ready.notify_all()
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated(Mesh):
+    office: Office = field(default_factory=Office)
+
+    def all_to_all(
+        self, purpose, send, send_rows, receive_rows, *, wait=True, counts_as=None, into=None
+    ):
+        members = self._members(purpose)
+        width = send.element_size() * (send[0].numel() if send.dim() > 1 and len(send) else 1)
+        for peer, rows in zip(members, send_rows, strict=True):
+            self._count(counts_as or purpose.partition(" ")[0], peer, width * rows)
+        group = purpose, members[0]
+        heard = self.office.swap(group, self.rank, members, send.split(list(send_rows)))
+        assert [len(each) for each in heard] == list(receive_rows)
+        received = torch.cat(heard)
+        if into is not None:
+            received = into.copy_(received)
+        return received, None if wait else Done()
+
+    def all_gather(self, purpose, values):
+        members = self._members(purpose)
+        return self.office.swap((purpose, members[0]), self.rank, members, [values] * len(members))
+
+    def all_reduce(self, purpose, values, *, counts_as=None):
+        return values.copy_(torch.stack(self.all_gather(purpose, values)).sum(0))
+
+
+def run_simulated(world: World, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`function(mesh, *arguments)` on every rank; what each returned, in rank order."""
+    office, found, errors = Office(), [None] * world.num_ranks, []
+    sizes = [size for size in range(1, world.num_ranks + 1) if world.num_ranks % size == 0]
+    groups: dict[str, Any] = {
+        f"{purpose}{kind}{size}": None
+        for purpose in ("route", "evaluate", "fetch", "push")
+        for kind in (IN_TOWER, OVER_TOWERS)
+        for size in sizes
+    }
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = function(Simulated(world, rank, dict(groups), office=office), *arguments)
+        except BaseException as error:
+            errors.append(error)
+            office.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world.num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
