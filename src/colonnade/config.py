@@ -32,8 +32,8 @@ Width = Annotated[int, Field(ge=1)]
 
 class DataConfig(Section):
     name: str = "synthetic"
-    """The source: parquet, csv, criteo, movielens, movielens_retrieval, gowalla, fb15k237 or
-    synthetic."""
+    """The source: parquet, csv, criteo, movielens, movielens_retrieval, gowalla, fb15k237,
+    power_law or synthetic."""
     path: str | None = None
     """File or folder; default: the source's folder in $COLONNADE_DATA."""
     options: dict[str, Any] = {}
@@ -49,7 +49,7 @@ class ModelConfig(Section):
 
     name: Literal[
         "lr", "fm", "nfm", "wide_deep", "deepfm", "dlrm", "dcn", "dcnv2", "two_tower", "sasrec", "transe",
-        "distmult", "complex", "rotate",
+        "distmult", "complex", "rotate", "graphsage",
     ] = "dlrm"  # fmt: skip
     """The network."""
     dim: int | None = Field(None, ge=1)
@@ -83,10 +83,14 @@ class ModelConfig(Section):
     query_columns: list[str] | None = None
     """Columns of who asks (two_tower); default: all that are not the item's."""
     temperature: float | None = Field(None, gt=0)
-    """Scores are divided by it before the softmax (two_tower, sasrec); of knowledge graphs, multiplied, and the softmax
-    says how much each wrong candidate counts: 0.5 to 1."""
+    """Scores are divided by it before the softmax (two_tower, sasrec, graphsage); of knowledge graphs, multiplied: with
+    loss sigmoid the softmax says how much each wrong candidate counts, 0.5 to 1."""
     margin: float | None = None
     """What scores start from, of which distances are taken off (transe, rotate: 9; distmult, complex: 0)."""
+    norm: Literal[1, 2] | None = None
+    """Of distances: 1, sums of absolute differences, or moduli; 2, Euclid's, which is cheaper (transe, rotate)."""
+    loss: Literal["sigmoid", "softmax"] | None = None
+    """Of knowledge graphs: whether a triple is true, or which of all entities is the answer."""
     blocks: int | None = Field(None, ge=1)
     """Attention blocks (sasrec)."""
     heads: int | None = Field(None, ge=1)

@@ -24,10 +24,11 @@ from colonnade.models.knowledge import ComplEx, DistMult, KnowledgeGraph, RotatE
 from colonnade.predict.predictor import Predictor
 from colonnade.train.dense import DenseGradients
 from colonnade.train.link_prediction import evaluate_links, filtered_ranks
-from colonnade.train.objective import LinkPrediction, objective_of
+from colonnade.train.objective import LinkPrediction, link_loss, objective_of, which_of_all
 from colonnade.train.run import open_run
 
 MODELS = {"transe": TransE, "distmult": DistMult, "complex": ComplEx, "rotate": RotatE}
+KINDS = [(name, {}) for name in MODELS] + [("transe", {"norm": 2}), ("rotate", {"norm": 2})]
 ENTITIES, RELATIONS, DIM = 11, 3, 6
 
 
@@ -82,8 +83,11 @@ def slow_score(model, h, r, t) -> float:
     def numbers(v):
         return [complex(a, b) for a, b in zip(v[:half], v[half:], strict=True)]
 
+    def far(differences):
+        return sum(abs(each) ** model.norm for each in differences) ** (1 / model.norm)
+
     if isinstance(model, TransE):
-        return -sum(abs(a + b - c) for a, b, c in zip(h, r, t, strict=True))
+        return -far(a + b - c for a, b, c in zip(h, r, t, strict=True))
     if isinstance(model, ComplEx):
         return sum(
             (a * b * c.conjugate()).real
@@ -92,12 +96,12 @@ def slow_score(model, h, r, t) -> float:
     if isinstance(model, DistMult):
         return sum(a * b * c for a, b, c in zip(h, r, t, strict=True))
     turns = [complex(math.cos(x), math.sin(x)) for x in (a * math.pi / 0.5 for a in r)]
-    return -sum(abs(a * b - c) for a, b, c in zip(numbers(h), turns, numbers(t), strict=True))
+    return -far(a * b - c for a, b, c in zip(numbers(h), turns, numbers(t), strict=True))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_both_questions_have_the_score_of_the_triple(name):
-    model = build(name)
+@pytest.mark.parametrize("name, settings", KINDS)
+def test_both_questions_have_the_score_of_the_triple(name, settings):
+    model = build(name, **settings)
     source = opened(candidates=2).train
     (batch,) = source.batches(40)
     links = model(batch)
@@ -150,9 +154,9 @@ def test_scores_that_are_no_numbers_are_refused():
         filtered_ranks(torch.full((1, 3), math.nan), torch.zeros(1, dtype=torch.int64), none)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_loss_is_the_slow_one(name):
-    model, temperature = build(name, temperature=0.7, margin=1.5), 0.7
+@pytest.mark.parametrize("name, settings", KINDS)
+def test_the_loss_is_the_slow_one(name, settings):
+    model, temperature = build(name, temperature=0.7, margin=1.5, **settings), 0.7
     source = opened(candidates=2).train
     (batch,) = source.batches(40)
     found = LinkPrediction().loss(model, batch, Mesh())
@@ -174,8 +178,48 @@ def test_the_loss_is_the_slow_one(name):
     torch.testing.assert_close(found, total / float(batch.sample_weight.sum()))
 
 
-def test_a_batch_whose_candidates_are_all_true_has_a_loss():
-    model = build("transe")
+@pytest.mark.parametrize("name, settings", KINDS)
+def test_softmax_over_all_entities_is_cross_entropy(name, settings):
+    """Where each entity is a candidate once there is nothing to estimate."""
+    model = build(name, loss="softmax", temperature=0.7, **settings)
+    (batch,) = opened().train.batches(40)
+    links = model(batch)
+    ids = torch.arange(ENTITIES)
+    links = replace(links, candidates=model.entities(ids), candidate_ids=ids)
+    found = link_loss(model, links, batch.key, Mesh())
+    total = 0.0
+    for queries, answers, known in (
+        (links.toward_tail, batch.ids["tail"], batch.key.tails),
+        (links.toward_head, batch.ids["head"], batch.key.heads),
+    ):
+        scores = 0.7 * model.compare(queries, links.candidates)
+        for i, answer in enumerate(answers.values.tolist()):
+            first, last = known.offsets[i : i + 2].tolist()
+            other = [t for t in known.values[first:last].tolist() if t != answer]
+            kept = scores[i].index_fill(0, torch.tensor(other, dtype=torch.int64), -math.inf)
+            total = total - kept.log_softmax(0)[answer] / 2 * float(batch.sample_weight[i])
+    torch.testing.assert_close(found, total / float(batch.sample_weight.sum()))
+
+
+@given(seed=st.integers(0, 10**6))
+def test_candidates_stand_for_all_wrong_entities(seed):
+    """The mean of exp over draws is the sum over all, over how many there are; a share of 1 / m of each counts."""
+    random = torch.Generator().manual_seed(seed)
+    right = torch.randn(3, generator=random, dtype=torch.float64)
+    wrong = torch.randn(3, 5, generator=random, dtype=torch.float64)
+    out = torch.rand(3, 5, generator=random) < 0.3
+    all_wrong = torch.tensor([7.0, 100.0, 1e6], dtype=torch.float64)
+    found = which_of_all(right, wrong, out, all_wrong, 0.5)
+    for i in range(3):
+        kept = [math.exp(0.5 * float(wrong[i, j])) for j in range(5) if not out[i, j]]
+        others = float(all_wrong[i]) * sum(kept) / len(kept) if kept else 0.0
+        mine = math.exp(0.5 * float(right[i]))
+        assert float(found[i]) == pytest.approx(-math.log(mine / (mine + others)))
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "softmax"])
+def test_a_batch_whose_candidates_are_all_true_has_a_loss(loss):
+    model = build("transe", loss=loss)
     every = torch.stack([torch.zeros(ENTITIES), torch.zeros(ENTITIES), torch.arange(ENTITIES)], 1)
     one = open_triples(
         every.long(), every[:1].long(), every[:1].long(), num_entities=ENTITIES, num_relations=1
@@ -199,9 +243,9 @@ def test_any_number_of_ranks_draws_the_same_candidates():
     assert float(source.weight.mean()) == pytest.approx(1)
 
 
-def train(mesh, name):
+def train(mesh, name, settings):
     """Three steps over all ranks' samples, the last smaller than their number. Module level: ranks import it."""
-    model, source = build(name), opened(size=82, candidates=2).train
+    model, source = build(name, **settings), opened(size=82, candidates=2).train
     collection = model.embeddings.open(mesh=mesh)
     rows, dense = RowOptimizer(collection), DenseGradients(list(model.parameters()), mesh)
     dense.attach()
@@ -219,18 +263,27 @@ def train(mesh, name):
     return losses, collection.rows("entity", torch.arange(ENTITIES)), scored
 
 
-@pytest.mark.parametrize("name", ["transe", "rotate"])
-def test_three_ranks_train_and_score_what_one_does(name):
-    losses, rows, scored = train(Mesh(), name)
+@pytest.mark.parametrize(
+    "name, settings", [("transe", {}), ("rotate", {"norm": 2, "loss": "softmax"})]
+)
+def test_three_ranks_train_and_score_what_one_does(name, settings):
+    losses, rows, scored = train(Mesh(), name, settings)
     assert scored["num_samples"] == 10
-    for found_losses, found_rows, found_scored in run_ranks(3, train, name):
+    for found_losses, found_rows, found_scored in run_ranks(3, train, name, settings):
         torch.testing.assert_close(found_losses, losses, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(found_rows, rows, rtol=1e-10, atol=1e-12)
         assert found_scored == pytest.approx(scored)
 
 
-@pytest.mark.parametrize("name", ["complex", "rotate"])
-def test_a_ring_is_learned(name):
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("complex", {}),
+        ("rotate", {"margin": 4.0}),
+        ("rotate", {"norm": 2, "loss": "softmax", "temperature": 4.0}),
+    ],
+)
+def test_a_ring_is_learned(name, settings):
     """Entities in a ring and relations that go 1, 2 and -1 places on, half of them unseen: what a rotation can say."""
     n = 30
     every = torch.tensor(
@@ -246,9 +299,7 @@ def test_a_ring_is_learned(name):
         num_relations=RELATIONS,
         candidates=4,
     )
-    model = build(
-        name, "float32", Adam(lr=0.05), n, 16, **({"margin": 4.0} if name == "rotate" else {})
-    )
+    model = build(name, "float32", Adam(lr=0.05), n, 16, **settings)
     assert isinstance(objective_of(model), LinkPrediction)
     found = colonnade.fit(model, data, epochs=60, batch_size=20)
     assert found.metrics["test_hits@1"] > 0.9
@@ -299,6 +350,14 @@ def test_what_does_not_fit_is_refused():
         TransE([Table("entity", 4, rows=3)], features)
     with pytest.raises(ConfigError, match="even number"):
         build("rotate", dim=5)
+    with pytest.raises(ConfigError, match=r"got norm=3, wanted 1 or 2"):
+        build("rotate", norm=3)
+    with pytest.raises(ConfigError, match="got loss='hinge', wanted sigmoid or softmax"):
+        build("complex", loss="hinge")
+    with pytest.raises(ConfigError, match=r"got margin=3 beside loss=softmax.*leave margin out"):
+        build("transe", loss="softmax", margin=3.0)
+    with pytest.raises(ConfigError, match=r"open table of entities.*Table"):
+        build("transe", loss="softmax", entities=None)
     model, source = build("transe"), opened().test
     with pytest.raises(ConfigError, match="no entities to rank"):
         evaluate_links(model, replace_schema(source), 4, Mesh())
@@ -313,10 +372,10 @@ def replace_schema(source):
     return Bare()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_an_answer_that_is_reached_has_a_gradient(name):
+@pytest.mark.parametrize("name, settings", KINDS)
+def test_an_answer_that_is_reached_has_a_gradient(name, settings):
     """Of RotatE it was NaN: hypot's at (0, 0)."""
-    model = build(name)
+    model = build(name, **settings)
     queries = torch.ones(2, DIM, dtype=torch.float64, requires_grad=True)
     answers = torch.ones(2, DIM, dtype=torch.float64)
     model.compare_one(queries, answers).sum().backward()

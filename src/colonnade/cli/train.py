@@ -37,7 +37,7 @@ def train(
         str | None,
         typer.Option(
             help="Data set, with settings that suit it: parquet, csv, criteo, movielens, "
-            "movielens_retrieval, gowalla, fb15k237 or synthetic."
+            "movielens_retrieval, gowalla, fb15k237, power_law or synthetic."
         ),
     ] = None,
     path: Annotated[

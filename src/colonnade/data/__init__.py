@@ -14,8 +14,10 @@ from colonnade.data.processes import ProcessSource
 from colonnade.data.sets.criteo import open_criteo
 from colonnade.data.sets.fb15k237 import open_fb15k237
 from colonnade.data.sets.gowalla import open_gowalla
+from colonnade.data.sets.graph import open_graph
 from colonnade.data.sets.movielens import open_movielens
 from colonnade.data.sets.movielens_retrieval import open_movielens_retrieval
+from colonnade.data.sets.power_law import open_power_law
 from colonnade.data.sets.synthetic import open_synthetic
 from colonnade.data.sets.triples import open_triples
 from colonnade.data.tabular.csv import open_csv
@@ -65,9 +67,11 @@ __all__ = [
     "open_csv",
     "open_fb15k237",
     "open_gowalla",
+    "open_graph",
     "open_movielens",
     "open_movielens_retrieval",
     "open_parquet",
+    "open_power_law",
     "open_source",
     "open_synthetic",
     "open_tensors",
@@ -82,6 +86,7 @@ SOURCES: dict[str, Callable[..., Splits]] = {
     "movielens": open_movielens,
     "movielens_retrieval": open_movielens_retrieval,
     "parquet": open_parquet,
+    "power_law": open_power_law,
     "synthetic": open_synthetic,
 }
 

@@ -24,6 +24,7 @@ from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.dlrm import DLRM
 from colonnade.models.fields import DEEP, WIDE
+from colonnade.models.graphsage import GraphSAGE
 from colonnade.models.knowledge import ComplEx, DistMult, RotatE, TransE
 from colonnade.models.linear import FM, LR
 from colonnade.models.nfm import NFM
@@ -78,6 +79,7 @@ KINDS: dict[str, Kind] = {
     "dcnv2": Kind(DCNv2),
     "two_tower": Kind(TwoTower),
     "sasrec": Kind(SASRec, sequence="sequence"),
+    "graphsage": Kind(GraphSAGE, sequence="sequence"),
     "transe": Kind(TransE, sequence="sequence"),
     "distmult": Kind(DistMult, sequence="sequence"),
     "complex": Kind(ComplEx, sequence="sequence"),
@@ -99,8 +101,8 @@ def build_model(schema: Schema, config: RunConfig) -> SplitModel:
     of_data = {"num_dense": len(schema.dense), "tasks": len(schema.labels), "log_q": log_q}
     if "tasks" in known and not schema.labels:
         raise ConfigError(
-            f"{config.model.name} learns labels and this data has none; choose a model that ranks (two_tower, sasrec; "
-            "of triples transe, distmult, complex, rotate), or other data"
+            f"{config.model.name} learns labels and this data has none; choose a model that ranks (two_tower, sasrec, "
+            "graphsage; of triples transe, distmult, complex, rotate), or other data"
         )
     given |= {name: value for name, value in of_data.items() if name in known}
     if (idle := TOWER_SETTINGS & set(given)) and "tower_dim" not in given:

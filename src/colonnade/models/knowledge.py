@@ -13,6 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,12 @@ from colonnade.batch import Batch, Ids
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.models.split import SplitModel
+from colonnade.ops.distance import distances
+from colonnade.ops.linear import linear
 from colonnade.table import Feature, Table
 
 FEATURES = ("head", "relation", "tail", "candidate")
+LinkLoss = Literal["sigmoid", "softmax"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +61,14 @@ class KnowledgeGraph(SplitModel):
         *,
         margin: float | None = None,
         temperature: float = 1.0,
+        loss: LinkLoss = "sigmoid",
         seed: int = 0,
     ) -> None:
-        """temperature: of the softmax over wrong candidates' scores that says how much each of them counts, which is a
-        constant of the loss (self-adversarial sampling, Sun et al. 2019)."""
+        """loss: "sigmoid" says of each triple whether it is true; "softmax" which of all entities is the answer, of
+        which the candidates are a sample, so that `margin` cancels (`train.objective.link_loss` has both).
+        temperature: scores are multiplied by it before the softmax; with "sigmoid" that is the softmax over wrong
+        candidates' scores that says how much each of them counts, which is a constant of the loss (self-adversarial
+        sampling, Sun et al. 2019). Raises ConfigError."""
         super().__init__()
         self.kind = type(self).__name__.lower()
         got = {f.name: (f.table, f.pooling) for f in features}
@@ -80,6 +88,20 @@ class KnowledgeGraph(SplitModel):
                 f"{self.kind}: got rows of {widths['entity']} floats for entities and {widths['relation']} for "
                 f"relations, wanted {'an even number' if self.is_complex else 'any'} and {self.relation_share:g} of it"
             )
+        if loss not in get_args(LinkLoss):
+            raise ConfigError(f"{self.kind}: got loss={loss!r}, wanted sigmoid or softmax")
+        if loss == "softmax" and margin is not None:
+            raise ConfigError(
+                f"{self.kind}: got margin={margin:g} beside loss=softmax, which asks by how much one score is above "
+                "the others: what all have cancels; leave margin out, or set loss=sigmoid"
+            )
+        entity = next(table for table in tables if table.name == "entity")
+        if loss == "softmax" and entity.rows is None:
+            raise ConfigError(
+                f"{self.kind}: got loss=softmax and an open table of entities, wanted to know how many there are, of "
+                "which candidates are a sample; give Table('entity') rows, or set loss=sigmoid"
+            )
+        self.loss, self.num_entities = loss, entity.rows
         self.margin, self.temperature = self.start if margin is None else margin, temperature
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)
         relation = next(table for table in tables if table.name == "relation")
@@ -137,8 +159,50 @@ class KnowledgeGraph(SplitModel):
         return self.embeddings(batch)["head"]
 
 
-class TransE(KnowledgeGraph):
-    """-|h + r - t| in the sum of absolute differences."""
+class Distance(KnowledgeGraph):
+    """Scores are less by the distance between what a question leads to and an entity."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        *,
+        norm: int = 1,
+        margin: float | None = None,
+        temperature: float = 1.0,
+        loss: LinkLoss = "sigmoid",
+        seed: int = 0,
+    ) -> None:
+        """norm: 1, the sum of the absolute differences of an entity's numbers (of complex ones: moduli); 2, the root of
+        the sum of their squares, which of many entities is a product of matrices. Raises ConfigError."""
+        super().__init__(
+            tables, features, margin=margin, temperature=temperature, loss=loss, seed=seed
+        )
+        if norm not in (1, 2):
+            raise ConfigError(f"{self.kind}: got norm={norm!r}, wanted 1 or 2")
+        self.norm = norm
+
+    @abstractmethod
+    def differences(self, queries: Tensor, candidates: Tensor) -> Tensor:
+        """(P, D) from each of (M, D) -> (P, M) sums of absolute differences."""
+
+    @abstractmethod
+    def difference(self, queries: Tensor, answers: Tensor) -> Tensor:
+        """(P, D), (P, D) -> (P,): the diagonal of `differences`."""
+
+    def compare(self, queries: Tensor, candidates: Tensor) -> Tensor:
+        if self.norm == 1:
+            return -self.differences(queries, candidates)
+        return -distances(queries, candidates)
+
+    def compare_one(self, queries: Tensor, answers: Tensor) -> Tensor:
+        if self.norm == 1:
+            return -self.difference(queries, answers)
+        return -torch.linalg.vector_norm(queries - answers, dim=1)
+
+
+class TransE(Distance):
+    """-|h + r - t|."""
 
     def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
         return head + relation
@@ -146,11 +210,11 @@ class TransE(KnowledgeGraph):
     def toward_head(self, tail: Tensor, relation: Tensor) -> Tensor:
         return tail - relation
 
-    def compare(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        return -torch.cdist(queries, candidates, p=1.0)
+    def differences(self, queries: Tensor, candidates: Tensor) -> Tensor:
+        return torch.cdist(queries, candidates, p=1.0)
 
-    def compare_one(self, queries: Tensor, answers: Tensor) -> Tensor:
-        return -(queries - answers).abs().sum(1)
+    def difference(self, queries: Tensor, answers: Tensor) -> Tensor:
+        return (queries - answers).abs().sum(1)
 
 
 class DistMult(KnowledgeGraph):
@@ -165,7 +229,7 @@ class DistMult(KnowledgeGraph):
         return tail * relation
 
     def compare(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        return queries @ candidates.T
+        return linear(queries, candidates, None)
 
     def compare_one(self, queries: Tensor, answers: Tensor) -> Tensor:
         return (queries * answers).sum(1)
@@ -183,9 +247,9 @@ class ComplEx(DistMult):
         return _times(tail, relation, -1.0)
 
 
-class RotatE(KnowledgeGraph):
-    """-|h * exp(i r) - t|, the sum of moduli: a relation turns each of an entity's numbers. A relation's row begins
-    within its initializer's scale, which stands for the whole circle."""
+class RotatE(Distance):
+    """-|h * exp(i r) - t|: a relation turns each of an entity's numbers. A relation's row begins within its
+    initializer's scale, which stands for the whole circle."""
 
     relation_share = 0.5
 
@@ -201,13 +265,13 @@ class RotatE(KnowledgeGraph):
         angle = relation * (math.pi / self.relation_range)
         return torch.cat([angle.cos(), angle.sin()], 1)
 
-    def compare(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        return -moduli(queries, candidates)
+    def differences(self, queries: Tensor, candidates: Tensor) -> Tensor:
+        return moduli(queries, candidates)
 
-    def compare_one(self, queries: Tensor, answers: Tensor) -> Tensor:
-        # Its gradient is 0 where the two are equal, as that of `compare`; hypot's would be NaN.
+    def difference(self, queries: Tensor, answers: Tensor) -> Tensor:
+        # Its gradient is 0 where the two are equal, as that of `differences`; hypot's would be NaN.
         both = (queries - answers).unflatten(1, (2, -1))
-        return -torch.linalg.vector_norm(both, dim=1).sum(1)
+        return torch.linalg.vector_norm(both, dim=1).sum(1)
 
 
 def moduli(queries: Tensor, candidates: Tensor) -> Tensor:

@@ -37,9 +37,17 @@ class Contrast:
 
 
 class Retriever(SplitModel):
-    """The score of an item for a query is the product of their vectors over `temperature`."""
+    """The score of an item for a query is the product of their vectors over `temperature`.
+
+    Where dense column `log_q` says how often an item occurs (its log), models of pairs add it to the score, as one more
+    element of the vectors (`asking`, `offering`). Negatives are drawn that often, so the logQ correction of training
+    (Bengio and Senecal 2003) takes the same term off, and the vectors learn how much likelier than its share an item
+    is. Correcting without the term starts slower: rare items then weigh 1 / q.
+    """
 
     temperature: float
+    log_q: int | None = None
+    """The number of that column."""
 
     @abstractmethod
     def forward(self, batch: Batch) -> Contrast:
@@ -60,3 +68,21 @@ class Retriever(SplitModel):
         )
         names = [feature.name for feature in self.embeddings.declaration.features]
         return replace(batch, ids={name: batch.ids.get(name, empty) for name in names})
+
+    def log_share(self, batch: Batch) -> Tensor:
+        """(B,) of column `log_q`, which of a batch of items is the only one; zeros where there is none."""
+        if self.log_q is None:
+            return torch.zeros(batch.size)
+        return batch.dense[:, min(self.log_q, batch.dense.shape[1] - 1)]
+
+    def asking(self, queries: Tensor) -> Tensor:
+        """(B, D) -> (B, D), or (B, D + 1) where how often an item occurs is part of scores."""
+        if self.log_q is None:
+            return queries
+        return torch.cat([queries, queries.new_ones(len(queries), 1)], dim=1)
+
+    def offering(self, items: Tensor, log_share: Tensor) -> Tensor:
+        """(B, D), (B,) -> what products with those of `asking` are to be taken of."""
+        if self.log_q is None:
+            return items
+        return torch.cat([items, self.temperature * log_share.to(items)[:, None]], dim=1)

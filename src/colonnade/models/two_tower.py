@@ -25,10 +25,7 @@ class TwoTower(Retriever):
     """Learns from pairs: the other samples' items, of all ranks, are a sample's negatives, but for those in the query
     itself (columns that share the item's table: what was taken before).
 
-    Vectors have length one. Where dense column `log_q` says how often an item occurs (its log), scores are
-    cosine / temperature + log_q: one more element of the vectors. Negatives are drawn that often, so the logQ
-    correction of training (Bengio and Senecal 2003) takes the same term off, and the towers learn how much likelier
-    than its share an item is. Correcting without the term starts slower: rare items then weigh 1 / q.
+    Vectors have length one: scores are cosine / temperature, and the log of how often an item occurs.
     """
 
     def __init__(
@@ -95,8 +92,8 @@ class TwoTower(Retriever):
                 "name its column first in item_columns"
             )
         queries, items = self._vectors(batch)
-        log_q = self._log_q(batch)
-        queries, items = self._asking(queries), self._offering(items, log_q)
+        log_q = self.log_share(batch)
+        queries, items = self.asking(queries), self.offering(items, log_q)
         ids, sample = batch.ids[self.item_id].values, torch.arange(batch.size)
         taken = [(sample, ids)]
         for name in self.taken:
@@ -110,29 +107,13 @@ class TwoTower(Retriever):
         )
 
     def queries(self, batch: Batch) -> Tensor:
-        return self._asking(self._vectors(self.filled(batch))[0])
+        return self.asking(self._vectors(self.filled(batch))[0])
 
     def items(self, batch: Batch) -> Tensor:
         """The batch has the column `log_q`, where the model has, and may have no other dense one."""
-        filled, log_q = self.filled(batch), self._log_q(batch)
+        filled, log_q = self.filled(batch), self.log_share(batch)
         filled.dense = torch.zeros(batch.size, len(self.dense_columns) + 1)  # nothing of the item's
-        return self._offering(self._vectors(filled)[1], log_q)
-
-    def _log_q(self, batch: Batch) -> Tensor:
-        """(B,). Of a batch of items it is the only column."""
-        if self.log_q is None:
-            return torch.zeros(batch.size)
-        return batch.dense[:, min(self.log_q, batch.dense.shape[1] - 1)]
-
-    def _asking(self, queries: Tensor) -> Tensor:
-        if self.log_q is None:
-            return queries
-        return cat([queries, queries.new_ones(len(queries), 1)], dim=1)
-
-    def _offering(self, items: Tensor, log_q: Tensor) -> Tensor:
-        if self.log_q is None:
-            return items
-        return cat([items, self.temperature * log_q.to(items)[:, None]], dim=1)
+        return self.offering(self._vectors(filled)[1], log_q)
 
     def _vectors(self, batch: Batch) -> tuple[Tensor, Tensor]:
         fields = self.embeddings(batch)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, softplus
 
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import Source
@@ -114,8 +114,8 @@ def contrastive_loss(contrast: Contrast, temperature: float, mesh: Mesh) -> Tens
 def link_loss(model: KnowledgeGraph, links: Links, known: Known, mesh: Mesh) -> Tensor:
     """Collective, and its backward too. This rank's part of the weighted mean over all ranks' triples.
 
-    Of both questions of a triple, the mean of -log sigmoid(score) and of -log sigmoid(-score) of all ranks' candidates
-    that are not known to be true, weighed by the softmax of their scores (Sun et al. 2019, equations 5 and 6).
+    Of both questions of a triple the mean of what `model.loss` says, against all ranks' candidates that are not known
+    to be true.
     """
     candidates = gather(mesh, links.candidates)
     ids = gather(mesh, links.candidate_ids)
@@ -127,11 +127,33 @@ def link_loss(model: KnowledgeGraph, links: Links, known: Known, mesh: Mesh) -> 
     ):
         right, wrong = model.run(queries, queries, answers, candidates)
         out = among(true, ids).to(wrong.device)
-        share = (wrong.detach() * model.temperature).masked_fill(out, float("-inf")).softmax(1)
-        share = share.nan_to_num()  # where no candidate is wrong
-        losses.append(-logsigmoid(right) - (share * logsigmoid(-wrong)).sum(1))
-    each = sum(losses) / 4
+        if model.loss == "sigmoid":
+            losses.append(true_or_wrong(right, wrong, out, model.temperature))
+        else:
+            assert model.num_entities is not None and true.offsets is not None
+            all_wrong = (model.num_entities - true.offsets.diff()).to(wrong)
+            losses.append(which_of_all(right, wrong, out, all_wrong, model.temperature))
+    each = sum(losses) / 2
     return (each * links.weight.to(each)).sum() / max(float(total), 1e-12)
+
+
+def true_or_wrong(right: Tensor, wrong: Tensor, out: Tensor, temperature: float) -> Tensor:
+    """Scores right (P,) and wrong (P, M), but those that are `out` -> (P,): the mean of -log sigmoid(right) and of
+    -log sigmoid(-wrong), weighed by the softmax of the wrong ones (Sun et al. 2019, equations 5 and 6)."""
+    share = (wrong.detach() * temperature).masked_fill(out, float("-inf")).softmax(1)
+    share = share.nan_to_num()  # where no candidate is wrong
+    return -(logsigmoid(right) + (share * logsigmoid(-wrong)).sum(1)) / 2
+
+
+def which_of_all(
+    right: Tensor, wrong: Tensor, out: Tensor, all_wrong: Tensor, temperature: float
+) -> Tensor:
+    """Scores right (P,) and wrong (P, M), but those that are `out` -> (P,): -log of the answer's share in the softmax
+    over it and all wrong entities, `all_wrong` (P,) in number, of which the wrong ones here are a sample, each standing
+    for as many (sampled softmax: Bengio and Senecal 2003; of links: Ruffinelli et al. 2020)."""
+    drawn = (~out).sum(1).clamp(min=1)
+    others = (wrong * temperature).masked_fill(out, float("-inf")).logsumexp(1)
+    return softplus(others + (all_wrong / drawn).log() - right * temperature)
 
 
 def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:

@@ -61,6 +61,15 @@ PRESETS: dict[str, RunConfig] = {
             "train": {"batch_size": 2048, "epochs": 15},
         }
     ),
+    "power_law": build_config(
+        {
+            "data": {"name": "power_law"},
+            "model": {"name": "graphsage", "dim": 32, "temperature": 0.1},
+            "rows": {"optimizer": "adam", "lr": 0.005, "init_scale": 0.1},
+            "dense": {"lr": 2e-3},
+            "train": {"batch_size": 1024, "epochs": 10},
+        }
+    ),
     "fb15k237": build_config(
         {
             "data": {"name": "fb15k237", "options": {"max_validation": 2000}},
@@ -97,7 +106,19 @@ SEQUENCES: dict[str, Any] = {
 
 MODEL_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "movielens_retrieval": {"sasrec": SEQUENCES},
-    "gowalla": {"sasrec": {**SEQUENCES, "model.temperature": 0.1, "train.batch_size": 256}},
+    "gowalla": {
+        "graphsage": {
+            "data.options": {"samples": "neighbours"},
+            "model.dim": 64,
+            "model.temperature": 0.1,
+            "rows.lr": 0.005,
+            "rows.init_scale": 0.1,
+            "dense.lr": 2e-3,
+            "train.batch_size": 2048,
+            "train.epochs": 10,
+        },
+        "sasrec": {**SEQUENCES, "model.temperature": 0.1, "train.batch_size": 256},
+    },
 }
 """By data set and model: what differs from the data set's own preset beyond the model's own defaults."""
 

@@ -40,7 +40,8 @@ def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
             if source is not None and getattr(source, "catalogue", None) is None:
                 raise ConfigError(
                     f"the {part} part has no catalogue of items to rank, by which a retrieval model is judged; leave "
-                    "that part out (test_fraction=0), or use data that has one (movielens_retrieval, gowalla)"
+                    "that part out (test_fraction=0), or use data that has one (movielens_retrieval, gowalla, "
+                    "power_law)"
                 )
     if config.train.patience and data.validation is None:
         raise ConfigError(

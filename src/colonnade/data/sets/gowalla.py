@@ -6,6 +6,7 @@ random part of each user's items, tests. Lines are in no order of time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from colonnade.data.contract import Column, Splits
 from colonnade.data.counter import stream_key
 from colonnade.data.lines import excerpt, field_error, open_lines
 from colonnade.data.location import locate
+from colonnade.data.sets.graph import FAN_OUTS, open_graph
 from colonnade.data.sets.interactions import (
     SPLIT_KEY,
     Interactions,
@@ -37,14 +39,17 @@ def open_gowalla(
     path: str | Path | None = None,
     *,
     seed: int = 0,
-    samples: Literal["pairs", "sequences"] = "pairs",
+    samples: Literal["pairs", "sequences", "neighbours"] = "pairs",
     max_history: int = 100,
     max_pairs: int | None = None,
     negatives: int = 8,
     order: Literal["shuffled", "file"] = "shuffled",
+    fan_outs: Sequence[int] = FAN_OUTS,
 ) -> Splits:
     """`path`: the folder with train.txt and valid.txt (a user, then its items, on each line); default
-    `$COLONNADE_DATA/gowalla`. Options as of `movielens_retrieval`. Raises DataError naming file and line."""
+    `$COLONNADE_DATA/gowalla`. Options as of `movielens_retrieval`; `samples` may be "neighbours", too: pairs in the
+    graph of users and places, with `fan_outs` and `max_pairs` as of `graph.open_graph`, in an order per epoch.
+    Raises DataError naming file and line."""
     train_file = locate(path, folder=FOLDER, file="train.txt")
     read = [read_lists(train_file), read_lists(train_file.with_name("valid.txt"))]
     num_users = max(int(users.max()) for users, _ in read) + 1
@@ -59,6 +64,10 @@ def open_gowalla(
         {"item": Ids(torch.arange(num_items))},
         (Column("user", num_users), Column("item", num_items)),
     )
+    if samples == "neighbours":
+        return open_graph(
+            found, first_item=num_users, seed=seed, fan_outs=fan_outs, max_pairs=max_pairs
+        )
     return open_interactions(
         found,
         samples=samples,

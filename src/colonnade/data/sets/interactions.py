@@ -204,11 +204,11 @@ class SequenceSource:
 @dataclass(frozen=True, slots=True, eq=False)
 class QuerySource:
     """A sample per user with something held out, in the order of users: the user's columns, their newest training items
-    as `history`, and as `key` what is `Held`. `catalogue`: all items."""
+    as `history`, where there is one, and as `key` what is `Held`. `catalogue`: all items."""
 
     schema: Schema
     users: Mapping[str, Ids]
-    history: Ids
+    history: Ids | None
     truth: Ids
     seen: Ids
     catalogue: Columns
@@ -231,7 +231,8 @@ class QuerySource:
 
     def _take(self, users_B: Tensor) -> Batch:
         ids = {name: take_ids(column, users_B) for name, column in self.users.items()}
-        ids["history"] = newest(take_ids(self.history, users_B), self.max_history)
+        if self.history is not None:
+            ids["history"] = newest(take_ids(self.history, users_B), self.max_history)
         key = Held(take_ids(self.truth, users_B), take_ids(self.seen, users_B))
         dense = torch.zeros(len(users_B), len(self.schema.dense))
         return Batch(len(users_B), dense, ids, group=users_B, key=key)

@@ -1,0 +1,112 @@
+"""GraphSAGE (Hamilton et al. 2017) with learned node embeddings: a node's vector from its own and its neighbours' rows.
+
+Legend: B samples, K hops, D dim; n_k nodes at hop k of all samples, n_0 = B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from colonnade.batch import Batch
+from colonnade.data.sets.graph import ROLES
+from colonnade.data.sets.interactions import Held
+from colonnade.embedding import EmbeddingCollection
+from colonnade.errors import ConfigError, DataError
+from colonnade.models.fields import dims_of
+from colonnade.models.retriever import Contrast, Retriever
+from colonnade.ops.linear import linear
+from colonnade.table import Feature, Table
+
+
+class GraphSAGE(Retriever):
+    """Features query and item, and query_hop1 .. query_hopK and item_hop1 .. item_hopK, which are sequences, all of one
+    table: each node of a hop has as many neighbours in the next as any other (`data.sets.graph` draws them).
+
+    Algorithm 1 with the mean aggregator: K times, each node's vector becomes W_k [its own; the mean of its
+    neighbours'], ReLU, length one; without ReLU the last time, so that scores may be below 0. Rows are what nodes have
+    before the first. Queries and items share all weights. Learns as two towers do: a sample's negatives are the items
+    of all other samples, of all ranks, but for those that `Batch.key` says its query took.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        *,
+        log_q: int | None = None,
+        temperature: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        got = {f.name: f.pooling for f in features}
+        self.hops = len(features) // 2 - 1
+        hops = [f"{role}_hop{hop}" for role in ROLES for hop in range(1, self.hops + 1)]
+        wanted = set(ROLES) | set(hops)
+        is_right = set(got) == wanted and all(got[name] == "sequence" for name in hops)
+        if self.hops < 1 or not is_right or len({f.table for f in features}) > 1:
+            raise ConfigError(
+                f"graphsage: got features {[(f.name, f.table, f.pooling) for f in features]}, wanted query, item and "
+                "for each hop the sequences query_hop1, item_hop1, ... of one table; a source of graphs has them "
+                "(data.name=power_law, or gowalla with data.options.samples=neighbours)"
+            )
+        dim = next(iter(dims_of(tables, features).values()))
+        self.embeddings = EmbeddingCollection(tables, features, seed=seed)
+        self.log_q, self.temperature = log_q, temperature
+        self.layers = nn.ModuleList(nn.Linear(2 * dim, dim) for _ in range(self.hops))
+
+    def network(self, *levels: Tensor) -> Tensor:
+        """(n_0, D) .. (n_K, D) -> (n_0, D)."""
+        for layer in self.layers:
+            is_last = len(levels) == 2
+            levels = tuple(
+                _layer(layer, own, below, relu=not is_last) for own, below in pairwise(levels)
+            )
+        return levels[0]
+
+    def forward(self, batch: Batch) -> Contrast:
+        if not isinstance(batch.key, Held):
+            raise DataError(
+                f"graphsage: got a training batch whose key is {type(batch.key).__name__}, wanted Held, which says "
+                "what its queries took; a source of graphs has it"
+            )
+        rows = self.embeddings(batch)
+        log_q = self.log_share(batch)
+        queries = self.asking(self._vectors(rows, "query"))
+        items = self.offering(self._vectors(rows, "item"), log_q)
+        seen, numbers, sample = batch.key.seen, batch.key.truth.values, torch.arange(batch.size)
+        assert seen.offsets is not None
+        taken = (
+            torch.cat([sample, sample.repeat_interleave(seen.offsets.diff())]),
+            torch.cat([numbers, seen.values]),
+        )
+        weight = torch.ones(batch.size) if batch.sample_weight is None else batch.sample_weight
+        return Contrast(queries, items, weight, sample, taken, items, numbers, log_q, log_q)
+
+    def queries(self, batch: Batch) -> Tensor:
+        return self.asking(self._vectors(self.embeddings(self.filled(batch)), "query"))
+
+    def items(self, batch: Batch) -> Tensor:
+        found = self._vectors(self.embeddings(self.filled(batch)), "item")
+        return self.offering(found, self.log_share(batch))
+
+    def _vectors(self, rows: Mapping[str, Tensor], role: str) -> Tensor:
+        levels = [rows[role], *(rows[f"{role}_hop{hop}"] for hop in range(1, self.hops + 1))]
+        for hop, (own, below) in enumerate(pairwise(levels), 1):
+            if len(below) % max(len(own), 1):
+                raise DataError(
+                    f"graphsage: got {len(below)} nodes in {role}_hop{hop} below {len(own)}, wanted as many below each"
+                )
+        return self.run(levels[0], *levels)
+
+
+def _layer(layer: nn.Module, own: Tensor, below: Tensor, *, relu: bool) -> Tensor:
+    """(n, D), (n f, D) -> (n, D)."""
+    assert isinstance(layer, nn.Linear)
+    fan_out = len(below) // len(own) if len(own) else 0
+    both = torch.cat([own, below.view(len(own), fan_out, -1).mean(1)], dim=1)
+    return normalize(linear(both, layer.weight, layer.bias, relu=relu), dim=1)
