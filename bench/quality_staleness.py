@@ -86,7 +86,7 @@ SYSTEMS = (
 )
 RATES = {
     "adagrad": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4),
-    "sgd": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0),
+    "sgd": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0),
 }
 """That a pilot may try; it begins in the middle."""
 MOVIELENS, STREAM = DATA = ("ml-1m", "stream")

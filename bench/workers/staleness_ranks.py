@@ -61,7 +61,7 @@ WORLD = (
 WORLD_STEPS = 60
 WORLD_LEARNING = (
     Learning("adagrad", 0.1, dtype="float64"),
-    Learning("sgd", 16.0, dtype="float64"),
+    Learning("sgd", 1.0, dtype="float64"),
 )
 
 

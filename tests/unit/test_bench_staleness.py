@@ -26,7 +26,7 @@ from workers.staleness_model import (  # noqa: E402
 from colonnade import Mesh  # noqa: E402
 from colonnade.consistency.row_clock import row_clock  # noqa: E402
 
-SGD, ADAGRAD = (Learning(name, lr, dtype="float64") for name, lr in (("sgd", 16.0), ("adagrad", 0.1)))  # fmt: skip
+SGD, ADAGRAD = (Learning(name, lr, dtype="float64") for name, lr in (("sgd", 1.0), ("adagrad", 0.1)))  # fmt: skip
 SYNCHRONOUS = System("synchronous")
 CLOCKS = (
     System("short leases", clock=row_clock(5), kept=0.2),
