@@ -208,14 +208,14 @@ def pilot(
 ) -> Callable[[int], Learning]:
     """By seed, how rows are trained: at the rate that validation samples found best for synchronous training. Of the
     stream, another world's samples, and fewer."""
-    case = f"{label_of(name, sizes[0])} {optimizer} pilot"
+    samples = min(sizes[0], PILOT_SAMPLES)
+    case = f"{label_of(name, samples)} {optimizer} pilot"
     epochs = MOVIELENS_EPOCHS if name == MOVIELENS else 1
     while (lr := next_rate(RATES[optimizer], scored_rates(measured, case))) is not None:
         if name == MOVIELENS:
             data = opened(name, sizes, 0)
             part = data.splits.validation
         else:
-            samples = min(sizes[0], PILOT_SAMPLES)
             data = open_stream(samples, samples // 10, seed=PILOT_WORLD)
             part = data.splits.test
         assert part is not None
