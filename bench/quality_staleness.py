@@ -1,0 +1,302 @@
+"""What do late reads cost in AUC? Exactly late, late as it happens, late by row clocks, beside synchronous training.
+
+A DeepFM over rows of one table, four ranks of 128 samples, on MovieLens-1M (seven fields) and on a synthetic stream of
+Criteo's shape (26 fields, Zipf 1.1, seen once).
+
+    synchronous          what any ranks train together: one process with 512 samples stands for them (the world law)
+    bounded(k)           PERSIA's: the rows of each batch were read exactly k updates earlier; likewise
+    unbounded            read as soon as the ids have come, up to 63 updates early; one process with 512 samples, in
+                         which reading is easily ahead of training
+    row_clock(s)         HET's: four ranks keep copies, of a tenth of the rows (those used most often), that miss at
+                         most s batches of each other rank; as many for reads as for writes. "all kept": of all rows
+    row_clock(unbounded) copies that are never asked for again and never sent while they stay
+
+Dense weights are those of the step in all of them. Row clocks of four ranks are computed in one process, too
+(`workers/staleness_copies.py`). Before anything else both are held against four real ranks, in float64: `world_gap`
+is the largest difference of any logit of any step, or of a test score at the end.
+
+Everything sees the same samples in the same order and begins as the synchronous run of its seed. The rows' learning
+rate is the one at which synchronous training is best in a pilot, by validation samples. A FILE that holds some runs
+already is gone on with: each is written when it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from harness import (
+    BENCH,
+    BenchError,
+    Measured,
+    describe_machine,
+    others_share,
+    read_cpu_seconds,
+    report,
+    write_report,
+)
+from rich.console import Console
+from tables import staleness as tables
+from tables.staleness import AUC, BASE, CEILING, SEED
+from torch import Tensor
+from workers import staleness_copies, staleness_ranks
+from workers.staleness_model import (
+    RANKS,
+    Data,
+    Learning,
+    Samples,
+    System,
+    Trained,
+    block_aucs,
+    open_movielens,
+    open_stream,
+)
+
+import colonnade
+from colonnade.cache.directory import UNBOUNDED
+from colonnade.consistency.row_clock import RowClock, row_clock
+from colonnade.errors import DataError
+from colonnade.topology.mesh import Mesh
+from colonnade.train.metrics import ceiling
+
+NEVER = RowClock(UNBOUNDED, UNBOUNDED)
+SYSTEMS = (
+    System(BASE),
+    System("bounded(4)", late=4),
+    System("row_clock(100)", clock=row_clock(100)),
+    System("unbounded", late="unbounded"),
+    System("row_clock(unbounded)", clock=NEVER),
+    System("bounded(16)", late=16),
+    System("bounded(1)", late=1),
+    System("row_clock(10)", clock=row_clock(10)),
+    System("row_clock(10000)", clock=row_clock(10_000)),
+    System("row_clock(100), all kept", clock=row_clock(100), kept=1.0),
+    System("row_clock(unbounded), all kept", clock=NEVER, kept=1.0),
+)
+RATES = {
+    "adagrad": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4),
+    "sgd": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0),
+}
+"""That a pilot may try; it begins in the middle."""
+MOVIELENS, STREAM = DATA = ("ml-1m", "stream")
+MOVIELENS_EPOCHS = 2
+PILOT_SAMPLES, PILOT_WORLD = 1_000_000, 1000
+WORLD = "world"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write scores here; go on with those there")
+    parser.add_argument("--quick", action="store_true", help="few samples: to try, not to quote")
+    parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
+    parser.add_argument("--optimizers", nargs="+", choices=list(RATES), default=list(RATES))
+    parser.add_argument("--samples", type=int, default=10_000_000, help="of the stream")
+    parser.add_argument("--test-samples", type=int, default=500_000, help="of the stream")
+    parser.add_argument("--seeds", type=int, default=3, help="0 ..")
+    options = parser.parse_args(arguments)
+    if options.json and not options.json.parent.is_dir():
+        parser.error(
+            f"--json {options.json}: there is no folder {options.json.parent}; make it first"
+        )
+    if options.quick:
+        options.data, options.seeds = [STREAM], 1
+        options.samples, options.test_samples = 20_480, 5_000
+    torch.set_num_threads(1)
+    measured, before = read_measured(options.json), read_cpu_seconds()
+
+    def result() -> dict:
+        machine = describe_machine(
+            threads=1,
+            others_share=round(others_share(before), 2),
+            versions={"torch": torch.__version__},
+        )
+        return report(
+            "quality_staleness", version=colonnade.__version__, machine=machine,
+            measured=measured, ratios=tables.ratios_of(measured),
+        )  # fmt: skip
+
+    def keep(found: Sequence[Measured]) -> None:
+        measured.extend(found)
+        if options.json:
+            part = options.json.with_suffix(".part")
+            write_report(part, result())
+            os.replace(part, options.json)
+
+    if not any(m.case == WORLD for m in measured):
+        keep(world_gaps())
+    sizes = options.samples, options.test_samples
+    for name, optimizer in product(options.data, options.optimizers):
+        learning = pilot(measured, keep, name, optimizer, sizes)
+        for seed, system in product(range(options.seeds), SYSTEMS):
+            run(measured, keep, name, learning(seed), system, sizes)
+    tables.print_result(Console(highlight=False, width=200), measured, result())
+
+
+def label_of(name: str, samples: int) -> str:
+    """Of a data set and how much of it is trained."""
+    return name if name == MOVIELENS else f"{name} of {samples:,}"
+
+
+def run(
+    measured: Sequence[Measured],
+    keep: Callable[[Sequence[Measured]], None],
+    name: str,
+    learning: Learning,
+    system: System,
+    sizes: tuple[int, int],
+) -> None:
+    """One system from one seed, unless it is there."""
+    label = label_of(name, sizes[0])
+    case = f"{label} {learning.optimizer}{SEED}{learning.seed}"
+    known = {(m.case, m.system) for m in measured if m.unit == AUC}
+    if (case, system.name) in known:
+        return
+    data = opened(name, sizes, learning.seed)
+    if name != MOVIELENS and (label, CEILING) not in {(m.case, m.system) for m in measured}:
+        assert data.splits.test is not None
+        best = ceiling(data.splits.test.batches(8192))["auc"]
+        keep([Measured(label, CEILING, AUC, [best])])
+    test = test_blocks(name, sizes)
+    done = train(data, learning, system, test)
+    aucs = block_aucs(done.scores, [block.label for block in test])
+    facts = {**done.facts, "rows lr": learning.lr}
+    keep(
+        [Measured(case, system.name, AUC, aucs)]
+        + [Measured(case, system.name, unit, [fact]) for unit, fact in facts.items()]
+    )
+    said = ", ".join(f"{unit} {fact:.4g}" for unit, fact in facts.items())
+    say(f"{case} {system.name}: AUC {fmean(aucs):.5f}, {said}")
+
+
+def train(data: Data, learning: Learning, system: System, test: Sequence[Samples]) -> Trained:
+    if system.clock is not None:
+        return staleness_copies.train(data, learning, system, test)
+    return staleness_ranks.train(data, learning, system, Mesh(), test)
+
+
+@cache
+def opened(name: str, sizes: tuple[int, int], seed: int) -> Data:
+    """Of the stream the same for every seed."""
+    return open_movielens(seed) if name == MOVIELENS else open_stream(*sizes)
+
+
+@cache
+def test_blocks(name: str, sizes: tuple[int, int]) -> list[Samples]:
+    """The same whatever the seed."""
+    data = opened(name, sizes, 0)
+    assert data.splits.test is not None
+    return list(data.scored(data.splits.test))
+
+
+def pilot(
+    measured: Sequence[Measured],
+    keep: Callable[[Sequence[Measured]], None],
+    name: str,
+    optimizer: str,
+    sizes: tuple[int, int],
+) -> Callable[[int], Learning]:
+    """By seed, how rows are trained: at the rate that validation samples found best for synchronous training. Of the
+    stream, another world's samples, and fewer."""
+    samples = min(sizes[0], PILOT_SAMPLES)
+    case = f"{label_of(name, samples)} {optimizer} pilot"
+    epochs = MOVIELENS_EPOCHS if name == MOVIELENS else 1
+    while (lr := next_rate(RATES[optimizer], scored_rates(measured, case))) is not None:
+        if name == MOVIELENS:
+            data = opened(name, sizes, 0)
+            part = data.splits.validation
+        else:
+            data = open_stream(samples, samples // 10, seed=PILOT_WORLD)
+            part = data.splits.test
+        assert part is not None
+        blocks = list(data.scored(part))
+        done = train(data, Learning(optimizer, lr, epochs), SYSTEMS[0], blocks)
+        aucs = block_aucs(done.scores, [block.label for block in blocks])
+        keep([Measured(case, BASE, f"AUC at {lr}", aucs)])
+        say(f"{case} lr {lr}: AUC {fmean(aucs):.5f}")
+    rates = scored_rates(measured, case)
+    best = max(rates, key=lambda rate: rates[rate])
+    return lambda seed: Learning(optimizer, best, epochs, seed)
+
+
+def scored_rates(measured: Sequence[Measured], case: str) -> dict[float, float]:
+    """By learning rate: the pilot's mean AUC."""
+    return {
+        float(m.unit.removeprefix("AUC at ")): fmean(m.values) for m in measured if m.case == case
+    }
+
+
+def next_rate(choices: Sequence[float], scored: Mapping[float, float]) -> float | None:
+    """Which one the pilot tries next: neighbours of the best, until it has two that are worse. None: no other."""
+    if not scored:
+        return choices[len(choices) // 2]
+    at = choices.index(max(scored, key=lambda rate: scored[rate]))
+    near = [choices[i] for i in (at - 1, at + 1) if 0 <= i < len(choices)]
+    return next((rate for rate in near if rate not in scored), None)
+
+
+def world_gaps() -> list[Measured]:
+    """By system: the largest difference of a logit between four ranks and one process, in float64."""
+    real, found = real_ranks(), []
+    data = staleness_ranks.world_data()
+    assert data.splits.test is not None
+    test = list(data.scored(data.splits.test))
+    for learning, system in product(staleness_ranks.WORLD_LEARNING, staleness_ranks.WORLD):
+        if system.clock is None:
+            done = staleness_ranks.train(data, learning, system, Mesh(), test, keeps_logits=True)
+        else:
+            done = staleness_copies.train(data, learning, system, test, keeps_logits=True)
+        name = f"{learning.optimizer} {system.name}"
+        gap = float((torch.cat([*done.logits, done.scores]) - real[name]).abs().max())
+        found.append(Measured(WORLD, name, f"largest gap to {RANKS} ranks", [gap]))
+        say(f"{name}: one process and {RANKS} ranks differ by {gap:.1e} at most")
+    return found
+
+
+def real_ranks() -> dict[str, Tensor]:
+    """What four ranks make of `staleness_ranks.WORLD`."""
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "logits.pt"
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+             str(RANKS), "-m", "workers.staleness_ranks", str(file)],
+            cwd=BENCH, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise BenchError(
+                f"{RANKS} ranks: status {done.returncode}; {done.stderr.strip()[-2000:]}"
+            )
+        return torch.load(file)
+
+
+def read_measured(path: Path | None) -> list[Measured]:
+    """What an earlier call wrote. Raises BenchError for another bench's file."""
+    if path is None or not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    if found["bench"] != "quality_staleness":
+        raise BenchError(f"{path} holds {found['bench']}; give another file")
+    return [Measured(c["case"], c["system"], c["unit"], c["values"]) for c in found["cases"]]
+
+
+def say(text: str) -> None:
+    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (BenchError, DataError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,236 @@
+"""Row clocks of several ranks in one process, in plain PyTorch: what exchange `cached` computes, without messages.
+
+Which rows a rank asks for and sends is decided by the order of its batches alone, so the library's own directories
+(`cache.directory`) and its memory of what has changed (`cache.changes`) decide here, too; all values are computed here,
+for all ranks at once. `bench quality_staleness` holds it against real ranks.
+
+Legend: R ranks, N rows, W columns, S slots a rank, L lookups, U rows of a step, each once for each rank that uses it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
+from torch.nn.functional import embedding
+
+from colonnade.cache.changes import Changes
+from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Directory
+from colonnade.consistency.row_clock import RowClock
+from colonnade.data.contract import share
+from colonnade.exchange.cached_wire import FAR
+from colonnade.optimizers import SGD, Adagrad, SparseOptimizer
+from colonnade.topology.mesh import Mesh
+from colonnade.topology.sharding import row_wise
+from workers.staleness_model import (
+    DIM,
+    PER_RANK,
+    RANKS,
+    Data,
+    Learning,
+    Samples,
+    System,
+    Trained,
+    build_network,
+)
+from workers.staleness_ranks import POLICY, ROWS, capacity, open_rows
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """Rows with what their optimizer keeps of them."""
+
+    weights: Tensor  # (n, W)
+    state: Tensor  # (n, W); of SGD (n, 0)
+    rule: SparseOptimizer
+
+    def step(self, at: Tensor, gradients: Tensor) -> None:
+        """One update of rows `at` (m,), each once, by gradients (m, W)."""
+        if isinstance(self.rule, SGD):
+            self.weights.index_add_(0, at, gradients, alpha=-self.rule.lr)
+            return
+        assert isinstance(self.rule, Adagrad)
+        squares = self.state[at] + gradients * gradients
+        self.state[at] = squares
+        steps = gradients / (squares.sqrt() + self.rule.eps)
+        self.weights.index_add_(0, at, steps, alpha=-self.rule.lr)
+
+    def copy(self, to: Tensor, source: Trainable, at: Tensor) -> None:
+        self.weights[to] = source.weights[at]
+        self.state[to] = source.state[at]
+
+
+def trainable(first: Tensor, rule: SparseOptimizer) -> Trainable:
+    """Rows that begin as `first` (n, W)."""
+    value, width = rule.initial_state(first.shape[1])
+    return Trainable(first, torch.full((len(first), width), value, dtype=first.dtype), rule)
+
+
+class Copies:
+    """One table: owners' rows, and the copies that each of R ranks keeps of them. `read`, then `write`, once a step."""
+
+    def __init__(
+        self,
+        first: Tensor,
+        rule: SparseOptimizer,
+        clock: RowClock,
+        capacity: int,
+        *,
+        num_ranks: int,
+        most_lookups: int,
+    ) -> None:
+        """first (N, W): rows before any update. capacity: copies that outlast a step, by rank."""
+        self.owners = trainable(first.clone(), rule)
+        self.num_slots = min(len(first), capacity + most_lookups)
+        self.copies = trainable(first.new_zeros(num_ranks * self.num_slots, first.shape[1]), rule)
+        self.pending = torch.zeros_like(self.copies.weights)
+        self.ticks = np.zeros(num_ranks * self.num_slots, np.int64)
+        bounds = clock.read_bound, clock.write_bound
+        self.directories = [Directory(capacity, *bounds, POLICY) for _ in range(num_ranks)]
+        # An owner may call a row changed that is not, by what else it owns; so who owns what matters.
+        self.changes = [Changes(len(first)) for _ in range(num_ranks)]
+        self.owner = np.zeros(len(first), np.int64)
+        for rank in range(num_ranks):
+            shard, ids = row_wise(num_ranks).shard_of(rank), torch.arange(len(first))
+            self.owner[shard.owns(ids, len(first)).numpy()] = rank
+        self.number = 0
+        self.hits = self.used = 0  # rows used without a word to their owners, of how many
+
+    def read(self, ids: Sequence[Numbers]) -> tuple[Tensor, Tensor]:
+        """ids by rank, (L_r,) -> values (U, W), and by lookup, rank after rank, which of them it reads (L,)."""
+        self.number += 1
+        parts = [np.unique(each, return_inverse=True) for each in ids]
+        self.decisions = [
+            directory.step(rows)
+            for directory, (rows, _) in zip(self.directories, parts, strict=True)
+        ]
+        self.rows = np.concatenate([rows for rows, _ in parts])
+        self.at = np.concatenate(self._slots([decision.slots for decision in self.decisions]))
+        asked = np.concatenate([decision.asked for decision in self.decisions])
+        ages = np.concatenate([decision.ages for decision in self.decisions]).astype(np.int64)
+        self.used += len(asked)
+        self.hits += int((asked == HIT).sum())
+        over = np.flatnonzero(asked == LEASE_OVER)
+        over = over[self._changed(self.rows[over], ages[over])]
+        fresh = np.concatenate([np.flatnonzero(asked == MISS), over])
+        slots = torch.from_numpy(self.at[fresh])
+        self.copies.copy(slots, self.owners, torch.from_numpy(self.rows[fresh]))
+        # What the owner has yet to hear is seen at once.
+        waiting = slots[torch.from_numpy(self.ticks[self.at[fresh]] > 0)]
+        self.copies.step(waiting, self.pending[waiting])
+        firsts = np.cumsum([0, *(len(rows) for rows, _ in parts)])
+        inverse = np.concatenate(
+            [first + part for first, (_, part) in zip(firsts[:-1], parts, strict=True)]
+        )
+        return self.copies.weights[torch.from_numpy(self.at)], torch.from_numpy(inverse)
+
+    def write(self, sums: Tensor) -> None:
+        """(U, W): the gradients of each row that was read, summed by rank."""
+        at = torch.from_numpy(self.at)
+        had = torch.from_numpy(np.flatnonzero(self.ticks[self.at] > 0))
+        totals = sums.clone()
+        totals[had] += self.pending[at[had]]
+        pushed = np.concatenate([decision.pushed for decision in self.decisions])
+        stays = torch.from_numpy(np.flatnonzero(~pushed))
+        self.pending[at[stays]] = totals[stays]
+        self.ticks[self.at] = np.where(pushed, 0, self.ticks[self.at] + 1)
+        ends = np.cumsum([0, *(len(decision.slots) for decision in self.decisions)])
+        sent_rows, sent = [], []
+        evicted = self._slots([decision.evicted_slots for decision in self.decisions])
+        for rank, decision in enumerate(self.decisions):
+            mine = np.flatnonzero(decision.pushed) + ends[rank]
+            sent_rows += [self.rows[mine], decision.evicted_ids]
+            sent += [totals[torch.from_numpy(mine)], self.pending[torch.from_numpy(evicted[rank])]]
+            self.ticks[evicted[rank]] = 0
+        rows = self._apply(sent_rows, sent)
+        for owner, changes in enumerate(self.changes):
+            changes.mark(rows[self.owner[rows] == owner], self.number)
+        self.copies.step(at, sums)
+
+    def settle(self) -> None:
+        """All that waits is sent, once, at the end: owners' rows have every update."""
+        flushed = [directory.flush() for directory in self.directories]
+        slots = self._slots([each.slots for each in flushed])
+        self._apply(
+            [each.ids for each in flushed],
+            [self.pending[torch.from_numpy(each)] for each in slots],
+        )
+        self.ticks[:] = 0
+
+    def _apply(self, rows: Sequence[Numbers], sums: Sequence[Tensor]) -> Numbers:
+        """One update of each row that anybody sent something of, by the sum in the order of ranks. Which these are."""
+        each, inverse = np.unique(np.concatenate(rows), return_inverse=True)
+        total = self.owners.weights.new_zeros(len(each), self.owners.weights.shape[1])
+        total.index_add_(0, torch.from_numpy(inverse.reshape(-1)), torch.cat(list(sums)))
+        self.owners.step(torch.from_numpy(each), total)
+        return each
+
+    def _changed(self, rows: Numbers, ages: Numbers) -> NDArray[np.bool_]:
+        """Whether copies as old as this are not what their owners have."""
+        found = ages >= FAR
+        for owner, changes in enumerate(self.changes):
+            mine = self.owner[rows] == owner
+            found[mine] |= changes.since(rows[mine], self.number - ages[mine])
+        return found
+
+    def _slots(self, by_rank: Sequence[NDArray[np.int32]]) -> list[Numbers]:
+        """Numbers among the slots of all ranks."""
+        return [each.astype(np.int64) + r * self.num_slots for r, each in enumerate(by_rank)]
+
+
+def train(
+    data: Data,
+    learning: Learning,
+    system: System,
+    test: Iterable[Samples],
+    *,
+    num_ranks: int = RANKS,
+    num_steps: int | None = None,
+    keeps_logits: bool = False,
+) -> Trained:
+    """As `staleness_ranks.train` on `num_ranks` ranks, in this process."""
+    began, (network, optimizer) = time.perf_counter(), build_network(data, learning)
+    dtype, num_fields = getattr(torch, learning.dtype), len(data.columns)
+    whole = open_rows(data, learning, System("first values"), Mesh())
+    assert system.clock is not None
+    copies = Copies(
+        whole.rows(ROWS, torch.arange(data.num_rows)), learning.rule, system.clock,
+        capacity(data, system), num_ranks=num_ranks,
+        most_lookups=-(-RANKS * PER_RANK // num_ranks) * num_fields,
+    )  # fmt: skip
+    kept, steps = [], 0
+    for samples in data.training(learning, RANKS * PER_RANK, num_steps):
+        shares = [share(len(samples), rank, num_ranks) for rank in range(num_ranks)]
+        values, inverse = copies.read(
+            [samples.ids[begin:end].flatten().numpy() for begin, end in shares]
+        )
+        values.requires_grad_()
+        read = embedding(inverse, values).view(len(samples), num_fields, DIM + 1)
+        logits = network(read, samples.dense.to(dtype))
+        optimizer.zero_grad()
+        cross_entropy(logits, samples.label.to(dtype)).backward()
+        assert values.grad is not None
+        with torch.no_grad():
+            copies.write(values.grad)
+        optimizer.step()
+        steps += 1
+        if keeps_logits:
+            kept.append(logits.detach().flatten())
+    copies.settle()
+    rows = copies.owners.weights
+    with torch.no_grad():
+        scores = [network(rows[each.ids], each.dense.to(dtype)).flatten() for each in test]
+    seconds = time.perf_counter() - began
+    facts = {
+        "used without a word": copies.hits / max(1, copies.used),
+        "samples/s": steps * RANKS * PER_RANK / seconds,
+    }
+    return Trained(torch.cat(scores), kept, facts)

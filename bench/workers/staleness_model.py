@@ -1,0 +1,181 @@
+"""What every system of `bench quality_staleness` trains: one network, over rows of one table, and the samples it sees.
+
+All fields share a table, as in HET, field behind field: row = first row of the field + id. A row has D + 1 columns.
+
+Legend: B samples, F fields, W = D + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.consistency.row_clock import RowClock
+from colonnade.data import open_source
+from colonnade.data.contract import Position, Schema, Source, Splits
+from colonnade.optimizers import SGD, Adagrad, SparseOptimizer
+from colonnade.train.metrics import auc
+
+RANKS, PER_RANK = 4, 128
+"""Of the world that is asked about."""
+DIM, TOP = 16, (64, 32)
+DENSE_LR = 1e-3
+INIT_SCALE = 0.01
+READ_STEPS = 16
+"""Batches that are read at once: the streams make samples in blocks."""
+SCORED_BLOCKS = 50
+"""Of a test set; each has an AUC of its own."""
+
+
+@dataclass(frozen=True)
+class System:
+    """When rows are read. `late`: so many updates early, in turn ("unbounded": up to the lookahead). `clock`: from
+    copies, of which a rank keeps `kept` of the rows, those used most often."""
+
+    name: str
+    late: Any = 0
+    clock: RowClock | None = None
+    kept: float = 0.1
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How rows are trained, and from where. `seed`: first values of rows and network, order of MovieLens' samples."""
+
+    optimizer: str
+    lr: float
+    epochs: int = 1
+    seed: int = 0
+    dtype: str = "float32"
+
+    @property
+    def rule(self) -> SparseOptimizer:
+        if self.optimizer == "sgd":
+            return SGD(lr=self.lr)
+        return Adagrad(lr=self.lr, initial_accumulator=1e-6)
+
+
+@dataclass(frozen=True)
+class Samples:
+    dense: Tensor  # (B, n)
+    ids: Tensor  # (B, F) int64, rows of the one table
+    label: Tensor  # (B, 1)
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def __getitem__(self, part: slice) -> Samples:
+        return Samples(self.dense[part], self.ids[part], self.label[part])
+
+
+@dataclass
+class Trained:
+    """`scores` (n,): of the test samples, once every update has reached the rows. `logits` (steps, B): of what was
+    trained, before it was, where that was asked for. `facts`: what else a table says of it."""
+
+    scores: Tensor
+    logits: list[Tensor]
+    facts: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set whose fields of one id each are rows of one table. Bags are left out."""
+
+    splits: Splits
+
+    @property
+    def schema(self) -> Schema:
+        return self.splits.train.schema
+
+    @property
+    def columns(self) -> list[str]:
+        return [c.name for c in self.schema.categorical if c.kind == "one"]
+
+    @property
+    def firsts(self) -> Tensor:
+        """(F + 1,): where the rows of each field begin; the last is their number."""
+        rows = [c.cardinality for c in self.schema.categorical if c.kind == "one"]
+        return torch.tensor([0, *rows]).cumsum(0)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.firsts[-1])
+
+    def training(
+        self, learning: Learning, batch_size: int, num_steps: int | None = None
+    ) -> Iterator[Samples]:
+        """All epochs, one behind the other; the first `num_steps` batches of them."""
+        batches = (
+            batch
+            for epoch in range(learning.epochs)
+            for batch in self.read(self.splits.train, batch_size, epoch)
+        )
+        return islice(batches, num_steps)
+
+    def scored(self, part: Source) -> Iterator[Samples]:
+        """`SCORED_BLOCKS` blocks, alike in size but for one sample."""
+        assert part.num_samples is not None
+        bounds = [part.num_samples * k // SCORED_BLOCKS for k in range(SCORED_BLOCKS + 1)]
+        whole = next(iter(self.read(part, part.num_samples)))
+        return (whole[low:high] for low, high in pairwise(bounds))
+
+    def read(self, source: Source, batch_size: int, epoch: int = 0) -> Iterator[Samples]:
+        """The last batch may be smaller."""
+        firsts, names = self.firsts[:-1], self.columns
+        for read in source.batches(batch_size * READ_STEPS, start=Position(epoch)):
+            ids = torch.stack([read.ids[name].values for name in names], 1) + firsts
+            assert read.label is not None
+            samples = Samples(read.dense, ids, read.label)
+            for begin in range(0, read.size, batch_size):
+                yield samples[begin : begin + batch_size]
+
+
+def open_movielens(seed: int) -> Data:
+    """Training samples in an order by seed."""
+    return Data(open_source("movielens", seed=seed))
+
+
+def open_stream(samples: int, test_samples: int, **options: Any) -> Data:
+    """Of Criteo's shape. options: of `data.sets.synthetic`."""
+    return Data(open_source("synthetic", num_train=samples, num_test=test_samples, **options))
+
+
+class Network(nn.Module):
+    """DeepFM: weights of ids, products of all pairs of vectors, and an MLP over vectors and numbers."""
+
+    def __init__(self, num_fields: int, num_dense: int) -> None:
+        super().__init__()
+        widths = [num_fields * DIM + num_dense, *TOP]
+        layers: list[nn.Module] = []
+        for wide, narrow in pairwise(widths):
+            layers += [nn.Linear(wide, narrow), nn.ReLU()]
+        self.top = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+
+    def forward(self, rows: Tensor, dense: Tensor) -> Tensor:
+        """rows (B, F, W), dense (B, n) -> (B, 1)."""
+        deep, wide = rows[..., :DIM], rows[..., DIM]
+        pairs = (deep.sum(1).square() - deep.square().sum(1)).sum(1, keepdim=True) / 2
+        return wide.sum(1, keepdim=True) + pairs + self.top(torch.cat([deep.flatten(1), dense], 1))
+
+
+def build_network(data: Data, learning: Learning) -> tuple[Network, torch.optim.Optimizer]:
+    """The same at every call with the same seed."""
+    torch.manual_seed(learning.seed)
+    network = Network(len(data.columns), len(data.schema.dense))
+    network.to(getattr(torch, learning.dtype))
+    return network, torch.optim.Adam(network.parameters(), lr=DENSE_LR)
+
+
+def block_aucs(scores: Tensor, blocks: Sequence[Tensor]) -> list[float]:
+    """scores (n,), labels by block. What is not a number ranks nothing: 0.5."""
+    parts = scores.split([len(each) for each in blocks])
+    return [
+        auc(part, label) if bool(torch.isfinite(part).all()) else 0.5
+        for part, label in zip(parts, blocks, strict=True)
+    ]
