@@ -190,13 +190,18 @@ class Slices:
     ) -> dict[str, Tensor]:
         """`Exchange.values`, as a model sees them."""
         found = exchange.values(ticket, handle, device)
-        return self.seen(found, ticket.offsets, ticket.dealt)
+        return self.seen(found, ticket.offsets, ticket.dealt, ticket.dense)
 
     def seen(
-        self, found: Mapping[str, Tensor], offsets: Mapping[str, Tensor], dealt: Dealt | None = None
+        self,
+        found: Mapping[str, Tensor],
+        offsets: Mapping[str, Tensor],
+        dealt: Dealt | None = None,
+        dense: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """What a model sees, from what an exchange of `declaration` gives. offsets: those of `offsets_of`."""
-        seen = self._joined(found, dealt) if self.is_cut else dict(found)
+        """What a model sees, from what an exchange of `declaration` gives. offsets: those of `offsets_of`; dense: of
+        the batch."""
+        seen = self._joined(found, dealt, dense) if self.is_cut else dict(found)
         if self.stacks:
             seen = added_up(seen, self.stacks)
         if not self.is_cut and not self.attending:
@@ -216,14 +221,17 @@ class Slices:
             if (feature := self._feature(name).name) in tables
         }
 
-    def _joined(self, found: Mapping[str, Tensor], dealt: Dealt | None) -> dict[str, Tensor]:
+    def _joined(
+        self, found: Mapping[str, Tensor], dealt: Dealt | None, dense: Tensor | None
+    ) -> dict[str, Tensor]:
         """Of fields and consumers as they are declared, but for those of sequences: theirs is what they pool."""
         seen = {}
         for name, each in self.declared.consumers.items():
             if name in self.attending:
                 seen[name] = self._whole(self._pooled(name), found[name], dealt)
                 continue
-            seen[name] = evaluate(each, self._whole(each.features, found[name], dealt))
+            whole = self._whole(each.features, found[name], dealt)
+            seen[name] = evaluate(name, each, whole, dense)
         for name in self.alone:
             if name not in self.sequences:
                 seen[name] = self._whole((name,), found[name], dealt)
