@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Concat,
         FieldsLinear,
         Interaction,
+        LowRankCross,
         NormalizedLinear,
         Sum,
         TargetAttention,
@@ -58,8 +59,8 @@ _HOMES = {
     "exchange.codec": ("Codecs",),
     "exchange.stacking": ("stacked_rows",),
     "interaction": (
-        "FM", "BiInteraction", "Concat", "FieldsLinear", "Interaction", "NormalizedLinear", "Sum",
-        "TargetAttention",
+        "FM", "BiInteraction", "Concat", "FieldsLinear", "Interaction", "LowRankCross",
+        "NormalizedLinear", "Sum", "TargetAttention",
     ),
     "optimizers": (
         "FTRL", "LAMB", "SGD", "Adagrad", "Adam", "AdamW", "RowWiseAdagrad", "RowWiseAdam", "SparseOptimizer",
@@ -101,6 +102,7 @@ __all__ = [
     "Fitted",
     "Ids",
     "Interaction",
+    "LowRankCross",
     "MaxRowsEviction",
     "Mesh",
     "NormalizedLinear",

@@ -6,15 +6,19 @@ from interaction import InteractionContract
 
 from colonnade import (
     FM,
+    Batch,
     BiInteraction,
     Concat,
+    EmbeddingCollection,
     Feature,
     FieldsLinear,
+    Ids,
+    LowRankCross,
     NormalizedLinear,
     Sum,
     Table,
 )
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, DataError
 from colonnade.exchange.layout import declare
 
 
@@ -61,13 +65,21 @@ class TestBiInteraction(InteractionContract):
 WEIGHTED = {
     "linear": lambda dims: FieldsLinear(dims, 3),
     "normalized": lambda dims: NormalizedLinear(dims, 3),
+    "cross": lambda dims: LowRankCross(dims, 2, 3, 3),
+    "cross, one layer": lambda dims: LowRankCross(dims, 3, 1, 3),
 }
 
 
 def plain(interaction, fields):
-    """The operator with the same weights, as torch has it."""
+    """The operator with the same weights, as torch has it. fields (B, W): behind dense columns, where it takes some."""
     if isinstance(interaction, FieldsLinear):
         return fields @ interaction.weight.T
+    if isinstance(interaction, LowRankCross):
+        x = fields
+        layers = zip(interaction.down, interaction.up, interaction.bias, strict=True)
+        for down, up, bias in layers:
+            x = fields * (x @ down.T @ up + bias) + x
+        return x @ interaction.last.T
     norm = torch.nn.LayerNorm(fields.shape[1], eps=interaction.eps, dtype=fields.dtype)
     norm.weight, norm.bias = interaction.scale, interaction.shift
     return norm(fields) @ interaction.weight.T + interaction.bias
@@ -107,6 +119,58 @@ def test_operators_with_weights_however_fields_are_dealt(kind, size):
         one_width.partial(vectors, samples, size, torch.full((size * 2,), 2.0))
     )
     torch.testing.assert_close(found, plain(one_width, 2 * vectors.view(size, 8)))
+
+
+@pytest.mark.parametrize(
+    ("rank", "layers", "out"), [(1, 1, 1), (2, 2, 4), (3, 4, 1), (4, 3, 2), (2, 0, 3)]
+)
+def test_cross_layers_over_dense_columns_and_fields(rank, layers, out):
+    """Dense columns stay with the samples; gradients of all; as many floats as its width says."""
+    torch.manual_seed(rank)
+    dims, size = (2, 1, 3), 5
+    interaction = LowRankCross(dims, rank, layers, out, num_dense=2).double()
+    fields, dense = torch.randn(2, size, 6, dtype=torch.float64)
+    fields, dense = fields.requires_grad_(True), dense[:, :2].clone().requires_grad_(True)
+    weights = [fields, dense, *interaction.parameters()]
+    given = torch.randn(size, out, dtype=torch.float64)
+    wanted = plain(interaction, torch.cat([dense, fields], 1))
+    gradients = torch.autograd.grad(wanted, weights, given, materialize_grads=True)
+    parts = fields.split(dims, dim=1)
+    partials = [
+        interaction.partial_of(torch.cat([parts[n] for n in some], 1), some)
+        for some in ([1], [0, 2])
+    ]
+    assert all(each.shape == (size, interaction.width(max(dims))) for each in partials)
+    for found in (interaction.combine(sum(partials), dense), interaction(fields, dense)):
+        torch.testing.assert_close(found, wanted)
+        mine = torch.autograd.grad(found, weights, given, materialize_grads=True)
+        torch.testing.assert_close(mine, gradients)
+
+
+def test_rows_of_a_bag_are_enough():
+    """Its statistics are linear: those of a bag's rows add up to those of their sum."""
+    interaction = LowRankCross((2, 3), 2, 3, 1).double()
+    assert interaction.needs() == "rows"
+    fields = torch.randn(3, 4, 5, dtype=torch.float64)  # three shards' parts of four samples' sums
+    found = interaction.combine(sum(interaction.partial_of(each) for each in fields))
+    torch.testing.assert_close(found, plain(interaction, fields.sum(0)))
+
+
+def test_first_values_are_those_of_linear_layers():
+    torch.manual_seed(1)
+    cross = LowRankCross((40, 50), 4, 2, 3, num_dense=10, fan_in=400)
+    for weight, fan_in in ((cross.down, 100), (cross.up, 4), (cross.bias, 4), (cross.last, 400)):
+        assert 0.9 * fan_in**-0.5 < weight.abs().max() <= fan_in**-0.5
+
+
+def test_dense_columns_of_another_number_are_refused():
+    tables, features = [Table("a", 3, rows=5)], [Feature("a", "a")]
+    cross = LowRankCross((3,), 2, 1, 1, num_dense=2)
+    collection = EmbeddingCollection(tables, features, consumers={"cross": (cross, ["a"])})
+    ids = {"a": Ids(torch.tensor([0, 4]))}
+    assert collection(Batch(2, torch.ones(2, 2), ids))["cross"].shape == (2, 1)
+    with pytest.raises(DataError, match=r"'cross' takes 2 dense columns.*got dense \(2, 3\)"):
+        collection(Batch(2, torch.ones(2, 3), ids))
 
 
 def test_fields_of_other_dims_are_refused():

@@ -41,6 +41,7 @@ from colonnade.plan.loads import table_loads
 from colonnade.plan.profile import profile
 from colonnade.store.mapped import open_mapped
 from colonnade.topology.hot import hot_rows
+from colonnade.topology.mesh import with_servers
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
 from colonnade.topology.traffic import Traffic
 
@@ -82,10 +83,12 @@ class Case:
             return {name: table_wise(t % num_ranks) for t, name in enumerate(NAMES)}
         if self.kind == "host_wise":  # the last two ranks
             return {name: Sharding("host_wise", tuple(range(num_ranks))[-2:]) for name in NAMES}
+        hot = {"place": replace(row_wise(num_ranks), hot=hot_rows(range(0, 9, 2), num_ranks))}
         if self.kind == "cut":
             cut = {"item": column_wise(range(min(2, num_ranks)))} if num_ranks > 1 else {}
-            hot = replace(row_wise(num_ranks), hot=hot_rows(range(0, 9, 2), num_ranks))
-            return {**cut, "place": hot}
+            return {**cut, **hot}
+        if self.kind == "hot":
+            return hot
         return {}
 
 
@@ -97,6 +100,9 @@ CASES = {
     "split": Case(ALL, at_owners=ATTENDING),
     "whole": Case(ALL, "table_wise", ATTENDING),
     "on some": Case(ALL, "host_wise", ATTENDING),
+    "beside hot": Case(
+        {"item": "substitute", "user": "substitute"}, "hot", ("likes", "again", "who")
+    ),
     "one alone": Case({"item": "substitute"}, at_owners=("likes",), consumers=("likes", "where")),
     "a query of its own": Case(
         {"item": "substitute", "user": "substitute"}, "table_wise", ("who",), ("who", "where")
@@ -139,16 +145,29 @@ def train(mesh, case: Case):
     """By step, this rank's outputs; all rows at the end; and who was evaluated at the owners."""
     collection = collection_of(case)
     plan = build_plan(
-        TABLES, mesh.num_ranks, exchanges=case.exchanges, shardings=case.shardings_in(mesh.num_ranks)
+        TABLES, mesh.num_ranks, exchanges=case.exchanges, shardings=case.shardings_in(mesh.num_ranks),
+        servers=mesh.world.servers,
     )  # fmt: skip
     collection.open(plan, mesh)
-    rows, seen = RowOptimizer(collection), []
-    batches = (share_of(global_batch(t, n), mesh.rank, mesh.num_ranks) for t, n in enumerate(SIZES))
+    rows, seen, trainers = RowOptimizer(collection), [], mesh.trainers
+
+    def mine(batch):
+        return (
+            share_of(batch, 0, 99)
+            if mesh.is_server
+            else share_of(batch, trainers.rank, trainers.num_ranks)
+        )
+
+    batches = (mine(global_batch(t, n)) for t, n in enumerate(SIZES))
     for step, batch in enumerate(collection.lookahead(batches)):
         found = collection(batch)
         assert tuple(found) == case.consumers
         seen.append({name: each.detach().clone() for name, each in found.items()})
-        first, last = (SIZES[step] * r // mesh.num_ranks for r in (mesh.rank, mesh.rank + 1))
+        first, last = (
+            SIZES[step] * r // trainers.num_ranks for r in (trainers.rank, trainers.rank + 1)
+        )
+        if mesh.is_server:
+            last = first
         gradients = [
             given(step, name, SIZES[step], each.shape[1])[first:last]
             for name, each in found.items()
@@ -158,7 +177,7 @@ def train(mesh, case: Case):
         rows.step()
     collection.eval()
     with torch.no_grad():
-        seen.append(dict(collection(share_of(global_batch(9, 7), mesh.rank, mesh.num_ranks))))
+        seen.append(dict(collection(mine(global_batch(9, 7)))))
     held = {t.name: collection.rows(t.name, torch.arange(t.rows)) for t in TABLES}
     return seen, held, at_owners(collection)
 
@@ -221,6 +240,32 @@ def plain(case: Case):
 
 def train_all(mesh):
     return [train(mesh, case) for case in CASES.values()]
+
+
+def with_servers_of_rows(mesh):
+    """Two trainers with one server, one with two."""
+    found = []
+    for count in (1, 2):
+        here = with_servers(mesh, count)
+        found.append((here.is_server, train(here, CASES["split"])))
+    return found
+
+
+def test_servers_that_attend_train_what_the_definition_says():
+    everyone = run_ranks(3, with_servers_of_rows)
+    wanted, rows = plain(CASES["split"])
+    for number in (0, 1):
+        trainers = [rank[number][1] for rank in everyone if not rank[number][0]]
+        assert len(trainers) == 2 - number
+        for step, outputs in enumerate(wanted):
+            for key, value in outputs.items():
+                found = torch.cat([seen[step][key] for seen, _, _ in trainers])
+                if len(value):
+                    close(found, value, f"{2 - number} trainers, step {step}, {key}")
+        for _, (_, held, evaluated) in (rank[number] for rank in everyone):
+            assert set(ATTENDING) <= set(evaluated)
+            for table, value in rows.items():
+                close(held[table], value, f"{2 - number} trainers, {table}")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from colonnade import (
     EmbeddingCollection,
     Feature,
     Ids,
+    LowRankCross,
     RowOptimizer,
     Sum,
     Table,
@@ -33,10 +34,11 @@ from colonnade.exchange.substitution import substituted
 from colonnade.plan.choice import choose
 from colonnade.plan.chosen import Forced
 from colonnade.plan.consumers import evaluated_at_owners, model_load
+from colonnade.plan.hot import sides_of
 from colonnade.plan.loads import table_loads
 from colonnade.plan.partials import Partials
 from colonnade.plan.profile import profile
-from colonnade.topology.sharding import Sharding, row_wise, table_wise
+from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
 from colonnade.topology.traffic import Traffic
 
 SIZE, STEPS = 450, 6  # of a rank's batch
@@ -63,6 +65,10 @@ SOME = {
 }
 
 
+CROSS = {"linear": (Sum(), WIDE), "cross": (LowRankCross([8] * 7, 2, 2, 1), DEEP)}
+BESIDE = {"linear": (Sum(), WIDE), "fm": (FM(), DEEP[1:5]), "top": (Concat(), DEEP[:1])}
+
+
 def dealt(num_ranks, exchange="substitute"):
     return {name: Forced("table_wise", exchange, (t % num_ranks,)) for t, name in enumerate(NAMES)}
 
@@ -74,6 +80,10 @@ def all_over(num_ranks, exchange="substitute"):
 def on_one(num_ranks):
     first = dict.fromkeys(NAMES[:5], Forced("table_wise", "substitute", (1,)))
     return {**all_over(num_ranks, "pooled"), **first}
+
+
+def beside_columns(num_ranks):
+    return {**on_one(num_ranks), "a": Forced("column_wise", "pooled")}
 
 
 def mixed(num_ranks):
@@ -95,9 +105,16 @@ CASES = {
     "partials beside values": ({"fm": LR_FM["fm"], "top": (Concat(), WIDE)}, dealt, EXACT, {"fm"}),
     "beside rows and pooled": ({"fm": (FM(), DEEP[:4]), "linear": SPLIT["linear"]}, mixed, EXACT, {"fm"}),
     "coded": (SPLIT, all_over, Codecs("bf16", "fp16"), {"linear", "fm"}),
+    "cross layers, whole tables": (CROSS, dealt, EXACT, {"cross", "linear"}),
+    "cross layers, split tables": (CROSS, all_over, EXACT, {"cross", "linear"}),
+    "beside columns": (BESIDE, beside_columns, EXACT, {"fm"}),
+    "beside hot rows": (BESIDE, on_one, EXACT, {"fm"}),
     "pooled, to compare": (LR_FM, lambda n: dealt(n, "pooled"), EXACT, set()),
     "pooled of all ranks": (LR_FM, lambda n: all_over(n, "pooled"), EXACT, set()),
 }  # fmt: skip
+
+
+HOT = {"beside hot rows": {"a": range(50)}}
 
 
 def batch_of(step: int, size: int = SIZE) -> Batch:
@@ -115,6 +132,8 @@ def batch_of(step: int, size: int = SIZE) -> Batch:
 
 
 def sharding_of(said: Forced, num_ranks: int) -> Sharding:
+    if said.kind == "column_wise":
+        return column_wise(range(num_ranks))
     return row_wise(num_ranks) if said.kind == "row_wise" else table_wise(*said.ranks)
 
 
@@ -131,7 +150,7 @@ def counted(mesh):
         plan = build_plan(
             TABLES, n, codecs=codecs,
             shardings={name: sharding_of(said, n) for name, said in forced.items()},
-            exchanges={name: said.exchange for name, said in forced.items()},
+            exchanges={name: said.exchange for name, said in forced.items()}, hot=HOT.get(case, {}),
         )  # fmt: skip
         collection.open(plan, alone)
         rows = RowOptimizer(collection)
@@ -153,20 +172,42 @@ def test_bytes_are_foretold(hosts, ranks_per_host):
     everyone = run_ranks(num_ranks, counted, ranks_per_host=ranks_per_host)
     world = World(num_hosts=hosts, ranks_per_host=ranks_per_host)
     size = SIZE * num_ranks
-    sampled = profile(TABLES, FEATURES, [batch_of(step, size) for step in range(20)])
+    batches = [batch_of(step, size) for step in range(20)]
+    sampled = profile(TABLES, FEATURES, batches)
     for case, (consumers, says, codecs, wanted) in CASES.items():
         declaration, forced = collection_of(consumers).declaration, says(num_ranks)
+        sides, seen, hot = declaration, sampled, HOT.get(case, {})
+        if hot:
+            sides, seen = sides_of(declaration, hot, batches)
+            forced |= {f"{name}[cold]": forced[name] for name in hot}
+            forced |= {f"{name}[hot]": Forced("replicated", "replicated") for name in hot}
         loads = table_loads(
-            TABLES, FEATURES, sampled, world, batch_size=size, last_batch=100, codecs=codecs
+            sides.tables,
+            sides.features,
+            seen,
+            world,
+            batch_size=size,
+            last_batch=100,
+            codecs=codecs,
         )
-        model = model_load(declaration, loads, codecs=codecs)
+        model = model_load(sides, loads, codecs=codecs, declared=declaration)
         choice = choose(loads, world, forced=forced, model=model)
         for key, foretold in choice.sent.items():
             mean = sum(each[case][0].get(key, 0) for each in everyone) / (num_ranks * STEPS)
             # Of few ids, a quarter of a small batch's, lists are known less well.
             near = 0.05 if key[0] == "route" and num_ranks > 3 else 0.02
             assert foretold == pytest.approx(mean, rel=near), (case, key)
-        plan = build_plan(TABLES, num_ranks, shardings=choice.shardings, exchanges=choice.exchanges)
+        shardings, exchanges = (
+            {name: given.get(name) or given[f"{name}[cold]"] for name in NAMES}
+            for given in (choice.shardings, choice.exchanges)
+        )
+        plan = build_plan(TABLES, num_ranks, shardings=shardings, exchanges=exchanges, hot=hot)
+        why = {each.name: each.why for each in choice.consumers}
+        if "columns" in case:
+            assert why["linear"] == "rows of table a are cut by columns"
+        if hot:
+            assert "hot and cold rows of table a" in why["linear"]
+            assert [each.name for each in choice.consumers if each.is_apart] == ["linear"]
         found = evaluated_at_owners(
             declaration, plan.shardings, [table.exchange for table in plan.tables]
         )

@@ -18,6 +18,7 @@ from colonnade import (
     EmbeddingCollection,
     Feature,
     FieldsLinear,
+    LowRankCross,
     Mesh,
     NormalizedLinear,
     RowOptimizer,
@@ -28,7 +29,7 @@ from colonnade import (
 )
 from colonnade.exchange.layout import declare
 from colonnade.exchange.substitution import barred, floats, substituted
-from colonnade.topology.sharding import Sharding, row_wise, table_wise
+from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
 
 SIZES = [13, 0, 1, 24]
 FIELDS = ("user.deep", "item", "seen", "tags")
@@ -43,8 +44,14 @@ class Case:
     wanted: tuple[str, ...]
     """Consumers that are evaluated at the owners; of those with weights, on several ranks."""
     exchanges: dict[str, str] = field(default_factory=lambda: dict.fromkeys(TABLES, "substitute"))
+    cut: tuple[str, ...] = ()
+    """Tables whose rows are cut by columns."""
+    hot: dict[str, list[int]] = field(default_factory=dict)
 
     def shardings_in(self, num_ranks: int) -> dict[str, Sharding]:
+        return self._uncut(num_ranks) | {name: column_wise(range(num_ranks)) for name in self.cut}
+
+    def _uncut(self, num_ranks: int) -> dict[str, Sharding]:
         if self.kind == "table_wise":
             return {name: table_wise(t % num_ranks) for t, name in enumerate(TABLES)}
         if self.kind == "host_wise":  # the last two ranks
@@ -117,6 +124,56 @@ CASES = {
         ("first",),
         {"item": "substitute", "wide": "substitute", "user": "pooled"},
     ),
+    "weights, cross layers, whole tables": Case(
+        {
+            "cross": (
+                LowRankCross((5, 5, 3, 5, 5), 1, 2, 1),
+                ("user.deep", "item", "history", "tags", "seen"),
+            )
+        },
+        "table_wise",
+        ("cross",),
+    ),
+    "weights, cross layers, split tables": Case(
+        {
+            "cross": (LowRankCross((5, 3, 5, 5), 2, 2, 1), ("seen", "history", "tags", "item")),
+            "linear": (Sum(), ("user.wide",)),
+        },
+        "row_wise",
+        ("cross",),
+    ),
+    "weights beside hot rows": Case(
+        {
+            "first": (FieldsLinear((5, 5, 3), 2), ("user.deep", "item", "history")),
+            "sums": (Sum(), ("seen", "item")),
+            "hot": (FieldsLinear((5, 5), 1), ("tags", "user.deep")),
+            "all": (Sum(), ("tags",)),
+        },
+        "row_wise",
+        ("first", "sums"),
+        hot={"tag": [4, 0, 1]},
+    ),
+    "weights beside hot rows, apart": Case(
+        {
+            "first": (FieldsLinear((5, 5, 3), 1), ("user.deep", "item", "history")),
+            "fm": (FM(), ("user.deep", "item", "seen")),
+            "hot": (FieldsLinear((5,), 1), ("tags",)),
+        },
+        "table_wise",
+        ("first", "fm"),
+        hot={"tag": [4, 0, 1]},
+    ),
+    "weights beside columns": Case(
+        {
+            "first": (FieldsLinear((5, 5), 1), ("tags", "user.deep")),
+            "again": (FieldsLinear((5, 3, 5), 1), ("tags", "history", "user.deep")),
+            "cut": (FieldsLinear((5, 3), 1), ("item", "history")),
+            "pairs": (BiInteraction(), ("seen", "item")),
+        },
+        "table_wise",
+        ("first", "again"),
+        cut=("item",),
+    ),
 }
 WEIGHTED = [name for name in CASES if name.startswith("weights")]
 
@@ -131,7 +188,7 @@ def our_features() -> list[Feature]:
     return found
 
 
-def train(mesh, case: Case, *, exchanges=None, shardings=None, staleness: int = 0):
+def train(mesh, case: Case, *, exchanges=None, shardings=None, staleness: int = 0, hot=None):
     """By step, this rank's outputs; all rows at the end, and all weights; and who was evaluated at the owners."""
     consumers = copy.deepcopy(case.consumers)
     collection = EmbeddingCollection(tables("float64"), our_features(), consumers=consumers, seed=3)
@@ -142,7 +199,7 @@ def train(mesh, case: Case, *, exchanges=None, shardings=None, staleness: int = 
             weight.copy_(torch.randn(weight.shape, generator=random, dtype=weight.dtype))
     plan = build_plan(
         collection.tables, mesh.num_ranks, exchanges=exchanges or {}, shardings=shardings or {},
-        staleness_steps=staleness,
+        staleness_steps=staleness, hot=hot or {},
     )  # fmt: skip
     collection.open(plan, mesh)
     rows, seen = RowOptimizer(collection), []
@@ -207,7 +264,7 @@ def train_all(mesh):
     return [
         train(
             mesh, case, exchanges=case.exchanges, shardings=case.shardings_in(mesh.num_ranks),
-            staleness=staleness,
+            staleness=staleness, hot=case.hot,
         )
         for case, staleness in RUNS
     ]  # fmt: skip

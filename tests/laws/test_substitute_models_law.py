@@ -28,6 +28,7 @@ from colonnade import (
 )
 from colonnade.data import Splits, open_tensors
 from colonnade.models.dcn import DCN
+from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.linear import LR
 from colonnade.models.nfm import NFM
@@ -61,8 +62,13 @@ KINDS = {
     "wide_deep": (WideDeep, {"top": [3, 2]}, None),
     "deepfm": (DeepFM, {"top": [3]}, None),
     "dcn": (DCN, {"top": [3], "cross_layers": 2}, DIM),
+    "dcnv2": (DCNv2, {"top": [3], "cross_layers": 2, "cross_rank": 2}, DIM),
+    "narrow dcnv2": (DCNv2, {"top": [3], "cross_layers": 2, "cross_rank": 1}, DIM),
+    "stacked dcnv2": (
+        DCNv2, {"top": [3], "cross_layers": 2, "cross_rank": 1, "structure": "stacked"}, DIM,
+    ),
     "attention": (Attending, {}, DIM),
-}
+}  # fmt: skip
 """Model, settings, dim of its tables; None: parts."""
 AGAIN = "deepfm, whole tables"
 RUNS = {
@@ -75,6 +81,9 @@ RUNS = {
     },
     "dcn": {"dealt": True, "wanted": ("first",), "dense_clip_norm": 0.1},
     "dcn, whole tables": {"wanted": ("first",), "dense_optimizer": "adam"},
+    "dcnv2": {"dealt": True, "wanted": ("cross", "first"), "dense_clip_norm": 0.1},
+    "narrow dcnv2, whole tables": {"wanted": ("cross", "first"), "dense_optimizer": "adam"},
+    "stacked dcnv2": {"dealt": True, "wanted": ("cross",), "accumulate": 3},
     "attention": {"wanted": ("likes", "first"), "accumulate": 3, "dense_clip_norm": 0.1},
     "attention, a step is skipped": {
         "wanted": ("likes", "first"), "rows_clip_norm": 0.05, "on_non_finite": "skip",

@@ -10,7 +10,7 @@ from colonnade import Adam, Feature, Ids, Mesh, Table, Uniform, build_plan, fit
 from colonnade.data import Splits, open_tensors
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.dlrm import DLRM
-from colonnade.topology.sharding import table_wise
+from colonnade.topology.sharding import column_wise, table_wise
 from colonnade.topology.towers import Partition, tower_ranks
 
 ROWS, DIM, NAMES = 30, 6, "abcde"
@@ -25,6 +25,7 @@ RUNS = (
     ("dlrm", "towers"),
     ("dcnv2", "pooled"),
     ("dcnv2", "towers"),
+    ("dcnv2", "towers beside columns"),
 )
 
 
@@ -40,9 +41,10 @@ def source():
     return open_tensors(ids, dense=dense, label=label, cardinalities=dict.fromkeys(NAMES, ROWS))
 
 
-def trained(mesh, name, exchange):
+def trained(mesh, name, said):
     """Rows and dense weights. Tables lie in their tower where there are several ranks."""
     make, settings = MODELS[name]
+    exchange, *columns = said.split(" beside ")
     tables = [
         Table(
             each, DIM, rows=ROWS, optimizer=Adam(lr=0.01, eps=1e-3), initializer=Uniform(scale=0.5), dtype="float64"
@@ -58,6 +60,8 @@ def trained(mesh, name, exchange):
     if mesh.num_ranks > 1:
         for members, ranks in zip(TOWERS.towers, tower_ranks(mesh.world, 2), strict=True):
             shardings |= {m: table_wise(ranks[i % len(ranks)]) for i, m in enumerate(members)}
+        if columns:  # of a table of the second tower
+            shardings["c"] = column_wise(tower_ranks(mesh.world, 2)[1])
     plan = build_plan(tables, mesh.num_ranks, exchange=exchange, shardings=shardings)
     model.embeddings.open(plan, mesh)
     data = Splits(train=source(), test=source())
@@ -66,7 +70,8 @@ def trained(mesh, name, exchange):
     dense = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
     assert sum("interactions.tower" in name for name in dense) == 8
     if exchange == "towers" and mesh.num_ranks > 1:
-        assert model.embeddings.exchange.consumers == ("tower0", "tower1")  # inside them
+        inside = ("tower0",) if columns else ("tower0", "tower1")
+        assert model.embeddings.exchange.consumers == inside
     return rows, dense, found.metrics
 
 

@@ -342,3 +342,36 @@ class PlainDCNv1(PlainDCN):
         found["last.weight"] = torch.cat([last, after[f"{number}.weight"]], 1)
         found["last.bias"] = after[f"{number}.bias"]
         return found
+
+
+class PlainLowRankDCN(PlainDCN):
+    """`MatrixLayer`s of a rank, whose weights the model has side by side, layer by layer."""
+
+    def taken(self, given):
+        given = dict(given)
+        cross = {
+            name: given.pop(f"embeddings.interactions.cross.{name}")
+            for name in ("down", "up", "bias", "last")
+        }
+        found = {}
+        for n in range(len(self.cross)):
+            found[f"cross.{n}.layers.0.weight"] = cross["down"][n]
+            found[f"cross.{n}.layers.1.weight"] = cross["up"][n].T
+            found[f"cross.{n}.layers.1.bias"] = cross["bias"][n]
+        columns = given.pop("deep.columns.weight"), given.pop("deep.columns.bias")
+        hidden = cross["last"]  # stacked: what the MLP makes of x_L
+        if self.is_parallel:
+            hidden = torch.cat([columns[0], given.pop("embeddings.interactions.first.weight")], 1)
+        if not len(self.top):  # the last layer is the first
+            found["last.weight"], found["last.bias"] = hidden, columns[1]
+        else:
+            found["top.0.weight"], found["top.0.bias"] = hidden, columns[1]
+            number = len(self.top) - 2
+            for kind in ("weight", "bias"):
+                found[f"last.{kind}"] = given.pop(f"deep.top.{number}.{kind}")
+            for name, value in given.items():
+                place, kind = name.removeprefix("deep.top.").split(".")
+                found[f"top.{int(place) + 2}.{kind}"] = value
+        if self.is_parallel:
+            found["last.weight"] = torch.cat([cross["last"], found["last.weight"]], 1)
+        return found

@@ -69,9 +69,10 @@ def test_dense_weights_depend_on_the_seed_alone():
 def test_settings_reach_the_model():
     values = {"name": "dcnv2", "dim": 5, "cross_layers": 4, "cross_rank": 3, "structure": "stacked"}
     model = build_model(SCHEMA, build_config({"model": {**values, "top": [7]}}))
-    assert isinstance(model, DCNv2) and len(model.cross) == 4 and not model.is_parallel
-    assert model.cross[0].layers[0].weight.shape == (3, 1 + 4 * 5)
-    assert model.top[0].out_features == 7
+    assert isinstance(model, DCNv2) and not model.is_parallel
+    cross = model.embeddings.interactions["cross"]
+    assert cross.down.shape == (4, 3, 1 + 4 * 5) and cross.last.shape == (7, 1 + 4 * 5)
+    assert model.deep.top[-1].in_features == 7
 
 
 @pytest.mark.parametrize(

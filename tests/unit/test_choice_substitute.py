@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 from test_choice import load_of
 
-from colonnade import World
+from colonnade import LowRankCross, World
 from colonnade.errors import ConfigError
 from colonnade.plan.choice import OPTIONS, Search, choose
 from colonnade.plan.chosen import Forced, Memory
@@ -109,6 +109,11 @@ class Case:
         }
 
 
+def low_rank(tables: int, dim: int, rank: int) -> int:
+    """Of three cross layers and one number of what they give."""
+    return LowRankCross([dim] * tables, rank, 3, 1).width(dim)
+
+
 CASES = {
     "LR + FM, few ranks": Case(4, 39, 1, 16, (17,), "substitute"),
     "LR + FM, many ids": Case(8, 40, 5, 8, (9,), "substitute", unique=0.3),
@@ -124,6 +129,12 @@ CASES = {
     "first layer, wide": Case(4, 39, 4, 16, (400,), "pooled", has_linear=False),
     "FM beside a deep network": Case(4, 39, 4, 16, (17, None), "pooled", has_linear=False),
     "DeepFM: its linear part alone": Case(4, 40, 4, 4, (5, None), "substitute"),
+    "cross layers of low rank, and a first layer": Case(
+        3, 39, 4, 32, (low_rank(39, 32, 8), 128), "substitute", has_linear=False
+    ),
+    "cross layers of a rank too high": Case(
+        3, 39, 4, 32, (low_rank(39, 32, 16), 128), "pooled", has_linear=False
+    ),
     "two operators together": Case(4, 39, 4, 16, (17, 32), "substitute"),
 }
 
@@ -200,6 +211,23 @@ def test_a_split_bag_is_refused_with_what_to_do():
     wide = replace(model, consumers=(replace(model.consumers[0], width=2),))
     with pytest.raises(ConfigError, match=r"'f2' has bags.*plan.tables.t2.sharding=table_wise"):
         choose(loads, world, forced=forced, model=wide)
+
+
+def test_who_takes_a_table_that_is_cut_falls_back_alone():
+    """Others keep their partials; the plan says which table it was."""
+    case = CASES["LR + FM, few ranks"]
+    groups = {"a": range(19), "b": range(19, 39), "linear": range(39, 78)}
+    consumers = tuple(
+        consumer(name, some, 1 if name == "linear" else 17) for name, some in groups.items()
+    )
+    model = replace(case.model(), consumers=consumers)
+    forced = {f"t{t}": Forced(None, "substitute") for t in range(1, 39)}
+    forced["t0"] = Forced("column_wise", "pooled")
+    loads = [replace(load, may_be_cut=True) for load in case.loads()]
+    a, b, linear = choose(loads, case.world, model=model, forced=forced).consumers
+    assert b.is_partial and b.why == "fewer floats"
+    for each in (a, linear):
+        assert not each.is_partial and each.why == "rows of table t0 are cut by columns"
 
 
 def test_reasons_in_words():

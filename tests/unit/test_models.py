@@ -15,6 +15,7 @@ from plain_models import (
     PlainDeepFM,
     PlainDLRM,
     PlainFM,
+    PlainLowRankDCN,
     PlainLR,
     PlainNFM,
     PlainTowerDCN,
@@ -75,6 +76,12 @@ def dcn_twin(layer, structure="parallel"):
     return lambda *given: PlainDCN(*given, layer, [5], structure)
 
 
+def low_rank_twin(rank, structure="parallel", top=(5,), layers=2):
+    return lambda *given: PlainLowRankDCN(
+        *given, lambda width: MatrixLayer(width, rank), top, structure, cross_layers=layers
+    )
+
+
 def dcn_v1_twin(top, layers=2):
     return lambda *given: PlainDCNv1(*given, VectorLayer, top, cross_layers=layers)
 
@@ -125,7 +132,25 @@ CASES = {
         DCNv2,
         "vector",
         {"cross_layers": 2, "top": [5], "cross_rank": 3, "structure": "stacked"},
-        dcn_twin(lambda width: MatrixLayer(width, 3), "stacked"),
+        low_rank_twin(3, "stacked"),
+    ),
+    "dcnv2, low rank": (
+        DCNv2,
+        "vector",
+        {"cross_layers": 3, "top": [5, 4], "cross_rank": 2},
+        low_rank_twin(2, top=[5, 4], layers=3),
+    ),
+    "dcnv2, low rank, nothing deep": (
+        DCNv2,
+        "vector",
+        {"cross_layers": 2, "top": [], "cross_rank": 1},
+        low_rank_twin(1, top=[]),
+    ),
+    "dcnv2, low rank, stacked, nothing deep": (
+        DCNv2,
+        "vector",
+        {"cross_layers": 1, "top": [], "cross_rank": 2, "structure": "stacked"},
+        low_rank_twin(2, "stacked", [], 1),
     ),
     "dcnv2, experts": (
         DCNv2,

@@ -179,6 +179,8 @@ def test_towers_without_modules_are_the_flat_model(model):
         (DLRM, {"keep_fields": True, "tasks": 2}),
         (DCNv2, {}),
         (DCNv2, {"cross_rank": 2, "structure": "stacked"}),
+        (DCNv2, {"cross_rank": 2, "tasks": 2}),
+        (DCNv2, {"cross_rank": 2, "top": ()}),
         (DCNv2, {"cross_rank": 2, "cross_experts": 3, "top": ()}),
     ],
 )

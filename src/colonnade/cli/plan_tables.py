@@ -109,9 +109,10 @@ def _show_exchanges(console: Console, found: Planned) -> None:
 
 
 def _show_consumers(console: Console, found: Planned) -> None:
-    """What travels of the model's first operators, where one of them could be evaluated at the owners."""
+    """What travels of the model's first operators, where one of them could be evaluated at the owners, or could if rows
+    were laid out otherwise."""
     consumers = found.choice.consumers
-    if all(each.partial_floats is None for each in consumers):
+    if all(each.partial_floats is None and not each.is_apart for each in consumers):
         return
     console.print("\nconsumers: what travels of first operators; floats of a sample, all owners")
     for each in consumers[:MAX_LINES]:

@@ -92,6 +92,7 @@ class Ticket:
         None  # exchange.ahead.Leaving, of a ticket whose clean rows may leave before it is fetched
     )
     early: Any = None  # those that did, exchange's own form
+    dense: Tensor | None = None  # (B, n) of its batch, for operators that take such columns
     seen: int | None = (
         None  # updates applied when it was fetched; None: not yet, or a commit held it
     )

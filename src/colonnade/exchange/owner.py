@@ -90,7 +90,8 @@ class Owner(Asks):
         self, ticket: Ticket, handle: Tensor, device: torch.device = CPU
     ) -> dict[str, Tensor]:
         """See the contract. In the declared output dtype."""
-        return found(self.declaration, self.outputs, self.tensors(ticket, handle), device)
+        tensors = self.tensors(ticket, handle)
+        return found(self.declaration, self.outputs, tensors, device, ticket.dense)
 
     def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
         return self._kernels_of(pushed).squared_norm(pushed)

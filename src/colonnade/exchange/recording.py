@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from colonnade import _native
+from colonnade.errors import DataError
 from colonnade.exchange.contract import Consumer, Ticket
 from colonnade.exchange.layout import Declaration, Output
 
@@ -50,8 +51,9 @@ def found(
     outputs: Sequence[Output],
     tensors: Sequence[Tensor],
     device: torch.device,
+    dense: Tensor | None,
 ) -> dict[str, Tensor]:
-    """What a model sees of the outputs, by name."""
+    """What a model sees of the outputs, by name. dense: (B, n) of the batch."""
     seen = {}
     for output, pooled in zip(outputs, tensors, strict=True):
         tensor = pooled.to(device)  # once, before the consumers that share it
@@ -59,21 +61,38 @@ def found(
             consumer = declaration.consumers.get(name)
             if output.is_partial:
                 assert consumer is not None
-                seen[name] = consumer.interaction.combine(tensor)
+                more = _dense(name, consumer, dense, tensor)
+                seen[name] = consumer.interaction.combine(tensor, *more)
             else:
-                seen[name] = tensor if consumer is None else evaluate(consumer, tensor)
+                seen[name] = tensor if consumer is None else evaluate(name, consumer, tensor, dense)
     return {name: seen[name] for name in declaration.output_names if name in seen}
 
 
-def evaluate(consumer: Consumer, pooled: Tensor) -> Tensor:
-    """pooled (B, sum of dims): the consumer's fields side by side."""
+def evaluate(name: str, consumer: Consumer, pooled: Tensor, dense: Tensor | None) -> Tensor:
+    """pooled (B, sum of dims): the consumer's fields side by side. Raises DataError for dense columns that are not as
+    many as it takes."""
     interaction, num_fields = consumer.interaction, len(consumer.features)
     dim = pooled.shape[1] // max(1, num_fields)
     if interaction.width(dim) is None:
         return interaction.combine(pooled)
     if not interaction.one_width:
-        return interaction(pooled)
-    return interaction(pooled.unflatten(1, (num_fields, dim)))
+        return interaction(pooled, *_dense(name, consumer, dense, pooled))
+    return interaction(
+        pooled.unflatten(1, (num_fields, dim)), *_dense(name, consumer, dense, pooled)
+    )
+
+
+def _dense(name: str, consumer: Consumer, dense: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
+    """The batch's dense columns, of dtype and device of `like`, for an operator that takes some."""
+    if not (wanted := consumer.interaction.num_dense):
+        return ()
+    shape = None if dense is None else tuple(dense.shape)
+    if dense is None or shape != (len(like), wanted):
+        raise DataError(
+            f"consumer {name!r} takes {wanted} dense columns of a batch; got dense {shape}, wanted "
+            f"{(len(like), wanted)}. The reader's schema and the model's operators must agree"
+        )
+    return (dense.to(like),)
 
 
 def summed_backwards(ticket: Ticket, dtype: torch.dtype) -> list[Tensor] | None:

@@ -48,10 +48,13 @@ def route(ends: Sequence[Asks], mesh: Mesh, batch: Batch, step: int, purpose: st
     heard: list[list[np.ndarray]] = [[] for _ in ends]
     if mesh.num_ranks > 1:
         heard, weight = exchanged([each.messages for each in asked], mesh, weight, purpose)
-    return [
+    tickets = [
         end.answer(each, messages, step=step, weight=weight, purpose=purpose)
         for end, each, messages in zip(ends, asked, heard, strict=True)
     ]
+    for ticket in tickets:
+        ticket.dense = batch.dense
+    return tickets
 
 
 def exchanged(

@@ -291,7 +291,7 @@ class RowsExchange(Owner):
             self.ask(batch)  # says which
             raise
         pooled = self.native.pool(lookups, (*rows.places(), slots))
-        return found(self.declaration, self.outputs, pooled, device)
+        return found(self.declaration, self.outputs, pooled, device, batch.dense)
 
     def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
         """Collective in a world of several: every rank pushes the same tickets, with gradients or without."""

@@ -137,7 +137,7 @@ class SeveralExchanges:
             step, batch.size, None, None,
             self._joined([part.owned_ids for part in parts], offsets), _sum(offsets), None,
             parts[0].weight, self._joined(codes, offsets) if codes else None,
-            purpose=purpose, parts=parts,
+            purpose=purpose, parts=parts, dense=batch.dense,
         )  # fmt: skip
 
     def place(self, ticket: Ticket) -> None:
@@ -201,7 +201,7 @@ class SeveralExchanges:
                     for block, (_, _, first, last) in zip(blocks, pieces, strict=True)
                 ]
             tensors.append(blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1))
-        return found(self.declaration, self.outputs, tensors, device)
+        return found(self.declaration, self.outputs, tensors, device, ticket.dense)
 
     def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
         """Collective in a world of several."""

@@ -5,8 +5,8 @@ Every slice of a table is a table by itself, every feature that reads the table 
 come side by side in the order of the columns, so an output holds what it would hold of whole rows. Hot and cold rows
 are slices, too, of which a lookup is in one (`hot.py`).
 
-Consumers of sequences are evaluated here, of what exchanges give of their fields one by one; but for those that owners
-evaluate, which exchanges know as they are declared.
+Consumers are evaluated here, of what exchanges give of their fields, where some of their rows lie so, or where they
+take sequences; all others exchanges know as they are declared, and may evaluate elsewhere.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from colonnade.exchange.contract import Consumer, Exchange, Ticket
 from colonnade.exchange.hot import Dealt, deal
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.recording import evaluate
+from colonnade.exchange.several import EVALUATING
 from colonnade.exchange.stacking import added_up, stacked, stacks_of
 from colonnade.exchange.substitution import queries_of
 from colonnade.interaction import Concat
@@ -37,8 +38,9 @@ class Slices:
 
     declared: Declaration
     laid: tuple[Laid, ...]
-    at_owners: frozenset[str] = frozenset()
-    """Consumers of sequences that an exchange evaluates."""
+    given: frozenset[str] = frozenset()
+    """Consumers that exchanges are given as they are declared; beside these, where nothing is cut, all that take no
+    sequence."""
 
     @cached_property
     def is_cut(self) -> bool:
@@ -97,10 +99,12 @@ class Slices:
         output = declared.tables[0].compute_dtype if self.hot else declared.output
         bare = Declaration(tables, features, {}, output)
         consumers = {
-            name: Consumer(
+            name: consumer
+            if name in self.given
+            else Consumer(
                 Concat(), tuple(each for taken in self._pooled(name) for each in self.names[taken])
             )
-            for name in declared.consumers
+            for name, consumer in declared.consumers.items()
         }
         for name in self.alone:
             if name not in self.sequences and self.names[name] != (name,):
@@ -135,9 +139,7 @@ class Slices:
         """Declared consumers of sequences that are evaluated here."""
         given = self.declared.consumers.items()
         return tuple(
-            name
-            for name, each in given
-            if each.interaction.sequences and name not in self.at_owners
+            name for name, each in given if each.interaction.sequences and name not in self.given
         )
 
     def _pooled(self, name: str) -> tuple[str, ...]:
@@ -190,13 +192,18 @@ class Slices:
     ) -> dict[str, Tensor]:
         """`Exchange.values`, as a model sees them."""
         found = exchange.values(ticket, handle, device)
-        return self.seen(found, ticket.offsets, ticket.dealt)
+        return self.seen(found, ticket.offsets, ticket.dealt, ticket.dense)
 
     def seen(
-        self, found: Mapping[str, Tensor], offsets: Mapping[str, Tensor], dealt: Dealt | None = None
+        self,
+        found: Mapping[str, Tensor],
+        offsets: Mapping[str, Tensor],
+        dealt: Dealt | None = None,
+        dense: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """What a model sees, from what an exchange of `declaration` gives. offsets: those of `offsets_of`."""
-        seen = self._joined(found, dealt) if self.is_cut else dict(found)
+        """What a model sees, from what an exchange of `declaration` gives. offsets: those of `offsets_of`; dense: of
+        the batch."""
+        seen = self._joined(found, dealt, dense) if self.is_cut else dict(found)
         if self.stacks:
             seen = added_up(seen, self.stacks)
         if not self.is_cut and not self.attending:
@@ -216,14 +223,19 @@ class Slices:
             if (feature := self._feature(name).name) in tables
         }
 
-    def _joined(self, found: Mapping[str, Tensor], dealt: Dealt | None) -> dict[str, Tensor]:
+    def _joined(
+        self, found: Mapping[str, Tensor], dealt: Dealt | None, dense: Tensor | None
+    ) -> dict[str, Tensor]:
         """Of fields and consumers as they are declared, but for those of sequences: theirs is what they pool."""
         seen = {}
         for name, each in self.declared.consumers.items():
             if name in self.attending:
                 seen[name] = self._whole(self._pooled(name), found[name], dealt)
-                continue
-            seen[name] = evaluate(each, self._whole(each.features, found[name], dealt))
+            elif name in self.given:
+                seen[name] = found[name].to(self.declared.output_dtype)
+            else:
+                whole = self._whole(each.features, found[name], dealt)
+                seen[name] = evaluate(name, each, whole, dense)
         for name in self.alone:
             if name not in self.sequences:
                 seen[name] = self._whole((name,), found[name], dealt)
@@ -266,22 +278,24 @@ def slices_of(
     exchanges: Sequence[str] = (),
     bounds: Sequence[int] = (),
 ) -> Slices:
-    """By table: exchanges, as far as some evaluates consumers of sequences, and steps that rows are read ahead. Raises
+    """By table: exchanges, as far as some evaluates consumers elsewhere, and steps that rows are read ahead. Raises
     ConfigError for a table that cannot be cut as its sharding says."""
     laid = lay_out(declared.tables, shardings)
-    there = frozenset[str]()
-    if exchanges and len(laid) == len(declared.tables):
-        late = bounds or [0] * len(exchanges)
-        table_of = {field.name: declared.parts[field.part][0] for field in declared.fields}
-        kinds = {name: (exchanges[t], late[t]) for name, t in table_of.items()}
-        # Of these, what is attended to is known where their rows have been added up.
-        hashed = {name: declared.tables[t].hashes is not None for name, t in table_of.items()}
-        alike = [{("substitute", steps)} for steps in set(late)]
-        there = frozenset(
-            name
-            for name, each in declared.consumers.items()
-            if each.interaction.sequences
-            and {kinds[field] for field in each.features} in alike
-            and not any(hashed[field] for field in each.features)
-        )
-    return Slices(declared, laid, there)
+    if not exchanges:
+        return Slices(declared, laid)
+    late = bounds or [0] * len(exchanges)
+    whole = [sharding.slices == 1 and not sharding.has_hot for sharding in shardings]
+    given = set()
+    for name, consumer in declared.consumers.items():
+        taken = {field for field in declared.fields if field.name in consumer.features}
+        tables = {declared.parts[field.part][0] for field in taken}
+        kinds = {(exchanges[t], late[t]) for t in tables}
+        if len(kinds) != 1 or not all(whole[t] for t in tables):
+            continue
+        ((exchange, _),) = kinds
+        # Of hashed tables, what is attended to is known where their rows have been added up.
+        is_hashed = any(declared.tables[t].hashes is not None for t in tables)
+        is_attended = exchange == "substitute" and not is_hashed
+        if is_attended if consumer.interaction.sequences else exchange in EVALUATING:
+            given.add(name)
+    return Slices(declared, laid, frozenset(given))

@@ -62,8 +62,6 @@ def barred(
         return (
             "its queries are read before its rows, in a round of their own, and rows are read ahead"
         )
-    if interaction.sequences and world is not None and world.has_servers:
-        return "owners are servers, which take part in no second round"
     if not any(True for _ in interaction.parameters()):
         return None
     if reads_ahead:

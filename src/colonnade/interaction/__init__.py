@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from colonnade.interaction.attention import TargetAttention
 from colonnade.interaction.contract import Interaction
+from colonnade.interaction.cross import LowRankCross
 from colonnade.interaction.linear import FieldsLinear, NormalizedLinear
 from colonnade.interaction.statistics import FM, BiInteraction, Concat, Sum
 from colonnade.interaction.tower import TowerModule
@@ -14,6 +15,7 @@ __all__ = [
     "Concat",
     "FieldsLinear",
     "Interaction",
+    "LowRankCross",
     "NormalizedLinear",
     "Sum",
     "TargetAttention",

@@ -32,6 +32,10 @@ class Interaction(nn.Module):
     """How many of its fields, the last ones, are sequences, whose rows it takes one by one. Of such an operator,
     `partial` has the others, pooled and side by side, as its context, and `forward` takes (them, rows, offsets)."""
 
+    num_dense: int = 0
+    """How many dense columns of a batch, `Batch.dense` as it is, `combine` and `forward` take behind what else they
+    take; 0: they are given none."""
+
     @abstractmethod
     def width(self, dim: int) -> int | None:
         """P, floats per sample in a partial, for vectors of width `dim`; None: values must travel."""
@@ -60,7 +64,7 @@ class Interaction(nn.Module):
 
     @abstractmethod
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
-        """Merged statistics (B, P) -> (B, anything)."""
+        """Merged statistics (B, P) -> (B, anything). dense: (B, num_dense), of an operator that takes some."""
 
     def refusal(self, dims: Sequence[int]) -> str | None:
         """Why it cannot take fields of these dims, in this order; None: it can."""

@@ -18,7 +18,7 @@ from colonnade.interaction.contract import Interaction
 from colonnade.ops.linear import linear
 
 
-class _SideBySide(Interaction):
+class SideBySide(Interaction):
     """Fields of these dims, in this order, and the columns of each."""
 
     one_width = False
@@ -57,7 +57,7 @@ class _SideBySide(Interaction):
         return torch.cat(pieces, dim=-1) if pieces else values[..., :0]
 
 
-class FieldsLinear(_SideBySide):
+class FieldsLinear(SideBySide):
     """A linear map of the fields side by side, without bias: (B, W) -> (B, out). A network's first layer, but for what
     it makes of dense columns, which lie with the samples."""
 
@@ -81,7 +81,7 @@ class FieldsLinear(_SideBySide):
         return stats
 
 
-class NormalizedLinear(_SideBySide):
+class NormalizedLinear(SideBySide):
     """Layer normalisation of all fields side by side, then a linear layer: (B, W) -> (B, out).
 
     Statistics: what the map makes of the fields as they are (out floats), their sum, and that of their squares; mean

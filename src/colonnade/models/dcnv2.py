@@ -8,24 +8,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor, cat, nn
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
-from colonnade.interaction import Concat, Interaction, TowerModule
+from colonnade.interaction import Concat, Interaction, LowRankCross, TowerModule
 from colonnade.models import work
 from colonnade.models.cross import MatrixCross, MixtureCross
 from colonnade.models.fields import dims_of
 from colonnade.models.mlp import mlp
 from colonnade.models.scorer import Scorer
+from colonnade.models.tower import Tower, first_layer
 from colonnade.models.tower_modules import DCNTower, checked_partition, tower_consumers
 from colonnade.table import Feature, Table
 from colonnade.topology.towers import Partition
 
+Consumers = dict[str, tuple[Interaction, Sequence[str]]]
+
 
 class DCNv2(Scorer):
     """Matrices are whole, of `cross_rank`, or a mixture of `cross_experts` of that rank. The MLP is beside the cross
-    layers (parallel: both feed the last layer) or after them (stacked)."""
+    layers (parallel: both feed the last layer) or after them (stacked).
+
+    Of a rank, without experts and tower modules, the cross layers and the linear layer behind them are an operator of
+    the fields, "cross", and so is the first layer of an MLP beside them, "first": owners can evaluate both.
+    """
 
     ordered = ("cross.", "top.0.", "last.")
 
@@ -61,10 +69,12 @@ class DCNv2(Scorer):
             return MatrixCross(width, cross_rank)
 
         dims = dims_of(tables, features)
+        self.is_parallel = structure == "parallel"
         self.towers = checked_partition(towers, dims, tower_dim)
-        consumers: dict[str, tuple[Interaction, Sequence[str]]] = {"fields": (Concat(), list(dims))}
+        consumers: Consumers = {"fields": (Concat(), list(dims))}
         width = flat_width = num_dense + sum(dims.values())
         inside = work.Work()
+        self.deep: Tower | None = None
         if self.towers is not None and tower_dim is not None:
             width = num_dense + tower_dim * len(features)
 
@@ -78,13 +88,17 @@ class DCNv2(Scorer):
             for members in self.towers.towers:
                 each = [dims[name] for name in members]
                 inside += work.dcn_tower(each, tower_dim, layers=tower_layers, rank=cross_rank)
+        elif cross_rank is not None and cross_experts == 1:
+            consumers, self.deep = self._of_low_rank(
+                dims, num_dense, cross_rank, cross_layers, [*top, tasks]
+            )
         self.taken = list(consumers)
         self.embeddings = EmbeddingCollection(tables, features, consumers=consumers, seed=seed)
-        self.cross = nn.ModuleList(layer(width) for _ in range(cross_layers))
-        self.top = mlp([width, *top], last_relu=True)
-        self.is_parallel = structure == "parallel"
-        last = top[-1] if top else width
-        self.last = nn.Linear(last + width if self.is_parallel else last, tasks)
+        if self.deep is None:
+            self.cross = nn.ModuleList(layer(width) for _ in range(cross_layers))
+            self.top = mlp([width, *top], last_relu=True)
+            last = top[-1] if top else width
+            self.last = nn.Linear(last + width if self.is_parallel else last, tasks)
 
         def around(width: int) -> work.Work:
             last = (top[-1] if top else width) + width * self.is_parallel
@@ -93,7 +107,37 @@ class DCNv2(Scorer):
 
         self.work, self.flat_work = inside + around(width), around(flat_width)
 
+    def _of_low_rank(
+        self,
+        dims: Mapping[str, int],
+        num_dense: int,
+        rank: int,
+        layers: int,
+        widths: Sequence[int],
+    ) -> tuple[Consumers, Tower]:
+        """Consumers of the fields, and all that is behind them. widths: of the layers behind x_0 or x_L, the MLP's and
+        the last one."""
+        width, tasks = num_dense + sum(dims.values()), widths[-1]
+        given = (list(dims.values()), rank, layers)
+        if not self.is_parallel:
+            cross = LowRankCross(*given, widths[0], num_dense=num_dense)
+            return {"cross": (cross, list(dims))}, Tower(0, [width], widths)
+        inputs = widths[-2] if len(widths) > 1 else width  # of the last layer, beside x_L
+        cross = LowRankCross(*given, tasks, num_dense=num_dense, fan_in=inputs + width)
+        first = first_layer(num_dense, dims.values(), widths[0])
+        deep = Tower(num_dense, dims.values(), widths)
+        # The last layer takes both side by side: its parts start as parts of it.
+        parts = deep.top[-1] if len(deep.top) else nn.ModuleList([first, deep.columns])
+        with torch.no_grad():
+            for parameter in parts.parameters():
+                parameter.mul_((inputs / (inputs + width)) ** 0.5)
+        return {"cross": (cross, list(dims)), "first": (first, list(dims))}, deep
+
     def network(self, fields: Mapping[str, Tensor], dense: Tensor) -> Tensor:
+        if self.deep is not None:
+            if self.is_parallel:
+                return fields["cross"] + self.deep(fields["first"], dense)
+            return self.deep(fields["cross"], dense[:, :0])
         first = cat([dense, *(fields[name] for name in self.taken)], dim=1)
         x = first
         for layer in self.cross:

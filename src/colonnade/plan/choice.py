@@ -130,7 +130,6 @@ class State:
     in_use: Floats  # (N,) bytes of the rows of one step
     users: dict[str, int] = field(default_factory=dict)  # tables by exchange
     owners: Floats = field(default_factory=lambda: np.zeros((0, 0)))  # (T, N) of `Partials`
-    cut: int = 0  # tables whose rows are
     joint: Joint | None = None  # of the tables under `substitute`
     burden: tuple[Floats, Floats] | None = None  # its seconds, as they were added
     narrowed: Narrowed = field(
@@ -266,10 +265,8 @@ class Search:
         in_use = min(load.unique_world, load.rows) * load.slot_bytes
         state.in_use[owners] += sign * in_use / share
         state.users[exchange] = state.users.get(exchange, 0) + int(sign)
-        state.cut += int(sign) * (sharding.slices > 1)
         if exchange == "substitute":
             state.owners[t, owners] = 1 / sharding.slices if sign > 0 else 0.0
-        if exchange == "substitute" or (state.joint is not None and sharding.slices > 1):
             self._join(state)
 
     def _join(self, state: State) -> None:
@@ -279,7 +276,7 @@ class Search:
             state.processor -= state.burden[1]
         state.joint = state.burden = None
         if state.users.get("substitute"):
-            state.joint = self.partials.joint(state.owners, may_evaluate=not state.cut)
+            state.joint = self.partials.joint(state.owners)
             state.burden = burden(state.joint, state.owners, self.samples, self.paths, self.rates)
             state.links += state.burden[0]
             state.processor += state.burden[1]
@@ -500,9 +497,14 @@ class Search:
             for exchange, sharding in chosen
         ]
         owners = [sharding.num_owners for _, sharding in chosen]
-        beside = any(e == "towers" and t is None for (e, _), t in zip(chosen, by, strict=True))
-        is_cut = bool(state.cut) or (beside and self.is_fetched_ahead)
-        found = narrowed(self.partials.model, by, owners, is_cut=is_cut)
+        cut = [sharding.slices > 1 for _, sharding in chosen]
+        beside = any(
+            exchange == "towers" and tower is None and not each
+            for (exchange, _), tower, each in zip(chosen, by, cut, strict=True)
+        )
+        if beside and self.is_fetched_ahead:
+            return
+        found = narrowed(self.partials.model, by, owners, cut)
         for t, (_, sharding) in enumerate(chosen):
             if (way := self.paths.by_towers(sharding)) is None:
                 continue

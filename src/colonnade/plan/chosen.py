@@ -98,6 +98,8 @@ class ConsumerChoice:
     """None: it has no partial that adds up."""
     value_floats: float
     why: str
+    is_apart: bool = False
+    """It would have a partial, were it not for how rows of a table are laid out."""
 
 
 @dataclass(frozen=True, slots=True)

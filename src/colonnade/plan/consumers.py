@@ -71,6 +71,8 @@ class ConsumerLoad:
     """Of a sample, to where they lie."""
     query_bytes: float = 0.0
     """The same, which gradients of queries are, too."""
+    is_apart: bool = False
+    """It would have a partial, were it not for how rows of a table are laid out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +112,11 @@ def model_load(
     bags: Collection[str] = (),
     world: World | None = None,
     reads_ahead: int = 0,
+    declared: Declaration | None = None,
 ) -> ModelLoad:
     """`loads`: of the declaration's tables. `bags`: features whose samples may have several ids, beside those of which
-    a sample of the data has shown some. `world`, `reads_ahead`: as `substitution.barred`."""
+    a sample of the data has shown some. `world`, `reads_ahead`: as `substitution.barred`. `declared`: by the model, of
+    a declaration that has hot rows of tables beside cold ones."""
     compute = declaration.compute_dtype
     values, gradients = CODECS[codecs.values], CODECS[codecs.gradients]
     columns: dict[str, ColumnLoad] = {}
@@ -139,7 +143,13 @@ def model_load(
     numbers = {field.name: i for i, field in enumerate(fields)}
     consumers = []
     for name, consumer in declaration.consumers.items():
-        why = barred(declaration, name, world=world, reads_ahead=reads_ahead)
+        why = barred(declared or declaration, name, world=world, reads_ahead=reads_ahead)
+        hot = None if declared is None else _hot_of(name, declared, declaration)
+        is_apart = hot is not None and why is None
+        if is_apart:
+            why = (
+                f"what hot and cold rows of table {hot} give is put together where the samples are"
+            )
         width = None if why else partial_width(declaration, name)
         needs = consumer.interaction.needs()
         of_partial = [width or 0]
@@ -159,9 +169,20 @@ def model_load(
                 float(gradients.row_bytes([inside or 0], compute)),
                 tuple(numbers[each] for each in consumer.features[len(queries) :]) if queries else (),
                 of_query, float(CODECS["exact"].row_bytes([of_query], compute)) if queries else 0.0,
+                is_apart,
             )
         )  # fmt: skip
     return ModelLoad(tuple(fields), tuple(consumers))
+
+
+def _hot_of(name: str, declared: Declaration, sides: Declaration) -> str | None:
+    """A table of a consumer's whose hot rows are beside cold ones."""
+    left = {table.name for table in sides.tables}
+    taken = declared.consumers[name].features
+    tables = [
+        declared.tables[declared.parts[f.part][0]].name for f in declared.fields if f.name in taken
+    ]
+    return next((table for table in tables if table not in left), None)
 
 
 def _per_sample(column: ColumnLoad | None, loads: Sequence[TableLoad]) -> float:

@@ -82,10 +82,13 @@ def popular(batches: Sequence[Batch], features: Iterable[str], count: int) -> li
 def sides_of(
     declared: Declaration, hot: Mapping[str, Iterable[int] | Tensor], batches: Iterable[Batch]
 ) -> tuple[Declaration, Profile]:
-    """A declaration with hot rows beside cold ones, table by table, and the profile of a sample of such."""
+    """A declaration with hot rows beside cold ones, table by table, and the profile of a sample of such. Consumers that
+    take no field of such a table are as they were."""
     tables = declared.tables
     two = with_hot(tables, [row_wise(2)] * len(tables), hot, 2)  # whoever owns the cold ones
-    slices = slices_of(declared, two)
+    slices = slices_of(declared, two, ["substitute"] * len(tables))  # or whatever else evaluates
     dealt = (deal(batch, declared, slices.hot).batch for batch in batches)
     sides = slices.declaration
+    known = {name: each for name, each in sides.consumers.items() if name in declared.consumers}
+    sides = replace(sides, consumers=known)  # fields alone are nobody's
     return sides, profile(sides.tables, sides.features, dealt)

@@ -1,10 +1,10 @@
 """What tables under `substitute` cost together: partials belong to consumers, not to tables.
 
 The cut is that of `exchange/substitution.py`, on numbers alone: a consumer whose fields' tables are all under
-`substitute` may have its partial travel, from every rank that has rows of one of them; all other fields travel as under
-`pooled`. Where a consumer takes a sequence, partials come from where its rows lie, and queries go there before. A
-partial's bytes are the tables' that have rows on the rank which sends it, by the widths of the fields it stands for
-there: exact where all tables lie on the same ranks, and the truth in sum wherever they lie.
+`substitute`, none of them cut by columns, may have its partial travel, from every rank that has rows of one of them;
+all other fields travel as under `pooled`. Where a consumer takes a sequence, partials come from where its rows lie, and
+queries go there before. A partial's bytes are the tables' that have rows on the rank which sends it, by the widths of
+the fields it stands for there: exact where all tables lie on the same ranks, and the truth in sum wherever they lie.
 
 Legend: N ranks, T tables, F fields, C consumers.
 """
@@ -135,12 +135,9 @@ class Partials:
             if consumer.needs_bags and fields[f].has_bags
         )
 
-    def cut(self, owners: Floats, *, may_evaluate: bool = True) -> tuple[int, ...]:
-        """Indices of the consumers whose partials travel. may_evaluate: no table is cut by columns."""
-        if not may_evaluate:
-            return ()
-        counts = (owners > 0).sum(1)
-        mine = counts[self.tables] > 0  # (F,)
+    def cut(self, owners: Floats) -> tuple[int, ...]:
+        """Indices of the consumers whose partials travel."""
+        mine = ((owners > 0).any(1) & ~is_cut(owners))[self.tables]  # (F,)
         able = [
             c
             for c, each in enumerate(self.model.consumers)
@@ -148,7 +145,7 @@ class Partials:
         ]
         if not able:
             return ()
-        field_floats = self.dims * self.rows * counts[self.tables]
+        field_floats = self.dims * self.rows * owners.sum(1)[self.tables]
         widths = {c: self.partial_floats(c, owners) for c in able}
         must = [c for c in able if self.model.consumers[c].sequences]
 
@@ -176,8 +173,8 @@ class Partials:
         others[list(some)] = False
         return ~self.taken | self.takes[others].any(0) | self.asks[list(some)].any(0)
 
-    def joint(self, owners: Floats, *, may_evaluate: bool = True) -> Joint:
-        some, model = self.cut(owners, may_evaluate=may_evaluate), self.model
+    def joint(self, owners: Floats) -> Joint:
+        some, model = self.cut(owners), self.model
         needed, common = self.needed(some), np.zeros(2)
         sums = self.common(owners)[self.tables]  # (F,)
         values = self._by_table(self.value_bytes * (needed & ~sums)) @ owners
@@ -252,6 +249,11 @@ class Partials:
         return found[0], found[1]
 
 
+def is_cut(owners: Floats) -> NDArray[np.bool_]:
+    """(T,) tables whose rows are, by columns."""
+    return np.asarray(((owners > 0) & (owners < 1)).any(1))
+
+
 def burden(
     joint: Joint, owners: Floats, samples: float, paths: Paths, rates: Sequence[RowRate]
 ) -> tuple[Floats, Floats]:
@@ -296,6 +298,6 @@ def check_joint(
         raise ConfigError(
             f"table {names[field.table]!r}: got exchange substitute for {field.name!r}, a sequence whose rows would "
             "have to travel one by one: what takes it is evaluated where they lie only if the tables of its queries "
-            "are under substitute, too, and no table is cut by columns; set their exchange as well, or this one's to "
-            "rows"
+            "are under substitute, too, and none of them is cut by columns; set their exchange as well, or this "
+            "one's to rows"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from colonnade.plan.chosen import ConsumerChoice
-from colonnade.plan.partials import Floats, Partials
+from colonnade.plan.partials import Floats, Partials, is_cut
 
 
 def consumer_choices(
@@ -23,8 +23,8 @@ def consumer_choices(
     model = partials.model
     under = [exchange == "substitute" for exchange in exchanges]
     mine = owners * [[float(each)] for each in under]
-    cut = [names[t] for t, row in enumerate(owners) if ((row > 0) & (row < 1)).any()]
-    some = partials.cut(mine, may_evaluate=not cut)
+    are_cut = is_cut(owners)
+    some = partials.cut(mine)
     counts = (owners > 0).sum(1)
     floats = partials.dims * partials.rows * owners.sum(1)[partials.tables]
     found = []
@@ -38,6 +38,7 @@ def consumer_choices(
         partial = None if consumer.width is None else partials.partial_floats(c, owners)
         tables = partials.tables_of(consumer)
         others = [names[t] for t in tables if not under[t]]
+        cut = [names[t] for t in tables if are_cut[t]]
         if c in some:
             why = (
                 "rows of its sequence stay where they lie" if consumer.sequences else "fewer floats"
@@ -69,7 +70,8 @@ def consumer_choices(
         ]
         if split and partial is not None and c not in some and others:
             why += f"; bags of {split[0]} are split"
-        found.append(ConsumerChoice(consumer.name, c in some, partial, values, why))
+        said = ConsumerChoice(consumer.name, c in some, partial, values, why, consumer.is_apart)
+        found.append(said)
     return tuple(found)
 
 

@@ -83,6 +83,7 @@ def loads_of(
 
 def choose_for(
     collection: EmbeddingCollection,
+    sides: Declaration,
     loads: Sequence[TableLoad],
     config: RunConfig,
     world: World,
@@ -91,9 +92,10 @@ def choose_for(
     bags: Collection[str] = (),
     hot: Collection[str] = (),
 ) -> Choice:
-    """What `config` leaves open is chosen, the rest is as it says. `wanted`: what tables ask of memory, where it is
-    limited; `bags`: features whose samples may have several ids; `hot`: tables whose hot and cold rows have loads of
-    their own. Raises ConfigError where what is said cannot be."""
+    """What `config` leaves open is chosen, the rest is as it says. `sides`: the collection's declaration with hot rows
+    beside cold ones, whose tables `loads` are of; `wanted`: what tables ask of memory, where it is limited; `bags`:
+    features whose samples may have several ids; `hot`: tables that have hot rows. Raises ConfigError where what is said
+    cannot be."""
     forced = forced_by(config.plan, collection.tables, world)
     for name in hot:
         forced[f"{name}[cold]"] = forced[name]
@@ -109,15 +111,14 @@ def choose_for(
         rates=device.memory,
         forced=forced,
         is_fetched_ahead=config.plan.is_late,
-        model=None
-        if hot  # what tables with hot rows give is put together where the samples are
-        else model_load(
-            collection.declaration,
+        model=model_load(
+            sides,
             loads,
             codecs=Codecs(config.plan.wire.values, config.plan.wire.gradients),
             bags=bags,
             world=world,
             reads_ahead=int(config.plan.is_late),
+            declared=collection.declaration,
         ),
         towers=config.plan.towers if isinstance(config.plan.towers, int) else None,
         route=config.plan.route,

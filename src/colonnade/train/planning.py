@@ -172,7 +172,7 @@ def plan_from_sample(
         codecs=even.codecs,
     )  # fmt: skip
     bags = bags_of(data.train.schema) | set(stacks_of(declared))
-    choice = choose_for(collection, loads, config, world, device, wanted, bags, hot)
+    choice = choose_for(collection, sides, loads, config, world, device, wanted, bags, hot)
     even = plan_of(config.plan, collection.tables, world, choice, hot)
     # Of who has which rows, now that it is known.
     shardings = [table.sharding for table in even.tables]

@@ -26,13 +26,14 @@ class Narrowed:
 
 
 def narrowed(
-    model: ModelLoad, towers: Sequence[int | None], num_owners: Sequence[int], *, is_cut: bool
+    model: ModelLoad, towers: Sequence[int | None], num_owners: Sequence[int], cut: Sequence[bool]
 ) -> Narrowed:
-    """By table: `towers`, where it goes by one; `num_owners`. is_cut: rows of some table are."""
+    """By table: `towers`, where it goes by one; `num_owners`; whether its rows are `cut` by columns."""
     fields = model.fields
     able = {}
     for c, consumer in enumerate(model.consumers):
         mine = {towers[fields[f].table] for f in consumer.fields}
+        is_cut = any(cut[fields[f].table] for f in consumer.fields)
         if not is_cut and consumer.inside_width is not None and len(mine) == 1 and mine != {None}:
             able[str(c)] = next(iter(mine))
     if not able:
