@@ -10,13 +10,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "radix.h"
 #include "threads.h"
 
 namespace colonnade {
 
 namespace {
 
-constexpr std::int64_t kRun = 2048;                // rows of a batch that a thread takes
+constexpr std::int64_t kRun = 512;                 // rows of a batch that a thread takes
 constexpr std::uint32_t kMostTicks = (1u << 24) - 1;
 constexpr std::int64_t kLeastShare = 24, kLateShare = 64;  // of the copies: one in so many is kept in order
 constexpr std::int64_t kSmall = 1024;              // copies, or fewer, are all kept in order
@@ -28,6 +29,7 @@ constexpr int kDoubling = 1024, kTimeShift = 20;
 constexpr std::uint64_t kHalfLife = std::uint64_t{kDoubling} << kTimeShift;
 constexpr std::uint64_t kTurnover = 1;             // capacities that are used in a half-life
 constexpr std::uint32_t kMostTime = std::numeric_limits<std::uint32_t>::max() - 64 * kDoubling;
+constexpr std::uint32_t kSetBack = 1u << 31;       // two million half-lives
 constexpr int kGainStep = 16;
 // What the smaller of two counts adds to the logarithm of the larger, by how far it is below.
 const std::array<std::uint16_t, 12 * kDoubling / kGainStep> kGain = [] {
@@ -48,6 +50,9 @@ void check_ascending(std::span<const std::int64_t> ids, const char* name) {
       throw std::invalid_argument(std::string(name) + ": got " + std::to_string(ids[i]) + " after " +
                                   std::to_string(ids[i - 1]) + ", wanted ids ascending, each once");
 }
+
+// Of an id, so that they ascend as numbers without a sign.
+std::uint64_t unsigned_order(std::int64_t id) { return static_cast<std::uint64_t>(id) ^ std::uint64_t{1} << 63; }
 
 }  // namespace
 
@@ -77,7 +82,7 @@ DirectoryStep Directory::step(std::span<const std::int64_t> ids, std::span<const
   const auto n = static_cast<std::int64_t>(ids.size());
   check_ascending(ids, "ids");
   check_ascending(coming, "coming");
-  if (number_ >= kMostNumber || (time_ >> kTimeShift) >= kMostTime)
+  if (number_ >= kMostNumber)
     throw std::overflow_error("a cache's directory counts " + std::to_string(number_) +
                               " batches and no more; flush it and go on with a new one");
   make_room(std::max(num_slots_, num_rows_ + n));
@@ -94,6 +99,7 @@ DirectoryStep Directory::step(std::span<const std::int64_t> ids, std::span<const
   done.time = time_;
   done.num_slots = num_slots_;
   done.number = ++number_;
+  if ((time_ >> kTimeShift) >= kMostTime) set_back(done);
   tick(u);
   index_.grow(this->ids());
   if (settings_.policy == CachePolicy::lookahead && number_ % kForgive == 0) forgive(done);
@@ -112,6 +118,37 @@ void Directory::tick(std::size_t num_rows) noexcept {
   time_ += std::min(kHalfLife, turned);
 }
 
+// Worths are compared with each other alone, so all may be less by the same. What would be worth nothing is worth least.
+void Directory::set_back(DirectoryStep& done) {
+  done.set_back = kSetBack;
+  for (std::int64_t s = 0; s < num_slots_; ++s) {
+    std::uint32_t& worth = worths_[s];
+    if (worth > kSetBack) {
+      worth -= kSetBack;
+    } else if (worth) {
+      done.lapsed.emplace_back(static_cast<std::uint32_t>(s), worth);
+      worth = 1;
+    }
+  }
+  time_ -= std::uint64_t{kSetBack} << kTimeShift;
+  forget_order();
+}
+
+void Directory::undo_set_back(const DirectoryStep& done) {
+  if (!done.set_back) return;
+  for (std::int64_t s = 0; s < num_slots_; ++s)
+    if (worths_[s]) worths_[s] += done.set_back;
+  for (const auto& [slot, worth] : done.lapsed) worths_[slot] = worth;
+  forget_order();
+}
+
+// Who is worth least is looked for anew.
+void Directory::forget_order() noexcept {
+  least_.clear();
+  late_.clear();
+  threshold_ = {0, 0};
+}
+
 std::uint32_t Directory::known(std::int64_t batches) const noexcept {
   return kKnown | static_cast<std::uint32_t>(kKnown - 1 - std::min<std::int64_t>(number_ + batches, kKnown - 1));
 }
@@ -127,12 +164,11 @@ std::uint32_t Directory::begun(std::int32_t next_use) const noexcept {
   }
 }
 
-std::uint32_t Directory::used(std::uint32_t worth, std::int32_t next_use) const noexcept {
+std::uint32_t Directory::used(std::uint32_t worth, std::uint32_t now) const noexcept {
   if (settings_.policy == CachePolicy::light_lfu) {
     const std::uint32_t uses = std::min(worth / kUse + 1, kMostUses);
     return uses * kUse | (uses < kMostUses ? static_cast<std::uint32_t>(number_) : 0);
   }
-  const std::uint32_t now = begun(next_use);
   if (settings_.policy != CachePolicy::lfu) return now;
   const std::uint32_t larger = std::max(worth, now), below = (larger - std::min(worth, now)) / kGainStep;
   return below < kGain.size() ? larger + kGain[below] : larger;
@@ -143,30 +179,41 @@ void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::
   const auto number = static_cast<std::uint32_t>(number_);
   const auto read_bound = static_cast<std::uint64_t>(settings_.read_bound);
   const std::int64_t write_bound = settings_.write_bound;
-  Buffer<std::uint32_t> low(wanted.size());
+  Buffer<std::uint32_t> low_slots(wanted.size());
   std::atomic<std::size_t> num_low{0};
+  // As values: what is stored below in bytes may alias all that is reached through `this` or `done`.
+  Row* const rows = rows_;
+  std::uint32_t* const worths = worths_;
+  const std::pair<std::uint32_t, std::int64_t> threshold = threshold_;
+  const std::uint32_t begun_now = begun(0);
+  std::uint32_t* const low = low_slots.data();
+  std::int32_t *const slots = done.slots.data(), *const ages = done.ages.data(), *const all_ticks = done.ticks.data();
+  std::uint8_t *const leaving = done.leaving.data(), *const asked = done.asked.data(), *const pushed = done.pushed.data();
+  DirectoryStep::Before* const before = done.before.data();
   for_each_run(static_cast<std::int64_t>(wanted.size()), kRun, [&](std::int64_t begin, std::int64_t end) {
-    index_.for_each(wanted.subspan(begin, end - begin), ids(), [&](std::int64_t k, std::uint32_t slot) {
+    index_.for_each(wanted.subspan(begin, end - begin), ids(), [=, this, &num_low](std::int64_t k, std::uint32_t slot) {
       const auto i = static_cast<std::size_t>(begin + k);
-      done.slots[i] = static_cast<std::int32_t>(slot);
-      done.leaving[i] = 0;
+      slots[i] = static_cast<std::int32_t>(slot);
+      leaving[i] = 0;
       if (slot == SlotIndex::kAbsent) return;
-      Row& row = rows_[slot];
-      std::uint32_t& worth = worths_[slot];
-      done.before[i] = {row.copied, row.ticks, worth};
+      Row row = rows[slot];
+      const std::uint32_t worth = worths[slot];
+      before[i] = {row.copied, row.ticks, worth};
       const std::uint32_t age = number - row.copied;
       const bool is_over = age > read_bound;
       const std::uint32_t ticks = std::min(row.ticks + 1u, kMostTicks);
       const bool is_pushed = ticks > write_bound;
-      done.ages[i] = static_cast<std::int32_t>(age);
-      done.asked[i] = static_cast<std::uint8_t>(is_over ? Asked::lease_over : Asked::hit);
-      done.ticks[i] = static_cast<std::int32_t>(ticks);
-      done.pushed[i] = is_pushed;
       row.copied = is_over ? number : row.copied;
       row.ticks = is_pushed ? 0 : ticks;
-      row.stamp = stamp_of(number_);
-      worth = used(worth, next_uses.empty() ? 0 : next_uses[i]);
-      if (is_low(worth, row.id)) low[num_low.fetch_add(1, std::memory_order_relaxed)] = slot;
+      row.stamp = stamp_of(number);
+      rows[slot] = row;
+      const std::uint32_t worth_now = used(worth, next_uses.empty() ? begun_now : begun(next_uses[i]));
+      worths[slot] = worth_now;
+      ages[i] = static_cast<std::int32_t>(age);
+      asked[i] = static_cast<std::uint8_t>(is_over ? Asked::lease_over : Asked::hit);
+      all_ticks[i] = static_cast<std::int32_t>(ticks);
+      pushed[i] = is_pushed;
+      if (std::pair(worth_now, row.id) <= threshold) low[num_low.fetch_add(1, std::memory_order_relaxed)] = slot;
     });
   });
   for (std::size_t i = 0; i < num_low; ++i) hear(low[i]);
@@ -175,9 +222,12 @@ void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::
 // Copies for those that have none.
 void Directory::admit(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done) {
   const bool is_pushed = 1 > settings_.write_bound;
-  for (std::size_t i = 0; i < wanted.size(); ++i) {
-    if (static_cast<std::uint32_t>(done.slots[i]) != SlotIndex::kAbsent) continue;
-    const std::uint32_t slot = take_slot();
+  std::vector<std::uint32_t> missing;
+  for (std::uint32_t i = 0; i < wanted.size(); ++i)
+    if (static_cast<std::uint32_t>(done.slots[i]) == SlotIndex::kAbsent) missing.push_back(i);
+  for (std::size_t m = 0; m < missing.size(); ++m) {
+    if (m + kAhead < missing.size()) index_.prefetch(wanted[missing[m + kAhead]]);
+    const std::uint32_t i = missing[m], slot = take_slot();
     const auto number = static_cast<std::uint32_t>(number_);
     put({wanted[i], slot, number, is_pushed ? 0u : 1u, begun(next_uses.empty() ? 0 : next_uses[i])});
     rows_[slot].stamp = stamp_of(number_);
@@ -239,12 +289,14 @@ void Directory::evict(std::span<const std::int64_t> wanted, DirectoryStep& done)
     }
     remove(slot);
   }
-  std::sort(dirty.begin(), dirty.end(), [&](auto a, auto b) { return done.gone[a].id < done.gone[b].id; });
+  const auto order = ordered(
+      dirty.size(), [](std::uint32_t) { return std::uint64_t{0}; },
+      [&](std::uint32_t i) { return unsigned_order(done.gone[dirty[i]].id); });
   done.evicted_ids = Buffer<std::int64_t>(dirty.size());
   done.evicted_slots = Buffer<std::int32_t>(dirty.size());
   done.evicted_ticks = Buffer<std::int32_t>(dirty.size());
   for (std::size_t i = 0; i < dirty.size(); ++i) {
-    const DirectoryRow& row = done.gone[dirty[i]];
+    const DirectoryRow& row = done.gone[dirty[order[i]]];
     done.evicted_ids[i] = row.id;
     done.evicted_slots[i] = static_cast<std::int32_t>(row.slot);
     done.evicted_ticks[i] = static_cast<std::int32_t>(row.ticks);
@@ -278,6 +330,7 @@ void Directory::undo(std::span<const std::int64_t> ids, const DirectoryStep& don
     --num_free_;
   }
   num_slots_ = done.num_slots;
+  undo_set_back(done);
   time_ = done.time;
   --number_;
 }
@@ -304,8 +357,7 @@ std::vector<DirectoryRow> Directory::flush() {
 void Directory::forget() {
   for (std::int64_t s = 0; s < num_slots_; ++s)
     if (worths_[s]) remove(static_cast<std::uint32_t>(s));
-  least_.clear();
-  late_.clear();
+  forget_order();
 }
 
 void Directory::load(std::span<const DirectoryRow> rows, std::int64_t number, std::uint64_t time) {
@@ -405,14 +457,39 @@ void Directory::look(std::int64_t wanted) {
     threshold_ = is_all ? std::pair(std::numeric_limits<std::uint32_t>::max(), std::numeric_limits<std::int64_t>::max())
                         : sample[rank];
     least_.reserve(static_cast<std::size_t>((is_all ? 1.0 : 1.1 * share) * static_cast<double>(num_rows_)) + 64);
-    for (std::int64_t s = 0; s < num_slots_; ++s) {
-      if (worths_[s] - 1 >= threshold_.first) continue;  // a free slot's worth of 0 is above all
-      if (is_low(worths_[s], rows_[s].id)) least_.push_back({worths_[s], static_cast<std::uint32_t>(s), rows_[s].id});
-    }
+    collect_low();
     if (is_all || static_cast<std::int64_t>(least_.size()) >= wanted) break;
     least_.clear();
   }
-  std::sort(least_.begin(), least_.end(), std::greater<>());
+  const auto order = ordered(
+      least_.size(), [&](std::uint32_t i) { return std::uint64_t{least_[i].worth}; },
+      [&](std::uint32_t i) { return unsigned_order(least_[i].id); });
+  std::vector<Entry> sorted(order.size());
+  for (std::size_t i = 0; i < order.size(); ++i) sorted[order.size() - 1 - i] = least_[order[i]];
+  std::copy(sorted.begin(), sorted.end(), least_.begin());
+}
+
+// All copies up to the threshold, to the end of `least_`.
+void Directory::collect_low() {
+  constexpr std::int64_t kTogether = 16;  // looked at at once, most of them in vain
+  constexpr std::uint32_t kSign = 1u << 31;  // flipped: processors compare many numbers at once with their signs only
+  const std::uint32_t* const worths = worths_;
+  const auto most = static_cast<std::int32_t>(threshold_.first ^ kSign);
+  const auto is_candidate = [=](std::int64_t s) COLONNADE_INLINE_LAMBDA {
+    return static_cast<std::int32_t>((worths[s] - 1) ^ kSign) < most;  // a free slot's worth of 0 is above all
+  };
+  for (std::int64_t begin = 0; begin < num_slots_; begin += kTogether) {
+    const std::int64_t end = std::min(begin + kTogether, num_slots_);
+    if (end - begin == kTogether) {
+      int any = 0;
+      for (std::int64_t k = 0; k < kTogether; ++k) any |= is_candidate(begin + k);
+      if (!any) continue;
+    }
+    for (std::int64_t s = begin; s < end; ++s) {
+      if (is_candidate(s) && is_low(worths[s], rows_[s].id))
+        least_.push_back({worths[s], static_cast<std::uint32_t>(s), rows_[s].id});
+    }
+  }
 }
 
 // The copy that is worth least; there is one. wanted: copies that leave now, this one included.

@@ -14,7 +14,8 @@ namespace colonnade {
 
 // What a copy is worth (32 bits; who is worth least leaves, of those alike the one with the smallest id):
 //   lru        the last batch that used it
-//   lfu        how often it was used; a count halves while as many rows are used as the cache holds
+//   lfu        how often it was used; a count halves while as many rows are used as the cache holds, and those of rows
+//              that were not used for two million times as long may become alike
 //   light_lfu  how often, up to ten, then the last batch; used more often it never leaves (HET's)
 //   lookahead  how soon it is used again, as told; of those not told, the last batch that used it
 enum class CachePolicy : std::uint8_t { lru, lfu, light_lfu, lookahead };
@@ -52,6 +53,8 @@ struct DirectoryStep {
   std::size_t num_forgiven = 0;  // of these, before the batch's rows were found
   std::uint64_t time = 0;
   std::int64_t num_slots = 0;
+  std::uint32_t set_back = 0;  // by how much all worths were lowered before anything else
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> lapsed;  // slot and worth of those that were worth no more than that
 };
 
 // Flat arrays: 16 bytes of each copy, 4 of its worth, 6.8 of the index, and 16 for each of some twentieth of the copies,
@@ -118,8 +121,11 @@ class Directory {
   Ids ids() const { return {rows_, worths_}; }
   void make_room(std::int64_t slots);
   void tick(std::size_t num_rows) noexcept;
+  void set_back(DirectoryStep& done);
+  void undo_set_back(const DirectoryStep& done);
+  void forget_order() noexcept;
   std::uint32_t begun(std::int32_t next_use) const noexcept;
-  std::uint32_t used(std::uint32_t worth, std::int32_t next_use) const noexcept;
+  std::uint32_t used(std::uint32_t worth, std::uint32_t now) const noexcept;  // now: what `begun` says
   std::uint32_t known(std::int64_t batches) const noexcept;
   void revalue(std::uint32_t slot, std::uint32_t worth, DirectoryStep& done);
   void restore(const DirectoryStep& done, std::size_t begin, std::size_t end);
@@ -134,6 +140,7 @@ class Directory {
   }
   void add_late(const Entry& entry);
   void look(std::int64_t wanted);
+  void collect_low();
   Entry take_least(std::int64_t wanted);
   bool is_there(const Entry& entry) const {
     return worths_[entry.slot] == entry.worth && rows_[entry.slot].id == entry.id;

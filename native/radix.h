@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -78,6 +79,49 @@ inline void radix_sort(std::vector<std::uint64_t>& words, int shift, int key_bit
     scatter(std::span<const std::uint64_t>(words), shift, digits.values(), *counters, sorted.data());
     words.swap(sorted);
   }
+}
+
+// Positions 0 .. n - 1, ascending by (high(i), low(i)), of which no two are alike: by as many leading bits as tell most
+// of them apart, then, where these do not, by comparison. For some thousands a fifth of a sort's time.
+template <class High, class Low>
+std::vector<std::uint32_t> ordered(std::size_t n, const High& high, const Low& low) {
+  constexpr std::size_t kFew = 64;
+  constexpr int kPrefixBits = 6;  // beyond those that count them
+  std::vector<std::uint32_t> order(n);
+  const auto is_before = [&](std::uint32_t a, std::uint32_t b) {
+    return high(a) != high(b) ? high(a) < high(b) : low(a) < low(b);
+  };
+  if (n <= kFew) {
+    for (std::uint32_t i = 0; i < n; ++i) order[i] = i;
+    std::sort(order.begin(), order.end(), is_before);
+    return order;
+  }
+  std::uint64_t least_high = high(0), most_high = least_high, least_low = low(0), most_low = least_low;
+  for (std::uint32_t i = 1; i < n; ++i) {
+    least_high = std::min<std::uint64_t>(least_high, high(i));
+    most_high = std::max<std::uint64_t>(most_high, high(i));
+    least_low = std::min<std::uint64_t>(least_low, low(i));
+    most_low = std::max<std::uint64_t>(most_low, low(i));
+  }
+  const int high_bits = std::bit_width(most_high - least_high), low_bits = std::bit_width(most_low - least_low);
+  const int position_bits = std::bit_width(n - 1);
+  const int bits = std::min({high_bits + low_bits, position_bits + kPrefixBits, 64 - position_bits, kMaxKeyBits});
+  const int of_high = std::min(bits, high_bits), of_low = bits - of_high;
+  std::vector<std::uint64_t> words(n);
+  for (std::uint32_t i = 0; i < n; ++i) {
+    std::uint64_t key = (high(i) - least_high) >> (high_bits - of_high);
+    if (of_low) key = key << of_low | (low(i) - least_low) >> (low_bits - of_low);
+    words[i] = key << position_bits | i;
+  }
+  radix_sort(words, position_bits, bits);
+  const std::uint64_t mask = (std::uint64_t{1} << position_bits) - 1;
+  for (std::size_t i = 0; i < n; ++i) order[i] = static_cast<std::uint32_t>(words[i] & mask);
+  for (std::size_t begin = 0, end; bits < high_bits + low_bits && begin < n; begin = end) {
+    for (end = begin + 1; end < n && words[end] >> position_bits == words[begin] >> position_bits;) ++end;
+    if (end - begin > 1)
+      std::sort(order.begin() + static_cast<std::ptrdiff_t>(begin), order.begin() + static_cast<std::ptrdiff_t>(end), is_before);
+  }
+  return order;
 }
 
 }  // namespace colonnade

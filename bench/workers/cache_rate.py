@@ -63,14 +63,17 @@ class Cache:
         self.gradients = torch.full((num_keys, dim), 1e-3)
         self.pooling = torch.full((1,), SUM, dtype=torch.uint8)
         self.ends = torch.tensor([0, num_keys])
+        # What never changes is made once: a small tensor takes as long as a hundred keys.
+        self.declared_rows, self.undealt = torch.tensor([ROWS]), torch.ones(1, dtype=torch.int64)
+        self.out_bases = torch.tensor([self.outputs.data_ptr()])
+        self.gradient_bases = torch.tensor([self.gradients.data_ptr()])
+        self.out_strides = torch.tensor([4 * dim])
 
     def plan(self, ids: Tensor) -> tuple[_native.Lookups, _native.Plan]:
         lookups = _native.Lookups(
             ids, self.ends, self.table, self.pooling, self.num_keys, None, None
         )
-        return lookups, _native.make_plan(
-            lookups, torch.tensor([ROWS]), torch.ones(1, dtype=torch.int64)
-        )
+        return lookups, _native.make_plan(lookups, self.declared_rows, self.undealt)
 
     def decide(self, plan: _native.Plan) -> tuple[Tensor, Tensor]:
         """slots (U,), index (E,), both int32."""
@@ -84,13 +87,13 @@ class Cache:
     def gather(self, lookups: _native.Lookups, index: Tensor) -> None:
         _native.pool(
             lookups, index, self.bases, self.strides, self.reads,
-            torch.tensor([self.outputs.data_ptr()]), torch.tensor([4 * self.dim]), FLOAT, FLOAT,
+            self.out_bases, self.out_strides, FLOAT, FLOAT,
         )  # fmt: skip
 
     def update(self, lookups: _native.Lookups, plan: _native.Plan, slots: Tensor) -> None:
         source = _native.OutputGradients(
-            lookups, self.reads, torch.tensor([self.gradients.data_ptr()]), torch.tensor([4 * self.dim]), FLOAT
-        )  # fmt: skip
+            lookups, self.reads, self.gradient_bases, self.out_strides, FLOAT
+        )
         _native.update(
             self.dram, slots, plan.block_offsets, plan.segment_offsets, plan.entries, source,
             self.parts, self.kinds, self.settings,

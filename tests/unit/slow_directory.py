@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 HIT, MISS, LEASE_OVER = 0, 1, 2
 DOUBLING, HALF_LIFE, GAIN_STEP = 1024, 1024 << 20, 16
+MOST_TIME, SET_BACK = 2**32 - 1 - 64 * DOUBLING, 2**31
 GAIN = [
     math.floor(DOUBLING * math.log2(1 + 2 ** (-i * GAIN_STEP / DOUBLING)) + 0.5)
     for i in range(12 * DOUBLING // GAIN_STEP)
@@ -54,6 +55,10 @@ class SlowDirectory:
         self.before.append((copy.deepcopy(self.rows), self.number, self.time))
         self.number += 1
         if self.policy == "lfu":
+            if self.time >> 20 >= MOST_TIME:
+                self.time -= SET_BACK << 20
+                for row in self.rows.values():
+                    row.score = max(1, row.score - SET_BACK)
             turned = len(ids) * HALF_LIFE // self.capacity if self.capacity else HALF_LIFE
             self.time += min(HALF_LIFE, turned)
         if self.policy == "lookahead" and self.number % 64 == 0:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_directory import SlowDirectory
+from slow_directory import MOST_TIME, SlowDirectory
 
 from colonnade.cache.directory import HIT, MISS, POLICIES, UNBOUNDED, Decision, Directory
 from colonnade.errors import ConfigError
@@ -108,6 +108,52 @@ def test_where_only_the_least_are_kept_in_order_the_least_leave(policy):
             slow.undo()
         slow.before.clear()
     assert fast.state()["ids"].tolist() == sorted(slow.rows)
+
+
+@pytest.mark.parametrize("capacity", [7, 40, 1500])
+def test_the_clock_of_lfu_is_set_back_and_nothing_else_changes(capacity):
+    """Near its end, with rows of all ages, some not used for four million half-lives: the decisions of the definition
+    before, across and after it, where steps are undone across it too, and where it comes again."""
+    random = np.random.default_rng(capacity)
+    fast, slow = Directory(capacity, 5, 5, "lfu"), SlowDirectory(capacity, 5, 5, "lfu")
+
+    def ids() -> np.ndarray:
+        return np.unique((random.pareto(0.5, 1 + capacity // 3) * 9).astype(np.int64) % 9000)
+
+    def step() -> Decision:
+        drawn = ids()
+        decision, said = fast.step(drawn), slow.step(drawn.tolist())
+        got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
+        assert [list(row) for row in zip(*got, strict=True)] == list(said.by_row.values())
+        assert decision.evicted_ids.tolist() == sorted(said.evicted)
+        return decision
+
+    for _ in range(2):
+        for _ in range(6):
+            step()
+        state = fast.state()
+        ahead = MOST_TIME - int(state["time"][0] >> 20) - 700  # two thirds of a half-life are left
+        is_old = state["ids"] % 3 == 0
+        state["score"] = np.where(is_old, state["score"], state["score"] + ahead)
+        state["time"] += ahead << 20
+        fast = Directory(capacity, 5, 5, "lfu")
+        fast.load(state)
+        slow.time += ahead << 20
+        for id, score in zip(state["ids"].tolist(), state["score"].tolist(), strict=True):
+            slow.rows[id].score = score
+        slow.before.clear()
+        is_back = False
+        for _ in range(6):
+            before = fast.state()
+            decision = step()
+            fast.undo(decision)
+            slow.undo()
+            same_state(fast.state(), before)
+            flights = [step() for _ in range(3)]
+            same_state(fast.state(without=flights), before)
+            is_back |= fast.state()["time"][0] < before["time"][0]
+            assert fast.state()["score"].tolist() == [slow.rows[i].score for i in sorted(slow.rows)]
+        assert is_back
 
 
 def same_state(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:

@@ -80,7 +80,8 @@ class Directory:
 
         lru        the last batch that used the row
         lfu        how often it was used. A count halves while as many rows are used as the cache holds, so that what
-                   was popular makes room for what is
+                   was popular makes room for what is. Rows not used while counts halved two million times may count
+                   alike
         light_lfu  how often, up to 10, then the last batch. A row used more often never leaves but for a smaller
                    capacity: HET's policy, which freezes. For comparison
         lookahead  how soon it is used again, as `next_uses` and `coming` say; all others by the last batch that used
@@ -91,9 +92,8 @@ class Directory:
       the most rows of a batch (`num_slots`, of all that were given so far).
 
     In flat, native arrays: bookkeeping is 30 bytes a slot or less (`num_bytes`) once there are some ten thousand, at
-    any time. Ids are any 64 bits. Ticks of one row stop at 2**24 - 1. A directory ends with its 2**28th batch, or of
-    `lfu` when counts have halved four million times: OverflowError. The interpreter's lock is let go of; one thread at
-    a time: the owner of this object locks.
+    any time. Ids are any 64 bits. Ticks of one row stop at 2**24 - 1. A directory ends with its 2**28th batch:
+    OverflowError. The interpreter's lock is let go of; one thread at a time: the owner of this object locks.
     """
 
     def __init__(
