@@ -128,11 +128,12 @@ def test_copies_of_rows_are_shown_where_there_are_some(tmp_path):
 def test_rows_that_were_lent_are_counted_where_there_are_some(tmp_path):
     folder = write_run(tmp_path / "run")
     assert "Rows lent" not in run_page(read_run(folder))
-    counts = {"asked": 60, "borrowed": 5, "stayed": 30, "returned": 5}
+    counts = {"asked": 60, "borrowed": 10, "stayed": 30, "returned": 7}
     with (folder / "metrics.jsonl").open("a") as lines:
         lines.write("\n" + json.dumps({"step": 400, "kind": "cache", "time": 0.0, **counts}) + "\n")
     html = run_page(read_run(folder))
-    assert "Rows lent to rank 0" in html and "30.0%" in html and "Copies of rows" not in html
+    assert "Rows lent to rank 0" in html and "30.0%" in html and "7 whole rows went back" in html
+    assert "Copies of rows" not in html
 
 
 def test_headline_takes_the_test_value_of_the_best_validated_step(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_sight import decisions
+from slow_sight import SlowSight
 
 from colonnade.cache.sight import SHARED, Sight, least_uses
 
@@ -35,34 +35,72 @@ def stream(random, steps, ranks, spread):
 )
 def test_it_decides_row_by_row(window, quota, least, spread, seed):
     batches = stream(np.random.default_rng(seed), 50, 3, spread)
-    sight = Sight(3, quota, least)
-    expected = decisions(batches, window=window, quota=quota, least=least)
-    seen = 0
-    for t, (batch, (has, keeps)) in enumerate(zip(batches, expected, strict=True)):
+    fast = Sight(3, quota, least, holds=window > 0)
+    slow = SlowSight(3, quota, least, holds=window > 0)
+    seen, lies_with = 0, {}
+    for t, batch in enumerate(batches):
         while seen < min(len(batches), t + window + 1):
             ids = np.array(sorted(batches[seen]), np.int64)
-            sight.see(ids, np.array([batches[seen][id] for id in ids.tolist()], np.int16))
+            fast.see(ids, np.array([batches[seen][id] for id in ids.tolist()], np.int16))
+            slow.see(batches[seen])
             seen += 1
+        fast.is_over = slow.is_over = seen == len(batches)
         ids = np.array(sorted(batch), np.int64)
-        found = sight.decide()
-        assert set(ids[found[0]].tolist()) == has
-        assert set(ids[found[1]].tolist()) == keeps
-        assert (sight.lent <= quota).all()
-    assert not sight.lent.any(), "at the end of a stream everything is given back"
+        found, (has, keeps, back) = fast.decide(), slow.decide()
+        assert set(ids[found.has].tolist()) == has
+        assert set(ids[found.keeps].tolist()) == keeps
+        recalled = list(zip(found.recalled.tolist(), found.holders.tolist(), strict=True))
+        assert set(recalled) == back and len(recalled) == len(back)
+        # What it is for: nobody needs a row that another has.
+        for id, holder in recalled:
+            assert lies_with.pop(id) == holder and id not in batch
+        for id, user in batch.items():
+            assert lies_with.get(id, user) == user and (id in has) == (id in lies_with)
+            lies_with.pop(id, None)
+            if id in keeps:
+                lies_with[id] = user
+        counts = np.bincount(list(lies_with.values()), minlength=3)
+        assert (counts == fast.lent).all() and (counts <= quota).all()
+    assert not lies_with, "at the end of a stream everything has come back"
+
+
+def decided(users, window, **how):
+    """Of one row, used by these (None: nobody): by batch, whether its user has it and keeps it, and what comes back."""
+    sight, row, seen, found = Sight(2, 10, 2, **how), np.array([7]), 0, []
+    for t in range(len(users)):
+        while seen < min(len(users), t + window + 1):
+            count = 0 if users[seen] is None else 1
+            sight.see(row[:count], np.array([users[seen]] * count, np.int16))
+            seen += 1
+        said = sight.decide()
+        found.append((said.has.tolist(), said.keeps.tolist(), said.recalled.tolist()))
+    return found
 
 
 def test_a_row_stays_with_its_only_user_alone():
-    sight = Sight(2, 10, 2)
-    row = np.array([7])
-    for user in (0, 0, SHARED, 0, 1, 1):
-        sight.see(row, np.array([user], np.int16))
-    said = [tuple(bool(each[0]) for each in sight.decide()) for _ in range(6)]
+    lent, back, plain = ([False], [True], []), ([True], [False], []), ([False], [False], [])
+    said = decided([0, 0, SHARED, 0, 1, 1], 6, holds=False)
+    assert said == [lent, back, plain, plain, lent, back]
+
+
+def test_a_row_that_is_lent_waits_until_somebody_else_comes_into_sight():
+    nobody = ([], [], [])
+    assert decided([0, 0, None, None, 0, None, None, 1], 1, holds=True) == [
+        ([False], [True], []), ([True], [True], []), nobody, nobody, ([True], [True], []), nobody,
+        ([], [], [7]), ([False], [False], []),
+    ]  # fmt: skip
+
+
+def test_a_row_that_one_rank_alone_has_used_before_is_lent_to_it():
+    nobody = ([], [], [])
+    said = decided([0, None, None, 0, None, 1], 1, holds=True)
     assert said == [
-        (False, True),
-        (True, False),
-        *[(False, False)] * 2,
-        (False, True),
-        (True, False),
+        ([False], [False], []),
+        nobody,
+        nobody,
+        ([False], [True], []),
+        ([], [], [7]),
+        ([False], [False], []),
     ]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from colonnade import _native
@@ -33,14 +34,14 @@ class LentCounts:
 
     asked: int = 0  # values came, gradients went
     borrowed: int = 0  # the whole row came
-    stayed: int = 0  # nothing travelled
-    returned: int = 0  # the whole row went back
+    stayed: int = 0  # it was here: nothing came
+    returned: int = 0  # whole rows that went back, with any batch
 
-    def add(self, said: Said) -> None:
+    def add(self, said: Said, back: Back) -> None:
         self.asked += int(said.plain.sum())
         self.borrowed += int(said.borrowed.sum())
-        self.stayed += int((said.has & said.keeps).sum())
-        self.returned += int(said.returned.sum())
+        self.stayed += int(said.has.sum())
+        self.returned += len(back.ids)
 
 
 @dataclass(slots=True)
@@ -80,6 +81,20 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
+class Back:
+    """Rows that are given back with a batch, of it or of earlier ones: listed rank by rank, table by table, by id."""
+
+    counts: np.ndarray  # (N, T) int64
+    ids: Tensor  # int64
+
+    @property
+    def tables(self) -> np.ndarray:
+        """Of each."""
+        numbers = np.tile(np.arange(self.counts.shape[1]), len(self.counts))
+        return np.repeat(numbers, self.counts.ravel())
+
+
+@dataclass(frozen=True, slots=True)
 class Borrower:
     """One batch, as the rank that uses the rows has it."""
 
@@ -90,6 +105,7 @@ class Borrower:
     local: np.ndarray  # places of the others in the plan, ascending
     ids: Tensor  # of these
     offsets: Tensor  # (T + 1,) by table
+    back: Back
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +113,10 @@ class Lender:
     """One batch, as the owner of the rows has it."""
 
     said: Said  # (P,)
-    is_here: np.ndarray  # (P,) bool: something of it travels, so the row is pinned
+    is_here: np.ndarray  # (P,) bool: it lies here before the batch
     requests: _native.Lookups  # of the plain ones
     plan: _native.Plan  # of these, each row once
+    back: Back
 
 
 @dataclass(slots=True)
@@ -114,8 +131,8 @@ class Flight:
     borrower: Borrower | None = None  # once it is decided on
     lender: Lender | None = None
     slots: Tensor | None = None  # of `Borrower.ids`, from fetch to update
-    here: np.ndarray | None = None  # (U,) int32: these, as messages list the rows
     there: np.ndarray | None = None  # (P,) int32: slots of rows that are `Lender.is_here`
+    back: np.ndarray | None = None  # int32: slots of `Lender.back`
     sums: Tensor | None = None  # elements of all rows' gradients, laid out by `Borrower.index`
 
     @property
@@ -125,7 +142,16 @@ class Flight:
         return self.borrower, self.lender
 
     @property
-    def slots_by_row(self) -> tuple[np.ndarray, np.ndarray]:
-        """(`here`, `there`) of one that was fetched."""
-        assert self.here is not None and self.there is not None
-        return self.here, self.there
+    def owned(self) -> tuple[np.ndarray, np.ndarray]:
+        """(`there`, `back`) of one that was fetched."""
+        assert self.there is not None and self.back is not None
+        return self.there, self.back
+
+
+def listed_back(
+    ranks: np.ndarray, tables: np.ndarray, ids: np.ndarray, shape: tuple[int, int]
+) -> Back:
+    """Of rows in any order, to (N, T) = `shape` ranks and tables."""
+    order = np.lexsort((ids, tables, ranks))
+    counts = np.bincount(ranks.astype(np.int64) * shape[1] + tables, minlength=shape[0] * shape[1])
+    return Back(counts.reshape(shape), torch.from_numpy(ids[order]))

@@ -1,8 +1,9 @@
-"""`lent`: a row stays with the rank that alone uses it next, which updates it as its owner would; all else as `rows`.
+"""`lent`: a row stays with the rank that alone uses it, which updates it as its owner would; all else as `rows`.
 
 Owners see the ids of `window` batches beyond each that is made ready (`in_sight`, `cache.sight`), say with two bits for
-each row asked of them whether its user has it and keeps it, and send it with all its state or take it back so. Nobody
-needs a row that is elsewhere: reads see every update, and the bits are those of `rows`.
+each row asked of them whether its user has it and keeps it, name those that come back otherwise, and send a row with
+all its state or take it back so. Nobody needs a row that is elsewhere: reads see every update, and the bits are those
+of `rows`.
 
 Legend: T tables, N ranks, U unique rows of this rank's batch, P rows named to it by all ranks.
 """
@@ -28,6 +29,7 @@ from colonnade.exchange.clean import cut, mark_bytes, pack_marks, unpack_marks
 from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.lending import (
+    Back,
     Borrower,
     Flight,
     Lender,
@@ -35,6 +37,7 @@ from colonnade.exchange.lending import (
     LentCounts,
     Line,
     Said,
+    listed_back,
 )
 from colonnade.exchange.owner import listed, soonest
 from colonnade.exchange.packing import pack_requests, unpack_requests
@@ -55,9 +58,6 @@ BITS = 2
 """Said of each row asked for."""
 TOGETHER = 4096
 """Rows that are put back at once."""
-
-Moved = tuple[Any, np.ndarray, Said, np.ndarray]
-"""A store, slots in it of listed rows, what was said of these, (rows,) bool: those that travel."""
 
 
 class LentExchange(RowsExchange):
@@ -112,6 +112,8 @@ class LentExchange(RowsExchange):
                 waiting.append(mine)
                 if len(waiting) > self.window:
                     yield decided()
+            for sight in line.sights:
+                sight.is_over = True
             while waiting:
                 yield decided()
         finally:
@@ -122,6 +124,8 @@ class LentExchange(RowsExchange):
         """Of a batch of no lookahead nothing else is in sight."""
         ticket = super().route(batch, step, purpose=purpose)
         if isinstance(ticket.wire, Flight) and ticket.wire.line is not self._routing:
+            for sight in ticket.wire.line.sights:
+                sight.is_over = True
             self._decide(ticket)
         return ticket
 
@@ -131,7 +135,8 @@ class LentExchange(RowsExchange):
         for table, lending, num_owners in zip(tables, self.lendings, owners, strict=True):
             value, gradient = table.itemsize, ITEM_BYTES[table.compute_dtype]
             least = least_uses(table.width * value, table.width * gradient, table.record_bytes)
-            sights.append(Sight(self.mesh.num_ranks, lending.rows // num_owners, least))
+            quota = lending.rows // num_owners
+            sights.append(Sight(self.mesh.num_ranks, quota, least, holds=lending.window > 0))
         return Line(sights)
 
     def answer(
@@ -160,48 +165,81 @@ class LentExchange(RowsExchange):
         """Collective on the group the ticket was routed on, in the order of the batches: who has which row, and who
         keeps it; which rows of this rank are needed here."""
         flight: Flight = ticket.wire
+        counts, ids = flight.requests.counts, flight.requests.ids.numpy()
         ends = np.asarray(flight.owner_plan.block_offsets).tolist()
         has, keeps = np.empty(ends[-1], bool), np.empty(ends[-1], bool)
+        recalled = []
         for t, sight in enumerate(flight.line.sights):
-            rows = flight.orders[t] + ends[t]
-            has[rows], keeps[rows] = sight.decide()
+            rows, done = flight.orders[t] + ends[t], sight.decide()
+            has[rows], keeps[rows] = done.has, done.keeps
+            recalled.append((done.holders, np.full(len(done.recalled), t), done.recalled))
         inverse = np.asarray(flight.owner_plan.inverse)
-        said = Said(flight.requests.counts, has[inverse], keeps[inverse])
-        flight.borrower = self._borrower(ticket, said)
-        flight.lender = self._lender(ticket, said)
+        said = Said(counts, has[inverse], keeps[inverse])
+        holders, tables, others = (np.concatenate(each) for each in zip(*recalled, strict=True))
+        back = listed_back(holders, tables, others, counts.shape)
+        returned = Back(said.counted(said.returned), torch.from_numpy(ids[said.returned]))
+        flight.borrower = self._borrower(ticket, said, back)
+        flight.lender = self._lender(ticket, said, _both(returned, back))
 
-    def _borrower(self, ticket: Ticket, theirs: Said) -> Borrower:
-        """Collective. theirs: of rows that others use."""
+    def _borrower(self, ticket: Ticket, theirs: Said, recalled: Back) -> Borrower:
+        """Collective. theirs: of rows that others use; recalled: of those that others have and do not use.
+
+        A message, one from each owner to each rank: T numbers, 4 bytes each, and as many ids of rows that are recalled;
+        then two bits for each row that was asked for."""
         counts, order, _, _ = self._as_listed(ticket.plan)
+        num_tables, asking = counts.shape[1], BITS * counts.sum(1)
         marks = np.stack([theirs.has, theirs.keeps], 1).ravel()
         bits, sizes = pack_marks(marks, BITS * theirs.counts.sum(1))
-        asking = BITS * counts.sum(1)
-        heard, _ = self.mesh.all_to_all(
-            ticket.purpose, bits, sizes, mark_bytes(asking), counts_as="route"
+        ids = np.split(recalled.ids.numpy(), recalled.counts.sum(1).cumsum()[:-1])
+        messages = [
+            np.concatenate([of_tables.astype("<i4").view(np.uint8), mine.view(np.uint8), some])
+            for of_tables, mine, some in zip(
+                recalled.counts, ids, np.split(bits.numpy(), np.cumsum(sizes)[:-1]), strict=True
+            )
+        ]
+        (heard,), _ = exchanged([messages], self.mesh, 0.0, ticket.purpose)
+        numbers, named, marked = [], [], []
+        for message, size in zip(heard, mark_bytes(asking), strict=True):
+            numbers.append(message[: 4 * num_tables].view("<i4").astype(np.int64))
+            named.append(message[4 * num_tables : len(message) - size].copy().view(np.int64))
+            marked.append(message[len(message) - size :])
+        said = Said(
+            counts,
+            *unpack_marks(torch.from_numpy(np.concatenate(marked)), asking).reshape(-1, BITS).T,
         )
-        said = Said(counts, *unpack_marks(heard, asking).reshape(-1, BITS).T)
-        self.counts.add(said)
+        unique = torch.as_tensor(ticket.plan.unique_ids)
+        returned = unique[torch.from_numpy(order[said.returned])]
+        back = _both(
+            Back(said.counted(said.returned), returned),
+            Back(np.stack(numbers), torch.from_numpy(np.concatenate(named))),
+        )
+        self.counts.add(said, back)
         is_local = np.empty(len(order), bool)
         is_local[order] = ~said.plain
         local = np.flatnonzero(is_local)
         halves = cut(row_layout(counts, self.widths), said.plain, self.widths)
         return Borrower(
-            said, order, halves, halves.index(self.widths), local,
-            torch.as_tensor(ticket.plan.unique_ids)[torch.from_numpy(local)],
-            torch.from_numpy(np.searchsorted(local, self._table_offsets(ticket).numpy())),
+            said, order, halves, halves.index(self.widths), local, unique[torch.from_numpy(local)],
+            torch.from_numpy(np.searchsorted(local, self._table_offsets(ticket).numpy())), back,
         )  # fmt: skip
 
-    def _lender(self, ticket: Ticket, said: Said) -> Lender:
-        """Completes the ticket."""
-        requests, is_here = ticket.wire.requests, ~(said.has & said.keeps)
-        ids = requests.ids[torch.from_numpy(is_here)]
-        plan = _native.make_plan(listed(ids, said.counted(is_here)), self.table_rows, self.undealt)
+    def _lender(self, ticket: Ticket, said: Said, back: Back) -> Lender:
+        """Completes the ticket: rows that lie here and are asked for, then those that come back."""
+        requests, is_here = ticket.wire.requests, ~said.has
+        ids = torch.cat([requests.ids[torch.from_numpy(is_here)], back.ids])
+        counts = np.concatenate([said.counted(is_here), back.counts])
+        plan = _native.make_plan(listed(ids, counts), self.table_rows, self.undealt)
         ticket.owner_plan, ticket.owned_ids = plan, torch.as_tensor(plan.unique_ids)
         ticket.owned_offsets = torch.as_tensor(plan.block_offsets)
         if requests.codes is not None:
-            ticket.next_use = soonest(requests.codes.numpy()[is_here], plan)
+            unknown = np.zeros(len(back.ids), np.uint8)
+            ticket.next_use = soonest(
+                np.concatenate([requests.codes.numpy()[is_here], unknown]), plan
+            )
         plain = listed(requests.ids[torch.from_numpy(said.plain)], said.counted(said.plain))
-        return Lender(said, is_here, plain, _native.make_plan(plain, self.table_rows, self.undealt))
+        return Lender(
+            said, is_here, plain, _native.make_plan(plain, self.table_rows, self.undealt), back
+        )
 
     # ---- fetch
 
@@ -213,18 +251,18 @@ class LentExchange(RowsExchange):
         self._take_turn(flight)
         borrower, lender = flight.sides
         assert ticket.placed is not None
-        there = np.zeros(len(lender.is_here), np.int32)
-        there[lender.is_here] = ticket.placed.numpy()
+        there, placed = np.zeros(len(lender.is_here), np.int32), ticket.placed.numpy()
+        num_here = int(lender.is_here.sum())
+        there[lender.is_here] = placed[:num_here]
         slots, _ = self.borrowed.acquire(borrower.ids, borrower.offsets)
         by_row = np.zeros(len(borrower.order), np.int32)
         by_row[borrower.local] = slots.numpy()
         here = by_row[borrower.order]
-        flight.slots, flight.here, flight.there = slots, here, there
-        self._move(
-            "fetch",
-            (self.store, there, lender.said, lender.said.borrowed),
-            (self.borrowed, here, borrower.said, borrower.said.borrowed),
-        )
+        flight.slots, flight.there, flight.back = slots, there, placed[num_here:]
+        out, come = lender.said.borrowed, borrower.said.borrowed
+        counts = borrower.said.counted(come)
+        records = self._carried("fetch", self.store, there[out], lender.said.counted(out), counts)
+        self._put(self.borrowed, here[come], counts, records)
         plain, early, rest = lender.said.plain, borrower.cut.early, borrower.cut.rest
         serving = row_layout(lender.said.counted(plain), self.widths)
         send = self.native.message(source, torch.from_numpy(there[plain]), serving, lender.requests)
@@ -258,20 +296,16 @@ class LentExchange(RowsExchange):
                 self.borrowed.delete(t, self._lent_here(t)[0])
             self._line = line
 
-    def _move(self, purpose: str, out: Moved, come: Moved) -> None:
-        """Collective: whole rows."""
-        source, slots, said, mine = out
-        records = self._carried(
-            purpose, source, slots[mine], said.counted(mine), come[2].counted(come[3])
-        )
-        to, slots, said, mine = come
-        for t, rows in enumerate(by_table(said.counts)):
-            where = torch.from_numpy(slots[rows[mine[rows]]])
-            if not len(where):
-                continue
-            offsets = torch.tensor([0] * (t + 1) + [len(where)] * (len(self.widths) - t))
-            to.before_update(where, offsets)
-            to.native.unpack(t, where, records[t])
+    def _put(
+        self, store: Any, slots: np.ndarray, counts: np.ndarray, records: Sequence[Tensor]
+    ) -> None:
+        """slots of rows as listed, counts (N, T) of them; records by table, as `_carried` gives them."""
+        for t, rows in enumerate(by_table(counts)):
+            if len(rows):
+                where = torch.from_numpy(slots[rows])
+                offsets = torch.tensor([0] * (t + 1) + [len(where)] * (len(self.widths) - t))
+                store.before_update(where, offsets)
+                store.native.unpack(t, where, records[t])
 
     def _carried(
         self, purpose: str, source: Any, slots: np.ndarray, theirs: np.ndarray, ours: np.ndarray
@@ -316,7 +350,7 @@ class LentExchange(RowsExchange):
         received, _ = self.mesh.all_to_all(
             "push", sums[: early.num_elements], early.rank_elements, serving.rank_elements
         )
-        placed = torch.from_numpy(flight.slots_by_row[1][lender.said.plain])
+        placed = torch.from_numpy(flight.owned[0][lender.said.plain])
         plan, index = lender.plan, serving.rank_major(self.widths)
         firsts = torch.as_tensor(plan.entries)[torch.as_tensor(plan.segment_offsets)[:-1].long()]
         return RowGradients(
@@ -339,7 +373,6 @@ class LentExchange(RowsExchange):
         flight, self._flight = self._flight, None
         assert flight is not None and flight.slots is not None and flight.sums is not None
         borrower, lender = flight.sides
-        here, there = flight.slots_by_row
         ramp = torch.arange(len(borrower.ids) + 1, dtype=torch.int32)
         index = borrower.index[torch.from_numpy(borrower.local)].contiguous()
         mine = RowGradients(
@@ -347,18 +380,21 @@ class LentExchange(RowsExchange):
             _native.RowGradients(flight.sums.data_ptr(), index, self.native.compute), flight.sums,
         )  # fmt: skip
         super().update(self.borrowed, mine, optimizers, settings)
-        self._move(
-            "push",
-            (self.borrowed, here, borrower.said, borrower.said.returned),
-            (store, there, lender.said, lender.said.returned),
+        order = np.argsort(borrower.back.tables, kind="stable")
+        back = borrower.back.ids[torch.from_numpy(order)]
+        ends = np.concatenate([[0], borrower.back.counts.sum(0).cumsum()])
+        offsets = torch.from_numpy(ends)
+        slots, _ = self.borrowed.acquire(back, offsets)
+        listed_slots = np.empty(len(order), np.int32)
+        listed_slots[order] = slots.numpy()
+        records = self._carried(
+            "push", self.borrowed, listed_slots, borrower.back.counts, lender.back.counts
         )
+        self._put(store, flight.owned[1], lender.back.counts, records)
+        self.borrowed.release(slots, offsets, dirty=True)
         self.borrowed.release(flight.slots, borrower.offsets, dirty=True)
-        goes = np.empty(len(borrower.order), bool)
-        goes[borrower.order] = borrower.said.returned
-        goes, ends = goes[borrower.local], borrower.offsets.tolist()
         for t in range(len(self.widths)):
-            mine_of = slice(ends[t], ends[t + 1])
-            self.borrowed.delete(t, borrower.ids[mine_of][torch.from_numpy(goes[mine_of])])
+            self.borrowed.delete(t, back[ends[t] : ends[t + 1]])
         flight.slots = flight.sums = None
         flight.line.trained += 1
 
@@ -452,3 +488,11 @@ def _show(line: Line, counts: np.ndarray, owner_plan: _native.Plan) -> list[np.n
         sight.see(ids[mine][order], users[mine][order])
         orders.append(order)
     return orders
+
+
+def _both(one: Back, other: Back) -> Back:
+    ranks = [np.repeat(np.arange(len(each.counts)), each.counts.sum(1)) for each in (one, other)]
+    return listed_back(
+        np.concatenate(ranks), np.concatenate([one.tables, other.tables]),
+        torch.cat([one.ids, other.ids]).numpy(), one.counts.shape,
+    )  # fmt: skip

@@ -236,9 +236,8 @@ def _lent(page: Page, run: RunRecord) -> None:
     """Nothing where rows lie with their owners alone."""
     words = {
         "asked": "values came, gradients went",
-        "borrowed": "lent with this batch: the whole row came",
-        "stayed": "lent before and after: nothing travelled",
-        "returned": "given back with this batch: the whole row went",
+        "borrowed": "lent with the batch: the whole row came",
+        "stayed": "lent already: nothing came",
     }
     counts = sums_of(run, "cache")
     total = sum(counts.get(name, 0.0) for name in words)
@@ -247,7 +246,12 @@ def _lent(page: Page, run: RunRecord) -> None:
             [text, f"{counts.get(name, 0):,.0f}", f"{counts.get(name, 0) / total:.1%}"]
             for name, text in words.items()
         ]
-        page.numbers(["rows of batches", "rows", "of all"], rows, title="Rows lent to rank 0")
+        page.numbers(
+            ["rows of batches", "rows", "of all"],
+            rows,
+            title="Rows lent to rank 0",
+            note=f"{counts.get('returned', 0):,.0f} whole rows went back.",
+        )
 
 
 def _traffic(page: Page, run: RunRecord) -> None:
