@@ -133,7 +133,7 @@ def link_loss(model: KnowledgeGraph, links: Links, known: Known, mesh: Mesh) -> 
             assert model.num_entities is not None and true.offsets is not None
             all_wrong = (model.num_entities - true.offsets.diff()).to(wrong)
             losses.append(which_of_all(right, wrong, out, all_wrong, model.temperature))
-    each = sum(losses) / 2
+    each = (losses[0] + losses[1]) / 2
     return (each * links.weight.to(each)).sum() / max(float(total), 1e-12)
 
 
