@@ -25,7 +25,7 @@ def train(mesh: colonnade.Mesh, staleness: int, *folder: str) -> tuple[colonnade
     features = [colonnade.Feature(c.name, "node", pooling=poolings[c.kind]) for c in columns]
     torch.manual_seed(0)
     model = GraphSAGE([table], features, log_q=0)
-    copies = {"node": TableCache(nodes // 4, row_clock(staleness), "lfu")}
+    copies = {"node": TableCache(nodes, row_clock(staleness), "lfu")}
     model.embeddings.open(colonnade.build_plan([table], mesh.num_ranks, caches=copies), mesh)
     found = colonnade.fit(model, data, mesh=mesh, epochs=5, batch_size=512, quiet=True)
     return found, vars(model.embeddings.cached.counts)
@@ -33,7 +33,7 @@ def train(mesh: colonnade.Mesh, staleness: int, *folder: str) -> tuple[colonnade
 
 if __name__ == "__main__":
     mesh = colonnade.open_mesh()
-    found, counts = train(mesh, *([int(sys.argv[1]), *sys.argv[2:]] if sys.argv[1:] else [100]))
+    found, counts = train(mesh, *([int(sys.argv[1]), *sys.argv[2:]] if sys.argv[1:] else [10]))
     sent = sum(mesh.traffic.bytes_of(each) for each in ("route", "fetch", "push"))
     if mesh.rank == 0:
         print(f"test_recall@20 {found.metrics['test_recall@20']:.4f}  bytes {sent:,}  {counts}")

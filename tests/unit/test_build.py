@@ -126,6 +126,15 @@ def test_a_setting_the_wide_optimizer_does_not_have_is_refused():
         build_model(SCHEMA, build_config({"model": {"name": "fm"}, "rows": {"wide": wide}}))
 
 
+def test_relations_of_rotate_begin_anywhere_on_the_circle():
+    columns = [Column(name, 9, table="entity") for name in ("head", "tail")]
+    columns += [Column("relation", 4), Column("candidate", 9, "sequence", table="entity")]
+    config = build_config({"model": {"name": "rotate", "dim": 4}, "rows": {"init_scale": 0.01}})
+    model = build_model(Schema((), tuple(columns), labels=()), config)
+    starts = {table.name: table.initializer.scale for table in model.embeddings.tables}
+    assert starts == {"entity": 0.01, "relation": 1.0} and model.relation_range == 1.0
+
+
 def test_columns_of_one_table_share_rows_and_sequences_are_pooled():
     tables, features = build_tables(SCHEMA, build_config({}))
     assert [t.name for t in tables] == ["user", "tags", "item"]

@@ -93,3 +93,14 @@ def test_het_says_less_the_later_reads_may_be():
         hits, misses = (int(counts[name].replace(",", "")) for name in ("hits", "misses"))
         assert hits > misses if staleness else hits == 0
     assert sent[100] < 0.7 * sent[0]
+
+
+@pytest.mark.slow
+def test_graphsage_learns_with_copies_of_rows():
+    """Ten batches late nothing is lost, and less than half of the bytes travel."""
+    sent = {}
+    for staleness in (0, 10):
+        said = run("graphsage.py", str(staleness), num_ranks=2)
+        assert float(said.split("test_recall@20 ")[1].split()[0]) > 0.35  # popularity: 0.1
+        sent[staleness] = int(said.split("bytes ")[1].split()[0].replace(",", ""))
+    assert sent[10] < 0.5 * sent[0]

@@ -60,6 +60,8 @@ class Kind:
     """How a column that is a sequence is pooled."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """By table: width of its rows, of `dim`, where it is less."""
+    starts: Mapping[str, float] = field(default_factory=dict)
+    """By table: what new rows are uniform in, +-, where `rows.init_scale` says nothing of it."""
 
     @property
     def settings(self) -> set[str]:
@@ -83,7 +85,12 @@ KINDS: dict[str, Kind] = {
     "transe": Kind(TransE, sequence="sequence"),
     "distmult": Kind(DistMult, sequence="sequence"),
     "complex": Kind(ComplEx, sequence="sequence"),
-    "rotate": Kind(RotatE, sequence="sequence", shares={"relation": RotatE.relation_share}),
+    "rotate": Kind(
+        RotatE,
+        sequence="sequence",
+        shares={"relation": RotatE.relation_share},
+        starts={"relation": 1.0},
+    ),
 }
 
 
@@ -282,7 +289,7 @@ def _row_kind(kind: Kind, table: str, tasks: int, config: RunConfig) -> dict[str
     if kind.rows == "weights":
         initializer = Uniform(scale=0.0 if scale is None else scale)
         return {"dim": tasks, "optimizer": build_row_optimizer(config), "initializer": initializer}
-    initializer = Uniform(scale=dim**-0.5 if scale is None else scale)
+    initializer = Uniform(scale=kind.starts.get(table, dim**-0.5 if scale is None else scale))
     share = dim * kind.shares.get(table, 1.0)
     if share != int(share):
         raise ConfigError(

@@ -249,7 +249,7 @@ class ComplEx(DistMult):
 
 class RotatE(Distance):
     """-|h * exp(i r) - t|: a relation turns each of an entity's numbers. A relation's row begins within its
-    initializer's scale, which stands for the whole circle."""
+    initializer's scale, which stands for the whole circle: a step of the optimizer turns by that much of it."""
 
     relation_share = 0.5
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, softplus
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid
 
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import Source
@@ -133,7 +133,7 @@ def link_loss(model: KnowledgeGraph, links: Links, known: Known, mesh: Mesh) -> 
             assert model.num_entities is not None and true.offsets is not None
             all_wrong = (model.num_entities - true.offsets.diff()).to(wrong)
             losses.append(which_of_all(right, wrong, out, all_wrong, model.temperature))
-    each = sum(losses) / 2
+    each = (losses[0] + losses[1]) / 2
     return (each * links.weight.to(each)).sum() / max(float(total), 1e-12)
 
 
@@ -151,9 +151,12 @@ def which_of_all(
     """Scores right (P,) and wrong (P, M), but those that are `out` -> (P,): -log of the answer's share in the softmax
     over it and all wrong entities, `all_wrong` (P,) in number, of which the wrong ones here are a sample, each standing
     for as many (sampled softmax: Bengio and Senecal 2003; of links: Ruffinelli et al. 2020)."""
-    drawn = (~out).sum(1).clamp(min=1)
-    others = (wrong * temperature).masked_fill(out, float("-inf")).logsumexp(1)
-    return softplus(others + (all_wrong / drawn).log() - right * temperature)
+    drawn = (out.shape[1] - out.count_nonzero(1)).clamp(min=1)
+    weight = (all_wrong / drawn).log()
+    # One pass over the scores for each line; cross entropy has all of the softmax in two.
+    others = torch.add(weight[:, None], wrong, alpha=temperature).masked_fill_(out, float("-inf"))
+    logits = torch.cat([right[:, None] * temperature, others], 1)
+    return cross_entropy(logits, torch.zeros_like(drawn), reduction="none")
 
 
 def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
@@ -204,10 +207,14 @@ def among(bags: Ids, candidate_ids: Tensor) -> Tensor:
 
 def _marks(samples: Tensor, items: Tensor, num_samples: int, candidate_ids: Tensor) -> Tensor:
     """Pairs (sample, item) -> (num_samples, M) bool."""
-    different, number = torch.unique(candidate_ids, return_inverse=True)
-    found = torch.zeros(num_samples, len(different) + 1, dtype=torch.bool)
-    if len(different) and num_samples:
-        place = torch.searchsorted(different, items).clamp_(max=len(different) - 1)
-        place[different[place] != items] = len(different)  # no candidate at all
-        found[samples, place] = True
-    return found[:, number]
+    found = torch.zeros(num_samples, len(candidate_ids), dtype=torch.bool)
+    ids, order = candidate_ids.sort()
+    first = torch.searchsorted(ids, items)
+    last = torch.searchsorted(ids, items, right=True)
+    hits = (last > first).nonzero()[:, 0]  # of few of the items there is a candidate
+    first, counts = first[hits], (last - first)[hits]
+    at = torch.arange(int(counts.sum())) + (first - counts.cumsum(0) + counts).repeat_interleave(
+        counts
+    )
+    found[samples[hits].repeat_interleave(counts), order[at]] = True
+    return found

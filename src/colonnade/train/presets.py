@@ -73,8 +73,13 @@ PRESETS: dict[str, RunConfig] = {
     "fb15k237": build_config(
         {
             "data": {"name": "fb15k237", "options": {"max_validation": 2000}},
-            "model": {"name": "transe", "dim": 200},
-            "rows": {"optimizer": "adam", "lr": 0.001, "init_scale": 0.05},
+            "model": {"name": "transe", "dim": 128, "norm": 2, "loss": "softmax"},
+            "rows": {
+                "optimizer": "adam",
+                "lr": 0.005,
+                "init_scale": 0.05,
+                "schedule": {"name": "linear"},
+            },
             "train": {"batch_size": 512, "epochs": 30},
         }
     ),
@@ -104,7 +109,10 @@ SEQUENCES: dict[str, Any] = {
     "train.epochs": 30,
 }
 
+LINKS: dict[str, Any] = {"model.dim": 256, "model.loss": "softmax"}
+
 MODEL_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "fb15k237": {"distmult": LINKS, "complex": LINKS, "rotate": {**LINKS, "model.norm": 2}},
     "movielens_retrieval": {"sasrec": SEQUENCES},
     "gowalla": {
         "graphsage": {

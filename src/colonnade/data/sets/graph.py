@@ -169,9 +169,8 @@ class NeighbourSource:
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
-        share = {"rank": rank, "num_ranks": num_ranks, "start": start}
-        blocks = spans(self.num_samples, batch_size, **share)
-        pairs = self.pairs.batches(batch_size, **share)
+        pairs = self.pairs.batches(batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
         return (
             self._with_neighbours(batch, begin, start.epoch)
             for batch, (begin, _) in zip(pairs, blocks, strict=True)

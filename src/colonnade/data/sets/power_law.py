@@ -116,10 +116,11 @@ def open_power_law(
     edges = torch.unique((one * nodes + other)[one != other])
     chance = _uniform(stream_key(STREAM, graph_seed, 3), len(edges))
     parts = [chance >= 0.15, (chance >= 0.1) & (chance < 0.15), chance < 0.1]
-    bags = [_both_ways(edges[torch.from_numpy(part)], nodes) for part in parts]
+    train, validation, test = (_both_ways(edges[torch.from_numpy(part)], nodes) for part in parts)
     itself = Ids(torch.arange(nodes))
     columns = (Column("user", nodes), Column("item", nodes))
-    found = Interactions(*bags, {"user": itself}, {"item": itself}, columns)
+    of_nodes = ({"user": itself}, {"item": itself})
+    found = Interactions(train, validation, test, *of_nodes, columns)
     return open_graph(found, first_item=0, seed=seed, fan_outs=fan_outs, max_pairs=max_pairs)
 
 
