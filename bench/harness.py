@@ -256,10 +256,13 @@ def report(
 
 
 def write_report(path: Path, result: Mapping[str, Any]) -> None:
-    """JSON with one case per line, so that a changed figure is a changed line."""
+    """JSON with one case per line, so that a changed figure is a changed line. Whole or not at all, for runs go on with
+    what it has."""
     cases = ",\n  ".join(json.dumps(case) for case in result["cases"])
     frame = json.dumps({**result, "cases": "CASES"}, indent=1)
-    path.write_text(frame.replace('"CASES"', f"[\n  {cases}\n ]") + "\n")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(frame.replace('"CASES"', f"[\n  {cases}\n ]") + "\n")
+    part.replace(path)
 
 
 def geometric_mean(values: Sequence[float]) -> float:

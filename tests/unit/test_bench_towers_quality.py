@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,7 +76,41 @@ def test_a_run_goes_on_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     quality.main([*given, "--seeds", "2"])
     assert [seed for _, seed in asked] == [0, 0, 0, 1, 1, 1]
     kept = json.loads(file.read_text())
+    assert kept["together"]["2 planted towers"] == {"0": 1.0, "1": 1.0}
+    assert set(kept["together"]["2 random towers"]) == {"0", "1"}
     assert kept["ratios"]["loss dlrm / 2 planted towers CR 2"] == pytest.approx(0.002)
     assert [len(case["values"]) for case in kept["cases"]] == [2, 2, 2]
     with pytest.raises(SystemExit):
         quality.main([*given, "--dim", "32"])
+
+
+@pytest.fixture
+def no_flat_run():
+    quality.flat_run.cache_clear()
+    yield
+    quality.flat_run.cache_clear()
+
+
+def test_learned_towers_are_those_of_the_partitioner(
+    monkeypatch: pytest.MonkeyPatch, no_flat_run: None
+) -> None:
+    monkeypatch.setattr(quality, "LEARNED", 3 * quality.LEARNED_BATCH)
+    affinity, loads = quality.flat_run(0)
+    alike = affinity.matrix()
+    assert alike.shape == (26, 26) and tuple(each.name for each in loads) == NAMES
+    assert quality.flat_run(0)[0] is affinity  # one run of a seed for all its systems
+    learned = quality.partition("learned", 4)
+    assert sorted(learned.features) == sorted(NAMES) and learned == quality.partition("learned", 4)
+    # Fields that are alike stand together.
+    planted = quality.partition("planted", 2)
+    group = np.array([planted.tower_of(name) for name in NAMES])
+    monkeypatch.setattr(affinity, "matrix", lambda: np.where(group[:, None] == group, 0.8, 0.1))
+    assert quality.partition("learned", 2) == planted
+    kept = [quality.kept_pairs(quality.partition(kind, 4)) for kind in ("planted", "striped")]
+    assert kept == [1, 0]
+
+
+@pytest.mark.slow
+def test_planted_groups_are_learned(monkeypatch: pytest.MonkeyPatch, no_flat_run: None) -> None:
+    kept = {kind: quality.kept_pairs(quality.partition(kind, 4)) for kind in ("learned", "random")}
+    assert kept["learned"] > 0.5 > kept["random"]
