@@ -102,9 +102,7 @@ def choose(
         found = search.rerouted(found)
     best = min(found, key=search.objective)
     search.narrow(best)
-    if best.joint is not None:
-        kinds = [sharding.kind for _, sharding in best.chosen]
-        check_joint(best.joint, search.partials.model, [load.name for load in loads], kinds)
+    check_joint(best.joint, search.partials.model, loads, best.chosen)
     others = [each for each in found if each.joint is not None and each.joint.consumers]
     later = min((search.objective(each) for each in others), default=None)
     later = None if later is None else max(later - search.objective(best), 0.0)

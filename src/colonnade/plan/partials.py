@@ -23,8 +23,9 @@ from colonnade.exchange.substitution import sets
 from colonnade.plan.consumers import ConsumerLoad, ModelLoad, split_bag
 from colonnade.plan.device import RowRate
 from colonnade.plan.flows import PURPOSES, row_seconds
+from colonnade.plan.loads import TableLoad
 from colonnade.plan.paths import Paths
-from colonnade.topology.sharding import Kind
+from colonnade.topology.sharding import Sharding
 
 Floats = NDArray[np.float64]
 
@@ -286,18 +287,24 @@ def burden(
 
 
 def check_joint(
-    joint: Joint, model: ModelLoad, names: Sequence[str], kinds: Sequence[Kind]
+    joint: Joint | None,
+    model: ModelLoad,
+    loads: Sequence[TableLoad],
+    chosen: Sequence[tuple[str, Sharding]],
 ) -> None:
-    """By table, its name and sharding. Raises ConfigError for what tables under `substitute` cannot be."""
+    """chosen: by table. Raises ConfigError for what tables under `substitute` cannot be."""
+    if joint is None:
+        return
     if joint.split is not None:
         consumer, f = joint.split
         field = model.fields[f]
-        raise split_bag(names[field.table], kinds[field.table], field.name, consumer)
+        kind = chosen[field.table][1].kind
+        raise split_bag(loads[field.table].name, kind, field.name, consumer)
     if joint.lone is not None:
         field = model.fields[joint.lone]
         raise ConfigError(
-            f"table {names[field.table]!r}: got exchange substitute for {field.name!r}, a sequence whose rows would "
-            "have to travel one by one: what takes it is evaluated where they lie only if the tables of its queries "
+            f"table {loads[field.table].name!r}: got exchange substitute for {field.name!r}, a sequence whose rows "
+            "would have to travel one by one: what takes it is evaluated where they lie only if the tables of its queries "
             "are under substitute, too, and none of them is cut by columns; set their exchange as well, or this "
             "one's to rows"
         )
