@@ -305,6 +305,6 @@ def check_joint(
         raise ConfigError(
             f"table {loads[field.table].name!r}: got exchange substitute for {field.name!r}, a sequence whose rows "
             "would have to travel one by one: what takes it is evaluated where they lie only if the tables of its "
-            "queries are under substitute, too, and none of them is cut by columns; set their exchange as well, or this "
-            "one's to rows"
+            "queries are under substitute, too, and none of them is cut by columns; set their exchange as well, or "
+            "this one's to rows"
         )
