@@ -211,6 +211,8 @@ def test_bytes_are_foretold(hosts, ranks_per_host):
         why = {each.name: each.why for each in choice.consumers}
         if "columns" in case:
             assert why["linear"] == "rows of table a are cut by columns"
+        if case == "over hot rows":
+            assert why["fm"] == "fewer floats; of table a, which has hot rows, values travel"
         if case == "beside hot rows":
             assert "hot and cold rows of table a" in why["alone"]
             assert [each.name for each in choice.consumers if each.is_apart] == ["alone"]

@@ -74,6 +74,8 @@ class ConsumerLoad:
     """The same, which gradients of queries are, too."""
     is_apart: bool = False
     """It would have a partial, were it not for how rows of a table are laid out."""
+    beside: str = ""
+    """A table with hot rows that it takes, too, of which values travel whatever its partial is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ def model_load(
                 float(gradients.row_bytes([inside or 0], compute)),
                 tuple(numbers[each] for each in consumer.features[len(queries) :]) if queries else (),
                 of_query, float(CODECS["exact"].row_bytes([of_query], compute)) if queries else 0.0,
-                is_apart,
+                is_apart, str(hot) if is_split else "",
             )
         )  # fmt: skip
     return ModelLoad(tuple(fields), tuple(consumers))
