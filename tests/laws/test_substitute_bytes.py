@@ -66,7 +66,12 @@ SOME = {
 
 
 CROSS = {"linear": (Sum(), WIDE), "cross": (LowRankCross([8] * 7, 2, 2, 1), DEEP)}
-BESIDE = {"linear": (Sum(), WIDE), "fm": (FM(), DEEP[1:5]), "top": (Concat(), DEEP[:1])}
+BESIDE = {
+    "linear": (Sum(), WIDE),
+    "fm": (FM(), DEEP[1:5]),
+    "top": (Concat(), DEEP[:1]),
+    "alone": (Sum(), WIDE[:1]),
+}
 
 
 def dealt(num_ranks, exchange="substitute"):
@@ -109,12 +114,13 @@ CASES = {
     "cross layers, split tables": (CROSS, all_over, EXACT, {"cross", "linear"}),
     "beside columns": (BESIDE, beside_columns, EXACT, {"fm"}),
     "beside hot rows": (BESIDE, on_one, EXACT, {"fm"}),
+    "over hot rows": (LR_FM, dealt, EXACT, {"linear", "fm"}),
     "pooled, to compare": (LR_FM, lambda n: dealt(n, "pooled"), EXACT, set()),
     "pooled of all ranks": (LR_FM, lambda n: all_over(n, "pooled"), EXACT, set()),
 }  # fmt: skip
 
 
-HOT = {"beside hot rows": {"a": range(50)}}
+HOT = {name: {"a": range(50)} for name in ("beside hot rows", "over hot rows")}
 
 
 def batch_of(step: int, size: int = SIZE) -> Batch:
@@ -205,9 +211,11 @@ def test_bytes_are_foretold(hosts, ranks_per_host):
         why = {each.name: each.why for each in choice.consumers}
         if "columns" in case:
             assert why["linear"] == "rows of table a are cut by columns"
-        if hot:
-            assert "hot and cold rows of table a" in why["linear"]
-            assert [each.name for each in choice.consumers if each.is_apart] == ["linear"]
+        if case == "over hot rows":
+            assert why["fm"] == "fewer floats; of table a, which has hot rows, values travel"
+        if case == "beside hot rows":
+            assert "hot and cold rows of table a" in why["alone"]
+            assert [each.name for each in choice.consumers if each.is_apart] == ["alone"]
         found = evaluated_at_owners(
             declaration, plan.shardings, [table.exchange for table in plan.tables]
         )

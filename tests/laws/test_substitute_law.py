@@ -91,6 +91,9 @@ CASES = {
         ("fm",),
         {"user": "substitute", "item": "substitute", "wide": "pooled"},
     ),
+    "over hot rows": Case(
+        {"fm": (FM(), FIELDS), **WIDE}, "table_wise", ("fm",), hot={"tag": [4, 0, 1]}
+    ),
     "weights, whole tables": Case(
         {
             "first": (FieldsLinear((5, 5, 3, 5), 2), ("user.deep", "item", "history", "tags")),
@@ -150,7 +153,29 @@ CASES = {
             "all": (Sum(), ("tags",)),
         },
         "row_wise",
-        ("first", "sums"),
+        ("first", "sums", "hot"),
+        hot={"tag": [4, 0, 1]},
+    ),
+    "weights over hot rows": Case(
+        {
+            "first": (FieldsLinear((5, 5, 3, 5), 2), ("item", "tags", "history", "user.deep")),
+            "cross": (
+                LowRankCross((5, 5, 5, 3), 1, 2, 1),
+                ("user.deep", "seen", "tags", "history"),
+            ),
+            "sums": (Sum(), ("seen", "tags", "item")),
+        },
+        "row_wise",
+        ("first", "cross", "sums"),
+        hot={"tag": [4, 0, 1], "wide": [0, 1, 2]},
+    ),
+    "weights over hot rows, values": Case(
+        {
+            "first": (FieldsLinear((5, 5, 5), 9), ("item", "tags", "user.deep")),
+            "fm": (FM(), ("tags", "item", "user.deep")),
+        },
+        "table_wise",
+        (),
         hot={"tag": [4, 0, 1]},
     ),
     "weights beside hot rows, apart": Case(
@@ -180,6 +205,7 @@ WEIGHTED = [name for name in CASES if name.startswith("weights")]
 
 RUNS = [(case, 0) for case in CASES.values()]
 RUNS += [(CASES["split tables"], 2), (CASES["weights, split tables"], 1)]
+RUNS += [(CASES["over hot rows"], 2)]
 
 
 def our_features() -> list[Feature]:
@@ -289,6 +315,8 @@ def test_equals_the_operators_on_one_rank(num_ranks):
         for table, value in rows.items():
             for rank in everyone:
                 close(rank[number][1][table], value, f"run {number}, {table}")
+        if case == CASES["over hot rows"] and num_ranks > 1:
+            assert {rank[number][2] for rank in everyone} == {case.wanted}
         if case in [CASES[name] for name in WEIGHTED] and num_ranks > 1:
             found = {rank[number][2] for rank in everyone}
             assert found == {() if staleness else case.wanted}

@@ -61,11 +61,15 @@ def found(
             consumer = declaration.consumers.get(name)
             if output.is_partial:
                 assert consumer is not None
-                more = _dense(name, consumer, dense, tensor)
-                seen[name] = consumer.interaction.combine(tensor, *more)
+                seen[name] = combine(name, consumer, tensor, dense)
             else:
                 seen[name] = tensor if consumer is None else evaluate(name, consumer, tensor, dense)
     return {name: seen[name] for name in declaration.output_names if name in seen}
+
+
+def combine(name: str, consumer: Consumer, stats: Tensor, dense: Tensor | None) -> Tensor:
+    """stats (B, P): merged. Raises as `evaluate`."""
+    return consumer.interaction.combine(stats, *_dense(name, consumer, dense, stats))
 
 
 def evaluate(name: str, consumer: Consumer, pooled: Tensor, dense: Tensor | None) -> Tensor:

@@ -6,12 +6,13 @@ come side by side in the order of the columns, so an output holds what it would 
 are slices, too, of which a lookup is in one (`hot.py`).
 
 Consumers are evaluated here, of what exchanges give of their fields, where some of their rows lie so, or where they
-take sequences; all others exchanges know as they are declared, and may evaluate elsewhere.
+take sequences; all others exchanges know as they are declared, and may evaluate elsewhere. Of a consumer that adds up,
+some of whose tables have hot rows, owners may evaluate the other fields; these are added here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,14 +23,17 @@ from colonnade.batch import Batch
 from colonnade.exchange.contract import Consumer, Exchange, Ticket
 from colonnade.exchange.hot import Dealt, deal
 from colonnade.exchange.layout import Declaration
-from colonnade.exchange.recording import evaluate
+from colonnade.exchange.recording import combine, evaluate
 from colonnade.exchange.several import EVALUATING
 from colonnade.exchange.stacking import added_up, stacked, stacks_of
 from colonnade.exchange.substitution import queries_of
-from colonnade.interaction import Concat
+from colonnade.interaction import Concat, SomeFields
 from colonnade.store.slices import Laid, lay_out
 from colonnade.table import Feature, Pooling, TableSide
 from colonnade.topology.sharding import Sharding
+
+OTHERS = "[others]"
+"""Behind the name of a consumer that is split: its fields of tables with hot rows."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,12 @@ class Slices:
 
     declared: Declaration
     laid: tuple[Laid, ...]
-    given: frozenset[str] = frozenset()
+    given: frozenset[str]
     """Consumers that exchanges are given as they are declared; beside these, where nothing is cut, all that take no
     sequence."""
+    split: Mapping[str, tuple[int, ...]]
+    """By consumer: which of its fields are of tables without hot rows, and given to an exchange that may evaluate them;
+    the others have some."""
 
     @cached_property
     def is_cut(self) -> bool:
@@ -106,10 +113,22 @@ class Slices:
             )
             for name, consumer in declared.consumers.items()
         }
+        for name in self.split:
+            consumer, (some, others) = declared.consumers[name], self._sides(name)
+            numbers = [consumer.features.index(each) for each in some]
+            consumers[name] = Consumer(SomeFields(consumer.interaction, numbers), some)
+            taken = tuple(each for other in others for each in self.names[other])
+            consumers[f"{name}{OTHERS}"] = Consumer(Concat(), taken)
         for name in self.alone:
             if name not in self.sequences and self.names[name] != (name,):
                 consumers[name] = Consumer(Concat(), self.names[name])
         return replace(bare, consumers=consumers)
+
+    def _sides(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Fields of a consumer that is split: those without hot rows, and the others."""
+        features, numbers = self.declared.consumers[name].features, self.split[name]
+        others = tuple(each for n, each in enumerate(features) if n not in numbers)
+        return tuple(features[n] for n in numbers), others
 
     def _reader(self, f: int, number: int) -> Feature:
         """A declared feature, reading one slice of its table."""
@@ -192,7 +211,7 @@ class Slices:
     ) -> dict[str, Tensor]:
         """`Exchange.values`, as a model sees them."""
         found = exchange.values(ticket, handle, device)
-        return self.seen(found, ticket.offsets, ticket.dealt, ticket.dense)
+        return self.seen(found, ticket.offsets, ticket.dealt, ticket.dense, evaluated_by(exchange))
 
     def seen(
         self,
@@ -200,10 +219,11 @@ class Slices:
         offsets: Mapping[str, Tensor],
         dealt: Dealt | None = None,
         dense: Tensor | None = None,
+        evaluated: Collection[str] = (),
     ) -> dict[str, Tensor]:
         """What a model sees, from what an exchange of `declaration` gives. offsets: those of `offsets_of`; dense: of
-        the batch."""
-        seen = self._joined(found, dealt, dense) if self.is_cut else dict(found)
+        the batch; evaluated: consumers whose partials travelled."""
+        seen = self._joined(found, dealt, dense, evaluated) if self.is_cut else dict(found)
         if self.stacks:
             seen = added_up(seen, self.stacks)
         if not self.is_cut and not self.attending:
@@ -224,7 +244,11 @@ class Slices:
         }
 
     def _joined(
-        self, found: Mapping[str, Tensor], dealt: Dealt | None, dense: Tensor | None
+        self,
+        found: Mapping[str, Tensor],
+        dealt: Dealt | None,
+        dense: Tensor | None,
+        evaluated: Collection[str],
     ) -> dict[str, Tensor]:
         """Of fields and consumers as they are declared, but for those of sequences: theirs is what they pool."""
         seen = {}
@@ -233,6 +257,9 @@ class Slices:
                 seen[name] = self._whole(self._pooled(name), found[name], dealt)
             elif name in self.given:
                 seen[name] = found[name].to(self.declared.output_dtype)
+            elif name in self.split:
+                others = self._whole(self._sides(name)[1], found[f"{name}{OTHERS}"], dealt)
+                seen[name] = self._put_together(name, found[name], others, dense, name in evaluated)
             else:
                 whole = self._whole(each.features, found[name], dealt)
                 seen[name] = evaluate(name, each, whole, dense)
@@ -249,6 +276,25 @@ class Slices:
                 whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
                 seen[name] = whole.to(self.declared.output_dtype)
         return seen
+
+    def _put_together(
+        self, name: str, found: Tensor, others: Tensor, dense: Tensor | None, is_partial: bool
+    ) -> Tensor:
+        """A consumer that is split. found: the partial of its fields without hot rows, or these side by side; others:
+        its other fields side by side."""
+        consumer, output = self.declared.consumers[name], self.declared.output_dtype
+        some, rest = self._sides(name)
+        dims = {each.name: each.dim for each in self.declared.fields}
+        if not is_partial:
+            parts = dict(zip(some, found.to(output).split([dims[f] for f in some], 1), strict=True))
+            parts |= zip(rest, others.split([dims[f] for f in rest], 1), strict=True)
+            whole = torch.cat([parts[each] for each in consumer.features], 1)
+            return evaluate(name, consumer, whole, dense)
+        operator, others = consumer.interaction, others.to(found)
+        given = others.unflatten(1, (len(rest), -1)) if operator.one_width else others
+        numbers = [consumer.features.index(each) for each in rest]
+        stats = found + operator.partial_of(given, numbers)
+        return combine(name, consumer, stats, dense).to(output)
 
     def _whole(self, fields: Sequence[str], found: Tensor, dealt: Dealt | None) -> Tensor:
         """found: slices of these fields, side by side -> (B, sum of dims) of the fields."""
@@ -282,20 +328,32 @@ def slices_of(
     ConfigError for a table that cannot be cut as its sharding says."""
     laid = lay_out(declared.tables, shardings)
     if not exchanges:
-        return Slices(declared, laid)
+        return Slices(declared, laid, frozenset(), {})
     late = bounds or [0] * len(exchanges)
     whole = [sharding.slices == 1 and not sharding.has_hot for sharding in shardings]
-    given = set()
+    given, split = set(), {}
     for name, consumer in declared.consumers.items():
-        taken = {field for field in declared.fields if field.name in consumer.features}
-        tables = {declared.parts[field.part][0] for field in taken}
-        kinds = {(exchanges[t], late[t]) for t in tables}
-        if len(kinds) != 1 or not all(whole[t] for t in tables):
+        fields = {each.name: declared.parts[each.part][0] for each in declared.fields}
+        tables = [fields[each] for each in consumer.features]
+        kinds = {(exchanges[t], late[t]) for t in tables if not shardings[t].has_hot}
+        if len(kinds) != 1 or any(shardings[t].slices > 1 for t in tables):
             continue
         ((exchange, _),) = kinds
+        interaction = consumer.interaction
+        if not all(whole[t] for t in tables):
+            adds_up = interaction.merge == "sum" and not interaction.sequences
+            if adds_up and exchange == "substitute" and not isinstance(interaction, Concat):
+                split[name] = tuple(n for n, t in enumerate(tables) if whole[t])
+            continue
         # Of hashed tables, what is attended to is known where their rows have been added up.
         is_hashed = any(declared.tables[t].hashes is not None for t in tables)
         is_attended = exchange == "substitute" and not is_hashed
-        if is_attended if consumer.interaction.sequences else exchange in EVALUATING:
+        if is_attended if interaction.sequences else exchange in EVALUATING:
             given.add(name)
-    return Slices(declared, laid, frozenset(given))
+    return Slices(declared, laid, frozenset(given), split)
+
+
+def evaluated_by(exchange: Exchange) -> frozenset[str]:
+    """Consumers that are evaluated before the samples' ranks."""
+    ends = getattr(exchange, "ends", [exchange])
+    return frozenset(name for end in ends for name in getattr(end, "consumers", ()))

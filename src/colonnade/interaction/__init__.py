@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from colonnade.interaction.attention import TargetAttention
-from colonnade.interaction.contract import Interaction
+from colonnade.interaction.contract import Interaction, SomeFields
 from colonnade.interaction.cross import LowRankCross
 from colonnade.interaction.linear import FieldsLinear, NormalizedLinear
 from colonnade.interaction.statistics import FM, BiInteraction, Concat, Sum
@@ -17,6 +17,7 @@ __all__ = [
     "Interaction",
     "LowRankCross",
     "NormalizedLinear",
+    "SomeFields",
     "Sum",
     "TargetAttention",
     "TowerModule",

@@ -85,3 +85,30 @@ class Interaction(nn.Module):
         """The whole operator where every sample's vectors are here: pooled fields as `partial_of` takes them ->
         (B, anything)."""
         return self.combine(self.partial_of(fields))
+
+
+class SomeFields(Interaction):
+    """An operator's partial, of some of its fields. Where values travel, these as they are, (B, W), for then the
+    operator is evaluated whole where the others are."""
+
+    def __init__(self, operator: Interaction, numbers: Sequence[int]) -> None:
+        """operator: its merge is a sum. numbers: which of its fields, ascending."""
+        super().__init__()
+        self.operator, self.numbers = operator, tuple(numbers)
+        self.one_width = operator.one_width
+
+    def width(self, dim: int) -> int | None:
+        return self.operator.width(dim)
+
+    def needs(self) -> Literal["rows", "fields"]:
+        return self.operator.needs()
+
+    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
+        taken = range(len(self.numbers)) if numbers is None else numbers
+        return self.operator.partial_of(fields, [self.numbers[n] for n in taken])
+
+    def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
+        return stats
+
+    def forward(self, fields: Tensor) -> Tensor:
+        return fields.flatten(1)

@@ -18,6 +18,7 @@ from colonnade.exchange.substitution import (
     substituted,
 )
 from colonnade.exchange.tower_cut import never_in_towers
+from colonnade.interaction import Concat, SomeFields
 from colonnade.plan.loads import ColumnLoad, TableLoad
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
@@ -73,6 +74,8 @@ class ConsumerLoad:
     """The same, which gradients of queries are, too."""
     is_apart: bool = False
     """It would have a partial, were it not for how rows of a table are laid out."""
+    beside: str = ""
+    """A table with hot rows that it takes, too, of which values travel whatever its partial is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ def model_load(
     for name, consumer in declaration.consumers.items():
         why = barred(declared or declaration, name, world=world, reads_ahead=reads_ahead)
         hot = None if declared is None else _hot_of(name, declared, declaration)
-        is_apart = hot is not None and why is None
+        is_apart = hot is not None and why is None and isinstance(consumer.interaction, Concat)
         if is_apart:
             why = (
                 f"what hot and cold rows of table {hot} give is put together where the samples are"
@@ -154,7 +157,9 @@ def model_load(
         needs = consumer.interaction.needs()
         of_partial = [width or 0]
         inside = None
-        if never_in_towers(declaration, name, world, reads_ahead=reads_ahead) is None:
+        is_split = isinstance(consumer.interaction, SomeFields)  # which towers do not do
+        never = never_in_towers(declaration, name, world, reads_ahead=reads_ahead)
+        if never is None and not is_split:
             inside = result_width(declaration, name)
         queries = queries_of(consumer)
         of_query = sum(fields[numbers[each]].dim for each in queries)
@@ -169,7 +174,7 @@ def model_load(
                 float(gradients.row_bytes([inside or 0], compute)),
                 tuple(numbers[each] for each in consumer.features[len(queries) :]) if queries else (),
                 of_query, float(CODECS["exact"].row_bytes([of_query], compute)) if queries else 0.0,
-                is_apart,
+                is_apart, str(hot) if is_split else "",
             )
         )  # fmt: skip
     return ModelLoad(tuple(fields), tuple(consumers))
@@ -228,6 +233,8 @@ def check_bags(
         for each in consumer.features:
             feature = declaration.features[fields[each].feature]
             sharding = shardings[declaration.table_of(feature)]
+            if sharding.has_hot:  # added up where the samples are
+                continue
             if feature.name in bags and sharding.num_owners > 1:
                 raise split_bag(feature.table, sharding.kind, feature.name, name)
 

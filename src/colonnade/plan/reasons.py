@@ -43,6 +43,8 @@ def consumer_choices(
             why = (
                 "rows of its sequence stay where they lie" if consumer.sequences else "fewer floats"
             )
+            if consumer.beside:
+                why += f"; of table {consumer.beside}, which has hot rows, values travel"
         elif {exchanges[t] for t in tables} == {"towers"}:
             why = "its fields do not all lie in one tower, or what it gives there is not less than values"
         elif partial is None:

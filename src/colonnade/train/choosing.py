@@ -195,7 +195,7 @@ def weights_inside(choice: Choice, declared: Declaration) -> list[nn.Parameter]:
     found: list[nn.Parameter] = []
     for each in choice.consumers:
         fields = declared.consumers[each.name].features
-        if each.is_partial and all(choice.exchanges[table_of[f]] == "towers" for f in fields):
+        if each.is_partial and all(choice.exchanges.get(table_of[f]) == "towers" for f in fields):
             found += declared.consumers[each.name].interaction.parameters()
     return found
 
