@@ -169,7 +169,7 @@ def test_killed_at_random_moments(undisturbed, variant, tmp_path):
         ("substitute", 150),
         pytest.param("towers", 150, marks=pytest.mark.slow),
         ("cached", 150),
-        ("lent", 150),
+        pytest.param("lent", 150, marks=pytest.mark.slow),
         pytest.param("stale", 90, marks=pytest.mark.slow),
     ],
 )

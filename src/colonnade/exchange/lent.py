@@ -23,7 +23,7 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.cache.sight import SHARED, Sight, least_uses
-from colonnade.errors import BudgetExceeded, ConfigError
+from colonnade.errors import BudgetExceeded, ConfigError, WorldError
 from colonnade.exchange.cached_wire import by_table, records_layout
 from colonnade.exchange.clean import cut, mark_bytes, pack_marks, unpack_marks
 from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
@@ -199,10 +199,17 @@ class LentExchange(RowsExchange):
         ]
         (heard,), _ = exchanged([messages], self.mesh, 0.0, ticket.purpose)
         numbers, named, marked = [], [], []
-        for message, size in zip(heard, mark_bytes(asking), strict=True):
-            numbers.append(message[: 4 * num_tables].view("<i4").astype(np.int64))
-            named.append(message[4 * num_tables : len(message) - size].copy().view(np.int64))
-            marked.append(message[len(message) - size :])
+        for rank, (message, size) in enumerate(zip(heard, mark_bytes(asking), strict=True)):
+            head, tail = 4 * num_tables, len(message) - size
+            of_tables = message[:head].view("<i4").astype(np.int64) if tail >= head else None
+            if of_tables is None or (of_tables < 0).any() or 8 * of_tables.sum() != tail - head:
+                raise WorldError(
+                    f"rank {rank} sent {len(message)} bytes that are not what an owner says of rows that are lent; all "
+                    "ranks must run one version of Colonnade on one model and plan, and have as many batches"
+                )
+            numbers.append(of_tables)
+            named.append(message[head:tail].copy().view(np.int64))
+            marked.append(message[tail:])
         said = Said(
             counts,
             *unpack_marks(torch.from_numpy(np.concatenate(marked)), asking).reshape(-1, BITS).T,
