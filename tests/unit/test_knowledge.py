@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 
 import colonnade
 from colonnade import SGD, Adam, Batch, Feature, Ids, Mesh, RowOptimizer, Table, Uniform
+from colonnade.cli import app
 from colonnade.config import build_config
 from colonnade.data import open_source, open_triples
 from colonnade.data.contract import Position
@@ -363,3 +364,20 @@ def test_a_batch_of_nothing():
     key = replace(batch.key, tails=empty, heads=empty)
     bare = Batch(0, torch.empty(0, 0), ids, sample_weight=torch.empty(0), key=key)
     assert float(LinkPrediction().loss(model, bare, Mesh()).detach()) == 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "train", "evaluate"),
+    [({"train2id": "0\n"}, 2, None), ({"test2id": "0\n"}, 0, 2)],
+)
+def test_no_samples_are_no_success(tmp_path, parts, train, evaluate, capsys):
+    run, data = tmp_path / "run", tmp_path / "data"
+    data.mkdir()
+    said = ["--data", "fb15k237", "--path", str(write(data, **parts)), "--run", str(run)]
+    small = ["--set", "model.dim=4", "--set", "train.epochs=1", "--set", "train.batch_size=2"]
+    assert app.run(["train", *said, *small]) == train
+    if evaluate is None:
+        assert "got no samples to train on" in capsys.readouterr().err
+        return
+    assert app.run(["evaluate", str(run)]) == evaluate
+    assert "got no samples in the test part" in capsys.readouterr().err

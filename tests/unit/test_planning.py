@@ -287,8 +287,10 @@ def test_plan_simulates_what_nobody_can_run(capsys, tmp_path, monkeypatch, quick
     said = capsys.readouterr().out
     assert "SIMULATION of 100,000,000,000,000 parameters" in said and "PERSIA" in said
     assert "rows in memory:" in said and "rows in disks:" in said
-    assert app.run([*command, "--host", "much"]) == 2
-    assert "--host" in capsys.readouterr().err
+    assert app.run([*command, "--host", "480GiB:8TiB", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)["simulation"]
+    assert values["parameters"] == 100e12 and values["measured"]["seconds"] > 0
+    assert [each["where"] for each in values["cases"]] == ["memory", "disks"]
     monkeypatch.setattr(
         "colonnade.train.run.plan_run", never
     )  # what is wrong is said before a minute of measuring
@@ -297,6 +299,7 @@ def test_plan_simulates_what_nobody_can_run(capsys, tmp_path, monkeypatch, quick
         ["--host", "480GiB:0"],
         ["--simulate", "nan"],
         ["--simulate", "inf"],
+        ["--table", "C1"],
     ):
         assert app.run([*command, *wrong]) == 2
         assert wrong[0] in capsys.readouterr().err

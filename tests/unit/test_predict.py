@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import shutil
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -253,8 +256,16 @@ def test_a_run_is_exported_once_and_again_when_it_has_changed(folder, tmp_path):
     with pytest.raises(CheckpointError, match="neither a run folder"):
         Predictor.open(tmp_path)
     train(Mesh(), folder, {"train.epochs": 2})
+    left, written = (first.with_name(f".30-{number}.4711.tmp") for number in "ab")
+    for place, ago in ((left, 4000), (written, 0)):  # one of a process that was killed
+        place.mkdir()
+        (place / "rows").write_text("half")
+        for each in (place / "rows", place):
+            os.utime(each, (time.time() - ago,) * 2)
     second = Predictor.open(folder)
     assert second.step == 30 and second.folder != first
+    assert written.exists() and not left.exists()
+    shutil.rmtree(written)
 
 
 def test_rows_are_mapped_read_only_and_shared(folder):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from colonnade.errors import CheckpointError, ConfigError
+from colonnade.errors import CheckpointError, ConfigError, DataError
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade evaluate runs/mine\n\n"
@@ -42,6 +42,10 @@ def evaluate(
         metrics = opened.trainer.evaluate(source)
     finally:
         opened.close()
+    if not metrics["num_samples"]:
+        raise DataError(
+            f"got no samples in the {part} part, wanted some; choose another with --part"
+        )
     console = Console(highlight=False)
     console.print(f"{run}, step {opened.resumed_at}, {part}:")
     for name, value in metrics.items():

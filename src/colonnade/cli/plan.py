@@ -97,12 +97,21 @@ def plan(
         return
     chosen = override(choose_config(config, data, path, dram, set_), _left_open(config, set_))
     if simulate is not None:
-        from colonnade.cli.plan_simulation import room_of, show_simulation
+        from colonnade.cli.plan_simulation import as_values as simulated_values
+        from colonnade.cli.plan_simulation import room_of, show_simulation, simulated
         from colonnade.topology.links import planned_world
 
         room = room_of(host, simulate)  # refused before anything is measured
+        if table is not None:
+            raise ConfigError(
+                "--table: got a table beside --simulate, which has no choices to show; leave one of them out"
+            )
         found, tables = plan_run(chosen, run, planned_world("1"), lookups=sample)
-        show_simulation(found, tables, chosen.train.batch_size, simulate, room, here)
+        work, cases = simulated(found, tables, chosen.train.batch_size, simulate, room, here)
+        if as_json:
+            print(json.dumps(simulated_values(simulate, work, cases), indent=2))
+        else:
+            show_simulation(simulate, chosen.train.batch_size, work, cases)
         return
     found, tables = plan_run(chosen, run, here, lookups=sample)
     if table is not None and table not in found.choice.shardings:

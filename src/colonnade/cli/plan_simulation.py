@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 
 from colonnade.errors import ConfigError
-from colonnade.plan.capacity import PERSIA, Machine, Work, simulate
+from colonnade.plan.capacity import PERSIA, Machine, Simulated, Work, simulate
 from colonnade.report.words import bytes_words
 from colonnade.sizes import positive_bytes
 from colonnade.table import Table
@@ -30,14 +32,14 @@ def room_of(host: str, parameters: float) -> tuple[int, int]:
         raise ConfigError(f"--host: {error}; give MEMORY or MEMORY:SSD, e.g. 480GiB:8TiB") from None
 
 
-def show_simulation(
+def simulated(
     found: Planned,
     tables: Sequence[Table],
     batch_size: int,
     parameters: float,
     room: tuple[int, int],
     world: World,
-) -> None:
+) -> tuple[Work, list[Simulated]]:
     """`found`: a plan of one rank, whose sample and rates are taken. `room`: of each host of `world`. Raises
     ConfigError where it has disks and none was measured."""
     work = work_of(found, tables, batch_size)
@@ -54,13 +56,20 @@ def show_simulation(
         uplink=world.remote_bytes_per_second,
         pages=pages,
     )
+    return work, simulate(parameters, work, machine, batch_size)
+
+
+def show_simulation(
+    parameters: float, batch_size: int, work: Work, cases: Sequence[Simulated]
+) -> None:
+    """A line of what was measured, one for each place of rows, one of what was published."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"SIMULATION of {parameters:,.0f} parameters, run by nobody: rates of one rank of this machine "
         f"({1 / work.seconds:,.0f} samples/s, {work.rows:.1f} rows of {work.row_floats:.0f} floats a sample, "
         f"{work.record_bytes:.0f} bytes each with state), links and hosts as given."
     )
-    for each in simulate(parameters, work, machine, batch_size):
+    for each in cases:
         console.print(
             f"rows in {each.where}: {each.rows:,.0f} rows, {bytes_words(each.total_bytes)}: {each.hosts:,} hosts, "
             f"{each.ranks:,} ranks. A step of {batch_size:,} samples: processors {1e3 * each.compute_seconds:.3f} ms, "
@@ -68,6 +77,17 @@ def show_simulation(
             f"{each.samples_per_second:,.0f} samples/s reading ahead, {each.synchronous:,.0f} synchronously"
         )
     console.print(PERSIA)
+
+
+def as_values(parameters: float, work: Work, cases: Sequence[Simulated]) -> dict[str, Any]:
+    """Plain values of the same, under a name that says that nobody ran it. Pure."""
+    return {
+        "simulation": {
+            "parameters": parameters,
+            "measured": asdict(work),
+            "cases": [asdict(each) for each in cases],
+        }
+    }
 
 
 def work_of(found: Planned, tables: Sequence[Table], batch_size: int) -> Work:

@@ -6,6 +6,7 @@ run/serving/<step>-<tag>/     as `train/export.py` writes it; the tag tells comm
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 from colonnade.errors import CheckpointError, ConfigError, StorageError
@@ -13,6 +14,7 @@ from colonnade.train.commits import committed_steps
 from colonnade.train.export import export_run, resolve
 
 FOLDER = "serving"
+ABANDONED_SECONDS = 3600.0
 
 
 def exported(path: Path, *, at: int | str | None = None) -> Path:
@@ -54,8 +56,18 @@ def _tag(path: Path, step: int) -> str:
 
 
 def _drop_old(path: Path) -> None:
-    """Exports of commits that are no more. Who has mapped one keeps it."""
+    """Exports of commits that are no more, and what killed ones left behind. Who has mapped one keeps it."""
     current = {f"{step}-{_tag(path, step)}" for step in committed_steps(path)}
     for place in (path / FOLDER).iterdir():
-        if place.is_dir() and not place.name.startswith(".") and place.name not in current:
+        is_left = _is_abandoned(place) if place.name.startswith(".") else place.name not in current
+        if place.is_dir() and is_left:
             shutil.rmtree(place, ignore_errors=True)
+
+
+def _is_abandoned(place: Path) -> bool:
+    """Nobody wrote there for an hour. A process number would not tell: another host may be writing."""
+    try:
+        newest = max(each.stat().st_mtime for each in (place, *place.iterdir()))
+    except OSError:  # it went, or changes right now
+        return False
+    return time.time() - newest > ABANDONED_SECONDS

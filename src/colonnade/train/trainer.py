@@ -19,7 +19,7 @@ from colonnade.data.batches import batches_of, no_samples
 from colonnade.data.contract import Position, Source, Splits
 from colonnade.data.lookahead import Lookahead
 from colonnade.embedding import EmbeddingCollection
-from colonnade.errors import NonFiniteError
+from colonnade.errors import DataError, NonFiniteError
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.topology.presence import telling
 from colonnade.topology.reads import announced
@@ -127,6 +127,11 @@ class Trainer:
         while not (self._is_patience_over() or self._is_at_its_end()):
             done = self.train_step(batches, outcome)
             if done is None:
+                if self.position == Position() and not outcome.steps:
+                    raise DataError(
+                        "got no samples to train on, wanted a train part with some; give another data.path or other "
+                        "data.options"
+                    )
                 break
             batch, stop = done
             self._advance(batch)
