@@ -40,7 +40,7 @@ from colonnade.plan.partials import Joint, Partials, burden, check_joint
 from colonnade.plan.paths import Paths, adds_in_host
 from colonnade.plan.towers.choice import freely, inside_towers
 from colonnade.plan.towers.narrowing import Narrowed, narrowed
-from colonnade.plan.towers.paths import call_seconds, messages
+from colonnade.plan.towers.paths import call_seconds, spared_seconds
 from colonnade.plan_config import RouteChoice
 from colonnade.topology.sharding import (
     Kind,
@@ -301,8 +301,7 @@ class Search:
                 phases[1:] -= less
             if self.paths.ids_by_towers:
                 phases[0] -= less
-                fewer = world.num_ranks - 1 - sum(messages(world, towers))
-                computed -= 2 * fewer * world.message_processor_seconds
+                computed -= spared_seconds(world, towers)
         route, fetch, push = phases.tolist()
         # What operators inside towers give leaves when it is used.
         is_ahead = self.is_fetched_ahead and not state.narrowed.inside
