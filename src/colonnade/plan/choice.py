@@ -147,7 +147,6 @@ class Search:
         is_fetched_ahead: bool,
         model: ModelLoad | None,
         towers: int,
-        *,
         ids_by_towers: bool = False,
     ) -> None:
         self.loads, self.world, self.memory, self.rates = loads, world, memory, rates
@@ -166,15 +165,13 @@ class Search:
             self._possible(t, load, said, options)
             for t, (load, said) in enumerate(zip(loads, self.forced, strict=True))
         ]
-        num_ranks = world.num_ranks
         self.owners = np.array(world.owners)
-        self.num_towers = towers
-        self.paths = Paths(world, towers, ids_by_towers=ids_by_towers)
+        self.paths, self.num_towers = Paths(world, towers, ids_by_towers=ids_by_towers), towers
         self.asks = self.paths.asks
         self.even = sum(load.total_bytes for load in loads) / len(self.owners)
         self.tried = 1 if self.is_large else TRIED
         self.pairs: dict[tuple[int, ExchangeName, int, int], tuple[Pair, Work]] = {}
-        self.everywhere = {"row_wise": row_wise_in(world), "replicated": replicated(num_ranks)}
+        self.everywhere = dict(row_wise=row_wise_in(world), replicated=replicated(world.num_ranks))
         self.scale = 1.0
 
     def _possible(
