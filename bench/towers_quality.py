@@ -55,8 +55,8 @@ SETTINGS: dict[str, Any] = {
 MODELS = {"dlrm": DLRM, "dcnv2": DCNv2}
 ROWS_LR, DENSE_LR, EVALUATE_BATCH = 0.05, 1e-3, 4096
 LEARNED, LEARNED_DIM, LEARNED_BATCH, LEARNED_LR = 2_000_000, 16, 1024, 0.05
-"""Samples, dim, batch and rate of the flat run that learned towers are made from, chosen at seed 0 by the planted groups
-themselves: of nine settings those of 100,000 to 400,000 samples kept 0.17 to 0.47 of the pairs of four towers together,
+"""Samples, dim, batch and rate of the flat run that learned towers are made from, chosen at seed 0 by the planted
+groups themselves: of nine settings those of 100,000 to 400,000 samples kept 0.17 to 0.47 of the pairs of four towers,
 1.5 million 0.63 (0.77 at 8 columns), 2 million 0.87, 0.63 and 0.70 of 2, 4 and 8. Other seeds are the cleaner check."""
 PROBED = 8
 """Of its batches."""
