@@ -42,7 +42,7 @@ native-sanitize: setup
 	$(BIN)/cmake --build build/sanitize --target native_tests
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
-# The tests that bring their own threads: GCC's OpenMP is unknown to the thread sanitizer.
+# The tests that bring their own threads.
 native-tsan: setup
 	$(BIN)/cmake -S . -B build/tsan -G Ninja -DCOLONNADE_PYTHON=OFF -DCOLONNADE_SANITIZE=thread -DCMAKE_BUILD_TYPE=RelWithDebInfo "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1 -g1" -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja > /dev/null
 	$(BIN)/cmake --build build/tsan --target threads_test log_test tiered_test

@@ -14,6 +14,7 @@ namespace colonnade {
 namespace {
 
 constexpr std::int64_t kRun = 4096;  // rows a thread takes at a time
+constexpr std::size_t kRunsPerThread = 16;
 
 [[noreturn]] void refuse(const std::string& message) {
   throw std::invalid_argument("dram: " + message);
@@ -83,7 +84,8 @@ Dram::Lock Dram::lock(std::int64_t table) const {
 
 template <class Visit>
 void Dram::for_each_group(std::span<const Run> runs, const Visit& visit) {
-  const auto most = static_cast<std::size_t>(num_threads());
+  const auto threads = static_cast<std::size_t>(num_threads());
+  const std::size_t most = threads > 1 ? kRunsPerThread * threads : 1;
   for (std::size_t first = 0, last = 0; first < runs.size(); first = last) {
     std::vector<Lock> locks;
     while (last < runs.size() && (last - first < most || runs[last].table == runs[last - 1].table)) {

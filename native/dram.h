@@ -90,7 +90,8 @@ class Dram {
   };
   using Lock = std::unique_lock<std::mutex>;
   Lock lock(std::int64_t table) const;  // invalid_argument if there is no such table
-  // visit(first, last) for runs of whole tables, whose locks are held meanwhile: enough runs for all threads.
+  // visit(first, last) for runs of whole tables, whose locks are held meanwhile: enough runs for all threads, and for
+  // them to share evenly; one thread alone holds as few as it can.
   template <class Visit>
   void for_each_group(std::span<const Run> runs, const Visit& visit);
   const TableRows& at(std::int64_t table) const;

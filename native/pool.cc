@@ -15,6 +15,7 @@ namespace {
 
 constexpr std::int64_t kLongestRun = 8192, kShortestRun = 1024;  // lookups
 constexpr std::int64_t kRunsPerThread = 8;
+constexpr std::int64_t kCheckedAlone = 1 << 17;  // of so many a thread is done before a second one has come
 constexpr std::int64_t kStreamedBytes = std::int64_t{1}
                                         << 20;  // smaller outputs are worth keeping in the cache
 
@@ -36,7 +37,7 @@ std::string number(std::int64_t n) {
 void check_index(std::span<const std::uint32_t> index) {
   constexpr std::uint32_t kAbsent = 0xffffffff;
   std::atomic<bool> is_absent{false};
-  for_each_run(static_cast<std::int64_t>(index.size()), 1 << 15, [&](std::int64_t begin, std::int64_t end) {
+  for_each_run(static_cast<std::int64_t>(index.size()), kCheckedAlone, [&](std::int64_t begin, std::int64_t end) {
     std::uint32_t found = 0;
     for (std::int64_t e = begin; e < end; ++e) found |= index[e] == kAbsent ? kAbsent : 0;
     if (found) is_absent.store(true, std::memory_order_relaxed);

@@ -9,6 +9,7 @@ namespace colonnade {
 namespace {
 
 constexpr std::int64_t kRunEntries = 2048;
+constexpr std::int64_t kCheckedAlone = 1 << 17;  // entries: of these a thread is done before a second one has come
 
 std::string number(std::int64_t n) {
   return std::to_string(n);
@@ -165,7 +166,7 @@ void Summation::cut() {
 // Every entry must be one of the source's, and of a feature of the row's table.
 void Summation::check_entries() const {
   std::vector<char> is_wrong(runs_.size(), 0);
-  for_each_unit(static_cast<std::int64_t>(runs_.size()), [&](std::int64_t r) {
+  const auto check = [&](std::int64_t r) {
     const auto& [t, begin, end] = runs_[r];
     const std::int32_t* const entries = segments_.entries.data();
     const std::int64_t lo = segments_.segment_offsets[begin], hi = segments_.segment_offsets[end];
@@ -185,7 +186,13 @@ void Summation::check_entries() const {
         return std::ranges::any_of(intervals, [e](const auto& i) { return i.first <= e && e < i.last; });
       });
     }
-  });
+  };
+  const auto num_runs = static_cast<std::int64_t>(runs_.size());
+  if (static_cast<std::int64_t>(segments_.entries.size()) > kCheckedAlone) {
+    for_each_unit(num_runs, check);
+  } else {
+    for (std::int64_t r = 0; r < num_runs; ++r) check(r);
+  }
   for (std::size_t r = 0; r < runs_.size(); ++r) {
     if (is_wrong[r]) {
       refuse("entries " + number(segments_.segment_offsets[runs_[r].begin]) + " .. " +

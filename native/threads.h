@@ -1,4 +1,4 @@
-// Colonnade's threads are torch's: one OpenMP runtime per process.
+// Threads that help: who has work shares it with those that are free, and waits for no other.
 #pragma once
 
 #include <atomic>
@@ -7,13 +7,18 @@
 namespace colonnade {
 
 void set_num_threads(int n) noexcept;  // 0: as many as torch
-// At most n for calls from the calling thread; 0: no limit. A thread that works beside training should not
-// bring a second team of spinning workers.
+// At most n for calls from the calling thread; 0: no limit. For a thread that works beside training.
 void limit_threads_here(int n) noexcept;
 int num_threads() noexcept;
 
+using Work = void (*)(void*);
+// run(work) here, and on up to `helpers` threads that come while it runs here; returns when all of these are done. A
+// helper that gets no processor meanwhile is not waited for, and one without work sleeps: there may be more threads
+// than processors (the lookahead's, other ranks'), where a team that has to be complete waits for its last member, and
+// members that spin take the processor from who would let it end. Work shared inside of it is done alone.
+void share(int helpers, void* work, Work run) noexcept;
+
 // visit(i) for i in [0, n), each by one thread, handed out in order. `visit` must not throw.
-// Only the plainest OpenMP is used: newer entry points may be missing from the runtime torch brought along.
 template <class Visit>
 void for_each_unit(std::int64_t n, const Visit& visit) noexcept {
   const int threads = static_cast<int>(n < num_threads() ? n : num_threads());
@@ -22,10 +27,10 @@ void for_each_unit(std::int64_t n, const Visit& visit) noexcept {
     return;
   }
   std::atomic<std::int64_t> next{0};
-#pragma omp parallel num_threads(threads)
-  {
+  auto work = [&] {
     for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) visit(i);
-  }
+  };
+  share(threads - 1, &work, [](void* self) { (*static_cast<decltype(work)*>(self))(); });
 }
 
 // visit(begin, end) over [0, n) in runs of `run`.

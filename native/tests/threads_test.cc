@@ -1,9 +1,10 @@
-// A program of its own, for the thread sanitizer: GCC's OpenMP is unknown to it.
+// A program of its own, for the thread sanitizer.
 #include <algorithm>
 #include <set>
 #include <thread>
 
 #include "../dram.h"
+#include "../threads.h"
 #include "check.h"
 #include "left_rows.h"
 
@@ -74,8 +75,32 @@ void threads_share_it() {
   }
 }
 
+// Several threads share work at once, and what is shared inside of it is done alone: each unit is visited once, by the
+// time the call returns.
+void each_unit_is_visited_once() {
+  set_num_threads(3);
+  std::vector<std::thread> threads;
+  for (int number = 0; number < 3; ++number) {
+    threads.emplace_back([] {
+      for (std::int64_t round = 0; round < 500; ++round) {
+        std::vector<std::int64_t> visits(static_cast<std::size_t>(round % 37));
+        for_each_unit(round % 37, [&](std::int64_t i) {
+          const auto here = std::this_thread::get_id();
+          for_each_unit(3, [&](std::int64_t j) {
+            CHECK(std::this_thread::get_id() == here);
+            visits[static_cast<std::size_t>(i)] += j + 1;
+          });
+        });
+        CHECK(std::ranges::all_of(visits, [](auto n) { return n == 6; }));
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
 }  // namespace
 
 int main() {
   threads_share_it();
+  each_unit_is_visited_once();
 }

@@ -2,7 +2,7 @@
 
 Every array is a contiguous CPU tensor (torch or numpy), borrowed for the call unless a class says it
 keeps it; results are torch tensors. Every call releases the GIL. Results have the same bits for any number
-of threads and any instruction set. Import torch first: its OpenMP runtime is the one used here.
+of threads and any instruction set. Import torch first: its OpenMP runtime says how many threads there are.
 
 Each operation's definition is its twin in `ops/reference.py`. A wrong type, shape or offset raises
 ValueError before anything is changed; addresses (`int`) cannot be checked.
@@ -26,7 +26,7 @@ def set_isa(name: str) -> None:
     """Force a path (tests). ValueError if this processor lacks it. All paths give the same bits."""
 
 def set_num_threads(n: int) -> None:
-    """Threads Colonnade uses (torch's OpenMP pool); 0 = as many as torch."""
+    """Threads Colonnade uses, of its own beside the caller's; 0 = as many as torch."""
 
 def limit_threads_here(n: int) -> None:
     """At most n threads for calls from the calling thread; 0: no limit."""

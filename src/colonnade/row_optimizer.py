@@ -60,8 +60,9 @@ class RowOptimizer(Optimizer):
             [part.optimizer.kind for _, part in declaration.parts], dtype=torch.int32
         )
         self._gradient_scale = 1.0
-        self._said: list[dict] = []  # of the groups, when `_checked` was made of them
-        self._checked = torch.empty(0)
+        self._said: list[dict] = []  # what the groups were when `_checked` was made of them
+        self._checked = torch.empty(0)  # (P, 16) float64, with the gradients' scale:
+        self._checked_scale = 0.0
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None, *, agreed: bool = False):
@@ -72,9 +73,15 @@ class RowOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.collection.ensure_open()
-        settings = self._settings(agreed)
-        if not agreed and self.collection.pushed is None:
-            self._agree()
+        error: ConfigError | None = None
+        try:
+            settings = self._own_settings()
+        except ConfigError as found:
+            error, settings = found, torch.empty(0)
+        if not agreed:
+            self._agree(error)
+        if error is not None:
+            raise error
         self.collection.push(self._kinds, settings)
         self._gradient_scale = 1.0
         return loss
@@ -182,21 +189,38 @@ class RowOptimizer(Optimizer):
         with settled(cached, self._kinds, self._own_settings()) as before:
             yield before
 
-    def _agree(self) -> None:
-        """Collective: all gradients of all ranks are finite; else NonFiniteError."""
-        if not self._agreed(self.collection.finite()):
+    def _agree(self, error: ConfigError | None = None) -> None:
+        """Collective, one word: every rank has settings that rules can use (error: why this one has not), else
+        ConfigError; and all gradients are finite, unless they were pushed, else NonFiniteError."""
+        is_pushed = self.collection.pushed is not None
+        said = [] if is_pushed else self._words(self.collection.finite())
+        heard = self._sum([float(error is not None), *said])
+        if heard[0]:
+            raise error or ConfigError(
+                "another rank has settings that no rule can use; no row was changed"
+            )
+        if not is_pushed and not self._heard(heard[1:]):
             self._refuse("an embedding gradient")
 
     def _agreed(self, finite: bool) -> bool:
         """Collective: whether that is so on every rank; batches that no rank has gradients of are dropped."""
+        return self._heard(self._sum(self._words(finite)))
+
+    def _words(self, finite: bool) -> list[float]:
         live = self.collection.live
-        heard = self._sum([float(not finite), *(float(t.num_backwards > 0) for t in live)])
-        self.collection.keep([t for t, used in zip(live, heard[1:], strict=True) if used])
-        return not heard[0]
+        return [float(not finite), *(float(ticket.num_backwards > 0) for ticket in live)]
+
+    def _heard(self, words: list[float]) -> bool:
+        """words: the sum of all ranks'."""
+        live = self.collection.live
+        self.collection.keep([t for t, used in zip(live, words[1:], strict=True) if used])
+        return not words[0]
 
     def _sum(self, said: list[float]) -> list[float]:
         """Collective: over all ranks."""
         mesh = self.collection.mesh
+        if mesh.num_ranks == 1:
+            return said
         return mesh.all_reduce("push", torch.tensor(said), counts_as="control").tolist()
 
     def _refuse(self, what: str) -> NoReturn:
@@ -207,35 +231,30 @@ class RowOptimizer(Optimizer):
             "numbers; no row was changed on any rank. Lower the learning rate or clip the loss"
         )
 
-    def _settings(self, agreed: bool) -> Tensor:
-        """Collective unless `agreed`. (P, 16) float64. Raises ConfigError, on every rank, for a number no rule can
-        use on any of them."""
-        error: ConfigError | None = None
-        try:
-            settings = self._own_settings()
-        except ConfigError as found:
-            error, settings = found, torch.empty(0)
-        if not agreed and self.collection.mesh.num_ranks > 1:
-            if self._sum([float(error is not None)])[0] and error is None:
-                error = ConfigError(
-                    "another rank has settings that no rule can use; no row was changed"
-                )
-        if error is not None:
-            raise error
-        return settings
-
     def _own_settings(self) -> Tensor:
-        """Read and checked anew only where a group says something else than in the step before: in Python, 26 groups
+        """(P, 16) float64, good until the next call. Raises ConfigError for a number no rule can use.
+
+        Read and checked anew only where a group says something else than in the step before: in Python, 26 groups
         take a part of a step that lookups and updates alone would notice."""
-        groups = self.param_groups
-        said = [{name: v for name, v in group.items() if name != "params"} for group in groups]
-        # Else a value, a tensor or a list, may have changed in place.
-        is_plain = all(type(value) in PLAIN for each in said for value in each.values())
-        if not (is_plain and said == self._said):
-            self._checked, self._said = self._read_settings(), said
-        settings = self._checked.clone()
-        settings[:, GRADIENT_SCALE] = self._gradient_scale
-        return settings
+        if not self._say_the_same():
+            self._checked, self._said = self._read_settings(), []
+            self._checked_scale = 0.0
+            said = [dict(group) for group in self.param_groups]
+            # Else a value, a tensor or a list, may change in place.
+            if all(
+                type(v) in PLAIN for each in said for name, v in each.items() if name != "params"
+            ):
+                self._said = said
+        if self._checked_scale != self._gradient_scale:
+            self._checked[:, GRADIENT_SCALE] = self._checked_scale = self._gradient_scale
+        return self._checked
+
+    def _say_the_same(self) -> bool:
+        """The groups, as when they were read last, and nothing of them can change unseen."""
+        try:
+            return bool(self._said) and self.param_groups == self._said
+        except (RuntimeError, TypeError, ValueError):  # a tensor or an array instead of a number
+            return False
 
     def _read_settings(self) -> Tensor:
         settings: list[list[float]] = []

@@ -305,7 +305,7 @@ def _run(
     ahead: Leaving | None,
 ) -> None:
     """The thread: one batch per permit; None after the last one, or the error."""
-    # Its work is hidden behind training's. Two teams of OpenMP workers would spin against each other.
+    # Its work is hidden behind training's, which should get the processors.
     _native.limit_threads_here(max(1, _native.num_threads() // 4))
     try:
         while permits.get():

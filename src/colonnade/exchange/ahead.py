@@ -109,7 +109,7 @@ class Ahead:
         self._words.put(END)
 
     def _run(self) -> None:
-        # As the lookahead's thread: two teams of OpenMP workers would spin against each other.
+        # As the lookahead's thread: training should get the processors.
         _native.limit_threads_here(max(1, _native.num_threads() // 4))
         is_over = False
         while (ticket := self._tickets.get()) is not None:

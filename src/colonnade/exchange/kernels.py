@@ -94,22 +94,24 @@ class NativeKernels:
             for i, output in enumerate(outputs)
             for column in output.columns
         ]
-        read_places = torch.tensor(placed).reshape(-1, 3).T.contiguous()
-        self._read_outputs, self._read_columns, self._read_widths = read_places
+        # numpy: a step asks for few numbers, which torch takes five times as long for.
+        self._read_outputs, self._read_columns, self._read_widths = (
+            np.array(placed, dtype=np.int64).reshape(-1, 3).T.copy()
+        )
         self.whole_rows = _native.Reads(
             *_int32s((i, 0, width) for i, width in enumerate(self.widths.tolist() * num_ranks))
         )
 
     def place(
         self, lookups: Lookups | None, views: Sequence[RowView], index: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[np.ndarray, np.ndarray, Tensor]:
         return (
-            torch.tensor([view.address for view in views], dtype=torch.int64),
-            torch.tensor([view.stride_bytes for view in views], dtype=torch.int64),
+            np.array([view.address for view in views], dtype=np.int64),
+            np.array([view.stride_bytes for view in views], dtype=np.int64),
             index,
         )
 
-    def pool(self, lookups: Lookups, placed: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    def pool(self, lookups: Lookups, placed: tuple[Any, Any, Tensor]) -> list[Tensor]:
         bases, strides, index = placed
         tensors = self._empty(lookups)
         out_bases, out_strides = self._addresses(tensors)
@@ -206,10 +208,10 @@ class NativeKernels:
         shapes = output_shapes(self.outputs, self.consumption, lookups)
         return [empty(*shape, dtype=dtype) for shape in shapes]
 
-    def _addresses(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """(R,) each: where output row 0 of each read lies, and the bytes between rows."""
+    def _addresses(self, tensors: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+        """(R,) int64 each: where output row 0 of each read lies, and the bytes between rows."""
         itemsize = tensors[0].element_size() if tensors else 0
-        starts = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+        starts = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
         return starts[self._read_outputs] + self._read_columns * itemsize, self._read_widths * itemsize  # fmt: skip
 
 

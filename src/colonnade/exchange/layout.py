@@ -355,6 +355,8 @@ def _check_ids(feature: Feature, ids: Ids, size: int, compute_dtype: torch.dtype
         raise DataError(
             f"feature {feature.name!r}: got a {type(ids).__name__}, wanted Ids(values, offsets, weights)"
         )
+    if ids.offsets is None and ids.weights is None and _is_column(ids.values, size):
+        return
     for what, given in (("ids", ids.values), ("offsets", ids.offsets), ("weights", ids.weights)):
         if given is None and what != "ids":
             continue
@@ -394,6 +396,18 @@ def _check_ids(feature: Feature, ids: Ids, size: int, compute_dtype: torch.dtype
             raise NonFiniteError(
                 f"feature {feature.name!r}: got NaN or inf among its weights, wanted finite numbers"
             )
+
+
+def _is_column(values: object, size: int) -> bool:
+    """One id a sample, and nothing wrong with them: what most features have, asked for once a feature and step."""
+    return (
+        type(values) is Tensor
+        and values.dtype is torch.int64
+        and values.is_cpu
+        and values.layout is torch.strided
+        and values.dim() == 1
+        and len(values) == size
+    )
 
 
 def _kind(given: object) -> str:
