@@ -68,7 +68,8 @@ class SlowSight:
             theirs = [id for id in idle if self.holder.get(id) == rank]
             theirs.sort(key=lambda id: (self.newest[id], id))
             has_now = sum(user == rank for user in self.holder.values())
-            for id in theirs[: max(0, len(mine) - (self.quota - has_now))]:
+            wanted = sum(soon < len(coming) for _, soon, _ in mine) - (self.quota - has_now)
+            for id in theirs[: max(0, wanted)]:
                 self.recall(id)
                 has_now -= 1
             for _, _, id in mine[: max(0, self.quota - has_now)]:

@@ -104,6 +104,22 @@ def test_a_row_that_one_rank_alone_has_used_before_is_lent_to_it():
     ]
 
 
+def test_rows_that_come_in_turns_do_not_drive_each_other_out():
+    """More of them than there is room for: values and gradients of 64 bytes, records of 136, as of Adagrad."""
+    sight, seen, moved = Sight(1, 60, 3, holds=True), 0, 0
+    for t in range(120):
+        while seen < min(120, t + 3):
+            ids = (np.arange(10) + 10 * seen) % 90
+            sight.see(ids, np.zeros(10, np.int16))
+            seen += 1
+        sight.is_over = seen == 120
+        said = sight.decide()
+        plain = ~(said.has | said.keeps)
+        records = (said.has != said.keeps).sum() + len(said.recalled)
+        moved += int(128 * plain.sum() + 136 * records)
+    assert moved < 0.6 * 120 * 10 * 128
+
+
 @pytest.mark.parametrize(
     ("value", "record", "least"),
     [

@@ -37,8 +37,9 @@ class Sight:
       elsewhere, wherever at least one batch is in sight; where none is, `holds` is to be False.
     * It is lent where as many uses in a row by the rank alone, this one included, as make up for the state of the
       optimizer that travels both ways (`least`) are in sight, or were before.
-    * A rank has at most `quota` rows at a time. Rows with no use in sight come back for others, those used longest ago
-      first; where more would stay, those do that are used again soonest, of those alike the smallest ids.
+    * A rank has at most `quota` rows at a time. Rows with no use in sight come back for those that have one, those used
+      longest ago first, and not for each other, for in turns they would drive each other out; where more would stay,
+      those do that are used again soonest, of those alike the smallest ids.
     * Beyond what is in sight, the `quota` x ranks rows used last are remembered. Who is not comes back.
 
     All of it is a pure function of the order of calls. Flat arrays; the number of a row is its slot in a `Directory`
@@ -114,7 +115,7 @@ class Sight:
         )
         for rank in np.unique(users[lends]).tolist():
             rows = np.flatnonzero(lends & (users == rank))
-            wanted = len(rows) - (self.quota - int(self.lent[rank]))
+            wanted = int(is_next[rows].sum()) - (self.quota - int(self.lent[rank]))
             if wanted > 0:
                 idle = self._idle()
                 idle = idle[self._user[idle] == rank]
