@@ -35,7 +35,12 @@ from colonnade.store.contract import Backing, Rows, RowView
 from colonnade.store.dram import DramStore, open_dram
 from colonnade.store.hbm import HbmStore, open_hbm
 from colonnade.store.mapped import MappedRows
-from colonnade.store.policies import RowPolicy, RowRetention, open_policies
+from colonnade.store.policies import (
+    RowPolicy,
+    RowRetention,
+    check_policies,
+    open_policies,
+)
 from colonnade.store.token import from_tensor, other_rows, to_tensor
 from colonnade.table import CLOCK_BYTES, Feature, Table
 from colonnade.topology.mesh import Mesh
@@ -175,15 +180,7 @@ class EmbeddingCollection(nn.Module):
         self.lent = lent_end(self.exchange, memory)
         own = open_policies([each.table for each in laid], self.shards, seed=self.seed)
         given = {self._slices(name): policy for name, policy in (policies or {}).items()}
-        if cut := [laid[numbers[0]].table.origin[0] for numbers in given if len(numbers) > 1]:
-            raise ConfigError(
-                f"table {cut[0]!r}: got a policy of your own for rows that are cut by columns, or hot and cold; choose "
-                "another sharding"
-            )
-        if both := sorted(laid[t].table.name for (t,) in given if t in own):
-            raise ConfigError(
-                f"table {both[0]!r}: got a policy for a table with admission or eviction of its own; give one of them"
-            )
+        check_policies(given, own, [each.table for each in laid], is_lent=self.lent is not None)
         self.policies: dict[int, RowPolicy] = {**own, **{t: each for (t,), each in given.items()}}
         self._window = Window(
             stall_seconds=lambda: self.store.sources.stall_seconds,

@@ -100,6 +100,11 @@ class RowOptimizer(Optimizer):
                 "scaled_step: got exchange substitute, which adds gradients of dense weights when rows are pushed,"
                 " after they were divided by the scale; choose pooled, or train in bfloat16 without a scale"
             )
+        if scaler.is_enabled() and (self.collection.lent or self.collection.cached):
+            raise ConfigError(
+                "scaled_step: got a plan with plan.cache, where no batch may be skipped, and a scale that skips steps; "
+                "leave plan.cache out, or train in bfloat16 without a scale"
+            )
         scale = scaler.get_scale()
         for each in dense:
             scaler.unscale_(each)

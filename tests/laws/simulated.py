@@ -66,6 +66,8 @@ class Simulated(Mesh):
         self, purpose, send, send_rows, receive_rows, *, wait=True, counts_as=None, into=None
     ):
         members = self._members(purpose)
+        if IN_TOWER in purpose or OVER_TOWERS in purpose:
+            assert purpose in self.groups, f"{purpose}: a group that nobody opened"
         width = send.element_size() * (send[0].numel() if send.dim() > 1 and len(send) else 1)
         for peer, rows in zip(members, send_rows, strict=True):
             self._count(counts_as or purpose.partition(" ")[0], peer, width * rows)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from scenario import assert_same_bits, tables, train
+from scenario import assert_same_bits, open_backings, tables, train
+from simulated import run_simulated
 from slow_sight import forced_moves
 
 from colonnade import (
@@ -27,7 +28,9 @@ from colonnade import (
     RowWiseAdagrad,
     RowWiseAdam,
     Table,
+    World,
     build_plan,
+    load_rows,
 )
 from colonnade.config import build_config, override
 from colonnade.errors import ConfigError
@@ -331,3 +334,64 @@ def test_commits_hold_all_rows_and_any_run_goes_on_from_them(tmp_path):
     assert score == same_score
     for one, other in zip(rows, without, strict=True):
         assert torch.equal(one, other)
+
+
+def small_memory(mesh, caches, folder, num_batches):
+    """Two thousand slots; rows with who alone uses them are more. Returns how many those were, and some rows."""
+    mine = [Table("t", 8, rows=20_000, optimizer=SGD(lr=0.1))]
+    collection = EmbeddingCollection(mine, [Feature("t", "t")], seed=5)
+    plan = build_plan(mine, mesh.num_ranks, caches=caches, lookahead=1, dram_bytes=2500 * 48)
+    collection.open(plan, mesh, backings=open_backings(folder, mesh, mine, plan.shardings))
+    rows = RowOptimizer(collection)
+
+    def batches():
+        for step in range(num_batches):
+            ids = np.random.default_rng([step // 2, mesh.rank]).integers(0, 10_000, 400)
+            yield Batch(400, torch.zeros(400, 0), {"t": Ids(torch.from_numpy(2 * ids + mesh.rank))})
+
+    with collection.lookahead(batches()) as ahead:
+        for batch in ahead:
+            found = collection(batch)["t"]
+            (found * found + found).sum().backward()
+            rows.step()
+    lent = 0 if collection.lent is None else collection.lent.counts.borrowed
+    # Nothing is lent after a stream, so neither of these needs a moment that is settled.
+    load_rows(collection, "t", torch.ones(3, 8), torch.arange(3))
+    return lent, plan.tables[0].capacity_rows, collection.rows("t", torch.arange(0, 20_000, 7))
+
+
+def test_a_stream_ends_where_memory_holds_fewer_rows_than_are_lent(tmp_path):
+    world = World(ranks_per_host=2)
+    plain = run_simulated(world, small_memory, None, tmp_path / "plain", 24)
+    lent = run_simulated(world, small_memory, {"t": Lending(20_000, 16)}, tmp_path / "lent", 24)
+    for (_, _, wanted), (borrowed, capacity, found) in zip(plain, lent, strict=True):
+        assert borrowed > capacity and torch.equal(found, wanted)
+
+
+def what_is_refused(mesh):
+    mine = [Table("t", 4, rows=50)]
+
+    def opened(**how):
+        collection = EmbeddingCollection(mine, [Feature("t", "t")])
+        plan = build_plan(mine, mesh.num_ranks, caches={"t": Lending(50, 2)})
+        return collection.open(plan, mesh, **how)
+
+    with pytest.raises(ConfigError, match="policy of your own beside rows that are lent"):
+        opened(policies={"t": object()})
+    collection = opened()
+    rows = RowOptimizer(collection)
+    load_rows(collection, "t", torch.ones(50, 4))
+    batches = [
+        Batch(2, torch.zeros(2, 0), {"t": Ids(torch.tensor([mesh.rank, 5]))}) for _ in range(6)
+    ]
+    with collection.lookahead(batches) as ahead:
+        collection(next(ahead))["t"].sum().backward()
+        with pytest.raises(ConfigError, match="scaled_step: got a plan with plan"):
+            rows.scaled_step(torch.amp.GradScaler("cpu"))
+        rows.step()
+        with pytest.raises(ConfigError, match="load_rows: got rows some of which are lent"):
+            load_rows(collection, "t", torch.ones(50, 4))
+
+
+def test_what_cannot_be_told_to_holders_is_refused():
+    run_simulated(World(ranks_per_host=2), what_is_refused)

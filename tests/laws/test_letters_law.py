@@ -14,7 +14,17 @@ from ranks import run_ranks
 from simulated import run_simulated
 from test_towers_law import MODULES, SIZES, VALUES, close, train
 
-from colonnade import EmbeddingCollection, Feature, Mesh, Table, World, build_plan
+from colonnade import (
+    Batch,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    Mesh,
+    RowOptimizer,
+    Table,
+    World,
+    build_plan,
+)
 from colonnade.errors import ConfigError, WorldError
 from colonnade.exchange.letters import across, by_towers, delivered
 from colonnade.plan.paths import Paths
@@ -220,3 +230,22 @@ def test_what_cannot_be_is_refused():
     plan = build_plan(tables, 1, towers=1, route="by_towers")
     collection.open(plan, Mesh())  # on one rank nothing travels
     assert plan == type(plan).from_json(plan.to_json())
+
+
+def without_a_lookahead(mesh, route):
+    mine = [Table("t", 4, rows=50)]
+    collection = EmbeddingCollection(mine, [Feature("t", "t")])
+    collection.open(build_plan(mine, mesh.num_ranks, route=route, towers=2), mesh)
+    rows = RowOptimizer(collection)
+    for step in range(3):
+        ids = torch.tensor([step, 7, 10 + mesh.rank])
+        collection(Batch(3, torch.zeros(3, 0), {"t": Ids(ids)}))["t"].sum().backward()
+        rows.step()
+    return collection.rows("t", torch.arange(50))
+
+
+def test_batches_of_no_lookahead_go_straight():
+    world = World(num_hosts=2, ranks_per_host=2)
+    ways = [run_simulated(world, without_a_lookahead, route) for route in ("straight", "by_towers")]
+    for straight, by in zip(*ways, strict=True):
+        assert torch.equal(straight, by)

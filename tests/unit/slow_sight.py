@@ -47,9 +47,6 @@ class SlowSight:
         batch, *coming = self.in_sight
         has = {id for id in batch if id in self.holder}
         idle = [id for id in self.holder if not any(id in each for each in self.in_sight)]
-        if self.is_over:
-            while idle:
-                self.recall(idle.pop())
         wishes = []
         for id, user in batch.items():
             uses = [each[id] for each in coming if id in each]

@@ -49,7 +49,9 @@ class Sight:
     def __init__(self, num_ranks: int, quota: int, least: int, *, holds: bool) -> None:
         """holds: whether rows stay that nobody uses in sight."""
         self.quota, self.least, self.holds = quota, max(2, least), holds
-        self.is_over = False  # nothing else will be seen: no row stays that is not used in sight
+        self.is_over = (
+            False  # nothing else will be seen: no row of a batch stays that is not used in sight
+        )
         self.lent = np.zeros(
             num_ranks, np.int64
         )  # rows that each rank has, as of the newest decision
@@ -106,8 +108,6 @@ class Sight:
         is_next = self._is_by(users, following)
         is_free = is_alone & (following == NONE) & (self.holds and not self.is_over)
         stays = is_next | (has & is_free)
-        if self.is_over:
-            self._recall(self._idle())
         self.lent -= np.bincount(users[has & ~stays], minlength=len(self.lent))
         lends = ~has & (
             (is_next & self._runs_on(users, following))

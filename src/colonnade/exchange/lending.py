@@ -133,6 +133,7 @@ class Flight:
     slots: Tensor | None = None  # of `Borrower.ids`, from fetch to update
     there: np.ndarray | None = None  # (P,) int32: slots of rows that are `Lender.is_here`
     back: np.ndarray | None = None  # int32: slots of `Lender.back`
+    is_last: bool = False  # of its lookahead
     sums: Tensor | None = None  # elements of all rows' gradients, laid out by `Borrower.index`
 
     @property

@@ -57,7 +57,7 @@ ROOM = 2**22
 BITS = 2
 """Said of each row asked for."""
 TOGETHER = 4096
-"""Rows that are put back at once."""
+"""Rows that are put back at once, where memory has room for them."""
 
 
 class LentExchange(RowsExchange):
@@ -115,7 +115,9 @@ class LentExchange(RowsExchange):
             for sight in line.sights:
                 sight.is_over = True
             while waiting:
-                yield decided()
+                batch = decided()
+                batch.ticket.wire.is_last = not waiting
+                yield batch
         finally:
             if self._routing is line:
                 self._routing = None
@@ -298,9 +300,7 @@ class LentExchange(RowsExchange):
         if line is not self._line:
             if self._line is not None:
                 self._line.is_cut = True
-            self.settle()
-            for t in range(len(self.widths)):
-                self.borrowed.delete(t, self._lent_here(t)[0])
+            self._give_back()
             self._line = line
 
     def _put(
@@ -404,6 +404,8 @@ class LentExchange(RowsExchange):
             self.borrowed.delete(t, back[ends[t] : ends[t + 1]])
         flight.slots = flight.sums = None
         flight.line.trained += 1
+        if flight.is_last:
+            self._give_back()
 
     def drop(self, ticket: Ticket) -> None:
         """The other batches of its lookahead cannot be trained on."""
@@ -445,9 +447,7 @@ class LentExchange(RowsExchange):
         error = None
         try:
             for t, rows in enumerate(by_table(named.counts)):
-                ids = named.ids[torch.from_numpy(rows)]
-                for some in torch.arange(len(ids)).split(TOGETHER):
-                    self.store.put(t, ids[some], records[t][some])
+                self._put_back(t, named.ids[torch.from_numpy(rows)], records[t])
         except BudgetExceeded as found:
             error = found
         if not self.mesh.least(int(error is None)):
@@ -455,6 +455,32 @@ class LentExchange(RowsExchange):
                 "another rank's memory has no room for the rows that come back; raise plan.memory.dram, or lower "
                 "plan.cache.size"
             )
+
+    def _put_back(self, t: int, ids: Tensor, records: Tensor) -> None:
+        """As many at once as memory has room for. Raises BudgetExceeded where that is not one."""
+        first, together = 0, TOGETHER
+        while first < len(ids):
+            some = slice(first, first + together)
+            try:
+                self.store.put(t, ids[some], records[some])
+            except BudgetExceeded:
+                if together == 1:
+                    raise
+                together = max(1, together // 2)
+                continue
+            first += together
+
+    def _give_back(self) -> None:
+        """Collective, between steps: all rows are where their owners are."""
+        self.settle()
+        for t in range(len(self.widths)):
+            self.borrowed.delete(t, self._lent_here(t)[0])
+        self._line = None
+
+    @property
+    def lends(self) -> bool:
+        """Whether rows may lie elsewhere than with their owners; the same on every rank."""
+        return self._line is not None
 
     def _lent_here(self, t: int) -> tuple[Tensor, Tensor]:
         """(ids, slots) of rows of table t that are lent to this rank, ascending by id."""

@@ -27,7 +27,9 @@ class Paths:
     """Of one world, whose ranks stand in so many towers; ids_by_towers: `exchange/letters.py`."""
 
     def __init__(self, world: World, num_towers: int = 1, *, ids_by_towers: bool = False) -> None:
-        self.world, self.num_towers, self.ids_by_towers = world, num_towers, ids_by_towers
+        self.world, self.num_towers = world, num_towers
+        # As `exchange.letters.by_towers`: where a tower is one rank or all there is no other way.
+        self.ids_by_towers = ids_by_towers and 1 < num_towers < world.num_ranks
         self._by_towers: dict[Any, Towered | None] = {}
         self._asked: dict[Any, Asked] = {}
         self.asks = np.ones(world.num_ranks)  # (N,) 1 for those with samples

@@ -6,7 +6,7 @@ Legend: N rows of a call.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -242,6 +242,31 @@ def open_policies(
         for t, (table, shard) in enumerate(zip(tables, shards, strict=True))
         if shard.place is not None and (table.admission is not None or table.eviction is not None)
     }
+
+
+def check_policies(
+    given: Collection[tuple[int, ...]],
+    own: Collection[int],
+    tables: Sequence[Table],
+    *,
+    is_lent: bool,
+) -> None:
+    """given: numbers of the slices of each table that gets a policy by hand; own: of those that have one; is_lent:
+    whether rows may lie with others than their owners. Raises ConfigError for what one policy cannot see."""
+    if cut := [tables[numbers[0]].origin[0] for numbers in given if len(numbers) > 1]:
+        raise ConfigError(
+            f"table {cut[0]!r}: got a policy of your own for rows that are cut by columns, or hot and cold; choose "
+            "another sharding"
+        )
+    if is_lent and given:
+        raise ConfigError(
+            "got a policy of your own beside rows that are lent (plan.cache.staleness=exact), whose updates it would "
+            "not hear of; leave one of them out"
+        )
+    if both := sorted(tables[t].name for (t,) in given if t in own):
+        raise ConfigError(
+            f"table {both[0]!r}: got a policy for a table with admission or eviction of its own; give one of them"
+        )
 
 
 def retention_words(admission: Admission | None, eviction: Eviction | None) -> dict[str, str]:

@@ -36,6 +36,11 @@ def load_rows(
     with nothing changed.
     """
     collection.ensure_open()
+    if collection.lent is not None and collection.lent.lends:
+        raise ConfigError(
+            "load_rows: got rows some of which are lent (plan.cache.staleness=exact), whose holders would overwrite "
+            "what is loaded; load before training, or close the lookahead after its last batch"
+        )
     t, kind = _table(collection, table)
     values = weights.weight if isinstance(weights, nn.Embedding | nn.EmbeddingBag) else weights
     values = values.detach().cpu()
