@@ -53,6 +53,22 @@ def test_neighbours_are_drawn_as_by_a_loop(edges, key, nodes):
         assert found.tolist() == wanted
 
 
+@given(edges=EDGES, key=st.integers(0, 2**63))
+def test_no_hop_goes_between_the_nodes_of_a_pair(edges, key):
+    """A node whose only neighbour is left out is drawn itself, and was asked for that neighbour at the next hop."""
+    graph, nodes = build(edges), torch.arange(NODES)
+    others = (3 * nodes + 1) % NODES
+    found = around("x", nodes, graph, (3, 2, 2), key, without_P=others)
+    above, size = nodes, 1
+    for hop, fan_out in enumerate((3, 2, 2), 1):
+        below = found[f"x_hop{hop}"].values
+        one, other = (each.repeat_interleave(size * fan_out) for each in (nodes, others))
+        above = above.repeat_interleave(fan_out)
+        is_pair = ((above == one) & (below == other)) | ((above == other) & (below == one))
+        assert not (is_pair & (one != other)).any()
+        above, size = below, size * fan_out
+
+
 def test_neighbours_are_drawn_alike():
     """Chi-squared of 30,000 draws from four neighbours, one of five left out: 99.9 % lie below 16.3."""
     graph = build([(0, n) for n in (2, 3, 5, 7, 8)])

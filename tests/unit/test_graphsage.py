@@ -91,6 +91,17 @@ def test_with_all_neighbours_it_is_the_dense_one():
     torch.testing.assert_close(found, (rows - 0.5 * gradients[-1]).detach())
 
 
+def test_a_rank_without_samples():
+    (batch,) = graph().train.batches(10**6)
+    model = build(80, log_q=0)
+    none = Ids(torch.empty(0, dtype=torch.int64))
+    bags = Ids(none.values, torch.zeros(1, dtype=torch.int64))
+    ids = {name: none if each.offsets is None else bags for name, each in batch.ids.items()}
+    empty = Batch(0, batch.dense[:0], ids, key=Held(bags, bags))
+    assert len(model(empty).queries) == 0
+    assert len(model.queries(empty)) == len(model.items(empty)) == 0
+
+
 def graph(**options):
     settings = {"nodes": 80, "degree": 8, "communities": 4, "fan_outs": [3, 2], **options}
     return open_source("power_law", **settings)

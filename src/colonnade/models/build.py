@@ -61,7 +61,7 @@ class Kind:
     shares: Mapping[str, float] = field(default_factory=dict)
     """By table: width of its rows, of `dim`, where it is less."""
     starts: Mapping[str, float] = field(default_factory=dict)
-    """By table: what new rows are uniform in, +-, where `rows.init_scale` says nothing of it."""
+    """By table: what new rows are uniform in, +-, whatever `rows.init_scale` says."""
 
     @property
     def settings(self) -> set[str]:

@@ -97,9 +97,10 @@ class GraphSAGE(Retriever):
     def _vectors(self, rows: Mapping[str, Tensor], role: str) -> Tensor:
         levels = [rows[role], *(rows[f"{role}_hop{hop}"] for hop in range(1, self.hops + 1))]
         for hop, (own, below) in enumerate(pairwise(levels), 1):
-            if len(below) % max(len(own), 1):
+            if len(below) % max(len(own), 1) or len(below) < len(own):
                 raise DataError(
-                    f"graphsage: got {len(below)} nodes in {role}_hop{hop} below {len(own)}, wanted as many below each"
+                    f"graphsage: got {len(below)} nodes in {role}_hop{hop} below {len(own)}, wanted as many, one at "
+                    "least, below each"
                 )
         return self.run(levels[0], *levels)
 
@@ -107,6 +108,8 @@ class GraphSAGE(Retriever):
 def _layer(layer: nn.Module, own: Tensor, below: Tensor, *, relu: bool) -> Tensor:
     """(n, D), (n f, D) -> (n, D)."""
     assert isinstance(layer, nn.Linear)
-    fan_out = len(below) // len(own) if len(own) else 0
-    both = torch.cat([own, below.view(len(own), fan_out, -1).mean(1)], dim=1)
+    fan_out = (
+        len(below) // len(own) if len(own) else 1
+    )  # of no samples: none of one, for shapes alone
+    both = torch.cat([own, below.view(len(own), fan_out, below.shape[1]).mean(1)], dim=1)
     return normalize(linear(both, layer.weight, layer.bias, relu=relu), dim=1)

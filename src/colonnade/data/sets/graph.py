@@ -42,7 +42,7 @@ class Graph:
 
     def draw(self, nodes_P: Tensor, words_Pf: Words, without_P: Tensor | None = None) -> Tensor:
         """(P * f,): for each node f of its neighbours, all alike and with repetition, word after word; a node that
-        has none is drawn itself. `without_P`: a neighbour of each that is left out, where it is one."""
+        has none is drawn itself. `without_P`: a neighbour of each that is left out, where it is one; -1: nobody."""
         begins = self.offsets[nodes_P]
         degrees = self.offsets[nodes_P + 1] - begins
         drawn_from = degrees
@@ -50,6 +50,7 @@ class Graph:
             wanted = nodes_P * self.num_nodes + without_P
             place = torch.searchsorted(self.edges, wanted)
             is_left_out = torch.searchsorted(self.edges, wanted, right=True) > place
+            is_left_out &= without_P >= 0  # else the edge of the node before to the last one
             drawn_from = degrees - is_left_out.long()
         divisors = drawn_from.clamp(min=1).numpy().astype(np.uint64)[:, None]
         step = torch.from_numpy((words_Pf % divisors).astype(np.int64))
@@ -80,12 +81,16 @@ def around(
 ) -> dict[str, Ids]:
     """Columns `name`, the nodes themselves, and `name`_hop1, `name`_hop2 ...: for each node of the hop before, in its
     order, so many neighbours as the fan-out says. Draws depend on `key`, the hop and the node's number, from `first`
-    on. `without_P`: whom the first hop leaves out."""
+    on. `without_P`: a node for each, whose edge with it no hop goes, either way."""
     found, size, at = {name: Ids(nodes_P)}, 1, nodes_P
     for hop, fan_out in enumerate(fan_outs, 1):
+        apart = None
+        if without_P is not None:
+            one, other = nodes_P.repeat_interleave(size), without_P.repeat_interleave(size)
+            apart = torch.where(at == one, other, torch.where(at == other, one, -1))
         size *= fan_out
         drawn = words(stream_key(key, hop), first * size, (first + len(nodes_P)) * size)
-        at = graph.draw(at, drawn.reshape(len(at), fan_out), without_P if hop == 1 else None)
+        at = graph.draw(at, drawn.reshape(len(at), fan_out), apart)
         found[f"{name}_hop{hop}"] = Ids(at, torch.arange(len(nodes_P) + 1) * size)
     return found
 
@@ -105,7 +110,7 @@ def open_graph(
     fan_outs   neighbours drawn for each node, by hop: as many as a model has layers
     max_pairs  most pairs of a query that an epoch brings, others each epoch; default: all
 
-    Raises ConfigError for fan-outs that are none.
+    Raises ConfigError for fan-outs that are none, and items that begin among queries.
     """
     fan_outs = tuple(fan_outs)
     if not fan_outs or not all(isinstance(f, int) and f >= 1 for f in fan_outs):
@@ -113,6 +118,11 @@ def open_graph(
             f"got fan_outs={list(fan_outs)}, wanted a number of neighbours for each hop, e.g. [10, 5]"
         )
     num_queries = rows_of(found.train)
+    if first_item and first_item < num_queries:
+        raise ConfigError(
+            f"got first_item={first_item}, wanted 0, where queries and items are the same nodes, or {num_queries} or "
+            "more, where they are not"
+        )
     num_nodes = max(num_queries, first_item + found.num_items)
     queries = torch.arange(num_queries)
     assert found.train.offsets is not None
@@ -149,7 +159,7 @@ def open_graph(
 @dataclass(frozen=True, slots=True, eq=False)
 class NeighbourSource:
     """A sample per pair: its two nodes, what `around` draws about each, and as `key` what the query took, which is
-    no candidate of it. Neither node is drawn as the other's neighbour: a pair that is to be foretold is no edge."""
+    no candidate of it. No hop goes from one of them to the other: a pair that is to be foretold is no edge."""
 
     schema: Schema
     pairs: PairSource
