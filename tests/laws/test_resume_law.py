@@ -168,7 +168,7 @@ def test_killed_at_random_moments(undisturbed, variant, tmp_path):
         pytest.param("pooled", 150, marks=pytest.mark.slow),
         ("substitute", 150),
         pytest.param("towers", 150, marks=pytest.mark.slow),
-        ("cached", 150),
+        pytest.param("cached", 150, marks=pytest.mark.slow),
         pytest.param("lent", 150, marks=pytest.mark.slow),
         pytest.param("stale", 90, marks=pytest.mark.slow),
     ],
