@@ -14,6 +14,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -51,6 +52,22 @@ class Measured:
     @property
     def median(self) -> float:
         return median(self.values)
+
+
+def read_measured(path: Path | None, bench: str, **extent: Any) -> list[Measured]:
+    """What an earlier call wrote, to be gone on with. extent: what its `machine` has to say. Raises BenchError for
+    another bench's file, or one of other extent."""
+    if path is None or not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    if found["bench"] != bench or any(found["machine"][each] != extent[each] for each in extent):
+        raise BenchError(f"{path} holds {found['bench']} of other extent; give another file")
+    return [Measured(c["case"], c["system"], c["unit"], c["values"]) for c in found["cases"]]
+
+
+def say(text: str) -> None:
+    """With the time, to stderr."""
+    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
 class Worker:

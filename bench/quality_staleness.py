@@ -23,12 +23,10 @@ already is gone on with: each is written when it ends.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import product
@@ -43,7 +41,9 @@ from harness import (
     describe_machine,
     others_share,
     read_cpu_seconds,
+    read_measured,
     report,
+    say,
     write_report,
 )
 from rich.console import Console
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.data, options.seeds = [STREAM], 1
         options.samples, options.test_samples = 20_480, 5_000
     torch.set_num_threads(1)
-    measured, before = read_measured(options.json), read_cpu_seconds()
+    measured, before = read_measured(options.json, "quality_staleness"), read_cpu_seconds()
 
     def result() -> dict:
         machine = describe_machine(
@@ -279,20 +279,6 @@ def real_ranks() -> dict[str, Tensor]:
                 f"{RANKS} ranks: status {done.returncode}; {done.stderr.strip()[-2000:]}"
             )
         return torch.load(file)
-
-
-def read_measured(path: Path | None) -> list[Measured]:
-    """What an earlier call wrote. Raises BenchError for another bench's file."""
-    if path is None or not path.exists():
-        return []
-    found = json.loads(path.read_text())
-    if found["bench"] != "quality_staleness":
-        raise BenchError(f"{path} holds {found['bench']}; give another file")
-    return [Measured(c["case"], c["system"], c["unit"], c["values"]) for c in found["cases"]]
-
-
-def say(text: str) -> None:
-    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

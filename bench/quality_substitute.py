@@ -25,7 +25,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -38,7 +37,9 @@ from harness import (
     describe_machine,
     others_share,
     read_cpu_seconds,
+    read_measured,
     report,
+    say,
     write_report,
 )
 from rich.console import Console
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     extent = (QUICK_BLOCKS, QUICK_TAIL_BLOCKS) if options.quick else (BLOCKS, TAIL_BLOCKS)
     samples = extent[0] * BLOCK
-    measured = read_measured(options.json, samples)
+    measured = read_measured(options.json, "quality_substitute", samples=samples)
     before = read_cpu_seconds()
 
     def result() -> dict:
@@ -219,20 +220,6 @@ def gaps_of(measured: Sequence[Measured]) -> dict[str, float]:
             by_unit.setdefault(m.unit, []).append(m.values)
     gaps = [abs(a - b) for one, four in by_unit.values() for a, b in zip(one, four, strict=True)]
     return {"world_auc_gap": max(gaps)} if gaps else {}
-
-
-def read_measured(path: Path | None, samples: int) -> list[Measured]:
-    """What an earlier call wrote. Raises BenchError for another bench's file, or one of other extent."""
-    if path is None or not path.exists():
-        return []
-    found = json.loads(path.read_text())
-    if found["bench"] != "quality_substitute" or found["machine"]["samples"] != samples:
-        raise BenchError(f"{path} holds {found['bench']} of other extent; give another file")
-    return [Measured(c["case"], c["system"], c["unit"], c["values"]) for c in found["cases"]]
-
-
-def say(text: str) -> None:
-    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

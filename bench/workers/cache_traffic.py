@@ -10,24 +10,29 @@ caches, ids deduplicated: every unique row of a batch is named (8 bytes), read a
     het         HET's, as published and as its code counts: every unique row of a batch is named with its version, 16
                 bytes; it is sent where more than s updates are missing; pushes name row and number of updates, 16
                 bytes; an update is one of a batch
-    exact       synchronous. A row that one rank alone used last stays there, unsaid, until another's use comes into
-                the window; then its owner asks for it (8 bytes; or a bit, if that use was in sight when the row was
-                sent) and it travels. Rows used by several ranks travel each time
+    exact       synchronous, the rule of src/colonnade/cache/sight.py: every row of a batch is named and answered by
+                two bits; plain ones are read and written, lent ones travel with their clock, 8 bytes, when they are
+                lent and when they come back; those that come back in no batch of their holder's are named to it
+    forced      what any rule has to move: of rows that are read the names, and the rows
 
 Legend: U unique rows of a rank's batch, N rows of all tables.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colonnade.cache.directory import HIT, LEASE_OVER, MISS, UNBOUNDED, Directory
+from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Directory
+from colonnade.cache.sight import SHARED, Sight
 from workers.cache_streams import RANKS, Stream
 
-NAME, FLAGS, AGE, BIT = 8.0, 0.25, 4.0, 0.125
+NAME, FLAGS, AGE, BIT, CLOCK = 8.0, 0.25, 4.0, 0.125, 8.0
 VERSIONED = 16.0
 NextUses = list[list[NDArray[np.int32]]]
 
@@ -146,72 +151,59 @@ def het(stream: Stream, policy: Policy, capacity: int, staleness: int) -> Traffi
     return found
 
 
-def exact(stream: Stream, next_uses: NextUses, policy: Policy, capacity: int | None) -> Traffic:
-    """`policy` must see ahead: its window is the rule's.
-
-    capacity None: what synchronous semantics force, whatever the caches: a row used by one rank and next by the same
-    alone moves nowhere; one that others use next is written once and read by each; used by k ranks at once, k gradients
-    are written and next time all read. What is read is named; nobody has to ask for what is to be written.
-    """
-    window = policy.window or len(stream.batches)
-    caches = (
-        None
-        if capacity is None
-        else Caches(stream, next_uses, policy, capacity, UNBOUNDED, UNBOUNDED)
-    )
+def forced(stream: Stream) -> Traffic:
+    """What synchronous semantics force, whatever the caches: a row used by one rank and next by the same alone moves
+    nowhere; one that others use next is written once and read by each; used by k ranks at once, k gradients are written
+    and next time all read. What is read is named; nobody has to ask for what is to be written."""
     users = np.zeros(stream.num_rows, np.uint8)  # of the last step that used it, a bit each
     is_held = np.zeros(stream.num_rows, bool)  # its last user alone has its newest values
-    sent = np.zeros(stream.num_rows, np.int32)  # the step of a row's last reading from its owner
     found = Traffic()
     for step, batches in enumerate(stream.batches[: stream.shape.warm + stream.shape.measured]):
-        ids = np.unique(np.concatenate(batches))
-        now = np.zeros(len(ids), np.uint8)
-        is_here = np.zeros((RANKS, len(ids)), bool)
-        gone = []
-        for rank, mine in enumerate(batches):
-            at = np.searchsorted(ids, mine)
-            now[at] |= np.uint8(1 << rank)
-            if caches is None:
-                is_here[rank, at] = True
-                continue
-            said = caches.step(step, rank)
-            is_here[rank, at] = said.asked != MISS
-            gone.append((rank, said.evicted_ids, mine[said.leaving]))
-        before, held = users[ids], is_held[ids]
-        is_alone = _counts(before) == 1
-        # Read by each that does not have the newest: the last to use it alone has, if it kept its copy.
-        has_newest = np.zeros(len(ids), bool)
-        rows, named, asked = 0, 0, 0.0
-        is_read = np.zeros(len(ids), bool)
-        for rank in range(RANKS):
-            uses = (now >> rank & 1).astype(bool)
-            has = uses & is_alone & (before >> rank & 1).astype(bool) & is_here[rank]
-            has_newest |= has
-            is_read |= uses & ~has
-            rows += int((uses & ~has).sum())
-            named += int((uses & ~has).sum())
-        stays = held & has_newest & (_counts(now) == 1)
-        recalled = held & ~stays
-        rows += int(recalled.sum())  # what one rank held is written first
-        if caches:
-            in_sight = step - sent[ids[recalled]] <= window
-            asked = float(np.where(in_sight, BIT, NAME).sum())
-        sent[ids[is_read]] = step
-        shared = _counts(now) > 1
-        rows += int(_counts(now)[shared].sum())  # gradients of all that use it now
-        users[ids], is_held[ids] = now, ~shared
-        for rank, evicted, leaving in gone:
-            # Newest values that leave with their copy. (One that leaves with its step was counted as one that stays.)
-            lost = np.concatenate([evicted, leaving])
-            lost = lost[is_held[lost] & (users[lost] == 1 << rank)]
-            rows += len(lost)
-            named += len(lost)
-            is_held[lost] = False
+        ids, now = _users(batches)
+        before, many = users[ids], _counts(now)
+        is_alone, is_shared = _counts(before) == 1, many > 1
+        # The last to use it alone has the newest, and need not read it.
+        has_newest = is_alone & ((now & before) > 0)
+        read = int(many.sum() - has_newest.sum())
+        rows = read + int(many[is_shared].sum())
+        rows += int((is_held[ids] & ~(has_newest & ~is_shared)).sum())  # what one held is written
+        users[ids], is_held[ids] = now, ~is_shared
         if step >= stream.shape.warm:
             found.rows += rows
-            found.named += named * NAME + asked
+            found.named += read * NAME
             found.uses += sum(map(len, batches))
     return found
+
+
+def exact(stream: Stream, window: int, capacity: int) -> Traffic:
+    """The rule of training (`cache.sight`), SGD, one owner; capacity: rows that each rank may have."""
+    sight = Sight(RANKS, capacity, 2, holds=window > 0)
+    found, seen = Traffic(), deque[NDArray[np.uint8]]()
+    coming = iter(stream.batches)
+    for step, batches in enumerate(stream.batches[: stream.shape.warm + stream.shape.measured]):
+        for next_batches in islice(coming, window + 1 - len(seen)):
+            ids, masks = _users(next_batches)
+            alone = np.log2(masks).astype(np.int16)
+            sight.see(ids, np.where(_counts(masks) == 1, alone, SHARED).astype(np.int16))
+            seen.append(masks)
+        said, many = sight.decide(), _counts(seen.popleft())
+        is_plain = ~(said.has | said.keeps)
+        records = int((said.has != said.keeps).sum()) + len(said.recalled)
+        if step >= stream.shape.warm:
+            found.rows += 2 * int(many[is_plain].sum()) + records
+            found.named += int(many.sum()) * (NAME + 2 * BIT)
+            found.named += records * CLOCK + len(said.recalled) * NAME
+            found.uses += sum(map(len, batches))
+    return found
+
+
+def _users(batches: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """By rank -> (rows of all, ascending; who uses each, a bit for each rank)."""
+    ids = np.unique(np.concatenate(batches))
+    masks = np.zeros(len(ids), np.uint8)
+    for rank, mine in enumerate(batches):
+        masks[np.searchsorted(ids, mine)] |= np.uint8(1 << rank)
+    return ids, masks
 
 
 def _counts(masks: NDArray[np.uint8]) -> NDArray[np.uint8]:

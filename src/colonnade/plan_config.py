@@ -287,7 +287,8 @@ class PlanConfig(Section):
     or a file that says which features stand together; default: one for each host."""
     route: RouteChoice = "straight"
     """How ids come to the ranks that own rows, whatever the exchange: straight; by way of a rank of the owner's tower,
-    in fewer messages between hosts (by_towers); auto: as is foretold to be faster."""
+    in fewer messages between hosts (by_towers); auto: as is foretold to be faster.
+    Batches of no lookahead go straight."""
     servers: int = Field(0, ge=0)
     """Ranks of each host, its last ones, that have rows and nothing else; 0: the ranks that train have the rows."""
     tables: dict[str, TablePlanConfig] = {}

@@ -22,7 +22,7 @@ BETAS = 3
 LIMITS = ((9, "max_norm"), (10, "clip_value"))
 GRADIENT_SCALE = 11
 NUM_SETTINGS = 16
-PLAIN = (int, float, str, bool, tuple, NoneType)
+PLAIN = (int, float, str, bool, NoneType)
 
 
 class RowOptimizer(Optimizer):
@@ -246,9 +246,7 @@ class RowOptimizer(Optimizer):
             self._checked_scale = 0.0
             said = [dict(group) for group in self.param_groups]
             # Else a value, a tensor or a list, may change in place.
-            if all(
-                type(v) in PLAIN for each in said for name, v in each.items() if name != "params"
-            ):
+            if all(_is_plain(v) for each in said for name, v in each.items() if name != "params"):
                 self._said = said
         if self._checked_scale != self._gradient_scale:
             self._checked[:, GRADIENT_SCALE] = self._checked_scale = self._gradient_scale
@@ -298,6 +296,13 @@ class RowOptimizer(Optimizer):
                 )
             settings.append(row)
         return torch.tensor(settings, dtype=torch.float64)
+
+
+def _is_plain(value: object) -> bool:
+    """It changes only where the group gets another."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return type(value) in PLAIN
 
 
 def _shown(group: dict) -> dict:

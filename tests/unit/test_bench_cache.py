@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from slow_directory import HIT, LEASE_OVER, MISS, SlowDirectory
+from slow_sight import SHARED, SlowSight
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
@@ -19,7 +20,7 @@ import cache  # noqa: E402
 from tables.cache import Figures, print_figures, print_ratios, ratios_of  # noqa: E402
 from workers import cache_rate  # noqa: E402
 from workers.cache_streams import RANKS, Shape, Stream, open_stream  # noqa: E402
-from workers.cache_traffic import Policy, exact, het, row_clock  # noqa: E402
+from workers.cache_traffic import Policy, exact, forced, het, row_clock  # noqa: E402
 
 from colonnade.data.sets.synthetic import CRITEO_CARDINALITIES  # noqa: E402
 
@@ -82,10 +83,9 @@ def test_bytes_of_row_clock_are_those_of_a_count_row_by_row(stream, policy):
     assert found.saved(16) == 1 - (named + rows * 64) / (used * 136)
 
 
-def test_nothing_less_may_travel_and_the_rule_moves_it_where_caches_hold_all(stream):
-    """The bound against a count row by row; the rule, with room for all rows, moves the same rows."""
-    uses = stream.next_uses()
-    bound = exact(stream, uses, Policy("lookahead"), None)
+def test_nothing_less_may_travel(stream):
+    """The bound against a count row by row."""
+    bound = forced(stream)
     rows = 0
     before: dict[int, set[int]] = {}
     for step in range(32):
@@ -101,11 +101,37 @@ def test_nothing_less_may_travel_and_the_rule_moves_it_where_caches_hold_all(str
             rows += moved * (step >= 12)
         before |= now
     assert bound.rows == rows
-    rule = exact(stream, uses, Policy("lookahead", 4), 300)
-    assert rule.rows == bound.rows and rule.named > bound.named
-    small = exact(stream, uses, Policy("lookahead", 4), 10)
-    assert small.rows > rule.rows
-    assert 0 < rule.saved(128) < bound.saved(128)
+
+
+@pytest.mark.parametrize(("window", "capacity"), [(4, 300), (4, 10), (0, 300)])
+def test_the_exact_rule_is_counted_as_by_a_loop(stream, window, capacity):
+    slow, rows, named, used = SlowSight(RANKS, capacity, 2, holds=window > 0), 0, 0.0, 0
+    users = []
+    for batches in stream.batches:
+        now: dict[int, list[int]] = {}
+        for rank, ids in enumerate(batches):
+            for id in ids.tolist():
+                now.setdefault(id, []).append(rank)
+        users.append({id: now[id] for id in sorted(now)})
+    seen = 0
+    for step in range(32):
+        while seen < min(len(users), step + window + 1):
+            slow.see({id: by[0] if len(by) == 1 else SHARED for id, by in users[seen].items()})
+            seen += 1
+        has, keeps, back = slow.decide()
+        if step < 12:
+            continue
+        for id, by in users[step].items():
+            used += len(by)
+            named += len(by) * 8.25
+            rows += 2 * len(by) * (id not in has | keeps)
+        moved = len(has ^ keeps) + len(back)
+        rows, named = rows + moved, named + 8 * moved + 8 * len(back)
+    found = exact(stream, window, capacity)
+    assert (found.rows, found.named, found.uses) == (rows, named, used)
+    assert found.rows >= forced(stream).rows
+    if window and capacity == 300:
+        assert found.saved(128) > 0
 
 
 def test_hets_protocol_names_every_row_and_never_reads_more_than_it_uses(stream):

@@ -163,8 +163,8 @@ def test_a_file_is_gone_on_with(tmp_path: Path) -> None:
         "quality_substitute", version="1", machine={"samples": 64}, measured=measured, ratios={}
     )
     write_report(path, result)
-    assert bench.read_measured(path, 64) == measured
-    assert bench.read_measured(tmp_path / "none.json", 64) == []
+    assert bench.read_measured(path, "quality_substitute", samples=64) == measured
+    assert bench.read_measured(tmp_path / "none.json", "quality_substitute", samples=64) == []
     with pytest.raises(BenchError, match="other extent"):
-        bench.read_measured(path, 65)
+        bench.read_measured(path, "quality_substitute", samples=65)
     assert json.loads(path.read_text())["bench"] == "quality_substitute"

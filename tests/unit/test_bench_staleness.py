@@ -156,7 +156,7 @@ def test_a_file_is_gone_on_with(tmp_path: Path) -> None:
         )
         if name == "train":
             with pytest.raises(BenchError, match="holds train"):
-                bench.read_measured(path)
+                bench.read_measured(path, "quality_staleness")
         else:
-            assert bench.read_measured(path) == measured
-    assert bench.read_measured(None) == []
+            assert bench.read_measured(path, "quality_staleness") == measured
+    assert bench.read_measured(None, "quality_staleness") == []

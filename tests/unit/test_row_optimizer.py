@@ -546,6 +546,16 @@ def test_a_scaled_loss_trains_the_same_and_skips_whole_steps():
     assert [each for each, _ in off[0]] == stepped and torch.equal(off[1], one[1])
 
 
+def test_tensors_in_a_tuple_are_read_again():
+    tables = [Table("a", 2, optimizer=Adam(lr=0.5), initializer=Uniform(scale=0.0))]
+    embeddings = EmbeddingCollection(tables, [Feature("a", "a")]).open()
+    rows, beta = RowOptimizer(embeddings), torch.tensor(0.5)
+    rows.param_groups[0]["betas"] = (beta, 0.9)
+    before = rows._own_settings().clone()
+    beta.fill_(0.25)
+    assert not torch.equal(rows._own_settings(), before)
+
+
 def test_settings_are_read_again_when_they_change():
     """Once read they are kept, whatever says that they are others: a schedule, a group, a tensor changed in place."""
     embeddings = EmbeddingCollection(
