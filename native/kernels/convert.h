@@ -108,19 +108,19 @@ constexpr __mmask16 kAll = 0xffff;
 
 COLONNADE_INLINE Vector<float> widen_lanes(const Bfloat16* at) {
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-  return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(kAll, _mm512_maskz_cvtepu16_epi32(kAll, halves), 16));
+  return {{_mm512_castsi512_ps(_mm512_maskz_slli_epi32(kAll, _mm512_maskz_cvtepu16_epi32(kAll, halves), 16))}};
 }
 COLONNADE_INLINE Vector<float> widen_lanes(const Float16* at) {
-  return _mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+  return {{_mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)))}};
 }
 template <class Row>
 COLONNADE_INLINE Halves narrow_lanes(Vector<float> value);
 template <>
 COLONNADE_INLINE_MEMBER Halves narrow_lanes<Bfloat16>(Vector<float> value) {
-  const __m512i bits = _mm512_castps_si512(value), high = _mm512_maskz_srli_epi32(kAll, bits, 16);
+  const __m512i bits = _mm512_castps_si512(value.parts[0]), high = _mm512_maskz_srli_epi32(kAll, bits, 16);
   const __m512i is_odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
   const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), is_odd);
-  const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(value.parts[0], value.parts[0], _CMP_UNORD_Q);
   const __m512i quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
   const __m512i words = _mm512_mask_mov_epi32(_mm512_maskz_srli_epi32(kAll, up, 16), is_nan, quiet);
   return reinterpret_cast<Halves>(_mm512_maskz_cvtepi32_epi16(kAll, words));
@@ -128,40 +128,31 @@ COLONNADE_INLINE_MEMBER Halves narrow_lanes<Bfloat16>(Vector<float> value) {
 template <>
 COLONNADE_INLINE_MEMBER Halves narrow_lanes<Float16>(Vector<float> value) {
   return reinterpret_cast<Halves>(
-      _mm512_maskz_cvtps_ph(kAll, value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+      _mm512_maskz_cvtps_ph(kAll, value.parts[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 #elif defined(__AVX2__)
 COLONNADE_INLINE Vector<float> widen_lanes(const Bfloat16* at) {
-  __m256i words[2];
-  for (int i = 0; i < 2; ++i) {
-    words[i] = _mm256_slli_epi32(
-        _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at) + i)), 16);
-  }
-  Vector<float> value;
-  __builtin_memcpy(&value, words, 64);
-  return value;
+  return Vector<float>::of([&](int p) COLONNADE_INLINE_LAMBDA {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at) + p);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+  });
 }
 COLONNADE_INLINE Vector<float> widen_lanes(const Float16* at) {
-  __m256 parts[2];
-  for (int i = 0; i < 2; ++i) {
-    parts[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at) + i));
-  }
-  Vector<float> value;
-  __builtin_memcpy(&value, parts, 64);
-  return value;
+  return Vector<float>::of([&](int p) COLONNADE_INLINE_LAMBDA {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at) + p));
+  });
 }
 template <class Row>
 COLONNADE_INLINE Halves narrow_lanes(Vector<float> value);
 template <>
 COLONNADE_INLINE_MEMBER Halves narrow_lanes<Bfloat16>(Vector<float> value) {
-  __m256 parts[2];
   __m256i words[2];
-  __builtin_memcpy(parts, &value, 64);
   for (int i = 0; i < 2; ++i) {
-    const __m256i bits = _mm256_castps_si256(parts[i]), high = _mm256_srli_epi32(bits, 16);
+    const __m256 part = value.parts[i];
+    const __m256i bits = _mm256_castps_si256(part), high = _mm256_srli_epi32(bits, 16);
     const __m256i is_odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
     const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), is_odd);
-    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(parts[i], parts[i], _CMP_UNORD_Q));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(part, part, _CMP_UNORD_Q));
     const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
     words[i] = _mm256_blendv_epi8(_mm256_srli_epi32(up, 16), quiet, is_nan);
   }
@@ -169,11 +160,9 @@ COLONNADE_INLINE_MEMBER Halves narrow_lanes<Bfloat16>(Vector<float> value) {
 }
 template <>
 COLONNADE_INLINE_MEMBER Halves narrow_lanes<Float16>(Vector<float> value) {
-  __m256 parts[2];
   __m128i words[2];
-  __builtin_memcpy(parts, &value, 64);
   for (int i = 0; i < 2; ++i) {
-    words[i] = _mm256_cvtps_ph(parts[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    words[i] = _mm256_cvtps_ph(value.parts[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
   return reinterpret_cast<Halves>(_mm256_set_m128i(words[1], words[0]));
 }

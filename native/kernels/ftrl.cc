@@ -26,9 +26,11 @@ struct Ftrl {
       const Vector<T> z = load_columns(state + dim, v, dim) + (g.get(v) - sigma * w.get(v));
       store_columns(state, v, dim, next);
       store_columns(state + dim, v, dim, z);
-      const Vector<T> bound = z > 0 ? splat(l1) : splat(-l1);
+      const auto is_above = [](auto lanes) COLONNADE_INLINE_LAMBDA { return lanes > 0; };
+      const auto is_short = [l1 = l1](auto lanes) COLONNADE_INLINE_LAMBDA { return (lanes <= l1) & (lanes >= -l1); };
+      const Vector<T> bound = where(z, is_above, splat(l1), splat(-l1));
       const Vector<T> value = (bound - z) / ((next_root + beta) * inverse_lr + l2);
-      w.set(v, (z <= l1) & (z >= -l1) ? Vector<T>{} : value);  // a NaN stays
+      w.set(v, where(z, is_short, Vector<T>{}, value));  // a NaN stays
     }
   }
 };

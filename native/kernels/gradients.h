@@ -5,8 +5,6 @@
 #include "kernels.h"
 #include "vector.h"
 
-#define COLONNADE_INLINE_LAMBDA __attribute__((always_inline))
-
 namespace colonnade::COLONNADE_ISA {
 namespace {
 

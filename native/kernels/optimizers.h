@@ -10,42 +10,35 @@ namespace {
 
 constexpr std::int64_t kRowsAhead = 32;
 
-template <class T>
-COLONNADE_INLINE Vector<T> roots(Vector<T> value) {
+// Correctly rounded on every processor.
+COLONNADE_INLINE Register<float>::Value root_of_lanes(Register<float>::Value lanes) {
 #if defined(__AVX512F__)
-  if constexpr (sizeof(T) == 4) {
-    return reinterpret_cast<Vector<T>>(_mm512_maskz_sqrt_ps(0xffff, reinterpret_cast<__m512>(value)));
-  } else {
-    return reinterpret_cast<Vector<T>>(_mm512_maskz_sqrt_pd(0xff, reinterpret_cast<__m512d>(value)));
-  }
+  return _mm512_maskz_sqrt_ps(0xffff, lanes);
+#elif defined(__AVX__)
+  return _mm256_sqrt_ps(lanes);
 #elif defined(__x86_64__)
-  T lanes[kLanes<T>];
-  __builtin_memcpy(lanes, &value, 64);
-  for (std::int64_t i = 0; i < kLanes<T>; i += 32 / static_cast<std::int64_t>(sizeof(T))) {
-#if defined(__AVX__)
-    if constexpr (sizeof(T) == 4) {
-      _mm256_storeu_ps(lanes + i, _mm256_sqrt_ps(_mm256_loadu_ps(lanes + i)));
-    } else {
-      _mm256_storeu_pd(lanes + i, _mm256_sqrt_pd(_mm256_loadu_pd(lanes + i)));
-    }
+  return _mm_sqrt_ps(lanes);
 #else
-    for (std::int64_t j = i; j < i + 32 / static_cast<std::int64_t>(sizeof(T));
-         j += 16 / static_cast<std::int64_t>(sizeof(T))) {
-      if constexpr (sizeof(T) == 4) {
-        _mm_storeu_ps(lanes + j, _mm_sqrt_ps(_mm_loadu_ps(lanes + j)));
-      } else {
-        _mm_storeu_pd(lanes + j, _mm_sqrt_pd(_mm_loadu_pd(lanes + j)));
-      }
-    }
+  for (int i = 0; i < Register<float>::kLanes; ++i) lanes[i] = root(lanes[i]);
+  return lanes;
 #endif
-  }
-  return load(lanes);
+}
+COLONNADE_INLINE Register<double>::Value root_of_lanes(Register<double>::Value lanes) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_sqrt_pd(0xff, lanes);
+#elif defined(__AVX__)
+  return _mm256_sqrt_pd(lanes);
+#elif defined(__x86_64__)
+  return _mm_sqrt_pd(lanes);
 #else
-  T lanes[kLanes<T>];
-  __builtin_memcpy(lanes, &value, 64);
-  for (auto& lane : lanes) lane = root(lane);
-  return load(lanes);
+  for (int i = 0; i < Register<double>::kLanes; ++i) lanes[i] = root(lanes[i]);
+  return lanes;
 #endif
+}
+
+template <class T>
+COLONNADE_INLINE Vector<T> roots(const Vector<T>& value) {
+  return Vector<T>::of([&](int p) COLONNADE_INLINE_LAMBDA { return root_of_lanes(value.parts[p]); });
 }
 
 // Sum of the squares of a row's columns: column j in lane j mod lanes, then the lanes as a tree.
@@ -61,7 +54,7 @@ COLONNADE_INLINE T sum_squares(const RowValues<T, kVectors>& row, std::int64_t d
     }
     squares = squares + value * value;
   }
-  return tree_sum<T>(squares);
+  return tree_sum(squares);
 }
 
 // base^t from the table of powers: entry 256 * k + i is base^(i * 256^k).
@@ -227,9 +220,10 @@ struct Updates {
       }
       if (clip < static_cast<T>(__builtin_inf())) {  // a NaN stays
         for (std::int64_t v = 0; v < g.num_vectors(); ++v) {
-          Vector<T> value = g.get(v);
-          value = value > clip ? splat(clip) : value;
-          g.set(v, value < -clip ? splat(-clip) : value);
+          const auto is_above = [clip](auto lanes) COLONNADE_INLINE_LAMBDA { return lanes > clip; };
+          const auto is_below = [clip](auto lanes) COLONNADE_INLINE_LAMBDA { return lanes < -clip; };
+          const Vector<T> value = where(g.get(v), is_above, splat(clip), g.get(v));
+          g.set(v, where(value, is_below, splat(-clip), value));
         }
       }
       if (decay != 0) {  // zero adds nothing, not even a NaN

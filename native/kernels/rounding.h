@@ -6,6 +6,8 @@
 namespace colonnade::COLONNADE_ISA {
 namespace {
 
+// Longer than registers may be: compilers make do. For 16-bit elements alone.
+typedef float Floats __attribute__((vector_size(64)));
 typedef std::uint32_t Words __attribute__((vector_size(64)));
 typedef std::int32_t SignedWords __attribute__((vector_size(64)));
 typedef std::int16_t SignedHalves __attribute__((vector_size(32)));
@@ -41,7 +43,7 @@ COLONNADE_INLINE_MEMBER Halves round_at_random<Bfloat16>(Vector<float> value, Ha
   Words bits;
   __builtin_memcpy(&bits, &value, 64);
   const Words rounded = (bits + __builtin_convertvector(random, Words)) >> 16;
-  const Words words = value != value ? (bits >> 16 | 0x40u) : rounded;
+  const Words words = (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16 | 0x40u) : rounded;
   return __builtin_convertvector(words, Halves);
 }
 template <>
@@ -55,9 +57,9 @@ COLONNADE_INLINE_MEMBER Halves round_at_random<Float16>(Vector<float> value, Hal
   words = words > 0x7c00u ? (Words{} + 0x7c00u) : words;
   // Below the smallest normal number: steps of 2^-24, counted.
   const Words small = magnitude < kSmallestNormal ? magnitude : Words{};
-  Vector<float> steps;
+  Floats steps;
   __builtin_memcpy(&steps, &small, 64);
-  steps = steps * 0x1p24f + __builtin_convertvector(up, Vector<float>) * 0x1p-13f;
+  steps = steps * 0x1p24f + __builtin_convertvector(up, Floats) * 0x1p-13f;
   const Words counted = __builtin_convertvector(__builtin_convertvector(steps, SignedWords), Words);
   words = magnitude < kSmallestNormal ? counted : words;
   words = magnitude > kInfinity ? (0x7e00u | (magnitude >> 13 & 0x3ffu)) : words;

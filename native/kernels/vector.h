@@ -1,8 +1,9 @@
-// 64 bytes of elements as one value; compilers split it where registers are narrower. Same bits everywhere.
+// 64 bytes of elements as one value, in as many registers as that takes. Same bits everywhere.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -13,31 +14,73 @@
 namespace colonnade::COLONNADE_ISA {
 namespace {
 
-template <class T>
-struct Lanes;
-template <>
-struct Lanes<float> {
-  typedef float Vector __attribute__((vector_size(64)));
-  typedef float Unaligned __attribute__((vector_size(64), aligned(4), may_alias));
+// Compilers keep a vector type in registers where one of its size exists, and else on the stack, lane by lane.
+#if defined(__AVX512F__)
+constexpr int kRegisterBytes = 64;
+#elif defined(__AVX__)
+constexpr int kRegisterBytes = 32;
+#else
+constexpr int kRegisterBytes = 16;
+#endif
+
+template <class T, int kBytes = kRegisterBytes>
+struct Register {
+  typedef T Value __attribute__((vector_size(kBytes)));
+  typedef T Unaligned __attribute__((vector_size(kBytes), aligned(sizeof(T)), may_alias));
+  static constexpr std::int64_t kLanes = kBytes / static_cast<std::int64_t>(sizeof(T));
+
+  COLONNADE_INLINE_MEMBER static Value load(const T* at) { return *reinterpret_cast<const Unaligned*>(at); }
+  COLONNADE_INLINE_MEMBER static void store(T* at, Value value) { *reinterpret_cast<Unaligned*>(at) = value; }
+  // Around the cache where a register is a cache line, which `at` is then aligned to. stream_end() before other
+  // threads may look.
+  COLONNADE_INLINE_MEMBER static void stream(T* at, Value value) {
+#if defined(__AVX512F__)
+    if constexpr (kBytes == 64) {
+      __m512i bits;
+      __builtin_memcpy(&bits, &value, 64);
+      return _mm512_stream_si512(reinterpret_cast<__m512i*>(at), bits);
+    }
+#endif
+    store(at, value);
+  }
 };
-template <>
-struct Lanes<double> {
-  typedef double Vector __attribute__((vector_size(64)));
-  typedef double Unaligned __attribute__((vector_size(64), aligned(8), may_alias));
-};
+
+constexpr int kParts = 64 / kRegisterBytes;
+
 template <class T>
-using Vector = typename Lanes<T>::Vector;
+struct Vector {
+  using Part = typename Register<T>::Value;
+  Part parts[kParts];
+
+  template <class Compute>
+  COLONNADE_INLINE_MEMBER static Vector of(const Compute& compute) {
+    Vector result;
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) result.parts[p] = compute(p);
+    return result;
+  }
+};
 template <class T>
 inline constexpr std::int64_t kLanes = 64 / static_cast<std::int64_t>(sizeof(T));
 
-template <class T>
-COLONNADE_INLINE Vector<T> load(const T* at) {
-  return *reinterpret_cast<const typename Lanes<T>::Unaligned*>(at);
-}
+#define COLONNADE_LANE_BY_LANE(op)                                                                       \
+  template <class T>                                                                                     \
+  COLONNADE_INLINE Vector<T> operator op(const Vector<T>& a, const Vector<T>& b) {                       \
+    return Vector<T>::of([&](int p) COLONNADE_INLINE_LAMBDA { return a.parts[p] op b.parts[p]; });       \
+  }                                                                                                      \
+  template <class T>                                                                                     \
+  COLONNADE_INLINE Vector<T> operator op(const Vector<T>& a, std::type_identity_t<T> b) {                \
+    return Vector<T>::of([&](int p) COLONNADE_INLINE_LAMBDA { return a.parts[p] op b; });                \
+  }
+COLONNADE_LANE_BY_LANE(+)
+COLONNADE_LANE_BY_LANE(-)
+COLONNADE_LANE_BY_LANE(*)
+COLONNADE_LANE_BY_LANE(/)
+#undef COLONNADE_LANE_BY_LANE
 
 template <class T>
-COLONNADE_INLINE void store(T* at, Vector<T> value) {
-  *reinterpret_cast<typename Lanes<T>::Unaligned*>(at) = value;
+COLONNADE_INLINE Vector<T> operator-(const Vector<T>& a) {
+  return Vector<T>::of([&](int p) COLONNADE_INLINE_LAMBDA { return -a.parts[p]; });
 }
 
 template <class T>
@@ -45,13 +88,33 @@ COLONNADE_INLINE Vector<T> splat(T value) {
   return Vector<T>{} + value;
 }
 
+// Lane by lane `then` where `holds` says so of the lanes of a, else `otherwise`.
+template <class T, class Holds>
+COLONNADE_INLINE Vector<T> where(const Vector<T>& a, const Holds& holds, const Vector<T>& then,
+                                 const Vector<T>& otherwise) {
+  return Vector<T>::of([&](int p) COLONNADE_INLINE_LAMBDA {
+    return holds(a.parts[p]) ? then.parts[p] : otherwise.parts[p];
+  });
+}
+
+template <class T>
+COLONNADE_INLINE Vector<T> load(const T* at) {
+  return Vector<T>::of([&](int p) COLONNADE_INLINE_LAMBDA {
+    return Register<T>::load(at + p * Register<T>::kLanes);
+  });
+}
+
+template <class T>
+COLONNADE_INLINE void store(T* at, const Vector<T>& value) {
+#pragma GCC unroll 4
+  for (int p = 0; p < kParts; ++p) Register<T>::store(at + p * Register<T>::kLanes, value.parts[p]);
+}
+
 // Around the cache; `at` aligned to 64 bytes. stream_end() before other threads may look.
 template <class T>
-COLONNADE_INLINE void stream(T* at, Vector<T> value) {
+COLONNADE_INLINE void stream(T* at, const Vector<T>& value) {
 #if defined(__AVX512F__)
-  __m512i bits;
-  __builtin_memcpy(&bits, &value, 64);
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(at), bits);
+  Register<T>::stream(at, value.parts[0]);
 #elif defined(__AVX__)
   __m256i bits[2];
   __builtin_memcpy(bits, &value, 64);
@@ -74,7 +137,7 @@ COLONNADE_INLINE void stream_end() {
 
 // Sum of the lanes as a tree: lane i + lane i + half, and again.
 template <class T>
-COLONNADE_INLINE T tree_sum(Vector<T> value) {
+COLONNADE_INLINE T tree_sum(const Vector<T>& value) {
   T lanes[kLanes<T>];
   __builtin_memcpy(lanes, &value, 64);
 #pragma GCC unroll 8
