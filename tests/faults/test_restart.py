@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_run import run_to_end
 from small_run import digest
 
 SCRIPT = Path(__file__).with_name("small_run.py")
@@ -58,7 +59,7 @@ def undisturbed(tmp_path_factory):
     def of(ranks: int) -> str:
         if ranks not in found:
             folder = tmp_path_factory.mktemp("undisturbed") / "run"
-            torchrun(folder, ranks)
+            run_to_end(folder, SETTINGS, ranks)
             found[ranks] = digest(folder)
         return found[ranks]
 
