@@ -86,7 +86,7 @@ class Caches:
     ) -> None:
         self.stream, self.next_uses, self.policy = stream, next_uses, policy
         self.told = [
-            foreseen((batches[rank] for batches in stream.batches), policy.window or 1)
+            foreseen([batches[rank] for batches in stream.batches], policy.window or 1)
             for rank in range(RANKS)
         ]
         self.ranks = [Directory(capacity, read, write, policy.name) for _ in range(RANKS)]
