@@ -10,7 +10,8 @@ bytes are counted, not measured. workers/cache_traffic.py says how; fp32, payloa
                 synchronous semantics let anybody save
 
 Streams: 26 lookups a sample, 128 and 2048 samples a batch, Zipf 1.05 and shaped like Criteo. The first half of each
-fills the caches and is not counted. `lookahead` sees as many batches as use `WINDOW_TURNS` times the rows of the cache.
+fills the caches and is not counted. `lookahead` sees as many batches as use `WINDOW_TURNS` times the rows of the cache,
+which is what `plan.cache.window` is to be.
 
 Then how fast one rank's cache is: workers/cache_rate.py.
 """
@@ -51,7 +52,16 @@ from tables.cache import (
 )
 from workers.cache_rate import measure
 from workers.cache_streams import FIELDS, Shape, Stream, open_stream
-from workers.cache_traffic import NextUses, Policy, Traffic, exact, forced, het, row_clock
+from workers.cache_traffic import (
+    NextUses,
+    Policy,
+    Traffic,
+    exact,
+    forced,
+    foreseen,
+    het,
+    row_clock,
+)
 
 import colonnade
 from colonnade.cache.directory import HIT, UNBOUNDED, Directory
@@ -68,7 +78,7 @@ QUICK_SHAPES = (
     Shape("criteo", 32, 2_000, warm=60, measured=36, tail=24),
 )
 SHARES = (0.03, 0.1, 0.15, 1.0)
-WINDOW_TURNS = 8
+WINDOW_TURNS = 12
 EXACT_WINDOWS = {EXACT: WINDOW, EXACT_FAR: 40}
 CHANGES = (Shape("zipf", 128, 100_000, 150, 50, 0), Shape("zipf", 2048, 400_000, 60, 40, 0))
 QUICK_CHANGES = (Shape("zipf", 32, 20_000, 100, 40, 0),)
@@ -164,14 +174,18 @@ def count_traffic(stream: Stream, next_uses: NextUses, to: Figures) -> None:
 def count_recovery(shape: Shape, to: Figures) -> None:
     """One rank; after `shape.warm` batches other rows are popular."""
     stream = open_stream(shape, shift_at=shape.warm, num_ranks=1)
-    next_uses = stream.next_uses()
+    batches = [ids for [ids] in stream.batches]
     capacity = shape.rows // 10
+    window = math.ceil(WINDOW_TURNS * capacity / fmean(map(len, batches)))
     for name in ("lru", "lfu", HET_POLICY, OURS):
         directory = Directory(capacity, UNBOUNDED, UNBOUNDED, name)
-        hits = [
-            float((directory.step(ids, uses if name == OURS else None).asked == HIT).mean())
-            for [ids], [uses] in zip(stream.batches, next_uses, strict=True)
-        ]
+        hits = []
+        for ids, said in zip(batches, foreseen(batches, window), strict=True):
+            if name == OURS:
+                decision = directory.step(ids, said.next_uses, said.coming, window)
+            else:
+                decision = directory.step(ids)
+            hits.append(float((decision.asked == HIT).mean()))
         enough = RECOVERED * fmean(hits[shape.warm - 10 : shape.warm])
         after = (n for n, share in enumerate(hits[shape.warm :]) if share >= enough)
         to.recovery[f"{shape.batch_size}x{FIELDS}", name] = next(after, None)

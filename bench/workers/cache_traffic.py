@@ -21,7 +21,7 @@ Legend: U unique rows of a rank's batch, N rows of all tables.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -29,8 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Directory
+from colonnade.cache.foresight import Foreseen, Foresight
 from colonnade.cache.sight import SHARED, Sight
-from workers.cache_streams import RANKS, Stream
+from workers.cache_streams import RANKS, Ids, Stream
 
 NAME, FLAGS, AGE, BIT, CLOCK = 8.0, 0.25, 4.0, 0.125, 8.0
 VERSIONED = 16.0
@@ -84,18 +85,33 @@ class Caches:
         write: int,
     ) -> None:
         self.stream, self.next_uses, self.policy = stream, next_uses, policy
+        self.told = [
+            foreseen([batches[rank] for batches in stream.batches], policy.window or 1)
+            for rank in range(RANKS)
+        ]
         self.ranks = [Directory(capacity, read, write, policy.name) for _ in range(RANKS)]
 
     def step(self, step: int, rank: int):
         ids, directory = self.stream.batches[step][rank], self.ranks[rank]
         if self.policy.name != "lookahead":
             return directory.step(ids)
-        distances, window = self.next_uses[step][rank], self.policy.window
-        if window is None:
-            return directory.step(ids, distances)
-        last = step + window < len(self.stream.batches)
-        coming = self.stream.batches[step + window][rank] if last else None
-        return directory.step(ids, np.where(distances > window, 0, distances), coming, window)
+        if self.policy.window is None:
+            return directory.step(ids, self.next_uses[step][rank])
+        said = next(self.told[rank])
+        return directory.step(ids, said.next_uses, said.coming, self.policy.window)
+
+
+def foreseen(batches: Iterable[Ids], window: int) -> Iterator[Foreseen]:
+    """What training knows of each of one rank's batches."""
+    sight, waiting = Foresight(window), 0
+    for ids in batches:
+        sight.see(ids)
+        waiting += 1
+        if waiting > window:
+            yield sight.next()
+            waiting -= 1
+    for _ in range(waiting):
+        yield sight.next()
 
 
 def row_clock(

@@ -46,6 +46,9 @@ class Batch:
     ticket: Any = field(
         default=None, repr=False
     )  # exchange.contract.Ticket once its ids have travelled
+    foreseen: Any = field(
+        default=None, repr=False
+    )  # exchange.foreseeing.Seen until then, where a cache is told of coming batches
     held: Any = None  # (steps until its use, reads that a resumed run must use instead of fetching)
     world_weight: float = (
         0.0  # sum of sample weights over all ranks' batches of this step, once known

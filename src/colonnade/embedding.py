@@ -276,8 +276,9 @@ class EmbeddingCollection(nn.Module):
             self.mesh.num_ranks, self.exchange, self.store, depth, self.consistency.reads_ahead,
             never=list(self.policies),
         )  # fmt: skip
+        sees = self.lent or self.cached
         return Lookahead(
-            batches if self.lent is None else self.lent.in_sight(batches, self.slices, self.step),
+            batches if sees is None else sees.in_sight(batches, self.slices, self.step),
             prepare=self.prepare,
             fetch=self.fetch,
             drop=self.drop,
@@ -295,7 +296,7 @@ class EmbeddingCollection(nn.Module):
         self.ensure_open()
         routed = batch.ticket if self.lent is not None else None  # `in_sight`
         ticket = routed or self.slices.route(self.exchange, batch, self.step, purpose)
-        batch.world_weight = ticket.weight
+        batch.world_weight, batch.foreseen = ticket.weight, None
         owned = ticket.owned_ids, ticket.owned_offsets, ticket.next_use
         while True:
             seen = self.store.releases

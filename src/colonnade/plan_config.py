@@ -230,7 +230,7 @@ ExactOrBound = Annotated[int | Literal["exact"], PlainValidator(_cache_staleness
 SizeOfCache = Annotated[
     CacheSize, PlainValidator(_cache_size), PlainSerializer(str), Said("part, bytes or rows")
 ]
-CachePolicy = Literal["lru", "lfu"]
+CachePolicy = Literal["lru", "lfu", "lookahead"]
 
 
 class TableCacheConfig(Section):
@@ -245,7 +245,8 @@ class TableCacheConfig(Section):
     write_bound: Bound | None = None
     """Batches whose gradients of a row wait at its copy until their sum is sent. Default: the rest of the staleness."""
     policy: CachePolicy | None = None
-    """Which copy leaves: used longest ago (lru), or least often of late (lfu)."""
+    """Which copy leaves: used longest ago (lru), least often of late (lfu), or again last, as coming batches say
+    (lookahead)."""
 
 
 class CacheConfig(Section):
@@ -257,13 +258,15 @@ class CacheConfig(Section):
     """Batches of each other rank that a read misses at most: read_bound + write_bound; exact: none is missed, rows stay
     with a rank for as long as no other uses them. Default: 0."""
     window: Annotated[int, Field(ge=0)] | None = None
-    """Of staleness=exact: batches whose ids owners have seen beyond the one they decide about. Default: 16."""
+    """Batches in sight beyond the one that is decided about: of policy=lookahead the rank's own, 64 by default; of
+    staleness=exact all ranks', 16 by default."""
     read_bound: Bound | None = None
     """Batches that a copy is used for without asking its owner. Default: half of the staleness."""
     write_bound: Bound | None = None
     """Batches whose gradients of a row wait at its copy until their sum is sent. Default: the rest of the staleness."""
     policy: CachePolicy = "lru"
-    """Which copy leaves: used longest ago (lru), or least often of late (lfu)."""
+    """Which copy leaves: used longest ago (lru), least often of late (lfu), or again last, as coming batches say
+    (lookahead)."""
     tables: dict[str, TableCacheConfig] = {}
     """By name: tables with a size, bounds or policy of their own."""
 

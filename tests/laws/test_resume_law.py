@@ -40,7 +40,10 @@ OF_TWO = {
     "tiered": {**VARIANTS["tiered"], "plan.rows_ahead": True},
     "stale": VARIANTS["stale"],
     "cached": {
-        "plan.cache": {"size": 40, "staleness": 6, "policy": "lfu"}, "plan.memory.dram": 60_000,
+        "plan.cache": {
+            "size": 40, "staleness": 6, "policy": "lookahead", "window": 3, "tables": {"C1": {"policy": "lfu"}},
+        },
+        "plan.memory.dram": 60_000,
     },
     "lent": {
         "plan.cache": {"size": 60, "staleness": "exact", "window": 3}, "plan.memory.dram": 60_000,

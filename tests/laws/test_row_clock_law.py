@@ -39,7 +39,8 @@ SIZES = [23, 23, 1, 0, 24, 2, 23, 23]
 
 
 def caches(rows: int, staleness: int, policy: str = "lru") -> dict[str, TableCache]:
-    return {table.name: TableCache(rows, row_clock(staleness), policy) for table in tables()}
+    kept = TableCache(rows, row_clock(staleness), policy, 3 if policy == "lookahead" else 0)
+    return {table.name: kept for table in tables()}
 
 
 def train_with_and_without(mesh):
@@ -49,6 +50,7 @@ def train_with_and_without(mesh):
         train(mesh, sizes=SIZES, caches=caches(1000, 0)),
         train(mesh, sizes=SIZES, caches=caches(7, 0, "lfu"), lookahead=3),
         train(mesh, sizes=SIZES, caches=caches(0, 0), lookahead=0),
+        train(mesh, sizes=SIZES, caches=caches(7, 0, "lookahead"), lookahead=1),
         train(mesh, sizes=SIZES, caches={name: some[name] for name in ("item", "wide")}),
     ]
 
@@ -79,7 +81,8 @@ class Ones:
             Feature("b", "any", pooling="sequence"),
         ]
         self.collection = EmbeddingCollection(declared, looked_up, seed=1)
-        kept = TableCache(rows, row_clock(staleness, read, write), policy)
+        window = 4 if policy == "lookahead" else 0
+        kept = TableCache(rows, row_clock(staleness, read, write), policy, window)
         plan = build_plan(
             declared, mesh.num_ranks, lookahead=depth, caches={"few": kept, "any": kept}
         )
@@ -188,7 +191,11 @@ def test_reads_miss_no_more_than_the_bounds_and_nothing_is_lost(num_ranks):
     cases = [
         (staleness, read, rows, policy, depth)
         for (staleness, read), rows, policy, depth in zip(
-            BOUNDS, (3, 0, 12, 60, 12, 60), ("lru", "lfu") * 3, (2, 0, 3, 1, 5, 2), strict=True
+            BOUNDS,
+            (3, 0, 12, 60, 12, 60),
+            ("lru", "lfu", "lookahead") * 2,
+            (2, 0, 3, 1, 5, 2),
+            strict=True,
         )
     ]
     for missed in run_ranks(num_ranks, count_batches, cases):

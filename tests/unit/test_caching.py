@@ -18,7 +18,7 @@ from colonnade.exchange.cached import TableCache
 from colonnade.exchange.cached_state import is_taken_up
 from colonnade.exchange.codec import Codecs
 from colonnade.exchange.lending import Lending
-from colonnade.plan.caching import BOOKKEEPING, caches_of, copy_bytes
+from colonnade.plan.caching import BOOKKEEPING, LOOKAHEAD_WINDOW, caches_of, copy_bytes
 from colonnade.plan.lending import WINDOW
 from colonnade.plan.plan import Plan
 from colonnade.store.budget import slot_bytes
@@ -98,10 +98,31 @@ def test_what_does_not_go_with_copies_is_refused(words, settings):
         build_plan(TABLES, 2, caches={"item": ONE}, **settings)
 
 
-@pytest.mark.parametrize("policy", ["fifo", "light_lfu", "lookahead"])
+@pytest.mark.parametrize("policy", ["fifo", "light_lfu"])
 def test_policies_that_training_cannot_keep_are_refused(policy):
-    with pytest.raises(ConfigError, match="wanted lru or lfu"):
+    with pytest.raises(ConfigError, match="wanted lru, lfu or lookahead"):
         build_plan(TABLES, 2, caches={"item": TableCache(10, RowClock(1, 2), policy)})
+
+
+def test_windows_of_policies_that_look_ahead():
+    """One for all tables that need one; the policy of some may be another."""
+    said = {"size": 7, "staleness": 1, "policy": "lookahead"}
+    found = caches_of(configured(**said, tables__user__policy="lru"), TABLES)
+    assert [each.window for each in found.values()] == [LOOKAHEAD_WINDOW, 0]
+    found = caches_of(
+        configured(size=7, staleness=1, window=3, tables__user__policy="lookahead"), TABLES
+    )
+    assert [(each.policy, each.window) for each in found.values()] == [("lru", 0), ("lookahead", 3)]
+    plan = build_plan(TABLES, 2, caches=found)
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(ConfigError, match=r"windows of \[0\] batches.*1 or more"):
+        build_plan(TABLES, 2, caches=caches_of(configured(**said, window=0), TABLES))
+    one, clock = TableCache(5, RowClock(1, 2), "lookahead", 4), RowClock(1, 2)
+    with pytest.raises(ConfigError, match="wanted one for all such tables"):
+        other = TableCache(5, clock, "lookahead", 5)
+        build_plan(TABLES, 2, caches={"item": one, "user": other})
+    with pytest.raises(ConfigError, match="got window=4 with policy 'lfu' for table 'user'"):
+        build_plan(TABLES, 2, caches={"item": one, "user": TableCache(5, clock, "lfu", 4)})
 
 
 def test_a_copy_costs_what_sizes_in_bytes_take_it_for():
@@ -200,7 +221,7 @@ def test_what_means_nothing_of_rows_that_are_lent_is_refused(settings):
 
 
 def test_what_does_not_go_with_rows_that_are_lent_is_refused():
-    with pytest.raises(ConfigError, match="got window=3 with staleness=5, wanted staleness=exact"):
+    with pytest.raises(ConfigError, match="got window=3 with staleness=5 and policy=lru"):
         caches_of(configured(staleness=5, size=7, window=3), TABLES)
     with pytest.raises(ConfigError, match=r"got rows\.clip_norm=1\.0 with plan\.cache"):
         override(build_config({}), {"plan.cache.staleness": "exact", "rows.clip_norm": 1.0})

@@ -10,7 +10,7 @@ Legend: T tables, N ranks, U unique rows of this rank's batch, W rows it names t
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +37,14 @@ from colonnade.exchange.cached_wire import (
 )
 from colonnade.exchange.clean import mark_bytes, pack_marks, unpack_marks
 from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
+from colonnade.exchange.foreseeing import Planned, Seen, in_sight, rows_of
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.lent import LentExchange
 from colonnade.exchange.owner import listed, soonest, take
 from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.recording import summed_backwards
 from colonnade.exchange.rows import Fetched, RowsExchange
+from colonnade.exchange.slices import Slices
 from colonnade.exchange.wire import RowLayout, row_layout
 from colonnade.ops.memory import empty
 from colonnade.topology.mesh import Mesh
@@ -56,6 +58,8 @@ class TableCache:
     rows: int
     clock: RowClock
     policy: str = "lru"
+    window: int = 0
+    """Batches beyond the one it decides on that policy lookahead is told of."""
 
 
 @dataclass
@@ -119,6 +123,7 @@ class CachedExchange(RowsExchange):
         self.record_widths = np.array(
             [travelling_bytes(t, kept) for t, kept in zip(declaration.tables, self.is_kept, strict=True)]
         )  # fmt: skip
+        self.windows = [each.window for each in self.caches]
         self.counts = CacheCounts()
         self.store: Any = None  # this rank's rows
         self.number = 0  # of the newest batch that was pushed
@@ -130,6 +135,25 @@ class CachedExchange(RowsExchange):
 
     # ---- route
 
+    def in_sight(self, batches: Iterable[Batch], slices: Slices, step: int) -> Iterator[Batch]:
+        """The same batches, one lookahead's, with what is known of coming ones where a table's policy looks ahead."""
+        if not self.window:
+            return iter(batches)
+
+        def see(batch: Batch) -> Seen:
+            planned = super(CachedExchange, self).planned(slices.looked_up(batch))
+            return Seen(planned, rows_of(planned[1], self.deal.table_offsets(planned[1]).tolist()))
+
+        return in_sight(batches, see, self.windows)
+
+    @property
+    def window(self) -> int:
+        """Batches that are read before one is routed, beside it."""
+        return max(self.windows)
+
+    def planned(self, batch: Batch) -> Planned:
+        return super().planned(batch) if batch.foreseen is None else batch.foreseen.planned
+
     def ask(self, batch: Batch, purpose: str = "route") -> Asked:
         """Raises IdRangeError, DataError."""
         asked = super().ask(batch, purpose)
@@ -137,7 +161,7 @@ class CachedExchange(RowsExchange):
             return asked
         lookups, plan, codes = asked.lookups
         with self._lock:
-            flight, wire_codes, blocks = self._decide(plan, codes)
+            flight, wire_codes, blocks = self._decide(plan, codes, batch.foreseen)
             self._flights.append(flight)
         num_ranks = self.mesh.num_ranks
         firsts, lasts = (b.reshape(-1, num_ranks).T for b in (blocks[:-1], blocks[1:]))
@@ -159,7 +183,7 @@ class CachedExchange(RowsExchange):
         return Asked(batch.size, with_notes(flight.named, requests), (lookups, plan, flight))
 
     def _decide(
-        self, plan: _native.Plan, codes: Tensor | None
+        self, plan: _native.Plan, codes: Tensor | None, seen: Seen | None
     ) -> tuple[Flight, Tensor | None, np.ndarray]:
         """The next batch's, its named rows listed table by table and owner by owner; codes of these; where the rows of
         each table and rank begin among them."""
@@ -167,12 +191,14 @@ class CachedExchange(RowsExchange):
         ends = self.deal.table_offsets(plan).tolist()
         slots, pushed = np.empty(len(unique), np.int64), np.empty(len(unique), bool)
         decisions, parts = [], []
-        for t, directory in enumerate(self.directories):
-            mine = slice(ends[t], ends[t + 1])
-            order = np.argsort(unique[mine])
-            decision = directory.step(unique[mine][order])
+        mine = rows_of(plan, ends) if seen is None else seen.rows
+        for t, (directory, (rows, ids)) in enumerate(zip(self.directories, mine, strict=True)):
+            told = None if seen is None else seen.told[t]
+            if told is None:
+                decision = directory.step(ids)
+            else:
+                decision = directory.step(ids, told.next_uses, told.coming, self.windows[t])
             decisions.append(decision)
-            rows = order + ends[t]
             slots[rows], pushed[rows] = decision.slots, decision.pushed
             is_named = (decision.asked != HIT) | decision.pushed
             named, count = rows[is_named], len(decision.evicted_ids)

@@ -37,6 +37,7 @@ from colonnade.exchange.held import rows_held, values_of
 from colonnade.exchange.kernels import Kernels
 from colonnade.exchange.layout import (
     Declaration,
+    Lookups,
     collect,
     collect_codes,
     consumption,
@@ -140,11 +141,7 @@ class RowsExchange(Owner):
     def ask(self, batch: Batch, purpose: str = "route") -> Asked:
         """Raises IdRangeError, DataError."""
         num_ranks = self.mesh.num_ranks
-        lookups = collect(batch, self.declaration, self.consumption)
-        try:
-            plan = _native.make_plan(lookups.native, self.table_rows, self.deal.num_owners)
-        except IndexError as error:
-            raise explain_range(error, self.declaration, self.consumption.features) from None
+        lookups, plan = self.planned(batch)
         codes, messages = self._codes(batch, plan), []
         if num_ranks > 1:
             blocks = self.deal.blocks(plan)
@@ -154,6 +151,15 @@ class RowsExchange(Owner):
                 self.deal.places, codes=codes,
             )  # fmt: skip
         return Asked(batch.size, messages, (lookups, plan, codes))
+
+    def planned(self, batch: Batch) -> tuple[Lookups, _native.Plan]:
+        """Local. Raises IdRangeError, DataError."""
+        lookups = collect(batch, self.declaration, self.consumption)
+        try:
+            plan = _native.make_plan(lookups.native, self.table_rows, self.deal.num_owners)
+        except IndexError as error:
+            raise explain_range(error, self.declaration, self.consumption.features) from None
+        return lookups, plan
 
     def answer(
         self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str

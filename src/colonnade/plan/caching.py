@@ -20,7 +20,9 @@ BOOKKEEPING = 42
 """Bytes of a copy beside its record and the sum of its gradients: 30 of its directory, 12 of `Copies`."""
 
 POLICIES = get_args(CachePolicy)
-"""Of a directory, those that no batch to come must be known for and that follow what changes."""
+"""Of a directory, those that follow what changes."""
+LOOKAHEAD, LOOKAHEAD_WINDOW = "lookahead", 64
+"""The policy that a rank's coming batches are known for; so many by default, which cost the memory of samples read."""
 
 
 def copy_bytes(table: Table) -> int:
@@ -60,11 +62,13 @@ def caches_of(
             config, tables,
             {t.name: rows_of(own_sizes.get(t.name) or config.size, t, slot_bytes(t)) for t in tables},
         )  # fmt: skip
-    if config.window is not None:
+    policies = {name: own.policy or config.policy for name, own in config.tables.items()}
+    if config.window is not None and LOOKAHEAD not in {config.policy, *policies.values()}:
         raise ConfigError(
-            f"plan.cache: got window={config.window} with staleness={config.staleness}, wanted staleness=exact, for "
-            "which owners look so many batches ahead; leave window out"
+            f"plan.cache: got window={config.window} with staleness={config.staleness} and policy={config.policy}, "
+            "wanted staleness=exact or policy=lookahead, which look so many batches ahead; leave window out"
         )
+    window = LOOKAHEAD_WINDOW if config.window is None else config.window
     found = {}
     for table in tables:
         own = config.tables.get(table.name, TableCacheConfig())
@@ -80,7 +84,9 @@ def caches_of(
         except ConfigError as error:
             raise ConfigError(f"plan.cache: table {table.name!r}: {error}") from None
         rows = rows_of(size, table, copy_bytes(table))
-        found[table.name] = TableCache(rows, clock, own.policy or config.policy)
+        policy = policies.get(table.name, config.policy)
+        ahead = window if policy == LOOKAHEAD else 0
+        found[table.name] = TableCache(rows, clock, policy, ahead)
     return found
 
 
@@ -111,13 +117,15 @@ def check_caches(
                 f"plan.cache: got plan.{name}={got} with it; {advice}, or leave plan.cache out"
             )
     check_lendings(caches, tables)
+    _check_windows(caches)
     for table, sharding, exchange in zip(tables, shardings, exchanges, strict=True):
         if table.name not in caches:
             continue
         kept = caches[table.name]
         if isinstance(kept, TableCache) and kept.policy not in POLICIES:
             raise ConfigError(
-                f"plan.cache: got policy {kept.policy!r} for table {table.name!r}, wanted {' or '.join(POLICIES)}"
+                f"plan.cache: got policy {kept.policy!r} for table {table.name!r}, wanted "
+                f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
             )
         if exchange != "rows":
             raise ConfigError(
@@ -133,4 +141,21 @@ def check_caches(
             raise ConfigError(
                 f"plan.cache: got table {table.name!r} with admission or eviction, which decide at the owner by every "
                 "update of a row, and with a cache it hears of several at once; leave one of them out"
+            )
+
+
+def _check_windows(caches: Mapping[str, TableCache | Lending]) -> None:
+    """Raises ConfigError."""
+    kept = {name: each for name, each in caches.items() if isinstance(each, TableCache)}
+    windows = sorted({each.window for each in kept.values() if each.policy == LOOKAHEAD})
+    if len(windows) > 1 or min(windows, default=1) < 1:
+        raise ConfigError(
+            f"plan.cache: got windows of {windows} batches with policy=lookahead; wanted one for all such tables, "
+            "1 or more"
+        )
+    for name, each in kept.items():
+        if each.window and each.policy != LOOKAHEAD:
+            raise ConfigError(
+                f"plan.cache: got window={each.window} with policy {each.policy!r} for table {name!r}, wanted "
+                "policy=lookahead, which looks so many batches ahead; leave window out"
             )

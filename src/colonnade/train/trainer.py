@@ -268,8 +268,10 @@ class Trainer:
         left = self.schedule.max_steps
         if left is not None:
             # Under bounded staleness the last steps' successors are read meanwhile, as they are in a longer run: a
-            # commit holds what was read.
+            # commit holds what was read. So are those by which a cache decides.
+            cached = self.collection.cached
             left += self.collection.consistency.reads_ahead - self.collection.step
+            left += 0 if cached is None else cached.window
         held, position, parts = list(self.held), self.position, self.schedule.accumulate
         while position.epoch < self.num_epochs:
             source = self.data.train
