@@ -45,6 +45,8 @@ WARM_UP_STEPS = 2
 """Before the clock starts in every block: batches ahead are on their way."""
 MAX_DIGEST_GAP = 1e-3
 """Exact systems whose outputs differ by more, relatively, have not done the same work."""
+LONGEST = 32
+"""Steps of a block before anything is timed: ranks have `TIMEOUT` for an answer."""
 HOPELESS = 3.0
 """A choice this many times slower than the fastest of its kind is measured by one short block."""
 TIMEOUT = 120.0
@@ -240,9 +242,9 @@ class Bench:
             turn.block(NUM_BATCHES, keep=True)
         check_same_work(turns, name)
         for turn in turns if self.question.steps_of is not None else ():
-            said = self.question.steps_of(turn.name)
-            if said.history:
-                turn.block(min(said.history, self.extent.max_steps), keep=False)
+            most = min(self.question.steps_of(turn.name).history, self.extent.max_steps)
+            for done in range(0, most, LONGEST):
+                turn.block(min(LONGEST, most - done), keep=False)
         return turns
 
     def measure(

@@ -73,6 +73,17 @@ class CacheCounts:
     ticks: int = 0  # batches in all that was pushed
 
 
+AGES = 32
+"""Of a count of rows by how old the copy was that was read: 0 batches, 1, 2 to 3, 4 to 7, and so on."""
+
+
+def ages_of(decisions: Sequence[Decision]) -> np.ndarray:
+    """(AGES,) int64: the rows of a batch, by batches since their owner was asked; 0: with this one. Of each other rank
+    a read misses at most so many batches, and those whose gradients waited there then: `write_bound` at most."""
+    ages = [np.where(each.asked == HIT, each.ages, 0) for each in decisions]
+    return np.bincount(np.frexp(np.concatenate(ages))[1], minlength=AGES)
+
+
 @dataclass(slots=True)
 class Flight:
     """One training batch, from its route to its push."""
@@ -120,6 +131,7 @@ class CachedExchange(RowsExchange):
             [travelling_bytes(t, kept) for t, kept in zip(declaration.tables, self.is_kept, strict=True)]
         )  # fmt: skip
         self.counts = CacheCounts()
+        self.ages = np.zeros(AGES, np.int64)  # of the same rows
         self.store: Any = None  # this rank's rows
         self.number = 0  # of the newest batch that was pushed
         self._flights: list[Flight] = []  # routed and not pushed, in order
@@ -188,6 +200,7 @@ class CachedExchange(RowsExchange):
                 )
             )  # fmt: skip
             self._count(decision)
+        self.ages += ages_of(decisions)
         ids, origin, where, asked, written, ages = (
             np.concatenate(each) for each in zip(*parts, strict=True)
         )
@@ -457,9 +470,9 @@ class CachedExchange(RowsExchange):
         with self._lock:
             flight.is_dropped = True
             while self._flights and self._flights[-1].is_dropped:
-                for directory, decision in zip(
-                    self.directories, self._flights.pop().decisions, strict=True
-                ):
+                decisions = self._flights.pop().decisions
+                self.ages -= ages_of(decisions)
+                for directory, decision in zip(self.directories, decisions, strict=True):
                     directory.undo(decision)
                     self._count(decision, -1)
         return None
