@@ -318,9 +318,7 @@ class CachedExchange(RowsExchange):
         message = empty(going.layout.num_elements, dtype=torch.uint8)
         for t, rows in enumerate(by_table(served.counts)):
             slots = placed[torch.from_numpy(rows[sent[rows]])]
-            records = torch.empty(
-                len(slots), self.declaration.tables[t].record_bytes, dtype=torch.uint8
-            )
+            records = torch.empty(len(slots), self.copies.record_bytes[t], dtype=torch.uint8)
             if len(slots):
                 self.store.native.pack(t, slots, records)
             going.fill(message, t, records)
@@ -378,9 +376,9 @@ class CachedExchange(RowsExchange):
             rows = rows[named.written[rows]]
             is_used = flight.origin[rows] >= 0
             out = torch.empty(len(rows), width, dtype=sums.dtype)
-            place = torch.from_numpy(flight.origin[rows[is_used]] - ends[t])
-            out[torch.from_numpy(is_used)] = pending[place]
-            out[torch.from_numpy(~is_used)] = self.copies.take(t, flight.where[rows[~is_used]])
+            place, others = flight.origin[rows[is_used]] - ends[t], flight.where[rows[~is_used]]
+            out.numpy()[is_used] = pending.numpy().take(place, 0)
+            out.numpy()[~is_used] = self.copies.take(t, others).numpy()
             going.fill(send, t, out)
         placed = ticket.placed[torch.from_numpy(serving.named.written)]
         return self.pushed("push", send, going.layout, serving, placed)
