@@ -45,12 +45,23 @@ WARM_UP_STEPS = 2
 """Before the clock starts in every block: batches ahead are on their way."""
 MAX_DIGEST_GAP = 1e-3
 """Exact systems whose outputs differ by more, relatively, have not done the same work."""
+LONGEST = 32
+"""Steps of a block before anything is timed: ranks have `TIMEOUT` for an answer."""
 HOPELESS = 3.0
 """A choice this many times slower than the fastest of its kind is measured by one short block."""
 TIMEOUT = 120.0
 WIDTH = 150
 AUTO = tables.AUTO
 """What Colonnade chooses for the links as it measures them."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Of one system: `history` once, when it is opened; of each block `warm_up`, and then `block` that are timed."""
+
+    history: int
+    warm_up: int
+    block: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,11 @@ class Question:
     print_result: Callable[[Console, Sequence[Measured], Mapping[str, Any]], None]
     facts: Mapping[str, Any]
     """Of the results' machine entry."""
+    counted: Callable[[str, Any], list[Measured]] = lambda name, case: []
+    """(case's name, what the workers are told) -> what follows from its batches alone."""
+    steps_of: Callable[[str], Steps] | None = None
+    """By system, where what a step costs has a history or a period. None: a block has as many as `block_seconds` hold,
+    and a choice that is hopeless one short block."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +100,8 @@ class Extent:
     max_steps: int
     session_steps: int
     """Of one long session, in the first case: does memory grow?"""
+    rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """By workload, where it is not all of them."""
 
 
 class Broken(BenchError):
@@ -101,12 +119,13 @@ class Turn:
     name: str
     fleet: Fleet
     steps: int = 1
+    warm_up_steps: int = WARM_UP_STEPS
     blocks: list[list[dict[str, Any]]] = field(default_factory=list)  # by block, by rank
 
     def block(self, steps: int, *, keep: bool) -> float:
         """Seconds per step."""
         try:
-            self.fleet.send({"system": self.name, "warm_up": WARM_UP_STEPS, "steps": steps})
+            self.fleet.send({"system": self.name, "warm_up": self.warm_up_steps, "steps": steps})
             answers = self.fleet.answers()
         except BenchError as error:
             raise Broken(self.name, str(error)) from None
@@ -127,6 +146,8 @@ class Bench:
         self.broken: set[str] = set()
         """Systems that ended their ranks, and are not tried again."""
         self.pythons = {"colonnade": sys.executable}
+        if "torchrec" not in question.choices:
+            return
         try:
             self.pythons["torchrec"] = open_environment(ROOT / "build" / "bench-env", PEER_INSTALLS)
         except BenchError as error:
@@ -167,7 +188,8 @@ class Bench:
                     while left:
                         name = left[0]
                         turns = self.open_case(name, named[name], fleets, rates[0], world)
-                        self.measure(name, turns, hosts, ranks_per_host, rates, keep)
+                        some = self.extent.rates.get(named[name].name, rates)
+                        self.measure(name, turns, hosts, ranks_per_host, some, keep)
                         left.pop(0)
                 except Broken as error:  # the same once more, without it, with ranks of their own
                     self.broken.add(error.system)
@@ -200,6 +222,7 @@ class Bench:
         case = self.question.write_case(
             folder, workload, world[0] * world[1], self.extent.max_cardinality
         )
+        self.measured += self.question.counted(name, case)
         link = {"link_bytes_per_second": gigabits * 1e9 / 8}
         choices = {
             kind: {name: {**choice, **link} for name, choice in named.items()}
@@ -218,6 +241,10 @@ class Bench:
         for turn in turns:
             turn.block(NUM_BATCHES, keep=True)
         check_same_work(turns, name)
+        for turn in turns if self.question.steps_of is not None else ():
+            most = min(self.question.steps_of(turn.name).history, self.extent.max_steps)
+            for done in range(0, most, LONGEST):
+                turn.block(min(LONGEST, most - done), keep=False)
         return turns
 
     def measure(
@@ -278,7 +305,14 @@ class Bench:
         return answer["predicted"]
 
     def take_turns(self, turns: Sequence[Turn], *, rounds: int) -> None:
-        """The first block says how many steps the others have."""
+        """The first block says how many steps the others have, where the question does not."""
+        if self.question.steps_of is not None:
+            for turn in turns:
+                said = self.question.steps_of(turn.name)
+                turn.steps = min(said.block, self.extent.max_steps)
+                turn.warm_up_steps = min(said.warm_up, self.extent.max_steps)
+            blocks_of(turns, rounds)
+            return
         first = {}
         for turn in turns:
             first[turn.name] = turn.block(2, keep=True)
@@ -291,24 +325,35 @@ class Bench:
         hopeful = [t for t in turns if first[t.name] <= HOPELESS * best[tables.is_peer(t.name)]]
         for turn in hopeful:
             turn.blocks = []
-        for _ in range(rounds):
-            for turn in hopeful:
-                turn.block(turn.steps, keep=True)
+        blocks_of(hopeful, rounds)
+
+
+def blocks_of(turns: Sequence[Turn], rounds: int) -> None:
+    for _ in range(rounds):
+        for turn in turns:
+            turn.block(turn.steps, keep=True)
 
 
 def check_same_work(turns: Sequence[Turn], name: str) -> None:
     """A speed of something else is worth nothing: after as many steps, the same outputs."""
-    others = (tables.LOSSY, tables.LATE)
+    others = (tables.LOSSY, tables.LATE, tables.CLOCK)
     exact = [turn for turn in turns if not any(word in turn.name for word in others)]
     digests = {turn.name: turn.blocks[0][0]["digest"] for turn in exact}
     if max(digests.values()) - min(digests.values()) > MAX_DIGEST_GAP * max(digests.values()):
         raise BenchError(f"{name}: the systems' outputs differ: {digests}")
 
 
-def write_ids(folder: Path, rows: Sequence[int], num_ranks: int, lookups: int, skew: float) -> Path:
+def write_ids(
+    folder: Path,
+    rows: Sequence[int],
+    num_ranks: int,
+    lookups: int,
+    skew: float,
+    num_batches: int = NUM_BATCHES,
+) -> Path:
     """(batches, ranks, tables, lookups) int64 as an .npy: the ids of every rank, drawn by one Zipf law; which rows are
     frequent differs by table. rows: of each table; lookups: of a rank's batch in a table."""
-    shape = NUM_BATCHES, num_ranks, len(rows), lookups
+    shape = num_batches, num_ranks, len(rows), lookups
     ids = np.lib.format.open_memmap(folder / "ids.npy", "w+", np.int64, shape)
     for f, count in enumerate(rows):
         generator = np.random.Generator(np.random.SFC64([f, count]))

@@ -1,7 +1,8 @@
 """Colonnade between hosts: an EmbeddingCollection for each choice of exchange, sharding and codec, as a user opens it.
 
-A choice is {"exchange": .., "sharding": .., "codec": ..}; one that this version does not have is left out, with what
-it said. Ids of coming batches travel ahead, as its default plan says. `payload_bytes` is what `Traffic` counted.
+A choice is {"exchange": .., "sharding": .., "codec": ..}, and may have a "cache", as settings have it, and "lookahead";
+one that this version does not have is left out, with what it said. Ids of coming batches travel ahead, as its default
+plan says. `payload_bytes` is what `Traffic` counted.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ from colonnade import (
     build_plan,
     open_mesh,
 )
+from colonnade.plan.caching import caches_of
 from colonnade.plan.choice import choose
 from colonnade.plan.chosen import Choice, Forced, step_seconds
 from colonnade.plan.consumers import check_bags, model_load
 from colonnade.plan.device import RowRate, measure_rows
 from colonnade.plan.loads import ColumnLoad, TableLoad
+from colonnade.plan_config import CacheConfig
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.links import measure_links
 from colonnade.topology.sharding import Sharding, host_wise, replicated, row_wise, table_wise
@@ -52,6 +55,7 @@ REHEARSED = "rows row-wise"
 """The system whose processor time is measured; of all others, formulas say how much more or less."""
 COUNTED = 4
 """Batches that tell how many different rows a step asks for."""
+REHEARSAL_STEPS = 8
 PHASES = ("wait", "forward", "backward", "rows")
 NOTHING_SAID: Mapping[str, Any] = {}
 
@@ -95,6 +99,10 @@ class Opened:
     def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
         return [self.gradient] * len(outputs)
 
+    def update(self) -> None:
+        self.rows.step()
+        self.dense_step()
+
     def dense_step(self) -> None:
         """Of what has weights beside rows."""
 
@@ -120,8 +128,7 @@ class Opened:
                 marks.append(time.perf_counter())
                 torch.autograd.backward(outputs, self.gradients(outputs))
                 marks.append(time.perf_counter())
-                self.rows.step()
-                self.dense_step()
+                self.update()
                 marks.append(time.perf_counter())
                 if step >= warm_up:
                     seconds.append(marks[-1] - marks[0])
@@ -142,9 +149,11 @@ def plan_of(tables: list[Table], choice: Mapping[str, Any], case: Case, mesh: Me
     shardings = SHARDINGS[choice["sharding"]](case.rows, mesh)
     by_name = dict(zip(case.names, shardings, strict=True))
     late = choice.get("late", 0)
+    kept = CacheConfig(**choice["cache"]) if "cache" in choice else None
     return build_plan(
-        tables, mesh.num_ranks, exchange=choice["exchange"], shardings=by_name,
-        staleness_steps=late, lookahead=late + 2, route=choice.get("route", "straight"),
+        tables, mesh.num_ranks, exchange=choice["exchange"], shardings=by_name, staleness_steps=late,
+        lookahead=choice.get("lookahead", late + 2), route=choice.get("route", "straight"),
+        caches=caches_of(kept, tables),
     )  # fmt: skip
 
 
@@ -217,7 +226,9 @@ class Chooser:
         links = replace(measure_links(self.mesh), crowding=self.crowding)
         found: dict[str, Any] = {"links": str(links), "predicted": {}, "left_out": {}}
         choices = {
-            n: self.forced(links, s.collection) for n, s in self.systems.items() if n != AUTO
+            n: self.forced(links, s.collection)
+            for n, s in self.systems.items()
+            if n != AUTO and not has_copies(s.collection)
         }
         try:
             choices[AUTO] = choose(self.loads, links, rates=self.rates, model=self.model)
@@ -256,9 +267,14 @@ class Chooser:
         return choose(self.loads, links, rates=self.rates, forced=said, model=model, route=route)
 
 
+def has_copies(collection: EmbeddingCollection) -> bool:
+    """Of such plans nothing is foretold."""
+    return any(table.cache is not None for table in collection.plan.tables)
+
+
 def rehearse(system: Opened, mesh: Mesh) -> float:
     """Collective: seconds of a processor that a step takes a rank, the mean over ranks."""
-    steps, began = len(system.held), []
+    steps, began = min(REHEARSAL_STEPS, len(system.held)), []
     system.run(0, steps, lambda: None)  # meets every row
     system.run(2, steps, lambda: began.append(time.process_time()))
     mine = torch.tensor((time.process_time() - began[0]) / steps, dtype=torch.float64)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
 from scenario import assert_same_bits, tables, train
+from slow_directory import HIT, SlowDirectory
 
 from colonnade import (
     FTRL,
@@ -89,6 +91,12 @@ class Ones:
         self.collection.open(plan, mesh)
         self.rows = RowOptimizer(self.collection)
         self.used = np.zeros((mesh.num_ranks, self.IDS))
+        self.before = []  # `used`, by batch
+        clock = kept.clock
+        self.slow = [
+            SlowDirectory(rows, clock.read_bound, clock.write_bound, policy) for _ in declared
+        ]
+        self.ages = Counter()  # of reads, by the bits of their age
         self.random = [np.random.default_rng([seed, rank]) for rank in range(mesh.num_ranks)]
 
     def batches(self, steps):
@@ -120,8 +128,18 @@ class Ones:
         for batch, ids_of in zip(self.stream(mine), said, strict=True):
             found = self.collection(batch)
             ids = ids_of[self.mesh.rank]
-            for name in ("a", "b"):
+            self.before.append(used.copy())
+            for name, slow, sign in zip("ab", self.slow, (1, -7), strict=True):
                 seen = -found[name].detach().numpy()[:, 0]
+                by_row = slow.step(sorted((ids * sign).tolist())).by_row
+                ages = [by_row[id][2] * (by_row[id][1] == HIT) for id in (ids * sign).tolist()]
+                self.ages.update(age.bit_length() for age in ages)
+                for age, id, mine, sees in zip(
+                    ages, ids.tolist(), used[self.mesh.rank, ids], seen, strict=True
+                ):
+                    then = np.delete(self.before[-1 - age], self.mesh.rank, 0)[:, id]
+                    known = np.maximum(0, then - slow.write_bound).sum()
+                    assert sees >= mine + known, "what others had sent when the owner was asked"
                 own, every = used[self.mesh.rank, ids], used[:, ids].sum(0)
                 least = own + np.maximum(0, np.delete(used, self.mesh.rank, 0)[:, ids] - bound).sum(
                     0
@@ -134,6 +152,8 @@ class Ones:
             self.rows.step()
             for rank, theirs in enumerate(ids_of):
                 used[rank, theirs] += 1
+        counted = self.collection.cached.ages
+        assert {kind: rows for kind, rows in enumerate(counted) if rows} == dict(self.ages)
         return used.sum(0), worst
 
     def stream(self, batches):

@@ -120,9 +120,13 @@ def test_copies_of_rows_are_shown_where_there_are_some(tmp_path):
     }
     with (folder / "metrics.jsonl").open("a") as lines:
         lines.write("\n" + json.dumps({"step": 400, "kind": "cache", "time": 0.0, **counts}) + "\n")
+    ages = {"0": 400, "1": 25, "32": 75}
+    with (folder / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps({"step": 400, "kind": "copy_ages", "time": 0.0, **ages}) + "\n")
     html = run_page(read_run(folder))
     assert "Copies of rows on rank 0" in html
     assert "60.0%" in html and "4.0 batches" in html
+    assert "How old rows were" in html and "32 to 63" in html and "15.0%" in html
 
 
 def test_rows_that_were_lent_are_counted_where_there_are_some(tmp_path):

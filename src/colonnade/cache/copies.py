@@ -38,6 +38,7 @@ class Copies:
             for table, room in zip(tables, rooms, strict=True)
         ]
         self.tables, self.rooms = tuple(tables), rooms
+        self.record_bytes = [table.record_bytes for table in tables]
         self.store = open_dram(slabs, rooms, seed=0)
         dtype = getattr(torch, tables[0].compute_dtype)
         self.pending = [torch.empty(0, table.width, dtype=dtype) for table in tables]
@@ -65,34 +66,34 @@ class Copies:
             return
         self.grow(t, int(slots.max()) + 1)
         self.ids[t][slots] = ids
-        records = torch.zeros(len(slots), self.tables[t].record_bytes, dtype=torch.uint8)
+        records = torch.zeros(len(slots), self.record_bytes[t], dtype=torch.uint8)
         records[:, : prefixes.shape[1]] = prefixes
         self.store.native.unpack(t, _int32(slots), records)
 
     def records(self, t: int, slots: np.ndarray) -> Tensor:
         """(n, record_bytes) uint8."""
-        found = torch.empty(len(slots), self.tables[t].record_bytes, dtype=torch.uint8)
+        found = torch.empty(len(slots), self.record_bytes[t], dtype=torch.uint8)
         self.store.native.pack(t, _int32(slots), found)
         return found
 
     def add(self, t: int, slots: np.ndarray, sums: Tensor, pushed: np.ndarray) -> Tensor:
         """One batch's gradients (n, D), one tick of each row: (n, D), what is pending with it. Of rows of `pushed`
         (n,) bool nothing is pending any more."""
-        at, ticks = torch.from_numpy(slots), self.ticks[t]
-        had = ticks[slots] > 0
-        if had.any():  # of others not even 0 is added: it would make another zero of -0
-            old = torch.from_numpy(np.flatnonzero(had))
-            sums = sums.clone()
-            sums[old] += self.pending[t][at[old]]
-        stays = torch.from_numpy(~pushed)
-        self.pending[t][at[stays]] = sums[stays]
+        ticks, pending = self.ticks[t], self.pending[t].numpy()  # which takes whole rows at once
+        total = sums.numpy()
+        old = np.flatnonzero(ticks[slots])
+        if len(old):  # of others not even 0 is added: it would make another zero of -0
+            total = total.copy()
+            total[old] += pending.take(slots[old], 0)
+        stays = np.flatnonzero(~pushed)
+        pending[slots[stays]] = total.take(stays, 0)
         ticks[slots] = np.where(pushed, 0, ticks[slots] + 1)
-        return sums
+        return torch.from_numpy(total)
 
     def take(self, t: int, slots: np.ndarray) -> Tensor:
         """(n, D): what is pending, and is not from here on."""
         self.ticks[t][slots] = 0
-        return self.pending[t][torch.from_numpy(slots)]
+        return torch.from_numpy(self.pending[t].numpy().take(slots, 0))
 
     def dirty(self, t: int) -> np.ndarray:
         """Slots of rows with something pending, ascending by id."""

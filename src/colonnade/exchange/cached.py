@@ -77,6 +77,17 @@ class CacheCounts:
     ticks: int = 0  # batches in all that was pushed
 
 
+AGES = 32
+"""Of a count of rows by how old the copy was that was read: 0 batches, 1, 2 to 3, 4 to 7, and so on."""
+
+
+def ages_of(decisions: Sequence[Decision]) -> np.ndarray:
+    """(AGES,) int64: the rows of a batch, by batches since their owner was asked; 0: with this one. Of each other rank
+    a read misses at most so many batches, and those whose gradients waited there then: `write_bound` at most."""
+    ages = [np.where(each.asked == HIT, each.ages, 0) for each in decisions]
+    return np.bincount(np.frexp(np.concatenate(ages))[1], minlength=AGES)
+
+
 @dataclass(slots=True)
 class Flight:
     """One training batch, from its route to its push."""
@@ -125,6 +136,7 @@ class CachedExchange(RowsExchange):
         )  # fmt: skip
         self.windows = [each.window for each in self.caches]
         self.counts = CacheCounts()
+        self.ages = np.zeros(AGES, np.int64)  # of the same rows
         self.store: Any = None  # this rank's rows
         self.number = 0  # of the newest batch that was pushed
         self._flights: list[Flight] = []  # routed and not pushed, in order
@@ -214,6 +226,7 @@ class CachedExchange(RowsExchange):
                 )
             )  # fmt: skip
             self._count(decision)
+        self.ages += ages_of(decisions)
         ids, origin, where, asked, written, ages = (
             np.concatenate(each) for each in zip(*parts, strict=True)
         )
@@ -331,9 +344,7 @@ class CachedExchange(RowsExchange):
         message = empty(going.layout.num_elements, dtype=torch.uint8)
         for t, rows in enumerate(by_table(served.counts)):
             slots = placed[torch.from_numpy(rows[sent[rows]])]
-            records = torch.empty(
-                len(slots), self.declaration.tables[t].record_bytes, dtype=torch.uint8
-            )
+            records = torch.empty(len(slots), self.copies.record_bytes[t], dtype=torch.uint8)
             if len(slots):
                 self.store.native.pack(t, slots, records)
             going.fill(message, t, records)
@@ -391,9 +402,9 @@ class CachedExchange(RowsExchange):
             rows = rows[named.written[rows]]
             is_used = flight.origin[rows] >= 0
             out = torch.empty(len(rows), width, dtype=sums.dtype)
-            place = torch.from_numpy(flight.origin[rows[is_used]] - ends[t])
-            out[torch.from_numpy(is_used)] = pending[place]
-            out[torch.from_numpy(~is_used)] = self.copies.take(t, flight.where[rows[~is_used]])
+            place, others = flight.origin[rows[is_used]] - ends[t], flight.where[rows[~is_used]]
+            out.numpy()[is_used] = pending.numpy().take(place, 0)
+            out.numpy()[~is_used] = self.copies.take(t, others).numpy()
             going.fill(send, t, out)
         placed = ticket.placed[torch.from_numpy(serving.named.written)]
         return self.pushed("push", send, going.layout, serving, placed)
@@ -483,9 +494,9 @@ class CachedExchange(RowsExchange):
         with self._lock:
             flight.is_dropped = True
             while self._flights and self._flights[-1].is_dropped:
-                for directory, decision in zip(
-                    self.directories, self._flights.pop().decisions, strict=True
-                ):
+                decisions = self._flights.pop().decisions
+                self.ages -= ages_of(decisions)
+                for directory, decision in zip(self.directories, decisions, strict=True):
                     directory.undo(decision)
                     self._count(decision, -1)
         return None

@@ -56,6 +56,7 @@ def run_page(run: RunRecord) -> str:
     page.charts([figures.row_sources(run)], NO_CHARTS)
     _missed(page, run)
     _copies(page, run)
+    _copy_ages(page, run)
     _lent(page, run)
     _traffic(page, run)
     _tiers(page, run)
@@ -230,6 +231,32 @@ def _copies(page: Page, run: RunRecord) -> None:
         title="Copies of rows on rank 0",
         note=f"{counts.get('ticks', 0) / max(1.0, pushed):,.1f} batches' gradients in each sum that was sent.",
     )
+
+
+def _copy_ages(page: Page, run: RunRecord) -> None:
+    """Nothing where ranks keep no copies of rows."""
+    counts = {int(n): count for n, count in sums_of(run, "copy_ages").items() if n.isdigit()}
+    total = sum(counts.values())
+    if not total:
+        return
+    rows = [
+        [_age_words(age), f"{counts[age]:,.0f}", f"{counts[age] / total:.1%}"]
+        for age in sorted(counts)
+    ]
+    page.numbers(
+        ["batches since the owner was asked", "rows", "share"],
+        rows,
+        title="How old rows were when rank 0 read them",
+        note="Of each other rank a read misses at most so many batches, and those that waited there when the owner was "
+        "asked: write_bound at most.",
+    )
+
+
+def _age_words(least: int) -> str:
+    """Of a kind of `exchange.cached.AGES`, by the least of its ages."""
+    if least < 2:
+        return "none: with the batch" if least == 0 else "1"
+    return f"{least:,} to {2 * least - 1:,}"
 
 
 def _lent(page: Page, run: RunRecord) -> None:

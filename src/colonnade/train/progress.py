@@ -160,6 +160,8 @@ class Progress:
             self._record.write(step, "missed", missed)
         if copies := self._counters.cache():
             self._record.write(step, "cache", copies)
+        if ages := self._counters.copy_ages():
+            self._record.write(step, "copy_ages", ages)
 
     def _left(self, now: float, step: int) -> str:
         done = step - self._first

@@ -16,6 +16,9 @@ run/metrics.jsonl      {"step", "kind", "time", ...}; what each kind holds:
     cache      where ranks keep copies of rows (`exchange.cached.CacheCounts`), rows of this rank's batches since the
                previous such line: hits, misses, lease_over (of them renewed), pushed by cause, ticks of what is pushed;
                or, where they are lent, asked, borrowed, stayed, returned (`exchange.lending.LentCounts`)
+    copy_ages  the same rows by how old the copy was that was read, in batches since its owner was asked ("0": with the
+               batch, "1", "2" to 3, "4" to 7, ..): of each other rank a read misses at most so many batches, and those
+               that waited there then, `write_bound` at most
     traffic    of one batch of this rank, by table: lookups, and the different rows they name
     tables     by table: rows and bytes in memory and in files now
     evaluate   epoch, and metrics named part_metric ("validation_auc")
@@ -160,12 +163,14 @@ class Counters:
         self._tiers_since, self._waited = self._since, 0.0
         self._missed: dict[str, float] = {}
         self._cache: dict[str, float] = {}
+        self._ages: dict[str, float] = {}
         (
             self.rows(),
             self.sent(),
             self.tiers(),
             self.missed(),
             self.cache(),
+            self.copy_ages(),
         )  # what was before does not count
 
     def phases(self) -> dict[str, float]:
@@ -231,6 +236,16 @@ class Counters:
             return {}
         gained, self._cache = _gained(dict(vars(keeping.counts)), self._cache)
         return gained
+
+    def copy_ages(self) -> dict[str, float]:
+        """Rows of batches by the age of the copy that was read, each under the least age of its kind; {} where ranks
+        keep no copies."""
+        cached = self._watched.collection.cached
+        if cached is None:
+            return {}
+        now = {str((1 << kind) >> 1): float(rows) for kind, rows in enumerate(cached.ages)}
+        gained, self._ages = _gained(now, self._ages)
+        return {age: rows for age, rows in gained.items() if rows}
 
     def learning_rates(self) -> dict[str, float]:
         """By param group; one number where all groups of an optimizer agree."""

@@ -1,0 +1,147 @@
+"""How much faster is a step between hosts where ranks keep copies of rows, late by row clocks or not at all?
+
+Hosts are network namespaces on this machine, 2 of 2 ranks, uplinks of 200 Mbit/s, 1 and 10 Gbit/s. Wide & Deep with 13
+dense columns and an MLP of 64, 32 over 26 one-hot fields of Criteo's cardinalities, cut; D = 64, SGD, 1024 samples a
+rank; a step is all of it, the sums of dense gradients over the ranks included.
+
+    no cache           HET's exchange without one: every batch asks for its different rows, and sends their gradients;
+                       nothing of it ahead of the step
+    rows row-wise      the same with ids of coming batches ahead: our default
+    auto               what is foretold to be fastest between these links, without copies
+    row_clock(s) N %   plan.cache.staleness=s, copies of N % of each table's rows on each rank, policy lfu
+    exact N %          plan.cache.staleness=exact, as many rows lent
+
+Two streams, both Zipf 1.1: "mixed", where all ranks draw from all rows, and "own", where in the fields of many rows
+each rank has rows of its own (samples dealt out by user or region). Copies are filled before anything is timed, and
+every block is as long as the period after which copies are asked for and sent, many of them in the same batch; rows
+that are lent come back where a lookahead ends, so enough steps come before each block that they are lent again.
+
+    row_clock_vs_no_cache, exact_vs_no_cache      of times of a step: no cache over the fastest of the kind
+    row_clock_vs_sync_best, exact_vs_sync_best    likewise, the fastest that keeps no copies over it
+    exact_bound    bytes of rows and ids that are read and written without a cache, over those that synchronous
+                   semantics force, counted from the batches: as much faster a step would be that does nothing else
+
+All ranks share this machine's cores: what a step costs in processor time is printed beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cluster import race
+from cluster.hosts import NoHosts
+from cluster.race import Extent, Question, Steps
+from harness import BenchError, Measured
+from numpy.typing import NDArray
+from tables import clock as tables
+from tables.clock import CLOCK, EXACT, FORCED, NO_CACHE
+from workers.cache_streams import Shape, Stream
+from workers.cache_traffic import forced
+from workers.staleness_colonnade import WideDeepCase
+
+from colonnade.data.sets.synthetic import CRITEO_CARDINALITIES
+
+SKEW = 1.1
+DIM = 64
+ROWS = 50_000
+LARGE = 10_000
+"""Rows of a field from which on ranks may have ids of their own."""
+BOUNDS = (10, 100)
+HISTORY, BACK, BLOCK = 153, 20, 12
+"""Steps: those that fill copies, those until rows are lent again that came back where a lookahead ended, those of a
+block; each at most `Extent.max_steps`."""
+COUNTED = 80, 40
+"""Batches whose bytes are forced: those before, and those counted."""
+
+
+def steps_of(system: str) -> Steps:
+    """Of row clocks whole periods: owners hear of a row that is always used every s / 2 + 1 batches, and of many of
+    them at once."""
+    if system.startswith(CLOCK):
+        bound = next(s for s in BOUNDS if system.startswith(f"{CLOCK}({s})"))
+        return Steps(HISTORY, race.WARM_UP_STEPS, max(BLOCK, bound // 2 + 1))
+    return Steps(0, BACK if system.startswith(EXACT) else race.WARM_UP_STEPS, BLOCK)
+
+
+def copies(staleness: int | str, size: str) -> dict[str, Any]:
+    cache = {"staleness": staleness, "size": size}
+    if staleness != "exact":
+        cache["policy"] = "lfu"
+    return {"exchange": "rows", "sharding": "row_wise", "cache": cache}
+
+
+COLONNADE: dict[str, dict[str, Any]] = {
+    NO_CACHE: {"exchange": "rows", "sharding": "row_wise", "lookahead": 0},
+    "rows row-wise": {"exchange": "rows", "sharding": "row_wise"},
+    **{f"{CLOCK}({s}) {size[:-1]} %": copies(s, size) for s in BOUNDS for size in ("10%", "100%")},
+    **{f"{EXACT} {size[:-1]} %": copies("exact", size) for size in ("10%", "100%")},
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    has_own: bool
+    batch_size: int = 1024
+    num_batches: int = 1024
+    """Of each rank, before they come again."""
+
+
+FULL = Extent(
+    ((2, 2),), (0.2, 1.0, 10.0), (Workload("mixed", False), Workload("own", True)), (), ROWS, rounds=3,
+    block_seconds=0.0, max_steps=HISTORY, session_steps=0, rates={"own": (0.2,)},
+)  # fmt: skip
+QUICK = Extent(
+    ((2, 2),), (0.2,), (Workload("mixed", False, 128, 128),), (), ROWS // 10, rounds=1,
+    block_seconds=0.0, max_steps=6, session_steps=0,
+)  # fmt: skip
+
+
+def write_case(folder: Path, workload: Workload, num_ranks: int, max_rows: int) -> WideDeepCase:
+    """Of what the workers are told."""
+    rows = [min(each, max_rows) for each in CRITEO_CARDINALITIES]
+    size = workload.batch_size
+    path = race.write_ids(folder, rows, num_ranks, size, SKEW, workload.num_batches)
+    if workload.has_own:
+        give_own(np.load(path, mmap_mode="r+"), rows, LARGE)
+    return WideDeepCase(
+        ids=str(path), rows=rows, dim=DIM, batch_size=size, lookups=1, pooled=True, seed=0
+    )
+
+
+def give_own(ids: NDArray[np.int64], rows: list[int], least: int) -> None:
+    """ids (N, R, F, B), changed in place: in fields of `least` rows or more, rank r of R uses those with id % R = r."""
+    num_ranks = ids.shape[1]
+    for f, count in enumerate(rows):
+        if count >= least:
+            for rank in range(num_ranks):
+                mine = ids[:, rank, f]
+                own = mine - mine % num_ranks + rank
+                mine[:] = np.where(own < count, own, rank)
+
+
+def counted(name: str, case: WideDeepCase) -> list[Measured]:
+    warm, measured = COUNTED
+    ids = np.load(case.ids, mmap_mode="r")[: warm + measured]  # (N, R, F, B)
+    starts = np.cumsum([0, *case.rows])
+    batches = [[np.unique(of_rank + starts[:-1, None]) for of_rank in step] for step in ids]
+    shape = Shape(name, case.batch_size, int(starts[-1]), warm, measured, tail=0)
+    saved = forced(Stream(shape, int(starts[-1]), batches)).saved(case.width)
+    return [Measured(name + FORCED, NO_CACHE, "of its bytes", [1 - saved])]
+
+
+QUESTION = Question(
+    "staleness", {"colonnade": COLONNADE}, write_case, tables.ratios_of, tables.print_result,
+    {"skew": SKEW, "dim": DIM}, counted, steps_of,
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    try:
+        race.main(QUESTION, __doc__.splitlines()[0], FULL, QUICK)
+    except (BenchError, NoHosts) as error:
+        sys.exit(f"error: {error}")

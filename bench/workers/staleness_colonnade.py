@@ -1,0 +1,89 @@
+"""Wide & Deep between hosts, trained as in a loop of one's own: rows, an MLP, dense gradients summed over all ranks.
+
+A choice is one of `exchange_colonnade`'s. Samples are ids as the case has them; dense columns and labels are the same
+in every step, for nobody asks here what is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colonnade import SGD, Batch, Feature, Mesh, Sum, Table
+from colonnade.models.tower import first_layer
+from colonnade.models.wide_deep import WideDeep
+from colonnade.train.dense import DenseGradients
+from workers import exchange_colonnade
+from workers.exchange_colonnade import NOTHING_SAID
+from workers.exchange_loop import Built, Case, serve
+
+NUM_DENSE, TOP = 13, (64, 32)
+LR = 0.1
+
+
+@dataclass(frozen=True)
+class WideDeepCase(Case):
+    """Rows have D elements for the MLP, and one for the sum of first-order weights; both are trained by SGD."""
+
+    @property
+    def width(self) -> int:
+        return self.dim + 1
+
+
+class Trained(exchange_colonnade.Opened):
+    def __init__(
+        self, case: WideDeepCase, choice: Mapping[str, Any], held: list[Batch], mesh: Mesh
+    ) -> None:
+        torch.manual_seed(case.seed)
+        super().__init__(case, choice, held, mesh)
+        tables, features, _ = self.declared(case)
+        self.model = WideDeep(tables, features, num_dense=NUM_DENSE, top=TOP)
+        self.model.embeddings = self.collection
+        generator = torch.Generator().manual_seed(case.seed + mesh.rank)
+        self.columns = torch.randn(case.batch_size, NUM_DENSE, generator=generator)
+        self.label = torch.randint(2, (case.batch_size, 1), generator=generator).float()
+        weights = list(self.model.parameters())
+        self.dense = DenseGradients(weights, mesh)
+        self.dense.attach()
+        self.optimizer = torch.optim.SGD(weights, lr=LR)
+
+    @staticmethod
+    def declared(
+        case: Case, choice: Mapping[str, Any] = NOTHING_SAID
+    ) -> tuple[list[Table], list[Feature], dict[str, Any] | None]:
+        dims = {"deep": case.dim, "wide": 1}
+        tables = [
+            Table(name, dims, rows=rows, optimizer=SGD(lr=LR))
+            for name, rows in zip(case.names, case.rows, strict=True)
+        ]
+        deep, wide = ([f"{name}.{part}" for name in case.names] for part in dims)
+        first = first_layer(NUM_DENSE, [case.dim] * len(deep), TOP[0])
+        features = [Feature(name, name) for name in case.names]
+        return tables, features, {"deep": (first, deep), "linear": (Sum(), wide)}
+
+    def outputs(self, found: dict[str, Tensor]) -> list[Tensor]:
+        return [self.model.network(found, self.columns)]
+
+    def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Of the cross entropy, the mean over all ranks' samples."""
+        samples = len(self.label) * self.mesh.num_ranks
+        return [(outputs[0].detach().sigmoid() - self.label) / samples]
+
+    def update(self) -> None:
+        self.collection.collect()
+        self.dense.reduce(finite=True, stop=False)
+        self.rows.step(agreed=True)
+        self.optimizer.step()
+        self.dense.zero()
+
+
+def build(case: WideDeepCase, choices: Mapping[str, Any]) -> Built:
+    return exchange_colonnade.build(case, choices, Trained)
+
+
+if __name__ == "__main__":
+    serve(build, WideDeepCase)

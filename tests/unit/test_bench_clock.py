@@ -1,0 +1,121 @@
+"""Bench staleness: ratios are of the fastest of a kind, blocks have whole periods, ranks' own ids are their own."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
+
+import staleness as bench  # noqa: E402
+from cluster import race  # noqa: E402
+from harness import Measured  # noqa: E402
+from tables import clock as tables  # noqa: E402
+from tables.exchange import UPLINK  # noqa: E402
+from workers.staleness_colonnade import WideDeepCase  # noqa: E402
+
+from colonnade.plan.caching import caches_of  # noqa: E402
+from colonnade.plan_config import CacheConfig  # noqa: E402
+from colonnade.table import Table  # noqa: E402
+
+SLOW, FAST = "2x2 mixed 0.2 Gbit/s", "2x2 mixed 10 Gbit/s"
+
+
+def rows(case: str, **ms: float) -> list[Measured]:
+    names = {"none": "no cache", "rows": "rows row-wise", "auto": "auto", "exact": "exact 10 %"}
+    names |= {"ten": "row_clock(10) 10 %", "hundred": "row_clock(100) 100 %"}
+    found = [Measured(case, names[each], "ms/step", [value]) for each, value in ms.items()]
+    return found + [Measured(case + UPLINK, m.system, "MB/step", [1.0]) for m in found]
+
+
+def test_ratios_are_of_the_fastest_of_each_kind():
+    measured = [
+        *rows(SLOW, none=300.0, rows=200.0, auto=180.0, ten=120.0, hundred=100.0, exact=240.0),
+        *rows(FAST, none=50.0, rows=60.0, hundred=100.0),
+        Measured("2x2 mixed forced", "no cache", "of its bytes", [0.8]),
+    ]
+    ratios = tables.ratios_of(measured)
+    assert ratios["row_clock_vs_no_cache"] == pytest.approx(3.0)
+    assert ratios["row_clock_vs_sync_best"] == pytest.approx(1.8)
+    assert ratios["exact_vs_no_cache"] == pytest.approx(1.25)
+    assert ratios["exact_vs_sync_best"] == pytest.approx(0.75)
+    assert ratios[f"row_clock_vs_no_cache {FAST}"] == pytest.approx(0.5)
+    assert ratios[f"row_clock_vs_sync_best {FAST}"] == pytest.approx(0.5), "no cache was the best"
+    assert f"exact_vs_no_cache {FAST}" not in ratios
+    assert ratios["exact_bound 2x2 mixed"] == pytest.approx(1.25)
+    said = io.StringIO()
+    machine = {"cpu": "c", "cores": 2, "threads": 1, "others_share": 0.0, "versions": {}}
+    machine["left_out"] = ["x: y"]
+    result = {"ratios": ratios, "machine": machine, "commit": "c"}
+    tables.print_result(Console(file=said, width=200), measured, result)
+    assert "row_clock_vs_no_cache: 3.00 (wanted >= 2.5)" in said.getvalue()
+    assert "left out: x: y" in said.getvalue()
+
+
+@pytest.mark.parametrize("system", bench.COLONNADE)
+def test_blocks_of_row_clocks_have_whole_periods_and_every_choice_is_a_plan(system):
+    steps, choice = bench.steps_of(system), bench.COLONNADE[system]
+    said = choice.get("cache")
+    assert (said is None) == (not system.startswith(("row_clock", "exact")))
+    if said is None:
+        return
+    [cache] = caches_of(CacheConfig(**said), [Table("t", 4, rows=1000)]).values()
+    assert cache.rows == (100 if "10 %" in system and "100 %" not in system else 1000)
+    if system.startswith("row_clock"):
+        assert steps.block % (cache.clock.read_bound + 1) == 0
+        assert steps.block % (cache.clock.write_bound + 1) == 0
+        assert steps.history >= 3 * (cache.clock.read_bound + 1)
+    else:
+        assert steps.warm_up > cache.window
+
+
+def case_of(tmp_path, has_own):
+    workload = bench.Workload("any", has_own, batch_size=8, num_batches=sum(bench.COUNTED))
+    return bench.write_case(tmp_path, workload, num_ranks=4, max_rows=12_000)
+
+
+def test_own_ids_are_used_by_one_rank_and_nearly_all_they_force_is_less(tmp_path):
+    for has_own in (False, True):
+        (tmp_path / str(has_own)).mkdir()
+    mixed, own = (case_of(tmp_path / str(has_own), has_own) for has_own in (False, True))
+    assert WideDeepCase(**own.__dict__) == own and own.width == bench.DIM + 1
+    ids, before = np.load(own.ids), np.load(mixed.ids)
+    for f, rows_of in enumerate(own.rows):
+        assert 0 <= ids[:, :, f].min() and ids[:, :, f].max() < rows_of
+        ranks = ids[:, :, f] % 4
+        if rows_of >= bench.LARGE:
+            assert (ranks == np.arange(4)[None, :, None]).all()
+        else:
+            assert np.array_equal(ids[:, :, f], before[:, :, f])
+    ends = np.array(
+        [[[9, 8]], [[10, 11]]]
+    )  # (N, R, F, B), a table of 11 rows and one rank more than divides it
+    bench.give_own(ends.reshape(1, 2, 1, 2), [11], 11)
+    assert ends.ravel().tolist() == [8, 8, 1, 1] or ends.max() < 11
+    forced = [bench.counted("x", case)[0].median for case in (mixed, own)]
+    assert forced[1] < forced[0] < 1
+
+
+def test_a_question_says_how_many_steps_its_systems_have():
+    told = []
+
+    class Fleet:
+        def send(self, message):
+            told.append(message)
+
+        def answers(self):
+            return [{"seconds": [0.01]}]
+
+    taken = race.Bench.__new__(race.Bench)
+    taken.extent, taken.question = bench.QUICK, bench.QUESTION
+    taken.take_turns([race.Turn(name, Fleet()) for name in ("no cache", "exact 10 %")], rounds=2)
+    most = bench.QUICK.max_steps
+    assert [each["system"] for each in told] == ["no cache", "exact 10 %"] * 2
+    assert [each["warm_up"] for each in told] == [race.WARM_UP_STEPS, most] * 2
+    assert {each["steps"] for each in told} == {most}
