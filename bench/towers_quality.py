@@ -206,8 +206,11 @@ def ratios_of(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return ratios | ({"worst_loss_with_interval_at_cr_2": round(max(small), 6)} if small else {})
 
 
-def print_result(console: Console, found: Mapping[str, Mapping[str, float]], best: float) -> None:
-    grid = Grid(title=f"test AUC, ceiling {best:.4f}")
+def print_result(
+    console: Console, found: Mapping[str, Mapping[str, float]], best: float | None = None
+) -> None:
+    """best: the ceiling, where it is known."""
+    grid = Grid(title="test AUC" + (f", ceiling {best:.4f}" if best is not None else ""))
     for number, column in enumerate(("model / system", "mean AUC", "loss", "95 %", "seeds")):
         grid.add_column(column, justify="right" if number else "left")
     losses = losses_of(found)

@@ -34,13 +34,20 @@ def kinds_of(figures: Mapping[str, float]) -> dict[str, float]:
     return {kind: min(values) for kind, values in kinds.items()}
 
 
+def what_is(system: str) -> str:
+    if not system.startswith(TOWERS):
+        return "flat"
+    return "modules" if LOSSY in system else TOWERS
+
+
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
     """The worst case of each, and the best where the name says so."""
     found: dict[str, dict[str, float]] = {}
-    off: list[float] = []
+    off: dict[str, list[float]] = {}
     for case in names_of(measured):
         steps, said = steps_of(measured, case), steps_of(measured, case + PREDICTED)
-        off += [abs(said[name] - steps[name]) / steps[name] for name in said if name in steps]
+        for name in said.keys() & steps.keys():
+            off.setdefault(what_is(name), []).append(abs(said[name] - steps[name]) / steps[name])
         best = kinds_of(steps)
         for ratio in RATIOS:
             module = best.get(module_of(ratio))
@@ -61,7 +68,8 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
         ratios[name], ratios[f"{name}_best"] = min(values.values()), max(values.values())
         ratios |= {f"{name} {case}": value for case, value in values.items()}
     if off:
-        ratios["predicted_time_error"] = max(off)
+        ratios["predicted_time_error"] = max(map(max, off.values()))
+        ratios |= {f"predicted_time_error_of_{what}": max(each) for what, each in off.items()}
     return ratios
 
 

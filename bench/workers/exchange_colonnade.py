@@ -106,6 +106,10 @@ class Opened:
     def dense_step(self) -> None:
         """Of what has weights beside rows."""
 
+    def own_seconds(self) -> float:
+        """Of a rank's processor in a step, for operators that the rehearsed system does not have."""
+        return 0.0
+
     def batches(self) -> Iterator[Batch]:
         for number in itertools.count(self.next):
             yield self.held[number % len(self.held)]
@@ -217,6 +221,7 @@ class Chooser:
         declaration = EmbeddingCollection(tables, features, consumers=consumers).declaration
         self.model = model_load(declaration, self.loads, world=mesh.world)
         self.rehearsed: float | None = None
+        self.own: dict[str, float] = {}  # by system
         self.crowding = max(1.0, mesh.num_ranks / (os.cpu_count() or 1))
 
     def plan(self) -> dict[str, Any]:
@@ -244,16 +249,22 @@ class Chooser:
             found["left_out"][AUTO] = str(error)
         if self.rehearsed is None:  # once all systems have shown that they do the same work
             self.rehearsed = rehearse(self.systems[REHEARSED], self.mesh)
+        if not self.own:  # each rank for itself, as it computes in a step: beside all others
+            mine = torch.tensor([each.own_seconds() for each in self.systems.values()])
+            heard = torch.stack(self.mesh.all_gather("control", mine)).mean(0)
+            self.own = dict(zip(self.systems, heard.tolist(), strict=True))
         base = choices[REHEARSED].seconds.processor
         for name, choice in choices.items():
+            own = self.own.get(name, 0.0)
             found["predicted"][name] = {
                 "payload_bytes": {" ".join(key): size for key, size in choice.sent.items()},
-                "seconds": self.step_seconds(choice, base, links.crowding),
+                "seconds": self.step_seconds(choice, base - own, links.crowding),
             }
         return found
 
     def step_seconds(self, choice: Choice, base: float, crowding: float) -> float:
-        """base: what the formulas say of the rehearsed system's processor; what they leave out is the same for all."""
+        """base: what the formulas say of the rehearsed system's processor, less what this one has of its own; what they
+        leave out is the same for all."""
         seconds = choice.seconds
         processor = seconds.processor - base + (self.rehearsed or 0.0)
         return step_seconds(processor, seconds.waited, seconds.behind, crowding)

@@ -11,7 +11,7 @@ from colonnade import World
 from colonnade.plan.choice import choose
 from colonnade.plan.chosen import Forced, Memory
 from colonnade.plan.consumers import ConsumerLoad, FieldLoad, ModelLoad
-from colonnade.plan.flows import pair
+from colonnade.plan.flows import FIXED_BYTES, SHARED_BYTES, pair
 from colonnade.plan.towers.paths import CALL_MESSAGES, call_seconds, messages
 
 SLOW = World(num_hosts=2, ranks_per_host=2, remote_bytes_per_second=25e6)
@@ -143,3 +143,34 @@ def test_partials_by_towers_ask_as_many_bytes_over_hosts(loads):
     for each in choices:  # tables sum to what is said of all, but for what any letter has
         local = sum(table.chosen.sent["route", "local"] for table in each.tables)
         assert 0 < local < each.sent["route", "local"]
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+@pytest.mark.parametrize("hosts, num_towers", [(2, 2), (4, 4), (4, 2), (2, 4)])
+def test_processors_move_what_is_sent_and_what_is_got(hosts, num_towers, ratio):
+    """Of values and gradients by towers: the bytes that are counted, not as many as would go straight."""
+    world = World(num_hosts=hosts, ranks_per_host=2)
+    tables = [load_of(f"t{i}", 10**6, world, width=DIM) for i in range(world.num_ranks)]
+    forced = {f"t{i}": Forced("table_wise", "towers", (i,)) for i in range(world.num_ranks)}
+    model = model_of(tables, ratio, num_towers)
+    size = world.num_ranks // num_towers
+    mine = [
+        [t for t in range(world.num_ranks) if t // size == number] for number in range(num_towers)
+    ]
+    consumers = tuple(
+        replace(each, fields=tuple(some)) for each, some in zip(model.consumers, mine, strict=True)
+    )
+    model = replace(model, consumers=consumers)
+
+    def found(byte_seconds):
+        there = replace(world, byte_processor_seconds=byte_seconds)
+        return choose(tables, there, forced=forced, model=model, towers=num_towers)
+
+    choice = found(1e-9)
+    moved = (choice.seconds.processor - found(0.0).seconds.processor) / 1e-9
+    sent = {purpose: 0.0 for purpose in ("route", "fetch", "push")}
+    for (purpose, _), each in choice.sent.items():
+        sent[purpose] += each
+    headers = (world.num_ranks - 1) * (SHARED_BYTES + FIXED_BYTES["towers"])
+    assert moved == pytest.approx(2 * (sum(sent.values()) - headers), rel=1e-9)
+    assert sent["fetch"] > sent["route"] > 0

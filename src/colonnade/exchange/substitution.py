@@ -56,7 +56,6 @@ def barred(
         kind = type(interaction).__name__
         if interaction.merge == "whole":
             return f"{kind} needs all fields of a sample on one rank"
-            return f"partials of {kind} do not add up"
         return f"nothing smaller than its fields' values stands for them in {kind}"
     if interaction.sequences and reads_ahead:
         return (

@@ -31,6 +31,7 @@ from colonnade.plan.flows import (
     ExchangeName,
     Pair,
     Work,
+    crossing,
     moving,
     pair,
     work,
@@ -217,10 +218,10 @@ class Search:
         if exchange == "towers" and self.paths.by_towers(sharding) is None:
             exchange, key = "pooled", (t, "pooled", n, slices)
         if key not in self.pairs:
-            load, num_ranks = self.loads[t], self.world.num_trainers
-            bytes_ = pair(load, exchange, n, slices)
-            seconds = work(load, exchange, n, num_ranks, self.rates, slices)
-            self.pairs[key] = bytes_, seconds + moving(bytes_, n * slices, self.world)
+            load, bytes_ = self.loads[t], pair(self.loads[t], exchange, n, slices)
+            seconds = work(load, exchange, n, self.world.num_trainers, self.rates, slices)
+            moved = moving(bytes_, n * slices, self.world, self.num_towers)
+            self.pairs[key] = bytes_, seconds + moved
         return self.pairs[key]
 
     def empty(self) -> State:
@@ -502,8 +503,11 @@ class Search:
         for t, (_, sharding) in enumerate(chosen):
             if (way := self.paths.by_towers(sharding)) is None:
                 continue
-            state.links[1] += self.samples * found.values.get(t, 0.0) * way.between.back
-            state.links[2] += self.samples * found.gradients.get(t, 0.0) * way.between.given
+            values, gradients = found.values.get(t, 0.0), found.gradients.get(t, 0.0)
+            state.links[1] += self.samples * values * way.between.back
+            state.links[2] += self.samples * gradients * way.between.given
+            more = crossing(self.samples * (values + gradients), self.world, self.num_towers)
+            state.processor += more * self.asks
             asked = found.asked.get(t, 0.0) / sharding.num_owners
             state.links[0] += asked * self.paths.asked_to(sharding).there
         state.narrowed = found

@@ -140,21 +140,27 @@ def work(
     return Work(asker, heard * (2 * gather + planned + packed / 2) + updates)
 
 
-def moving(bytes_: Pair, num_owners: int, world: World) -> Work:
+def moving(bytes_: Pair, num_owners: int, world: World, num_towers: int = 1) -> Work:
     """For the bytes of one table: every rank that trains asks its owners, every owner serves all of those; what stays
     on a rank is not moved."""
-    size = bytes_.route + bytes_.fetch + bytes_.push + 2 * bytes_.inside
-    each = size * world.byte_processor_seconds
+    per_byte, num_trainers = world.byte_processor_seconds, world.num_trainers
     others = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
-    if bytes_.inside:
-        over = (bytes_.fetch + bytes_.push) * world.byte_processor_seconds
-        asked = bytes_.route * world.byte_processor_seconds
-        gathered = 2 * bytes_.inside * world.byte_processor_seconds
-        return Work(
-            others * (num_owners * (asked + gathered) + 2 * over),
-            world.num_trainers * others * (asked + gathered),
-        )
-    return Work(num_owners * others * each, world.num_trainers * others * each)
+    if (
+        bytes_.inside
+    ):  # owners to their towers' ranks, and these to the ranks of their numbers in other towers
+        mates = 1 - num_towers / world.num_ranks
+        served = (others * bytes_.route + mates * 2 * bytes_.inside) * per_byte
+        over = crossing(bytes_.fetch + bytes_.push, world, num_towers)
+        return Work(num_owners * served + over, num_trainers * served)
+    size = bytes_.route + bytes_.fetch + bytes_.push
+    each = others * size * per_byte
+    return Work(num_owners * each, num_trainers * each)
+
+
+def crossing(size: float, world: World, num_towers: int) -> float:
+    """Seconds of every rank's processor for so many bytes between each tower and a rank of another: each is sent by one
+    and got by one."""
+    return 2 * (1 - 1 / num_towers) * size * world.byte_processor_seconds
 
 
 def alone(load: TableLoad, rates: Sequence[RowRate]) -> float:

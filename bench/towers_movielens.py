@@ -1,0 +1,132 @@
+"""What do tower modules cost in AUC on real data? MovieLens-1M, its preset's DLRM: flat, and with 2 and 4 towers.
+
+Its eight fields are put together by what they tell of, people or films (natural), dealt in turn (striped), or as the
+partitioner of `colonnade towers` has them of the flat model of the same seed (learned). A tower's module lets dim / CR
+columns of a field out. What is trained is what the command line trains:
+
+    colonnade train --data movielens --set model.towers=2 --set model.tower_dim=8
+
+and the test AUC is that of the epoch which is best by validation samples. Everything of a seed sees the same samples in
+the same order, so differences are paired by seed; 95 % intervals are Student's.
+
+Runs are kept in the file as they end, and a call with the same file and settings goes on behind them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from harness import describe_machine, report, write_report
+from rich.console import Console
+from towers_quality import System, measured_of, print_result, ratios_of
+
+import colonnade
+from colonnade.config import RunConfig, override
+from colonnade.errors import ColonnadeError
+from colonnade.plan.towers.partition import tower_map
+from colonnade.topology.mesh import Mesh
+from colonnade.train.presets import preset
+from colonnade.train.probe import probe
+from colonnade.train.run import Run, open_run
+
+DATA, MODEL = "movielens", "dlrm"
+NATURAL = {
+    2: [["user", "sex", "age", "occupation", "zip3"], ["movie", "year", "genres"]],
+    4: [["user"], ["sex", "age", "occupation", "zip3"], ["movie"], ["year", "genres"]],
+}
+KINDS = ("natural", "learned", "striped")
+PROBED = 8
+"""Batches that learned towers are made from."""
+Towers = list[list[str]]
+
+
+def config_of(system: System, towers: Towers | int | None, *, seed: int, epochs: int) -> RunConfig:
+    """What the command line would be told."""
+    config = override(
+        preset(DATA, MODEL),
+        {"train.seed": seed, "data.options": {"seed": seed}, "train.epochs": epochs, "train.threads": 1},
+    )  # fmt: skip
+    if towers is None:
+        return config
+    dim = (config.model.dim or 0) // system.ratio
+    return override(config, {"model.towers": towers, "model.tower_dim": dim})
+
+
+def learned(run: Run, number: int, seed: int) -> Towers:
+    """By how alike the fields' vectors are to a run that has ended."""
+    trainer = run.trainer
+    affinity, loads = probe(
+        trainer.collection, trainer.data.train, run.config.train.batch_size, PROBED
+    )
+    found = tower_map(affinity.matrix(), loads, number, silent=affinity.silent, seed=seed)
+    return [list(tower) for tower in found.partition.towers]
+
+
+def systems_of(towers: Sequence[int], ratios: Sequence[int], kinds: Sequence[str]) -> list[System]:
+    """The flat one first, for others are compared with it."""
+    return [System(MODEL)] + [System(MODEL, *each) for each in product(towers, ratios, kinds)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write runs here; go on with what it has")
+    parser.add_argument("--quick", action="store_true", help="one epoch of one seed: to try it")
+    parser.add_argument("--seeds", type=int, default=3, help="0 ..")
+    parser.add_argument("--epochs", type=int, default=preset(DATA, MODEL).train.epochs)
+    parser.add_argument("--towers", type=int, nargs="+", default=[2, 4], choices=NATURAL)
+    parser.add_argument("--ratios", type=int, nargs="+", default=[2], help="dim / D")
+    parser.add_argument("--partitions", nargs="+", default=list(KINDS), choices=KINDS)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.seeds, options.epochs = 1, 1
+    console = Console(highlight=False)
+    settings = {"epochs": options.epochs}
+    runs: dict[str, dict[str, float]] = {}
+    grouped: dict[str, dict[str, Towers]] = {}  # learned towers, by their number and seed
+    if options.json and options.json.exists():
+        kept = json.loads(options.json.read_text())
+        if kept.get("settings") != settings:
+            parser.error(
+                f"--json {options.json}: has runs of {kept.get('settings')}; give another file"
+            )
+        runs, grouped = kept["runs"], kept["learned"]
+    systems = systems_of(options.towers, options.ratios, options.partitions)
+    for seed, system in product(range(options.seeds), systems):
+        name = f"{MODEL} / {system.name}"
+        if str(seed) in runs.get(name, {}):
+            continue
+        towers: Any = system.towers or None
+        if system.kind == "natural":
+            towers = NATURAL[system.towers]
+        elif system.kind == "learned":
+            towers = grouped[str(system.towers)][str(seed)]
+        run = open_run(config_of(system, towers, seed=seed, epochs=options.epochs), Mesh(), None)
+        runs.setdefault(name, {})[str(seed)] = run.train().metrics["test_auc"]
+        console.print(f"{name}, seed {seed}: {runs[name][str(seed)]:.5f}")
+        if not system.towers:
+            for number in NATURAL:
+                grouped.setdefault(str(number), {})[str(seed)] = learned(run, number, seed)
+        if options.json:
+            result = report(
+                "towers_movielens", version=colonnade.__version__, machine=describe_machine(threads=1),
+                measured=measured_of(runs), ratios=ratios_of(runs),
+            )  # fmt: skip
+            write_report(
+                options.json, {**result, "settings": settings, "runs": runs, "learned": grouped}
+            )
+    print_result(console, runs)
+    for number, by_seed in grouped.items():
+        console.print(f"{number} learned towers, by seed: {by_seed}", markup=False)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (OSError, ColonnadeError) as error:
+        sys.exit(f"error: {error}")

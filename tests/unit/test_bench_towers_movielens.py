@@ -1,0 +1,53 @@
+"""`bench towers-movielens` must train what the command line trains, and go on with its file."""
+
+import json
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from movielens_files import write_movielens
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))  # benches are scripts
+
+import towers_movielens as bench
+from towers_quality import System
+
+from colonnade.data import open_source
+
+
+def test_every_field_of_the_data_stands_in_one_tower(tmp_path: Path) -> None:
+    write_movielens(tmp_path)
+    names = [each.name for each in open_source("movielens", tmp_path).train.schema.categorical]
+    for number, towers in bench.NATURAL.items():
+        assert len(towers) == number and sorted(chain(*towers)) == sorted(names)
+
+
+def test_systems_of_a_seed_differ_by_their_towers_alone() -> None:
+    flat = bench.config_of(System("dlrm"), None, seed=3, epochs=2)
+    towers = bench.config_of(System("dlrm", 4, 2, "striped"), 4, seed=3, epochs=2)
+    assert flat.train.seed == flat.data.options["seed"] == 3 and flat.train.epochs == 2
+    assert (towers.model.towers, towers.model.tower_dim) == (4, flat.model.dim // 2)
+    same = {"towers": None, "tower_dim": None}
+    assert towers.model_copy(update={"model": towers.model.model_copy(update=same)}) == flat
+
+
+def test_a_run_goes_on_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_movielens(tmp_path / "ml-1m")
+    monkeypatch.setenv("COLONNADE_DATA", str(tmp_path))
+    file = tmp_path / "towers.json"
+    given = ["--json", str(file), "--epochs", "1", "--towers", "2"]
+    bench.main([*given, "--seeds", "1"])
+    before = json.loads(file.read_text())
+    names = ["flat", *(f"2 {kind} towers CR 2" for kind in bench.KINDS)]
+    assert list(before["runs"]) == [f"dlrm / {name}" for name in names]
+    assert sorted(chain(*before["learned"]["2"]["0"])) == sorted(chain(*bench.NATURAL[2]))
+    asked = []
+    real = bench.open_run
+    monkeypatch.setattr(bench, "open_run", lambda *each: asked.append(1) or real(*each))
+    bench.main([*given, "--seeds", "2"])
+    after = json.loads(file.read_text())
+    assert len(asked) == 4 and [set(each) for each in after["runs"].values()] == [{"0", "1"}] * 4
+    assert all(after["runs"][name]["0"] == each["0"] for name, each in before["runs"].items())
+    with pytest.raises(SystemExit):
+        bench.main([*given, "--epochs", "2"])
