@@ -98,8 +98,8 @@ DirectoryStep Directory::step(std::span<const std::int64_t> ids, std::span<const
   done.before = Buffer<DirectoryStep::Before>(u);
   done.time = time_;
   done.num_slots = num_slots_;
-  done.number = ++number_;
   if ((time_ >> kTimeShift) >= kMostTime) set_back(done);
+  done.number = ++number_;
   tick(u);
   index_.grow(this->ids());
   if (settings_.policy == CachePolicy::lookahead && number_ % kForgive == 0) forgive(done);
@@ -119,7 +119,10 @@ void Directory::tick(std::size_t num_rows) noexcept {
 }
 
 // Worths are compared with each other alone, so all may be less by the same. What would be worth nothing is worth least.
+// bad_alloc: nothing changed.
 void Directory::set_back(DirectoryStep& done) {
+  const auto num_lapsing = std::count_if(worths_, worths_ + num_slots_, [](std::uint32_t worth) { return worth && worth <= kSetBack; });
+  done.lapsed.reserve(static_cast<std::size_t>(num_lapsing));
   done.set_back = kSetBack;
   for (std::int64_t s = 0; s < num_slots_; ++s) {
     std::uint32_t& worth = worths_[s];

@@ -216,6 +216,15 @@ def _cache_staleness(value: Any) -> Any:
     return value
 
 
+def _is_for_all(value: Any) -> Any:
+    if value == "exact":
+        raise ValueError(
+            "got 'exact', which is for all tables (plan.cache.staleness=exact) or for none; wanted a number of "
+            "batches, 0 or more"
+        )
+    return value
+
+
 Bound = Annotated[int, Field(ge=0, le=2**31 - 2)]
 ExactOrBound = Annotated[int | Literal["exact"], PlainValidator(_cache_staleness)]
 SizeOfCache = Annotated[
@@ -229,7 +238,7 @@ class TableCacheConfig(Section):
 
     size: SizeOfCache | None = None
     """Rows of it that each rank keeps copies of: a part of its rows such as 10%, bytes such as 64MiB, or a number."""
-    staleness: Bound | None = None
+    staleness: Annotated[Bound | None, BeforeValidator(_is_for_all)] = None
     """Batches of each other rank that a read misses at most: read_bound + write_bound."""
     read_bound: Bound | None = None
     """Batches that a copy is used for without asking its owner. Default: half of the staleness."""

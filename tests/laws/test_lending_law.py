@@ -297,6 +297,32 @@ def test_no_row_moves_that_could_stay():
         assert sent[1 + i] == pytest.approx(sent[0] * moved[i] / (2 * uses), rel=0.08)
 
 
+def settle_often(mesh):
+    """Bytes of settling after 20 steps, at once again, and after one more step."""
+    here, sent = Wide(mesh, "float32", Lending(IDS, 60), optimizers=[SGD(lr=0.1)] * 2), []
+
+    def settle():
+        before = here.mesh.traffic.bytes_of("evaluate")
+        with here.rows.settled():
+            pass
+        sent.append(here.mesh.traffic.bytes_of("evaluate") - before)
+
+    with here.collection.lookahead(here.batches(30)) as ahead:
+        for _ in range(20):
+            here.step(next(ahead))
+        settle()
+        settle()
+        here.step(next(ahead))
+        settle()
+    return sent, here.collection.tables[0].record_bytes
+
+
+def test_owners_are_told_of_lent_rows_that_changed_and_no_others():
+    for (first, again, last), record_bytes in run_simulated(World(ranks_per_host=2), settle_often):
+        used = 2 * 12  # rows of one batch, in both tables
+        assert again < record_bytes < last <= again + used * (record_bytes + 8) < first
+
+
 CONFIG = {
     "data": {"name": "synthetic", "options": {"num_train": 900, "num_test": 60, "cardinalities": [50, 900]}},
     "model": {"dim": 4, "bottom": [8], "top": [8]},

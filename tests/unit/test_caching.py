@@ -207,6 +207,10 @@ def test_what_does_not_go_with_rows_that_are_lent_is_refused():
     for bad in ("exactly", -1, 2.5, True):
         with pytest.raises(ConfigError, match="wanted a number of batches, 0 or more, or exact"):
             configured(staleness=bad)
+    with pytest.raises(
+        ConfigError, match=r"tables\.item\.staleness: got 'exact', which is for all"
+    ):
+        configured(tables__item__staleness="exact")
     one = Lending(4, 2)
     for caches in ({"item": one}, {"item": one, "user": ONE}):
         with pytest.raises(ConfigError, match="'item' that are lent, and those of 'user' not"):

@@ -168,6 +168,20 @@ print(_native.num_threads())
     assert run(code) == ["3", "2", "3"]
 
 
+def test_threads_of_a_run_bind_every_thread():
+    """OpenMP would have threads that are started later take as many as OMP_NUM_THREADS says."""
+    code = """
+import threading
+from colonnade import Mesh, _native
+from colonnade.train.run import set_threads
+set_threads(2, Mesh())
+beside = threading.Thread(target=lambda: print(_native.num_threads()))
+beside.start()
+beside.join()
+"""
+    assert run(code, OMP_NUM_THREADS="6") == ["2"]
+
+
 def test_instruction_sets():
     assert _native.isa() == _native.available_isas()[0]
     assert _native.available_isas()[-1] == "portable"

@@ -88,6 +88,8 @@ class LentExchange(RowsExchange):
             [each.rows + ROOM for each in lendings],
             seed=seed,
         )
+        # By table and slot: whether a row was updated here since its owner was last told of all (`settle`).
+        self._changed = [np.zeros(each.rows + ROOM, bool) for each in lendings]
         self._routing: Line | None = None  # of the lookahead that is under way
         self._line: Line | None = None  # of the batch that was read last
         self._flight: Flight | None = None  # whose gradients were pushed
@@ -387,6 +389,9 @@ class LentExchange(RowsExchange):
             _native.RowGradients(flight.sums.data_ptr(), index, self.native.compute), flight.sums,
         )  # fmt: skip
         super().update(self.borrowed, mine, optimizers, settings)
+        firsts = borrower.offsets.tolist()
+        for changed, first, last in zip(self._changed, firsts[:-1], firsts[1:], strict=True):
+            changed[flight.slots[first:last].numpy()] = True
         order = np.argsort(borrower.back.tables, kind="stable")
         back = borrower.back.ids[torch.from_numpy(order)]
         ends = np.concatenate([[0], borrower.back.counts.sum(0).cumsum()])
@@ -422,9 +427,13 @@ class LentExchange(RowsExchange):
 
     def settle(self) -> None:
         """Collective, between steps, on the training thread, with any number of batches in flight: owners' rows become
-        what they are where they are lent, and stay lent. Raises BudgetExceeded, on every rank, where memory has no room
-        for them."""
-        here = [self._lent_here(t) for t in range(len(self.widths))]
+        what they are where they are lent, and stay lent; those that were not updated since the last time are so
+        already. Raises BudgetExceeded, on every rank, where memory has no room for them."""
+        here = []
+        for t, changed in enumerate(self._changed):
+            ids, by_id = self._lent_here(t)
+            is_news = torch.from_numpy(changed[by_id.numpy()])
+            here.append((ids[is_news], by_id[is_news]))
         plan = _native.make_plan(
             listed(torch.cat([ids for ids, _ in here]), np.array([[len(ids) for ids, _ in here]])),
             self.table_rows, self.deal.num_owners,
@@ -455,6 +464,8 @@ class LentExchange(RowsExchange):
                 "another rank's memory has no room for the rows that come back; raise plan.memory.dram, or lower "
                 "plan.cache.size"
             )
+        for changed, (_, by_id) in zip(self._changed, here, strict=True):
+            changed[by_id.numpy()] = False
 
     def _put_back(self, t: int, ids: Tensor, records: Tensor) -> None:
         """As many at once as memory has room for. Raises BudgetExceeded where that is not one."""

@@ -417,7 +417,8 @@ def set_threads(wanted: int, mesh: Mesh) -> None:
         torch.set_num_threads(wanted)
     elif mesh.world.ranks_per_host > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // mesh.world.ranks_per_host))
-    _native.set_num_threads(0)
+    # OpenMP keeps what torch is told for this thread alone: the lookahead's and a commit's would take OMP_NUM_THREADS.
+    _native.set_num_threads(torch.get_num_threads())
 
 
 def load_run_config(folder: Path) -> RunConfig:
