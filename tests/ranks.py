@@ -14,16 +14,20 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from colonnade import close_mesh, open_mesh
 
 HERE = Path(__file__).resolve().parent
 ROOMS = ("", "laws", "contracts", "faults", "unit", "distributed")
-IMPORTED = ["torch", "torch.distributed", "pytest", "colonnade.train.run", "colonnade.train.fit"]
+# torch imports the last one when an optimizer is made: two seconds of every rank.
+IMPORTED = [
+    "torch", "torch.distributed", "pytest", "colonnade.train.run", "colonnade.train.fit", "torch._dynamo",
+]  # fmt: skip
 
 
 def free_port() -> int:
@@ -105,14 +109,72 @@ def _imported_before() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _rank(place: Path, rank: int, environment: dict[str, str], paths: list[str]) -> None:
-    """What a rank's process does; it ends here, as a program would."""
-    output = os.open(place / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+@dataclass(frozen=True)
+class Child:
+    """A process that was forked as ranks are, and may be killed."""
+
+    process: Any
+    output: Path
+
+    @property
+    def code(self) -> int | None:
+        """What it ended with; None: it runs. -9: killed."""
+        return self.process.exitcode
+
+    def said(self) -> str:
+        return self.output.read_text() if self.output.exists() else ""
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+def start_child(
+    output: Path, environment: Mapping[str, str], function: Callable, *arguments: Any
+) -> Child:
+    """A process that does `function(*arguments)`, of a test module's top, and ends. output: a file of its own."""
+    call = function.__module__, function.__name__, arguments
+    paths = [str(HERE / room) for room in ROOMS]
+    process = _imported_before().Process(
+        target=_program, args=(output, dict(environment), paths, call)
+    )
+    process.start()
+    return Child(process, output)
+
+
+def _become(output: Path, environment: Mapping[str, str], paths: Sequence[str]) -> None:
+    """The process that a program of this environment would be."""
+    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
-        os.dup2(output, stream)
+        os.dup2(written, stream)
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = [path for path in paths if path not in sys.path]
+
+
+def _program(
+    output: Path, environment: Mapping[str, str], paths: Sequence[str], call: tuple[str, str, tuple]
+) -> None:
+    """It ends here, as a program would."""
+    _become(output, environment, paths)
+    module, name, arguments = call
+    code = 0
+    try:
+        getattr(__import__(module), name)(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _rank(place: Path, rank: int, environment: dict[str, str], paths: list[str]) -> None:
+    """What a rank's process does; it ends here, as a program would."""
+    _become(place / f"output-{rank}", environment, paths)
     code = 0
     try:
         module, name, arguments = pickle.loads((place / "call.pkl").read_bytes())
@@ -124,6 +186,4 @@ def _rank(place: Path, rank: int, environment: dict[str, str], paths: list[str])
     except BaseException:
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    _end(code)

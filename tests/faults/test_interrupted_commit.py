@@ -34,7 +34,9 @@ ranks.train(slow, Path(sys.argv[1]), 1, Console(width=400))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_second_signal_ends_a_commit_that_would_take_for_ever(number, tmp_path):
     child = subprocess.Popen(
         [sys.executable, "-u", "-c", PROGRAM, str(tmp_path / "run")],

@@ -6,18 +6,17 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
-from ranks import free_port, run_ranks
+from ranks import free_port, run_ranks, start_child
 
-from colonnade import close_mesh
+from colonnade import close_mesh, open_mesh
 from colonnade.errors import PeerLost, WorldError
 from colonnade.topology.presence import Heard, Presence, doing, telling, verdict
 from colonnade.topology.rendezvous import Peer, connect, meet
@@ -224,58 +223,57 @@ def test_all_take_their_leave_together():
     assert "rank 0 failed" not in str(said.value)
 
 
-SCRIPT = r"""
-import os, signal, sys, threading, time, torch
-from datetime import timedelta
-from colonnade import open_mesh
-open_mesh(timeout=timedelta(seconds=60))
-mesh = open_mesh(timeout=timedelta(seconds=3))  # the same world
-mesh.at(57)
-mesh.all_reduce("route", torch.ones(1))
-if mesh.rank == 2:
-    time.sleep(1.2)
-    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-began = time.monotonic()
-def ahead():
+def meet_and_lose_one(sent):
+    open_mesh(timeout=timedelta(seconds=60))
+    mesh = open_mesh(timeout=timedelta(seconds=3))  # the same world
+    mesh.at(57)
+    mesh.all_reduce("route", torch.ones(1))
+    if mesh.rank == 2:
+        time.sleep(1.2)
+        os.kill(os.getpid(), getattr(signal, sent))
+    began = time.monotonic()
+
+    def ahead():
+        try:
+            mesh.all_reduce("route", torch.ones(1))
+        except Exception as error:
+            print(f"ahead {type(error).__name__}\n", end="", flush=True)
+
+    thread = threading.Thread(target=ahead)
+    thread.start()
     try:
-        mesh.all_reduce("route", torch.ones(1))
+        mesh.all_reduce("dense", torch.ones(1))
     except Exception as error:
-        print(f"ahead {type(error).__name__}\n", end="", flush=True)
-thread = threading.Thread(target=ahead)
-thread.start()
-try:
-    mesh.all_reduce("dense", torch.ones(1))
-except Exception as error:
-    print(f"{error}\n", end="", flush=True)
-thread.join()
-print("took", time.monotonic() - began, flush=True)
-"""
+        print(f"{error}\n", end="", flush=True)
+    thread.join()
+    print("took", time.monotonic() - began, flush=True)
 
 
 @pytest.mark.parametrize("sent", ["SIGKILL", "SIGSTOP"])
-def test_survivors_name_it_on_every_thread_and_end(sent):
+def test_survivors_name_it_on_every_thread_and_end(sent, tmp_path):
     environment = {
         **os.environ, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, sent], env={**environment, "RANK": str(r)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_child(
+            tmp_path / str(r), {**environment, "RANK": str(r), "LOCAL_RANK": str(r)},
+            meet_and_lose_one, sent,
         )
         for r in range(3)
     ]  # fmt: skip
     try:
         for rank in ranks[:2]:
-            said = rank.communicate(timeout=100)[0]
-            assert rank.returncode == 0, said
+            rank.process.join(100)
+            said = rank.said()
+            assert rank.code == 0, said
             assert "lost rank 2 in" in said and "step 57" in said, said
-            assert f"pid {ranks[2].pid}" in said, said
+            assert f"pid {ranks[2].process.pid}" in said, said
             assert (
                 "is gone, as if killed" if sent == "SIGKILL" else "is stopped (SIGSTOP)"
             ) in said
             assert "ahead PeerLost" in said
             assert float(said.split("took ")[1].split()[0]) < 3 + 6
     finally:
-        ranks[2].send_signal(signal.SIGKILL)
-        ranks[2].communicate()
+        for rank in ranks:
+            rank.kill()

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
-from ranks import free_port
+from forked_run import finish, run_to_end, start
 from small_run import digest
-
-SCRIPT = Path(__file__).resolve().parents[1] / "faults" / "small_run.py"
 
 VARIANTS = {
     "plain": {},
@@ -70,53 +63,6 @@ ALIKE = {"lent": "tiered"}
 """Whose bits are those of another one."""
 
 
-def start(folder: Path, settings: dict, kill_at: int = 0, num_ranks: int = 1):
-    """The run's processes, one per rank; `kill_at` is rank 0's."""
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-    }
-    return [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(SCRIPT),
-                str(folder),
-                json.dumps(settings),
-                str(kill_at * (rank == 0)),
-            ],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-
-
-def finish(children) -> str:
-    """Wait; kill what waits for a dead peer, as torchrun does."""
-    while any(child.poll() is None for child in children):
-        if any(child.poll() not in (None, 0) for child in children):
-            for child in children:
-                child.kill()
-        time.sleep(0.02)
-    return "\n".join(child.communicate()[0] for child in children)
-
-
-def run_to_end(folder: Path, settings: dict, num_ranks: int = 1) -> None:
-    for _ in range(3):
-        children = start(folder, settings, num_ranks=num_ranks)
-        output = finish(children)
-        if "EADDRINUSE" not in output:  # somebody else took the free port meanwhile
-            break
-    assert all(child.returncode == 0 for child in children), output
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """By (variant, ranks): the digest of a run never killed."""
@@ -143,7 +89,7 @@ def test_killed_inside_a_change_of_the_disk(undisturbed, kill_at, tmp_path):
     variant = list(VARIANTS)[kill_at % len(VARIANTS)]
     children = start(tmp_path, VARIANTS[variant], kill_at)
     finish(children)
-    assert children[0].returncode == -signal.SIGKILL
+    assert children[0].code == -signal.SIGKILL
     run_to_end(tmp_path, VARIANTS[variant])
     assert digest(tmp_path) == undisturbed(variant, 1)
 
@@ -153,7 +99,9 @@ def test_killed_at_random_moments(undisturbed, variant, tmp_path):
     chance = random.Random(variant)
     for _ in range(4):
         children = start(tmp_path, VARIANTS[variant])
-        children[0].stdout.readline()  # it has started
+        while "started" not in children[0].said():
+            assert children[0].code is None
+            time.sleep(0.001)
         time.sleep(chance.uniform(0.0, 0.5))
         children[0].kill()
         finish(children)
@@ -176,7 +124,7 @@ def test_killed_at_random_moments(undisturbed, variant, tmp_path):
 def test_one_of_two_ranks_killed(undisturbed, variant, kill_at, tmp_path):
     children = start(tmp_path, (VARIANTS | OF_TWO)[variant], kill_at, num_ranks=2)
     finish(children)
-    assert children[0].returncode == -signal.SIGKILL
+    assert children[0].code == -signal.SIGKILL
     run_to_end(tmp_path, (VARIANTS | OF_TWO)[variant], num_ranks=2)
     assert digest(tmp_path) == undisturbed(ALIKE.get(variant, variant), 2)
 

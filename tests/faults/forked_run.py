@@ -1,0 +1,56 @@
+"""`small_run` on ranks that are forked, not started: most of so small a run would be its imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import small_run
+from ranks import Child, free_port, start_child
+
+
+def start(folder: Path, settings: dict, kill_at: int = 0, num_ranks: int = 1) -> list[Child]:
+    """The run's processes, one per rank; `kill_at` is rank 0's."""
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    beside = folder.parent
+    beside.mkdir(parents=True, exist_ok=True)
+    number = len(list(beside.glob(f"{folder.name}-said-*")))
+    return [
+        start_child(
+            beside / f"{folder.name}-said-{number + rank}",
+            {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            small_run.main,
+            str(folder),
+            json.dumps(settings),
+            str(kill_at * (rank == 0)),
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def finish(children: list[Child]) -> str:
+    """Wait; kill what waits for a dead peer, as torchrun does."""
+    while any(child.code is None for child in children):
+        if any(child.code not in (None, 0) for child in children):
+            for child in children:
+                child.kill()
+        time.sleep(0.02)
+    return "\n".join(child.said() for child in children)
+
+
+def run_to_end(folder: Path, settings: dict, num_ranks: int = 1) -> None:
+    for _ in range(3):
+        children = start(folder, settings, num_ranks=num_ranks)
+        output = finish(children)
+        if "EADDRINUSE" not in output:  # somebody else took the free port meanwhile
+            break
+    assert all(child.code == 0 for child in children), output
