@@ -33,6 +33,7 @@ KINDS = [
     *((name, {}) for name in MODELS),
     *((name, settings) for name in ("transe", "rotate") for settings in ({"norm": 2}, SQUARED)),
     *((name, {"reciprocal": True}) for name in MODELS),
+    ("rotate", {"center": 0.3}),
 ]
 ENTITIES, RELATIONS, DIM = 11, 3, 6
 
@@ -125,6 +126,23 @@ def test_both_questions_have_the_score_of_the_triple(name, settings):
         wanted = torch.tensor(scores, dtype=torch.float64)
         torch.testing.assert_close(model.compare_one(queries, answers), wanted)
         torch.testing.assert_close(model.compare(queries, answers).diagonal(), wanted)
+
+
+def test_vectors_of_entities_are_rows_around_their_center():
+    model = build("rotate", center=0.3)
+    ids = torch.arange(ENTITIES)
+    collection = model.embeddings.open(mesh=Mesh())
+    center = torch.tensor([0.3] * 3 + [0.0] * 3, dtype=torch.float64)
+    wanted = collection.rows("entity", ids) + center
+    assert torch.equal(model.entities(ids), wanted)
+    (batch,) = opened().train.batches(40)
+    links = model(batch)
+    for name, found in (
+        ("head", links.heads),
+        ("tail", links.tails),
+        ("candidate", links.candidates),
+    ):
+        assert torch.equal(found, wanted[batch.ids[name].values])
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(0, 30))
@@ -277,7 +295,10 @@ def train(mesh, name, settings):
 
 @pytest.mark.parametrize(
     "name, settings",
-    [("transe", {}), ("rotate", {**SQUARED, "loss": "softmax", "reciprocal": True})],
+    [
+        ("transe", {}),
+        ("rotate", {**SQUARED, "loss": "softmax", "reciprocal": True, "center": 0.3}),
+    ],
 )
 def test_three_ranks_train_and_score_what_one_does(name, settings):
     losses, rows, scored = train(Mesh(), name, settings)
@@ -366,6 +387,8 @@ def test_what_does_not_fit_is_refused():
         build("rotate", dim=5)
     with pytest.raises(ConfigError, match=r"got norm=3, wanted 1 or 2"):
         build("rotate", norm=3)
+    with pytest.raises(ConfigError, match=r"got center=inf, wanted a finite number"):
+        build("rotate", center=math.inf)
     with pytest.raises(ConfigError, match=r"got squared beside norm=1.*set norm=2"):
         build("transe", squared=True)
     with pytest.raises(ConfigError, match="got loss='hinge', wanted sigmoid or softmax"):

@@ -112,6 +112,10 @@ class KnowledgeGraph(SplitModel):
         # Of all scores: what they start from, learned, as nothing else dense is.
         self.offset = nn.Parameter(torch.zeros(()))
 
+    def vectors(self, rows: Tensor) -> Tensor:
+        """(n, D) rows of entities -> (n, D): their vectors."""
+        return rows
+
     @abstractmethod
     def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
         """(B, D): the vector a tail is compared with."""
@@ -139,19 +143,22 @@ class KnowledgeGraph(SplitModel):
         rows = self.embeddings(batch)
         relation = rows["relation"]
         weight = torch.ones(batch.size) if batch.sample_weight is None else batch.sample_weight
+        heads, tails, candidates = (
+            self.vectors(rows[name]) for name in FEATURES if name != "relation"
+        )
         if self.reciprocal:
             there, back = relation.chunk(2, 1)
-            toward_tail = self.toward_tail(rows["head"], there)
-            toward_head = self.toward_tail(rows["tail"], back)
+            toward_tail = self.toward_tail(heads, there)
+            toward_head = self.toward_tail(tails, back)
         else:
-            toward_tail = self.toward_tail(rows["head"], relation)
-            toward_head = self.toward_head(rows["tail"], relation)
+            toward_tail = self.toward_tail(heads, relation)
+            toward_head = self.toward_head(tails, relation)
         return Links(
             toward_tail,
             toward_head,
-            rows["tail"],
-            rows["head"],
-            rows["candidate"],
+            tails,
+            heads,
+            candidates,
             batch.ids["candidate"].values,
             weight,
         )
@@ -166,7 +173,7 @@ class KnowledgeGraph(SplitModel):
             torch.empty(size, 0),
             {"head": Ids(ids), "tail": Ids(ids), "relation": zeros, "candidate": none},
         )
-        return self.embeddings(batch)["head"]
+        return self.vectors(self.embeddings(batch)["head"])
 
 
 class Distance(KnowledgeGraph):
@@ -275,6 +282,37 @@ class RotatE(Distance):
     relation_share = 0.5
 
     is_complex = True
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        *,
+        center: float = 0.0,
+        norm: int = 1,
+        squared: bool = False,
+        margin: float | None = None,
+        temperature: float = 1.0,
+        loss: LinkLoss = "sigmoid",
+        reciprocal: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """center: what an entity's complex numbers are, but for its row, which is added. Above 0 all entities begin
+        near one vector, so each relation begins with one of its own, that vector turned, and answers gather around it,
+        as they do around TransE's r; without it they must first agree on a middle. Raises ConfigError."""
+        super().__init__(
+            tables, features, norm=norm, squared=squared, margin=margin, temperature=temperature, loss=loss,
+            reciprocal=reciprocal, seed=seed,
+        )  # fmt: skip
+        if not math.isfinite(center):
+            raise ConfigError(f"rotate: got center={center}, wanted a finite number")
+        self.center = center
+
+    def vectors(self, rows: Tensor) -> Tensor:
+        if not self.center:
+            return rows
+        real, imaginary = rows.chunk(2, 1)
+        return torch.cat([real + self.center, imaginary], 1)
 
     def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
         return _times(head, self._turn(relation), 1.0)
