@@ -89,6 +89,12 @@ class ModelConfig(Section):
     """What scores start from, of which distances are taken off (transe, rotate: 9; distmult, complex: 0)."""
     norm: Literal[1, 2] | None = None
     """Of distances: 1, sums of absolute differences, or moduli; 2, Euclid's, which is cheaper (transe, rotate)."""
+    squared: bool | None = None
+    """Whether norm 2 is without its root (transe, rotate); default: false."""
+    center: float | None = None
+    """What an entity's numbers are before its row is added (rotate); default 0. Above 0, e.g. 0.3, learns sooner."""
+    reciprocal: bool | None = None
+    """Of knowledge graphs: whether a relation has a second vector, for the question "which head?"; default: false."""
     loss: Literal["sigmoid", "softmax"] | None = None
     """Of knowledge graphs: whether a triple is true, or which of all entities is the answer."""
     blocks: int | None = Field(None, ge=1)

@@ -28,7 +28,13 @@ from colonnade.train.objective import LinkPrediction, link_loss, objective_of, w
 from colonnade.train.run import open_run
 
 MODELS = {"transe": TransE, "distmult": DistMult, "complex": ComplEx, "rotate": RotatE}
-KINDS = [(name, {}) for name in MODELS] + [("transe", {"norm": 2}), ("rotate", {"norm": 2})]
+SQUARED = {"norm": 2, "squared": True}
+KINDS = [
+    *((name, {}) for name in MODELS),
+    *((name, settings) for name in ("transe", "rotate") for settings in ({"norm": 2}, SQUARED)),
+    *((name, {"reciprocal": True}) for name in MODELS),
+    ("rotate", {"center": 0.3}),
+]
 ENTITIES, RELATIONS, DIM = 11, 3, 6
 
 
@@ -36,12 +42,13 @@ def build(
     name, dtype="float64", optimizer=None, entities=ENTITIES, dim=DIM, **settings
 ) -> KnowledgeGraph:
     kind, optimizer = MODELS[name], optimizer or SGD(lr=0.5)
+    vectors = 2 if settings.get("reciprocal") else 1
     start = Uniform(scale=0.5)
     tables = [
         Table("entity", dim, rows=entities, dtype=dtype, optimizer=optimizer, initializer=start),
         Table(
             "relation",
-            int(dim * kind.relation_share),
+            int(dim * kind.relation_share) * vectors,
             rows=RELATIONS,
             dtype=dtype,
             optimizer=optimizer,
@@ -84,7 +91,8 @@ def slow_score(model, h, r, t) -> float:
         return [complex(a, b) for a, b in zip(v[:half], v[half:], strict=True)]
 
     def far(differences):
-        return sum(abs(each) ** model.norm for each in differences) ** (1 / model.norm)
+        total = sum(abs(each) ** model.norm for each in differences)
+        return total if model.squared else total ** (1 / model.norm)
 
     if isinstance(model, TransE):
         return -far(a + b - c for a, b, c in zip(h, r, t, strict=True))
@@ -105,14 +113,36 @@ def test_both_questions_have_the_score_of_the_triple(name, settings):
     source = opened(candidates=2).train
     (batch,) = source.batches(40)
     links = model(batch)
-    relation = model.embeddings(batch)["relation"]
-    wanted = torch.tensor(
-        [slow_score(model, *row) for row in zip(links.heads, relation, links.tails, strict=True)],
-        dtype=torch.float64,
-    )
-    for queries, answers in ((links.toward_tail, links.tails), (links.toward_head, links.heads)):
+    there = back = model.embeddings(batch)["relation"]
+    asked = [(links.heads, there, links.tails)] * 2
+    if model.reciprocal:  # "which head?" has a relation of its own, which leads from the tail
+        there, back = there.chunk(2, 1)
+        asked = [(links.heads, there, links.tails), (links.tails, back, links.heads)]
+    for queries, answers, triple in (
+        (links.toward_tail, links.tails, asked[0]),
+        (links.toward_head, links.heads, asked[1]),
+    ):
+        scores = [slow_score(model, *row) for row in zip(*triple, strict=True)]
+        wanted = torch.tensor(scores, dtype=torch.float64)
         torch.testing.assert_close(model.compare_one(queries, answers), wanted)
         torch.testing.assert_close(model.compare(queries, answers).diagonal(), wanted)
+
+
+def test_vectors_of_entities_are_rows_around_their_center():
+    model = build("rotate", center=0.3)
+    ids = torch.arange(ENTITIES)
+    collection = model.embeddings.open(mesh=Mesh())
+    center = torch.tensor([0.3] * 3 + [0.0] * 3, dtype=torch.float64)
+    wanted = collection.rows("entity", ids) + center
+    assert torch.equal(model.entities(ids), wanted)
+    (batch,) = opened().train.batches(40)
+    links = model(batch)
+    for name, found in (
+        ("head", links.heads),
+        ("tail", links.tails),
+        ("candidate", links.candidates),
+    ):
+        assert torch.equal(found, wanted[batch.ids[name].values])
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(0, 30))
@@ -264,7 +294,11 @@ def train(mesh, name, settings):
 
 
 @pytest.mark.parametrize(
-    "name, settings", [("transe", {}), ("rotate", {"norm": 2, "loss": "softmax"})]
+    "name, settings",
+    [
+        ("transe", {}),
+        ("rotate", {**SQUARED, "loss": "softmax", "reciprocal": True, "center": 0.3}),
+    ],
 )
 def test_three_ranks_train_and_score_what_one_does(name, settings):
     losses, rows, scored = train(Mesh(), name, settings)
@@ -281,6 +315,7 @@ def test_three_ranks_train_and_score_what_one_does(name, settings):
         ("complex", {}),
         ("rotate", {"margin": 4.0}),
         ("rotate", {"norm": 2, "loss": "softmax", "temperature": 4.0}),
+        ("rotate", {**SQUARED, "loss": "softmax", "reciprocal": True}),
     ],
 )
 def test_a_ring_is_learned(name, settings):
@@ -352,6 +387,10 @@ def test_what_does_not_fit_is_refused():
         build("rotate", dim=5)
     with pytest.raises(ConfigError, match=r"got norm=3, wanted 1 or 2"):
         build("rotate", norm=3)
+    with pytest.raises(ConfigError, match=r"got center=inf, wanted a finite number"):
+        build("rotate", center=math.inf)
+    with pytest.raises(ConfigError, match=r"got squared beside norm=1.*set norm=2"):
+        build("transe", squared=True)
     with pytest.raises(ConfigError, match="got loss='hinge', wanted sigmoid or softmax"):
         build("complex", loss="hinge")
     with pytest.raises(ConfigError, match=r"got margin=3 beside loss=softmax.*leave margin out"):
@@ -383,10 +422,11 @@ def test_an_answer_that_is_reached_has_a_gradient(name, settings):
     assert torch.equal(queries.grad, alone)
 
 
-def test_predictions_of_links_are_refused_with_what_to_do(tmp_path):
+@pytest.mark.parametrize("more", [{}, {**SQUARED, "reciprocal": True}])
+def test_predictions_of_links_are_refused_with_what_to_do(tmp_path, more):
     said = {
         "data": {"name": "fb15k237", "path": str(write(tmp_path))},
-        "model": {"name": "rotate", "dim": 4},
+        "model": {"name": "rotate", "dim": 4, **more},
         "train": {"epochs": 1, "batch_size": 2, "threads": 1},
     }
     run = open_run(build_config(said), Mesh(), tmp_path / "run")

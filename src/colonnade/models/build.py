@@ -18,6 +18,7 @@ from colonnade.config import (
 )
 from colonnade.data.contract import Column, Schema
 from colonnade.data.sets.interactions import LOG_Q
+from colonnade.data.sets.triples import RELATION
 from colonnade.errors import ConfigError
 from colonnade.models.dcn import DCN
 from colonnade.models.dcnv2 import DCNv2
@@ -291,6 +292,8 @@ def _row_kind(kind: Kind, table: str, tasks: int, config: RunConfig) -> dict[str
         return {"dim": tasks, "optimizer": build_row_optimizer(config), "initializer": initializer}
     initializer = Uniform(scale=kind.starts.get(table, dim**-0.5 if scale is None else scale))
     share = dim * kind.shares.get(table, 1.0)
+    if config.model.reciprocal and table == RELATION:
+        share *= 2
     if share != int(share):
         raise ConfigError(
             f"model.dim: got {dim}, of which {config.model.name} gives {kind.shares[table]:g} to rows of {table}; "

@@ -2,7 +2,8 @@
 
 TransE (Bordes et al. 2013), DistMult (Yang et al. 2015), ComplEx (Trouillon et al. 2016), RotatE (Sun et al. 2019).
 Each makes of a head and a relation the vector that the tail should have, and of a tail and a relation that of the head,
-so one comparison of vectors serves both questions and any number of candidates.
+so one comparison of vectors serves both questions and any number of candidates. With `reciprocal` "which head?" asks a
+relation of its own, r back, for a tail (Lacroix et al. 2018): a relation's row is then two, side by side.
 
 Legend: B samples, M candidates, P queries, D width of an entity's row; complex vectors are D / 2 pairs side by side.
 """
@@ -22,7 +23,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.models.split import SplitModel
-from colonnade.ops.distance import distances
+from colonnade.ops.distance import distances, squared_distances
 from colonnade.ops.linear import linear
 from colonnade.table import Feature, Table
 
@@ -62,6 +63,7 @@ class KnowledgeGraph(SplitModel):
         margin: float | None = None,
         temperature: float = 1.0,
         loss: LinkLoss = "sigmoid",
+        reciprocal: bool = False,
         seed: int = 0,
     ) -> None:
         """loss: "sigmoid" says of each triple whether it is true; "softmax" which of all entities is the answer, of
@@ -81,12 +83,13 @@ class KnowledgeGraph(SplitModel):
                 "relation of its own; a source of triples has them (data.name=fb15k237)"
             )
         widths = {table.name: table.width for table in tables}
-        if widths["relation"] != int(self.relation_share * widths["entity"]) or (
+        share = self.relation_share * (2 if reciprocal else 1)
+        if widths["relation"] != int(share * widths["entity"]) or (
             self.is_complex and widths["entity"] % 2
         ):
             raise ConfigError(
                 f"{self.kind}: got rows of {widths['entity']} floats for entities and {widths['relation']} for "
-                f"relations, wanted {'an even number' if self.is_complex else 'any'} and {self.relation_share:g} of it"
+                f"relations, wanted {'an even number' if self.is_complex else 'any'} and {share:g} of it"
             )
         if loss not in get_args(LinkLoss):
             raise ConfigError(f"{self.kind}: got loss={loss!r}, wanted sigmoid or softmax")
@@ -101,13 +104,17 @@ class KnowledgeGraph(SplitModel):
                 f"{self.kind}: got loss=softmax and an open table of entities, wanted to know how many there are, of "
                 "which candidates are a sample; give Table('entity') rows, or set loss=sigmoid"
             )
-        self.loss, self.num_entities = loss, entity.rows
+        self.loss, self.num_entities, self.reciprocal = loss, entity.rows, reciprocal
         self.margin, self.temperature = self.start if margin is None else margin, temperature
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)
         relation = next(table for table in tables if table.name == "relation")
         self.relation_range = float(getattr(relation.initializer, "scale", 0.0)) or 1.0
         # Of all scores: what they start from, learned, as nothing else dense is.
         self.offset = nn.Parameter(torch.zeros(()))
+
+    def vectors(self, rows: Tensor) -> Tensor:
+        """(n, D) rows of entities -> (n, D): their vectors."""
+        return rows
 
     @abstractmethod
     def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
@@ -136,12 +143,22 @@ class KnowledgeGraph(SplitModel):
         rows = self.embeddings(batch)
         relation = rows["relation"]
         weight = torch.ones(batch.size) if batch.sample_weight is None else batch.sample_weight
+        heads, tails, candidates = (
+            self.vectors(rows[name]) for name in FEATURES if name != "relation"
+        )
+        if self.reciprocal:
+            there, back = relation.chunk(2, 1)
+            toward_tail = self.toward_tail(heads, there)
+            toward_head = self.toward_tail(tails, back)
+        else:
+            toward_tail = self.toward_tail(heads, relation)
+            toward_head = self.toward_head(tails, relation)
         return Links(
-            self.toward_tail(rows["head"], relation),
-            self.toward_head(rows["tail"], relation),
-            rows["tail"],
-            rows["head"],
-            rows["candidate"],
+            toward_tail,
+            toward_head,
+            tails,
+            heads,
+            candidates,
             batch.ids["candidate"].values,
             weight,
         )
@@ -156,7 +173,7 @@ class KnowledgeGraph(SplitModel):
             torch.empty(size, 0),
             {"head": Ids(ids), "tail": Ids(ids), "relation": zeros, "candidate": none},
         )
-        return self.embeddings(batch)["head"]
+        return self.vectors(self.embeddings(batch)["head"])
 
 
 class Distance(KnowledgeGraph):
@@ -168,19 +185,26 @@ class Distance(KnowledgeGraph):
         features: Sequence[Feature],
         *,
         norm: int = 1,
+        squared: bool = False,
         margin: float | None = None,
         temperature: float = 1.0,
         loss: LinkLoss = "sigmoid",
+        reciprocal: bool = False,
         seed: int = 0,
     ) -> None:
         """norm: 1, the sum of the absolute differences of an entity's numbers (of complex ones: moduli); 2, the root of
-        the sum of their squares, which of many entities is a product of matrices. Raises ConfigError."""
+        the sum of their squares, which of many entities is a product of matrices. squared: that sum without the root,
+        whose gradient does not fade beside long vectors. Raises ConfigError."""
         super().__init__(
-            tables, features, margin=margin, temperature=temperature, loss=loss, seed=seed
-        )
+            tables, features, margin=margin, temperature=temperature, loss=loss, reciprocal=reciprocal, seed=seed
+        )  # fmt: skip
         if norm not in (1, 2):
             raise ConfigError(f"{self.kind}: got norm={norm!r}, wanted 1 or 2")
-        self.norm = norm
+        if squared and norm == 1:
+            raise ConfigError(
+                f"{self.kind}: got squared beside norm=1, which has no root to leave out; set norm=2"
+            )
+        self.norm, self.squared = norm, squared
 
     @abstractmethod
     def differences(self, queries: Tensor, candidates: Tensor) -> Tensor:
@@ -193,11 +217,15 @@ class Distance(KnowledgeGraph):
     def compare(self, queries: Tensor, candidates: Tensor) -> Tensor:
         if self.norm == 1:
             return -self.differences(queries, candidates)
+        if self.squared:
+            return -squared_distances(queries, candidates)
         return -distances(queries, candidates)
 
     def compare_one(self, queries: Tensor, answers: Tensor) -> Tensor:
         if self.norm == 1:
             return -self.difference(queries, answers)
+        if self.squared:
+            return -(queries - answers).square().sum(1)
         return -torch.linalg.vector_norm(queries - answers, dim=1)
 
 
@@ -254,6 +282,37 @@ class RotatE(Distance):
     relation_share = 0.5
 
     is_complex = True
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        *,
+        center: float = 0.0,
+        norm: int = 1,
+        squared: bool = False,
+        margin: float | None = None,
+        temperature: float = 1.0,
+        loss: LinkLoss = "sigmoid",
+        reciprocal: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """center: what an entity's complex numbers are, but for its row, which is added. Above 0 all entities begin
+        near one vector, so each relation begins with one of its own, that vector turned, and answers gather around it,
+        as they do around TransE's r; without it they must first agree on a middle. Raises ConfigError."""
+        super().__init__(
+            tables, features, norm=norm, squared=squared, margin=margin, temperature=temperature, loss=loss,
+            reciprocal=reciprocal, seed=seed,
+        )  # fmt: skip
+        if not math.isfinite(center):
+            raise ConfigError(f"rotate: got center={center}, wanted a finite number")
+        self.center = center
+
+    def vectors(self, rows: Tensor) -> Tensor:
+        if not self.center:
+            return rows
+        real, imaginary = rows.chunk(2, 1)
+        return torch.cat([real + self.center, imaginary], 1)
 
     def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
         return _times(head, self._turn(relation), 1.0)

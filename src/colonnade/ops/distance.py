@@ -1,4 +1,4 @@
-"""Euclid's distance of each vector to each of others, as a product of matrices, through oneDNN."""
+"""Euclid's distance of each vector to each of others, and its square, as a product of matrices, through oneDNN."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ def distances(queries: Tensor, others: Tensor) -> Tensor:
     """
     with torch.autocast(queries.device.type, enabled=False):
         return _Distances.apply(queries, others)
+
+
+def squared_distances(queries: Tensor, others: Tensor) -> Tensor:
+    """(P, D), (M, D) of one dtype -> (P, M): |q|^2 - 2 q.o + |o|^2, in that dtype under autocast, too.
+
+    Of near ones it has the rounding of the vectors' lengths, and may be below 0 by so much.
+    """
+    with torch.autocast(queries.device.type, enabled=False):
+        found = linear(-2 * queries, others, others.square().sum(1))
+        return found + queries.square().sum(1, keepdim=True)
 
 
 class _Distances(torch.autograd.Function):

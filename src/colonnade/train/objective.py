@@ -210,9 +210,10 @@ def _marks(samples: Tensor, items: Tensor, num_samples: int, candidate_ids: Tens
     found = torch.zeros(num_samples, len(candidate_ids), dtype=torch.bool)
     ids, order = candidate_ids.sort()
     first = torch.searchsorted(ids, items)
-    last = torch.searchsorted(ids, items, right=True)
-    hits = (last > first).nonzero()[:, 0]  # of few of the items there is a candidate
-    first, counts = first[hits], (last - first)[hits]
+    # Of few of the items there is a candidate; the second search is for those alone.
+    hits = (ids[first.clamp(max=len(ids) - 1)] == items).nonzero()[:, 0] if len(ids) else first[:0]
+    first = first[hits]
+    counts = torch.searchsorted(ids, items[hits], right=True) - first
     at = torch.arange(int(counts.sum())) + (first - counts.cumsum(0) + counts).repeat_interleave(
         counts
     )

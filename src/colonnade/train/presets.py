@@ -72,15 +72,22 @@ PRESETS: dict[str, RunConfig] = {
     ),
     "fb15k237": build_config(
         {
-            "data": {"name": "fb15k237", "options": {"max_validation": 2000}},
-            "model": {"name": "transe", "dim": 128, "norm": 2, "loss": "softmax"},
+            "data": {"name": "fb15k237", "options": {"max_validation": 1000}},
+            "model": {
+                "name": "transe",
+                "dim": 128,
+                "norm": 2,
+                "squared": True,
+                "loss": "softmax",
+                "reciprocal": True,
+            },
             "rows": {
                 "optimizer": "adam",
                 "lr": 0.005,
                 "init_scale": 0.05,
                 "schedule": {"name": "linear"},
             },
-            "train": {"batch_size": 512, "epochs": 30},
+            "train": {"batch_size": 1024, "epochs": 10},
         }
     ),
     "criteo": build_config(
@@ -109,10 +116,25 @@ SEQUENCES: dict[str, Any] = {
     "train.epochs": 30,
 }
 
-LINKS: dict[str, Any] = {"model.dim": 256, "model.loss": "softmax"}
+LINKS: dict[str, Any] = {
+    "model.dim": 256,
+    "model.loss": "softmax",
+    "train.batch_size": 512,
+    "train.epochs": 30,
+}
+
+TURNS: dict[str, Any] = {
+    "model.dim": 128,
+    "model.norm": 2,
+    "model.squared": True,
+    "model.loss": "softmax",
+    "model.reciprocal": True,
+    "model.center": 0.3,
+    "train.epochs": 8,
+}
 
 MODEL_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    "fb15k237": {"distmult": LINKS, "complex": LINKS, "rotate": {**LINKS, "model.norm": 2}},
+    "fb15k237": {"distmult": LINKS, "complex": LINKS, "rotate": TURNS},
     "movielens_retrieval": {"sasrec": SEQUENCES},
     "gowalla": {
         "graphsage": {
