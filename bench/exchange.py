@@ -2,8 +2,8 @@
 
 Hosts are network namespaces on this machine, 2 or 4 of 2 ranks each, whose uplinks carry 1 or 10 Gbit/s in each
 direction (tc tbf); torchrun starts the ranks, gloo connects them. Ids are Criteo-shaped: 26 one-hot fields whose
-vocabularies are cut to `MAX_CARDINALITY` rows of 64 elements, in worlds of eight ranks to half, so that all systems fit
-24 GiB; Zipf 1.1; 1024 samples a rank. A step is the exchange alone: lookup, a fixed gradient back, row-wise
+vocabularies are cut to `MAX_CARDINALITY` rows of 64 elements, in worlds of eight ranks to a quarter, so that all systems
+fit 24 GiB; Zipf 1.1; 1024 samples a rank. A step is the exchange alone: lookup, a fixed gradient back, row-wise
 Adagrad; no dense network. Rows begin as zeros, so every exact system must come to the same outputs, and is checked.
 
     torchrec    table-wise, row-wise and its planner's choice, the first and last also with the next batch's ids
@@ -34,9 +34,9 @@ BATCH_SIZE = 1024
 SKEW = 1.1
 MAX_CARDINALITY = 500_000
 """Of rows of `NARROW` elements; wider tables have so many fewer, for all systems are in memory at once, and so have
-worlds of more than `FEW` ranks, whose processes need memory, too."""
+worlds of more than `FEW` ranks, whose processes need memory, too: `SHARE_OF_MANY`."""
 NARROW = 64
-FEW = 4
+FEW, SHARE_OF_MANY = 4, 4
 SEQUENCE_FIELDS = (2, 9)
 """Of Criteo's, for sequences: one of millions of values, cut, and one of 93,145."""
 
@@ -94,7 +94,7 @@ QUICK = Extent(
 
 def write_case(folder: Path, workload: Workload, num_ranks: int, max_cardinality: int) -> Case:
     """Of what the workers are told."""
-    most = max_cardinality * NARROW // workload.dim * FEW // max(FEW, num_ranks)
+    most = max_cardinality * NARROW // workload.dim // (1 if num_ranks <= FEW else SHARE_OF_MANY)
     rows = [min(CRITEO_CARDINALITIES[f], most) for f in workload.fields]
     ids = race.write_ids(folder, rows, num_ranks, BATCH_SIZE * workload.lookups, SKEW)
     return Case(
