@@ -2,8 +2,8 @@
 
 Hosts are network namespaces on this machine, 2 or 4 of 2 ranks each, whose uplinks carry 1 or 10 Gbit/s in each
 direction (tc tbf); torchrun starts the ranks, gloo connects them. Ids are Criteo-shaped: 26 one-hot fields whose
-vocabularies are cut to `MAX_CARDINALITY` rows of 64 elements, in worlds of eight ranks to a quarter, so that all systems
-fit 24 GiB; Zipf 1.1; 1024 samples a rank. A step is the exchange alone: lookup, a fixed gradient back, row-wise
+vocabularies are cut to `MAX_CARDINALITY` rows of 64 elements, in worlds of eight ranks to a quarter, so that all
+systems fit 24 GiB; Zipf 1.1; 1024 samples a rank. A step is the exchange alone: lookup, a fixed gradient back, row-wise
 Adagrad; no dense network. Rows begin as zeros, so every exact system must come to the same outputs, and is checked.
 
     torchrec    table-wise, row-wise and its planner's choice, the first and last also with the next batch's ids
