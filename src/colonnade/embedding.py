@@ -314,7 +314,8 @@ class EmbeddingCollection(nn.Module):
                     self._window.crowded.set()
                 if self._window.closing.is_set() and not waiting:
                     return ticket  # without rows. Not an error: other ranks' threads wait for this one's ids
-                if not self.store.wait_for_release(seen, 0.05) and waiting:
+                released = self.store.wait_for_release(seen, 0.05)
+                if not released and waiting and self._window.starved.is_set():
                     raise
                 if threading.current_thread() is threading.main_thread():
                     raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
 import threading
 import time
 import warnings
@@ -21,7 +22,7 @@ from colonnade import (
     Table,
     build_plan,
 )
-from colonnade.data.lookahead import DEEPEST, LOOKED_AT, Lookahead, Window, next_depth
+from colonnade.data.lookahead import DEEPEST, LOOKED_AT, Lookahead, Window, _run, next_depth
 from colonnade.errors import BudgetExceeded
 
 
@@ -174,6 +175,22 @@ def test_a_window_that_does_not_fit_is_made_smaller(tmp_path, lookahead):
     said = [str(w.message) for w in said if "batches ahead needs more rows" in str(w.message)]
     assert len(said) == (lookahead == 8)  # once; not where the depth is the lookahead's own choice
     assert not said or "looking 8 batches" in said[0]
+
+
+def test_who_has_a_batch_is_not_starved_of_it():
+    """However long training takes to wake: the batch after it may wait for its rows."""
+    window = Window(lambda: 0.0, lambda: 0.0, *(threading.Event() for _ in range(3)))
+    starved_then = []
+
+    def prepare(batch: Batch) -> None:
+        starved_then.append(window.starved.is_set())
+
+    permits, ready = queue.Queue(), queue.Queue()
+    for said in (True, True, False):
+        permits.put(said)
+    window.starved.set()  # training waits for the first, and is not heard again
+    _run(batches(3, 2), prepare, permits, ready, window, None)
+    assert starved_then == [True, False] and ready.qsize() == 2
 
 
 def test_a_batch_that_does_not_fit_is_refused_with_numbers(tmp_path):

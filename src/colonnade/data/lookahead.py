@@ -217,7 +217,14 @@ class Lookahead(Iterator[Batch]):
                 self._permits.put(True)
             self._thread = threading.Thread(
                 target=_run,
-                args=(self._batches, self._prepare, self._permits, self._ready, self._ahead),
+                args=(
+                    self._batches,
+                    self._prepare,
+                    self._permits,
+                    self._ready,
+                    self._window,
+                    self._ahead,
+                ),
                 name="lookahead",
                 daemon=True,
             )
@@ -302,6 +309,7 @@ def _run(
     prepare: Callable[[Batch], Any],
     permits: queue.Queue[bool],
     ready: queue.Queue,
+    window: Window,
     ahead: Leaving | None,
 ) -> None:
     """The thread: one batch per permit; None after the last one, or the error."""
@@ -314,6 +322,8 @@ def _run(
                 batch.ticket = prepare(batch)
                 if ahead is not None:
                     ahead.hand(batch.ticket)
+            # Training may be slow to wake and say so itself: the batch after this may wait for this one's rows.
+            window.starved.clear()
             ready.put(batch)
             if batch is None:
                 return
