@@ -12,9 +12,10 @@ rank; a step is all of it, the sums of dense gradients over the ranks included.
     exact N %          plan.cache.staleness=exact, as many rows lent
 
 Two streams, both Zipf 1.1: "mixed", where all ranks draw from all rows, and "own", where in the fields of many rows
-each rank has rows of its own (samples dealt out by user or region). Copies are filled before anything is timed, and
-every block is as long as the period after which copies are asked for and sent, many of them in the same batch; rows
-that are lent come back where a lookahead ends, so enough steps come before each block that they are lent again.
+each rank has rows of its own (samples dealt out by user or region; at 200 Mbit/s alone). Copies are filled before
+anything is timed, and every block is as long as the period after which copies are asked for and sent, many of them in
+the same batch; rows that are lent come back where a lookahead ends, so enough steps come before each block that they
+are lent again.
 
     row_clock_vs_no_cache, exact_vs_no_cache      of times of a step: no cache over the fastest of the kind
     row_clock_vs_sync_best, exact_vs_sync_best    likewise, the fastest that keeps no copies over it

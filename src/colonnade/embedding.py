@@ -379,9 +379,7 @@ class EmbeddingCollection(nn.Module):
 
         optimizers (P,) int32, settings (P, 16) float64 by declared part: see `_native.update`.
         """
-        if self.slices.is_cut:
-            of_part = list(self.slices.of_part)
-            optimizers, settings = optimizers[of_part], settings[of_part]
+        optimizers, settings = map(self.slices.by_part, (optimizers, settings))
         gradients, tickets = self.collect(), self.live
         if gradients is not None:
             for ticket in tickets:  # one whose values were restored was never fetched

@@ -191,7 +191,8 @@ class RowOptimizer(Optimizer):
         if cached is None:
             yield []
             return
-        with settled(cached, self._kinds, self._own_settings()) as before:
+        rules = map(self.collection.slices.by_part, (self._kinds, self._own_settings()))
+        with settled(cached, *rules) as before:
             yield before
 
     def _agree(self, error: ConfigError | None = None) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
 from scenario import assert_same_bits, tables, train
+from simulated import run_simulated
 from slow_directory import HIT, SlowDirectory
 
 from colonnade import (
@@ -29,12 +31,15 @@ from colonnade import (
     RowWiseAdam,
     Table,
     Uniform,
+    World,
     build_plan,
 )
 from colonnade.config import build_config, override
 from colonnade.consistency.row_clock import row_clock
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached import TableCache
+from colonnade.topology.hot import hot_rows
+from colonnade.topology.sharding import column_wise, row_wise
 from colonnade.train.run import open_run
 
 SIZES = [23, 23, 1, 0, 24, 2, 23, 23]
@@ -221,6 +226,35 @@ def test_reads_miss_no_more_than_the_bounds_and_nothing_is_lost(num_ranks):
     for missed in run_ranks(num_ranks, count_batches, cases):
         assert missed[0] == 0  # I5
         assert missed[-1] > 5  # the bounds are used
+
+
+def beside_tables_that_are_cut(mesh):
+    """By sharding of a table without copies: the rows of one with copies, and of that table, after a few steps."""
+    found = []
+    hot = replace(row_wise(2), hot=hot_rows([0, 3], 2))
+    for sharding in (row_wise(2), hot, column_wise([0, 1])):
+        declared = [
+            Table("cut", 4, rows=9, optimizer=Adagrad(lr=0.3), dtype="float64"),
+            Table("kept", 2, rows=9, optimizer=SGD(lr=0.1, momentum=0.9), dtype="float64"),
+        ]
+        collection = EmbeddingCollection(declared, [Feature(t.name, t.name) for t in declared])
+        kept = {"kept": TableCache(9, row_clock(6))}
+        collection.open(build_plan(declared, 2, shardings={"cut": sharding}, caches=kept), mesh)
+        rows, ids = RowOptimizer(collection), torch.tensor([0, 3, 4 + mesh.rank])
+        batch = Batch(3, torch.zeros(3, 0), {t.name: Ids(ids) for t in declared})
+        for coming in collection.lookahead([batch] * 3):
+            sum(output.square().sum() for output in collection(coming).values()).backward()
+            rows.step()
+        with rows.settled():
+            found.append([collection.rows(t.name, torch.arange(9)) for t in declared])
+    return found
+
+
+def test_other_tables_may_be_cut_or_have_hot_rows():
+    """What waits at copies is applied by the rules of its own table, however many parts others are cut into."""
+    for whole, *others in run_simulated(World(ranks_per_host=2), beside_tables_that_are_cut):
+        for rows in others:
+            torch.testing.assert_close(rows, whole, rtol=1e-12, atol=0)
 
 
 OPTIMIZERS = [

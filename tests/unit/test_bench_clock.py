@@ -93,11 +93,9 @@ def test_own_ids_are_used_by_one_rank_and_nearly_all_they_force_is_less(tmp_path
             assert (ranks == np.arange(4)[None, :, None]).all()
         else:
             assert np.array_equal(ids[:, :, f], before[:, :, f])
-    ends = np.array(
-        [[[9, 8]], [[10, 11]]]
-    )  # (N, R, F, B), a table of 11 rows and one rank more than divides it
-    bench.give_own(ends.reshape(1, 2, 1, 2), [11], 11)
-    assert ends.ravel().tolist() == [8, 8, 1, 1] or ends.max() < 11
+    ends = np.array([[[[9, 8]], [[10, 9]]]])  # (N, R, F, B); 11 rows, which two ranks do not divide
+    bench.give_own(ends, [11], 11)
+    assert ends.ravel().tolist() == [8, 8, 1, 9]
     forced = [bench.counted("x", case)[0].median for case in (mixed, own)]
     assert forced[1] < forced[0] < 1
 

@@ -68,6 +68,10 @@ class Slices:
         parts = self.declaration.parts
         return tuple(names[self.laid[t].number, part.name] for t, part in parts)
 
+    def by_part(self, values: Tensor) -> Tensor:
+        """(P, ..) by part of `declared` -> by part of `declaration`."""
+        return values[list(self.of_part)] if self.is_cut else values
+
     def is_cut_part(self, p: int) -> bool:
         """Whether rows of part p of `declared` lie in slices of columns."""
         return self.declared.parts[p][0] not in self.hot and self.of_part.count(p) > 1
