@@ -20,7 +20,7 @@ def parse_bytes(value: Any) -> Any:
     unit = text[len(number) :].strip()
     try:
         return int(float(number) * UNITS[unit])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         raise ValueError(
             f"got {value!r}, wanted a size such as 512MiB, 2GiB or a number of bytes"
         ) from None

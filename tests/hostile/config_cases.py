@@ -180,6 +180,16 @@ def cases() -> list[Case]:
             ("num_train",),
         ),
         Case("plan for no ranks", ("plan", *SMALL, "--ranks", "0"), ("--ranks",)),
+        Case(
+            "plan for ranks and a world",
+            ("plan", *SMALL, "--ranks", "4", "--world", "2x2"),
+            ("--ranks 4", "--world 2x2"),
+        ),
+        Case(
+            "plan for a link that nobody uses",
+            ("plan", *SMALL, "--uplink", "1Gbit"),
+            ("--uplink", "--world 2x1"),
+        ),
         Case("plan of no lookups", ("plan", *SMALL, "--sample", "0"), ("--sample",)),
         Case(
             "a profiled run with memory below one batch",

@@ -146,3 +146,9 @@ def test_files_that_are_no_config(content, tmp_path):
 )
 def test_sizes(number, unit):
     assert parse_bytes(f"{number}{unit[0]}") == number * unit[1]
+
+
+@pytest.mark.parametrize("text", ["1e999", "nan", "2 GiBs", ""])
+def test_no_sizes(text):
+    with pytest.raises(ValueError, match="wanted a size such as 512MiB"):
+        parse_bytes(text)

@@ -48,8 +48,11 @@ def plan(
         typer.Option(help="Where the run folder is to lie: whose disk rows rest on by default."),
     ] = Path("runs"),
     ranks: Annotated[
-        int, typer.Option(min=1, help="Processes of one machine that the plan is for; or --world.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1, help="Processes of one machine that the plan is for, default 1; or --world."
+        ),
+    ] = None,
     world: Annotated[
         str | None,
         typer.Option(help="Hosts and ranks that the plan is for, e.g. 4x2; under torchrun: its."),
@@ -95,6 +98,10 @@ def plan(
     here = _world(world, ranks, uplink, local)
     if here is None:  # another rank says it
         return
+    if simulate is None and uplink is not None and here.num_hosts == 1 and here.origin == "planned":
+        raise ConfigError(
+            f"--uplink: got {uplink} for one host, which sends nothing over it; say how many, e.g. --world 2x1"
+        )
     chosen = override(choose_config(config, data, path, dram, set_), _left_open(config, set_))
     if simulate is not None:
         from colonnade.cli.plan_simulation import as_values as simulated_values
@@ -124,14 +131,20 @@ def plan(
         show(found, tables, target, table)
 
 
-def _world(shape: str | None, ranks: int, uplink: str | None, local: str | None) -> World | None:
+def _world(
+    shape: str | None, ranks: int | None, uplink: str | None, local: str | None
+) -> World | None:
     """Under torchrun the running world with its links measured, None on all ranks but 0; else as it is said to be."""
     from colonnade.topology.links import measure_links, planned_world
     from colonnade.topology.mesh import close_mesh, open_mesh
 
-    said = {"--world": shape, "--uplink": uplink, "--local": local}
+    said = {"--world": shape, "--ranks": ranks, "--uplink": uplink, "--local": local}
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return planned_world(shape or str(ranks), uplink=uplink, local=local)
+        if shape is not None and ranks is not None:
+            raise ConfigError(
+                f"got --ranks {ranks} beside --world {shape}, which says how many there are; leave one of them out"
+            )
+        return planned_world(shape or str(ranks or 1), uplink=uplink, local=local)
     if given := [name for name, value in said.items() if value is not None]:
         raise ConfigError(
             f"got {', '.join(given)} in a world that runs, whose links are measured; leave it out, or plan without "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -412,11 +413,11 @@ def move_network(model: nn.Module, device: str, mesh: Mesh) -> None:
 
 
 def set_threads(wanted: int, mesh: Mesh) -> None:
-    """Threads per rank: `wanted`, or this machine's processors shared among its ranks."""
+    """Threads per rank: `wanted`, what OMP_NUM_THREADS says of each, or this machine's processors, shared."""
     if wanted:
         torch.set_num_threads(wanted)
-    elif mesh.world.ranks_per_host > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // mesh.world.ranks_per_host))
+    elif mesh.world.ranks_per_host > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // mesh.world.ranks_per_host))
     # OpenMP keeps what torch is told for this thread alone: the lookahead's and a commit's would take OMP_NUM_THREADS.
     _native.set_num_threads(torch.get_num_threads())
 
