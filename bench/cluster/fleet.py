@@ -64,7 +64,7 @@ class Fleet:
 
     def _died(self) -> BenchError:
         return BenchError(
-            f"{self.name} ended or said nothing; the ranks' last words:\n{self.job.tail()}"
+            f"{self.name} ended or said nothing\nthe ranks' last words:\n{self.job.tail()}"
         )
 
 
@@ -106,7 +106,7 @@ def open_fleet(
         while len(callers) < num_ranks:
             if time.monotonic() > deadline or any(agent.poll() is not None for agent in job.agents):
                 job.stop()
-                raise BenchError(f"{name}: {len(callers)} of {num_ranks} ranks came:\n{job.tail()}")
+                raise BenchError(f"{name}: {len(callers)} of {num_ranks} ranks came\n{job.tail()}")
             with suppress(TimeoutError):
                 caller, _ = listener.accept()
                 caller.settimeout(timeout)

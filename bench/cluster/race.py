@@ -154,8 +154,10 @@ class Bench:
             self.leave_out(f"torchrec: {error}")
 
     def leave_out(self, what: str) -> None:
-        if what not in self.left_out:
-            self.left_out.append(what)
+        """The results keep the first line of it: those after it are logs, which name folders of this machine."""
+        kept = what.split("\n", 1)[0]
+        if kept not in self.left_out:
+            self.left_out.append(kept)
             self.console.print(f"left out: {what}", style="yellow", markup=False)
 
     def say(self, words: str) -> None:

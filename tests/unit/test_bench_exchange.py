@@ -182,7 +182,7 @@ def test_a_broken_system_is_left_out_and_its_case_done_again(tmp_path, monkeypat
         tried.append((name, sorted(bench.broken)))
         bench.measured.append(Measured(f"{name} half done", "rows", "ms/step", [1.0]))
         if "pooled" not in bench.broken:
-            raise race.Broken("pooled", "killed")
+            raise race.Broken("pooled", f"killed\nlast words in {tmp_path}")
 
     monkeypatch.setattr(race, "open_hosts", lambda _: NoHosts())
     bench.open_fleets = lambda *_: {}
@@ -192,4 +192,5 @@ def test_a_broken_system_is_left_out_and_its_case_done_again(tmp_path, monkeypat
     first, second = (f"2x2 {w.name}" for w in exchange.QUICK.workloads)
     assert tried == [(first, []), (first, ["pooled"]), (second, ["pooled"])]
     assert [m.case for m in bench.measured] == [f"{first} half done", f"{second} half done"]
-    assert "pooled: killed" in bench.left_out[0]
+    assert bench.left_out == [f"{first} pooled: killed"]  # a log names folders; the screen has it
+    assert "last words in" in bench.console.file.getvalue()
