@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +227,7 @@ class Bench:
         self.measured += self.question.counted(name, case)
         link = {"link_bytes_per_second": gigabits * 1e9 / 8}
         choices = {
-            kind: {name: {**choice, **link} for name, choice in named.items()}
+            kind: {n: {**choice, **link} for n, choice in named.items() if n not in self.broken}
             for kind, named in self.question.choices.items()
         }
         turns: list[Turn] = []
@@ -259,14 +259,15 @@ class Bench:
         keep: Callable[[], object],
     ) -> None:
         """All rates of one world and workload: the ranks stay, the links change."""
-        turns, free = list(turns), {}
+        turns, free, same = list(turns), {}, None
         for gigabits in (None, *rates):
             hosts.shape(gigabits)
             turns = [turn for turn in turns if turn.name != AUTO]
-            predicted = self.plan(name, turns, gigabits)
+            predicted, same = self.plan(name, turns, gigabits)
             for turn in turns:
                 turn.blocks = []
             self.take_turns(turns, rounds=self.extent.rounds if gigabits else 1)
+            turns += [replace(turn, name=AUTO) for turn in turns if turn.name == same]
             if gigabits is None:
                 free = {turn.name: tables.median_seconds(turn.blocks) for turn in turns}
                 continue
@@ -277,7 +278,7 @@ class Bench:
                 )  # fmt: skip
             keep()
             tables.print_case(self.console, self.measured, case)
-        long = [turn for turn in turns if turn.name == AUTO]
+        long = [turn for turn in turns if turn.name == (same or AUTO)]
         is_apart = not name.startswith("1x")
         if (
             long
@@ -290,21 +291,26 @@ class Bench:
             self.measured.append(tables.session_of(name, AUTO, *long[0].blocks[-2:]))
             keep()
 
-    def plan(self, name: str, turns: list[Turn], gigabits: float | None) -> Mapping[str, Any]:
-        """What Colonnade foretells of its systems between these links; its choice joins `turns`."""
+    def plan(
+        self, name: str, turns: list[Turn], gigabits: float | None
+    ) -> tuple[Mapping[str, Any], str | None]:
+        """What Colonnade foretells of its systems between these links; its choice joins `turns`, or is one of them:
+        blocks of one plan vary, and two names for it would be measured as two."""
         fleet = next(turn.fleet for turn in turns if not tables.is_peer(turn.name))
         fleet.send({"plan": True})
         answer = fleet.answers()[0]
         for system, reason in answer.get("left_out", {}).items():
             self.leave_out(f"{system}: {reason}")
         if "chosen" not in answer or AUTO in self.broken:
-            return answer.get("predicted", {})
+            return answer.get("predicted", {}), None
         rate = "not shaped" if gigabits is None else f"{gigabits:g} Gbit/s"
         for what in ("links", "chosen"):
             self.facts[f"{name} {rate} {what}"] = answer[what]
             self.say(f"{name} {rate}, {what}: {answer[what]}")
-        turns.append(Turn(AUTO, fleet))
-        return answer["predicted"]
+        same = answer.get("same")
+        if same is None:
+            turns.append(Turn(AUTO, fleet))
+        return answer["predicted"], same
 
     def take_turns(self, turns: Sequence[Turn], *, rounds: int) -> None:
         """The first block says how many steps the others have, where the question does not."""

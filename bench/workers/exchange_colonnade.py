@@ -225,8 +225,8 @@ class Chooser:
         self.crowding = max(1.0, mesh.num_ranks / (os.cpu_count() or 1))
 
     def plan(self) -> dict[str, Any]:
-        """Collective: {"links": in words, "predicted": by system, "left_out": why there is no `auto`}. `auto` is
-        opened anew."""
+        """Collective: {"links": in words, "predicted": by system, "chosen": in words, "same": whose plan that is, where
+        it is a system's, "left_out": why there is no `auto`}. `auto` is opened anew where there is no "same"."""
         # All ranks of all hosts share this machine.
         links = replace(measure_links(self.mesh), crowding=self.crowding)
         found: dict[str, Any] = {"links": str(links), "predicted": {}, "left_out": {}}
@@ -239,7 +239,10 @@ class Chooser:
             choices[AUTO] = choose(self.loads, links, rates=self.rates, model=self.model)
             self.systems.pop(AUTO, None)
             chosen = {"exchanges": choices[AUTO].exchanges, "shardings": choices[AUTO].shardings}
-            self.systems[AUTO] = self.system(self.case, chosen, self.held, self.mesh)
+            if same := self.opened_with(chosen):
+                found["same"] = same
+            else:
+                self.systems[AUTO] = self.system(self.case, chosen, self.held, self.mesh)
             counts = Counter(
                 f"{t.chosen.exchange} {t.chosen.sharding.kind}" for t in choices[AUTO].tables
             )
@@ -249,18 +252,25 @@ class Chooser:
             found["left_out"][AUTO] = str(error)
         if self.rehearsed is None:  # once all systems have shown that they do the same work
             self.rehearsed = rehearse(self.systems[REHEARSED], self.mesh)
-        if not self.own:  # each rank for itself, as it computes in a step: beside all others
-            mine = torch.tensor([each.own_seconds() for each in self.systems.values()])
+        if new := [name for name in self.systems if name not in self.own]:
+            # Each rank for itself, as it computes in a step: beside all others.
+            mine = torch.tensor([self.systems[name].own_seconds() for name in new])
             heard = torch.stack(self.mesh.all_gather("control", mine)).mean(0)
-            self.own = dict(zip(self.systems, heard.tolist(), strict=True))
+            self.own |= zip(new, heard.tolist(), strict=True)
         base = choices[REHEARSED].seconds.processor
         for name, choice in choices.items():
-            own = self.own.get(name, 0.0)
+            own = self.own.get(found.get("same", AUTO) if name == AUTO else name, 0.0)
             found["predicted"][name] = {
                 "payload_bytes": {" ".join(key): size for key, size in choice.sent.items()},
                 "seconds": self.step_seconds(choice, base - own, links.crowding),
             }
         return found
+
+    def opened_with(self, choice: Mapping[str, Any]) -> str | None:
+        """The system whose plan is this one."""
+        tables, _, _ = self.system.declared(self.case, choice)
+        plan = plan_of(tables, choice, self.case, self.mesh)
+        return next((n for n, s in self.systems.items() if s.collection.plan == plan), None)
 
     def step_seconds(self, choice: Choice, base: float, crowding: float) -> float:
         """base: what the formulas say of the rehearsed system's processor, less what this one has of its own; what they

@@ -3,7 +3,8 @@
     parent                                        every rank
     {"case": a `Case`, "choices": by system}      {"ready": facts, "left_out": {system: reason}}
     {"system": name, "warm_up": W, "steps": K}    what a block was (`Block`)
-    {"plan": true}                                {"links", "chosen": in words, "left_out": {system: reason},
+    {"plan": true}                                {"links", "chosen": in words, "same": system,
+                                                   "left_out": {system: reason},
                                                    "predicted": {system: {"payload_bytes", "seconds": of a step}}}
     end of file                                   leaves
 

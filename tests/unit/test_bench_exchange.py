@@ -151,6 +151,32 @@ def turns(**digests: float) -> list[race.Turn]:
     return made
 
 
+@pytest.mark.parametrize("same", [None, "rows"])
+def test_a_choice_that_is_one_of_the_systems_is_measured_as_that_one(same, tmp_path):
+    """Blocks of one plan vary: what the same plan took under two names would count as regret."""
+    bench = race.Bench.__new__(race.Bench)
+    bench.question, bench.extent = exchange.QUESTION, exchange.QUICK
+    bench.console, bench.measured, bench.facts = Console(file=io.StringIO()), [], {}
+    bench.left_out, bench.broken, asked = [], set(), []
+
+    class Fleet(Answering):
+        def answers(self) -> list[dict]:
+            if "plan" in self.said:
+                said = {"predicted": {}, "left_out": {}, "links": "", "chosen": "26 x rows"}
+                return [said | ({"same": same} if same else {})]
+            asked.append(self.said["system"])
+            return block([len(asked)] * 2)
+
+    fleet = Fleet({})
+    systems = [race.Turn("rows", fleet), race.Turn("pooled", fleet)]
+    hosts = type("Hosts", (), {"shape": lambda *_: None})()
+    bench.measure("1x2 a", systems, hosts, 2, (1.0,), lambda: None)
+    steps = {m.system: m.values for m in bench.measured if m.case == "1x2 a 1 Gbit/s"}
+    assert (race.AUTO in asked) is (same is None)
+    assert set(steps) == {"rows", "pooled", race.AUTO}
+    assert (steps[race.AUTO] == steps["rows"]) is (same is not None)
+
+
 def test_systems_that_did_other_work_are_refused():
     race.check_same_work(turns(rows=1.0, torchrec=1.0000001), "case")
     race.check_same_work(turns(rows=1.0, rows_lossy=1.1), "case")
