@@ -293,6 +293,72 @@ void Dram::unpack(std::int64_t table, std::span<const std::uint32_t> slots, cons
   });
 }
 
+template <class Visit>
+void Dram::for_each_block(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
+                          std::span<const std::int64_t> widths, std::size_t message_bytes,
+                          const Visit& visit) const {
+  const auto num_tables = tables_.size();
+  if (widths.size() != num_tables || counts.size() % num_tables != 0)
+    refuse("blocks: got " + std::to_string(counts.size()) + " of " + std::to_string(widths.size()) +
+           " widths, of " + std::to_string(num_tables) + " tables");
+  for (std::size_t t = 0; t < num_tables; ++t) {
+    if (widths[t] < 0 || widths[t] > at(t).layout().record_bytes())
+      refuse("widths: got " + std::to_string(widths[t]) + " bytes of records of " +
+             std::to_string(at(t).layout().record_bytes()));
+  }
+  std::size_t row = 0, byte = 0;
+  for (std::size_t b = 0; b < counts.size(); ++b) {
+    const std::size_t t = b % num_tables;
+    if (counts[b] < 0 || static_cast<std::size_t>(counts[b]) > slots.size() - row)
+      refuse("counts: got more rows than slots, " + std::to_string(slots.size()));
+    check_slots(t, slots.subspan(row, counts[b]));
+    row += counts[b];
+    byte += counts[b] * widths[t];
+  }
+  if (row != slots.size() || byte != message_bytes)
+    refuse("blocks: got " + std::to_string(slots.size()) + " slots and " + std::to_string(message_bytes) +
+           " bytes, wanted " + std::to_string(row) + " and " + std::to_string(byte));
+  row = byte = 0;
+  for (std::size_t b = 0; b < counts.size(); ++b) {
+    const std::size_t t = b % num_tables;
+    if (counts[b] > 0) visit(t, slots.subspan(row, counts[b]), byte);
+    row += counts[b];
+    byte += counts[b] * widths[t];
+  }
+}
+
+void Dram::pack_blocks(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
+                       std::span<const std::int64_t> widths, std::span<std::byte> message) const {
+  for_each_block(
+      slots, counts, widths, message.size(),
+      [&](std::size_t t, std::span<const std::uint32_t> rows, std::size_t byte) {
+        const auto& layout = at(t).layout();
+        for_each_run(static_cast<std::int64_t>(rows.size()), kRun, [&](std::int64_t begin, std::int64_t end) {
+          std::vector<std::byte> record(layout.record_bytes());
+          for (std::int64_t i = begin; i < end; ++i) {
+            layout.pack(rows[i], record.data());
+            std::memcpy(message.data() + byte + i * widths[t], record.data(), widths[t]);
+          }
+        });
+      });
+}
+
+void Dram::unpack_blocks(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
+                         std::span<const std::int64_t> widths, std::span<const std::byte> message) {
+  for_each_block(
+      slots, counts, widths, message.size(),
+      [&](std::size_t t, std::span<const std::uint32_t> rows, std::size_t byte) {
+        const auto& layout = at(t).layout();
+        for_each_run(static_cast<std::int64_t>(rows.size()), kRun, [&](std::int64_t begin, std::int64_t end) {
+          std::vector<std::byte> record(layout.record_bytes());
+          for (std::int64_t i = begin; i < end; ++i) {
+            std::memcpy(record.data(), message.data() + byte + i * widths[t], widths[t]);
+            layout.unpack(rows[i], record.data());
+          }
+        });
+      });
+}
+
 std::vector<std::int64_t> Dram::clocks(std::int64_t table, std::span<const std::uint32_t> slots) const {
   check_slots(table, slots);
   std::vector<std::int64_t> clocks(slots.size());

@@ -49,6 +49,12 @@ class Dram {
   void birth_at(std::int64_t table, std::int64_t id, std::uint32_t slot) const { tables_[table].birth(id, slot); }
   void pack(std::int64_t table, std::span<const std::uint32_t> slots, std::byte* records) const;
   void unpack(std::int64_t table, std::span<const std::uint32_t> slots, const std::byte* records);
+  // The first widths[t] bytes of records, one after another in `message`, of rows listed in blocks: block b is counts[b]
+  // rows of table b % T. Unpacked, zeros are what was not sent of a record.
+  void pack_blocks(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
+                   std::span<const std::int64_t> widths, std::span<std::byte> message) const;
+  void unpack_blocks(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
+                     std::span<const std::int64_t> widths, std::span<const std::byte> message);
   std::vector<std::int64_t> clocks(std::int64_t table, std::span<const std::uint32_t> slots) const;
 
   // Weights of resident rows to out; the positions of the others.
@@ -98,6 +104,10 @@ class Dram {
   TableRows& at(std::int64_t table) { return const_cast<TableRows&>(std::as_const(*this).at(table)); }
   std::vector<Run> runs(std::span<const std::int64_t> offsets, std::size_t size, const char* name) const;
   void check_slots(std::int64_t table, std::span<const std::uint32_t> slots) const;
+  // visit(table, its slots, where the block begins in the message), for each block that has rows.
+  template <class Visit>
+  void for_each_block(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
+                      std::span<const std::int64_t> widths, std::size_t message_bytes, const Visit& visit) const;
   [[noreturn]] void refuse_id(std::int64_t table, std::span<const std::int64_t> ids) const;
 
   RowFormat format_;

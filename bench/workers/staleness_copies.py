@@ -96,7 +96,7 @@ class Copies:
         bounds = clock.read_bound, clock.write_bound
         self.directories = [Directory(capacity, *bounds, POLICY) for _ in range(num_ranks)]
         # An owner may call a row changed that is not, by what else it owns; so who owns what matters.
-        self.changes = [Changes(len(first)) for _ in range(num_ranks)]
+        self.changes = [Changes([len(first)]) for _ in range(num_ranks)]
         self.owner = np.zeros(len(first), np.int64)
         for rank in range(num_ranks):
             shard, ids = row_wise(num_ranks).shard_of(rank), torch.arange(len(first))
@@ -152,7 +152,7 @@ class Copies:
             self.ticks[evicted[rank]] = 0
         rows = self._apply(sent_rows, sent)
         for owner, changes in enumerate(self.changes):
-            changes.mark(rows[self.owner[rows] == owner], self.number)
+            changes.mark(0, rows[self.owner[rows] == owner], self.number)
         self.copies.step(at, sums)
 
     def settle(self) -> None:
@@ -178,7 +178,7 @@ class Copies:
         found = ages >= FAR
         for owner, changes in enumerate(self.changes):
             mine = self.owner[rows] == owner
-            found[mine] |= changes.since(rows[mine], self.number - ages[mine])
+            found[mine] |= changes.since(0, rows[mine], self.number - ages[mine])
         return found
 
     def _slots(self, by_rank: Sequence[NDArray[np.int32]]) -> list[Numbers]:

@@ -167,5 +167,6 @@ void bind_files(nb::module_& m);
 void bind_interaction(nb::module_& m);
 void bind_log(nb::module_& m);
 void bind_packing(nb::module_& m);
+void bind_pending(nb::module_& m);
 
 }  // namespace colonnade

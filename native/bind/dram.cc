@@ -199,6 +199,28 @@ void bind_dram(nb::module_& m) {
           },
           "table"_a, "slots"_a, "records"_a)
       .def(
+          "pack_blocks",
+          [](const Dram& self, In slots, In counts, In widths, Out message) {
+            const auto s = slots_in(slots);
+            const auto c = elements<const int64_t>(counts, "counts", {-1});
+            const auto w = elements<const int64_t>(widths, "widths", {-1});
+            const auto m = elements<uint8_t>(message, "message", {-1});
+            nb::gil_scoped_release release;
+            self.pack_blocks(s, c, w, std::as_writable_bytes(m));
+          },
+          "slots"_a, "counts"_a, "widths"_a, "message"_a)
+      .def(
+          "unpack_blocks",
+          [](Dram& self, In slots, In counts, In widths, In message) {
+            const auto s = slots_in(slots);
+            const auto c = elements<const int64_t>(counts, "counts", {-1});
+            const auto w = elements<const int64_t>(widths, "widths", {-1});
+            const auto m = elements<const uint8_t>(message, "message", {-1});
+            nb::gil_scoped_release release;
+            self.unpack_blocks(s, c, w, std::as_bytes(m));
+          },
+          "slots"_a, "counts"_a, "widths"_a, "message"_a)
+      .def(
           "read",
           [](const Dram& self, int64_t table, In ids, Out out) {
             const auto i = elements<const int64_t>(ids, "ids", {-1});

@@ -33,6 +33,7 @@ NB_MODULE(_native, m) {
   bind_interaction(m);
   bind_log(m);
   bind_packing(m);
+  bind_pending(m);
   bind_bags(m);
   bind_tiered(m);
 }

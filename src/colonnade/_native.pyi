@@ -234,6 +234,11 @@ class Dram:
     def pack(self, table: int, slots: Array, records: Array) -> None:
         """records (N, record_bytes) uint8 = weights | state | low halves if split | clock (uint64)."""
     def unpack(self, table: int, slots: Array, records: Array) -> None: ...
+    def pack_blocks(self, slots: Array, counts: Array, widths: Array, message: Array) -> None:
+        """The first widths[t] bytes (T,) int64 of records, one after another in message (uint8), of rows that are
+        listed block by block: counts[b] (N * T,) int64 rows of table b % T. ValueError where these do not fit."""
+    def unpack_blocks(self, slots: Array, counts: Array, widths: Array, message: Array) -> None:
+        """Likewise; what was not sent of a record becomes zeros."""
     def read(self, table: int, ids: Array, out: Array) -> Array:
         """Copy weights of resident rows to out (N, D); returns the positions (M,) int32 of the others. No trace."""
     def birth_values(self, table: int, ids: Array, out: Array) -> None:
@@ -397,6 +402,39 @@ class CountMinSketch:
 
 def squared_norms(address: int, stride_bytes: int, dim: int, dtype: str, slots: Array) -> Array:
     """(N,) float64: the sum of squares of each row's weights at address + slot * stride_bytes."""
+
+def name_slots(
+    names: list[Array],  # T tables: (slots,) int64
+    ticks: list[Array],  # (slots,) int32
+    counts: Array,  # (N * T,) int64: block b is rows of table b % T
+    slots: Array,  # (n,) int64
+    ids: Array,  # (n,) int64
+) -> Array:
+    """Slots get other rows. (n,) uint8: 1 where something is pending. ValueError."""
+
+def add_pending(
+    sums: list[Array],  # T tables: (slots, W_t) of the batch's dtype
+    ticks: list[Array],  # (slots,) int32
+    counts: Array,  # (T,) int64: rows of the batch, table by table, each once
+    slots: Array,  # (U,) int64
+    index: Array,  # (U,) int32: first element of each row's sum in `batch`
+    batch: Array,  # float32 or float64
+    leaves: Array,  # (U,) uint8
+) -> None:
+    """One tick of each row that does not leave: its sum is added to what is pending of it. ValueError."""
+
+def take_pending(
+    sums: list[Array],
+    ticks: list[Array],
+    counts: Array,  # (N * T,) int64: block b is rows of table b % T
+    slots: Array,  # (n,) int64
+    origin: Array,  # (n,) int64: which of the batch's rows each is; -1: none of them
+    index: Array,  # (U,) int32
+    batch: Array,
+    out: Array,  # elements, row after row as listed
+) -> None:
+    """What is pending of rows, and is not from here on, and this batch's sum of those that are its rows: that is not in
+    what is pending. ValueError."""
 
 class OutputGradients:
     """Gradients as `pool` laid its outputs out; one entry per lookup. Keeps `lookups`; borrows the gradient memory."""

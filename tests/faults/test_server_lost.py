@@ -1,4 +1,4 @@
-"""A server is lost with its rows: torchrun starts all ranks again, and they go on to the bits of an undisturbed run."""
+"""A server or a reader is lost: torchrun starts all ranks again, and they go on to the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -25,3 +25,18 @@ def test_a_server_killed_in_a_push(tmp_path):
     said = torchrun(cut, 3, "rank 2 SIGKILL push 16", settings={**SETTINGS, "plan.servers": 1})
     assert digest(cut) == digest(whole)
     assert "started at None" in said and "started at 4" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", ["SIGKILL push 5", "SIGKILL fetch 2", "SIGSTOP route 5"])
+def test_a_reader_lost_beside_a_server(fault, tmp_path):
+    """It is missed when killed; stopped, its trainer is: the others wait as long as they do for a rank."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    torchrun(whole, 2, settings=SETTINGS)
+    settings = {**SETTINGS, "plan.servers": 1, "data.readers": 1}
+    said = torchrun(
+        cut, 3, f"reader 1 {fault}", settings=settings, limit=8 if "STOP" in fault else 60
+    )
+    assert digest(cut) == digest(whole)
+    assert said.count("started at") >= 6, "all ranks, again"

@@ -153,16 +153,18 @@ def test_steps_of_several_batches_or_none_are_refused(name):
 
 @pytest.mark.parametrize("rows", [1, 2, 37, None])
 def test_a_change_is_never_overlooked(rows):
-    random, changes, newest = np.random.default_rng(0), Changes(rows), {}
+    random, changes, newest = np.random.default_rng(0), Changes([rows, 5, rows]), {}
     for number in range(1, 40):
         ids = np.unique(random.integers(0, rows or 2**62, 5)) * (1 if rows else -1)
-        changes.mark(ids, number)
-        newest |= dict.fromkeys(ids.tolist(), number)
-    ids = np.array(list(newest))
+        tables = random.integers(0, 2, len(ids)) * 2
+        changes.mark(tables, ids, number)
+        newest |= dict.fromkeys(zip(tables.tolist(), ids.tolist(), strict=True), number)
+    tables, ids = np.array(list(newest)).T
     for read in range(1, 42):
         really = np.array(list(newest.values())) >= read
-        assert changes.since(ids, np.full(len(ids), read))[really].all()
-    assert not changes.since(ids, np.full(len(ids), 40)).any()
+        assert changes.since(tables, ids, np.full(len(ids), read))[really].all()
+    assert not changes.since(tables, ids, np.full(len(ids), 40)).any()
+    assert not changes.of(1).any() and max(changes.of(0).max(), changes.of(2).max()) == 39
 
 
 def test_copies_of_commits_go_on_in_a_world_like_theirs_alone():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 MOST = 2**22
@@ -10,22 +12,30 @@ MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Changes:
-    """Of one table's rows that lie here. Rows may share a number, which is the newest of theirs: a row may be called
+    """Of the rows that lie here. Rows of a table may share a number, which is the newest of theirs: a row may be called
     changed that is not, and never the other way."""
 
-    def __init__(self, rows: int | None) -> None:
-        """rows: of the whole table; None: open."""
-        size = MOST if rows is None else min(rows, MOST)
-        self._shift = np.uint64(64 - max(1, int(size - 1).bit_length()))
-        self.newest = np.zeros(1 << (64 - int(self._shift)), np.int32)
+    def __init__(self, rows: Sequence[int | None]) -> None:
+        """rows: of each whole table; None: open."""
+        bits = [
+            max(1, int((MOST if of is None else min(of, MOST)) - 1).bit_length()) for of in rows
+        ]
+        self._shifts = np.array([64 - each for each in bits], np.uint64)
+        self._firsts = np.cumsum([0, *(1 << each for each in bits)])
+        self._newest = np.zeros(self._firsts[-1], np.int32)
 
-    def mark(self, ids: np.ndarray, number: int) -> None:
-        """Batch `number` changed them."""
-        self.newest[self._places(ids)] = number
+    def of(self, t: int) -> np.ndarray:
+        """Table t's numbers, int32: a view."""
+        return self._newest[self._firsts[t] : self._firsts[t + 1]]
 
-    def since(self, ids: np.ndarray, read: np.ndarray) -> np.ndarray:
+    def mark(self, tables: np.ndarray | int, ids: np.ndarray, number: int) -> None:
+        """Batch `number` changed these rows (n,) of tables (n,), or of one."""
+        self._newest[self._places(tables, ids)] = number
+
+    def since(self, tables: np.ndarray | int, ids: np.ndarray, read: np.ndarray) -> np.ndarray:
         """(n,) bool: may have changed in batch read[i], before whose updates the copy was read, or later."""
-        return self.newest[self._places(ids)] >= read
+        return self._newest[self._places(tables, ids)] >= read
 
-    def _places(self, ids: np.ndarray) -> np.ndarray:
-        return (ids.astype(np.uint64) * MIX >> self._shift).astype(np.int64)
+    def _places(self, tables: np.ndarray | int, ids: np.ndarray) -> np.ndarray:
+        mixed = ids.astype(np.uint64) * MIX >> self._shifts[tables]
+        return mixed.astype(np.int64) + self._firsts[tables]

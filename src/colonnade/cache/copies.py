@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from colonnade import _native
 from colonnade.store.dram import open_dram
 from colonnade.table import CLOCK_BYTES, Table
 
@@ -60,15 +61,19 @@ class Copies:
         self.ticks[t] = np.concatenate([self.ticks[t], np.zeros(count, np.int32)])
         self.ids[t] = np.concatenate([self.ids[t], np.zeros(count, np.int64)])
 
-    def put(self, t: int, slots: np.ndarray, ids: np.ndarray, prefixes: Tensor) -> None:
-        """prefixes (n, bytes) uint8: the first bytes of their records; the others are not used there."""
-        if not len(slots):
-            return
-        self.grow(t, int(slots.max()) + 1)
-        self.ids[t][slots] = ids
-        records = torch.zeros(len(slots), self.record_bytes[t], dtype=torch.uint8)
-        records[:, : prefixes.shape[1]] = prefixes
-        self.store.native.unpack(t, _int32(slots), records)
+    def receive(
+        self,
+        counts: np.ndarray,
+        slots: np.ndarray,
+        ids: np.ndarray,
+        message: Tensor,
+        widths: np.ndarray,
+    ) -> np.ndarray:
+        """Rows as messages list them: counts (N, T), slots and ids (n,); their records' first `widths` (T,) bytes, one
+        after another (uint8). What else a record has is not used there. (n,) bool: something is pending."""
+        counts = counts.ravel()
+        self.store.native.unpack_blocks(_int32(slots), counts, widths, message)
+        return np.asarray(_native.name_slots(self.ids, self.ticks, counts, slots, ids)).view(bool)
 
     def records(self, t: int, slots: np.ndarray) -> Tensor:
         """(n, record_bytes) uint8."""
@@ -76,24 +81,27 @@ class Copies:
         self.store.native.pack(t, _int32(slots), found)
         return found
 
-    def add(self, t: int, slots: np.ndarray, sums: Tensor, pushed: np.ndarray) -> Tensor:
-        """One batch's gradients (n, D), one tick of each row: (n, D), what is pending with it. Of rows of `pushed`
-        (n,) bool nothing is pending any more."""
-        ticks, pending = self.ticks[t], self.pending[t].numpy()  # which takes whole rows at once
-        total = sums.numpy()
-        old = np.flatnonzero(ticks[slots])
-        if len(old):  # of others not even 0 is added: it would make another zero of -0
-            total = total.copy()
-            total[old] += pending.take(slots[old], 0)
-        stays = np.flatnonzero(~pushed)
-        pending[slots[stays]] = total.take(stays, 0)
-        ticks[slots] = np.where(pushed, 0, ticks[slots] + 1)
-        return torch.from_numpy(total)
+    def add(
+        self, counts: np.ndarray, slots: np.ndarray, sums: Tensor, index: Tensor, leaves: np.ndarray
+    ) -> None:
+        """One batch's gradients, one tick of each of its rows: counts (T,), slots (U,), index (U,) int32, the first
+        element of each row's in `sums`. Of rows of `leaves` (U,) bool nothing is added: `take` them."""
+        pending = [each.numpy() for each in self.pending]
+        _native.add_pending(pending, self.ticks, counts, slots, index, sums, leaves.view(np.uint8))
 
-    def take(self, t: int, slots: np.ndarray) -> Tensor:
-        """(n, D): what is pending, and is not from here on."""
-        self.ticks[t][slots] = 0
-        return torch.from_numpy(self.pending[t].numpy().take(slots, 0))
+    def take(
+        self,
+        counts: np.ndarray,
+        slots: np.ndarray,
+        origin: np.ndarray,
+        sums: Tensor,
+        index: Tensor,
+        out: Tensor,
+    ) -> None:
+        """What is pending of rows as messages list them, and is not from here on: counts (N, T), slots (n,). origin
+        (n,): which row of the batch each is, whose sum comes to it; -1: none. out: elements, row after row."""
+        pending = [each.numpy() for each in self.pending]
+        _native.take_pending(pending, self.ticks, counts.ravel(), slots, origin, index, sums, out)
 
     def dirty(self, t: int) -> np.ndarray:
         """Slots of rows with something pending, ascending by id."""
@@ -110,7 +118,11 @@ class Copies:
         }
 
     def load(self, t: int, slots: np.ndarray, state: dict[str, Tensor]) -> None:
-        self.put(t, slots, state["ids"].numpy(), state["records"])
+        if not len(slots):
+            return
+        self.grow(t, int(slots.max()) + 1)
+        self.ids[t][slots] = state["ids"].numpy()
+        self.store.native.unpack(t, _int32(slots), state["records"])
         self.pending[t][torch.from_numpy(slots)] = state["pending"]
         self.ticks[t][slots] = state["ticks"].numpy()
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from multiprocessing.process import BaseProcess
 
 import pyarrow as pa
 import torch
@@ -101,7 +102,10 @@ class ProcessSource:
                 '`if __name__ == "__main__":`'
             ) from lost
         finally:
+            workers = _workers(found)
             del found  # ends the processes now, whoever keeps the error and with it this frame
+            for worker in workers:
+                worker.kill()  # one that is stopped heard nothing, and this process's end would wait for it
 
 
 def read_ahead(splits: Splits, num_processes: int) -> Splits:
@@ -176,13 +180,16 @@ def _settle(worker: int) -> None:
 
 def _of_whom(loader: object) -> str:
     """The pids of processes that ended otherwise than by their own."""
-    workers = getattr(
-        loader, "_workers", ()
-    )  # torch keeps them to itself; without, nobody is named
+    workers = _workers(loader)
     for worker in workers:
         worker.join(0.2)
     pids = [str(worker.pid) for worker in workers if worker.exitcode not in (None, 0)]
     return f" (pid {', '.join(pids)})" if pids else ""
+
+
+def _workers(loader: object) -> Sequence[BaseProcess]:
+    """torch keeps them to itself; without, nobody is named, and whoever is stopped stays."""
+    return getattr(loader, "_workers", ())
 
 
 @contextmanager

@@ -29,9 +29,8 @@ from colonnade.exchange.cached_wire import (
     FAR,
     Named,
     Serving,
-    by_table,
     read_notes,
-    records_layout,
+    tables_of,
     with_notes,
     without_notes,
 )
@@ -95,6 +94,7 @@ class Flight:
     number: int
     decisions: Sequence[Decision]  # by table
     ends: Sequence[int]  # (T + 1,): its rows by table
+    num_slots: Sequence[int]  # by table: of its copies, so far
     slots: np.ndarray  # (U,) int64
     pushed: np.ndarray  # (U,) bool
     named: Named  # (W,)
@@ -128,7 +128,7 @@ class CachedExchange(RowsExchange):
             for each in self.caches
         ]
         self.copies = Copies(declaration.tables, [each.rows for each in self.caches])
-        self.changes = [Changes(table.rows) for table in declaration.tables]
+        self.changes = Changes([table.rows for table in declaration.tables])
         # Where every read asks and every push follows at once, a copy is read before anybody uses it again.
         self.is_kept = [each.clock.is_late for each in self.caches]
         self.record_widths = np.array(
@@ -244,7 +244,16 @@ class CachedExchange(RowsExchange):
         wanted = (asked == MISS) | ((asked == LEASE_OVER) & whole)
         named = Named(counts, renewed, wanted, written, ages)
         flight = Flight(
-            self.directories[0].number, decisions, ends, slots, pushed, named, origin, where, ids
+            self.directories[0].number,
+            decisions,
+            ends,
+            [each.num_slots for each in self.directories],
+            slots,
+            pushed,
+            named,
+            origin,
+            where,
+            ids,
         )
         wire_codes = None
         if codes is not None:
@@ -328,42 +337,40 @@ class CachedExchange(RowsExchange):
     def _changed(self, flight: Flight, serving: Serving) -> np.ndarray:
         """(P,) bool: asked for by who has a copy, which is not what is here."""
         named, changed = serving.named, np.zeros(len(serving.ids), bool)
-        for t, rows in enumerate(by_table(named.counts)):
-            rows = rows[named.renewed[rows]]
-            ages = named.ages[rows]
-            since = self.changes[t].since(serving.ids[rows], flight.number - ages)
-            changed[rows] = since | (ages >= FAR)
+        rows = np.flatnonzero(named.renewed)
+        ages, tables = named.ages[rows], tables_of(named.counts)[rows]
+        since = self.changes.since(tables, serving.ids[rows], flight.number - ages)
+        changed[rows] = since | (ages >= FAR)
         return changed
 
     def _receive(self, flight: Flight, placed: Tensor, sent: np.ndarray, fresh: np.ndarray) -> None:
         """Collective: records of `sent` (P,) travel to the copies, as those of `fresh` (W,)."""
         assert flight.serving is not None
         served, named = flight.serving.named, flight.named
-        going = records_layout(served.counted(sent), self.record_widths)
-        coming = records_layout(named.counted(fresh), self.record_widths)
-        message = empty(going.layout.num_elements, dtype=torch.uint8)
-        for t, rows in enumerate(by_table(served.counts)):
-            slots = placed[torch.from_numpy(rows[sent[rows]])]
-            records = torch.empty(len(slots), self.copies.record_bytes[t], dtype=torch.uint8)
-            if len(slots):
-                self.store.native.pack(t, slots, records)
-            going.fill(message, t, records)
+        going = row_layout(served.counted(sent), self.record_widths)
+        coming = row_layout(named.counted(fresh), self.record_widths)
+        message = empty(going.num_elements, dtype=torch.uint8)
+        self.store.native.pack_blocks(
+            placed[torch.from_numpy(sent)], going.counts.ravel(), self.record_widths, message
+        )
         received, _ = self.mesh.all_to_all(
-            "fetch", message, going.layout.rank_elements, coming.layout.rank_elements,
-            counts_as="fetch",
-        )  # fmt: skip
-        renewed = []
-        for t, rows in enumerate(by_table(named.counts)):
-            rows = rows[fresh[rows]]
-            slots = flight.where[rows]
-            self.copies.put(t, slots, flight.ids[rows], coming.of(received, t))
-            renewed.append(slots[self.copies.ticks[t][slots] > 0])
-        if any(len(slots) for slots in renewed):
+            "fetch", message, going.rank_elements, coming.rank_elements, counts_as="fetch"
+        )
+        for t, num_slots in enumerate(flight.num_slots):
+            self.copies.grow(t, num_slots)
+        slots = flight.where[fresh]
+        waits = self.copies.receive(
+            coming.counts, slots, flight.ids[fresh], received, self.record_widths
+        )
+        if waits.any():
             # What the owner has yet to hear is seen at once: the copy becomes what the owner's row would with it.
             assert self.rule is not None
-            pending = zip(self.copies.pending, renewed, strict=True)
-            sums = [of_table[torch.from_numpy(slots)].flatten() for of_table, slots in pending]
-            self._train_copies(renewed, torch.cat(sums), *self.rule)
+            slots, tables = slots[waits], tables_of(coming.counts)[waits]
+            slots = slots[np.argsort(tables, kind="stable")]
+            counts = np.bincount(tables, minlength=len(self.widths))
+            pending = zip(self.copies.pending, np.split(slots, counts.cumsum()[:-1]), strict=True)
+            sums = [of_table[torch.from_numpy(some)].flatten() for of_table, some in pending]
+            self._train_copies(slots, counts, torch.cat(sums), *self.rule)
 
     def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
         """Nothing: of rows with copies little is sent."""
@@ -388,26 +395,17 @@ class CachedExchange(RowsExchange):
             ticket.pinned, offsets, plan.segment_offsets, plan.entries,
             self.native.source(ticket, summed), summed,
         )  # fmt: skip
-        self.native.sum_into(mine, sums, own.rank_major(self.widths))
+        index = own.rank_major(self.widths)
+        self.native.sum_into(mine, sums, index)
         flight.sums = sums
         named, serving = flight.named, flight.serving
-        going = records_layout(named.counted(named.written), self.widths)
-        send = empty(going.layout.num_elements, dtype=sums.dtype)
-        ends, starts = offsets.tolist(), own.block_elements[0].tolist()
-        for t, rows in enumerate(by_table(named.counts)):
-            used = slice(ends[t], ends[t + 1])
-            width = int(self.widths[t])
-            block = sums[starts[t] : starts[t] + (ends[t + 1] - ends[t]) * width].view(-1, width)
-            pending = self.copies.add(t, flight.slots[used], block, flight.pushed[used])
-            rows = rows[named.written[rows]]
-            is_used = flight.origin[rows] >= 0
-            out = torch.empty(len(rows), width, dtype=sums.dtype)
-            place, others = flight.origin[rows[is_used]] - ends[t], flight.where[rows[~is_used]]
-            out.numpy()[is_used] = pending.numpy().take(place, 0)
-            out.numpy()[~is_used] = self.copies.take(t, others).numpy()
-            going.fill(send, t, out)
+        going = row_layout(named.counted(named.written), self.widths)
+        send = empty(going.num_elements, dtype=sums.dtype)
+        where, origin = flight.where[named.written], flight.origin[named.written]
+        self.copies.take(going.counts, where, origin, sums, index, send)
+        self.copies.add(np.diff(flight.ends), flight.slots, sums, index, flight.pushed)
         placed = ticket.placed[torch.from_numpy(serving.named.written)]
-        return self.pushed("push", send, going.layout, serving, placed)
+        return self.pushed("push", send, going, serving, placed)
 
     def pushed(
         self, purpose: str, send: Tensor, going: RowLayout, serving: Serving, placed: Tensor
@@ -433,8 +431,7 @@ class CachedExchange(RowsExchange):
         flight = self._flights[0]
         assert flight.serving is not None
         self.mark(flight.serving.plan, flight.number)
-        slots = np.split(flight.slots, flight.ends[1:-1])
-        self._train_copies(slots, flight.sums, optimizers, settings)
+        self._train_copies(flight.slots, np.diff(flight.ends), flight.sums, optimizers, settings)
         self.rule = optimizers.clone(), settings.clone()
         with self._lock:
             self._flights.pop(0)
@@ -442,32 +439,33 @@ class CachedExchange(RowsExchange):
 
     def mark(self, plan: _native.Plan, number: int) -> None:
         """Rows of this rank that batch `number` changes."""
-        ids, ends = np.asarray(plan.unique_ids), np.asarray(plan.block_offsets).tolist()
-        for t, changes in enumerate(self.changes):
-            changes.mark(ids[ends[t] : ends[t + 1]], number)
+        tables = tables_of(np.diff(np.asarray(plan.block_offsets))[None, :])
+        self.changes.mark(tables, np.asarray(plan.unique_ids), number)
 
     def _train_copies(
-        self, slots: Sequence[np.ndarray], sums: Tensor, optimizers: Tensor, settings: Tensor
+        self,
+        slots: np.ndarray,
+        counts: np.ndarray,
+        sums: Tensor,
+        optimizers: Tensor,
+        settings: Tensor,
     ) -> None:
-        """slots by table; sums: elements of their gradients, table by table, row by row. Only where copies outlast
-        their batch."""
-        counts = np.array([len(each) for each in slots])
+        """slots (n,) table by table, counts (T,) of them; sums: elements of their gradients, row by row. Only where
+        copies outlast their batch."""
         index = row_layout(counts[None, :], self.widths).rank_major(self.widths)
         kept = np.array(self.is_kept)
         if not kept.all():
-            index = index[torch.from_numpy(np.repeat(kept, counts))].contiguous()
+            rows = np.repeat(kept, counts)
+            slots, index = slots[rows], index[torch.from_numpy(rows)].contiguous()
             counts = counts * kept
         if not len(index):
             return
-        chosen = np.concatenate(
-            [each for each, is_kept in zip(slots, kept, strict=True) if is_kept]
-        )
         ramp = torch.arange(len(index) + 1, dtype=torch.int32)
         RowsExchange.update(
             self,
             self.copies.store,
             RowGradients(
-                torch.from_numpy(chosen.astype(np.int32)),
+                torch.from_numpy(slots.astype(np.int32)),
                 torch.from_numpy(np.concatenate([[0], counts.cumsum()])),
                 ramp, ramp[:-1].contiguous(),
                 _native.RowGradients(sums.data_ptr(), index, self.native.compute), (sums, index),

@@ -27,7 +27,7 @@ def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
             "policy": exchange.directories[t].policy,
             "directory": {name: torch.from_numpy(values) for name, values in said.items()},
             "copies": exchange.copies.state(t, said["slots"].astype("int64")),
-            "changes": torch.from_numpy(exchange.changes[t].newest.copy()),
+            "changes": torch.from_numpy(exchange.changes.of(t).copy()),
             "before": {"ids": before[t].ids, "records": before[t].records},
         }
     return {"tables": tables, "rule": exchange.rule, "number": exchange.number}
@@ -66,5 +66,5 @@ def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
         directory = {name: values.numpy() for name, values in said["directory"].items()}
         exchange.directories[t].load(directory)
         exchange.copies.load(t, directory["slots"].astype("int64"), said["copies"])
-        exchange.changes[t].newest[:] = said["changes"].numpy()
+        exchange.changes.of(t)[:] = said["changes"].numpy()
     exchange.rule, exchange.number = state["rule"], state["number"]

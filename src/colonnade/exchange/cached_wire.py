@@ -129,10 +129,15 @@ def records_layout(counts: np.ndarray, widths: np.ndarray) -> Records:
     return Records(row_layout(counts, widths), widths)
 
 
+def tables_of(counts: np.ndarray) -> np.ndarray:
+    """counts (N, T) of rows listed rank by rank, table by table: (rows,) int64, the table of each."""
+    return np.repeat(np.tile(np.arange(counts.shape[1]), len(counts)), counts.ravel())
+
+
 def by_table(counts: np.ndarray) -> list[np.ndarray]:
-    """counts (N, T) of rows listed rank by rank, table by table: by table, where its rows are."""
-    numbers = np.repeat(np.tile(np.arange(counts.shape[1]), len(counts)), counts.ravel())
-    return [np.flatnonzero(numbers == t) for t in range(counts.shape[1])]
+    """Likewise: by table, where its rows are, ascending."""
+    order = np.argsort(tables_of(counts), kind="stable")
+    return np.split(order, counts.sum(0).cumsum()[:-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.cache.sight import SHARED, Sight, least_uses
 from colonnade.errors import BudgetExceeded, ConfigError, WorldError
-from colonnade.exchange.cached_wire import by_table, records_layout
+from colonnade.exchange.cached_wire import by_table, records_layout, tables_of
 from colonnade.exchange.clean import cut, mark_bytes, pack_marks, unpack_marks
 from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import Declaration
@@ -305,34 +305,30 @@ class LentExchange(RowsExchange):
             self._give_back()
             self._line = line
 
-    def _put(
-        self, store: Any, slots: np.ndarray, counts: np.ndarray, records: Sequence[Tensor]
-    ) -> None:
-        """slots of rows as listed, counts (N, T) of them; records by table, as `_carried` gives them."""
-        for t, rows in enumerate(by_table(counts)):
-            if len(rows):
-                where = torch.from_numpy(slots[rows])
-                offsets = torch.tensor([0] * (t + 1) + [len(where)] * (len(self.widths) - t))
-                store.before_update(where, offsets)
-                store.native.unpack(t, where, records[t])
+    def _put(self, store: Any, slots: np.ndarray, counts: np.ndarray, records: Tensor) -> None:
+        """slots of rows as listed, counts (N, T) of them; records as `_carried` gives them."""
+        if not len(slots):
+            return
+        where = torch.from_numpy(slots)
+        order = np.argsort(tables_of(counts), kind="stable")
+        ends = torch.from_numpy(np.concatenate([[0], counts.sum(0).cumsum()]))
+        store.before_update(where[torch.from_numpy(order)], ends)
+        store.native.unpack_blocks(where, counts.ravel(), self.record_widths, records)
 
     def _carried(
         self, purpose: str, source: Any, slots: np.ndarray, theirs: np.ndarray, ours: np.ndarray
-    ) -> list[Tensor]:
+    ) -> Tensor:
         """Collective: records of rows of a store, theirs (N, T) of them for each rank, slots as listed rank by rank,
-        table by table. By table: records of `ours` (N, T) that came, listed rank by rank."""
-        going = records_layout(theirs, self.record_widths)
-        coming = records_layout(ours, self.record_widths)
-        message = empty(going.layout.num_elements, dtype=torch.uint8)
-        for t, rows in enumerate(by_table(theirs)):
-            records = torch.empty(len(rows), int(self.record_widths[t]), dtype=torch.uint8)
-            if len(rows):
-                source.native.pack(t, torch.from_numpy(slots[rows]), records)
-            going.fill(message, t, records)
-        received, _ = self.mesh.all_to_all(
-            purpose, message, going.layout.rank_elements, coming.layout.rank_elements
+        table by table. Those of `ours` (N, T) that came, one after another as listed, bytes."""
+        going, coming = row_layout(theirs, self.record_widths), row_layout(ours, self.record_widths)
+        message = empty(going.num_elements, dtype=torch.uint8)
+        source.native.pack_blocks(
+            torch.from_numpy(slots), theirs.ravel(), self.record_widths, message
         )
-        return [coming.of(received, t).contiguous() for t in range(len(self.widths))]
+        received, _ = self.mesh.all_to_all(
+            purpose, message, going.rank_elements, coming.rank_elements
+        )
+        return received
 
     # ---- push
 
@@ -455,8 +451,10 @@ class LentExchange(RowsExchange):
         )
         error = None
         try:
+            layout = records_layout(named.counts, self.record_widths)
             for t, rows in enumerate(by_table(named.counts)):
-                self._put_back(t, named.ids[torch.from_numpy(rows)], records[t])
+                mine = layout.of(records, t).contiguous()
+                self._put_back(t, named.ids[torch.from_numpy(rows)], mine)
         except BudgetExceeded as found:
             error = found
         if not self.mesh.least(int(error is None)):

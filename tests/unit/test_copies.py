@@ -1,0 +1,155 @@
+"""Copies of rows: what is pending there, by a twin in plain NumPy; records of all tables in one message."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from colonnade import Adam, Table, _native
+from colonnade.cache.copies import Copies
+from colonnade.exchange.cached_wire import by_table, tables_of
+from colonnade.exchange.wire import row_layout
+from colonnade.store.dram import open_dram
+
+WIDTHS = np.array([3, 1, 5])
+TABLES = [
+    Table(f"t{t}", int(width), rows=40, optimizer=Adam(lr=0.1)) for t, width in enumerate(WIDTHS)
+]
+
+
+def counted(random, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """(N, T) rows, and slots of them, each once: as messages list them."""
+    per_table = [random.permutation(40)[: random.integers(0, 30)] for _ in WIDTHS]
+    ends = [np.sort(random.integers(0, len(rows) + 1, num_ranks - 1)) for rows in per_table]
+    blocks = [np.split(rows, end) for rows, end in zip(per_table, ends, strict=True)]
+    counts = np.array([[len(blocks[t][n]) for t in range(len(WIDTHS))] for n in range(num_ranks)])
+    listed = [blocks[t][n] for n in range(num_ranks) for t in range(len(WIDTHS))]
+    return counts, np.concatenate(listed).astype(np.int64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_pending_is_what_a_twin_says(seed, dtype):
+    random = np.random.default_rng(seed)
+    tables = [
+        Table(f"t{t}", int(w), rows=40, optimizer=Adam(lr=0.1), dtype=dtype)
+        for t, w in enumerate(WIDTHS)
+    ]
+    copies = Copies(tables, [40] * len(WIDTHS))
+    for t in range(len(WIDTHS)):
+        copies.grow(t, 40)
+    twin: dict[tuple[int, int], np.ndarray] = {}
+    for _ in range(12):
+        (counts,), slots = (each for each in counted(random, 1))
+        tables_here = tables_of(counts[None, :])
+        layout = row_layout(counts[None, :], WIDTHS)
+        sums = torch.randn(layout.num_elements, dtype=getattr(torch, dtype))
+        index = layout.rank_major(WIDTHS)
+        leaves = random.random(len(slots)) < 0.4
+        rows = {
+            (int(t), int(slot)): sums.numpy()[i : i + WIDTHS[t]].copy()
+            for t, slot, i in zip(tables_here, slots, index.tolist(), strict=True)
+        }
+        # Rows that leave, and some of no batch that are driven out, on their way to two ranks.
+        out_counts, out = counted(random, 2)
+        keys = list(zip(tables_of(out_counts).tolist(), out.tolist(), strict=True))
+        place = {key: i for i, key in enumerate(rows)}
+        named = [key for key in keys if (leaves[place[key]] if key in place else key in twin)]
+        named_by = np.array([key in set(named) for key in keys], bool)
+        leaves = np.array([key in set(named) for key in rows], bool)
+        sent_counts = np.array(
+            [
+                [np.sum(tables_of(out_counts[:1])[named_by[: out_counts[0].sum()]] == t) for t in range(3)],
+                [np.sum(tables_of(out_counts[1:])[named_by[out_counts[0].sum() :]] == t) for t in range(3)],
+            ]
+        )  # fmt: skip
+        origin = np.array([place.get(key, -1) for key in named], np.int64)
+        message = torch.empty(int((sent_counts * WIDTHS).sum()), dtype=sums.dtype)
+        copies.take(sent_counts, out[named_by], origin, sums, index, message)
+        copies.add(counts, slots, sums, index, leaves)
+        none = {t: np.zeros(WIDTHS[t], dtype) for t in range(3)}
+        wanted = [
+            (rows[key] + twin[key] if key in twin else rows[key]) if key in rows else twin[key]
+            for key in named
+        ]
+        flat = np.concatenate([*wanted, none[0][:0]])
+        np.testing.assert_array_equal(message.numpy(), flat)
+        for key, leaving in zip(rows, leaves, strict=True):
+            if not leaving:
+                twin[key] = twin[key] + rows[key] if key in twin else rows[key]
+        for key in named:
+            twin.pop(key, None)
+        for t in range(3):
+            assert sorted(copies.dirty(t).tolist()) == sorted(s for u, s in twin if u == t)
+            for slot in copies.dirty(t).tolist():
+                np.testing.assert_array_equal(copies.pending[t][slot].numpy(), twin[t, slot])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_records_of_all_tables_travel_in_one_message(seed):
+    random = np.random.default_rng(seed)
+    store = open_dram(TABLES, [40] * 3, seed=seed)
+    every, offsets = torch.arange(40).repeat(3), torch.tensor([0, 40, 80, 120])
+    slots, _ = store.acquire(every, offsets)
+    sizes = [(40, table.record_bytes) for table in TABLES]
+    whole = [torch.from_numpy(random.integers(0, 100, size).astype(np.uint8)) for size in sizes]
+    for records in whole:
+        records[:, -4:] = 0  # of a clock, what a slot has room for
+    for t, records in enumerate(whole):
+        store.native.unpack(t, slots[offsets[t] : offsets[t + 1]], records)
+    counts, rows = counted(random, 3)
+    widths = np.array([table.record_bytes for table in TABLES]) - np.array([0, 8, 13])
+    message = torch.empty(int((counts * widths).sum()), dtype=torch.uint8)
+    store.native.pack_blocks(
+        torch.from_numpy(rows.astype(np.int32)), counts.ravel(), widths, message
+    )
+    tables = tables_of(counts)
+    wanted = [whole[t][row, : widths[t]] for t, row in zip(tables.tolist(), rows.tolist(), strict=True)]  # fmt: skip
+    assert torch.equal(message, torch.cat([*wanted, message[:0]]))
+
+    copies = Copies(TABLES, [40] * 3)
+    for t in range(3):
+        copies.grow(t, 40)
+    ids = rows + 1000
+    assert not copies.receive(counts, rows, ids, message, widths).any()
+    for t, mine in enumerate(by_table(counts)):
+        found = copies.records(t, rows[mine])
+        assert torch.equal(found[:, : widths[t]], whole[t][rows[mine], : widths[t]])
+        assert not found[:, widths[t] :].any()
+        assert copies.ids[t][rows[mine]].tolist() == ids[mine].tolist()
+
+
+def test_what_does_not_fit_is_refused():
+    store = open_dram(TABLES, [40] * 3, seed=0)
+    slots, bytes_of = torch.tensor([1, 2], dtype=torch.int32), TABLES[0].record_bytes
+    widths = np.array([t.record_bytes for t in TABLES])
+    for counts, given, message in (
+        ([2, 0, 0], widths, 2 * bytes_of - 1),
+        ([3, 0, 0], widths, 3 * bytes_of),
+        ([1, 0, 0], widths, bytes_of),
+        ([-1, 3, 0], widths, 0),
+        ([2, 0], widths, 2 * bytes_of),
+        ([2, 0, 0], widths + 1, 2 * bytes_of + 2),
+    ):
+        for call in (store.native.pack_blocks, store.native.unpack_blocks):
+            with pytest.raises(ValueError, match="got"):
+                call(slots, np.array(counts), given, torch.zeros(message, dtype=torch.uint8))
+    sums, ticks = [np.zeros((4, 3), np.float32)], [np.zeros(4, np.int32)]
+    batch, index = torch.zeros(6), torch.tensor([0, 3], dtype=torch.int32)
+    one = np.array([2]), np.array([0, 3])
+    _native.add_pending(sums, ticks, *one, index, batch, np.zeros(2, np.uint8))
+    for counts, slots_, index_ in (
+        ([2], [0, 4], [0, 3]),
+        ([2], [0, -1], [0, 3]),
+        ([3], [0, 1], [0, 3]),
+        ([2], [0, 1], [0, 4]),
+    ):
+        given = np.array(counts), np.array(slots_), torch.tensor(index_, dtype=torch.int32)
+        with pytest.raises(ValueError, match="pending sums"):
+            _native.add_pending(sums, ticks, *given, batch, np.zeros(2, np.uint8))
+        out = torch.zeros(3 * counts[0])
+        with pytest.raises(ValueError, match="pending sums"):
+            _native.take_pending(
+                sums, ticks, given[0], given[1], np.array([0, 1]), given[2], batch, out
+            )
