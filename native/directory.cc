@@ -350,9 +350,9 @@ std::vector<DirectoryRow> Directory::rows() const {
   return found;
 }
 
-std::vector<DirectoryRow> Directory::flush() {
+std::vector<DirectoryRow> Directory::flush(std::int64_t above) {
   std::vector<DirectoryRow> found = rows();
-  std::erase_if(found, [](const DirectoryRow& row) { return row.ticks == 0; });
+  std::erase_if(found, [above](const DirectoryRow& row) { return row.ticks <= above; });
   for (const DirectoryRow& row : found) rows_[row.slot].ticks = 0;
   return found;
 }
@@ -361,6 +361,15 @@ void Directory::forget() {
   for (std::int64_t s = 0; s < num_slots_; ++s)
     if (worths_[s]) remove(static_cast<std::uint32_t>(s));
   forget_order();
+}
+
+// What waited elsewhere when a copy was read was up to the old bound: it counts as read so many batches earlier.
+void Directory::set_bounds(std::int64_t read_bound, std::int64_t write_bound) noexcept {
+  const std::int64_t lowered = settings_.write_bound - write_bound;
+  for (std::int64_t s = 0; lowered > 0 && s < num_slots_; ++s)
+    if (worths_[s]) rows_[s].copied -= static_cast<std::uint32_t>(std::min<std::int64_t>(rows_[s].copied, lowered));
+  settings_.read_bound = read_bound;
+  settings_.write_bound = write_bound;
 }
 
 void Directory::load(std::span<const DirectoryRow> rows, std::int64_t number, std::uint64_t time) {

@@ -73,10 +73,11 @@ class Directory {
                      std::span<const std::int64_t> coming, std::int64_t window);
   // As if the newest step had not been. ids: its own. invalid_argument for another's.
   void undo(std::span<const std::int64_t> ids, const DirectoryStep& done);
-  // Everything pending is pushed: those rows as they were, ascending by id.
-  std::vector<DirectoryRow> flush();
+  // Rows with more than so many batches pending are pushed: as they were, ascending by id.
+  std::vector<DirectoryRow> flush(std::int64_t above);
   void forget();  // no copy is left
   void resize(std::int64_t capacity) { settings_.capacity = capacity; }
+  void set_bounds(std::int64_t read_bound, std::int64_t write_bound) noexcept;
 
   std::vector<DirectoryRow> rows() const;  // ascending by id
   // Into a directory without copies. invalid_argument for an id or a slot twice.

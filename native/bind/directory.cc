@@ -83,17 +83,20 @@ void bind_directory(nb::module_& m) {
             self.undo(i, done);
           },
           "ids"_a, "done"_a)
-      .def("flush",
-           [](Directory& self) {
-             std::vector<DirectoryRow> rows;
-             {
-               nb::gil_scoped_release release;
-               rows = self.flush();
-             }
-             return columns(rows);
-           })
+      .def(
+          "flush",
+          [](Directory& self, int64_t above) {
+            std::vector<DirectoryRow> rows;
+            {
+              nb::gil_scoped_release release;
+              rows = self.flush(above);
+            }
+            return columns(rows);
+          },
+          "above"_a)
       .def("forget", &Directory::forget, nb::call_guard<nb::gil_scoped_release>())
       .def("resize", &Directory::resize, "capacity"_a)
+      .def("set_bounds", &Directory::set_bounds, "read_bound"_a, "write_bound"_a)
       .def("rows",
            [](const Directory& self) {
              std::vector<DirectoryRow> rows;

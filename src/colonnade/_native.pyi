@@ -356,10 +356,11 @@ class Directory:
         """ids (U,) int64 ascending, each once; next_uses (U,) int32; coming (N,) int64 ascending."""
     def undo(self, ids: Array, done: DirectoryStep) -> None:
         """ids: that step's. ValueError unless it is the newest."""
-    def flush(self) -> tuple[Array, Array, Array, Array, Array]:
-        """As `rows`, of those with something pending, which is nothing then."""
+    def flush(self, above: int) -> tuple[Array, Array, Array, Array, Array]:
+        """As `rows`, of those with more than so many batches pending; then nothing is."""
     def forget(self) -> None: ...
     def resize(self, capacity: int) -> None: ...
+    def set_bounds(self, read_bound: int, write_bound: int) -> None: ...
     def rows(self) -> tuple[Array, Array, Array, Array, Array]:
         """ids (R,) int64 ascending; slots, copied, ticks, worths (R,) int32 (worths: uint32 bits)."""
     def load(

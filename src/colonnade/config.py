@@ -330,6 +330,7 @@ OPEN_SECTIONS = (
     ["data", "options"],
     ["plan", "memory", "tables"],
     ["plan", "tables"],
+    ["plan", "staleness_by_step"],
     ["plan", "cache", "tables"],
     ["rows", "tables"],
 )

@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from colonnade.errors import BudgetExceeded, CheckpointError, ConfigError, IdRan
 from colonnade.exchange import open_exchange
 from colonnade.exchange.ahead import Ahead, open_ahead
 from colonnade.exchange.cached import cached_end, without_copies
+from colonnade.exchange.changing import change
 from colonnade.exchange.contract import Pushed, RowGradients, RowSource, Ticket, touched
 from colonnade.exchange.layout import declare
 from colonnade.exchange.lent import lent_end
@@ -288,6 +290,7 @@ class EmbeddingCollection(nn.Module):
             is_alone=self.mesh.num_ranks == 1,
             ahead=self.ahead,
             agree=None if self.consistency.is_exact else self.mesh.least,
+            change=None if self.cached is None else partial(change, self.cached),
         )
 
     def prepare(self, batch: Batch, *, purpose: str = "route") -> Ticket:

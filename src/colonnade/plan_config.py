@@ -271,6 +271,13 @@ class CacheConfig(Section):
     """By name: tables with a size, bounds or policy of their own."""
 
 
+def _staleness_of(said: CacheConfig | TableCacheConfig) -> int:
+    """Batches that a read may miss by these bounds."""
+    if isinstance(said.staleness, int):
+        return said.staleness
+    return (said.read_bound or 0) + (said.write_bound or 0)
+
+
 class PlanConfig(Section):
     memory: MemoryConfig = MemoryConfig()
     """What each rank may use of each tier."""
@@ -285,6 +292,9 @@ class PlanConfig(Section):
     staleness_steps: Annotated[int | Literal["unbounded"], PlainValidator(_staleness)] = 0
     """0: synchronous. k: every read misses exactly the newest k updates of rows; unbounded: as many as happens, for
     comparison."""
+    staleness_by_step: dict[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = {}
+    """By step: how many updates reads may miss at most from there on, e.g. {1000: 0}, where staleness_steps, or the
+    staleness of plan.cache, is more."""
     exchange: ExchangeChoice = "rows"
     """What travels between ranks: rows, what owners pool of them (pooled), partials of the model's first operators
     where those are less (substitute), what owners pool by way of a rank of their tower (towers), gradients alone
@@ -329,6 +339,7 @@ class PlanConfig(Section):
                     f"got tables.{name}.staleness_steps={table.staleness_steps} with staleness_steps=unbounded, wanted "
                     "0, or a number for all"
                 )
+        self._check_staleness_by_step()
         if self.cache is not None and self.is_late:
             raise ValueError(
                 "got plan.cache with staleness_steps, of the plan or of a table; copies are what is late already: set "
@@ -340,6 +351,29 @@ class PlanConfig(Section):
                 "have no rows then: leave one of them out"
             )
         return self
+
+    def _check_staleness_by_step(self) -> None:
+        """Raises ValueError."""
+        if not self.staleness_by_step:
+            return
+        if isinstance(self.staleness_steps, str):
+            raise ValueError(
+                "got plan.staleness_by_step with staleness_steps=unbounded, which promises nothing; give a number"
+            )
+        if self.cache is not None and self.cache.staleness == "exact":
+            raise ValueError(
+                "got plan.staleness_by_step with plan.cache.staleness=exact, whose reads are never late; leave one out"
+            )
+        late = [self.staleness_steps, *(each.staleness_steps or 0 for each in self.tables.values())]
+        if self.cache is not None:
+            said: list[CacheConfig | TableCacheConfig] = [self.cache, *self.cache.tables.values()]
+            late += map(_staleness_of, said)
+        for step, bound in self.staleness_by_step.items():
+            if bound > max(late):
+                raise ValueError(
+                    f"got plan.staleness_by_step={{{step}: {bound}}} where reads are at most {max(late)} late; raise "
+                    "staleness_steps, or plan.cache.staleness, to the largest that you need"
+                )
 
     @model_validator(mode="before")
     @classmethod

@@ -35,8 +35,8 @@ from colonnade import (
     build_plan,
 )
 from colonnade.config import build_config, override
-from colonnade.consistency.row_clock import row_clock
-from colonnade.errors import ConfigError
+from colonnade.consistency.row_clock import RowClock, row_clock
+from colonnade.errors import ConfigError, PeerLost
 from colonnade.exchange.cached import TableCache
 from colonnade.topology.hot import hot_rows
 from colonnade.topology.sharding import column_wise, row_wise
@@ -97,6 +97,8 @@ class Ones:
         self.rows = RowOptimizer(self.collection)
         self.used = np.zeros((mesh.num_ranks, self.IDS))
         self.before = []  # `used`, by batch
+        self.asked = {}  # by table and row: the batch that read the copy, the write bound of then
+        self.kept, self.ahead = kept, None
         clock = kept.clock
         self.slow = [
             SlowDirectory(rows, clock.read_bound, clock.write_bound, policy) for _ in declared
@@ -123,12 +125,27 @@ class Ones:
             mine.append(Batch(1, torch.zeros(1, 0), {"a": bag, "b": other}))
         return mine, said
 
-    def run(self, steps):
+    def change(self, random):
+        """Other bounds and sizes of one table or both. random: the same on every rank."""
+        caches = {}
+        for name, slow in zip(("few", "any"), self.slow, strict=True):
+            staleness = min(int(random.choice([0, 1, 4, 40])), self.kept.clock.staleness)
+            read = int(random.integers(0, staleness + 1))
+            rows = int(random.integers(0, self.kept.rows + 1))
+            if self.kept.policy == "lookahead":
+                rows = self.kept.rows  # who leaves is foretold, and the slow twin is not told
+            if random.integers(4):
+                clock = RowClock(read, staleness - read)
+                caches[name] = replace(self.kept, rows=rows, clock=clock)
+                slow.change(rows, clock.read_bound, clock.write_bound)
+        self.ahead.change_caches(caches)
+
+    def run(self, steps, changes=None):
         """Asserts of every read: nothing of one's own is missed, of each other rank s batches at most, nothing twice.
-        Returns batches by id that were ever trained on, and the most that a read missed of all others."""
+        changes: says after which steps bounds and sizes become others, and which. Returns batches by id that were ever
+        trained on, and the most that a read missed of all others."""
         mine, said = self.batches(steps)
         used = self.used
-        bound = self.collection.plan.tables[0].cache.clock.staleness
         worst = 0
         for batch, ids_of in zip(self.stream(mine), said, strict=True):
             found = self.collection(batch)
@@ -139,12 +156,16 @@ class Ones:
                 by_row = slow.step(sorted((ids * sign).tolist())).by_row
                 ages = [by_row[id][2] * (by_row[id][1] == HIT) for id in (ids * sign).tolist()]
                 self.ages.update(age.bit_length() for age in ages)
-                for age, id, mine, sees in zip(
-                    ages, ids.tolist(), used[self.mesh.rank, ids], seen, strict=True
+                for id, mine, sees in zip(
+                    ids.tolist(), used[self.mesh.rank, ids], seen, strict=True
                 ):
-                    then = np.delete(self.before[-1 - age], self.mesh.rank, 0)[:, id]
-                    known = np.maximum(0, then - slow.write_bound).sum()
+                    if by_row[id * sign][1] != HIT:
+                        self.asked[name, id] = len(self.before) - 1, slow.write_bound
+                    number, waited = self.asked[name, id]
+                    then = np.delete(self.before[number], self.mesh.rank, 0)[:, id]
+                    known = np.maximum(0, then - waited).sum()
                     assert sees >= mine + known, "what others had sent when the owner was asked"
+                bound = slow.read_bound + slow.write_bound
                 own, every = used[self.mesh.rank, ids], used[:, ids].sum(0)
                 least = own + np.maximum(0, np.delete(used, self.mesh.rank, 0)[:, ids] - bound).sum(
                     0
@@ -157,6 +178,8 @@ class Ones:
             self.rows.step()
             for rank, theirs in enumerate(ids_of):
                 used[rank, theirs] += 1
+            if changes is not None and changes.random() < 0.2:
+                self.change(changes)
         counted = self.collection.cached.ages
         assert {kind: rows for kind, rows in enumerate(counted) if rows} == dict(self.ages)
         return used.sum(0), worst
@@ -166,6 +189,7 @@ class Ones:
         first = 0
         for last in (len(batches) // 3, len(batches) // 2, len(batches)):
             with self.collection.lookahead(batches[first:]) as ahead:
+                self.ahead = ahead
                 for _ in range(last - first):
                     yield next(ahead)
                 if first:
@@ -226,6 +250,129 @@ def test_reads_miss_no_more_than_the_bounds_and_nothing_is_lost(num_ranks):
     for missed in run_ranks(num_ranks, count_batches, cases):
         assert missed[0] == 0  # I5
         assert missed[-1] > 5  # the bounds are used
+
+
+def count_batches_by_changing_bounds(mesh, cases):
+    for seed, (staleness, rows, policy, depth) in enumerate(cases):
+        world = Ones(mesh, staleness, rows, policy=policy, depth=depth, seed=seed)
+        total, _ = world.run(70, np.random.default_rng(seed))
+        with world.rows.settled():
+            for held in world.held():
+                assert np.array_equal(held, total), "I1: every batch once"
+        counts, copies = world.collection.cached.counts, world.collection.cached.copies
+        waiting = sum(int(ticks.sum()) for ticks in copies.ticks)
+        assert counts.ticks + waiting == counts.hits + counts.misses + counts.lease_over
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_reads_miss_no_more_than_the_bounds_of_their_step_allow(num_ranks):
+    """Bounds by table, and sizes, become others after any step, with batches made ready ahead: decisions are those of
+    the slow twin, and invariants hold of every read from the next one on."""
+    cases = [(10, 12, "lru", 2), (7, 5, "lfu", 0), (1000, 60, "lookahead", 3), (40, 60, "lru", 5)]
+    run_ranks(num_ranks, count_batches_by_changing_bounds, cases)
+
+
+def become_synchronous(mesh, depth):
+    """By step after the change: what was looked up with copies, and without. Last the rows."""
+    optimizers = [SGD(lr=0.1, momentum=0.9), Adagrad(lr=0.3), Adam(lr=0.1)]
+    declared = [Table(f"t{i}", 3, rows=40, optimizer=each) for i, each in enumerate(optimizers)]
+    random = torch.Generator().manual_seed(mesh.rank)
+    stream = []
+    for _ in range(20):
+        ids = torch.rand(9, generator=random).pow(3).mul(40).long()
+        stream.append(Batch(9, torch.zeros(9, 0), {t.name: Ids(ids) for t in declared}))
+
+    def opened(caches):
+        collection = EmbeddingCollection(declared, [Feature(t.name, t.name) for t in declared])
+        plan = build_plan(declared, mesh.num_ranks, caches=caches, lookahead=depth)
+        return collection.open(plan, mesh), RowOptimizer(collection)
+
+    def step(collection, rows, batch):
+        found = collection(batch)
+        sum(output.square().sum() for output in found.values()).backward()
+        rows.step()
+        return {name: output.detach().clone() for name, output in found.items()}
+
+    kept = {t.name: TableCache(25, row_clock(8), "lfu") for t in declared}
+    copied, plain = opened(kept), opened(None)
+    ahead = copied[0].lookahead(stream)
+    for _ in range(12):
+        step(*copied, next(ahead))
+    late = all(len(copied[0].cached.copies.dirty(t)) for t in range(3))
+    ahead.change_caches({name: replace(each, clock=row_clock(0)) for name, each in kept.items()})
+    for t in range(3):
+        for ids, records in copied[0].store.scan(t):
+            plain[0].store.put(t, ids.clone(), records.clone(memory_format=torch.contiguous_format))
+    found = []
+    for (collection, rows), batches in ((copied, ahead), (plain, plain[0].lookahead(stream[12:]))):
+        seen = [step(collection, rows, batch) for batch in batches]
+        seen.append({t.name: collection.rows(t.name, torch.arange(40)) for t in declared})
+        found.append(seen)
+    return late, list(zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_from_a_bound_of_zero_on_it_is_the_bits_of_rows(depth):
+    """What waited was handed over at once, one step of each row; nothing is late from the next batch on."""
+    for late, found in run_ranks(2, become_synchronous, depth):
+        assert late and len(found) == 9
+        for copied, plain in found:
+            for name, values in plain.items():
+                assert torch.equal(copied[name], values)
+
+
+def disagree(mesh, alone):
+    """What each rank hears: of other bounds than another's, or of a change that another one does not make."""
+    world = Ones(mesh, 6, 9)
+    mine, _ = world.batches(8)
+    ahead, said = world.collection.lookahead(mine), []
+
+    def step():
+        sum(output.sum() for output in world.collection(next(ahead)).values()).backward()
+        world.rows.step()
+
+    def change(rows=9, staleness=2, name="few", policy="lru"):
+        ahead.change_caches({name: TableCache(rows, row_clock(staleness), policy)})
+
+    step()
+    if alone:
+        mesh.presence.timeout = 3.0
+        with pytest.raises(PeerLost) as lost:
+            if mesh.rank == 0:
+                change()
+            step()
+            step()
+        return str(lost.value)
+    for words in (
+        {"staleness": 2 + mesh.rank}, {"rows": 10}, {"staleness": 7}, {"name": "none"}, {"policy": "lfu"},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as error:
+            change(**words)
+        said.append(str(error.value))
+        step()
+    batch = next(ahead)
+    with pytest.raises(RuntimeError, match="read and not stepped"):
+        change()
+    sum(output.sum() for output in world.collection(batch).values()).backward()
+    world.rows.step()
+    change()
+    step()
+    return said
+
+
+def test_ranks_that_change_to_other_bounds_are_told():
+    wanted = (
+        "on rank 1", "got rows 10, wanted 0 .. 9", "a staleness of 7, wanted 0 .. 6", "got table 'none'",
+        "policy 'lfu'",
+    )  # fmt: skip
+    for said in run_ranks(2, disagree, False):
+        assert all(words in each for words, each in zip(wanted, said, strict=True))
+
+
+def test_a_rank_that_changes_bounds_alone_is_found():
+    """Within the timeout, by both: one waits for the other's word, the other for its rows."""
+    for said in run_ranks(2, disagree, True):
+        assert "lost rank" in said and "'evaluate'" in said
 
 
 def beside_tables_that_are_cut(mesh):
@@ -352,6 +499,73 @@ def test_commits_have_all_that_waits_and_go_on_with_other_bounds(tmp_path):
     for one, other in zip(every, alone, strict=True):
         assert torch.equal(one, other)
     assert again["test_auc"] == metrics["test_auc"]
+
+
+def run_parts(mesh, folder, parts):
+    """Runs one after the other, each on from the last: (steps, settings). Of the last: all rows, the largest number of
+    batches that wait at a copy, and the bounds of C2."""
+    for steps, settings in parts:
+        said = {"train.epochs": 2, "train.max_steps": steps, **settings}
+        run = open_run(override(build_config(CONFIG), said), mesh, folder)
+        try:
+            run.train()
+            collection, waiting, bounds = run.trainer.collection, 0, None
+            if (cached := collection.cached) is not None:
+                waiting = max(int(ticks.max(initial=0)) for ticks in cached.copies.ticks)
+                last = cached.directories[1]
+                bounds = last.read_bound, last.write_bound
+            with run.trainer.rows.settled():
+                sizes = {"C1": 50, "C2": 900}
+                every = [collection.rows(name, torch.arange(n)) for name, n in sizes.items()]
+        finally:
+            run.close()
+    return every, waiting, bounds
+
+
+def run_by_staleness_by_step(mesh, folder):
+    at = {"plan.staleness_by_step": {8: 3, 15: 0, 22: 7}}
+    stops = {"whole": [30], "cut": [8, 9, 16, 22, 30], "to zero": [19]}
+    found = {
+        name: run_parts(mesh, folder / name, [(stop, at) for stop in each])
+        for name, each in stops.items()
+    }
+    plain = [(15, {"plan.staleness_by_step": {8: 3}}), (19, {"plan.cache": None})]
+    return found | {"plain": run_parts(mesh, folder / "plain", plain)}
+
+
+def test_a_run_whose_bounds_change_by_step_can_be_cut_anywhere(tmp_path):
+    """Bits are the same, and from a bound of 0 on those of a run that went on without copies."""
+    found = run_ranks(2, run_by_staleness_by_step, tmp_path)[0]
+    for name, other in (("whole", "cut"), ("to zero", "plain")):
+        for one, same in zip(found[name][0], found[other][0], strict=True):
+            assert torch.equal(one, same)
+    bounds = {"whole": (3, 4), "cut": (3, 4), "to zero": (0, 0), "plain": None}
+    assert {name: each[2] for name, each in found.items()} == bounds
+    assert found["to zero"][1] == 0 < found["whole"][1] <= 4
+
+
+def go_on_with_other_bounds(mesh, folder):
+    found = {}
+    for name, settings in {
+        "as it was": {}, "lower": {"plan.cache.staleness": 3}, "zero": {"plan.cache.staleness": 0},
+        "none": {"plan.cache": None},
+    }.items():  # fmt: skip
+        found[name] = run_parts(mesh, folder / name, [(12, {}), (13, settings)])
+    found["late again"] = run_parts(
+        mesh, folder / "again", [(12, {"plan.cache.staleness": 0}), (13, {})]
+    )
+    return found
+
+
+def test_lower_bounds_of_a_run_that_goes_on_hold_at_once(tmp_path):
+    """No more waits at a copy than they allow, whether it was used since or not; at 0 it is a run without copies.
+    Copies of a run whose bound was 0 are not taken up: nobody trained them."""
+    found = run_ranks(2, go_on_with_other_bounds, tmp_path)[0]
+    waiting = {name: each[1] for name, each in found.items()}
+    assert waiting["as it was"] > 2 >= waiting["lower"] > waiting["zero"] == 0
+    assert waiting["late again"] == 1
+    for one, same in zip(found["zero"][0], found["none"][0], strict=True):
+        assert torch.equal(one, same)
 
 
 def leave_one_out(mesh):

@@ -171,14 +171,14 @@ def test_bounds_that_cannot_be_kept():
     assert build_plan(tables, staleness_steps=2, staleness=dict.fromkeys(NAMES, 0)).latest == 0
 
 
-def fitted(run, bounds: tuple, stop: int) -> Net:
+def fitted(run, bounds: tuple, stop: int, **plan) -> Net:
     """bounds: of all tables, and of films."""
     late, films = bounds
     tables = {} if films is None else {"film": {"staleness_steps": films}}
     model = Net()
     colonnade.fit(
         model, splits(), run=run, epochs=1, batch_size=30, quiet=True, threads=1, lookahead=3,
-        staleness_steps=late, tables=tables, max_steps=stop,
+        staleness_steps=late, tables=tables, max_steps=stop, **plan,
     )  # fmt: skip
     return model
 
@@ -193,6 +193,22 @@ def test_a_run_that_is_cut_goes_on_to_the_same_bits(tmp_path):
     # Each step reads films at once, and users 3 steps early but for the first ones.
     assert sums_of(run, "missed") == {"0": 12 + 1, "1": 1, "2": 1, "3": 12 - 3}
     assert "How late reads of rows were" in run_page(run)
+
+
+def test_a_run_whose_bound_changes_by_step_can_be_cut_anywhere(tmp_path):
+    """Users are read 3 steps early; from step 4 on at once, but three batches have been read; from step 8 on two."""
+    at = {"staleness_by_step": {4: 0, 8: 2}}
+    whole = fitted(tmp_path / "whole", (3, 0), 12, **at)
+    for name, stops in (
+        ("before", [3, 4, 12]),
+        ("while it drains", [5, 6, 12]),
+        ("after", [8, 9, 12]),
+    ):
+        models = [fitted(tmp_path / name, (3, 0), stop, **at) for stop in stops]
+        assert_same(whole, models[-1])
+    users = [0, 1, 2, 3, 3, 3, 3, 0, 0, 1, 2, 2]
+    wanted = Counter(map(str, users)) + Counter({"0": 12})
+    assert sums_of(read_run(tmp_path / "whole"), "missed") == wanted
 
 
 CHANGES = {

@@ -42,6 +42,18 @@ class SlowDirectory:
         self.policy, self.rows, self.number, self.time = policy, {}, 0, 0
         self.before: list = []
 
+    def change(self, capacity: int, read_bound: int, write_bound: int) -> dict[int, list]:
+        """From the next batch on. Returns what is pushed at once: by row, slot and ticks."""
+        beyond = {i: r for i, r in sorted(self.rows.items()) if r.ticks > write_bound}
+        pushed = {id: [row.slot, row.ticks] for id, row in beyond.items()}
+        for row in beyond.values():
+            row.ticks = 0
+        for row in self.rows.values():  # so many more may have waited elsewhere when it was read
+            row.copied = max(0, row.copied - max(0, self.write_bound - write_bound))
+        self.capacity, self.read_bound, self.write_bound = capacity, read_bound, write_bound
+        self.before = []
+        return pushed
+
     def worth(self, row: Row) -> tuple:
         if self.policy == "lru":
             return (row.last,)

@@ -35,7 +35,8 @@ def batch(random: np.random.Generator, most: int, shift: int) -> np.ndarray:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_it_decides_row_by_row(policy, capacity, read_bound, write_bound, most, seed):
-    """Decisions and slots, through steps undone, capacities that change, a state loaded, hints true and false."""
+    """Decisions and slots, through steps undone, capacities and bounds that change, a state loaded, hints true and
+    false."""
     random = np.random.default_rng(seed)
     fast = Directory(capacity, read_bound, write_bound, policy)
     slow = SlowDirectory(capacity, read_bound, write_bound, policy)
@@ -54,6 +55,7 @@ def test_it_decides_row_by_row(policy, capacity, read_bound, write_bound, most, 
             state = fast.state()
             fast = Directory(slow.capacity, read_bound, write_bound, policy)
             fast.load(state)
+            assert (fast.read_bound, fast.write_bound) == (slow.read_bound, slow.write_bound)
             done, slow.before = [], []
         elif what == 3:
             flushed = fast.flush()
@@ -65,6 +67,15 @@ def test_it_decides_row_by_row(policy, capacity, read_bound, write_bound, most, 
             for row in slow.rows.values():
                 row.ticks = 0
             done, slow.before = [], []
+        elif what == 4:
+            read, write = (int(random.choice([0, 1, 2, 4, 9, UNBOUNDED])) for _ in range(2))
+            pushed = slow.change(slow.capacity, read, write)
+            flushed = fast.flush(write)
+            assert flushed.ids.tolist() == list(pushed)
+            gone = zip(flushed.slots.tolist(), flushed.ticks.tolist(), strict=True)
+            assert [list(x) for x in gone] == [*pushed.values()]
+            fast.set_bounds(read, write)
+            done = []
         ids = batch(random, most, step // 20 * 31)
         next_uses = random.integers(0, 9, len(ids)).astype(np.int32) if random.integers(2) else None
         coming = batch(random, most, 3) if random.integers(2) else None
@@ -85,7 +96,9 @@ def test_it_decides_row_by_row(policy, capacity, read_bound, write_bound, most, 
         done.append(decision)
     state = fast.state()
     assert state["ids"].tolist() == sorted(slow.rows)
-    assert state["slots"].tolist() == [slow.rows[i].slot for i in sorted(slow.rows)]
+    rows = [slow.rows[i] for i in sorted(slow.rows)]
+    for name, wanted in {"slots": "slot", "copied": "copied", "ticks": "ticks"}.items():
+        assert state[name].tolist() == [getattr(row, wanted) for row in rows]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -241,6 +254,9 @@ def test_hits_recover_after_what_is_popular_changed(policy):
 def test_what_cannot_be_is_refused_and_changes_nothing():
     with pytest.raises(ConfigError, match="wanted 0 or more"):
         Directory(-1, 0, 0)
+    for wrong in (lambda it: it.set_bounds(1, -1), lambda it: it.resize(-1)):
+        with pytest.raises(ConfigError, match="wanted 0 or more"):
+            wrong(Directory(1, 0, 0))
     with pytest.raises(ConfigError, match="wanted lru, lfu, light_lfu or lookahead"):
         Directory(1, 0, 0, "fifo")
     directory = Directory(4, 1, 1)

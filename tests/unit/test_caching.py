@@ -58,6 +58,12 @@ def test_bounds_share_the_staleness():
     assert row_clock(5, 0) == RowClock(0, 5)
     assert row_clock(5, write_bound=1) == RowClock(4, 1)
     assert row_clock(5).newest_visible(10) == 4
+    assert [row_clock(9, read).at_most(4) for read in (0, 4, 9)] == [
+        RowClock(0, 4), RowClock(1, 3), RowClock(4, 0)
+    ]  # fmt: skip
+    assert RowClock(3, 1).at_most(4) == RowClock(3, 1) and RowClock(2, 7).at_most(0) == RowClock(
+        0, 0
+    )
     for numbers in ((5, 1, 1), (5, 6), (-1,)):
         with pytest.raises(ConfigError, match="row_clock"):
             row_clock(*numbers)
@@ -168,22 +174,24 @@ def test_a_change_is_never_overlooked(rows):
 
 
 def test_copies_of_commits_go_on_in_a_world_like_theirs_alone():
-    """As many ranks, the same tables and policies, directories that know their time."""
+    """As many ranks, the same tables and policies, copies that outlast their batch there and here."""
     directory = Directory(4, 1, 1, "lfu")
     here = SimpleNamespace(
         declaration=SimpleNamespace(tables=TABLES[:1]),
         directories=[directory],
+        is_kept=[True],
         mesh=SimpleNamespace(num_ranks=2),
     )
-    said = {"policy": "lfu", "directory": directory.state()}
+    said = {"policy": "lfu", "kept": True, "directory": directory.state()}
     state = {"tables": {"item": said}}
     assert is_taken_up(here, [state, state])
-    of_before = {name: each for name, each in said["directory"].items() if name != "time"}
+    of_before = {name: each for name, each in said.items() if name != "kept"}
     for other in (
         None,
         {"tables": {"user": said}},
         {"tables": {"item": said | {"policy": "lru"}}},
-        {"tables": {"item": said | {"directory": of_before}}},
+        {"tables": {"item": said | {"kept": False}}},
+        {"tables": {"item": of_before}},
     ):
         assert not is_taken_up(here, [state, other])
     assert not is_taken_up(here, [state])

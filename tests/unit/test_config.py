@@ -101,6 +101,27 @@ def test_settings_by_table_and_sections_that_may_be_left_out_name_the_nearest_to
         override(build_config({}), {"plan.cache.tables.C1": 3})
 
 
+def test_bounds_by_step():
+    late = override(RunConfig(), {"plan.staleness_steps": 4, "plan.staleness_by_step": {100: 0}})
+    config = override(late, {"plan.staleness_by_step.200": 4})
+    assert config.plan.staleness_by_step == {100: 0, 200: 4}
+    assert build_config(yaml.safe_load(dump_config(config))) == config
+    assert override(config, {"plan.staleness_by_step.100": 2}).plan.staleness_by_step == {
+        100: 2,
+        200: 4,
+    }
+    copies = {"cache": {"staleness": 3, "tables": {"t": {"read_bound": 9}}}}
+    assert build_config({"plan": {**copies, "staleness_by_step": {0: 9}}})
+    for plan, words in (
+        ({"staleness_steps": 4}, "reads are at most 4 late"),
+        ({"cache": {"staleness": 4}}, "reads are at most 4 late"),
+        ({"staleness_steps": "unbounded"}, "which promises nothing"),
+        ({"cache": {"staleness": "exact"}}, "whose reads are never late"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            build_config({"plan": {**plan, "staleness_by_step": {7: 5}}})
+
+
 def test_places_have_a_path_and_perhaps_a_size(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert parse_place("/a:64GiB") == Place("/a", 64 << 30)

@@ -23,7 +23,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.data.lookahead import DEEPEST, LOOKED_AT, Lookahead, Window, _run, next_depth
-from colonnade.errors import BudgetExceeded
+from colonnade.errors import BudgetExceeded, ConfigError
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,50 @@ def test_batches_that_were_read_count_where_the_window_does_not_fit():
         slow.window.crowded.set()
         next(batches)
         assert slow.lookahead.depth == 6
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4])
+def test_batches_that_are_ready_come_again_after_a_change(depth):
+    """In order, each once, prepared anew; and so does an error of reading, in its turn."""
+    window = Window(lambda: 0.0, lambda: 0.0, *(threading.Event() for _ in range(3)))
+    prepared, dropped, changes = [], [], []
+
+    def read():
+        for number in range(9):
+            yield Batch(1, torch.zeros(1, 0), {}, world_weight=float(number))
+        raise OSError("the tenth")
+
+    def prepare(batch):
+        prepared.append(int(batch.world_weight))
+        return prepared[-1]
+
+    def change(caches, undo):
+        undo()
+        changes.append((caches, sorted(dropped)))
+
+    lookahead = Lookahead(
+        read(), prepare=prepare, fetch=lambda *_: None, drop=dropped.append, window=window,
+        depth=depth, bounds=(0,), is_alone=False, change=change,
+    )  # fmt: skip
+    seen = []
+    with lookahead as batches, pytest.raises(OSError, match="the tenth"):
+        for batch in batches:
+            seen.append(batch.ticket)
+            batch.ticket = None
+            if seen[-1] in (2, 3, 8):
+                dropped.clear()
+                batches.change_caches(f"after {seen[-1]}")
+    assert seen == list(range(9))
+    for last, (caches, undone) in zip((2, 3, 8), changes, strict=True):
+        assert caches == f"after {last}"
+        assert undone == [n for n in range(last + 1, last + 1 + depth) if n < 9]
+    assert len(prepared) == 9 + sum(len(undone) for _, undone in changes)
+
+
+def test_on_one_rank_copies_change_nothing():
+    Slow(0.0, 1).lookahead.change_caches({})
+    with pytest.raises(ConfigError, match="got a plan without copies"):
+        Slow(0.0, 1, is_alone=False).lookahead.change_caches({})
 
 
 def collection(folder, *, lookahead, rows_in_memory):

@@ -100,10 +100,7 @@ class Directory:
         self, capacity: int, read_bound: int, write_bound: int, policy: str = "lru"
     ) -> None:
         """capacity: rows, 0 or more, below 2**32. Bounds: 0 .. UNBOUNDED, in batches. Raises ConfigError."""
-        if capacity < 0 or not (0 <= read_bound <= UNBOUNDED and 0 <= write_bound <= UNBOUNDED):
-            raise ConfigError(
-                f"cache: got a capacity of {capacity} rows, bounds {read_bound} and {write_bound}; wanted 0 or more"
-            )
+        _check(capacity, read_bound, write_bound)
         if policy not in POLICIES:
             raise ConfigError(
                 f"cache: got policy {policy!r}, wanted {', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
@@ -161,9 +158,10 @@ class Directory:
         assert isinstance(decision.journal, Journal)
         self._native.undo(decision.journal.arguments[0], decision.journal.done)
 
-    def flush(self) -> Flushed:
-        """Everything pending is pushed; copies and their ages stay. No step may be undone afterwards."""
-        ids, slots, _, ticks, _ = (part.numpy() for part in self._native.flush())
+    def flush(self, above: int = 0) -> Flushed:
+        """What is pending of rows with more than `above` batches is pushed; copies and their ages stay. No step may be
+        undone afterwards."""
+        ids, slots, _, ticks, _ = (part.numpy() for part in self._native.flush(above))
         return Flushed(ids, slots, ticks)
 
     def forget(self) -> None:
@@ -172,13 +170,25 @@ class Directory:
 
     def resize(self, capacity: int) -> None:
         """From the next step on, which pushes what has to leave for it."""
+        _check(capacity, self.read_bound, self.write_bound)
         self._native.resize(capacity)
+
+    def set_bounds(self, read_bound: int, write_bound: int) -> None:
+        """From the next step on; what is pending of more than `write_bound` batches must have been flushed, on every
+        rank. No step may be undone afterwards.
+
+        Where the write bound becomes lower, each copy counts as read so many batches earlier: so much more may have
+        waited on other ranks when it was read. So from here on no read misses more than the two bounds together.
+        """
+        _check(self.capacity, read_bound, write_bound)
+        self._native.set_bounds(read_bound, write_bound)
+        self.read_bound, self.write_bound = read_bound, write_bound
 
     def state(self, without: Sequence[Decision] = ()) -> dict[str, np.ndarray]:
         """All it remembers: `load` goes on from there. By row, ascending by id.
 
         without: decisions of the newest steps, oldest first; the state is as if these had not been. They are undone for
-        it, and done again: the same decisions, for the capacity has not changed since.
+        it, and done again: the same decisions, for capacity and bounds have not changed since.
         """
         undone: list[Journal] = []
         try:
@@ -196,6 +206,7 @@ class Directory:
         return {
             "number": np.array([self.number], np.int64),
             "time": np.array([self._native.time], np.int64),
+            "bounds": np.array([self.read_bound, self.write_bound], np.int64),
             "ids": ids,
             "slots": slots,
             "copied": copied.astype(np.int64),
@@ -204,7 +215,10 @@ class Directory:
         }
 
     def load(self, state: dict[str, np.ndarray]) -> None:
-        """Into a directory without copies. Slots stay as they were. ValueError for rows that no directory has."""
+        """Into a directory without copies, whose bounds become those of the state, not its capacity. Slots stay as they
+        were. ValueError for rows that no directory has."""
+        if not len(self):
+            self.set_bounds(*state["bounds"].tolist())
         self._native.load(
             state["ids"],
             state["slots"],
@@ -213,4 +227,12 @@ class Directory:
             state["score"].astype(np.uint32).view(np.int32),
             int(state["number"][0]),
             int(state["time"][0]),
+        )
+
+
+def _check(capacity: int, read_bound: int, write_bound: int) -> None:
+    """Raises ConfigError."""
+    if capacity < 0 or not (0 <= read_bound <= UNBOUNDED and 0 <= write_bound <= UNBOUNDED):
+        raise ConfigError(
+            f"cache: got a capacity of {capacity} rows, bounds {read_bound} and {write_bound}; wanted 0 or more"
         )

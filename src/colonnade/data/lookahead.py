@@ -20,7 +20,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -91,11 +91,12 @@ class Lookahead(Iterator[Batch]):
         is_alone: bool = True,
         ahead: Leaving | None = None,
         agree: Callable[[int], int] | None = None,
+        change: Callable[[Mapping[str, Any], Callable[[], None]], None] | None = None,
     ) -> None:
         """fetch(ticket, steps before its use). bounds: ascending, in steps; all that tables have, of which the last is
         when a batch enters the line. agree: unbounded staleness; of the batches that are ready here, as many as are on
-        every rank."""
-        self._batches = iter(batches)
+        every rank. change(caches, undo): of ranks that keep copies; see `change_caches`."""
+        self._batches = Rewindable(batches)
         self._prepare = prepare
         self._fetch = fetch
         self._drop = drop
@@ -105,6 +106,7 @@ class Lookahead(Iterator[Batch]):
         self._is_alone = is_alone
         self._ahead = ahead
         self._agree = agree
+        self._change = change
         self._surplus = 0  # permits to keep back: the window has become shallower
         self._has_said = depth == "auto"  # its own choice, nothing to say
         self._taken, self._since, self._stalled = 0, time.perf_counter(), 0.0
@@ -141,6 +143,23 @@ class Lookahead(Iterator[Batch]):
                 f"bound: got {steps}, wanted {most}; open with the largest staleness that you need"
             )
         self._bound = steps
+
+    def change_caches(self, caches: Mapping[str, Any]) -> None:
+        """Collective, between two steps: other rows or bounds of copies from the next batch on, by name of some tables,
+        as `build_plan` takes them (`TableCache`), up to what was planned. A read after it misses no more than the new
+        bounds allow: what waits at copies beyond them goes to its owners at once, copies that are too old are asked for
+        at their next use, and those without room leave with the next step. Batches that are ready are made ready anew.
+
+        On one rank, which keeps no copies, it does nothing. Raises as `exchange.changing.change`.
+        """
+        if self._change is None or self._ahead is not None:
+            if self._is_alone:
+                return
+            got = "a plan without copies" if self._change is None else "rows_ahead"
+            raise ConfigError(
+                f"change_caches: got {got}, wanted a plan with caches and without rows_ahead"
+            )
+        self._change(caches, self._rewind)
 
     def __next__(self) -> Batch:
         if self._handed is not None and self._handed.ticket is not None:
@@ -199,6 +218,10 @@ class Lookahead(Iterator[Batch]):
         for batch in self._line:
             self._give_back(batch)
         self._line.clear()
+        self._join()
+
+    def _join(self) -> None:
+        """Until the thread, which has been told to stop, has; what it made ready is given back."""
         self._window.closing.set()  # the thread may wait for room for a batch that has not enough
         while self._thread is not None and self._thread.is_alive():
             self._drain()
@@ -206,10 +229,18 @@ class Lookahead(Iterator[Batch]):
         self._window.closing.clear()
         self._drain()
 
+    def _rewind(self) -> None:
+        """Batches that are ready are as if they never had been, and come again. On every rank alike."""
+        self._permits.put(False)
+        self._join()
+        self._batches.rewind()
+        self._thread, self._permits, self._ready = None, queue.Queue(), queue.Queue()
+
     def _take(self) -> Batch | None:
         if self.depth == 0:
             batch = _next(self._batches)
             if batch is not None:
+                self._batches.taken()
                 batch.ticket = self._prepare(batch)
             return batch
         if self._thread is None:
@@ -247,6 +278,8 @@ class Lookahead(Iterator[Batch]):
         if isinstance(item, BaseException):
             self._ended = True
             raise item
+        if item is not None:
+            self._batches.taken()
         return item
 
     def _permit(self) -> None:
@@ -302,6 +335,39 @@ class Lookahead(Iterator[Batch]):
     def _give_back(self, batch: Batch) -> None:
         self._drop(batch.ticket)
         batch.ticket = None
+
+
+class Rewindable(Iterator[Batch]):
+    """The same batches; those that came and were not `taken` come again after `rewind`, and so does an error.
+
+    One thread iterates, while another one says what was taken, in order; nobody iterates while it is rewound."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches = iter(batches)
+        self._out: deque[Batch] = deque()
+        self._again: deque[Batch] = deque()
+        self._error: BaseException | None = None
+
+    def __next__(self) -> Batch:
+        if self._again:
+            batch = self._again.popleft()
+        elif self._error is not None:
+            raise self._error
+        else:
+            try:
+                batch = next(self._batches)
+            except BaseException as error:
+                self._error = error  # StopIteration, too
+                raise
+        self._out.append(batch)
+        return batch
+
+    def taken(self) -> None:
+        self._out.popleft()
+
+    def rewind(self) -> None:
+        self._again.extendleft(reversed(self._out))
+        self._out.clear()
 
 
 def _run(

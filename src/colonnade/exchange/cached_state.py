@@ -25,6 +25,7 @@ def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
     ):
         tables[table.name] = {
             "policy": exchange.directories[t].policy,
+            "kept": exchange.is_kept[t],
             "directory": {name: torch.from_numpy(values) for name, values in said.items()},
             "copies": exchange.copies.state(t, said["slots"].astype("int64")),
             "changes": torch.from_numpy(exchange.changes.of(t).copy()),
@@ -35,25 +36,25 @@ def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
 
 def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | None]) -> bool:
     """Whether copies of all ranks of a world like this one go on here: bounds and sizes may have changed, not which
-    tables have copies, nor who is worth keeping."""
+    tables have copies, who is worth keeping, nor whether copies outlast their batch."""
     here = {
-        table.name: each.policy
-        for table, each in zip(exchange.declaration.tables, exchange.directories, strict=True)
+        table.name: (each.policy, kept)
+        for table, each, kept in zip(
+            exchange.declaration.tables, exchange.directories, exchange.is_kept, strict=True
+        )
     }
     said = [
-        # Directories of before had no time, and other rules of who leaves.
+        # Commits of before did not say whether, and their directories not by which bounds.
         state
-        and {
-            name: "time" in table["directory"] and table["policy"]
-            for name, table in state["tables"].items()
-        }
+        and {name: (table["policy"], table.get("kept")) for name, table in state["tables"].items()}
         for state in states
     ]
     return len(states) == exchange.mesh.num_ranks and all(each == here for each in said)
 
 
 def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
-    """Before the first batch. The store has the rows of the commit."""
+    """Before the first batch. The store has the rows of the commit. Bounds are those of the commit until they are
+    changed."""
     for t, table in enumerate(exchange.declaration.tables):
         said = state["tables"][table.name]
         before = Before(said["before"]["ids"], said["before"]["records"])

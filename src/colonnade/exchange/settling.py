@@ -1,14 +1,15 @@
 """For a moment, owners' rows with all that waits at copies: what evaluations and commits see.
 
 Collective, between steps, on the training thread, with any number of batches in flight: what waits is sent and applied,
-one update of each row, and after the moment the rows are put back. Copies and directories are not touched.
+one update of each row, and after the moment the rows are put back. Copies and directories are not touched. Where bounds
+become lower, some of it is handed over for good.
 
 Legend: T tables, N ranks, O rows that lie here and are changed for the moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,7 @@ def settled(
 ) -> Iterator[list[Before]]:
     """By table, what this rank's rows are outside of it. optimizers, settings: see `_native.update`. Raises
     BudgetExceeded, on every rank, where memory has no room for the rows that change."""
-    serving, send, going = _waiting(exchange)
+    serving, send, going = _waiting(exchange, waiting(exchange))
     store, plan = exchange.store, serving.plan
     ids = torch.as_tensor(plan.unique_ids)
     offsets = torch.as_tensor(plan.block_offsets)
@@ -86,10 +87,40 @@ def settled(
         store.delete(t, rows.ids[~rows.is_trained])
 
 
-def _waiting(exchange: CachedExchange) -> tuple[Serving, Tensor, Any]:
-    """Collective: who owns what waits here, and what waits elsewhere for this rank's rows."""
-    copies, mesh = exchange.copies, exchange.mesh
+def waiting(exchange: CachedExchange, above: Sequence[int] | None = None) -> list[np.ndarray]:
+    """By table, slots of this rank's copies at which gradients of more than `above` (by table, default 0) batches wait,
+    ascending by id."""
+    copies, bounds = exchange.copies, above or [0] * len(exchange.widths)
     dirty = [copies.dirty(t) for t in range(len(exchange.widths))]
+    return [
+        slots[copies.ticks[t][slots] > bound]
+        for t, (slots, bound) in enumerate(zip(dirty, bounds, strict=True))
+    ]
+
+
+def hand_over(exchange: CachedExchange, chosen: Sequence[np.ndarray]) -> None:
+    """What waits at these copies (as `waiting` lists them; every rank its own) is applied to the owners' rows, by the
+    rules of the newest update, and stays so; nothing waits there then. Raises BudgetExceeded, on every rank and with
+    nothing changed, where memory has no room for the rows."""
+    assert exchange.rule is not None  # something waits somewhere, so all ranks had an update
+    serving, send, going = _waiting(exchange, chosen)
+    store, plan = exchange.store, serving.plan
+    offsets = torch.as_tensor(plan.block_offsets)
+    (slots,) = _acquired(exchange, torch.as_tensor(plan.unique_ids), offsets)
+    try:
+        pushed = exchange.pushed(GROUP, send, going, serving, take(slots, plan.inverse))
+        store.before_update(slots, offsets)
+        RowsExchange.update(exchange, store, pushed, *exchange.rule)
+    finally:
+        store.release(slots, offsets, dirty=True)
+    exchange.mark(plan, exchange.number)
+    for t, each in enumerate(chosen):
+        exchange.copies.take(t, each)
+
+
+def _waiting(exchange: CachedExchange, dirty: Sequence[np.ndarray]) -> tuple[Serving, Tensor, Any]:
+    """Collective: who owns what waits here at `dirty` slots, and what waits elsewhere for this rank's rows."""
+    copies, mesh = exchange.copies, exchange.mesh
     by_id = [copies.ids[t][slots] for t, slots in enumerate(dirty)]
     counts = np.array([[len(slots) for slots in dirty]])
     plan = _native.make_plan(
