@@ -10,6 +10,10 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "radix.h"
 #include "threads.h"
 
@@ -17,9 +21,9 @@ namespace colonnade {
 
 namespace {
 
-constexpr std::int64_t kRun = 512;                 // rows of a batch that a thread takes
+constexpr std::int64_t kRun = 2048;                // rows of a batch that a thread takes: they take as long as waking one
 constexpr std::uint32_t kMostTicks = (1u << 24) - 1;
-constexpr std::int64_t kLeastShare = 24, kLateShare = 64;  // of the copies: one in so many is kept in order
+constexpr std::int64_t kLeastShare = 16, kLateShare = 64;  // of the copies: one in so many is kept in order
 constexpr std::int64_t kSmall = 1024;              // copies, or fewer, are all kept in order
 constexpr std::size_t kAhead = 16;                 // entries whose rows are fetched early
 constexpr std::int64_t kForgive = 64;              // batches
@@ -45,10 +49,32 @@ constexpr std::uint32_t kKnown = 1u << 31;                // of lookahead
 std::uint8_t stamp_of(std::int64_t number) { return static_cast<std::uint8_t>(number); }
 
 void check_ascending(std::span<const std::int64_t> ids, const char* name) {
-  for (std::size_t i = 1; i < ids.size(); ++i)
+  bool descends = false;
+  for (std::size_t i = 1; i < ids.size(); ++i) descends |= ids[i - 1] >= ids[i];
+  for (std::size_t i = 1; descends && i < ids.size(); ++i)
     if (ids[i - 1] >= ids[i])
       throw std::invalid_argument(std::string(name) + ": got " + std::to_string(ids[i]) + " after " +
                                   std::to_string(ids[i - 1]) + ", wanted ids ascending, each once");
+}
+
+constexpr std::int64_t kTogether = 16;  // worths that are looked at at once, most of them in vain
+
+// A bit for each of the worths that is 1 .. most.
+unsigned up_to(const std::uint32_t* worths, std::uint32_t most) {
+  unsigned bits = 0;
+#if defined(__SSE2__)
+  // Processors of this instruction set compare with signs only.
+  const __m128i sign = _mm_set1_epi32(INT32_MIN), limit = _mm_xor_si128(_mm_set1_epi32(static_cast<int>(most)), sign);
+  const auto four = [&](int k) {
+    const __m128i found = _mm_loadu_si128(reinterpret_cast<const __m128i*>(worths) + k);
+    return _mm_cmplt_epi32(_mm_xor_si128(_mm_sub_epi32(found, _mm_set1_epi32(1)), sign), limit);
+  };
+  const __m128i low = _mm_packs_epi32(four(0), four(1)), high = _mm_packs_epi32(four(2), four(3));
+  bits = static_cast<unsigned>(_mm_movemask_epi8(_mm_packs_epi16(low, high)));
+#else
+  for (std::int64_t k = 0; k < kTogether; ++k) bits |= static_cast<unsigned>(worths[k] - 1 < most) << k;
+#endif
+  return bits;
 }
 
 // Of an id, so that they ascend as numbers without a sign.
@@ -194,7 +220,7 @@ void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::
   std::uint8_t *const leaving = done.leaving.data(), *const asked = done.asked.data(), *const pushed = done.pushed.data();
   DirectoryStep::Before* const before = done.before.data();
   for_each_run(static_cast<std::int64_t>(wanted.size()), kRun, [&](std::int64_t begin, std::int64_t end) {
-    index_.for_each(wanted.subspan(begin, end - begin), ids(), [=, this, &num_low](std::int64_t k, std::uint32_t slot) {
+    index_.find_each(wanted.subspan(begin, end - begin), ids(), [=, this, &num_low](std::int64_t k, std::uint32_t slot) {
       const auto i = static_cast<std::size_t>(begin + k);
       slots[i] = static_cast<std::int32_t>(slot);
       leaving[i] = 0;
@@ -225,16 +251,28 @@ void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::
 // Copies for those that have none.
 void Directory::admit(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done) {
   const bool is_pushed = 1 > settings_.write_bound;
-  std::vector<std::uint32_t> missing;
-  for (std::uint32_t i = 0; i < wanted.size(); ++i)
-    if (static_cast<std::uint32_t>(done.slots[i]) == SlotIndex::kAbsent) missing.push_back(i);
-  for (std::size_t m = 0; m < missing.size(); ++m) {
-    if (m + kAhead < missing.size()) index_.prefetch(wanted[missing[m + kAhead]]);
-    const std::uint32_t i = missing[m], slot = take_slot();
+  Buffer<std::uint32_t> missing(wanted.size());
+  std::uint32_t* const rows = missing.data();
+  std::int32_t* const slots = done.slots.data();
+  std::size_t num_missing = 0;
+  for (std::uint32_t i = 0; i < wanted.size(); ++i) {  // without a branch, which nobody could foretell
+    rows[num_missing] = i;
+    num_missing += static_cast<std::uint32_t>(slots[i]) == SlotIndex::kAbsent;
+  }
+  const auto take = [&](std::size_t m) {
+    if (m >= num_missing) return;
+    const std::uint32_t slot = take_slot();
+    slots[rows[m]] = static_cast<std::int32_t>(slot);
+    ids().fetch(slot);
+    index_.prefetch(wanted[rows[m]]);
+  };
+  for (std::size_t m = 0; m < kAhead; ++m) take(m);
+  for (std::size_t m = 0; m < num_missing; ++m) {
+    take(m + kAhead);
+    const std::uint32_t i = rows[m], slot = static_cast<std::uint32_t>(slots[i]);
     const auto number = static_cast<std::uint32_t>(number_);
     put({wanted[i], slot, number, is_pushed ? 0u : 1u, begun(next_uses.empty() ? 0 : next_uses[i])});
     rows_[slot].stamp = stamp_of(number_);
-    done.slots[i] = static_cast<std::int32_t>(slot);
     done.ages[i] = 0;
     done.asked[i] = static_cast<std::uint8_t>(Asked::miss);
     done.ticks[i] = 1;
@@ -260,7 +298,7 @@ void Directory::restore(const DirectoryStep& done, std::size_t begin, std::size_
 // A use that was not known comes into sight.
 void Directory::foresee(std::span<const std::int64_t> coming, std::int64_t window, DirectoryStep& done) {
   const std::uint32_t worth = known(window);
-  index_.for_each(coming, ids(), [&](std::int64_t, std::uint32_t slot) {
+  index_.find_each(coming, ids(), [&](std::int64_t, std::uint32_t slot) {
     if (slot != SlotIndex::kAbsent && worths_[slot] < kKnown) revalue(slot, worth, done);
   });
 }
@@ -279,6 +317,7 @@ void Directory::evict(std::span<const std::int64_t> wanted, DirectoryStep& done)
   if (surplus <= 0) return;
   done.gone.reserve(static_cast<std::size_t>(surplus));
   std::vector<std::uint32_t> dirty;  // of `gone`
+  dirty.reserve(static_cast<std::size_t>(surplus));
   for (std::int64_t left = surplus; left > 0; --left) {
     const std::uint32_t slot = take_least(left).slot;
     const Row& row = rows_[slot];
@@ -483,23 +522,13 @@ void Directory::look(std::int64_t wanted) {
 
 // All copies up to the threshold, to the end of `least_`.
 void Directory::collect_low() {
-  constexpr std::int64_t kTogether = 16;  // looked at at once, most of them in vain
-  constexpr std::uint32_t kSign = 1u << 31;  // flipped: processors compare many numbers at once with their signs only
-  const std::uint32_t* const worths = worths_;
-  const auto most = static_cast<std::int32_t>(threshold_.first ^ kSign);
-  const auto is_candidate = [=](std::int64_t s) COLONNADE_INLINE_LAMBDA {
-    return static_cast<std::int32_t>((worths[s] - 1) ^ kSign) < most;  // a free slot's worth of 0 is above all
-  };
+  const std::uint32_t* const worths = worths_;  // whole pages of them: those of slots that nobody has are 0
+  const auto threshold = threshold_;
   for (std::int64_t begin = 0; begin < num_slots_; begin += kTogether) {
-    const std::int64_t end = std::min(begin + kTogether, num_slots_);
-    if (end - begin == kTogether) {
-      int any = 0;
-      for (std::int64_t k = 0; k < kTogether; ++k) any |= is_candidate(begin + k);
-      if (!any) continue;
-    }
-    for (std::int64_t s = begin; s < end; ++s) {
-      if (is_candidate(s) && is_low(worths[s], rows_[s].id))
-        least_.push_back({worths[s], static_cast<std::uint32_t>(s), rows_[s].id});
+    for (unsigned bits = up_to(worths + begin, threshold.first); bits; bits &= bits - 1) {
+      const std::int64_t s = begin + std::countr_zero(bits);
+      const std::int64_t id = rows_[s].id;
+      if (std::pair(worths[s], id) <= threshold) least_.push_back({worths[s], static_cast<std::uint32_t>(s), id});
     }
   }
 }

@@ -57,7 +57,7 @@ struct DirectoryStep {
   std::vector<std::pair<std::uint32_t, std::uint32_t>> lapsed;  // slot and worth of those that were worth no more than that
 };
 
-// Flat arrays: 16 bytes of each copy, 4 of its worth, 6.8 of the index, and 16 for each of some twentieth of the copies,
+// Flat arrays: 16 bytes of each copy, 4 of its worth, 6.8 of the index, and 16 for each of some sixteenth of the copies,
 // those that are worth least: only they are kept in order. Worth rises with use (or a row is put in that order anew), so the
 // least of them is the least of all, until none is left and all copies are looked at for the next.
 //

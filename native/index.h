@@ -69,40 +69,13 @@ class SlotIndex {
   // visit(i, slot or kAbsent) for all of wanted, in order. `visit` may insert and erase, not grow.
   template <class Ids, class Visit>
   void for_each(std::span<const std::int64_t> wanted, const Ids& ids, const Visit& visit) const {
-    constexpr std::uint64_t kAhead = kBlock / 4;
-    Probe probes[kBlock];
-    const Bucket* overflows[kBlock];  // the bucket behind, if only that can have it
-    const std::size_t n = wanted.size();
-    const auto fetch_bucket = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
-      if (i >= n) return;
-      probes[i % kBlock] = probe(wanted[i]);
-      __builtin_prefetch(probes[i % kBlock].bucket, 0, 3);
-    };
-    const auto fetch_ids_in = [&](const Bucket* bucket, std::uint8_t tag) COLONNADE_INLINE_LAMBDA {
-      unsigned hits = bucket->matches(tag);
-      const bool is_there = hits;
-      for (; hits; hits &= hits - 1) ids.fetch(bucket->slots[std::countr_zero(hits)]);
-      return is_there;
-    };
-    const auto fetch_ids = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
-      if (i >= n) return;
-      const auto [bucket, tag] = probes[i % kBlock];
-      const bool is_further = !fetch_ids_in(bucket, tag) && bucket->passed;
-      overflows[i % kBlock] = is_further ? bucket + 1 : nullptr;
-      if (is_further) __builtin_prefetch(bucket + 1, 0, 3);
-    };
-    const auto fetch_overflow = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
-      if (i < n && overflows[i % kBlock]) fetch_ids_in(overflows[i % kBlock], probes[i % kBlock].tag);
-    };
-    for (std::uint64_t i = 0; i < 3 * kAhead; ++i) fetch_bucket(i);
-    for (std::uint64_t i = 0; i < 2 * kAhead; ++i) fetch_ids(i);
-    for (std::uint64_t i = 0; i < kAhead; ++i) fetch_overflow(i);
-    for (std::uint64_t i = 0; i < n; ++i) {
-      fetch_bucket(i + 3 * kAhead);
-      fetch_ids(i + 2 * kAhead);
-      fetch_overflow(i + kAhead);
-      visit(static_cast<std::int64_t>(i), find(probes[i % kBlock], wanted[i], ids));
-    }
+    visit_each<false>(wanted, ids, visit);
+  }
+
+  // The same where `visit` leaves the index as it is, in three quarters of the time.
+  template <class Ids, class Visit>
+  void find_each(std::span<const std::int64_t> wanted, const Ids& ids, const Visit& visit) const {
+    visit_each<true>(wanted, ids, visit);
   }
 
   // `id` must be absent, and room reserved.
@@ -205,6 +178,55 @@ class SlotIndex {
     const std::uint64_t h = hash(id);
     const Array& array = h < boundary_ ? next_ : now_;
     return {array.buckets + scale_down(h, array.size), tag_of(h)};
+  }
+
+  // kStands: what is seen when ids are fetched is still so when they are visited.
+  template <bool kStands, class Ids, class Visit>
+  COLONNADE_INLINE_MEMBER void visit_each(std::span<const std::int64_t> wanted, const Ids& ids, const Visit& visit) const {
+    constexpr std::uint64_t kAhead = kBlock / 4;
+    Probe probes[kBlock];
+    std::uint32_t slots[kBlock];      // of the first entry in the bucket that may be it
+    const Bucket* overflows[kBlock];  // the bucket behind, if only that can have it
+    const std::size_t n = wanted.size();
+    const auto fetch_bucket = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
+      if (i >= n) return;
+      probes[i % kBlock] = probe(wanted[i]);
+      __builtin_prefetch(probes[i % kBlock].bucket, 0, 3);
+    };
+    const auto fetch_ids_in = [&](const Bucket* bucket, std::uint8_t tag) COLONNADE_INLINE_LAMBDA {
+      unsigned hits = bucket->matches(tag);
+      const std::uint32_t first = hits ? bucket->slots[std::countr_zero(hits)] : kAbsent;
+      for (; hits; hits &= hits - 1) ids.fetch(bucket->slots[std::countr_zero(hits)]);
+      return first;
+    };
+    const auto fetch_ids = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
+      if (i >= n) return;
+      const auto [bucket, tag] = probes[i % kBlock];
+      const std::uint32_t slot = fetch_ids_in(bucket, tag);
+      const bool is_further = slot == kAbsent && bucket->passed;
+      slots[i % kBlock] = slot;
+      overflows[i % kBlock] = is_further ? bucket + 1 : nullptr;
+      if (is_further) __builtin_prefetch(bucket + 1, 0, 3);
+    };
+    const auto fetch_overflow = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
+      if (i < n && overflows[i % kBlock]) fetch_ids_in(overflows[i % kBlock], probes[i % kBlock].tag);
+    };
+    const auto slot_of = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
+      if constexpr (kStands) {
+        const std::uint32_t slot = slots[i % kBlock];
+        if (slot == kAbsent ? !overflows[i % kBlock] : ids(slot) == wanted[i]) return slot;
+      }
+      return find(probes[i % kBlock], wanted[i], ids);
+    };
+    for (std::uint64_t i = 0; i < 3 * kAhead; ++i) fetch_bucket(i);
+    for (std::uint64_t i = 0; i < 2 * kAhead; ++i) fetch_ids(i);
+    for (std::uint64_t i = 0; i < kAhead; ++i) fetch_overflow(i);
+    for (std::uint64_t i = 0; i < n; ++i) {
+      fetch_bucket(i + 3 * kAhead);
+      fetch_ids(i + 2 * kAhead);
+      fetch_overflow(i + kAhead);
+      visit(static_cast<std::int64_t>(i), slot_of(i));
+    }
   }
 
   template <class Ids>

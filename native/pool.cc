@@ -106,9 +106,11 @@ Rounding rounding_to(Dtype dtype) {
 void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads,
           const PoolPlaces& places, Dtype dtype, Dtype out_dtype) {
   check(lookups, index, reads, places, dtype, out_dtype);
-  std::int64_t out_bytes = 0, read_lookups = 0;
+  std::int64_t out_bytes = 0, read_lookups = 0, read_bytes = 0;
   for (const Read& read : reads.all()) {
-    read_lookups += lookups.last(read.feature) - lookups.first(read.feature);
+    const std::int64_t num_lookups = lookups.last(read.feature) - lookups.first(read.feature);
+    read_lookups += num_lookups;
+    read_bytes += num_lookups * read.dim * item_bytes(dtype);
     out_bytes += lookups.num_outputs(read.feature) * read.dim * item_bytes(out_dtype);
   }
   // Long runs, because the first rows of one are not fetched ahead; enough of them for all threads.
@@ -145,7 +147,7 @@ void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Re
     }
   }
   const auto kernel = kernels().pool[static_cast<int>(dtype)];
-  for_each_unit(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t i) { kernel(tasks[i]); });
+  for_each_unit(static_cast<std::int64_t>(tasks.size()), read_bytes, [&](std::int64_t i) { kernel(tasks[i]); });
 }
 
 namespace {

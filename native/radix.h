@@ -72,7 +72,7 @@ void scatter(std::span<const Word> words, int shift, std::size_t values, Counter
 inline void radix_sort(std::vector<std::uint64_t>& words, int shift, int key_bits) {
   const Digits digits(static_cast<std::int64_t>(words.size()), key_bits);
   std::vector<std::uint64_t> sorted(words.size());
-  const auto counters = std::make_unique<Counters>();
+  const auto counters = std::make_unique_for_overwrite<Counters>();
   for (int pass = 0; pass < digits.passes; ++pass, shift += digits.width) {
     count_digits(std::span<const std::uint64_t>(words), shift, digits.values(), *counters);
     place_digits({counters.get(), 1}, digits.values());

@@ -210,6 +210,15 @@ std::int64_t Summation::scratch_bytes() const {
   return bytes;
 }
 
+std::int64_t Summation::gradient_bytes() const {
+  std::int64_t bytes = 0;
+  for (const auto& run : runs_) {
+    const std::int64_t num_entries = segments_.segment_offsets[run.end] - segments_.segment_offsets[run.begin];
+    bytes += num_entries * parts_.width(run.table) * item_bytes(dtype_);
+  }
+  return bytes;
+}
+
 SumTask Summation::task(const Run& run, std::int64_t p) const {
   const Part& part = parts_.all()[p];
   SumTask task{};

@@ -25,7 +25,7 @@ class Summation {
     const std::int64_t scratch_bytes = this->scratch_bytes();
     const bool is_shared = scratch_bytes > kStackScratch;
     Buffer<std::byte> shared(is_shared ? static_cast<std::size_t>(scratch_bytes) * runs_.size() : 0);
-    for_each_unit(static_cast<std::int64_t>(runs_.size()), [&](std::int64_t r) {
+    for_each_unit(static_cast<std::int64_t>(runs_.size()), gradient_bytes(), [&](std::int64_t r) {
       alignas(64) std::byte stack[kStackScratch];
       for (std::int64_t p = parts_.first(runs_[r].table); p < parts_.first(runs_[r].table + 1); ++p) {
         SumTask task = this->task(runs_[r], p);
@@ -49,6 +49,7 @@ class Summation {
   void cut();
   void check_entries() const;
   std::int64_t scratch_bytes() const;
+  std::int64_t gradient_bytes() const;
   SumTask task(const Run& run, std::int64_t part) const;
 
   const Segments& segments_;

@@ -33,6 +33,14 @@ void for_each_unit(std::int64_t n, const Visit& visit) noexcept {
   share(threads - 1, &work, [](void* self) { (*static_cast<decltype(work)*>(self))(); });
 }
 
+// The same where all visits together touch so many bytes: of few, one thread is done before a second one has come.
+template <class Visit>
+void for_each_unit(std::int64_t n, std::int64_t bytes, const Visit& visit) noexcept {
+  constexpr std::int64_t kAlone = std::int64_t{1} << 18;
+  if (bytes > kAlone) return for_each_unit(n, visit);
+  for (std::int64_t i = 0; i < n; ++i) visit(i);
+}
+
 // visit(begin, end) over [0, n) in runs of `run`.
 template <class Visit>
 void for_each_run(std::int64_t n, std::int64_t run, const Visit& visit) noexcept {

@@ -1,8 +1,6 @@
 // What the binding files share: arrays in, arrays out, and how a wrong one is refused.
 #pragma once
 
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -19,19 +17,14 @@
 #include <utility>
 #include <vector>
 
+#include "bind/tensors.h"
 #include "buffer.h"
 #include "lookups.h"
 #include "scalar.h"
 
 namespace colonnade {
 
-namespace nb = nanobind;
 using namespace nb::literals;
-
-using In = nb::ndarray<nb::ro>;
-using Out = nb::ndarray<>;
-template <class T>
-using Made = nb::ndarray<nb::pytorch, T>;
 
 inline std::string describe(nb::dlpack::dtype dtype, size_t ndim, const int64_t* shape) {
   static constexpr const char* kCodes[] = {"int", "uint", "float"};

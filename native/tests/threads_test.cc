@@ -100,9 +100,27 @@ void each_unit_is_visited_once() {
   for (auto& thread : threads) thread.join();
 }
 
+// Units that touch few bytes are all visited here, in order.
+void little_is_done_alone() {
+  set_num_threads(3);
+  const auto here = std::this_thread::get_id();
+  for (int round = 0; round < 100; ++round) {
+    std::int64_t next = 0;
+    for_each_unit(50, 1000, [&](std::int64_t i) {
+      CHECK(i == next++ && std::this_thread::get_id() == here);
+      std::this_thread::yield();
+    });
+    CHECK(next == 50);
+  }
+  std::atomic<int> visits{0};
+  for_each_unit(50, std::int64_t{1} << 30, [&](std::int64_t) { ++visits; });
+  CHECK(visits == 50);
+}
+
 }  // namespace
 
 int main() {
   threads_share_it();
   each_unit_is_visited_once();
+  little_is_done_alone();
 }

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_directory import MOST_TIME, SlowDirectory
 
+from colonnade import _native
 from colonnade.cache.directory import HIT, MISS, POLICIES, UNBOUNDED, Decision, Directory
 from colonnade.errors import ConfigError
 
@@ -121,6 +122,26 @@ def test_where_only_the_least_are_kept_in_order_the_least_leave(policy):
             slow.undo()
         slow.before.clear()
     assert fast.state()["ids"].tolist() == sorted(slow.rows)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_batches_that_threads_share_are_decided_alike(policy):
+    """Of more rows than one thread takes, most of which miss."""
+    random = np.random.default_rng(9)
+    fast, slow = Directory(6000, 1, 1, policy), SlowDirectory(6000, 1, 1, policy)
+    try:
+        _native.set_num_threads(3)
+        for _ in range(4):
+            ids = np.unique((random.pareto(0.4, 12_000) * 999).astype(np.int64) % 50_000)
+            next_uses = random.integers(0, 40, len(ids)).astype(np.int32)
+            decision, said = fast.step(ids, next_uses), slow.step(ids.tolist(), next_uses.tolist())
+            got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
+            assert len(ids) > 4096
+            assert [list(row) for row in zip(*got, strict=True)] == list(said.by_row.values())
+            assert decision.evicted_ids.tolist() == sorted(said.evicted)
+            slow.before.clear()
+    finally:
+        _native.set_num_threads(0)
 
 
 @pytest.mark.parametrize("capacity", [7, 40, 1500])
