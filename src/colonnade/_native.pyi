@@ -229,7 +229,8 @@ class Dram:
         """Rows just acquired and unpacked that only processes before this one used, in `steps` steps: so often as their
         clocks say."""
     def release(self, slots: Array, offsets: Array, dirty: bool) -> None:
-        """ValueError, nothing changed, if a slot is not pinned."""
+        """ValueError if a slot is not pinned, once the others are released; of a table that indexes directly none
+        are."""
     def birth(self, ids: Array, slots: Array, table: int) -> None: ...
     def pack(self, table: int, slots: Array, records: Array) -> None:
         """records (N, record_bytes) uint8 = weights | state | low halves if split | clock (uint64)."""
