@@ -434,6 +434,16 @@ def sum_rows(
 def squared_norm(base: int, num_elements: int, dtype: str) -> float:
     """Sum of squares in float64, in an order that depends only on num_elements. float32 or float64."""
 
+def by_page(
+    slots: Array,  # (U,) int32
+    offsets: Array,  # (T + 1,) int64
+    segment_offsets: Array,  # (U + 1,) int32
+    entries: Array,  # (E,) int32
+) -> tuple[Array, Array, Array] | None:
+    """(slots, segment_offsets, entries) of the same rows, table by table in the order in which they lie in memory: what
+    `update` and `release` walk fastest, to the same bits. A row keeps its entries and their order. None: they are in
+    order already, or no rows with segments."""
+
 def update(
     dram: Dram,
     slots: Array,  # (U,) int32
