@@ -239,33 +239,22 @@ void Dram::recall(std::int64_t table, std::span<const std::uint32_t> slots, std:
 void Dram::release(std::span<const std::uint32_t> slots, std::span<const std::int64_t> offsets,
                    bool is_dirty) {
   const auto runs = this->runs(offsets, slots.size(), "slots");
-  std::vector<std::int64_t> unpinned(runs.size());
-  const auto slots_of = [&](std::int64_t r) {
-    return slots.subspan(runs[r].begin, runs[r].end - runs[r].begin);
-  };
-  for_each_group(runs, [&](std::int64_t first, std::int64_t last) {
-    for_each_unit(last - first, [&](std::int64_t i) {
-      unpinned[first + i] = tables_[runs[first + i].table].can_release(slots_of(first + i));
-    });
-    for (std::int64_t r = first; r < last; ++r) {
-      const std::int64_t t = runs[r].table;
-      if (!unpinned[r] || !tables_[t].holds(offsets[t + 1] - offsets[t]))
-        refuse("release: a slot of table " + std::to_string(t) + " is not pinned");
-    }
-  });
+  std::vector<TableRows::Released> released(runs.size());
   for_each_group(runs, [&](std::int64_t first, std::int64_t last) {
     for_each_unit(last - first, [&](std::int64_t i) {
       const auto [t, begin, end] = runs[first + i];
       if (!tables_[t].is_direct()) {
-        unpinned[first + i] = tables_[t].release(slots_of(first + i), is_dirty);
+        released[first + i] = tables_[t].release(slots.subspan(begin, end - begin), is_dirty);
       } else if (begin == offsets[t]) {
-        unpinned[first + i] = tables_[t].release(slots.subspan(begin, offsets[t + 1] - begin), is_dirty);
-      } else {
-        unpinned[first + i] = 0;
+        released[first + i] = tables_[t].release(slots.subspan(begin, offsets[t + 1] - begin), is_dirty);
       }
     });
-    for (std::int64_t r = first; r < last; ++r) tables_[runs[r].table].unpinned(unpinned[r]);
+    for (std::int64_t r = first; r < last; ++r) tables_[runs[r].table].unpinned(released[r].pins);
   });
+  for (std::size_t r = 0; r < runs.size(); ++r) {
+    if (released[r].has_strangers)
+      refuse("release: a slot of table " + std::to_string(runs[r].table) + " is not pinned");
+  }
 }
 
 void Dram::birth(std::int64_t table, std::span<const std::int64_t> ids,

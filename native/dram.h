@@ -41,7 +41,7 @@ class Dram {
   // Rows just acquired and read that were used before only by processes that ended, in so many steps: their clocks say
   // how often.
   void recall(std::int64_t table, std::span<const std::uint32_t> slots, std::int64_t steps);
-  // invalid_argument, nothing changed, if a row is not pinned.
+  // invalid_argument if a row is not pinned, once the others are released; of a table that indexes directly none are.
   void release(std::span<const std::uint32_t> slots, std::span<const std::int64_t> offsets, bool is_dirty);
 
   // On slots the caller has pinned, or keeps from being evicted otherwise.

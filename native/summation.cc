@@ -235,6 +235,7 @@ SumTask Summation::task(const Run& run, std::int64_t p) const {
       if (feature.output_rows) task.output_rows = feature.output_rows;
     }
     task.weights = source_.lookups_->weights() ? source_.lookups_->weights()->data : nullptr;
+    task.is_plain = features_[p].size() == 1 && task.features->base && !task.output_rows && !task.weights;
   } else {
     task.index = source_.index_.data();
     task.base = reinterpret_cast<const std::byte*>(source_.base_) + part.column * item_bytes(source_.dtype_);

@@ -355,51 +355,42 @@ bool TableRows::save_some(std::int64_t most, const RowSink& sink) {
   return next < num_slots();
 }
 
-bool TableRows::can_release(std::span<const std::uint32_t> slots) const noexcept {
+TableRows::Released TableRows::release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept {
   const auto n = static_cast<std::int64_t>(slots.size());
   const auto capacity = static_cast<std::uint64_t>(settings_.capacity_rows);
-  bool can = true;
   if (is_direct_) {
     const RowBits::View bits = born_.view();
+    bool is_known = n <= num_pinned_;
     for (const auto slot : slots) {
       const bool is_slot = slot < capacity;
-      can &= is_slot & bits.is_born(is_slot ? slot : 0);
+      is_known &= is_slot & bits.is_born(is_slot ? slot : 0);
     }
-    return can;
+    if (!is_known) return {0, true};
+    for (std::int64_t i = 0; is_dirty && i < n; ++i) bits_.soil(slots[i]);
+    return {n, false};
   }
+  Released released;
+  const bool has_worth = can_evict();
   constexpr std::int64_t kAhead = 32;
   const auto fetch = [&](std::int64_t i) COLONNADE_INLINE_LAMBDA {
-    if (i < n && slots[i] < capacity) headers_.fetch(slots[i]);
+    if (i >= n || slots[i] >= capacity) return;
+    headers_.fetch(slots[i]);
+    if (has_worth) worth_.fetch(slots[i]);
   };
   for (std::int64_t i = 0; i < kAhead; ++i) fetch(i);
   for (std::int64_t i = 0; i < n; ++i) {
     fetch(i + kAhead);
-    can = can && slots[i] < capacity && headers_.is_pinned(slots[i]);
-  }
-  return can;
-}
-
-std::int64_t TableRows::release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept {
-  if (is_direct_) {
-    for (std::size_t i = 0; is_dirty && i < slots.size(); ++i) bits_.soil(slots[i]);
-    return static_cast<std::int64_t>(slots.size());
-  }
-  std::int64_t unpinned = 0;
-  const bool has_worth = can_evict();
-  constexpr std::size_t kAhead = 32;
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    if (i + kAhead < slots.size()) {
-      headers_.fetch(slots[i + kAhead]);
-      if (has_worth) worth_.fetch(slots[i + kAhead]);
-    }
     const std::uint32_t slot = slots[i];
-    if (!headers_.is_pinned(slot)) continue;  // the same slot twice: pinned once, released once
+    if (slot >= capacity || !headers_.is_pinned(slot)) {
+      released.has_strangers = true;
+      continue;
+    }
     if (is_dirty) bits_.soil(slot);
     if (!headers_.unpin(slot)) continue;
-    ++unpinned;
+    ++released.pins;
     if (has_worth) worth_.released(slot);
   }
-  return unpinned;
+  return released;
 }
 
 std::uint32_t TableRows::find(std::int64_t id) const noexcept {

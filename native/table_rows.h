@@ -174,11 +174,14 @@ class TableRows {
   // Of rows just read that this process did not use before: their clocks say how often others did, in `steps` steps.
   void recall(std::span<const std::uint32_t> slots, std::int64_t steps) noexcept;
 
-  // Whether these are slots of pinned rows; of a direct table, whether they were born: see holds.
-  bool can_release(std::span<const std::uint32_t> slots) const noexcept;
-  bool holds(std::int64_t pins) const { return !is_direct_ || pins <= num_pinned_; }
-  // By how much num_pinned falls. Runs may be on different threads; of a direct table, one thread at a time.
-  std::int64_t release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept;
+  // A slot that is not one of a pinned row is passed over, and told; a direct table, where rows are born and not
+  // pinned, then releases none. `pins` ended: by so many num_pinned falls. Runs may be on different threads; of a
+  // direct table all slots at once.
+  struct Released {
+    std::int64_t pins = 0;
+    bool has_strangers = false;
+  };
+  Released release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept;
   void unpinned(std::int64_t pins) noexcept { num_pinned_ -= pins; }
 
   // visit(i, slot) for all ids in order; kNoSlot if absent. The slots' index entries are fetched ahead.

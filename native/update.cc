@@ -134,7 +134,7 @@ void update(Dram& dram, std::span<const std::uint32_t> given_slots, const Segmen
              number(dram.layout(t).dim));
     }
   }
-  const PageOrder order(dram, given_slots, given_segments);
+  const PageOrder order(given_slots, given_segments);
   const auto slots = order.slots();
   const Segments& segments = order.segments();
   const Summation summation(segments, source, parts, dtype);

@@ -1,6 +1,7 @@
 // Gradients -> rows.
 #include "bind/arrays.h"
 #include "gradients.h"
+#include "page_order.h"
 #include "update.h"
 
 namespace colonnade {
@@ -65,6 +66,23 @@ void bind_update(nb::module_& m) {
         return squared_norm(reinterpret_cast<const void*>(base), num_elements, elements);
       },
       "base"_a, "num_elements"_a, "dtype"_a);
+  m.def(
+      "by_page",
+      [](In slots, In offsets, In segment_offsets, In entries)
+          -> std::optional<std::tuple<Made<int32_t>, Made<int32_t>, Made<int32_t>>> {
+        const auto rows = unsigned_bits(elements<const int32_t>(slots, "slots", {-1}));
+        const Segments segments{elements<const int64_t>(offsets, "offsets", {-1}),
+                                elements<const int32_t>(segment_offsets, "segment_offsets", {-1}),
+                                elements<const int32_t>(entries, "entries", {-1})};
+        std::optional<PageOrder> order;
+        {
+          nb::gil_scoped_release release;
+          order.emplace(rows, segments);
+        }
+        if (!order->is_moved()) return std::nullopt;
+        return std::tuple(tensor(order->take_slots()), tensor(order->take_offsets()), tensor(order->take_entries()));
+      },
+      "slots"_a, "offsets"_a, "segment_offsets"_a, "entries"_a);
   m.def(
       "update",
       [](Dram& dram, In slots, In offsets, In segment_offsets, In entries, nb::handle source,

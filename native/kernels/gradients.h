@@ -96,9 +96,19 @@ class Gradients {
         dtype_(task.gradient_dtype),
         row_bytes_(columns<T, kVectors>(task.dim) * item_bytes()),
         is_straddling_(task.is_straddling),
+        is_plain_(kVectors && task.is_plain),
+        first_(is_plain_ ? task.features->first : 0),
+        stride_(is_plain_ ? task.features->stride : 0),
+        outputs_(is_plain_ ? task.features->base : nullptr),
         next_(task.segment_offsets[task.begin]),
         end_(task.segment_offsets[task.end]) {
-    for (std::int64_t i = 0; i < kGradientsAhead; ++i) find_next();
+    for (std::int64_t i = 0; i < kGradientsAhead; ++i) {
+      if (is_plain_) {
+        if (next_ + i < end_) fetch_term(plain(next_ + i));
+      } else {
+        find_next();
+      }
+    }
   }
 
   // First term copied, the others added in entry order; no terms: zeros. Entries [lo, hi) follow those before.
@@ -109,13 +119,21 @@ class Gradients {
     if constexpr (kVectors) {
       Vector<T> sums[kVectors];
       for (auto& value : sums) value = -Vector<T>{};
-      for (std::int64_t i = lo; i < hi; ++i) {
-        const Term term = take(i);
-        if (!term.at) continue;
-        is_empty = false;
+      const auto add = [&](const Term& term) COLONNADE_INLINE_LAMBDA {
         visit_elements<T, kIsNarrow>(term.at, dtype_, [&](const auto* at) COLONNADE_INLINE_LAMBDA {
           for (int v = 0; v < kVectors; ++v) sums[v] = sums[v] + load_as(at + v * kLanes<T>) * term.coefficient;
         });
+      };
+      for (std::int64_t i = lo; is_plain_ && i < hi; ++i) {
+        if (i + kGradientsAhead < end_) fetch_term(plain(i + kGradientsAhead));
+        is_empty = false;
+        add({plain(i), T{1}});
+      }
+      for (std::int64_t i = lo; !is_plain_ && i < hi; ++i) {
+        const Term term = take(i);
+        if (!term.at) continue;
+        is_empty = false;
+        add(term);
       }
       for (int v = 0; v < kVectors; ++v) sum.vectors[v] = is_empty ? Vector<T>{} : sums[v];
     } else {
@@ -158,13 +176,21 @@ class Gradients {
     const Term term = find(entries_[next_]);
     waiting_[static_cast<std::uint64_t>(next_) % kWaiting] = term;
     ++next_;
-    if (!term.at) return;
+    if (term.at) fetch_term(term.at);
+  }
+
+  COLONNADE_INLINE_MEMBER void fetch_term(const std::byte* at) const {
     if constexpr (kVectors && !kIsNarrow) {
-      for (int v = 0; v < kVectors; ++v) fetch(term.at + 64 * v);
+      for (int v = 0; v < kVectors; ++v) fetch(at + 64 * v);
     } else {
-      for (std::int64_t b = 0; b < row_bytes_; b += 64) fetch(term.at + b);
+      for (std::int64_t b = 0; b < row_bytes_; b += 64) fetch(at + b);
     }
-    if (is_straddling_) fetch(term.at + row_bytes_ - 1);
+    if (is_straddling_) fetch(at + row_bytes_ - 1);
+  }
+
+  // Where the term of entry i lies, if `is_plain_`.
+  COLONNADE_INLINE_MEMBER const std::byte* plain(std::int64_t i) const {
+    return outputs_ + (entries_[i] - first_) * stride_;
   }
 
   COLONNADE_INLINE_MEMBER Term find(std::int32_t e) {
@@ -190,7 +216,9 @@ class Gradients {
   const std::byte* base_;
   Dtype dtype_;
   std::int64_t row_bytes_;
-  bool is_straddling_;
+  bool is_straddling_, is_plain_;
+  std::int64_t first_, stride_;  // of the only feature, if `is_plain_`
+  const std::byte* outputs_;
   std::int64_t next_, end_;
   Term waiting_[kWaiting];
 };

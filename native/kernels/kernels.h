@@ -57,6 +57,7 @@ struct SumTask {
   const std::uint32_t* index;        // or: entry e is the row at base + index[e] elements
   const std::byte* base;
   bool is_straddling;  // a gradient may touch one cache line more than its bytes need
+  bool is_plain;       // of one feature, whose lookup e alone makes output row e - first: no bags, no weights
 
   void* scratch;  // two rows of dim elements, each rounded up to 64 bytes; aligned to 64 bytes
 

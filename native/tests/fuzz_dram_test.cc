@@ -200,17 +200,34 @@ class Session {
         if (request.offsets == requests_.front().offsets) return;
         if (is_accepted([&] { check_parts(request.offsets, kTables, request.slots.size(), "slots"); }))
           return;
-      } else if (!request.slots.empty()) {
-        request.slots[fuzz_.below(request.slots.size())] =
-            fuzz_.pick<std::uint32_t>({kNoSlot, 120, 1u << 31});
-      }
-      if (request.slots != requests_.front().slots || request.offsets != requests_.front().offsets) {
         CHECK(!accepts(true, [&] { dram_->release(request.slots, request.offsets, true); }));
         return;
+      }
+      if (!request.slots.empty()) {
+        const std::size_t at = fuzz_.below(request.slots.size());
+        request.slots[at] = fuzz_.pick<std::uint32_t>({kNoSlot, 120, 1u << 31});
+        if (request.slots[at] != requests_.front().slots[at]) {
+          CHECK(!is_accepted([&] { dram_->release(request.slots, request.offsets, true); }));
+          keep_unreleased(requests_.front(), static_cast<std::int64_t>(at));
+          return;
+        }
       }
     }
     dram_->release(request.slots, request.offsets, fuzz_.one_in(2));
     requests_.pop_front();
+  }
+
+  // What a release leaves pinned that is wrong at `at`: that row, or all of a table that has no pins by row.
+  void keep_unreleased(Request& request, std::int64_t at) const {
+    std::int64_t t = 0;
+    while (at >= request.offsets[t + 1]) ++t;
+    const bool is_direct = !dram_->layout(t).ids;
+    const std::int64_t first = is_direct ? request.offsets[t] : at, last = is_direct ? request.offsets[t + 1] : at + 1;
+    Request left{{request.ids.begin() + first, request.ids.begin() + last},
+                 std::vector<std::int64_t>(kTables + 1, 0),
+                 {request.slots.begin() + first, request.slots.begin() + last}};
+    std::fill(left.offsets.begin() + t + 1, left.offsets.end(), last - first);
+    request = std::move(left);
   }
 
   void erase() {

@@ -229,7 +229,8 @@ class Dram:
         """Rows just acquired and unpacked that only processes before this one used, in `steps` steps: so often as their
         clocks say."""
     def release(self, slots: Array, offsets: Array, dirty: bool) -> None:
-        """ValueError, nothing changed, if a slot is not pinned."""
+        """ValueError if a slot is not pinned, once the others are released; of a table that indexes directly none
+        are."""
     def birth(self, ids: Array, slots: Array, table: int) -> None: ...
     def pack(self, table: int, slots: Array, records: Array) -> None:
         """records (N, record_bytes) uint8 = weights | state | low halves if split | clock (uint64)."""
@@ -471,6 +472,16 @@ def sum_rows(
 
 def squared_norm(base: int, num_elements: int, dtype: str) -> float:
     """Sum of squares in float64, in an order that depends only on num_elements. float32 or float64."""
+
+def by_page(
+    slots: Array,  # (U,) int32
+    offsets: Array,  # (T + 1,) int64
+    segment_offsets: Array,  # (U + 1,) int32
+    entries: Array,  # (E,) int32
+) -> tuple[Array, Array, Array] | None:
+    """(slots, segment_offsets, entries) of the same rows, table by table in the order in which they lie in memory: what
+    `update` and `release` walk fastest, to the same bits. A row keeps its entries and their order. None: they are in
+    order already, or no rows with segments."""
 
 def update(
     dram: Dram,

@@ -305,7 +305,7 @@ class EmbeddingCollection(nn.Module):
             seen = self.store.releases
             try:
                 ticket.slots, ticket.job = self.store.acquire(*owned)
-                self.exchange.place(ticket)
+                self.exchange.place(ticket, self.store.views())
                 if batch.held is not None:
                     ticket.steps_left, held = batch.held
                     self.exchange.restore(ticket, held)
@@ -393,7 +393,8 @@ class EmbeddingCollection(nn.Module):
         for t, policy in self.policies.items():
             self._ask(policy, t, tickets)
         for ticket in tickets:
-            self.store.release(ticket.pinned, ticket.owned_offsets, dirty=True)
+            slots = ticket.by_page.slots if ticket.by_page else ticket.pinned
+            self.store.release(slots, ticket.owned_offsets, dirty=True)
             ticket.finish()
             self.missed.update(ticket.missed(self.step))
         self.step += 1

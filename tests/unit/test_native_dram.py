@@ -449,6 +449,31 @@ def test_pins_count():
     acquire(dram, [2, 3])
 
 
+@pytest.mark.parametrize("bad", [-1, 3, 7, 100])
+def test_a_release_passes_over_rows_that_are_not_pinned(bad):
+    """Refused, with the others released: each row is looked at once."""
+    dram = open_dram(dims=[4, 4], capacity=8)
+    slots, offsets = torch.empty(5, dtype=torch.int32), torch.tensor([0, 3, 5])
+    dram.acquire(torch.tensor([1, 2, 3, 1, 2]), offsets, slots, True)
+    wrong = slots.clone()
+    wrong[1] = bad
+    with pytest.raises(ValueError, match="a slot of table 0 is not pinned"):
+        dram.release(wrong, offsets, False)
+    with pytest.raises(ValueError, match="a slot of table 1 is not pinned"):
+        dram.release(slots[3:].contiguous(), torch.tensor([0, 0, 2]), False)
+    dram.release(slots[1:2].contiguous(), torch.tensor([0, 1, 1]), False)
+    for t in range(2):  # nothing is left pinned: all rows can leave
+        acquire_of(dram, t, torch.arange(10, 18), num_tables=2)
+
+
+def test_a_slot_named_twice_and_pinned_once_is_refused():
+    dram = open_dram()
+    slots, _ = acquire(dram, [3])
+    with pytest.raises(ValueError, match="not pinned"):
+        release(dram, slots.repeat(2))
+    acquire(dram, range(8, 16))
+
+
 def test_an_id_named_twice_is_one_row():
     for dram in (open_dram(), open_dram(rows=8)):
         slots, _ = acquire(dram, [3, 3])

@@ -1,6 +1,7 @@
 """sum_rows and update: against their twins, on every path, for any number of threads."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -350,6 +351,46 @@ def test_one_row_with_most_lookups():
                 "float32",
             )
         assert same_bits(out, wanted)
+
+
+def test_by_page_is_the_same_rows_in_the_order_of_their_pages():
+    rng = np.random.default_rng(3)
+    counts, lengths = [0, 5000, 63, 4097, 300], rng.integers(1, 4, 9460)
+    offsets = torch.tensor([0, *np.cumsum(counts)])
+    slots = torch.from_numpy(rng.permutation(2**20)[: offsets[-1]].astype(np.int32))
+    slots[offsets[4] :] = slots[offsets[4] :].sort()[0]  # in order already
+    segments = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    entries = torch.from_numpy(rng.permutation(int(segments[-1])).astype(np.int32))
+    for _, num_threads in everywhere():
+        with running_on("portable", num_threads):
+            found = _native.by_page(slots, offsets, segments, entries)
+        moved, starts, theirs = (torch.as_tensor(part) for part in found)
+        given = dict(zip(slots.tolist(), entries.split(lengths.tolist()), strict=True))
+        assert starts[0] == 0 and starts[-1] == len(theirs)
+        for slot, mine in zip(moved.tolist(), theirs.split(starts.diff().tolist()), strict=True):
+            assert torch.equal(given[slot], mine)
+        for t, (first, last) in enumerate(pairwise(offsets)):
+            assert set(moved[first:last].tolist()) == set(slots[first:last].tolist())
+            groups = moved[first:last] >> 9  # 2^20 slots in 2^11 groups
+            if t in (1, 3):
+                assert (groups.diff() >= 0).all()
+                assert not torch.equal(moved[first:last], slots[first:last])
+            else:  # few rows, and rows in order, stay as they are
+                assert torch.equal(moved[first:last], slots[first:last])
+        assert _native.by_page(moved, offsets, starts, theirs) is None
+
+
+def test_what_is_no_rows_with_segments_is_left_to_update():
+    rows, offsets = torch.arange(100, 0, -1, dtype=torch.int32), torch.tensor([0, 100])
+    ramp = torch.arange(101, dtype=torch.int32)
+    assert _native.by_page(rows, offsets, ramp, ramp[:-1].contiguous()) is not None
+    for wrong in (
+        (rows, torch.tensor([0, 99]), ramp, ramp[:-1].contiguous()),
+        (rows, offsets, ramp[:-1].contiguous(), ramp[:-1].contiguous()),
+        (rows, offsets, ramp, ramp[:-2].contiguous()),
+        (rows, offsets, ramp.flip(0), ramp[:-1].contiguous()),
+    ):
+        assert _native.by_page(*wrong) is None
 
 
 @pytest.mark.parametrize(

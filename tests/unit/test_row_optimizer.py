@@ -196,6 +196,33 @@ def test_clipping_by_norm_is_the_same_on_any_number_of_ranks():
         torch.testing.assert_close(rows, alone[1], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_where_rows_lie_changes_no_bit(dtype):
+    """Rows are updated in the order in which they lie, which is that of their births; neither they nor the norm of all
+    gradients may tell."""
+    found = []
+    for births in (torch.arange(3000), torch.arange(3000).flip(0), torch.randperm(3000)):
+        tables = [table(Adam(lr=0.1), name, rows=None, dim=16, dtype=dtype) for name in ("a", "b")]
+        embeddings = collection(*tables)
+        rows = RowOptimizer(embeddings)
+        for ids in births.split(500):  # born, and given up again
+            embeddings.drop(embeddings.prepare(batch(ids.tolist(), "a", "b")))
+        random = torch.Generator().manual_seed(1)
+        norms = []
+        for _ in range(3):
+            ids = torch.randint(0, 3000, (2000,), generator=random)
+            gradient = torch.randn(2000, 16, generator=random)
+            backward(embeddings, ids.tolist(), gradient, "a", "b")
+            ticket = embeddings.live[0]
+            assert ticket.by_page is not None
+            norms.append(float(rows.clip_grad_norm_(0.7)))
+            rows.step()
+        found.append((norms, [embeddings.rows(name, torch.arange(3000)) for name in ("a", "b")]))
+    for norms, weights in found[1:]:
+        assert norms == found[0][0]
+        assert all(map(torch.equal, weights, found[0][1]))
+
+
 def test_clipping_then_backward_is_refused_and_zero_grad_starts_over():
     embeddings = collection()
     rows = RowOptimizer(embeddings)

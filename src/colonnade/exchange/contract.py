@@ -67,6 +67,16 @@ class Asked:
     lookups: Any  # the exchange's own
 
 
+@dataclass(frozen=True, slots=True)
+class ByPage:
+    """A ticket's rows in the order in which they lie in memory, table by table, and what asked for each. Which order
+    that is depends on who is resident: only what comes out the same in any order may follow it."""
+
+    slots: Tensor  # (O,) int32
+    segment_offsets: Tensor  # (O + 1,) int32
+    entries: Tensor  # int32
+
+
 @dataclass(slots=True)
 class Ticket:
     """What `route` learned, needed by everything after it. Of several exchanges: `parts`, one for each; gradients are
@@ -87,6 +97,7 @@ class Ticket:
     slots: Tensor | None = None  # (O,) int32 once acquired by the owner's store
     job: Any = None  # of that acquire: what to wait for before its rows are read or released
     placed: Tensor | None = None  # int32, `slots` by what was asked for, once `place` was called
+    by_page: ByPage | None = None  # the same, and `owner_plan` as far as an update needs it
     reads: Any = None  # fetched values, exchange's own form
     leaving: Any = (
         None  # exchange.ahead.Leaving, of a ticket whose clean rows may leave before it is fetched
@@ -163,6 +174,7 @@ class RowGradients:
     entries: Any  # int32
     source: Any  # _native.OutputGradients, _native.RowGradients or device_kernels.Sums
     keep: Any = None
+    by_page: ByPage | None = None  # the same rows and segments, for an update
 
 
 def touched(tickets: Sequence[Ticket], t: int) -> tuple[Tensor, Tensor]:
@@ -206,8 +218,9 @@ class Exchange(Protocol):
 
     def route(self, batch: Any, step: int, *, purpose: str = "route") -> Ticket: ...
 
-    def place(self, ticket: Ticket) -> None:
-        """Optional, any thread, once `slots` are there: what of `fetch` can be done ahead."""
+    def place(self, ticket: Ticket, views: Sequence[RowView]) -> None:
+        """Optional, any thread, once `slots` of these views are there: what of `fetch` and the update can be done
+        ahead."""
         ...
 
     @property

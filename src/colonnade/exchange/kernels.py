@@ -141,7 +141,7 @@ class NativeKernels:
         plan = ticket.plan
         return RowGradients(
             ticket.pinned, ticket.owned_offsets, plan.segment_offsets, plan.entries,
-            self.source(ticket, gradients), gradients,
+            self.source(ticket, gradients), gradients, ticket.by_page,
         )  # fmt: skip
 
     def source(self, ticket: Ticket, gradients: list[Tensor]) -> _native.OutputGradients:
@@ -193,8 +193,9 @@ class NativeKernels:
     def update(
         self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
+        rows = pushed.by_page or pushed
         _native.update(
-            store.native, pushed.slots, pushed.offsets, pushed.segment_offsets, pushed.entries, pushed.source,
+            store.native, rows.slots, pushed.offsets, rows.segment_offsets, rows.entries, pushed.source,
             self.declaration.native_parts, optimizers, settings,
         )  # fmt: skip
 

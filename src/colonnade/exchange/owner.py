@@ -67,7 +67,7 @@ class Owner(Asks):
         (ticket,) = route([self], self.mesh, batch, step, purpose)
         return ticket
 
-    def place(self, ticket: Ticket) -> None:
+    def place(self, ticket: Ticket, views: Sequence[RowView]) -> None:
         """The slot of each lookup, or of each row that was asked of this rank."""
         ticket.placed = take(ticket.pinned, ticket.owner_plan.inverse)
 

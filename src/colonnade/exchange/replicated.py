@@ -25,6 +25,7 @@ from colonnade.exchange.owner import listed, soonest, take
 from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.rows import Fetched, RowsExchange, Wire
 from colonnade.exchange.wire import row_layout
+from colonnade.store.contract import RowView
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding, table_wise
 
@@ -96,10 +97,10 @@ class ReplicatedExchange(RowsExchange):
         )  # fmt: skip
         return ticket
 
-    def place(self, ticket: Ticket) -> None:
+    def place(self, ticket: Ticket, views: Sequence[RowView]) -> None:
         """The slot of each of this rank's unique rows."""
         if self.mesh.num_ranks == 1:
-            return super().place(ticket)
+            return super().place(ticket, views)
         ticket.placed = self._mine(ticket, ticket.pinned)
 
     def _mine(self, ticket: Ticket, rows: Tensor) -> Tensor:

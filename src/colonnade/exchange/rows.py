@@ -28,6 +28,7 @@ from colonnade.exchange.coding import AS_IT_IS, Coding
 from colonnade.exchange.contract import (
     BITWISE,
     Asked,
+    ByPage,
     RowGradients,
     RowSource,
     Ticket,
@@ -189,6 +190,16 @@ class RowsExchange(Owner):
         if batch.next_use is None:
             return None
         return soonest(collect_codes(batch, self.declaration, self.consumption), plan)
+
+    def place(self, ticket: Ticket, views: Sequence[RowView]) -> None:
+        """And in which order the update finds them quickly: that thread has time."""
+        super().place(ticket, views)
+        plan = ticket.owner_plan
+        if views[0].rows is None:
+            found = _native.by_page(
+                ticket.pinned, ticket.owned_offsets, plan.segment_offsets, plan.entries
+            )
+            ticket.by_page = ByPage(*map(torch.as_tensor, found)) if found else None
 
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
         """Collective in a world of several. Row values are copied before it returns; they may still travel."""
@@ -377,6 +388,7 @@ class RowsExchange(Owner):
             ticket.pinned, ticket.owned_offsets,
             ticket.owner_plan.segment_offsets, ticket.owner_plan.entries,
             _native.RowGradients(received.data_ptr(), wire.serving_index, self.native.compute), received,
+            ticket.by_page,
         )  # fmt: skip
 
     def _outgoing(self, sums: Tensor, sizes: list[int]) -> tuple[Tensor, list[int]]:

@@ -140,10 +140,10 @@ class SeveralExchanges:
             purpose=purpose, parts=parts, dense=batch.dense,
         )  # fmt: skip
 
-    def place(self, ticket: Ticket) -> None:
+    def place(self, ticket: Ticket, views: Sequence[RowView]) -> None:
         self._hand_out(ticket)
         for end, part in zip(self.ends, ticket.parts, strict=True):
-            end.place(part)
+            end.place(part, views)
 
     @property
     def sends_clean(self) -> bool:
