@@ -10,8 +10,9 @@ Legend: T tables, N ranks, U unique rows of this rank's batch, W rows it names t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -371,7 +372,7 @@ class CachedExchange(RowsExchange):
 
     # ---- push
 
-    def _push_one(self, ticket: Ticket, step: int, number: int) -> RowGradients:
+    def _begin_push(self, ticket: Ticket, step: int, number: int) -> Callable[[], RowGradients]:
         flight = ticket.wire
         if number:
             raise RuntimeError(
@@ -407,7 +408,7 @@ class CachedExchange(RowsExchange):
             out.numpy()[~is_used] = self.copies.take(t, others).numpy()
             going.fill(send, t, out)
         placed = ticket.placed[torch.from_numpy(serving.named.written)]
-        return self.pushed("push", send, going.layout, serving, placed)
+        return partial(self.pushed, "push", send, going.layout, serving, placed)
 
     def pushed(
         self, purpose: str, send: Tensor, going: RowLayout, serving: Serving, placed: Tensor
