@@ -86,6 +86,8 @@ CHOICES = {
     ),
     # Three exchanges; a consumer takes of all of them.
     "all three": Choice({"item": "pooled"}, {"tag": "replicated"}),
+    # Of two consumers' fields the same one is replicated: sums have the order that they have under one exchange.
+    "rows beside replicated": Choice({}, {"tag": "replicated"}),
     # Parts, and the fields of every output, cut by columns; a sequence too.
     "columns": Choice({}, dict.fromkeys(ALL, "column_wise"), otherwise="single weights"),
     "columns of all": Choice(

@@ -18,6 +18,7 @@ from colonnade.plan.chosen import Forced, Memory
 from colonnade.plan.cutting import LEAST_COLUMNS
 from colonnade.plan.device import RowRate
 from colonnade.plan.flows import (
+    BESIDE_SECONDS,
     FIXED_BYTES,
     SHARED_BYTES,
     TABLE_BYTES,
@@ -306,6 +307,24 @@ def test_ranks_that_share_processors_compute_while_others_wait():
     assert free.step == free.processor + free.waited
     crowded = choose(loads, replace(TWO_BY_TWO, crowding=1e3), rates=rates).seconds
     assert crowded.step == 1e3 * crowded.processor
+
+
+@pytest.mark.parametrize(("samples", "is_mixed"), [(512, False), (1024, False), (2048, True)])
+def test_another_exchange_has_to_save_what_it_takes_of_a_processor(samples, is_mixed):
+    """Rows of a table of few are fewer than bags, bags of long ones fewer than rows."""
+    loads = [
+        load_of("few", 50, TWO_BY_TWO, samples=samples),
+        load_of("long", 10**6, TWO_BY_TWO, samples=samples, hot=20),
+    ]
+    options = [("rows", "row_wise"), ("pooled", "row_wise")]
+    by_links = choose(loads, TWO_BY_TWO, options=options)
+    assert by_links.exchanges == {"few": "rows", "long": "pooled"}
+    # Rows cost nothing to compute: what is left is the exchange's own.
+    rates = [RowRate(16, 1e15, 1e15, 1e15, 1e15)]
+    choice = choose(loads, TWO_BY_TWO, options=options, rates=rates)
+    assert choice.exchanges == {"few": "rows" if is_mixed else "pooled", "long": "pooled"}
+    more = choice.seconds.processor - by_links.seconds.processor
+    assert more == pytest.approx(BESIDE_SECONDS * is_mixed, abs=1e-6)
 
 
 def test_messages_take_a_processor_s_time():

@@ -103,6 +103,10 @@ class Copies:
         pending = [each.numpy() for each in self.pending]
         _native.take_pending(pending, self.ticks, counts.ravel(), slots, origin, index, sums, out)
 
+    def clear(self, t: int, slots: np.ndarray) -> None:
+        """Nothing is pending there from here on."""
+        self.ticks[t][slots] = 0
+
     def dirty(self, t: int) -> np.ndarray:
         """Slots of rows with something pending, ascending by id."""
         slots = np.flatnonzero(self.ticks[t])

@@ -10,8 +10,9 @@ Legend: T tables, N ranks, U unique rows of this rank's batch, W rows it names t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -378,7 +379,7 @@ class CachedExchange(RowsExchange):
 
     # ---- push
 
-    def _push_one(self, ticket: Ticket, step: int, number: int) -> RowGradients:
+    def _begin_push(self, ticket: Ticket, step: int, number: int) -> Callable[[], RowGradients]:
         flight = ticket.wire
         if number:
             raise RuntimeError(
@@ -405,7 +406,7 @@ class CachedExchange(RowsExchange):
         self.copies.take(going.counts, where, origin, sums, index, send)
         self.copies.add(np.diff(flight.ends), flight.slots, sums, index, flight.pushed)
         placed = ticket.placed[torch.from_numpy(serving.named.written)]
-        return self.pushed("push", send, going, serving, placed)
+        return partial(self.pushed, "push", send, going, serving, placed)
 
     def pushed(
         self, purpose: str, send: Tensor, going: RowLayout, serving: Serving, placed: Tensor

@@ -80,7 +80,7 @@ class ByPage:
 @dataclass(slots=True)
 class Ticket:
     """What `route` learned, needed by everything after it. Of several exchanges: `parts`, one for each; gradients are
-    recorded on these, and rows of all of them are acquired and released here."""
+    recorded, and rows of all of them acquired and released, here. Parts are lent gradients by `push`."""
 
     step: int
     batch_size: int
@@ -128,13 +128,11 @@ class Ticket:
 
     def recorded(self) -> Iterator[tuple[Sequence[Tensor], Sequence[int]]]:
         """Of each backward so far: gradients, and their versions when they were recorded."""
-        yield from zip(self.gradients, self.versions, strict=True)
-        for part in self.parts:
-            yield from part.recorded()
+        return zip(self.gradients, self.versions, strict=True)
 
     @property
     def num_backwards(self) -> int:
-        return len(self.gradients) + sum(part.num_backwards for part in self.parts)
+        return len(self.gradients)
 
     def record(self, gradients: Sequence[Tensor]) -> None:
         """What a backward gave, by output. Kept as it is, not copied."""

@@ -8,7 +8,7 @@ Legend: B samples, E lookups, O_t rows of table t that a batch touched, W_t elem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from colonnade import _native
 from colonnade.exchange.contract import RowGradients, RowSource, Ticket
-from colonnade.exchange.kernels import NativeKernels, output_shapes
+from colonnade.exchange.kernels import NOWHERE, NativeKernels, output_shapes
 from colonnade.exchange.layout import Consumption, Declaration, Lookups, Output
 from colonnade.exchange.wire import RowLayout
 from colonnade.ops import optimizers as rules
@@ -76,10 +76,15 @@ class DeviceKernels:
         device = rows[0].device
         return Placed(rows, index.to(device), self._bags(lookups, device))
 
-    def pool(self, lookups: Lookups, placed: Placed) -> list[Tensor]:
+    def pool(
+        self, lookups: Lookups, placed: Placed, into: Mapping[int, Tensor] = NOWHERE
+    ) -> list[Tensor]:
         dtype, device = self.declaration.output_dtype, placed.index.device
         shapes = output_shapes(self.outputs, self.consumption, lookups)
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        tensors = [
+            into[i] if i in into else torch.empty(shape, dtype=dtype, device=device)
+            for i, shape in enumerate(shapes)
+        ]
         bounds = lookups.feature_offsets.tolist()
         for c, t, part, i, start in self.reads:
             mine = placed.index[bounds[c] : bounds[c + 1]]

@@ -10,7 +10,7 @@ Legend: R samples that something is evaluated for, W columns of their fields, P 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -228,7 +228,7 @@ class EvaluatingExchange(PooledExchange):
                 there += gradient[:, first : (first := first + there.shape[1])]
         return found
 
-    def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
+    def begin_push(self, tickets: Sequence[Ticket], step: int) -> Callable[[], RowGradients | None]:
         """As `pooled`; and gradients of weights that were used here are added to them. RuntimeError, on every rank,
         where such a weight has changed since it was used."""
         now = [each._version for each in self.pushed_parameters]
@@ -241,7 +241,7 @@ class EvaluatingExchange(PooledExchange):
         for parameter in self.pushed_parameters:  # a rank may have none of its fields
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        return super().push(tickets, step)
+        return super().begin_push(tickets, step)
 
 
 def trained(interaction: nn.Module) -> list[nn.Parameter]:

@@ -8,7 +8,7 @@ Legend: B samples, T tables, E lookups, O rows a rank owns, W elements of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,8 @@ from colonnade.exchange.wire import RowLayout, row_layout
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 
+NOWHERE: Mapping[int, Tensor] = {}
+
 
 class Kernels(Protocol):
     """Outputs, and gradients of them, lie where the rows do; messages are on the CPU."""
@@ -30,8 +32,11 @@ class Kernels(Protocol):
         """Where `pool` finds the row of each lookup: index (E,) int32 slots."""
         ...
 
-    def pool(self, lookups: Lookups, placed: Any) -> list[Tensor]:
-        """One tensor per output: pooled fields side by side (B, sum of dims), or the rows of a sequence (E_f, dim)."""
+    def pool(
+        self, lookups: Lookups, placed: Any, into: Mapping[int, Tensor] = NOWHERE
+    ) -> list[Tensor]:
+        """One tensor per output: pooled fields side by side (B, width), or the rows of a sequence (E_f, dim). into: by
+        output, where fields are to be written, (B, width) on the CPU; what others write there is left alone."""
         ...
 
     def zeros(self, lookups: Lookups) -> list[Tensor]:
@@ -111,9 +116,14 @@ class NativeKernels:
             index,
         )
 
-    def pool(self, lookups: Lookups, placed: tuple[Any, Any, Tensor]) -> list[Tensor]:
+    def pool(
+        self,
+        lookups: Lookups,
+        placed: tuple[Any, Any, Tensor],
+        into: Mapping[int, Tensor] = NOWHERE,
+    ) -> list[Tensor]:
         bases, strides, index = placed
-        tensors = self._empty(lookups)
+        tensors = self._empty(lookups, into)
         out_bases, out_strides = self._addresses(tensors)
         _native.pool(
             lookups.native, index, bases, strides, self.reads,
@@ -204,10 +214,12 @@ class NativeKernels:
             _native.squared_norms(view.address, view.stride_bytes, view.dim, view.dtype, slots)
         )
 
-    def _empty(self, lookups: Lookups) -> list[Tensor]:
+    def _empty(self, lookups: Lookups, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
         dtype = self.declaration.output_dtype
         shapes = output_shapes(self.outputs, self.consumption, lookups)
-        return [empty(*shape, dtype=dtype) for shape in shapes]
+        return [
+            into[i] if i in into else empty(*shape, dtype=dtype) for i, shape in enumerate(shapes)
+        ]
 
     def _addresses(self, tensors: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """(R,) int64 each: where output row 0 of each read lies, and the bytes between rows."""

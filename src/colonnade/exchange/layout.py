@@ -39,6 +39,9 @@ class Declaration:
     features: tuple[Feature, ...]
     consumers: Mapping[str, Consumer]
     output: Literal["float32", "float64", "bfloat16", "float16"]
+    shared: tuple[Output, ...] | None = None
+    """Of a part of a declaration: the whole's outputs, each with those of its fields that are here, where they lie in
+    it. None: this is whole."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,7 +98,8 @@ class Declaration:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One tensor that lookups write: pooled fields side by side, or one lone field."""
+    """One tensor that lookups write: pooled fields side by side, or one lone field. Where others write fields of it,
+    too (`Declaration.shared`), `width` is of all of them."""
 
     names: tuple[str, ...]  # the consumers that take it (same fields, pooled once), or the field
     fields: tuple[int, ...]  # indices into Declaration.fields
@@ -202,6 +206,8 @@ def declare(
 
 def outputs(declaration: Declaration) -> tuple[Output, ...]:
     """Consumers in declared order, then fields nobody consumes in declared order."""
+    if declaration.shared is not None:
+        return declaration.shared
     readers: dict[tuple[str, ...], list[str]] = {}
     for name, consumer in declaration.consumers.items():
         readers.setdefault(consumer.features, []).append(name)
@@ -223,6 +229,22 @@ def outputs(declaration: Declaration) -> tuple[Output, ...]:
                 and declaration.features[fields[0].feature].pooling == "sequence",
             )
         )  # fmt: skip
+    return tuple(found)
+
+
+def shared_outputs(whole: Declaration, part: Declaration) -> tuple[Output, ...]:
+    """Of the whole's outputs, those that fields of a part of it lie in: `Declaration.shared`."""
+    here = {field.name: i for i, field in enumerate(part.fields)}
+    found = []
+    for output in outputs(whole):
+        mine = [
+            (here[name], column)
+            for i, column in zip(output.fields, output.columns, strict=True)
+            if (name := whole.fields[i].name) in here
+        ]
+        if mine:
+            fields, columns = zip(*mine, strict=True)
+            found.append(replace(output, fields=fields, columns=columns))
     return tuple(found)
 
 

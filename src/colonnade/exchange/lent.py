@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,7 @@ from colonnade.exchange.owner import listed, soonest
 from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.recording import summed_backwards
 from colonnade.exchange.routing import exchanged
-from colonnade.exchange.rows import RowsExchange
+from colonnade.exchange.rows import Arrival, RowsExchange
 from colonnade.exchange.slices import Slices
 from colonnade.exchange.wire import row_layout
 from colonnade.ops.memory import empty
@@ -332,7 +332,7 @@ class LentExchange(RowsExchange):
 
     # ---- push
 
-    def _push_one(self, ticket: Ticket, step: int, number: int) -> RowGradients:
+    def _begin_push(self, ticket: Ticket, step: int, number: int) -> Callable[[], RowGradients]:
         """Sums of plain rows travel; those of others wait here for `update`."""
         if number:
             raise RuntimeError(
@@ -352,17 +352,23 @@ class LentExchange(RowsExchange):
         self.native.sum_into(asked, sums, borrower.index)
         self._flight, flight.sums = flight, sums
         serving = row_layout(lender.said.counted(lender.said.plain), self.widths)
-        received, _ = self.mesh.all_to_all(
-            "push", sums[: early.num_elements], early.rank_elements, serving.rank_elements
-        )
+        received, call = self.mesh.all_to_all(
+            "push", sums[: early.num_elements], early.rank_elements, serving.rank_elements, wait=False
+        )  # fmt: skip
+        arrival = Arrival(call, sums)
         placed = torch.from_numpy(flight.owned[0][lender.said.plain])
         plan, index = lender.plan, serving.rank_major(self.widths)
         firsts = torch.as_tensor(plan.entries)[torch.as_tensor(plan.segment_offsets)[:-1].long()]
-        return RowGradients(
-            placed[firsts.long()].contiguous(), torch.as_tensor(plan.block_offsets),
-            plan.segment_offsets, plan.entries,
-            _native.RowGradients(received.data_ptr(), index, self.native.compute), (received, index, plan),
-        )  # fmt: skip
+
+        def finish() -> RowGradients:
+            arrival.wait()
+            return RowGradients(
+                placed[firsts.long()].contiguous(), torch.as_tensor(plan.block_offsets),
+                plan.segment_offsets, plan.entries,
+                _native.RowGradients(received.data_ptr(), index, self.native.compute), (received, index, plan),
+            )  # fmt: skip
+
+        return finish
 
     def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
         raise ConfigError(

@@ -6,7 +6,7 @@ Legend: O rows this rank owns and some rank asked for.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.exchange.contract import Exactness, Inside, RowGradients, RowSource, Ticket
 from colonnade.exchange.device_kernels import DeviceKernels, Sums
-from colonnade.exchange.kernels import Kernels, NativeKernels
+from colonnade.exchange.kernels import NOWHERE, Kernels, NativeKernels
 from colonnade.exchange.layout import Consumption, Declaration, Output
 from colonnade.exchange.recording import CPU, found, recorded
 from colonnade.exchange.routing import Asks, route
@@ -79,18 +79,14 @@ class Owner(Asks):
         """See the contract."""
 
     @abstractmethod
-    def pooled(self, ticket: Ticket) -> list[Tensor]:
-        """One tensor per output, of what was fetched."""
-
-    def tensors(self, ticket: Ticket, handle: Tensor) -> tuple[Tensor, ...]:
-        """`pooled`, in a graph whose backward records its gradients on the ticket."""
-        return recorded(self, ticket, handle)
+    def pooled(self, ticket: Ticket, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+        """One tensor per output, of what was fetched. into: `Kernels.pool`'s."""
 
     def values(
         self, ticket: Ticket, handle: Tensor, device: torch.device = CPU
     ) -> dict[str, Tensor]:
         """See the contract. In the declared output dtype."""
-        tensors = self.tensors(ticket, handle)
+        tensors = recorded(self, ticket, handle)
         return found(self.declaration, self.outputs, tensors, device, ticket.dense)
 
     def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
@@ -103,6 +99,20 @@ class Owner(Asks):
         self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
         self.kernels(store.views()).update(store, pushed, optimizers, settings)
+
+    def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
+        """Collective in a world of several: every rank pushes the same tickets, with gradients or without."""
+        return self.begin_push(tickets, step)()
+
+    def begin_push(self, tickets: Sequence[Ticket], step: int) -> Callable[[], RowGradients | None]:
+        """Collective: `push` as far as nobody else is waited for, where that can be; what it returns does the rest, and
+        is collective, too."""
+        begun = [self._begin_push(ticket, step, i) for i, ticket in enumerate(tickets)]
+        return lambda: self.merge(tickets, [finish() for finish in begun]) if begun else None
+
+    @abstractmethod
+    def _begin_push(self, ticket: Ticket, step: int, number: int) -> Callable[[], RowGradients]:
+        """`begin_push` of one. number: of the ticket in its step."""
 
     def merge(self, tickets: Sequence[Ticket], pushed: Sequence[RowGradients]) -> RowGradients:
         """Several batches as one application: each is summed per row, then they are, in order."""

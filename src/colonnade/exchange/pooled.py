@@ -11,7 +11,7 @@ owns, W columns of all fields side by side, W_o those with a share on rank o.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from colonnade.exchange.contract import (
 from colonnade.exchange.deal import deal
 from colonnade.exchange.fields import Columns, Fields, runs_of
 from colonnade.exchange.held import Held, gathered_held, names_of, rows_held, values_of
+from colonnade.exchange.kernels import NOWHERE
 from colonnade.exchange.layout import (
     Consumption,
     Declaration,
@@ -174,7 +175,7 @@ class PooledExchange(Owner):
 
     def _pushed_by(
         self, route: Route, total: Tensor, ticket: Ticket, step: int, number: int
-    ) -> Tensor:
+    ) -> Flight:
         """total (B, W): gradients of what came -> (G, P), of what was sent by that route."""
         return route.push(total, ticket.wire.sizes, step, number)
 
@@ -251,7 +252,7 @@ class PooledExchange(Owner):
             flights.append(self._fetched_by(route, part, ticket))
         ticket.reads = Fetched(flights)
 
-    def pooled(self, ticket: Ticket) -> list[Tensor]:
+    def pooled(self, ticket: Ticket, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
         """One tensor per output, in the output dtype."""
         total = self._total(ticket)
         lookups: Lookups = ticket.wire.lookups
@@ -260,11 +261,12 @@ class PooledExchange(Owner):
                 lengths = bag.diff().clamp(min=1).to(total.dtype)
                 total[:, columns] /= (lengths if pooling == "mean" else _sqrt(lengths))[:, None]
         dtype, tensors = self.declaration.output_dtype, []
-        for output, runs in zip(self.outputs, self.taken, strict=True):
-            if len(runs) == 1 and runs[0].width == total.shape[1] and len(self.outputs) == 1:
+        for i, (output, runs) in enumerate(zip(self.outputs, self.taken, strict=True)):
+            is_all = len(runs) == 1 and runs[0].width == total.shape[1] and len(self.outputs) == 1
+            if is_all and i not in into:
                 tensors.append(total.to(dtype))
                 continue
-            tensor = empty(len(total), output.width, dtype=dtype)
+            tensor = into[i] if i in into else empty(len(total), output.width, dtype=dtype)
             for run in runs:
                 tensor[:, run.columns_here] = total[:, run.columns_there]
             tensors.append(tensor)
@@ -281,19 +283,20 @@ class PooledExchange(Owner):
             route.add(flight, total)
         return total
 
-    def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
-        """Collective in a world of several: every rank pushes the same tickets, with gradients or without."""
-        pushed = [self._push_one(ticket, step, i) for i, ticket in enumerate(tickets)]
-        return self.merge(tickets, pushed) if pushed else None
+    def _begin_push(self, ticket: Ticket, step: int, number: int) -> Callable[[], RowGradients]:
+        total = self._gradients(ticket)
+        flights = [self._pushed_by(route, total, ticket, step, number) for route in self.routes]
+        return lambda: self._pushed(ticket, total, flights)
 
-    def _push_one(self, ticket: Ticket, step: int, number: int) -> RowGradients:
-        """number: of the ticket in its step."""
-        total, sizes = self._gradients(ticket), ticket.wire.sizes
+    def _pushed(self, ticket: Ticket, total: Tensor, flights: Sequence[Flight]) -> RowGradients:
+        """total (B, W): what it sent, by route."""
         received = total
         if self.mesh.num_ranks > 1:
-            received = empty(sum(sizes), self.sent.width, dtype=total.dtype)
-            for route, runs in zip(self.routes, self.routed, strict=True):
-                part = self._pushed_by(route, total, ticket, step, number)
+            num_samples = sum(ticket.wire.sizes)
+            received = empty(num_samples, self.sent.width, dtype=total.dtype)
+            for route, flight, runs in zip(self.routes, flights, self.routed, strict=True):
+                flight.wait()
+                part = flight.received.view(num_samples, route.columns.width)
                 if route.columns.width == self.sent.width:
                     received = part
                     continue

@@ -11,7 +11,7 @@ P rows other ranks (and this one) asked it for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from colonnade.exchange.contract import (
 )
 from colonnade.exchange.deal import deal
 from colonnade.exchange.held import rows_held, values_of
-from colonnade.exchange.kernels import Kernels
+from colonnade.exchange.kernels import NOWHERE, Kernels
 from colonnade.exchange.layout import (
     Declaration,
     Lookups,
@@ -292,11 +292,11 @@ class RowsExchange(Owner):
         placed = self.native.place(ticket.lookups, [view] * len(self.widths), taken)
         return Fetched(self.native, placed, values, arrivals, index)
 
-    def pooled(self, ticket: Ticket) -> list[Tensor]:
+    def pooled(self, ticket: Ticket, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
         """One tensor per output, filled from the fetched rows."""
         reads: Fetched = ticket.reads
         reads.wait()
-        return reads.kernels.pool(ticket.lookups, reads.placed)
+        return reads.kernels.pool(ticket.lookups, reads.placed, into)
 
     def read(self, batch: Batch, rows: MappedRows, device: torch.device = CPU) -> dict[str, Tensor]:
         """Prediction, in a world of one: what `values` gives, of rows that nobody changes. No plan, no ticket, no
@@ -309,11 +309,6 @@ class RowsExchange(Owner):
             raise
         pooled = self.native.pool(lookups, (*rows.places(), slots))
         return found(self.declaration, self.outputs, pooled, device, batch.dense)
-
-    def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
-        """Collective in a world of several: every rank pushes the same tickets, with gradients or without."""
-        pushed = [self._push_one(ticket, step, i) for i, ticket in enumerate(tickets)]
-        return self.merge(tickets, pushed) if pushed else None
 
     def drop(self, ticket: Ticket) -> None:
         self.recall(ticket)
@@ -357,14 +352,13 @@ class RowsExchange(Owner):
         """(T + 1,) int64: this rank's unique rows by table."""
         return self.deal.table_offsets(ticket.plan)
 
-    def _push_one(self, ticket: Ticket, step: int, number: int) -> RowGradients:
-        """number: of the ticket in its step."""
+    def _begin_push(self, ticket: Ticket, step: int, number: int) -> Callable[[], RowGradients]:
         kernels = self.native if ticket.reads is None else ticket.reads.kernels
         summed = summed_backwards(ticket, self.declaration.compute_dtype)
         if summed is None:
             summed = kernels.zeros(ticket.lookups)
         if self.mesh.num_ranks == 1:
-            return kernels.of_outputs(ticket, summed)
+            return partial(kernels.of_outputs, ticket, summed)
         wire, plan = ticket.wire, ticket.plan
         send = empty(wire.asked.num_elements, dtype=self.declaration.compute_dtype)
         asked = RowGradients(
@@ -380,16 +374,23 @@ class RowsExchange(Owner):
                 self._rank_bytes(codec, each, dtype) for each in (wire.asked, wire.serving)
             )
         send, sizes = self._outgoing(send, sizes)
-        received, _ = self.mesh.all_to_all("push", send, sizes, theirs)
-        if codec.name != "exact":
-            data, received = received, empty(wire.serving.num_elements, dtype=dtype)
-            decode(codec, data, self._blocks(wire.serving), received)
-        return RowGradients(
-            ticket.pinned, ticket.owned_offsets,
-            ticket.owner_plan.segment_offsets, ticket.owner_plan.entries,
-            _native.RowGradients(received.data_ptr(), wire.serving_index, self.native.compute), received,
-            ticket.by_page,
-        )  # fmt: skip
+        data, call = self.mesh.all_to_all("push", send, sizes, theirs, wait=False)
+        arrival = Arrival(call, send)
+
+        def finish() -> RowGradients:
+            arrival.wait()
+            received = data
+            if codec.name != "exact":
+                received = empty(wire.serving.num_elements, dtype=dtype)
+                decode(codec, data, self._blocks(wire.serving), received)
+            return RowGradients(
+                ticket.pinned, ticket.owned_offsets,
+                ticket.owner_plan.segment_offsets, ticket.owner_plan.entries,
+                _native.RowGradients(received.data_ptr(), wire.serving_index, self.native.compute), received,
+                ticket.by_page,
+            )  # fmt: skip
+
+        return finish
 
     def _outgoing(self, sums: Tensor, sizes: list[int]) -> tuple[Tensor, list[int]]:
         """What this rank sends of its rows' sums, and how much of it to each rank."""

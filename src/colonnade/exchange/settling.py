@@ -115,7 +115,7 @@ def hand_over(exchange: CachedExchange, chosen: Sequence[np.ndarray]) -> None:
         store.release(slots, offsets, dirty=True)
     exchange.mark(plan, exchange.number)
     for t, each in enumerate(chosen):
-        exchange.copies.take(t, each)
+        exchange.copies.clear(t, each)
 
 
 def _waiting(exchange: CachedExchange, dirty: Sequence[np.ndarray]) -> tuple[Serving, Tensor, Any]:

@@ -1,14 +1,14 @@
 """Several exchanges in one plan: each has the features of its tables, one ticket stands for all.
 
 Ids travel after one header, the owner's store acquires the rows of all tables at once, and outputs come as declared
-whatever travels: fields of one output that come by several exchanges are put side by side here.
+whatever travels: of an output with fields of several exchanges, each writes its own, and reads their gradients there.
 
 Legend: T tables, O rows this rank owns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -27,10 +27,11 @@ from colonnade.exchange.contract import (
     Ticket,
 )
 from colonnade.exchange.held import TABLES, tables_held
-from colonnade.exchange.layout import Declaration, Output, outputs
-from colonnade.exchange.recording import CPU, found
+from colonnade.exchange.layout import Declaration, Output, outputs, shared_outputs
+from colonnade.exchange.recording import CPU, found, recorded, summed_backwards
 from colonnade.exchange.routing import Asks, route
 from colonnade.interaction import Concat
+from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.topology.mesh import Mesh
 
@@ -48,8 +49,13 @@ class End(Exchange, Asks, Protocol):
     @property
     def outputs(self) -> Sequence[Output]: ...
 
-    def tensors(self, ticket: Ticket, handle: Tensor) -> Sequence[Tensor]:
-        """By output, what `values` makes the model's inputs of."""
+    def begin_push(self, tickets: Sequence[Ticket], step: int) -> Callable[[], RowGradients | None]:
+        """`push` as far as nobody else is waited for; what it returns does the rest. Both are collective."""
+        ...
+
+    def pooled(self, ticket: Ticket, into: Mapping[int, Tensor] = ...) -> list[Tensor]:
+        """By output, what `values` makes the model's inputs of. into: by output that others have fields of, too, where
+        it writes its own."""
         ...
 
 
@@ -72,44 +78,26 @@ class SeveralExchanges:
         }
         self.outputs = tuple(_without_partials(outputs(declaration), partials))
         by_table = [0] * len(declaration.tables)
-        by_feature = {}
         for i, end in enumerate(self.ends):
             for feature in end.declaration.features:
-                by_feature[feature.name] = i
                 by_table[declaration.table_of(feature)] = i
         # Runs of tables of one exchange: (exchange, first table, last table + 1).
         self.runs: list[tuple[int, int, int]] = []
         for i, run in groupby(range(len(by_table)), lambda t: by_table[t]):
             tables = list(run)
             self.runs.append((i, tables[0], tables[-1] + 1))
-        self.pieces = [self._pieces(each, by_feature) for each in range(len(self.outputs))]
+        # By exchange, by output of it: which of these.
+        self.places = [[self._place(each) for each in end.outputs] for end in self.ends]
+        every = [i for places in self.places for i in places]
+        self.shared = [i for i in range(len(self.outputs)) if every.count(i) > 1]
 
-    def _pieces(
-        self, number: int, by_feature: Mapping[str, int]
-    ) -> list[tuple[int, int, int, int]]:
-        """Where an output's columns come from, in order: (exchange, output of it, first column there, last + 1)."""
-        output = self.outputs[number]
-        if output.is_partial:
-            return [
-                (i, j, 0, output.width)
-                for i, end in enumerate(self.ends)
-                for j, each in enumerate(end.outputs)
-                if each.is_partial and each.names == output.names
-            ]
-        found: list[tuple[int, int, int, int]] = []
-        for f in output.fields:
-            field = self.declaration.fields[f]
-            i = by_feature[self.declaration.features[field.feature].name]
-            end = self.ends[i]
-            place = next(j for j, each in enumerate(end.outputs) if output.names[0] in each.names)
-            theirs = end.outputs[place]
-            names = [end.declaration.fields[k].name for k in theirs.fields]
-            first = theirs.columns[names.index(field.name)]
-            begin = first
-            if found and (i, place, first) == (*found[-1][:2], found[-1][3]):
-                begin = found.pop()[2]
-            found.append((i, place, begin, first + field.dim))
-        return found
+    def _place(self, theirs: Output) -> int:
+        """Of an exchange's output."""
+        return next(
+            i
+            for i, each in enumerate(self.outputs)
+            if each.is_partial == theirs.is_partial and theirs.names[0] in each.names
+        )
 
     @property
     def exactness(self) -> Exactness:
@@ -188,33 +176,35 @@ class SeveralExchanges:
         self, ticket: Ticket, handle: Tensor, device: torch.device = CPU
     ) -> dict[str, Tensor]:
         """See the contract."""
-        seen = [
-            [tensor.to(device) for tensor in end.tensors(part, handle)]
-            for end, part in zip(self.ends, ticket.parts, strict=True)
-        ]
-        tensors = []
-        for output, pieces in zip(self.outputs, self.pieces, strict=True):
-            blocks = [seen[i][j] for i, j, _, _ in pieces]
-            if len(pieces) > 1 or blocks[0].shape[1] != output.width:
-                blocks = [
-                    block[:, first:last]
-                    for block, (_, _, first, last) in zip(blocks, pieces, strict=True)
-                ]
-            tensors.append(blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1))
+        tensors = recorded(self, ticket, handle)
         return found(self.declaration, self.outputs, tensors, device, ticket.dense)
+
+    def pooled(self, ticket: Ticket) -> list[Tensor]:
+        """One tensor per output. Each exchange writes its fields where they belong, for to put tensors side by side,
+        and to cut their gradients apart again, took longer than to exchange what they hold."""
+        dtype = self.declaration.output_dtype
+        tensors = {
+            i: empty(ticket.batch_size, self.outputs[i].width, dtype=dtype) for i in self.shared
+        }
+        for end, part, places in zip(self.ends, ticket.parts, self.places, strict=True):
+            into = {j: tensors[i] for j, i in enumerate(places) if i in tensors}
+            tensors |= zip(places, end.pooled(part, into), strict=True)
+        return [tensors[i] for i in range(len(self.outputs))]
 
     def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
         """Collective in a world of several."""
         if not tickets:
             return None
-        pushed = []
         for ticket in tickets:
             self._hand_out(ticket)
-        for i, end in enumerate(self.ends):
-            one = end.push([ticket.parts[i] for ticket in tickets], step)
-            assert one is not None
-            pushed.append(one)
-        return self._all(pushed)
+            self._lend_gradients(ticket)
+        # What one sends travels while the next one computes.
+        begun = [
+            end.begin_push([ticket.parts[i] for ticket in tickets], step)
+            for i, end in enumerate(self.ends)
+        ]
+        pushed = [finish() for finish in begun]
+        return self._all([one for one in pushed if one is not None])
 
     def _all(self, pushed: Sequence[RowGradients]) -> RowGradients:
         offsets = [one.offsets for one in pushed]
@@ -234,6 +224,7 @@ class SeveralExchanges:
     def drop(self, ticket: Ticket) -> None:
         for end, part in zip(self.ends, ticket.parts, strict=True):
             end.drop(part)
+        ticket.forget()
 
     def hold(self, ticket: Ticket) -> dict[str, Tensor]:
         """What each holds, its name before the names of it; and of which tables that is."""
@@ -273,6 +264,12 @@ class SeveralExchanges:
             for part, slots in zip(ticket.parts, self._split(ticket, ticket.pinned), strict=True):
                 part.slots = slots
 
+    def _lend_gradients(self, ticket: Ticket) -> None:
+        """To the parts: whole outputs', of which each reads the columns of its fields."""
+        given = summed_backwards(ticket, self.declaration.compute_dtype)
+        for part, places in zip(ticket.parts, self.places, strict=True):
+            part.gradients = [] if given is None else [[given[i] for i in places]]
+
     def _split(self, ticket: Ticket, values: Tensor) -> list[Tensor]:
         """(O,) by row of all tables -> by row of each exchange's."""
         ends = ticket.owned_offsets.tolist()
@@ -293,7 +290,8 @@ class SeveralExchanges:
 
 def part_of(declaration: Declaration, tables: set[str], exchange: str) -> Declaration:
     """The features of these tables and what consumers take of them, as they are, but for consumers whose partials may
-    travel; all tables, so that their numbers stay what they are."""
+    travel; all tables, so that their numbers stay what they are; and the whole's outputs, as far as they are of these
+    features."""
     features = tuple(each for each in declaration.features if each.table in tables)
     mine = {
         field.name
@@ -305,7 +303,8 @@ def part_of(declaration: Declaration, tables: set[str], exchange: str) -> Declar
         if taken := tuple(each for each in consumer.features if each in mine):
             is_whole = exchange in EVALUATING and taken == consumer.features
             consumers[name] = consumer if is_whole else Consumer(Concat(), taken)
-    return Declaration(declaration.tables, features, consumers, declaration.output)
+    part = Declaration(declaration.tables, features, consumers, declaration.output)
+    return replace(part, shared=shared_outputs(declaration, part))
 
 
 def _without_partials(

@@ -62,8 +62,9 @@ class ByTower:
         """Inside the tower before it returns; between towers it may still travel."""
         return self.leave(self.gather(block, sizes, counts_as), sizes, counts_as)
 
-    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Tensor:
-        return self.scatter(self.come_back(total, sizes, step, number), sizes)
+    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Flight:
+        """Has come when it returns."""
+        return Flight(self.scatter(self.come_back(total, sizes, step, number), sizes), None)
 
     def gather(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Tensor:
         """block (G, P) -> (M, W): all columns of the tower, peer after peer."""

@@ -184,7 +184,7 @@ class TowersExchange(EvaluatingExchange):
 
     def _pushed_by(
         self, route: Route, total: Tensor, ticket: Ticket, step: int, number: int
-    ) -> Tensor:
+    ) -> Flight:
         if not isinstance(route, ByTower) or not self.consumers:
             return super()._pushed_by(route, total, ticket, step, number)
         sizes = ticket.wire.sizes
@@ -192,7 +192,7 @@ class TowersExchange(EvaluatingExchange):
         pooled = self._through(
             ticket.wire.partials, given, route.carried[route.tower], route.inside
         )
-        return route.scatter(pooled, sizes)
+        return Flight(route.scatter(pooled, sizes), None)
 
 
 def _samples(route: ByTower, sizes: Sequence[int]) -> Tensor:

@@ -61,7 +61,7 @@ class Route(Protocol):
         """Its columns of total (B, W), which hold nothing yet, become the sums over owners, in a fixed order."""
         ...
 
-    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Tensor:
+    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Flight:
         """total (B, W): gradients of sums -> (G, P), of what this rank had sent. step, number: what random bits depend
         on: updates before this one, and which batch of it this is."""
         ...
@@ -157,7 +157,7 @@ class Straight:
         for part, width, runs in zip(parts, self.widths, self.blocks, strict=True):
             add_runs(part.view(len(total), width), total, runs)
 
-    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Tensor:
+    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Flight:
         codec, size = CODECS[self.coding.codecs.gradients], len(total)
         theirs, mine = self._served(sizes), self._asked(sizes)
         send = empty(sum(elements(mine)), dtype=self.dtype)
@@ -170,13 +170,13 @@ class Straight:
             Draw(samples, self.coding.seed(f"pooled by {owner}", rank, number), step)
             for owner in range(self.mesh.num_ranks)
         ]
-        data, _ = self.mesh.all_to_all(
-            "push", encode(codec, send, mine, draws),
-            [each.bytes_of(codec, self.dtype) for each in mine],
-            [each.bytes_of(codec, self.dtype) for each in theirs],
+        coded = encode(codec, send, mine, draws)
+        data, call = self.mesh.all_to_all(
+            "push", coded, [each.bytes_of(codec, self.dtype) for each in mine],
+            [each.bytes_of(codec, self.dtype) for each in theirs], wait=False,
         )  # fmt: skip
-        received = arrived(codec, data, theirs, self.dtype)
-        return received.view(sum(sizes), self.columns.width)
+        received, finish = arriving(codec, data, theirs, self.dtype)
+        return Flight(received, call, coded, finish)
 
     def _served(self, sizes: Sequence[int]) -> list[Block]:
         """By rank: of its samples, what lies here."""
@@ -245,7 +245,8 @@ class ByHost:
         for part, runs in zip(parts, self.blocks, strict=True):
             add_runs(part, total, runs)
 
-    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Tensor:
+    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Flight:
+        """Has come when it returns."""
         codec, world, rank = CODECS[self.coding.codecs.gradients], self.mesh.world, self.mesh.rank
         block = empty(len(total), self.columns.width, dtype=self.dtype)
         take_runs(total, block, self.blocks[0])
@@ -271,7 +272,7 @@ class ByHost:
                 accumulate((n for some in of_alike for n in some), initial=0), strict=False)
         )  # fmt: skip
         data = torch.cat([received[starts[r] : starts[r] + n] for r, n in enumerate(lengths)])
-        return arrived(codec, data, every, self.dtype).view(sum(sizes), self.columns.width)
+        return Flight(arrived(codec, data, every, self.dtype), None)
 
     def _lengths(self, codec: Codec, blocks: Iterable[Block]) -> list[int]:
         return [each.bytes_of(codec, self.dtype) for each in blocks]

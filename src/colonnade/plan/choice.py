@@ -10,7 +10,7 @@ each host. All bytes and seconds are of one step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
+from colonnade.plan.beginnings import beginnings
 from colonnade.plan.chosen import BY_OWNERS, OPTIONS, Choice, Forced, Memory, Option, Seconds
 from colonnade.plan.consumers import ModelLoad, bare
 from colonnade.plan.cutting import CUT, cut_places, everywhere, most_slices
 from colonnade.plan.device import RowRate
 from colonnade.plan.explanation import explained
 from colonnade.plan.flows import (
+    BESIDE_SECONDS,
     CALLS,
     FIXED_BYTES,
     SHARED_BYTES,
@@ -49,7 +51,6 @@ from colonnade.topology.sharding import (
     host_wise,
     on_ranks,
     replicated,
-    row_wise,
     row_wise_in,
     table_wise,
 )
@@ -57,7 +58,6 @@ from colonnade.topology.world import World
 
 Floats = NDArray[np.float64]
 
-DEFAULT: Option = ("rows", "row_wise")
 SWEEPS = 4
 GAIN = 1e-3
 """Part of a step that all tables' changes together must save for another round of them."""
@@ -67,8 +67,6 @@ MANY = 10_000
 """Tables times ranks beyond which only the two best beginnings are gone on from."""
 FEW = 150
 """The same beyond which tables under `substitute` stay as they began: each move asks for the cost of all of them."""
-TOGETHER = 2
-"""Best beginnings with partials that are gone on from."""
 TIE = 0.01
 """Weight of what is not the bottleneck: of two choices as fast, the one that leaves more room."""
 
@@ -95,10 +93,10 @@ def choose(
         loads, world, memory or Memory(), rates, forced or {}, options, is_fetched_ahead, model,
         towers or world.num_hosts, ids_by_towers=route == "by_towers",
     )  # fmt: skip
-    beginnings = list(search.beginnings())
+    begun = list(beginnings(search))
     if search.is_large:
-        beginnings = sorted(beginnings, key=search.objective)[:2]
-    found = [search.improved(each) for each in beginnings]
+        begun = sorted(begun, key=search.objective)[:2]
+    found = [search.improved(each) for each in begun]
     if route == "auto":
         found = search.rerouted(found)
     best = min(found, key=search.objective)
@@ -294,6 +292,8 @@ class Search:
             phases[0] += self.fixed_bytes(used) * self.paths.peak
             # And of what all exchanges route with, the sizes.
             computed += (float(calls.sum()) + 1) * world.call_processor_seconds
+            if self.rates:  # else nobody asks what computing takes
+                computed += (len(used) - 1) * BESIDE_SECONDS
             less = world.call_seconds - call_seconds(world, towers)  # of a call that goes by them
             if "towers" in used:
                 phases[1:] -= less
@@ -333,72 +333,6 @@ class Search:
         """Rows of a step on a rank when all are dealt evenly: less cannot be had."""
         rows = sum(min(each.unique_world, each.rows) * each.slot_bytes for each in self.loads)
         return rows / len(self.owners)
-
-    def beginnings(self) -> Iterator[State]:
-        """All dealt to all ranks; then, with fewer and more exchanges, each table by what it would cost if everything
-        were in balance, the largest first to whoever has least."""
-        first = self.begun(lambda t, options: DEFAULT if DEFAULT in options else options[0])
-        self.scale = self.seconds(first).step
-        yield first
-        names = {exchange for options in self.possible for exchange, _ in options}
-        names -= {"substitute"}
-        alone: list[set[ExchangeName]] = [{name} for name in sorted(names)]
-        pairs: list[set[ExchangeName]] = [{"rows", "pooled"}, {"rows", "replicated"}]
-        for some in (*alone, *pairs, names):
-            if some <= names:
-                yield self.begun(lambda t, options, some=some: self.balanced(t, options, some))
-        kinds: list[Kind] = ["row_wise", "table_wise"]
-        kinds += ["host_wise"] if self.has_hosts else []
-        laid = [
-            self.begun(
-                lambda t, options, group=group, kind=kind: self.together(t, options, group, kind, names)
-            )
-            for group in (self.partials.groups if self.is_known else ())
-            for kind in kinds
-        ]  # fmt: skip
-        yield from sorted(laid, key=self.objective)[:TOGETHER]
-
-    def together(
-        self,
-        t: int,
-        options: Sequence[Option],
-        group: Sequence[int],
-        kind: Kind,
-        others: Collection[str],
-    ) -> Option:
-        """A table of the group under `substitute`, as that kind of sharding where it may be."""
-        mine = [each for each in options if each[0] == "substitute"]
-        if t not in group or not mine:
-            return self.balanced(t, options, others)
-        if ("substitute", kind) in mine:
-            return "substitute", kind
-        return mine[-1]
-
-    def begun(self, pick) -> State:
-        state = self.empty()
-        state.chosen = [("rows", row_wise(1))] * len(self.loads)
-        for t in self.order():
-            exchange, kind = pick(t, self.possible[t])
-            sharding = min(
-                self.shardings(state, t, kind),
-                key=lambda each: self.with_(state, t, exchange, each),
-            )
-            self.add(state, t, exchange, sharding)
-            state.chosen[t] = exchange, sharding
-        return state
-
-    def balanced(self, t: int, options: Sequence[Option], some: Collection[str]) -> Option:
-        options = [each for each in options if each[0] in some] or list(options)
-        world = self.world
-        anywhere = {
-            **self.everywhere, "host_wise": host_wise(world, 0), "table_wise": table_wise(int(self.owners[0])),
-        }  # fmt: skip
-        for _, kind in options:
-            if kind in CUT:
-                anywhere[kind] = self.places(self.empty(), t, kind)[0]
-        return min(
-            options, key=lambda each: self.mean_seconds(t, _alone(each[0]), anywhere[each[1]])
-        )
 
     def mean_seconds(self, t: int, exchange: ExchangeName, sharding: Sharding) -> float:
         """Of the links if all ranks and uplinks had the same to carry, and of processors likewise."""
@@ -537,11 +471,6 @@ def _least(values: Floats, count: int) -> NDArray[np.intp]:
         return np.argsort(values, kind="stable")
     some = np.argpartition(values, count)[:count]
     return some[np.argsort(values[some], kind="stable")]
-
-
-def _alone(exchange: ExchangeName) -> ExchangeName:
-    """What a table costs at most by itself, whatever others do."""
-    return "pooled" if exchange == "substitute" else exchange
 
 
 def _index(ranks: tuple[int, ...]) -> Any:

@@ -1,0 +1,125 @@
+"""What a plan of several exchanges spares: nothing is put side by side or cut apart, and no push waits for another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from colonnade import (
+    SGD,
+    Batch,
+    Concat,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    Mesh,
+    RowOptimizer,
+    Table,
+    Uniform,
+    build_plan,
+)
+from colonnade.topology.mesh import Call
+
+SAMPLES, DIM = 6, 4
+EXCHANGES = {"a": "rows", "b": "pooled", "c": "rows", "d": "pooled"}
+TAKEN = {"some": ("a", "b", "c"), "others": ("c", "b"), "same": ("a", "b", "c")}
+"""By consumer; d is nobody's."""
+
+
+def opened(mesh: Mesh = Mesh(), **settings) -> EmbeddingCollection:  # noqa: B008
+    tables = [
+        Table(name, DIM, rows=20, optimizer=SGD(lr=0.5), initializer=Uniform(scale=1.0))
+        for name in EXCHANGES
+    ]
+    consumers = {name: (Concat(), taken) for name, taken in TAKEN.items()}
+    features = [Feature(name, name) for name in EXCHANGES]
+    collection = EmbeddingCollection(tables, features, consumers=consumers, seed=1)
+    plan = build_plan(collection.tables, mesh.num_ranks, exchanges=EXCHANGES, **settings)
+    return collection.open(plan, mesh)
+
+
+def batch_of(seed: int) -> Batch:
+    random = torch.Generator().manual_seed(seed)
+    ids = {name: Ids(torch.randint(0, 20, (SAMPLES,), generator=random)) for name in EXCHANGES}
+    return Batch(SAMPLES, torch.zeros(SAMPLES, 0), ids)
+
+
+def operations(output: torch.Tensor) -> list[str]:
+    """What backward does after it, by name."""
+    found, left = [], [output.grad_fn]
+    while left:
+        if (each := left.pop()) is not None:
+            found.append(each.name())
+            left += [after for after, _ in each.next_functions]
+    return found
+
+
+def test_outputs_are_written_where_they_are_read_and_gradients_read_where_they_were_given():
+    collection = opened()
+    batch = batch_of(0)
+    outputs = collection(batch)
+    for output in outputs.values():
+        assert operations(output) == ["_PoolBackward", "torch::autograd::AccumulateGrad"]
+    for name, taken in TAKEN.items():
+        for i, feature in enumerate(taken):
+            rows = collection.rows(feature, batch.ids[feature].values)
+            assert torch.equal(outputs[name][:, i * DIM : (i + 1) * DIM], rows)
+    given = [torch.randn(*outputs[name].shape) for name in ("some", "others", "d")]
+    torch.autograd.backward([outputs[name] for name in ("some", "others", "d")], given)
+    (ticket,) = collection.live
+    collection.collect()
+    addresses = {each.data_ptr() for each in given}
+    for part in ticket.parts:
+        assert {each.data_ptr() for each in part.gradients[0]} <= addresses
+
+
+def test_several_backwards_are_added_once_for_all_exchanges():
+    whole, twice = opened(), opened()
+    gradient = torch.randn(SAMPLES, 3 * DIM)
+    for collection, parts in ((whole, [gradient]), (twice, [gradient / 2, gradient / 2])):
+        output = collection(batch_of(0))["some"]
+        for part in parts:
+            output.backward(part, retain_graph=True)
+        RowOptimizer(collection).step()
+    for name in EXCHANGES:
+        ids = torch.arange(20)
+        assert torch.equal(whole.rows(name, ids), twice.rows(name, ids))
+
+
+def test_a_batch_that_is_given_up_leaves_no_gradient():
+    collection = opened()
+    outputs = collection(batch_of(0))
+    outputs["some"].sum().backward()
+    (ticket,) = collection.live
+    assert ticket.num_backwards == 1
+    collection.forget()
+    assert ticket.num_backwards == 0 and not any(part.gradients for part in ticket.parts)
+
+
+def pushed(mesh: Mesh) -> list[str]:
+    """In which order a step's pushes begin and are waited for."""
+    collection = opened(mesh)
+    outputs = collection(batch_of(mesh.rank))
+    torch.autograd.backward(list(outputs.values()), [torch.ones_like(o) for o in outputs.values()])
+    said: list[str] = []
+    begins, waits = Mesh._begin, Call.wait
+    with pytest.MonkeyPatch.context() as patch:
+
+        def begin(self, purpose, start):
+            said.append(f"{purpose} begins")
+            return begins(self, purpose, start)
+
+        def wait(self):
+            said.append(f"{self.purpose} is waited for")
+            return waits(self)
+
+        patch.setattr(Mesh, "_begin", begin)
+        patch.setattr(Call, "wait", wait)
+        collection.collect()
+    return said
+
+
+def test_what_one_exchange_pushes_travels_while_the_next_one_computes():
+    for said in run_ranks(2, pushed):
+        assert said == ["push begins"] * 2 + ["push is waited for"] * 2
