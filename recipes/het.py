@@ -26,7 +26,8 @@ def train(mesh: colonnade.Mesh, copies: TableCache) -> tuple[colonnade.Fitted, d
     caches = dict.fromkeys((c.name for c in columns), copies)
     model.embeddings.open(colonnade.build_plan(tables, mesh.num_ranks, caches=caches), mesh)
     found = colonnade.fit(model, data, mesh=mesh, epochs=1, batch_size=256, quiet=True)
-    return found, vars(model.embeddings.cached.counts)
+    cached = model.embeddings.cached
+    return found, {} if cached is None else vars(cached.counts)
 
 
 if __name__ == "__main__":
@@ -36,5 +37,6 @@ if __name__ == "__main__":
     said = found.metrics["test_auc"], sent // found.outcome.steps
     if mesh.rank == 0:
         print("test_auc {:.4f}  bytes a step {:,}".format(*said))
-        print("  ".join(f"{name} {count:,}" for name, count in counts.items()))
+        said = "  ".join(f"{name} {count:,}" for name, count in counts.items())
+        print(said or "one rank keeps no copies: run it under torchrun, with two or more")
     colonnade.close_mesh(mesh)

@@ -212,7 +212,7 @@ def _cache_size(value: Any) -> CacheSize:
 
 def _cache_staleness(value: Any) -> Any:
     if value != "exact" and not (_is_count(value) and value < 2**31 - 1):
-        raise ValueError(f"got {value!r}, wanted a number of batches, 0 or more, or exact")
+        raise ValueError(f"got {value!r}, wanted a number of batches, 0 .. {2**31 - 2}, or exact")
     return value
 
 
@@ -368,12 +368,12 @@ class PlanConfig(Section):
         if self.cache is not None:
             said: list[CacheConfig | TableCacheConfig] = [self.cache, *self.cache.tables.values()]
             late += map(_staleness_of, said)
-        for step, bound in self.staleness_by_step.items():
-            if bound > max(late):
-                raise ValueError(
-                    f"got plan.staleness_by_step={{{step}: {bound}}} where reads are at most {max(late)} late; raise "
-                    "staleness_steps, or plan.cache.staleness, to the largest that you need"
-                )
+        if min(self.staleness_by_step.values()) > max(late):
+            raise ValueError(
+                f"got plan.staleness_by_step={self.staleness_by_step} where reads are at most {max(late)} late anyway; "
+                "raise staleness_steps, or plan.cache.staleness, to the largest that you need, or take the bounds by "
+                "step away: plan.staleness_by_step={}"
+            )
 
     @model_validator(mode="before")
     @classmethod

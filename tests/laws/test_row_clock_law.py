@@ -324,7 +324,7 @@ def test_from_a_bound_of_zero_on_it_is_the_bits_of_rows(depth):
 def disagree(mesh, alone):
     """What each rank hears: of other bounds than another's, or of a change that another one does not make."""
     world = Ones(mesh, 6, 9)
-    mine, _ = world.batches(8)
+    mine, _ = world.batches(10)
     ahead, said = world.collection.lookahead(mine), []
 
     def step():
@@ -355,18 +355,43 @@ def disagree(mesh, alone):
         change()
     sum(output.sum() for output in world.collection(batch).values()).backward()
     world.rows.step()
-    change()
+    change(np.int64(9), np.int32(2))
     step()
+    with world.rows.settled():
+        for call in (change, lambda: world.rows.settled().__enter__(), step):
+            with pytest.raises(RuntimeError, match="settled"):
+                call()
+        ahead.close()
+        world.collection.forget()
+    for caches in (
+        [], {"few": None}, {"few": row_clock(1)}, {"few": TableCache(3, 4)},
+        {"few": TableCache(None, row_clock(1))}, {"few": TableCache(2.5, row_clock(1))},
+        {"few": TableCache(3, row_clock(1)) if mesh.rank else None},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as error:
+            ahead.change_caches(caches)
+        said.append(str(error.value))
     return said
 
 
 def test_ranks_that_change_to_other_bounds_are_told():
     wanted = (
         "on rank 1", "got rows 10, wanted 0 .. 9", "a staleness of 7, wanted 0 .. 6", "got table 'none'",
-        "policy 'lfu'",
+        "policy 'lfu'", "by the table's name", *["wanted a TableCache(rows, RowClock("] * 3, "got rows=None",
+        "got rows=2.5",
     )  # fmt: skip
-    for said in run_ranks(2, disagree, False):
-        assert all(words in each for words, each in zip(wanted, said, strict=True))
+    for rank, said in enumerate(run_ranks(2, disagree, False)):
+        assert all(words in each for words, each in zip(wanted, said[:-1], strict=True))
+        assert ("refused on rank 0" if rank else "got None") in said[-1]
+
+
+@pytest.mark.parametrize(
+    "given", [(-5,), (2.5,), (True,), ("4",), (4, -1), (4, 1.5), (4, None, 2.0)]
+)
+def test_bounds_are_whole_numbers(given):
+    with pytest.raises(ConfigError, match=r"row_clock: got .*, wanted 0 or more batches"):
+        row_clock(*given)
+    assert row_clock(np.int64(5)) == RowClock(2, 3)
 
 
 def test_a_rank_that_changes_bounds_alone_is_found():

@@ -112,6 +112,10 @@ def test_bounds_by_step():
     }
     copies = {"cache": {"staleness": 3, "tables": {"t": {"read_bound": 9}}}}
     assert build_config({"plan": {**copies, "staleness_by_step": {0: 9}}})
+    lower = override(
+        config, {"plan.staleness_steps": 2}
+    )  # as a run that goes on may: 4 is no limit then
+    assert lower.plan.staleness_by_step == {100: 0, 200: 4}
     for plan, words in (
         ({"staleness_steps": 4}, "reads are at most 4 late"),
         ({"cache": {"staleness": 4}}, "reads are at most 4 late"),

@@ -10,6 +10,8 @@ misses nothing of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
+from typing import SupportsIndex
 
 from colonnade.errors import ConfigError
 
@@ -26,10 +28,8 @@ class RowClock:
     is_exact = False
 
     def __post_init__(self) -> None:
-        if self.read_bound < 0 or self.write_bound < 0:
-            raise ConfigError(
-                f"row_clock: got bounds {self.read_bound} and {self.write_bound}, wanted 0 or more batches"
-            )
+        for name in ("read_bound", "write_bound"):
+            object.__setattr__(self, name, _batches(name, getattr(self, name)))
 
     @property
     def staleness(self) -> int:
@@ -53,14 +53,22 @@ class RowClock:
         return step - 1 - self.staleness
 
 
+def _batches(name: str, value: object) -> int:
+    """A whole number, of NumPy or not. Raises ConfigError."""
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool) and index(value) >= 0:
+        return index(value)
+    raise ConfigError(f"row_clock: got {name}={value!r}, wanted 0 or more batches")
+
+
 def row_clock(
     staleness: int, read_bound: int | None = None, write_bound: int | None = None
 ) -> RowClock:
     """s = `staleness`, half of it for reads and the rest for writes; one bound that is given leaves the other the rest.
     Raises ConfigError where both are given and are not `staleness` together, and where one is beyond it."""
+    staleness = _batches("staleness", staleness)
     given = {"read_bound": read_bound, "write_bound": write_bound}
     for name, bound in given.items():
-        if bound is not None and bound > staleness >= 0:
+        if bound is not None and _batches(name, bound) > staleness:
             raise ConfigError(
                 f"row_clock: got {name}={bound} with staleness={staleness}, wanted at most that; raise staleness, "
                 "which is the sum of the two bounds, or leave it out"

@@ -140,6 +140,7 @@ class CachedExchange(RowsExchange):
         self.ages = np.zeros(AGES, np.int64)  # of the same rows
         self.store: Any = None  # this rank's rows
         self.number = 0  # of the newest batch that was pushed
+        self.is_settled = False  # owners' rows have, for the moment, what waits at copies
         self._flights: list[Flight] = []  # routed and not pushed, in order
         self._lock = (
             threading.Lock()
@@ -309,6 +310,11 @@ class CachedExchange(RowsExchange):
         flight = ticket.wire
         if not isinstance(flight, Flight):
             return super().fetch(ticket, source)
+        if self.is_settled:
+            raise RuntimeError(
+                "got a batch to train on inside `with rows.settled()`, after which rows are what they were; leave it "
+                "first"
+            )
         if self._flights[0] is not flight:
             raise RuntimeError(
                 "with a cache every batch of a lookahead is trained on, in order, before the next one is read: one was "

@@ -51,7 +51,9 @@ def settled(
     exchange: CachedExchange, optimizers: Tensor, settings: Tensor
 ) -> Iterator[list[Before]]:
     """By table, what this rank's rows are outside of it. optimizers, settings: see `_native.update`. Raises
-    BudgetExceeded, on every rank, where memory has no room for the rows that change."""
+    BudgetExceeded, on every rank, where memory has no room for the rows that change; RuntimeError inside of itself."""
+    if exchange.is_settled:
+        raise RuntimeError("got rows.settled() inside of itself: rows are settled already")
     serving, send, going = _waiting(exchange, waiting(exchange))
     store, plan = exchange.store, serving.plan
     ids = torch.as_tensor(plan.unique_ids)
@@ -73,9 +75,11 @@ def settled(
         # Rows are newer than what rests of them once they are released; they stay pinned.
         held.append(store.acquire(ids, offsets)[0])
         store.release(held.pop(0), offsets, dirty=True)
+        exchange.is_settled = True
         try:
             yield before
         finally:
+            exchange.is_settled = False
             store.before_update(slots, offsets)
             for t, rows in enumerate(before):
                 store.native.unpack(t, slots[ends[t] : ends[t + 1]].contiguous(), rows.records)
