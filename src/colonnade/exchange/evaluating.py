@@ -229,8 +229,8 @@ class EvaluatingExchange(PooledExchange):
         return found
 
     def begin_push(self, tickets: Sequence[Ticket], step: int) -> Callable[[], RowGradients | None]:
-        """As `pooled`; and gradients of weights that were used here are added to them. RuntimeError, on every rank,
-        where such a weight has changed since it was used."""
+        """As `pooled`; and gradients of weights that were used here are added to them. RuntimeError, on the ranks
+        where such a weight has changed since it was used; the others wait for these, as for any rank that raises."""
         now = [each._version for each in self.pushed_parameters]
         if any(ticket.wire.versions not in (None, now) for ticket in tickets):
             raise RuntimeError(
