@@ -14,6 +14,7 @@ early as the depth allows. Whatever the depth, a window whose rows do not fit me
 from __future__ import annotations
 
 import copy
+import math
 import queue
 import threading
 import time
@@ -26,12 +27,14 @@ from typing import Any, Literal, Protocol
 
 from colonnade import _native
 from colonnade.batch import Batch
+from colonnade.data.readers import kill_readers
 from colonnade.errors import ConfigError
 
 SHALLOW, DEEPEST = 2, 64
 STALLED = 0.02  # of the time: worth looking further ahead
 CROWDED = 0.5  # of a table's slots in a window: what is not in it should keep the rest
 LOOKED_AT = 16  # batches between two decisions
+PATIENCE = 2.0  # seconds, with processes that read what nobody wants any more
 
 
 def next_depth(depth: int, *, stalled: float, window: float) -> int:
@@ -219,15 +222,18 @@ class Lookahead(Iterator[Batch]):
         for batch in self._line:
             self._give_back(batch)
         self._line.clear()
-        self._join()
+        self._join(PATIENCE)
 
-    def _join(self) -> BaseException | None:
-        """Until the thread, which has been told to stop, has; what it made ready is given back. Returns its error."""
-        error = None
+    def _join(self, patience: float = math.inf) -> BaseException | None:
+        """Until the thread, which has been told to stop, has; what it made ready is given back. Returns its error.
+        After `patience` seconds processes that it waits for are killed: one that is stopped would never answer."""
+        error, start = None, time.monotonic()
         self._window.closing.set()  # the thread may wait for room for a batch that has not enough
         while self._thread is not None and self._thread.is_alive():
             error = self._drain() or error
             self._thread.join(0.01)
+            if time.monotonic() - start > patience:
+                kill_readers(self._thread)
         self._window.closing.clear()
         return self._drain() or error
 
