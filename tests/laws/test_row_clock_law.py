@@ -37,6 +37,7 @@ from colonnade import (
 from colonnade.config import build_config, override
 from colonnade.consistency.row_clock import RowClock, row_clock
 from colonnade.errors import ConfigError, PeerLost
+from colonnade.exchange import routing
 from colonnade.exchange.cached import TableCache
 from colonnade.topology.hot import hot_rows
 from colonnade.topology.sharding import column_wise, row_wise
@@ -645,3 +646,26 @@ def test_after_a_batch_that_was_read_and_never_stepped_the_remedy_works():
     for with_it, without in run_ranks(2, go_on_after, 6, 2):
         for one, other in zip(with_it, without, strict=True):
             assert np.array_equal(one, other)
+
+
+def lose_letters(mesh):
+    """Batches that do not come to their owners leave nothing behind: bounds may change, and nothing is lost."""
+    world = Ones(mesh, 10, 12)
+    mine, _ = world.batches(2)
+    sent = routing.exchanged
+
+    def lost(*_):
+        raise OSError("the letters")
+
+    routing.exchanged = lost
+    for batch in mine:
+        with pytest.raises(OSError, match="the letters"):
+            world.collection(batch)
+    routing.exchanged = sent
+    total, _ = world.run(20, np.random.default_rng(3))
+    with world.rows.settled():
+        return [np.array_equal(held, total) for held in world.held()]
+
+
+def test_what_was_asked_and_not_answered_is_taken_back():
+    assert run_ranks(2, lose_letters) == [[True, True]] * 2

@@ -169,6 +169,51 @@ def test_a_run_with_readers_is_the_run_without(tmp_path):
     assert found[0] == found[1]
 
 
+STOPPED = """
+import multiprocessing, os, signal, sys, threading, time
+from pathlib import Path
+from test_data_processes import Noted
+from test_lookahead import Slow
+from colonnade.data import processes
+from colonnade.data.lookahead import Rewindable
+if __name__ == "__main__":
+    processes.RUN_SAMPLES = 1
+    lookahead = Slow(0.0, 2).lookahead
+    lookahead._batches = Rewindable(processes.ProcessSource(Noted(Path(sys.argv[1])), 1).batches(1))
+    next(lookahead)
+    (reader,) = multiprocessing.active_children()
+    os.kill(reader.pid, signal.SIGSTOP)
+    threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    try:
+        while True:
+            next(lookahead)
+    except KeyboardInterrupt:
+        if sys.argv[2] == "close":
+            lookahead.close()
+            print(lookahead._thread.is_alive(), reader.is_alive())
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "leave"])
+def test_a_reader_that_is_stopped_keeps_nobody_from_ending(tmp_path, end):
+    """A Ctrl-C while the lookahead's thread waits for it: `close` returns, and so does the process."""
+    script, notes = tmp_path / "script.py", tmp_path / "notes"
+    notes.mkdir()
+    script.write_text(STOPPED)
+    places = [str(Path(__file__).parent), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+    done = subprocess.run(
+        [sys.executable, str(script), str(notes), end],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == (["False", "False"] if end == "close" else [])
+
+
 SCRIPT = """
 import os, sys, time
 from pathlib import Path

@@ -137,7 +137,7 @@ def test_batches_that_were_read_count_where_the_window_does_not_fit():
 
 @pytest.mark.parametrize("depth", [0, 1, 4])
 def test_batches_that_are_ready_come_again_after_a_change(depth):
-    """In order, each once, prepared anew; and so does an error of reading, in its turn."""
+    """In order, each once, prepared anew. An error of reading comes in its turn, or with the change."""
     window = Window(lambda: 0.0, lambda: 0.0, *(threading.Event() for _ in range(3)))
     prepared, dropped, changes = [], [], []
 
@@ -167,10 +167,52 @@ def test_batches_that_are_ready_come_again_after_a_change(depth):
                 dropped.clear()
                 batches.change_caches(f"after {seen[-1]}")
     assert seen == list(range(9))
-    for last, (caches, undone) in zip((2, 3, 8), changes, strict=True):
+    lasts = (2, 3) if depth else (2, 3, 8)
+    for last, (caches, undone) in zip(lasts, changes, strict=True):
         assert caches == f"after {last}"
         assert undone == [n for n in range(last + 1, last + 1 + depth) if n < 9]
     assert len(prepared) == 9 + sum(len(undone) for _, undone in changes)
+
+
+def test_an_error_of_a_coming_batch_is_raised_by_a_change():
+    """At once: what is collective after it would wait for ranks whose threads wait for that batch."""
+    slow, went_on = Slow(0.0, 3), []
+
+    def change(caches, undo):
+        undo()
+        went_on.append(caches)
+
+    def prepare(batch):
+        if slow.prepared == 2:
+            raise OSError("this batch")
+        return slow.prepare(batch)
+
+    slow.lookahead._change, slow.lookahead._prepare = change, prepare
+    with slow.lookahead as batches:
+        next(batches)
+        with pytest.raises(OSError, match="this batch"):
+            batches.change_caches({})
+        assert next(batches, None) is None
+    assert not went_on
+
+
+def test_after_a_change_a_window_that_became_smaller_is_filled():
+    """Permits that were to be kept back are those of the thread before."""
+    slow, seen = Slow(0.0, 4), []
+    slow.lookahead._has_said = True
+    slow.lookahead._change = lambda caches, undo: undo()
+
+    def consume():
+        next(slow.lookahead)
+        slow.lookahead._shrink(1)
+        slow.lookahead.change_caches({})
+        seen.extend(next(slow.lookahead) for _ in range(9))
+
+    thread = threading.Thread(target=consume, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert len(seen) == 9
+    slow.lookahead.close()
 
 
 def test_on_one_rank_copies_change_nothing():

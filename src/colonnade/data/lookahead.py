@@ -14,6 +14,7 @@ early as the depth allows. Whatever the depth, a window whose rows do not fit me
 from __future__ import annotations
 
 import copy
+import math
 import queue
 import threading
 import time
@@ -26,12 +27,14 @@ from typing import Any, Literal, Protocol
 
 from colonnade import _native
 from colonnade.batch import Batch
+from colonnade.data.readers import kill_readers
 from colonnade.errors import ConfigError
 
 SHALLOW, DEEPEST = 2, 64
 STALLED = 0.02  # of the time: worth looking further ahead
 CROWDED = 0.5  # of a table's slots in a window: what is not in it should keep the rest
 LOOKED_AT = 16  # batches between two decisions
+PATIENCE = 2.0  # seconds, with processes that read what nobody wants any more
 
 
 def next_depth(depth: int, *, stalled: float, window: float) -> int:
@@ -73,9 +76,9 @@ class Leaving(Protocol):
 class Lookahead(Iterator[Batch]):
     """`next()` is the moment of reading: everything applied before it is visible to the batch that is fetched.
 
-    An error while reading or preparing a batch is raised when that batch's turn comes. With `depth` 0
-    there is no thread: each batch is prepared when it is asked for. `depth` changes only where `is_alone`: every rank's
-    thread must prepare as many batches as the others' before it stops.
+    An error while reading or preparing a batch is raised when that batch's turn comes, or by `change_caches` before.
+    With `depth` 0 there is no thread: each batch is prepared when it is asked for. `depth` changes only where
+    `is_alone`: every rank's thread must prepare as many batches as the others' before it stops.
     """
 
     def __init__(
@@ -150,7 +153,8 @@ class Lookahead(Iterator[Batch]):
         bounds allow: what waits at copies beyond them goes to its owners at once, copies that are too old are asked for
         at their next use, and those without room leave with the next step. Batches that are ready are made ready anew.
 
-        On one rank, which keeps no copies, it does nothing. Raises as `exchange.changing.change`.
+        On one rank, which keeps no copies, it does nothing. Raises as `exchange.changing.change`, and the error of a
+        batch that was being made ready.
         """
         if self._change is None or self._ahead is not None:
             if self._is_alone:
@@ -218,23 +222,32 @@ class Lookahead(Iterator[Batch]):
         for batch in self._line:
             self._give_back(batch)
         self._line.clear()
-        self._join()
+        self._join(PATIENCE)
 
-    def _join(self) -> None:
-        """Until the thread, which has been told to stop, has; what it made ready is given back."""
+    def _join(self, patience: float = math.inf) -> BaseException | None:
+        """Until the thread, which has been told to stop, has; what it made ready is given back. Returns its error.
+        After `patience` seconds processes that it waits for are killed: one that is stopped would never answer."""
+        error, start = None, time.monotonic()
         self._window.closing.set()  # the thread may wait for room for a batch that has not enough
         while self._thread is not None and self._thread.is_alive():
-            self._drain()
+            error = self._drain() or error
             self._thread.join(0.01)
+            if time.monotonic() - start > patience:
+                kill_readers(self._thread)
         self._window.closing.clear()
-        self._drain()
+        return self._drain() or error
 
     def _rewind(self) -> None:
-        """Batches that are ready are as if they never had been, and come again. On every rank alike."""
+        """Batches that are ready are as if they never had been, and come again. On every rank alike. Raises the error
+        of one that could not be made ready. Not in its turn: threads of other ranks may wait for that batch, and these
+        ranks would not come to what is collective next."""
         self._permits.put(False)
-        self._join()
+        if (error := self._join()) is not None:
+            self._ended = True
+            raise error
         self._batches.rewind()
         self._thread, self._permits, self._ready = None, queue.Queue(), queue.Queue()
+        self._surplus = 0  # the next thread has permits for `depth` batches and no more
 
     def _take(self) -> Batch | None:
         if self.depth == 0:
@@ -326,11 +339,16 @@ class Lookahead(Iterator[Batch]):
             self.depth = depth
             self._deepens = False
 
-    def _drain(self) -> None:
+    def _drain(self) -> BaseException | None:
+        """What is ready is given back. Returns the error among it."""
+        error = None
         while not self._ready.empty():
             item = self._ready.get()
             if isinstance(item, Batch):
                 self._give_back(item)
+            elif item is not None:
+                error = item
+        return error
 
     def _give_back(self, batch: Batch) -> None:
         self._drop(batch.ticket)

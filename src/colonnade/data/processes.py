@@ -16,11 +16,10 @@ from __future__ import annotations
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from multiprocessing.process import BaseProcess
 
 import pyarrow as pa
 import torch
@@ -30,6 +29,7 @@ from colonnade.batch import Batch
 from colonnade.data.batches import BatchSource
 from colonnade.data.block import Block, pack, unpack
 from colonnade.data.contract import START, Position, Schema, Source, Splits, spans
+from colonnade.data.readers import Readers
 from colonnade.errors import ConfigError, ReaderLost
 
 RUN_SAMPLES = 1 << 15
@@ -82,9 +82,12 @@ class ProcessSource:
         with _interrupts_held():
             with _child_signals_as_they_were():
                 found = iter(loader)
+                # torch keeps them to itself; without, nobody is named, and whoever is stopped stays.
+                readers = Readers(getattr(found, "_workers", ()))
         try:
             while True:
-                block, error = next(found, (None, None))
+                with readers.waited_for():
+                    block, error = next(found, (None, None))
                 if block is not None:
                     yield from unpack(block)
                 if error is not None:
@@ -96,16 +99,14 @@ class ProcessSource:
             if isinstance(lost, RuntimeError) and not str(lost).startswith("DataLoader worker"):
                 raise
             raise ReaderLost(
-                f"a reader process ended without a word{_of_whom(found)}: "
+                f"a reader process ended without a word{_of_whom(readers)}: "
                 f"{(str(lost) or type(lost).__name__).splitlines()[0]}. If it was killed for memory, "
                 "use fewer readers or smaller batches; in a script, start training under "
                 '`if __name__ == "__main__":`'
             ) from lost
         finally:
-            workers = _workers(found)
             del found  # ends the processes now, whoever keeps the error and with it this frame
-            for worker in workers:
-                worker.kill()  # one that is stopped heard nothing, and this process's end would wait for it
+            readers.end()  # one that is stopped heard nothing
 
 
 def read_ahead(splits: Splits, num_processes: int) -> Splits:
@@ -178,18 +179,12 @@ def _settle(worker: int) -> None:
     pa.set_cpu_count(1)
 
 
-def _of_whom(loader: object) -> str:
+def _of_whom(readers: Readers) -> str:
     """The pids of processes that ended otherwise than by their own."""
-    workers = _workers(loader)
-    for worker in workers:
+    for worker in readers.workers:
         worker.join(0.2)
-    pids = [str(worker.pid) for worker in workers if worker.exitcode not in (None, 0)]
+    pids = [str(worker.pid) for worker in readers.workers if worker.exitcode not in (None, 0)]
     return f" (pid {', '.join(pids)})" if pids else ""
-
-
-def _workers(loader: object) -> Sequence[BaseProcess]:
-    """torch keeps them to itself; without, nobody is named, and whoever is stopped stays."""
-    return getattr(loader, "_workers", ())
 
 
 @contextmanager

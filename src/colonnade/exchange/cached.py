@@ -496,6 +496,15 @@ class CachedExchange(RowsExchange):
             return super().drop(ticket)
         ticket.reads = None
         ticket.forget()
+        self._undo(flight)
+        return None
+
+    def take_back(self, asked: Asked) -> None:
+        flight = asked.lookups[-1]
+        if isinstance(flight, Flight):
+            self._undo(flight)
+
+    def _undo(self, flight: Flight) -> None:
         with self._lock:
             flight.is_dropped = True
             while self._flights and self._flights[-1].is_dropped:
@@ -504,7 +513,6 @@ class CachedExchange(RowsExchange):
                 for directory, decision in zip(self.directories, decisions, strict=True):
                     directory.undo(decision)
                     self._count(decision, -1)
-        return None
 
 
 def without_copies(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.exchange.contract import Exactness, Inside, RowGradients, RowSource, Ticket
+from colonnade.exchange.contract import Asked, Exactness, Inside, RowGradients, RowSource, Ticket
 from colonnade.exchange.device_kernels import DeviceKernels, Sums
 from colonnade.exchange.kernels import NOWHERE, Kernels, NativeKernels
 from colonnade.exchange.layout import Consumption, Declaration, Output
@@ -66,6 +66,9 @@ class Owner(Asks):
         """Collective on `purpose`'s group. Raises IdRangeError, DataError before anything travels."""
         (ticket,) = route([self], self.mesh, batch, step, purpose)
         return ticket
+
+    def take_back(self, asked: Asked) -> None:
+        """See the contract; nothing, where what is asked leaves nothing behind."""
 
     def place(self, ticket: Ticket, views: Sequence[RowView]) -> None:
         """The slot of each lookup, or of each row that was asked of this rank."""

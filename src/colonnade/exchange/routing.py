@@ -40,18 +40,30 @@ class Asks(Protocol):
         WorldError for what no `ask` makes."""
         ...
 
+    def take_back(self, asked: Asked) -> None:
+        """Local: what was asked, the newest, will not be used, answered or not."""
+        ...
+
 
 def route(ends: Sequence[Asks], mesh: Mesh, batch: Batch, step: int, purpose: str) -> list[Ticket]:
-    """Collective on `purpose`'s group: each exchange's ticket. Raises what `ask` raises, before anything travels."""
-    asked = [end.ask(batch, purpose) for end in ends]
-    weight = float(batch.size if batch.sample_weight is None else batch.sample_weight.sum())
-    heard: list[list[np.ndarray]] = [[] for _ in ends]
-    if mesh.num_ranks > 1:
-        heard, weight = exchanged([each.messages for each in asked], mesh, weight, purpose)
-    tickets = [
-        end.answer(each, messages, step=step, weight=weight, purpose=purpose)
-        for end, each, messages in zip(ends, asked, heard, strict=True)
-    ]
+    """Collective on `purpose`'s group: each exchange's ticket. Raises what `ask` raises, before anything travels.
+    Whatever it raises, it is as if nothing had been asked here."""
+    asked: list[Asked] = []
+    try:
+        for end in ends:
+            asked.append(end.ask(batch, purpose))
+        weight = float(batch.size if batch.sample_weight is None else batch.sample_weight.sum())
+        heard: list[list[np.ndarray]] = [[] for _ in ends]
+        if mesh.num_ranks > 1:
+            heard, weight = exchanged([each.messages for each in asked], mesh, weight, purpose)
+        tickets = [
+            end.answer(each, messages, step=step, weight=weight, purpose=purpose)
+            for end, each, messages in zip(ends, asked, heard, strict=True)
+        ]
+    except BaseException:
+        for end, each in zip(ends, asked, strict=False):
+            end.take_back(each)
+        raise
     for ticket in tickets:
         ticket.dense = batch.dense
     return tickets
