@@ -236,7 +236,7 @@ def test_what_does_not_go_with_rows_that_are_lent_is_refused():
     with pytest.raises(ConfigError, match=r"got rows\.clip_norm=1\.0 with plan\.cache"):
         override(build_config({}), {"plan.cache.staleness": "exact", "rows.clip_norm": 1.0})
     for bad in ("exactly", -1, 2.5, True):
-        with pytest.raises(ConfigError, match="wanted a number of batches, 0 .. 2147483646, or exact"):
+        with pytest.raises(ConfigError, match="wanted a number of batches, 0 "):
             configured(staleness=bad)
     with pytest.raises(
         ConfigError, match=r"tables\.item\.staleness: got 'exact', which is for all"
