@@ -117,7 +117,9 @@ class WireConfig(Section):
 
 
 RouteChoice = Literal["straight", "by_towers", "auto"]
-ExchangeChoice = Literal["rows", "pooled", "substitute", "towers", "replicated", "auto"]
+ExchangeChoice = Literal[
+    "rows", "pooled", "substitute", "towers", "tower_rows", "replicated", "auto"
+]
 ShardingChoice = Literal[
     "row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated", "auto"
 ]
@@ -297,16 +299,17 @@ class PlanConfig(Section):
     staleness of plan.cache, is more."""
     exchange: ExchangeChoice = "rows"
     """What travels between ranks: rows, what owners pool of them (pooled), partials of the model's first operators
-    where those are less (substitute), what owners pool by way of a rank of their tower (towers), gradients alone
-    (replicated); auto: the fastest by prediction, towers only for a model's tower modules."""
+    where those are less (substitute), what owners pool by way of a rank of their tower (towers), what such a rank pools
+    of rows that come to it (tower_rows), gradients alone (replicated); auto: the fastest by prediction, by towers only
+    for a model's tower modules."""
     sharding: ShardingChoice = "row_wise"
     """Which ranks have a table's rows: all, one host's, one, some columns on each (of hosts: grid), each a copy; auto:
     as is foretold to be fastest."""
     wire: WireConfig = WireConfig()
     """What rows and gradients look like while they travel."""
     towers: Annotated[int, Field(ge=1)] | str | None = None
-    """For exchange towers, and for ids by towers: how many groups of neighbouring ranks, over which tables are dealt,
-    or a file that says which features stand together; default: one for each host."""
+    """For exchanges towers and tower_rows, and for ids by towers: how many groups of neighbouring ranks, over which
+    tables are dealt, or a file that says which features stand together; default: one for each host."""
     route: RouteChoice = "straight"
     """How ids come to the ranks that own rows, whatever the exchange: straight; by way of a rank of the owner's tower,
     in fewer messages between hosts (by_towers); auto: as is foretold to be faster.

@@ -70,6 +70,9 @@ MODULES = {
 }
 LATE = "modules, late"
 MODELS = {
+    "modules, whole, rows",
+    "modules, split, rows",
+    "modules, coded, rows",
     "modules, whole",
     "modules, split",
     "modules, coded",
@@ -77,6 +80,14 @@ MODELS = {
     LATE,
 }
 CASES = {
+    "modules, whole, rows": (apart("whole"), 2, EXACT, {}),
+    "modules, split, rows": (apart("split"), 2, EXACT, {}),
+    "modules, coded, rows": (apart("split"), 2, Codecs("bf16", "int8"), {}),
+    "whole, rows": (whole, 2, EXACT, {}),
+    "split, rows": (split, 2, EXACT, {}),
+    "cut, rows": (cut, 2, EXACT, {}),
+    "parts of hosts, rows": (whole, 4, EXACT, {}),
+    "beside others, rows": (beside, 2, EXACT, {"b": "rows", "c": "pooled"}),
     "modules, whole": (apart("whole"), 2, EXACT, {}),
     "modules, split": (apart("split"), 2, EXACT, {}),
     "modules, coded": (apart("split"), 2, Codecs("bf16", "int8"), {}),
@@ -101,6 +112,12 @@ def route_of(case):
     return "by_towers" if case.endswith("ids by towers") else "straight"
 
 
+def exchanges_of(case):
+    """By table, but for others."""
+    name = "tower_rows" if case.endswith(", rows") else "towers"
+    return dict.fromkeys(NAMES, name) | CASES[case][3]
+
+
 def collection_of(case):
     consumers = copy.deepcopy(MODULES) if case in MODELS else {}
     return EmbeddingCollection(TABLES, FEATURES, consumers=consumers)
@@ -108,9 +125,9 @@ def collection_of(case):
 
 def counted(mesh):
     found = {}
-    for case, (place, towers, codecs, others) in CASES.items():
+    for case, (place, towers, codecs, _) in CASES.items():
         alone = replace(mesh, traffic=Traffic())
-        exchanges = dict.fromkeys(NAMES, "towers") | others
+        exchanges = exchanges_of(case)
         plan = build_plan(
             TABLES, NUM_RANKS, codecs=codecs, shardings=place(towers), exchanges=exchanges,
             towers=towers, staleness_steps=int(case == LATE), route=route_of(case),
@@ -136,11 +153,11 @@ def everyone():
 def test_bytes_are_foretold(everyone):
     size = SIZE * NUM_RANKS
     sampled = profile(TABLES, FEATURES, [batch_of(step, size) for step in range(20)])
-    for case, (place, towers, codecs, others) in CASES.items():
+    for case, (place, towers, codecs, _) in CASES.items():
         loads = table_loads(
             TABLES, FEATURES, sampled, WORLD, batch_size=size, last_batch=100, codecs=codecs
         )
-        exchanges = dict.fromkeys(NAMES, "towers") | others
+        exchanges = exchanges_of(case)
         forced = {
             name: Forced(
                 sharding.kind, exchanges[name], None if sharding.kind == "row_wise" else sharding.ranks

@@ -130,6 +130,8 @@ def train(
     exchanges = dict.fromkeys(TABLES, exchange)
     if exchange == "mixed":
         exchanges |= {"user": "towers", "tag": "towers", "item": "rows", "wide": "pooled"}
+    if exchange == "beside bags":
+        exchanges = dict.fromkeys(TABLES, "towers") | {"user": "tower_rows", "tag": "tower_rows"}
     shardings = (
         {} if places is None or mesh.num_ranks == 1 else PLACES[places](towers, mesh.num_ranks)
     )
@@ -196,6 +198,22 @@ OTHERS = {
     "across": (ACROSS, {"places": "split", "towers": 2}),
     "sums": (SUMS, {"places": "split", "towers": 2}),
 }  # fmt: skip
+ROWS = {
+    (kind, places, towers): (consumers, {"exchange": "tower_rows", "places": places, "towers": towers})
+    for kind, consumers, tried in (
+        ("rows", VALUES, [("whole", 1), ("whole", 2), ("whole", 4), ("cut", 2), ("split", 2)]),
+        ("rows' modules", MODULES, [("whole", 2), ("whole", 4), ("split", 1), ("split", 2)]),
+        ("rows' sums", SUMS, [("split", 2)]),
+    )
+    for places, towers in tried
+}  # fmt: skip
+"""Where rows come together in the towers."""
+OTHERS |= ROWS | {
+    "rows beside bags": (MODULES, {"exchange": "beside bags", "places": "split", "towers": 2}),
+    "rows, ids by towers": (
+        MODULES, {"exchange": "tower_rows", "places": "split", "towers": 2, "route": "by_towers"}
+    ),
+}  # fmt: skip
 BITWISE = [name for name in RUNS if name[0] == "values" and name[1] in ("whole", "cut")]
 
 
@@ -259,6 +277,39 @@ def test_who_is_evaluated_inside(everyone):
         assert rank["mixed"][2] == ("first",)
         assert rank["late"][2] == ("first", "second") and rank["across"][2] == ()
         assert rank["sums"][2] == ("fm",)
+        for name in ROWS:
+            wanted = {"rows": (), "rows' sums": ("fm",)}.get(name[0], ("first", "second"))
+            assert rank[name][2] == wanted, name
+        assert set(rank["rows beside bags"][2]) == {"first", "second"}
+
+
+def test_as_much_leaves_a_tower_whatever_came_together_in_it(everyone):
+    for rank in everyone:
+        for purpose in ("fetch", "push"):
+            rows, bags = (
+                rank[name][3][0][purpose, "remote"]
+                for name in (("rows", "whole", 2), ("values", "whole", 2))
+            )
+            assert rows == bags > 0
+
+
+def refused(mesh):
+    """What is said of rows in two towers, and of rows that are read ahead."""
+    said = []
+    for places, staleness in (("over hosts", 0), ("split", 1)):
+        with pytest.raises(ConfigError) as error:
+            train(mesh, VALUES, "tower_rows", places, 2, staleness)
+        said.append(str(error.value))
+    return said
+
+
+def test_rows_of_two_towers_and_late_ones_are_refused():
+    for first, second in run_ranks(NUM_RANKS, refused, ranks_per_host=LOCAL):
+        assert (
+            "table 'user': got exchange tower_rows and rows on ranks [0, 1, 2, 3], wanted" in first
+        )
+        assert "such as ranks [0, 1]" in first
+        assert "got staleness_steps=1 with exchange tower_rows" in second
 
 
 def test_codecs_round_between_towers_alone(everyone):

@@ -18,6 +18,8 @@ from colonnade.exchange.replicated import ReplicatedExchange
 from colonnade.exchange.rows import RowsExchange
 from colonnade.exchange.several import End, SeveralExchanges, part_of
 from colonnade.exchange.substitute import SubstituteExchange
+from colonnade.exchange.tower_cut import BY_TOWERS
+from colonnade.exchange.tower_rows import TowerRowsExchange
 from colonnade.exchange.towers import TowersExchange
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding, row_wise_in
@@ -27,6 +29,7 @@ EXCHANGES: dict[str, type[PooledExchange] | type[RowsExchange]] = {
     "replicated": ReplicatedExchange,
     "rows": RowsExchange,
     "substitute": SubstituteExchange,
+    "tower_rows": TowerRowsExchange,
     "towers": TowersExchange,
 }
 
@@ -100,7 +103,11 @@ def open_exchange(
         if name == "lent":
             lendings = [each for each in caches if isinstance(each, Lending)]
             return LentExchange(part, mesh, shardings, lendings, seed)
-        if name == "towers":
+        if name == "tower_rows" and mesh.num_ranks > 1:
+            return TowerRowsExchange(
+                part, mesh, shardings, coding, num_towers=towers, reads_ahead=late
+            )
+        if name in BY_TOWERS:
             return TowersExchange(
                 part, mesh, shardings, coding, num_towers=towers, reads_ahead=late
             )

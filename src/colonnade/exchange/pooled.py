@@ -73,6 +73,7 @@ class Wire:
     gathered: Tensor | None = (
         None  # inside a tower, where it leaves as something else when it is used
     )
+    inside: Any = None  # of rows that come together in a tower: the ticket of its small world
 
 
 @dataclass(slots=True)
@@ -230,12 +231,7 @@ class PooledExchange(Owner):
         sizes, dtype = ticket.wire.sizes, self.declaration.compute_dtype
         block = empty(sum(sizes), 0, dtype=dtype)
         if self.here.order:
-            placed = ticket.placed if source.rows is ticket.slots else None
-            if placed is None:
-                placed = take(source.rows, ticket.owner_plan.inverse)
-            kernels = self.kernels(source.views)
-            there = kernels.place(ticket.lookups, source.views, placed)
-            found = [each.to(CPU) for each in kernels.pool(ticket.lookups, there)]
+            found = self._pooled_here(ticket, source)
             pooled = found.pop(0) if self.here.columns.dims else block
             ticket.wire.rows = found
             block = self._message(ticket, pooled)
@@ -251,6 +247,16 @@ class PooledExchange(Owner):
                     part[:, run.columns_here] = block[:, run.columns_there]
             flights.append(self._fetched_by(route, part, ticket))
         ticket.reads = Fetched(flights)
+
+    def _pooled_here(self, ticket: Ticket, source: RowSource) -> list[Tensor]:
+        """Of the samples that this rank serves: sums of its fields (G, W_o), where it has any, and rows of each
+        sequence."""
+        placed = ticket.placed if source.rows is ticket.slots else None
+        if placed is None:
+            placed = take(source.rows, ticket.owner_plan.inverse)
+        kernels = self.kernels(source.views)
+        there = kernels.place(ticket.lookups, source.views, placed)
+        return [each.to(CPU) for each in kernels.pool(ticket.lookups, there)]
 
     def pooled(self, ticket: Ticket, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
         """One tensor per output, in the output dtype."""

@@ -141,17 +141,21 @@ class RowsExchange(Owner):
 
     def ask(self, batch: Batch, purpose: str = "route") -> Asked:
         """Raises IdRangeError, DataError."""
-        num_ranks = self.mesh.num_ranks
         lookups, plan = self.planned(batch)
-        codes, messages = self._codes(batch, plan), []
-        if num_ranks > 1:
-            blocks = self.deal.blocks(plan)
-            firsts, lasts = (b.reshape(-1, num_ranks).T for b in (blocks[:-1], blocks[1:]))
-            messages = pack_requests(
-                torch.as_tensor(plan.unique_ids), firsts, lasts, self.table_rows, self.deal.num_owners,
-                self.deal.places, codes=codes,
-            )  # fmt: skip
-        return Asked(batch.size, messages, (lookups, plan, codes))
+        codes = self._codes(batch, plan)
+        return Asked(batch.size, self.requests(plan, codes), (lookups, plan, codes))
+
+    def requests(self, plan: _native.Plan, codes: Tensor | None) -> list[np.ndarray]:
+        """Local. By rank, uint8: what it is asked for of the plan's rows; codes (U,) of them. World of one: []."""
+        num_ranks = self.mesh.num_ranks
+        if num_ranks == 1:
+            return []
+        blocks = self.deal.blocks(plan)
+        firsts, lasts = (b.reshape(-1, num_ranks).T for b in (blocks[:-1], blocks[1:]))
+        return pack_requests(
+            torch.as_tensor(plan.unique_ids), firsts, lasts, self.table_rows, self.deal.num_owners,
+            self.deal.places, codes=codes,
+        )  # fmt: skip
 
     def planned(self, batch: Batch) -> tuple[Lookups, _native.Plan]:
         """Local. Raises IdRangeError, DataError."""

@@ -30,12 +30,13 @@ from colonnade.exchange.held import TABLES, tables_held
 from colonnade.exchange.layout import Declaration, Output, outputs, shared_outputs
 from colonnade.exchange.recording import CPU, found, recorded, summed_backwards
 from colonnade.exchange.routing import Asks, route
+from colonnade.exchange.tower_cut import BY_TOWERS
 from colonnade.interaction import Concat
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.topology.mesh import Mesh
 
-EVALUATING = ("substitute", "towers")
+EVALUATING = ("substitute", *BY_TOWERS)
 """Exchanges that may evaluate consumers whose fields they have all."""
 KINDS = ("bitwise", "reassociated", "lossy")
 """Of exactness, best first."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Literal
 
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.substitution import result_width, sets, values_needed
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
+
+BY_TOWERS: tuple[Literal["towers", "tower_rows"], ...] = ("towers", "tower_rows")
+"""Exchanges of which values of samples cross between towers alone."""
 
 
 def tower_of(sharding: Sharding, towers: Sequence[Sequence[int]]) -> int | None:

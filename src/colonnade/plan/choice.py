@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
+from colonnade.exchange.tower_cut import BY_TOWERS
 from colonnade.plan.beginnings import beginnings
 from colonnade.plan.chosen import BY_OWNERS, OPTIONS, Choice, Forced, Memory, Option, Seconds
 from colonnade.plan.consumers import ModelLoad, bare
@@ -28,6 +29,7 @@ from colonnade.plan.flows import (
     BESIDE_SECONDS,
     CALLS,
     FIXED_BYTES,
+    MATES_BYTES,
     SHARED_BYTES,
     TABLE_BYTES,
     ExchangeName,
@@ -106,16 +108,21 @@ def choose(
     later = min((search.objective(each) for each in others), default=None)
     later = None if later is None else max(later - search.objective(best), 0.0)
     choice = explained(search, best, later)
-    inside = {} if model is None else inside_towers(
-        loads, world, model, search.num_towers, memory=search.memory, forced=forced or {}, options=options
-    )  # fmt: skip
-    if not inside:
-        return choice
-    other = choose(
-        loads, world, memory=memory, rates=rates, forced={**(forced or {}), **inside}, options=options,
-        is_fetched_ahead=is_fetched_ahead, model=model, towers=towers, route=route,
-    )  # fmt: skip
-    return freely(other, choice, inside) if other.seconds.step < choice.seconds.step else choice
+    flat = choice
+    for exchange in BY_TOWERS:
+        inside = {} if model is None else inside_towers(
+            loads, world, model, search.num_towers, memory=search.memory, forced=forced or {}, options=options,
+            exchange=exchange,
+        )  # fmt: skip
+        if not inside or (exchange == "tower_rows" and is_fetched_ahead):  # it reads no rows ahead
+            continue
+        other = choose(
+            loads, world, memory=memory, rates=rates, forced={**(forced or {}), **inside}, options=options,
+            is_fetched_ahead=is_fetched_ahead, model=model, towers=towers, route=route,
+        )  # fmt: skip
+        if other.seconds.step < choice.seconds.step:
+            choice = freely(other, flat, inside)
+    return choice
 
 
 @dataclass(slots=True)
@@ -186,7 +193,7 @@ class Search:
             and (
                 exchange != "substitute" or said.kind or kind == "table_wise" or t not in self.whole
             )
-            and (exchange != "towers" or said.exchange == exchange)
+            and (exchange not in BY_TOWERS or said.exchange == exchange)
             and (exchange, kind) in options
             and (kind != "host_wise" or self.has_hosts or said.kind == kind)
             and (kind != "replicated" or not self.world.has_servers)
@@ -213,11 +220,15 @@ class Search:
         slices = sharding.slices
         n = len(sharding.ranks) // slices
         key = (t, exchange, n, slices)
-        if exchange == "towers" and self.paths.by_towers(sharding) is None:
+        if exchange in BY_TOWERS and self.paths.by_towers(sharding) is None:
             exchange, key = "pooled", (t, "pooled", n, slices)
         if key not in self.pairs:
-            load, bytes_ = self.loads[t], pair(self.loads[t], exchange, n, slices)
-            seconds = work(load, exchange, n, self.world.num_trainers, self.rates, slices)
+            load, size = self.loads[t], self.world.num_ranks // self.num_towers
+            peers = load.unique_of(self.num_towers, self.world) if exchange == "tower_rows" else 0.0
+            bytes_ = pair(load, exchange, n, slices, peers)
+            seconds = work(
+                load, exchange, n, self.world.num_trainers, self.rates, slices, peers, size
+            )
             moved = moving(bytes_, n * slices, self.world, self.num_towers)
             self.pairs[key] = bytes_, seconds + moved
         return self.pairs[key]
@@ -234,23 +245,32 @@ class Search:
         bytes_, seconds = self.costs(t, exchange, sharding)
         given, back, _ = self.paths.values_to(sharding, exchange)
         load = self.loads[t]
-        ids = self.paths.asked_to(sharding)
-        state.links[0] += (sign * bytes_.route) * ids.there
-        if self.paths.ids_by_towers:
-            moved = 2 * bytes_.route * self.world.byte_processor_seconds
-            state.processor += (sign * moved) * ids.handed_on
+        by = self.paths.by_towers(sharding) if exchange in BY_TOWERS else None
+        if by is not None and (inside := bytes_.of_rows) is not None:
+            state.links[0] += (sign * bytes_.route) * by.peers.back
+            state.links[0] += (sign * inside.asked) * by.owners.back
+            state.links[0] += (sign * TABLE_BYTES["rows"]) * self.paths.mates.back
+        else:
+            ids = self.paths.asked_to(sharding)
+            state.links[0] += (sign * bytes_.route) * ids.there
+            if self.paths.ids_by_towers:
+                moved = 2 * bytes_.route * self.world.byte_processor_seconds
+                state.processor += (sign * moved) * ids.handed_on
         if TABLE_BYTES[exchange]:
             more = sign * TABLE_BYTES[exchange] * sharding.slices
             state.links[0] += more * self.paths.asked_of_all.there
-        by = self.paths.by_towers(sharding) if exchange == "towers" else None
         if by is None:
             state.links[1] += (sign * bytes_.fetch) * back
             state.links[2] += (sign * bytes_.push) * given
         else:
-            state.links[1] += (sign * bytes_.inside) * by.inside.back
             state.links[1] += (sign * bytes_.fetch) * by.between.back
-            state.links[2] += (sign * bytes_.inside) * by.inside.given
             state.links[2] += (sign * bytes_.push) * by.between.given
+            if bytes_.of_rows is None:
+                state.links[1] += (sign * bytes_.inside) * by.inside.back
+                state.links[2] += (sign * bytes_.inside) * by.inside.given
+            else:
+                state.links[1] += (sign * bytes_.of_rows.values) * by.owners.given
+                state.links[2] += (sign * bytes_.of_rows.gradients) * by.owners.back
         state.processor += (sign * seconds.asker) * self.asks
         owners = _index(sharding.ranks)
         share = sharding.num_owners * sharding.slices
@@ -295,8 +315,9 @@ class Search:
             if self.rates:  # else nobody asks what computing takes
                 computed += (len(used) - 1) * BESIDE_SECONDS
             less = world.call_seconds - call_seconds(world, towers)  # of a call that goes by them
-            if "towers" in used:
-                phases[1:] -= less
+            phases[1:] -= less * sum(each in BY_TOWERS for each in used)
+            if "tower_rows" in used:
+                phases[0] += MATES_BYTES * float(self.paths.mates.back.max())
             if self.paths.ids_by_towers:
                 phases[0] -= less
                 computed -= spared_seconds(world, towers)
@@ -339,9 +360,11 @@ class Search:
         n = len(sharding.ranks)
         bytes_, seconds = self.costs(t, exchange, sharding)
         links = (bytes_.fetch + bytes_.push) * self.paths.values_to(sharding, exchange)[2]
-        if exchange == "towers" and (by := self.paths.by_towers(sharding)) is not None:
+        if exchange in BY_TOWERS and (by := self.paths.by_towers(sharding)) is not None:
             links = (bytes_.fetch + bytes_.push) * by.between.slowest
             links += 2 * bytes_.inside * by.inside.slowest
+            if (inside := bytes_.of_rows) is not None:
+                links += (inside.values + inside.gradients) * by.owners.slowest
         return links + seconds.asker + seconds.owner * n / self.world.num_ranks
 
     def order(self) -> list[int]:
@@ -422,18 +445,20 @@ class Search:
         the search puts none into a tower."""
         chosen = state.chosen
         by = [
-            self.paths.tower_of(sharding) if exchange == "towers" else None
+            self.paths.tower_of(sharding) if exchange in BY_TOWERS else None
             for exchange, sharding in chosen
         ]
-        owners = [sharding.num_owners for _, sharding in chosen]
+        # Where rows come together in a tower, so do bags.
+        owners = [1 if each == "tower_rows" else of.num_owners for each, of in chosen]
         cut = [sharding.slices > 1 for _, sharding in chosen]
         beside = any(
-            exchange == "towers" and tower is None and not each
+            exchange in BY_TOWERS and tower is None and not each
             for (exchange, _), tower, each in zip(chosen, by, cut, strict=True)
         )
         if beside and self.is_fetched_ahead:
             return
-        found = narrowed(self.partials.model, by, owners, cut)
+        exchanges = [exchange for exchange, _ in chosen]
+        found = narrowed(self.partials.model, by, owners, cut, exchanges)
         for t, (_, sharding) in enumerate(chosen):
             if (way := self.paths.by_towers(sharding)) is None:
                 continue

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from colonnade.exchange.letters import IdRoute
+from colonnade.exchange.tower_cut import BY_TOWERS
 from colonnade.plan.flows import ExchangeName
 from colonnade.topology.sharding import Kind, Sharding
 
@@ -32,10 +33,15 @@ OPTIONS: tuple[Option, ...] = (
     ("towers", "table_wise"),
     ("towers", "column_wise"),
     ("towers", "grid"),
+    ("tower_rows", "row_wise"),
+    ("tower_rows", "host_wise"),
+    ("tower_rows", "table_wise"),
+    ("tower_rows", "column_wise"),
+    ("tower_rows", "grid"),
     ("replicated", "replicated"),
 )
-BY_OWNERS = ("pooled", "substitute", "towers")
-"""Exchanges whose owners pool bags."""
+BY_OWNERS = ("pooled", "substitute", *BY_TOWERS)
+"""Exchanges under which bags are pooled before they come to the samples."""
 
 
 @dataclass(frozen=True, slots=True)

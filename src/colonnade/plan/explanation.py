@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from colonnade.exchange.letters import IdRoute
+from colonnade.exchange.tower_cut import BY_TOWERS
 from colonnade.plan.chosen import (
     BY_OWNERS,
     OPTIONS,
@@ -17,7 +18,7 @@ from colonnade.plan.chosen import (
     TableChoice,
 )
 from colonnade.plan.cutting import CUT, most_slices
-from colonnade.plan.flows import PURPOSES, TABLE_BYTES, ExchangeName
+from colonnade.plan.flows import MATES_BYTES, PURPOSES, TABLE_BYTES, ExchangeName
 from colonnade.plan.paths import blocks_added
 from colonnade.plan.reasons import consumer_choices
 from colonnade.plan.towers.paths import Hop
@@ -40,7 +41,7 @@ def explained(search: Search, state: State, later: float | None) -> Choice:
                 continue
             if exchange == "substitute" and not _is_shown(search, t):
                 continue
-            if exchange == "towers" and search.forced[t].exchange != exchange:
+            if exchange in BY_TOWERS and search.forced[t].exchange != exchange:
                 continue
             places = [
                 cost(search, state, t, exchange, place, now)
@@ -57,6 +58,9 @@ def explained(search: Search, state: State, later: float | None) -> Choice:
     used = [exchange for exchange, users in state.users.items() if users]
     for link, count in search.paths.asked_of_all.by_link.items():
         sent["route", link] += search.fixed_bytes(used) * count
+    if "tower_rows" in used:
+        for link, count in search.paths.mates.by_link.items():
+            sent["route", link] += MATES_BYTES * count
     _, fetch, push = state.links.max(1).tolist()
     seconds = search.seconds(state)
     # Half of what a step waits for: values that are fetched ahead cost it nothing as they are.
@@ -110,13 +114,24 @@ def cost(
         near, far = blocks_added(world)
         for purpose, size in (("fetch", bytes_.fetch), ("push", bytes_.push)):
             sent[purpose, "local"], sent[purpose, "remote"] = size * near, size * far
-    by = search.paths.by_towers(sharding) if exchange == "towers" else None
+    by = search.paths.by_towers(sharding) if exchange in BY_TOWERS else None
     if by is not None:
+        rows = bytes_.of_rows
+        if rows is not None:
+            every = search.paths.mates.by_link
+            for link, count in by.peers.by_link.items():
+                asked = rows.asked * by.owners.by_link[link]
+                sent["route", link] = (
+                    bytes_.route * count + asked + TABLE_BYTES["rows"] * every[link]
+                )
         for purpose, size in (("fetch", bytes_.fetch), ("push", bytes_.push)):
             for link, inside, between in (
                 ("local", by.inside.near, by.between.near), ("remote", by.inside.far, by.between.far)
             ):  # fmt: skip
                 sent[purpose, link] = bytes_.inside * inside + size * between
+                if rows is not None:
+                    of_rows = rows.values if purpose == "fetch" else rows.gradients
+                    sent[purpose, link] += of_rows * by.owners.by_link[link]
         if state.chosen[t] == (exchange, sharding):
             _narrow(search, state, t, by.between, sent)
             asked = state.narrowed.asked.get(t, 0.0) / len(owners)

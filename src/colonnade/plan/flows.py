@@ -13,7 +13,7 @@ Legend: N ranks, n owners (of each slice), k slices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
@@ -26,13 +26,14 @@ from colonnade.plan.device import RowRate
 from colonnade.plan.loads import TableLoad
 from colonnade.topology.world import World
 
-ExchangeName = Literal["rows", "pooled", "substitute", "towers", "replicated"]
+ExchangeName = Literal["rows", "pooled", "substitute", "towers", "tower_rows", "replicated"]
 PURPOSES = ("route", "fetch", "push")
 CALLS = {
     "rows": (0, 1, 1),
     "pooled": (0, 1, 1),
     "substitute": (0, 1, 1),
     "towers": (0, 1, 1),
+    "tower_rows": (2, 1, 1),
     "replicated": (0, 0, 1),
 }
 """All-to-alls of a step, by purpose, beside the two that all exchanges route with: sizes, and what is asked for."""
@@ -47,11 +48,16 @@ FIXED_BYTES = {
     "pooled": float(HEAD_BYTES),
     "substitute": float(HEAD_BYTES),
     "towers": float(HEAD_BYTES),
+    "tower_rows": float(SIZE_BYTES),
     "replicated": float(SIZE_BYTES + FLAG_BYTES),
 }
 """From each rank to each other, of an exchange that any table uses."""
-TABLE_BYTES = {"rows": 1.0, "pooled": 0.0, "substitute": 0.0, "towers": 0.0, "replicated": 1.0}
+TABLE_BYTES = {
+    "rows": 1.0, "pooled": 0.0, "substitute": 0.0, "towers": 0.0, "tower_rows": 0.0, "replicated": 1.0,
+}  # fmt: skip
 """From each rank to each other, of each table: that no ids of it follow."""
+MATES_BYTES = SHARED_BYTES + FIXED_BYTES["rows"]
+"""From each rank to each other of its tower, under `tower_rows`, which asks there as `rows` does; and TABLE_BYTES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,21 @@ class Pair:
     inside: float = 0.0
     """Of values, and again of gradients, where they go by towers: between an owner and a rank of its tower, for as many
     samples as a rank has. `fetch` and `push` are then of all slices, between a tower and a rank of another."""
+    of_rows: OfRows | None = None
+    """Instead of that, where rows come together in the tower."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfRows:
+    """Bytes between a rank of a tower and an owner in it, for the samples of all of the rank's peers."""
+
+    asked: float
+    values: float
+    gradients: float
+
+    @property
+    def all(self) -> float:
+        return self.asked + self.values + self.gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +103,15 @@ class Work:
         return Work(self.asker + other.asker, self.owner + other.owner)
 
 
-def pair(load: TableLoad, exchange: ExchangeName, num_owners: int, slices: int = 1) -> Pair:
-    """What each exchange counts of one table, beside what is the same for all."""
+def pair(
+    load: TableLoad,
+    exchange: ExchangeName,
+    num_owners: int,
+    slices: int = 1,
+    unique_peers: float = 0.0,
+) -> Pair:
+    """What each exchange counts of one table, beside what is the same for all. unique_peers: rows of the batches of one
+    rank of each tower together, for `tower_rows`."""
     n, unique = num_owners, load.unique_rank
     if exchange == "replicated":
         ids = (
@@ -96,6 +124,14 @@ def pair(load: TableLoad, exchange: ExchangeName, num_owners: int, slices: int =
         ids -= TABLE_BYTES[exchange]
         each = unique / (n * slices)
         return Pair(ids, each * load.value_bytes, each * load.gradient_bytes)
+    if exchange == "tower_rows":
+        # A peer is asked for all lookups of the table, and asks the owners as under `rows`; in there nothing is coded.
+        peer, each = pair(load, "pooled", 1), unique_peers / (n * slices)
+        ids = load.list_ratio * expected_list_bytes(unique_peers / n, load.vocabulary, n)
+        of_rows = OfRows(
+            ids - TABLE_BYTES["rows"], each * load.row_bytes, each * load.width * load.weight_bytes
+        )
+        return replace(peer, of_rows=of_rows)
     # Every owner sends a block of all bags, and is sent one: 0 where it has no row of a bag. Under `substitute` what
     # travels so is known of all its tables together (plan/partials.py).
     route = ids_bytes(
@@ -121,8 +157,11 @@ def work(
     num_ranks: int,
     rates: Sequence[RowRate],
     slices: int = 1,
+    unique_peers: float = 0.0,
+    tower_size: int = 1,
 ) -> Work:
-    """By how fast rows are gathered and updated here, and lookups planned and packed; nothing where nobody measured."""
+    """By how fast rows are gathered and updated here, and lookups planned and packed; nothing where nobody measured.
+    unique_peers: as of `pair`; tower_size: ranks of a tower."""
     if not rates:
         return Work(0.0, 0.0)
     gather, update = row_seconds(rates, max(load.width // slices, 1))  # of a slice
@@ -138,6 +177,11 @@ def work(
         asker = load.lookups * (2 * gather + planned) * slices
         return Work(asker, asked / n * (2 * gather + planned) + updates)
     asker = load.lookups * slices * packed / 2
+    if exchange == "tower_rows":
+        # Ranks of a tower join, plan, pool and sum for their peers, on the mean as many lookups as a rank has.
+        asker += load.lookups * (2 * gather + planned + packed / 2) * slices
+        asker += 2 * load.bags * gather * slices
+        return Work(asker, tower_size * unique_peers / n * (2 * gather + planned) + updates)
     if exchange != "substitute":
         asker += (n + 1) * load.bags * gather * slices
     heard = num_ranks * load.lookups / n
@@ -149,11 +193,18 @@ def moving(bytes_: Pair, num_owners: int, world: World, num_towers: int = 1) -> 
     on a rank is not moved."""
     per_byte, num_trainers = world.byte_processor_seconds, world.num_trainers
     others = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
+    if bytes_.of_rows is not None:
+        mates = world.num_ranks // num_towers
+        within = (1 - 1 / mates) * bytes_.of_rows.all * per_byte
+        asked = 2 * (1 - 1 / num_towers) * bytes_.route * per_byte
+        over = crossing(bytes_.fetch + bytes_.push, world, num_towers)
+        # Of a tower's ranks each asks all owners; on the mean over towers, a T-th as much.
+        return Work(asked + over + num_owners * within / num_towers, mates * within)
     if (
         bytes_.inside
     ):  # owners to their towers' ranks, and these to the ranks of their numbers in other towers
-        mates = 1 - num_towers / world.num_ranks
-        served = (others * bytes_.route + mates * 2 * bytes_.inside) * per_byte
+        near = 1 - num_towers / world.num_ranks
+        served = (others * bytes_.route + near * 2 * bytes_.inside) * per_byte
         over = crossing(bytes_.fetch + bytes_.push, world, num_towers)
         return Work(num_owners * served + over, num_trainers * served)
     size = bytes_.route + bytes_.fetch + bytes_.push

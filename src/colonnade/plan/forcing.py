@@ -7,6 +7,7 @@ from typing import Any
 
 from colonnade.errors import ConfigError
 from colonnade.exchange.letters import IdRoute
+from colonnade.exchange.tower_cut import BY_TOWERS
 from colonnade.plan.chosen import Choice, Forced
 from colonnade.plan.cutting import CUT, everywhere
 from colonnade.plan_config import PlanConfig
@@ -89,7 +90,7 @@ def _ranks(name: str, ranks: list[int], kind: Kind, exchange: str, world: World)
                 f"{list(grid(world, [0, 1]).ranks)}"
             )
     if (
-        kind == "host_wise" and exchange != "towers"
+        kind == "host_wise" and exchange not in BY_TOWERS
     ):  # whose groups are towers (towers/placement.py)
         wanted = list(host_wise(world, world.host(ranks[0])).ranks)
         if ranks != wanted:

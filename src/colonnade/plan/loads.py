@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from colonnade.exchange.codec import CODECS, EXACT, Codecs
@@ -43,6 +44,8 @@ class TableLoad:
     """Of a row's gradient as it travels, and of a pooled bag's."""
     bag_bytes: int
     """Of a pooled bag as it travels."""
+    row_bytes: int = 0
+    """Of a row's weights as they lie."""
     rows: float
     """Of the whole table; of an open one, as many as are foretold."""
     slot_bytes: int
@@ -77,6 +80,22 @@ class TableLoad:
     def bags(self) -> float:
         """Of one rank's batch, empty ones too."""
         return self.samples * len(self.columns)
+
+    def unique_of(self, ranks: int, world: World) -> float:
+        """Rows of the batches of so many ranks together: between what is known of one, of a host and of all, as a power
+        of their number."""
+        known = {
+            1: self.unique_rank,
+            world.trainers_per_host: self.unique_host,
+            world.num_trainers: self.unique_world,
+        }
+        counts = sorted(known)
+        if not all(known.values()):
+            return known[counts[-1]]
+        logs = np.interp(
+            math.log(ranks), [math.log(n) for n in counts], [math.log(known[n]) for n in counts]
+        )
+        return math.exp(float(logs))
 
     @property
     def total_bytes(self) -> float:
@@ -120,6 +139,7 @@ def table_loads(
                 value_bytes=values.row_bytes(dims, rows_of),
                 gradient_bytes=gradients.row_bytes(dims, compute),
                 bag_bytes=values.row_bytes(dims, compute),
+                row_bytes=table.width * rows_of.itemsize,
                 weight_bytes=compute.itemsize,
                 list_ratio=list_ratio,
                 listed_ratio=listed_ratio,

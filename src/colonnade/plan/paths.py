@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colonnade.exchange.tower_cut import tower_of
-from colonnade.plan.towers.paths import Asked, Towered, relayed, towered
+from colonnade.exchange.tower_cut import BY_TOWERS, tower_of
+from colonnade.plan.towers.paths import Asked, Hop, Towered, mates, relayed, towered
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
@@ -46,6 +46,11 @@ class Paths:
             self._by_towers[key] = towered(self.world, sharding, self.num_towers)
         return self._by_towers[key]
 
+    @cached_property
+    def mates(self) -> Hop:
+        """A byte from every rank to every other of its tower."""
+        return mates(self.world, self.num_towers)
+
     def tower_of(self, sharding: Sharding) -> int | None:
         """The one that has all its rows."""
         return tower_of(sharding, tower_ranks(self.world, self.num_towers))
@@ -53,7 +58,7 @@ class Paths:
     def values_to(self, sharding: Sharding, exchange: str) -> tuple[Floats, Floats, float]:
         """`to`, of values of samples and gradients of them: `pooled` adds up what all ranks have a share of, and so
         does `towers`, of what lies in no tower."""
-        if exchange in ("pooled", "towers") and self.are_added(sharding):
+        if exchange in ("pooled", *BY_TOWERS) and self.are_added(sharding):
             return self.added
         return self.to(sharding)
 

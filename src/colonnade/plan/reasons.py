@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from colonnade.exchange.tower_cut import BY_TOWERS
 from colonnade.plan.chosen import ConsumerChoice
 from colonnade.plan.partials import Floats, Partials, is_cut
 
@@ -45,7 +46,7 @@ def consumer_choices(
             )
             if consumer.beside:
                 why += f"; of table {consumer.beside}, which has hot rows, values travel"
-        elif {exchanges[t] for t in tables} == {"towers"}:
+        elif len({exchanges[t] for t in tables}) == 1 and exchanges[tables[0]] in BY_TOWERS:
             why = "its fields do not all lie in one tower, or what it gives there is not less than values"
         elif partial is None:
             why = consumer.barred or "its operator has no partial that adds up"

@@ -303,17 +303,18 @@ def _host_groups(
 def open_towers(mesh: Mesh, size: int, purposes: Sequence[str]) -> None:
     """Collective, the first time: groups of the `size` neighbours of each tower, and of the ranks of one number in
     theirs, for each of `purposes`. A group of one rank, or of all, is none: who would call it knows."""
-    wanted = [each for each in purposes if f"{each}{IN_TOWER}{size}" not in mesh.groups]
-    if mesh.num_ranks == 1 or not wanted:
+    if mesh.num_ranks == 1:
         return
     assert mesh.presence is not None
     longest = timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
     every = range(mesh.num_ranks)
     inside = [list(every[first : first + size]) for first in every[::size]]
     alike = [list(every[number::size]) for number in range(size)]
-    for purpose in wanted:
+    for purpose in purposes:
         for kind, members in ((IN_TOWER, inside), (OVER_TOWERS, alike)):
             name = f"{purpose}{kind}{size}"
+            if name in mesh.groups:
+                continue
             mesh.groups[name] = mesh.groups[purpose]
             if len(members) == 1:
                 continue
@@ -324,24 +325,30 @@ def open_towers(mesh: Mesh, size: int, purposes: Sequence[str]) -> None:
                     mesh.presence.only[name] = frozenset(some)
 
 
-def tower_mesh(mesh: Mesh, size: int) -> Mesh:
+def tower_mesh(mesh: Mesh, size: int, purposes: Sequence[str] = ("dense",)) -> Mesh:
     """Collective: the ranks of this rank's tower, of `size` neighbours, as a world of their own, with the groups of
-    "dense" alone."""
+    these purposes alone; of "dense", those by host, too."""
     if size == 1:
         return Mesh(traffic=mesh.traffic)
     assert mesh.presence is not None
     longest = timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
     local = min(size, mesh.world.ranks_per_host)
     world = replace(mesh.world, num_hosts=size // local, ranks_per_host=local)
-    kinds, suffix = ("dense", f"dense{IN_HOST}", f"dense{OVER_HOSTS}"), f"{IN_TOWER}{size}"
-    if kinds[0] + suffix not in mesh.groups:
+    suffix = f"{IN_TOWER}{size}"
+    for purpose in purposes:
+        if purpose + suffix in mesh.groups:
+            continue
         for first in range(0, mesh.num_ranks, size):
             some = range(first, first + size)
             group = dist.new_group(list(some), timeout=longest)
             if mesh.rank in some:
-                mesh.groups[kinds[0] + suffix] = group
-            others = _host_groups("dense", world, some, mesh.rank, longest)
-            mesh.groups.update({kind + suffix: group for kind, group in others.items()})
+                mesh.groups[purpose + suffix] = group
+            if purpose == "dense":
+                others = _host_groups(purpose, world, some, mesh.rank, longest)
+                mesh.groups.update({kind + suffix: group for kind, group in others.items()})
+    kinds = [
+        each for purpose in purposes for each in (purpose, purpose + IN_HOST, purpose + OVER_HOSTS)
+    ]
     groups = {kind: mesh.groups[kind + suffix] for kind in kinds if kind + suffix in mesh.groups}
     first, called = mesh.rank // size * size, "tower "
     members = frozenset(range(first, first + size))

@@ -14,6 +14,7 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.exchange.codec import EXACT, CodecName, Codecs
 from colonnade.exchange.layout import Declaration
+from colonnade.exchange.tower_cut import BY_TOWERS
 from colonnade.plan.choice import choose
 from colonnade.plan.chosen import Choice, Forced, Memory
 from colonnade.plan.consumers import model_load
@@ -195,7 +196,7 @@ def weights_inside(choice: Choice, declared: Declaration) -> list[nn.Parameter]:
     found: list[nn.Parameter] = []
     for each in choice.consumers:
         fields = declared.consumers[each.name].features
-        if each.is_partial and all(choice.exchanges.get(table_of[f]) == "towers" for f in fields):
+        if each.is_partial and all(choice.exchanges.get(table_of[f]) in BY_TOWERS for f in fields):
             found += declared.consumers[each.name].interaction.parameters()
     return found
 

@@ -8,11 +8,13 @@ from dataclasses import replace
 
 from colonnade.plan.chosen import Choice, Forced, Memory, Option
 from colonnade.plan.consumers import ConsumerLoad, ModelLoad
+from colonnade.plan.flows import ExchangeName
 from colonnade.plan.loads import TableLoad
+from colonnade.topology.sharding import Kind
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
 
-WAY: Option = ("towers", "table_wise")
+KIND: Kind = "table_wise"
 
 
 def inside_towers(
@@ -24,10 +26,12 @@ def inside_towers(
     memory: Memory,
     forced: Mapping[str, Forced],
     options: Collection[Option],
+    exchange: ExchangeName,
 ) -> dict[str, Forced]:
-    """By name: whole tables of tower modules on ranks of one tower for each, towers and ranks alike in bytes. Empty
-    where there are none of which all tables are free to go there, on one host, or where memory has no room."""
-    if world.num_hosts < 2 or world.has_servers or WAY not in options:
+    """By name: whole tables of tower modules on ranks of one tower for each, towers and ranks alike in bytes, and that
+    exchange. Empty where there are none of which all tables are free to go there, on one host, or where memory has no
+    room."""
+    if world.num_hosts < 2 or world.has_servers or (exchange, KIND) not in options:
         return {}
     groups = [
         tables
@@ -42,7 +46,7 @@ def inside_towers(
         for t in sorted(tables, key=lambda t: -loads[t].total_bytes):
             rank = min(ranks, key=lambda each: held[each])
             held[rank] += loads[t].total_bytes
-            found[loads[t].name] = Forced("table_wise", "towers", (rank,))
+            found[loads[t].name] = Forced(KIND, exchange, (rank,))
     if memory.bytes is not None and max(held.values()) > memory.bytes:
         return {}
     return found
@@ -82,5 +86,5 @@ def _is_narrow(model: ModelLoad, consumer: ConsumerLoad) -> bool:
 
 def _is_free(said: Forced | None) -> bool:
     return said is None or (
-        said.exchange is None and said.ranks is None and said.kind in (None, "table_wise")
+        said.exchange is None and said.ranks is None and said.kind in (None, KIND)
     )

@@ -26,15 +26,26 @@ class Narrowed:
 
 
 def narrowed(
-    model: ModelLoad, towers: Sequence[int | None], num_owners: Sequence[int], cut: Sequence[bool]
+    model: ModelLoad,
+    towers: Sequence[int | None],
+    num_owners: Sequence[int],
+    cut: Sequence[bool],
+    exchanges: Sequence[str],
 ) -> Narrowed:
-    """By table: `towers`, where it goes by one; `num_owners`; whether its rows are `cut` by columns."""
+    """By table: `towers`, where it goes by one; on how many ranks its bags come together, before they are pooled;
+    whether its rows are `cut` by columns; its exchange."""
     fields = model.fields
     able = {}
     for c, consumer in enumerate(model.consumers):
         mine = {towers[fields[f].table] for f in consumer.fields}
+        of = {exchanges[fields[f].table] for f in consumer.fields}
         is_cut = any(cut[fields[f].table] for f in consumer.fields)
-        if not is_cut and consumer.inside_width is not None and len(mine) == 1 and mine != {None}:
+        if (
+            not is_cut
+            and consumer.inside_width is not None
+            and len(mine) == len(of) == 1
+            and mine != {None}
+        ):
             able[str(c)] = next(iter(mine))
     if not able:
         return Narrowed()

@@ -37,6 +37,10 @@ class Hop:
     slowest: float
     """Seconds for a byte of each block, were all links of a kind alike."""
 
+    @property
+    def by_link(self) -> dict[str, float]:
+        return {"local": self.near, "remote": self.far}
+
 
 @dataclass(frozen=True, slots=True)
 class Towered:
@@ -46,6 +50,10 @@ class Towered:
     """A block of each owner's share, for each sample of each rank."""
     between: Hop
     """A block of the table's values, for each sample of each rank."""
+    peers: Hop
+    """A block from each rank that asks to its peer in the tower, for each slice."""
+    owners: Hop
+    """A block from each rank of a tower to each owner in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +82,31 @@ def towered(world: World, sharding: Sharding, num_towers: int) -> Towered | None
     inside: list[tuple[int, int, float]] = []
     between: list[tuple[int, int, float]] = []
     waiting = [float(asks[number::size].sum()) for number in range(size)]  # for a rank's peers
+    peers: list[tuple[int, int, float]] = []
+    owners: list[tuple[int, int, float]] = []
     for of_slice in sharding.of_slices:
         tower = tower_of(of_slice, towers)
         if tower is None:
             return None
         mates = towers[tower]
         inside += [(o, mate, waiting[mate % size]) for o in of_slice.ranks for mate in mates]
+        owners += [
+            (mate, o, float(waiting[mate % size] > 0)) for o in of_slice.ranks for mate in mates
+        ]
+        peers += [(rank, mates[rank % size], float(asks[rank])) for rank in range(world.num_ranks)]
         between += [
             (mate, peer, float(asks[peer]) / sharding.slices)
             for mate in mates
             for peer in range(mate % size, world.num_ranks, size)
         ]
-    return Towered(_hop_of(world, inside), _hop_of(world, between))
+    return Towered(*(_hop_of(world, blocks) for blocks in (inside, between, peers, owners)))
+
+
+def mates(world: World, num_towers: int) -> Hop:
+    """A block from each rank to each other of its tower."""
+    size = world.num_ranks // num_towers
+    every = range(world.num_ranks)
+    return _hop_of(world, [(r, o, 1.0) for r in every for o in every if r // size == o // size])
 
 
 def relayed(world: World, asks: Floats, owns: Floats, num_towers: int) -> Asked:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from colonnade.errors import ConfigError
-from colonnade.exchange.tower_cut import tower_of
+from colonnade.exchange.tower_cut import BY_TOWERS, tower_of
 from colonnade.plan_config import PlanConfig, TablePlanConfig
 from colonnade.table import Feature, Table
 from colonnade.topology.sharding import Kind, Sharding, column_wise, table_wise
@@ -101,12 +101,12 @@ def towered(
     partition: Partition | None,
     world: World,
 ) -> PlanConfig:
-    """`config` with a sharding and ranks for each table whose exchange is `towers` and that has none of its own;
+    """`config` with a sharding and ranks for each table that travels by towers and that has none of its own;
     `partition`: that of `config.towers`, where it names one. In a world of one: as it is, and where exchanges are yet
     to be chosen or ids go by towers, beside a number. Raises ConfigError."""
     if world.num_ranks == 1:
         return config
-    by_towers = [table for table in tables if _exchange(config, table.name) == "towers"]
+    by_towers = [table for table in tables if _exchange(config, table.name) in BY_TOWERS]
     if not by_towers:
         is_used = config.exchange == "auto" or config.route != "straight"
         if isinstance(config.towers, int) and is_used:
@@ -125,7 +125,7 @@ def towered(
         if said.sharding != "host_wise" or said.ranks is None:
             continue
         mine = Sharding("host_wise", tuple(sorted(said.ranks)))
-        if _exchange(config, name) == "towers" and tower_of(mine, ranks) is None:
+        if _exchange(config, name) in BY_TOWERS and tower_of(mine, ranks) is None:
             raise ConfigError(
                 f"plan.tables.{name}.ranks: got {list(mine.ranks)}, wanted ranks of one tower, such as {list(ranks[0])}"
             )

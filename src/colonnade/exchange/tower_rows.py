@@ -1,0 +1,177 @@
+"""`tower_rows`: rows come together on a rank of a tower, which pools them for its peers' samples (DMT, Luo et al. 2024).
+
+A rank hands its lookups of a tower's fields to its peer there, the rank of its own number. Peers have the lookups of
+all their peers' samples as one batch, and ask the owners inside the tower for its different rows, as ranks of a small
+world under `rows`; they pool, evaluate the model's operators, and send what leaves the tower. Gradients come back to
+the peer, are summed by row there, and go to the owners once. A row that many samples use travels once inside a tower
+where `towers` brings a bag for each.
+
+Legend: M samples of a rank's peers, W columns of its tower's fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from colonnade import _native
+from colonnade.batch import Batch
+from colonnade.errors import ConfigError
+from colonnade.exchange import bags
+from colonnade.exchange.coding import AS_IT_IS, Coding
+from colonnade.exchange.contract import Asked, RowGradients, RowSource, Ticket
+from colonnade.exchange.fields import Columns
+from colonnade.exchange.layout import Declaration
+from colonnade.exchange.owner import soonest
+from colonnade.exchange.pooled import Wire
+from colonnade.exchange.recording import CPU
+from colonnade.exchange.routing import exchanged
+from colonnade.exchange.rows import RowsExchange
+from colonnade.exchange.tower_cut import tower_of
+from colonnade.exchange.tower_route import ByTower
+from colonnade.exchange.towers import TowersExchange
+from colonnade.exchange.travel import Route, only
+from colonnade.store.contract import RowView
+from colonnade.topology.mesh import Mesh, tower_mesh
+from colonnade.topology.sharding import Sharding, table_wise
+from colonnade.topology.towers import tower_ranks
+
+INSIDE = ("route", "evaluate", "control", "fetch", "push")
+"""Purposes of the small world's calls."""
+NO_LETTER = np.empty(0, np.uint8)
+
+
+class ByPeer(ByTower):
+    """Between towers alone: what a tower's fields are is on the peers already."""
+
+    def gather(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Tensor:
+        return block
+
+    def scatter(self, gradients: Tensor, sizes: Sequence[int]) -> Tensor:
+        return gradients
+
+
+class TowerRowsExchange(TowersExchange):
+    """One rank's end. Every field's rows lie in one tower."""
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        mesh: Mesh,
+        shardings: Sequence[Sharding],
+        coding: Coding = AS_IT_IS,
+        *,
+        num_towers: int | None = None,
+        reads_ahead: int = 0,
+    ) -> None:
+        """As `towers`. Raises ConfigError for rows that are read ahead, or are not all in one tower."""
+        if reads_ahead:
+            raise ConfigError(
+                f"got staleness_steps={reads_ahead} with exchange tower_rows, whose rows are read in the step that "
+                "uses them; set exchange=towers, or staleness_steps=0"
+            )
+        towers = tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
+        size = len(towers[0])
+        first, number = mesh.rank // size * size, mesh.rank % size
+        homes = [tower_of(sharding, towers) for sharding in shardings]
+        for feature in declaration.features:
+            if homes[declaration.table_of(feature)] is None:
+                sharding = shardings[declaration.table_of(feature)]
+                raise ConfigError(
+                    f"table {feature.table!r}: got exchange tower_rows and rows on ranks {list(sharding.ranks)}, "
+                    f"wanted all of them in one of {len(towers)} towers, such as ranks {list(towers[0])}; give it "
+                    "such a sharding, or exchange towers"
+                )
+        # As its samples see it: a table lies on the peer.
+        peers = [table_wise((home or 0) * size + number) for home in homes]
+        super().__init__(declaration, mesh, peers, coding, num_towers=num_towers)
+        mine = [
+            replace(sharding, ranks=tuple(rank - first for rank in sharding.ranks))
+            if home == first // size
+            else table_wise(0)
+            for sharding, home in zip(shardings, homes, strict=True)
+        ]
+        self.peers = range(number, mesh.num_ranks, size)
+        self.rows = RowsExchange(
+            self.here.as_sums(but=self.averaged_there), tower_mesh(mesh, size, INSIDE), mine
+        )
+
+    def _routes(self, messages: Sequence[Columns]) -> Sequence[Route]:
+        every, columns = range(self.num_towers), self.fields.columns
+        fields = [
+            only(columns, {i for i in columns.dims if self.tower_of[int(i)] == tower})
+            for tower in every
+        ]
+        carried = [
+            only(self.whole, {key for key in self.whole.dims if self._leaves(key) == tower})
+            for tower in every
+        ]
+        return [
+            ByPeer(
+                self.mesh, self.tower_size, messages, fields, carried, self.whole, self.coding,
+                self.declaration.compute_dtype,
+            )
+        ]  # fmt: skip
+
+    def ask(self, batch: Batch, purpose: str = "route") -> Asked:
+        """Raises IdRangeError, DataError."""
+        asked = super().ask(batch, purpose)
+        letters = [
+            message if rank in self.peers else NO_LETTER
+            for rank, message in enumerate(asked.messages)
+        ]
+        return replace(asked, messages=letters)
+
+    def answer(
+        self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
+    ) -> Ticket:
+        """Collective inside the tower."""
+        lookups, _, _ = asked.lookups
+        rows, sizes = self.rows, [0] * self.mesh.num_ranks
+        served = bags.join(
+            [heard[rank] for rank in self.peers], self.owned, self.table_rows, self.deal,
+            self.mesh.rank, self.declaration.compute_dtype,
+        )  # fmt: skip
+        for rank, size in zip(self.peers, served.sizes, strict=True):
+            sizes[rank] = size
+        plan = _native.make_plan(served.lookups.native, self.table_rows, rows.deal.num_owners)
+        codes = None if served.codes is None else soonest(served.codes, plan)
+        letters: list[list[np.ndarray]] = [[]]
+        if rows.mesh.num_ranks > 1:
+            letters, _ = exchanged([rows.requests(plan, codes)], rows.mesh, 0.0, purpose)
+        of_tower = Asked(sum(sizes), letters[0], (served.lookups, plan, codes))
+        inside = rows.answer(of_tower, letters[0], step=step, weight=weight, purpose=purpose)
+        ticket = Ticket(
+            step, asked.size, served.lookups, plan, inside.owned_ids, inside.owned_offsets,
+            inside.owner_plan, weight, inside.next_use, purpose=purpose,
+        )  # fmt: skip
+        ticket.wire = Wire(sizes, lookups, inside=inside)
+        return ticket
+
+    def place(self, ticket: Ticket, views: Sequence[RowView]) -> None:
+        inside = ticket.wire.inside
+        inside.slots = ticket.slots
+        self.rows.place(inside, views)
+
+    def _pooled_here(self, ticket: Ticket, source: RowSource) -> list[Tensor]:
+        inside = ticket.wire.inside
+        inside.slots = ticket.slots
+        self.rows.fetch(inside, source)
+        return [each.to(CPU) for each in self.rows.pooled(inside)]
+
+    def _begin_push(self, ticket: Ticket, step: int, number: int) -> Callable[[], RowGradients]:
+        if not self.here.order:
+            return super()._begin_push(ticket, step, number)
+        total, inside = self._gradients(ticket), ticket.wire.inside
+        (flight,) = [self._pushed_by(route, total, ticket, step, number) for route in self.routes]
+        inside.slots = ticket.slots
+        inside.forget()
+        inside.record([flight.received])
+        return self.rows._begin_push(inside, step, number)
+
+    def drop(self, ticket: Ticket) -> None:
+        super().drop(ticket)
+        self.rows.drop(ticket.wire.inside)
