@@ -9,6 +9,7 @@ gradients over all ranks, and SGD.
     flat         rows and pooled, whose choices know no towers
     towers       one tower on each host: values cross once, from a rank that has all of its tower (SPTT); ids straight,
                  or once, too
+    towers, rows inside   the same, of rows that come together on that rank, each once
     towers CR    and a module lets every CR-th column out: another model, whose outputs are not compared
 
 All ranks share this machine's cores: what a step costs in processor time is printed beside it.
@@ -41,12 +42,14 @@ COLONNADE: dict[str, dict[str, Any]] = {
         "sharding": "table_wise",
         "route": "by_towers",
     },
+    "towers, rows inside table-wise": {"exchange": "tower_rows", "sharding": "table_wise"},
     **{
-        f"towers CR {ratio} lossy": {
-            "exchange": "towers",
+        f"{name} CR {ratio} lossy": {
+            "exchange": exchange,
             "sharding": "table_wise",
             "ratio": ratio,
         }
+        for name, exchange in (("towers", "towers"), ("towers, rows inside", "tower_rows"))
         for ratio in tables.RATIOS
     },
 }

@@ -20,6 +20,11 @@ def module_of(ratio: int) -> str:
     return f"{TOWERS} CR {ratio} {LOSSY}"
 
 
+def ratio_of(system: str) -> int:
+    """Of a system with modules, whatever comes together inside its towers."""
+    return int(system.split(" CR ")[1].split()[0])
+
+
 def kinds_of(figures: Mapping[str, float]) -> dict[str, float]:
     """The least of each kind of systems."""
     kinds: dict[str, list[float]] = {}
@@ -29,7 +34,7 @@ def kinds_of(figures: Mapping[str, float]) -> dict[str, float]:
         elif not name.startswith(TOWERS):
             kind = "flat"
         else:
-            kind = name if LOSSY in name else TOWERS
+            kind = module_of(ratio_of(name)) if LOSSY in name else TOWERS
         kinds.setdefault(kind, []).append(value)
     return {kind: min(values) for kind, values in kinds.items()}
 

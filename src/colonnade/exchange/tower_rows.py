@@ -1,4 +1,4 @@
-"""`tower_rows`: rows come together on a rank of a tower, which pools them for its peers' samples (DMT, Luo et al. 2024).
+"""`tower_rows`: rows come together on a rank of a tower, which pools them for its peers (DMT, Luo et al. 2024).
 
 A rank hands its lookups of a tower's fields to its peer there, the rank of its own number. Peers have the lookups of
 all their peers' samples as one batch, and ask the owners inside the tower for its different rows, as ranks of a small
