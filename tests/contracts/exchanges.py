@@ -68,6 +68,12 @@ CHOICES = {
         has_sequence=False,
         otherwise="single weights",
     ),
+    "tower rows": Choice(
+        dict.fromkeys(ALL, "tower_rows"),
+        {"user": "table_wise", "item": "host_wise", "wide": "column_wise"},
+        has_sequence=False,
+        otherwise="single weights",
+    ),
     "towers beside rows": Choice(
         dict.fromkeys(("user", "tag"), "towers"), {"user": "host_wise", "tag": "table_wise"}
     ),

@@ -26,11 +26,12 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_of_one_tower_is_killed(ranks, tmp_path):
-    torchrun(tmp_path / "undisturbed", ranks, settings=SETTINGS)
+@pytest.mark.parametrize(("ranks", "exchange"), [(2, "towers"), (4, "towers"), (4, "tower_rows")])
+def test_a_rank_of_one_tower_is_killed(ranks, exchange, tmp_path):
+    settings = SETTINGS | {"plan.exchange": exchange}
+    torchrun(tmp_path / "undisturbed", ranks, settings=settings)
     fault = f"rank {ranks - 1} SIGKILL dense 26"
-    said = torchrun(tmp_path / "run", ranks, fault, settings=SETTINGS)
+    said = torchrun(tmp_path / "run", ranks, fault, settings=settings)
     assert digest(tmp_path / "run") == digest(tmp_path / "undisturbed")
     assert "started at None" in said and any(f"started at {step}" in said for step in (4, 8, 12))
     is_read_on_one_process(tmp_path / "run", tmp_path)

@@ -34,5 +34,6 @@ def test_what_each_declares():
         "pooled": "reassociated",
         "replicated": "bitwise",
         "substitute": "reassociated",
+        "tower_rows": "reassociated",
         "towers": "reassociated",
     }

@@ -55,6 +55,7 @@ def plans(num_ranks):
         "pooled": {"exchanges": POOLED},
         "substitute": {"exchanges": dict.fromkeys(POOLED, "substitute")},
         "towers": {"exchanges": dict.fromkeys(POOLED, "towers")},
+        "tower_rows": {"exchanges": dict.fromkeys(POOLED, "tower_rows")},
         "one rank": {"shardings": dict.fromkeys(POOLED, last)},
         "one rank, pooled": {"shardings": dict.fromkeys(POOLED, last), "exchanges": POOLED},
         "replicated": {"shardings": everywhere, "exchanges": dict.fromkeys(POOLED, "replicated")},

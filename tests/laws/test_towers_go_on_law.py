@@ -31,7 +31,7 @@ def declared():
     return tables, [Feature(n, n, pooling="mean" if n == "e" else "sum") for n in NAMES]
 
 
-def goes_on(mesh, folder, steps, drops=0.0, late=0):
+def goes_on(mesh, folder, steps, drops=0.0, late=0, exchange="towers"):
     """To so many steps in all: rows and dense weights. Clipped by norm, which is of all towers together. drops: part of
     what a tower's module gives; late: steps of staleness."""
     make, settings = MODELS["dlrm"]
@@ -47,7 +47,7 @@ def goes_on(mesh, folder, steps, drops=0.0, late=0):
     if mesh.num_ranks > 1:
         file = folder.with_name("towers.json")
         file.write_text(json.dumps({"towers": [list(each) for each in TOWERS.towers]}))
-        plan = {"exchange": "towers", "sharding": "table_wise", "towers": str(file)}
+        plan = {"exchange": exchange, "sharding": "table_wise", "towers": str(file)}
     fit(
         model, Splits(train=source()), run=folder, mesh=mesh, batch_size=48, epochs=3, max_steps=steps,
         dense_lr=0.05, dense_clip_norm=CLIP, dense_weight_decay=0.01, quiet=True, staleness_steps=late, **plan,
@@ -119,7 +119,13 @@ def straight_and_in_parts(mesh, place):
     dropped.append(goes_on(mesh, place / "dropped straight", 4, 0.3))
     late = [goes_on(mesh, place / "late", steps, late=2) for steps in (3, 6)]
     late.append(goes_on(mesh, place / "late straight", 6, late=2))
-    return straight, in_parts, dropped, late, beside(mesh)
+    of_rows = []
+    for late_by in (0, 2):
+        said = {"late": late_by, "exchange": "tower_rows"}
+        goes_on(mesh, place / f"rows {late_by}", 3, **said)
+        of_rows.append(goes_on(mesh, place / f"rows {late_by}", 6, **said))
+        of_rows.append(goes_on(mesh, place / f"rows straight {late_by}", 6, **said))
+    return straight, in_parts, dropped, late, of_rows, beside(mesh)
 
 
 def further(mesh, folder):
@@ -137,11 +143,15 @@ def test_towers_go_on_in_other_worlds(tmp_path):
     both = beside(Mesh())
     (tmp_path / "ranks").mkdir()
     late_one = [goes_on(Mesh(), tmp_path / "late", steps, late=2) for steps in (6, 7)]
-    for straight, in_parts, dropped, late, theirs in run_ranks(
+    for straight, in_parts, dropped, late, of_rows, theirs in run_ranks(
         4, straight_and_in_parts, tmp_path / "ranks", ranks_per_host=2
     ):
         same(in_parts, straight, rtol=0, atol=0)
         same(straight, one[0], rtol=1e-10, atol=1e-12)
+        same(of_rows[0], of_rows[1], rtol=0, atol=0)
+        same(of_rows[0], one[0], rtol=1e-10, atol=1e-12)
+        same(of_rows[2], of_rows[3], rtol=0, atol=0)
+        same(of_rows[2], late_one[0], rtol=1e-10, atol=1e-12)
         same(
             dropped[1], dropped[2], rtol=0, atol=0
         )  # what is dropped is drawn from a rank's own state

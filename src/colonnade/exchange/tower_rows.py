@@ -11,6 +11,7 @@ Legend: M samples of a rank's peers, W columns of its tower's fields.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, WorldError
 from colonnade.exchange import bags
 from colonnade.exchange.coding import AS_IT_IS, Coding
 from colonnade.exchange.contract import Asked, RowGradients, RowSource, Ticket
@@ -41,7 +42,8 @@ from colonnade.topology.towers import tower_ranks
 
 INSIDE = ("route", "evaluate", "control", "fetch", "push")
 """Purposes of the small world's calls."""
-NO_LETTER = np.empty(0, np.uint8)
+SIZE = struct.Struct("<I")
+"""Of a rank's batch: all that others than peers are told."""
 
 
 class ByPeer(ByTower):
@@ -67,12 +69,7 @@ class TowerRowsExchange(TowersExchange):
         num_towers: int | None = None,
         reads_ahead: int = 0,
     ) -> None:
-        """As `towers`. Raises ConfigError for rows that are read ahead, or are not all in one tower."""
-        if reads_ahead:
-            raise ConfigError(
-                f"got staleness_steps={reads_ahead} with exchange tower_rows, whose rows are read in the step that "
-                "uses them; set exchange=towers, or staleness_steps=0"
-            )
+        """As `towers`. Raises ConfigError for rows that are not all in one tower."""
         towers = tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
         size = len(towers[0])
         first, number = mesh.rank // size * size, mesh.rank % size
@@ -87,7 +84,9 @@ class TowerRowsExchange(TowersExchange):
                 )
         # As its samples see it: a table lies on the peer.
         peers = [table_wise((home or 0) * size + number) for home in homes]
-        super().__init__(declaration, mesh, peers, coding, num_towers=num_towers)
+        super().__init__(
+            declaration, mesh, peers, coding, num_towers=num_towers, reads_ahead=reads_ahead
+        )
         mine = [
             replace(sharding, ranks=tuple(rank - first for rank in sharding.ranks))
             if home == first // size
@@ -119,9 +118,9 @@ class TowerRowsExchange(TowersExchange):
     def ask(self, batch: Batch, purpose: str = "route") -> Asked:
         """Raises IdRangeError, DataError."""
         asked = super().ask(batch, purpose)
+        size = np.frombuffer(SIZE.pack(asked.size), np.uint8)
         letters = [
-            message if rank in self.peers else NO_LETTER
-            for rank, message in enumerate(asked.messages)
+            message if rank in self.peers else size for rank, message in enumerate(asked.messages)
         ]
         return replace(asked, messages=letters)
 
@@ -130,19 +129,22 @@ class TowerRowsExchange(TowersExchange):
     ) -> Ticket:
         """Collective inside the tower."""
         lookups, _, _ = asked.lookups
-        rows, sizes = self.rows, [0] * self.mesh.num_ranks
+        rows = self.rows
         served = bags.join(
             [heard[rank] for rank in self.peers], self.owned, self.table_rows, self.deal,
             self.mesh.rank, self.declaration.compute_dtype,
         )  # fmt: skip
-        for rank, size in zip(self.peers, served.sizes, strict=True):
-            sizes[rank] = size
+        of_peers = dict(zip(self.peers, served.sizes, strict=True))
+        sizes = [
+            of_peers[rank] if rank in of_peers else _size(rank, message)
+            for rank, message in enumerate(heard)
+        ]
         plan = _native.make_plan(served.lookups.native, self.table_rows, rows.deal.num_owners)
         codes = None if served.codes is None else soonest(served.codes, plan)
         letters: list[list[np.ndarray]] = [[]]
         if rows.mesh.num_ranks > 1:
             letters, _ = exchanged([rows.requests(plan, codes)], rows.mesh, 0.0, purpose)
-        of_tower = Asked(sum(sizes), letters[0], (served.lookups, plan, codes))
+        of_tower = Asked(sum(served.sizes), letters[0], (served.lookups, plan, codes))
         inside = rows.answer(of_tower, letters[0], step=step, weight=weight, purpose=purpose)
         ticket = Ticket(
             step, asked.size, served.lookups, plan, inside.owned_ids, inside.owned_offsets,
@@ -175,3 +177,13 @@ class TowerRowsExchange(TowersExchange):
     def drop(self, ticket: Ticket) -> None:
         super().drop(ticket)
         self.rows.drop(ticket.wire.inside)
+
+
+def _size(rank: int, message: np.ndarray) -> int:
+    """Of the batch of a rank that is no peer. Raises WorldError."""
+    if len(message) != SIZE.size:
+        raise WorldError(
+            f"rank {rank} sent {len(message)} bytes, wanted {SIZE.size} that tell the size of its batch; all ranks "
+            "must run one version of Colonnade on one model"
+        )
+    return int(SIZE.unpack(message.tobytes())[0])

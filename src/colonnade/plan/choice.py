@@ -114,7 +114,7 @@ def choose(
             loads, world, model, search.num_towers, memory=search.memory, forced=forced or {}, options=options,
             exchange=exchange,
         )  # fmt: skip
-        if not inside or (exchange == "tower_rows" and is_fetched_ahead):  # it reads no rows ahead
+        if not inside:
             continue
         other = choose(
             loads, world, memory=memory, rates=rates, forced={**(forced or {}), **inside}, options=options,

@@ -22,6 +22,7 @@ import numpy as np
 from colonnade.exchange.packing import FLAG_BYTES, expected_list_bytes
 from colonnade.exchange.pooled_cost import HEAD_BYTES, ids_bytes, lengths_bytes
 from colonnade.exchange.routing import SIZE_BYTES, WEIGHT
+from colonnade.exchange.tower_rows import SIZE
 from colonnade.plan.device import RowRate
 from colonnade.plan.loads import TableLoad
 from colonnade.topology.world import World
@@ -48,7 +49,7 @@ FIXED_BYTES = {
     "pooled": float(HEAD_BYTES),
     "substitute": float(HEAD_BYTES),
     "towers": float(HEAD_BYTES),
-    "tower_rows": float(SIZE_BYTES),
+    "tower_rows": float(SIZE_BYTES + SIZE.size),
     "replicated": float(SIZE_BYTES + FLAG_BYTES),
 }
 """From each rank to each other, of an exchange that any table uses."""
