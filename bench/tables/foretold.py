@@ -51,7 +51,7 @@ def load_of(
     each = float(batch_size * lookups)
     parts = 4 * table.width
     return TableLoad(
-        name=table.name, width=table.width, value_bytes=parts, gradient_bytes=parts, bag_bytes=parts,
+        name=table.name, width=table.width, value_bytes=parts, gradient_bytes=parts, bag_bytes=parts, row_bytes=parts,
         rows=float(table.rows), slot_bytes=slot_bytes(table), samples=float(batch_size),
         unique_rank=popularity.unique(each),
         unique_host=popularity.unique(each * world.ranks_per_host),

@@ -321,7 +321,7 @@ def loads_of(case: Case, mesh: Mesh) -> list[TableLoad]:
         columns = (ColumnLoad(lookups, case.lookups),)
         load = TableLoad(
             name=name, width=case.width, value_bytes=4 * case.width, gradient_bytes=4 * case.width,
-            bag_bytes=4 * case.width, rows=float(rows), slot_bytes=slot_bytes(table),
+            bag_bytes=4 * case.width, row_bytes=4 * case.width, rows=float(rows), slot_bytes=slot_bytes(table),
             samples=float(case.batch_size), unique_rank=different(1), unique_host=different(on_host),
             unique_world=different(mesh.num_ranks), lookups=lookups, columns=columns,
             is_pooled=case.pooled, vocabulary=rows,

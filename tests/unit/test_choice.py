@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from colonnade import World
 from colonnade.errors import ConfigError
+from colonnade.exchange.tower_cut import BY_TOWERS
 from colonnade.plan.choice import OPTIONS, choose
 from colonnade.plan.chosen import Forced, Memory
 from colonnade.plan.cutting import LEAST_COLUMNS
@@ -44,8 +45,8 @@ def load_of(
 
     lookups = samples * hot
     return TableLoad(
-        name=name, width=width, value_bytes=4 * width, gradient_bytes=4 * width, bag_bytes=4 * width, rows=rows,
-        slot_bytes=4 * width + 16, samples=samples, unique_rank=unique(lookups),
+        name=name, width=width, value_bytes=4 * width, gradient_bytes=4 * width, bag_bytes=4 * width,
+        row_bytes=4 * width, rows=rows, slot_bytes=4 * width + 16, samples=samples, unique_rank=unique(lookups),
         unique_host=unique(lookups * world.ranks_per_host),
         unique_world=unique(lookups * world.num_ranks), lookups=lookups,
         columns=(ColumnLoad(lookups, hot),), is_pooled=is_pooled, may_be_cut=may_be_cut,
@@ -56,9 +57,9 @@ def counted_by_hand(load, sharding: Sharding, exchange, world):
     """(bytes out of each rank inside its host, out of each host, and into both), rank by rank and pair by pair."""
     n, size = world.num_ranks, world.ranks_per_host
     exchange = "pooled" if exchange == "substitute" else exchange  # where no consumer is known
-    if exchange == "towers" and is_inside(sharding, world):
-        return counted_by_towers(load, sharding, world)
-    exchange = "pooled" if exchange == "towers" else exchange
+    if exchange in BY_TOWERS and is_inside(sharding, world):
+        return counted_by_towers(load, sharding, world, exchange == "tower_rows")
+    exchange = "pooled" if exchange in BY_TOWERS else exchange
     costs = pair(load, exchange, len(sharding.ranks) // sharding.slices, sharding.slices)
     found = {p: (np.zeros((2, n)), np.zeros((2, world.num_hosts))) for p in ("fetch", "push")}
     is_added = exchange == "pooled" and sharding.kind == "row_wise"  # inside a host first
@@ -90,24 +91,30 @@ def is_inside(sharding: Sharding, world) -> bool:
     return all(len(each) == 1 for each in hosts)
 
 
-def counted_by_towers(load, sharding: Sharding, world):
-    """The same: from owners to the rank of the asker's number in their host, from there, once, to the asker."""
+def counted_by_towers(load, sharding: Sharding, world, of_rows):
+    """The same: from owners to the rank of the asker's number in their host, from there, once, to the asker; of_rows:
+    the first not for each asker, but different rows of all these."""
     n, size = world.num_ranks, world.ranks_per_host
     bag = load.bags * 4 * load.width / sharding.slices
     found = {p: (np.zeros((2, n)), np.zeros((2, world.num_hosts))) for p in ("fetch", "push")}
     hops = []
     for asker, each in itertools.product(range(n), sharding.of_slices):
         there = each.ranks[0] // size * size + asker % size
-        hops += [(owner, there) for owner in each.ranks] + [(there, asker)]
-    for source, target in hops:
+        if not of_rows:
+            hops += [(owner, there, bag) for owner in each.ranks]
+        elif asker // size == 0:
+            rows = load.unique_of(world.num_hosts, world) * 4 * load.width
+            hops += [(owner, there, rows / len(sharding.ranks)) for owner in each.ranks]
+        hops += [(there, asker, bag)]
+    for source, target, size_of in hops:
         for purpose, one, other in (("fetch", source, target), ("push", target, source)):
             ranks, hosts = found[purpose]
             if one // size != other // size:
-                hosts[0, one // size] += bag
-                hosts[1, other // size] += bag
+                hosts[0, one // size] += size_of
+                hosts[1, other // size] += size_of
             elif one != other:
-                ranks[0, one] += bag
-                ranks[1, other] += bag
+                ranks[0, one] += size_of
+                ranks[1, other] += size_of
     return found
 
 
@@ -131,7 +138,7 @@ def test_seconds_are_those_of_the_busiest_link(world, option):
         )
         if exchange != "replicated" or purpose == "push":
             by_towers = call_seconds(world, world.num_hosts)
-            wanted += by_towers if exchange == "towers" else world.call_seconds
+            wanted += by_towers if exchange in BY_TOWERS else world.call_seconds
         assert getattr(choice.seconds, purpose) == pytest.approx(wanted)
         sent = table.chosen.sent
         assert sent[purpose, "local"] == pytest.approx(ranks[0].sum() / world.num_ranks)

@@ -56,6 +56,22 @@ def test_modules_that_leave_little_are_worth_their_towers(loads):
     assert more < less / 2
 
 
+def test_rows_come_together_in_towers_where_many_samples_share_them():
+    """Links inside hosts are slow, too, and a row is used by two samples on the mean."""
+    world = replace(SLOW, local_bytes_per_second=25e6)
+    popular = [load_of(f"t{i}", 300, world, width=DIM) for i in range(8)]
+    model = model_of(popular, 8)
+    choice = choose(popular, world, model=model)
+    assert {table.chosen.option for table in choice.tables} == {("tower_rows", "table_wise")}
+    names = {table.name: table.chosen.sharding.ranks for table in choice.tables}
+    forced = {name: Forced("table_wise", "towers", ranks) for name, ranks in names.items()}
+    bags = choose(popular, world, model=model, forced=forced)
+    assert choice.seconds.step < bags.seconds.step
+    for purpose in ("fetch", "push"):
+        assert choice.sent[purpose, "remote"] == pytest.approx(bags.sent[purpose, "remote"])
+        assert choice.sent[purpose, "local"] < bags.sent[purpose, "local"]
+
+
 def test_what_a_person_says_of_one_table_keeps_its_module_flat(loads):
     model = model_of(loads, 8)
     forced = {"t1": Forced(exchange="rows")}

@@ -44,7 +44,7 @@ class TableLoad:
     """Of a row's gradient as it travels, and of a pooled bag's."""
     bag_bytes: int
     """Of a pooled bag as it travels."""
-    row_bytes: int = 0
+    row_bytes: int
     """Of a row's weights as they lie."""
     rows: float
     """Of the whole table; of an open one, as many as are foretold."""

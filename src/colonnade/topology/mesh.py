@@ -303,26 +303,31 @@ def _host_groups(
 def open_towers(mesh: Mesh, size: int, purposes: Sequence[str]) -> None:
     """Collective, the first time: groups of the `size` neighbours of each tower, and of the ranks of one number in
     theirs, for each of `purposes`. A group of one rank, or of all, is none: who would call it knows."""
-    if mesh.num_ranks == 1:
+    wanted = [
+        (purpose, kind)
+        for purpose in purposes
+        for kind in (IN_TOWER, OVER_TOWERS)
+        if f"{purpose}{kind}{size}" not in mesh.groups
+    ]
+    if mesh.num_ranks == 1 or not wanted:
         return
     assert mesh.presence is not None
     longest = timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
     every = range(mesh.num_ranks)
-    inside = [list(every[first : first + size]) for first in every[::size]]
-    alike = [list(every[number::size]) for number in range(size)]
-    for purpose in purposes:
-        for kind, members in ((IN_TOWER, inside), (OVER_TOWERS, alike)):
-            name = f"{purpose}{kind}{size}"
-            if name in mesh.groups:
-                continue
-            mesh.groups[name] = mesh.groups[purpose]
-            if len(members) == 1:
-                continue
-            for some in members if len(members[0]) > 1 else ():
-                group = dist.new_group(some, timeout=longest)
-                if mesh.rank in some:
-                    mesh.groups[name] = group
-                    mesh.presence.only[name] = frozenset(some)
+    members = {
+        IN_TOWER: [list(every[first : first + size]) for first in every[::size]],
+        OVER_TOWERS: [list(every[number::size]) for number in range(size)],
+    }
+    for purpose, kind in wanted:
+        name = f"{purpose}{kind}{size}"
+        mesh.groups[name] = mesh.groups[purpose]
+        if len(members[kind]) == 1:
+            continue
+        for some in members[kind] if len(members[kind][0]) > 1 else ():
+            group = dist.new_group(some, timeout=longest)
+            if mesh.rank in some:
+                mesh.groups[name] = group
+                mesh.presence.only[name] = frozenset(some)
 
 
 def tower_mesh(mesh: Mesh, size: int, purposes: Sequence[str] = ("dense",)) -> Mesh:
