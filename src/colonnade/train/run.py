@@ -344,10 +344,16 @@ def _closed_on_error(commits: Commits | None) -> Iterator[None]:
 
 
 def plan_run(
-    config: RunConfig, place: Path, world: World, *, lookups: int = SAMPLE_LOOKUPS
+    config: RunConfig,
+    place: Path,
+    world: World,
+    *,
+    lookups: int = SAMPLE_LOOKUPS,
+    table: str | None = None,
 ) -> tuple[Planned, tuple[Table, ...]]:
     """What `open_run` would plan with `plan.placement` profiled, for such a world, on this process alone; and the
-    model's tables. `place`: where the run folder is to lie. Nothing stays written."""
+    model's tables. `place`: where the run folder is to lie. Nothing stays written. `table`: one that
+    the caller is to show; ConfigError before anything is measured where the model has none of this name."""
     world = world.with_servers(config.plan.servers)
     if config.data.name == OWN:
         raise ConfigError(
@@ -362,6 +368,11 @@ def plan_run(
     data = open_source(config.data.name, config.data.path, **config.data.options)
     model = build_model(data.train.schema, config)
     collection = find_collection(model)
+    names = [each.name for each in collection.tables]
+    if table is not None and table not in names:
+        raise ConfigError(
+            f"--table: got {table!r}, wanted a table of this model: {', '.join(names)}"
+        )
     config = placed_in_towers(config, collection, world)
     even = plan_of(config.plan, collection.tables, world)
     check_tiers(even.ssd, even.mapped)
