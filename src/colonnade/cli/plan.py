@@ -201,5 +201,6 @@ def as_values(found: Planned) -> dict[str, Any]:
             each.name: [cost(each.chosen), *map(cost, each.others)] for each in found.choice.tables
         },
         "consumers": [asdict(each) for each in found.choice.consumers],
+        "tower_modules": [asdict(each) for each in found.advice],
         "sample": {"samples": found.profile.samples, "batches": found.profile.batches},
     }
