@@ -252,8 +252,11 @@ void Dram::release(std::span<const std::uint32_t> slots, std::span<const std::in
     for (std::int64_t r = first; r < last; ++r) tables_[runs[r].table].unpinned(released[r].pins);
   });
   for (std::size_t r = 0; r < runs.size(); ++r) {
-    if (released[r].has_strangers)
-      refuse("release: a slot of table " + std::to_string(runs[r].table) + " is not pinned");
+    if (!released[r].has_strangers) continue;
+    const auto t = runs[r].table;
+    refuse("release: a slot of table " + std::to_string(t) + " is not pinned; " +
+           (tables_[t].is_direct() ? "none of that table's were released, of other tables'" : "of all others") +
+           " those that are pinned were");
   }
 }
 
@@ -310,7 +313,11 @@ void Dram::for_each_block(std::span<const std::uint32_t> slots, std::span<const 
   row = byte = 0;
   for (std::size_t b = 0; b < counts.size(); ++b) {
     const std::size_t t = b % num_tables;
-    if (counts[b] > 0) visit(t, slots.subspan(row, counts[b]), byte);
+    const auto& layout = at(t).layout();
+    for_each_run(counts[b], kRun, [&](std::int64_t begin, std::int64_t end) {
+      std::vector<std::byte> record(layout.record_bytes());
+      for (std::int64_t i = begin; i < end; ++i) visit(layout, slots[row + i], record, byte + i * widths[t], widths[t]);
+    });
     row += counts[b];
     byte += counts[b] * widths[t];
   }
@@ -318,34 +325,20 @@ void Dram::for_each_block(std::span<const std::uint32_t> slots, std::span<const 
 
 void Dram::pack_blocks(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
                        std::span<const std::int64_t> widths, std::span<std::byte> message) const {
-  for_each_block(
-      slots, counts, widths, message.size(),
-      [&](std::size_t t, std::span<const std::uint32_t> rows, std::size_t byte) {
-        const auto& layout = at(t).layout();
-        for_each_run(static_cast<std::int64_t>(rows.size()), kRun, [&](std::int64_t begin, std::int64_t end) {
-          std::vector<std::byte> record(layout.record_bytes());
-          for (std::int64_t i = begin; i < end; ++i) {
-            layout.pack(rows[i], record.data());
-            std::memcpy(message.data() + byte + i * widths[t], record.data(), widths[t]);
-          }
-        });
-      });
+  for_each_block(slots, counts, widths, message.size(),
+                 [&](const auto& layout, std::uint32_t slot, std::span<std::byte> record, auto byte, auto width) {
+                   layout.pack(slot, record.data());
+                   std::memcpy(message.data() + byte, record.data(), width);
+                 });
 }
 
 void Dram::unpack_blocks(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
                          std::span<const std::int64_t> widths, std::span<const std::byte> message) {
-  for_each_block(
-      slots, counts, widths, message.size(),
-      [&](std::size_t t, std::span<const std::uint32_t> rows, std::size_t byte) {
-        const auto& layout = at(t).layout();
-        for_each_run(static_cast<std::int64_t>(rows.size()), kRun, [&](std::int64_t begin, std::int64_t end) {
-          std::vector<std::byte> record(layout.record_bytes());
-          for (std::int64_t i = begin; i < end; ++i) {
-            std::memcpy(record.data(), message.data() + byte + i * widths[t], widths[t]);
-            layout.unpack(rows[i], record.data());
-          }
-        });
-      });
+  for_each_block(slots, counts, widths, message.size(),
+                 [&](const auto& layout, std::uint32_t slot, std::span<std::byte> record, auto byte, auto width) {
+                   std::memcpy(record.data(), message.data() + byte, width);
+                   layout.unpack(slot, record.data());
+                 });
 }
 
 std::vector<std::int64_t> Dram::clocks(std::int64_t table, std::span<const std::uint32_t> slots) const {

@@ -104,7 +104,8 @@ class Dram {
   TableRows& at(std::int64_t table) { return const_cast<TableRows&>(std::as_const(*this).at(table)); }
   std::vector<Run> runs(std::span<const std::int64_t> offsets, std::size_t size, const char* name) const;
   void check_slots(std::int64_t table, std::span<const std::uint32_t> slots) const;
-  // visit(table, its slots, where the block begins in the message), for each block that has rows.
+  // visit(layout, slot, a record to use (of zeros at first), where the row's bytes begin in the message, how many), for
+  // each row of each block.
   template <class Visit>
   void for_each_block(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
                       std::span<const std::int64_t> widths, std::size_t message_bytes, const Visit& visit) const;

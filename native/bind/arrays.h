@@ -36,6 +36,15 @@ inline std::string describe(nb::dlpack::dtype dtype, size_t ndim, const int64_t*
   return text + ")";
 }
 
+// ValueError where an array of some elements has no memory: a tensor whose storage was freed keeps its shape.
+template <class Array>
+void check_memory(const Array& array, const char* name) {
+  if (array.data() || array.size() == 0) return;
+  throw std::invalid_argument(std::string(name) + ": got " +
+                              describe(array.dtype(), array.ndim(), array.shape_ptr()) +
+                              " without memory, wanted one whose storage was not freed");
+}
+
 // ValueError unless it is a contiguous CPU array of such elements. wanted: its shape; -1 stands for any extent.
 template <class Array>
 void check_elements(const Array& array, const char* name, nb::dlpack::dtype dtype,
@@ -56,6 +65,7 @@ void check_elements(const Array& array, const char* name, nb::dlpack::dtype dtyp
                                 describe(dtype, wanted.size(), wanted.begin()) +
                                 ", where -1 is any number");
   }
+  check_memory(array, name);
 }
 
 // The elements of such an array.

@@ -89,6 +89,7 @@ void bind_files(nb::module_& m) {
             throw std::invalid_argument("data: got a strided array, wanted a contiguous one");
           }
         }
+        check_memory(data, "data");
         const auto* bytes = data.data();
         const auto size = data.nbytes();
         nb::gil_scoped_release release;

@@ -38,6 +38,7 @@ void check(const char* name, size_t i, const Array& array, const Vectors& wanted
            "CPU " + std::string(name_of(wanted.dtype)) + " (" + std::to_string(wanted.num_samples) +
                ", any, " + std::to_string(wanted.dim) + ") whose last stride is 1");
   }
+  check_memory(array, (std::string(name) + "[" + std::to_string(i) + "]").c_str());
 }
 
 Vectors vectors_of(const std::vector<In>& arrays) {

@@ -301,27 +301,30 @@ class EmbeddingCollection(nn.Module):
         ticket = routed or self.slices.route(self.exchange, batch, self.step, purpose)
         batch.world_weight, batch.foreseen = ticket.weight, None
         owned = ticket.owned_ids, ticket.owned_offsets, ticket.next_use
-        while True:
-            seen = self.store.releases
-            try:
-                ticket.slots, ticket.job = self.store.acquire(*owned)
-                self.exchange.place(ticket, self.store.views())
-                if batch.held is not None:
-                    ticket.steps_left, held = batch.held
-                    self.exchange.restore(ticket, held)
-                return ticket
-            except BudgetExceeded:
-                # Rows of batches in flight may leave soon; not if training itself waits for this one.
-                waiting = self._window.starved.is_set()
-                if not waiting and threading.current_thread() is not threading.main_thread():
-                    self._window.crowded.set()
-                if self._window.closing.is_set() and not waiting:
-                    return ticket  # without rows. Not an error: other ranks' threads wait for this one's ids
-                released = self.store.wait_for_release(seen, 0.05)
-                if not released and waiting and self._window.starved.is_set():
-                    raise
-                if threading.current_thread() is threading.main_thread():
-                    raise
+        try:
+            while True:
+                seen = self.store.releases
+                try:
+                    ticket.slots, ticket.job = self.store.acquire(*owned)
+                    self.exchange.place(ticket, self.store.views())
+                    if batch.held is not None:
+                        ticket.steps_left, held = batch.held
+                        self.exchange.restore(ticket, held)
+                    return ticket
+                except BudgetExceeded:
+                    # Rows of batches in flight may leave soon; not if training itself waits for this one.
+                    waiting = self._window.starved.is_set()
+                    is_main = threading.current_thread() is threading.main_thread()
+                    if not (waiting or is_main):
+                        self._window.crowded.set()
+                    if self._window.closing.is_set() and not waiting:
+                        return ticket  # without rows. Not an error: other ranks' threads wait for this one's ids
+                    released = self.store.wait_for_release(seen, 0.05)
+                    if is_main or (waiting and not released and self._window.starved.is_set()):
+                        raise
+        except BaseException:  # nobody else has it to give up
+            self.drop(ticket)
+            raise
 
     def fetch(self, ticket: Ticket, steps_left: int = 0) -> None:
         """Collective, training thread: read rows that are due so many steps before their use, as they are now."""
@@ -499,12 +502,8 @@ class EmbeddingCollection(nn.Module):
         updated, where = touched(tickets, t)
         clocks = self.store.clocks(t, where)
         if isinstance(policy, RowRetention) and policy.reads_norms:
-            left = policy.forget(
-                updated,
-                clocks,
-                self.step,
-                self.exchange.squared_norms(self.store.views()[t], where),
-            )
+            norms = self.exchange.squared_norms(self.store.views()[t], where)
+            left = policy.forget(updated, clocks, self.step, norms)
         else:
             left = policy.forget(updated, clocks, self.step)
         self.store.delete(t, left.unique())

@@ -6,8 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainSerializer, model_validator
-from pydantic.functional_validators import AfterValidator, BeforeValidator, PlainValidator
+from pydantic import (
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    model_validator,
+)
+from pydantic.functional_validators import (
+    AfterValidator,
+    BeforeValidator,
+    PlainValidator,
+    WrapValidator,
+)
 
 from colonnade.section import Section
 from colonnade.sizes import Place, Said, absolute, parse_bytes, parse_place, positive_bytes
@@ -33,6 +44,16 @@ def _lookahead(value: Any) -> Any:
     if not _is_count(value) and value != "auto":
         raise ValueError(f"got {value!r}, wanted a number of batches, 0 or more, or auto")
     return value
+
+
+def _by_step(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return check(value)
+    except ValidationError:
+        raise ValueError(
+            f"got {value!r}, wanted by step how many updates reads may miss, both 0 or more, such as {{1000: 0}}; "
+            "{}: no bounds by step"
+        ) from None
 
 
 LEAST_RATE = 2**20
@@ -61,6 +82,7 @@ def _distinct(texts: list[str]) -> list[str]:
     return texts
 
 
+Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, BeforeValidator(positive_bytes), Said("bytes")]
 Rate = Annotated[int, BeforeValidator(_rate), Said("bytes")]
 PlaceText = Annotated[str, AfterValidator(absolute), Said("directory[:bytes]")]
@@ -294,7 +316,7 @@ class PlanConfig(Section):
     staleness_steps: Annotated[int | Literal["unbounded"], PlainValidator(_staleness)] = 0
     """0: synchronous. k: every read misses exactly the newest k updates of rows; unbounded: as many as happens, for
     comparison."""
-    staleness_by_step: dict[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = {}
+    staleness_by_step: Annotated[dict[Count, Count], WrapValidator(_by_step)] = {}
     """By step: how many updates reads may miss at most from there on, e.g. {1000: 0}, where staleness_steps, or the
     staleness of plan.cache, is more."""
     exchange: ExchangeChoice = "rows"

@@ -26,19 +26,26 @@ def parse_bytes(value: Any) -> Any:
         ) from None
 
 
+LEAST_RATE = 1e3
+"""Bytes per second below which a link is a slip of the pen: `5B/s` for `5GB/s`."""
+
+
 def parse_rate(value: str) -> float:
-    """`"1Gbit"`, `"10Gbit/s"`, `"5GB/s"` -> bytes per second. Raises ValueError naming the units."""
+    """`"1Gbit"`, `"10Gbit/s"`, `"5GB/s"` -> bytes per second. Raises ValueError naming the units, also for a number
+    that has none: links are said in bits as often as in bytes."""
     text = value.strip().lower().removesuffix("/s").strip()
     bits = re.fullmatch(r"([\d.]+)\s*([kmgt]?)bits?", text)
     try:
         if bits:
             rate = float(bits[1]) * UNITS[f"{bits[2]}b"] / 8
         else:
-            rate = float(parse_bytes(text))
+            rate = float(parse_bytes(text)) if text.endswith("b") else 0.0
     except ValueError:
         rate = 0.0
-    if not rate > 0:
-        raise ValueError(f"got {value!r}, wanted a rate such as 1Gbit, 10Gbit or 5GB/s")
+    if not rate >= LEAST_RATE:
+        raise ValueError(
+            f"got {value!r}, wanted a rate such as 1Gbit, 10Gbit or 5GB/s, with its unit and at least 1kB/s"
+        )
     return rate
 
 

@@ -29,6 +29,7 @@ from colonnade.errors import ConfigError
 from colonnade.exchange.codec import CODECS
 from colonnade.exchange.layout import declare
 from colonnade.exchange.tower_cut import barred_in_towers, evaluated_in_towers
+from colonnade.interaction import TowerModule
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
 
 SIZES = [13, 0, 1, 24]
@@ -338,6 +339,13 @@ class Picky(Tower):
         return super().partial_of(fields.view(len(fields), -1), numbers)
 
 
+class Deaf(Tower):
+    """What it gives has no gradient."""
+
+    def partial_of(self, fields, numbers=None):
+        return super().partial_of(fields, numbers).detach()
+
+
 def first_of(tower, mesh):
     """A collection whose `first` is evaluated by one rank: that of a tower which has two of three tables."""
     looked_up = features()[:-1]
@@ -353,11 +361,28 @@ def first_of(tower, mesh):
 
 
 def say(mesh):
-    """What is said of a module that changes the samples; then a batch of nobody's samples, and of one."""
-    collection = first_of(Wrong(10, 3), mesh)
-    with pytest.raises(ConfigError) as error:
-        collection(share_of(global_batch(0, 9), mesh.rank, mesh.num_ranks))
-    mesh.barrier()
+    """What is said of modules that change the samples, or their fields; then a batch of nobody's samples, and of one,
+    and one of a module without a gradient."""
+    errors = []
+    in_place = TowerModule(
+        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(10, 3)).double(),
+        [5, 5],
+        3,
+        side_by_side=True,
+    )
+    for wrong in (Wrong(10, 3), in_place):
+        collection = first_of(wrong, mesh)
+        with pytest.raises(ConfigError) as error:
+            collection(share_of(global_batch(0, 9), mesh.rank, mesh.num_ranks))
+        errors.append(str(error.value))
+        mesh.barrier()
+    deaf = first_of(Deaf(10, 3), mesh)
+    sum(
+        each.sum()
+        for each in deaf(share_of(global_batch(0, 9), mesh.rank, mesh.num_ranks)).values()
+    ).backward()
+    RowOptimizer(deaf).step()
+    assert not any(each.grad.any() for each in deaf.interactions["first"].parameters())
     collection = first_of(Picky(10, 3), mesh)
     rows, shapes = RowOptimizer(collection), []
     assert collection.exchange.consumers == ("first",)
@@ -367,13 +392,14 @@ def say(mesh):
         rows.step()
         shapes.append(tuple(found["first"].shape))
     assert collection.interactions["first"].training
-    return str(error.value), shapes
+    return errors, shapes
 
 
 def test_every_rank_refuses_a_module_that_changes_the_samples_and_asks_none_about_no_samples():
     found = run_ranks(2, say)
     for said, _ in found:
-        assert "consumer 'first': its operator gave (2, 3) for 3 samples, wanted (3, 3)" in said
+        assert "consumer 'first': its operator gave (2, 3) for 3 samples, wanted (3, 3)" in said[0]
+        assert "Sequential: got its fields changed in place" in said[1]
     assert [
         sum(n for n, _ in some) for some in zip(*(shapes for _, shapes in found), strict=True)
     ] == [0, 1, 9]

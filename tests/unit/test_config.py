@@ -110,6 +110,10 @@ def test_bounds_by_step():
         100: 2,
         200: 4,
     }
+    for wrong in (None, 5, {"a": 1}, {3: None}, {-1: 0}, {3: -1}):
+        with pytest.raises(ConfigError) as caught:
+            override(late, {"plan.staleness_by_step": wrong})
+        assert "such as {1000: 0}" in str(caught.value) and repr(wrong) in str(caught.value)
     copies = {"cache": {"staleness": 3, "tables": {"t": {"read_bound": 9}}}}
     assert build_config({"plan": {**copies, "staleness_by_step": {0: 9}}})
     lower = override(

@@ -73,7 +73,8 @@ def test_rates_as_people_write_them(text, rate):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fast", "0", "-1Gbit", "1Gbitter", "GB/s", "nan", "1e999", "100mbps"]
+    "text",
+    ["", "fast", "0", "-1Gbit", "1Gbitter", "GB/s", "nan", "1e999", "100mbps", "5", "1e9", "5B/s"],
 )
 def test_no_rates(text):
     with pytest.raises(ValueError, match="wanted a rate such as 1Gbit"):

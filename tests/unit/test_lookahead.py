@@ -296,3 +296,23 @@ def test_closing_does_not_wait_for_room_that_never_comes(tmp_path):
     rows.step()
     ahead.close()
     assert run(model, batches(3, 40)).isfinite().all()
+
+
+@pytest.mark.parametrize("at", ["acquire", "place"])
+def test_a_batch_that_cannot_be_prepared_leaves_nothing_pinned(tmp_path, monkeypatch, at):
+    """Whatever goes wrong once its ids have come to the owners: all memory is free for the next batches."""
+    model = collection(tmp_path, lookahead=0, rows_in_memory=60)
+    model.ensure_open()
+    dropped = []
+    of, drop = (model.store if at == "acquire" else model.exchange), model.exchange.drop
+    monkeypatch.setattr(model.exchange, "drop", lambda ticket: (dropped.append(ticket), drop(ticket)))  # fmt: skip
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="no such luck"):
+        broken.setattr(of, at, fail)
+        model.prepare(next(batches(1, 50)))
+    assert [ticket.is_done for ticket in dropped] == [True]
+    assert model.store.pinned_share() == 0
+    assert run(model, batches(3, 50, seed=1)).isfinite().all()
+
+
+def fail(*_):
+    raise OSError("no such luck")

@@ -54,6 +54,26 @@ def test_tensors_of_other_kinds_go_by_python_or_are_refused():
             _native.fm([rows, wrong], out)
 
 
+def test_a_tensor_whose_storage_was_freed_is_refused():
+    """As FSDP leaves parameters between uses: the shape is there, the memory is not."""
+    rows, out = torch.ones(2, 1, 4), torch.empty(2, 1)
+    index, freed = INDEX.clone(), torch.ones(2, 1, 4)
+    for each in (index, freed):
+        each.untyped_storage().resize_(0)
+    calls = (
+        lambda: _native.take(VALUES, index, torch.empty(2, dtype=torch.int32)),
+        lambda: _native.take(VALUES, INDEX, index),
+        lambda: _native.fm([rows, freed], out),
+        lambda: _native.fm_gradient([rows, rows], out, [None, freed]),
+        lambda: _native.crc32c(freed),
+    )
+    for call in calls:
+        with pytest.raises(
+            ValueError, match=r"got (int32|float32) \(2.* without memory, wanted one whose storage"
+        ):
+            call()
+
+
 def test_views_and_arrays_of_others_are_what_they_say():
     out = torch.zeros(4, dtype=torch.int32)
     _native.take(VALUES[2:5], INDEX[1:], out[2:3])

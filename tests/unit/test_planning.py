@@ -253,15 +253,43 @@ def test_plan_of_a_world_fits_a_terminal_and_shows_a_table_s_choices(
     assert max(map(len, said.splitlines())) <= 80
     for words in ("exchange:", "rows, all", "next best", "does not run here", "waiting for links"):
         assert words in said
+    for words in (
+        "a prediction of 2 towers",
+        "never put in",
+        "step saves",
+        "Published: up to 1.9x",
+    ):
+        assert words in said
     assert "…" not in said
     force = ["--set", "plan.tables.C26.sharding=table_wise", "--table", "C26"]
     assert app.run([*command, *force]) == 0
     said = capsys.readouterr().out
     assert "rows, rank" in said and "as it was said" in said and "copies" in said
-    assert app.run([*command, "--table", "C27"]) == 2
-    assert "wanted a table of this model" in capsys.readouterr().err
     assert app.run(["plan", *SETTINGS, "--world", "2 by 2"]) == 2
     assert "HOSTSxRANKS" in capsys.readouterr().err
+
+
+def test_plan_refuses_before_it_measures(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("colonnade.train.run.plan_from_sample", never)
+    for wrong, words in (
+        (["--table", "C27"], "--table: got 'C27', wanted a table of this model: C1, C2"),
+        (["--host", "480GiB"], "--host: got 480GiB without --simulate"),
+        (["--world", "2x1", "--uplink", "5"], "uplink: got '5', wanted a rate such as 1Gbit"),
+        (["--world", "2x1", "--local", "5"], "local: got '5', wanted a rate such as 1Gbit"),
+    ):
+        assert app.run(["plan", *SETTINGS, *wrong]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_plan_advises_no_modules_beside_those_of_the_model(capsys, tmp_path, monkeypatch, quick):
+    monkeypatch.chdir(tmp_path)
+    command = ["plan", *SETTINGS, "--set", "model.dim=4", "--world", "2x2", "--json"]
+    assert app.run(command) == 0
+    said = json.loads(capsys.readouterr().out)["tower_modules"]
+    assert [each["ratio"] for each in said] == [2, 4, 8]
+    assert app.run([*command, "--set", "model.towers=2", "--set", "model.tower_dim=2"]) == 0
+    assert json.loads(capsys.readouterr().out)["tower_modules"] == []
 
 
 def test_plan_says_of_each_consumer_what_travels(capsys, tmp_path, monkeypatch, quick):

@@ -116,8 +116,30 @@ def test_a_module_for_other_fields():
         collection(TowerModule(nn.Flatten(), [6, 3], 9), ["a", "b"])
     with pytest.raises(ConfigError, match="got BatchNorm1d, wanted modules that treat samples one"):
         TowerModule(nn.Sequential(nn.Linear(12, 3), nn.BatchNorm1d(3)), [6, 6], 3)
+    with pytest.raises(
+        ConfigError, match=r"got LazyBatchNorm1d, wanted modules that treat samples"
+    ):
+        TowerModule(nn.Sequential(nn.Linear(12, 3), nn.LazyBatchNorm1d()), [6, 6], 3)
+    with pytest.raises(ConfigError, match=r"got weights without a shape .* 12 columns"):
+        TowerModule(nn.LazyLinear(3), [6, 6], 3)
     with pytest.raises(ConfigError, match="got 0 fields and 3 columns"):
         TowerModule(nn.Flatten(), [], 3)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_module_that_changes_its_fields_is_refused(is_training):
+    """Other consumers of them would read what it made of them."""
+    module = TowerModule(nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True)), [6, 6], 12)
+    model = collection(module, ["a", "b"]).train(is_training)
+    with pytest.raises(
+        ConfigError, match=r"Sequential: got its fields changed in place.*inplace=False"
+    ):
+        model(batch())
+    values = torch.ones(4, 2, 6, dtype=torch.float64)
+    later = nn.Sequential(nn.Flatten(), nn.Linear(12, 3), nn.ReLU(inplace=True))
+    assert TowerModule(later, [6, 6], 3).partial_of(values).shape == (4, 3)
+    with torch.inference_mode():  # where changes are not counted
+        assert module.partial_of(torch.ones(4, 2, 6)).shape == (4, 12)
 
 
 @pytest.mark.parametrize("model", [DLRM, DCNv2])

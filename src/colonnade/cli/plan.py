@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from colonnade.topology.world import World
     from colonnade.train.planning import Planned
 
+HOST = "480GiB:8TiB"
+"""What --simulate takes a host to have."""
+
 EXAMPLES = (
     "A sample of the data says how often rows are used; the disk and the model are timed; each table gets the memory "
     "that saves most reads. For several ranks each table gets the sharding and exchange that cost least on the links: "
@@ -78,8 +81,11 @@ def plan(
         typer.Option(min=1.0, help="Parameters: hosts and seconds for so many, as a simulation."),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="With --simulate: memory for rows of each host, or MEMORY:SSD.")
-    ] = "480GiB:8TiB",
+        str | None,
+        typer.Option(
+            help=f"With --simulate: memory for rows of each host, or MEMORY:SSD. Default: {HOST}."
+        ),
+    ] = None,
     sample: Annotated[int, typer.Option(min=1, help="Lookups of the sample that is profiled.")] = 1
     << 20,
     set_: Annotated[
@@ -95,6 +101,11 @@ def plan(
     from colonnade.config import override
     from colonnade.train.run import plan_run
 
+    if simulate is None and host is not None:
+        raise ConfigError(
+            f"--host: got {host} without --simulate, which alone has other hosts than this one; say how many "
+            "parameters, e.g. --simulate 100e12, or leave it out"
+        )
     here = _world(world, ranks, uplink, local)
     if here is None:  # another rank says it
         return
@@ -108,7 +119,7 @@ def plan(
         from colonnade.cli.plan_simulation import room_of, show_simulation, simulated
         from colonnade.topology.links import planned_world
 
-        room = room_of(host, simulate)  # refused before anything is measured
+        room = room_of(host or HOST, simulate)  # refused before anything is measured
         if table is not None:
             raise ConfigError(
                 "--table: got a table beside --simulate, which has no choices to show; leave one of them out"
@@ -120,11 +131,7 @@ def plan(
         else:
             show_simulation(simulate, chosen.train.batch_size, work, cases)
         return
-    found, tables = plan_run(chosen, run, here, lookups=sample)
-    if table is not None and table not in found.choice.shardings:
-        raise ConfigError(
-            f"--table: got {table!r}, wanted a table of this model: {', '.join(found.choice.shardings)}"
-        )
+    found, tables = plan_run(chosen, run, here, lookups=sample, table=table)
     if as_json:
         print(json.dumps(as_values(found), indent=2))
     else:
@@ -194,5 +201,6 @@ def as_values(found: Planned) -> dict[str, Any]:
             each.name: [cost(each.chosen), *map(cost, each.others)] for each in found.choice.tables
         },
         "consumers": [asdict(each) for each in found.choice.consumers],
+        "tower_modules": [asdict(each) for each in found.advice],
         "sample": {"samples": found.profile.samples, "batches": found.profile.batches},
     }

@@ -13,16 +13,17 @@ begins inside a row group.
 
 from __future__ import annotations
 
+import ctypes
 import signal
-import threading
+import sys
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import pyarrow as pa
-import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from colonnade.batch import Batch
@@ -35,6 +36,7 @@ from colonnade.errors import ConfigError, ReaderLost
 RUN_SAMPLES = 1 << 15
 """About so many samples of a rank are one run: starting one costs a seek, and each process holds RUNS_AHEAD of them."""
 RUNS_AHEAD = 2
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,11 +81,13 @@ class ProcessSource:
             multiprocessing_context="spawn",
             worker_init_fn=_settle,
         )
+        # A thread of their own starts them, and stays for as long as they do: they end with it (`_settle`), while those
+        # that wait for batches may come and go.
+        parent = ThreadPoolExecutor(1, "readers")
         with _interrupts_held():
-            with _child_signals_as_they_were():
-                found = iter(loader)
-                # torch keeps them to itself; without, nobody is named, and whoever is stopped stays.
-                readers = Readers(getattr(found, "_workers", ()))
+            found = parent.submit(iter, loader).result()
+            # torch keeps them to itself; without, nobody is named, and whoever is stopped stays.
+            readers = Readers(getattr(found, "_workers", ()))
         try:
             while True:
                 with readers.waited_for():
@@ -107,6 +111,7 @@ class ProcessSource:
         finally:
             del found  # ends the processes now, whoever keeps the error and with it this frame
             readers.end()  # one that is stopped heard nothing
+            parent.shutdown(wait=False)
 
 
 def read_ahead(splits: Splits, num_processes: int) -> Splits:
@@ -174,8 +179,14 @@ def _portable(error: Exception) -> Exception:
 
 
 def _settle(worker: int) -> None:
-    """In a reader, first. A Ctrl-C is for the process that trains; it ends its readers. One process is one core."""
+    """In a reader, first. A Ctrl-C is for the process that trains; it ends its readers. One process is one core.
+
+    Who trains may be killed while this one is stopped, which then would live on with the pipes that it inherited: the
+    kernel ends it with the thread that started it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     pa.set_cpu_count(1)
 
 
@@ -185,23 +196,6 @@ def _of_whom(readers: Readers) -> str:
         worker.join(0.2)
     pids = [str(worker.pid) for worker in readers.workers if worker.exitcode not in (None, 0)]
     return f" (pid {', '.join(pids)})" if pids else ""
-
-
-@contextmanager
-def _child_signals_as_they_were() -> Iterator[None]:
-    """torch would have SIGCHLD raise RuntimeError in the main thread, wherever it is: in the middle of an update, say.
-    A reader that is lost is noticed when its next batches are due, and becomes ReaderLost there."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not hasattr(signal, "SIGCHLD"):
-        yield
-        return
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-        # So that another DataLoader of this process, which may want it, sets it again.
-        torch.utils.data._utils.signal_handling._SIGCHLD_handler_set = False
 
 
 @contextmanager

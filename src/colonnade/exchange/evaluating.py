@@ -214,6 +214,10 @@ class EvaluatingExchange(PooledExchange):
                 found[:, here.of(key)] += given
                 continue
             partial: Partial = partials[key]
+            if (
+                not partial.result.requires_grad
+            ):  # made of neither the values nor weights that are trained
+                continue
             parameters = trained(self.declaration.consumers[key].interaction)
             gradient, *of_weights = torch.autograd.grad(
                 partial.result, [partial.values, *parameters], given, retain_graph=True,

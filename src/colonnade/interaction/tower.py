@@ -11,17 +11,18 @@ from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from colonnade.errors import ConfigError
 from colonnade.interaction.contract import Interaction
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class TowerModule(Interaction):
     """Any module of a tower's fields, as a consumer of them: (B, F, D) or, side by side, (B, W) -> (B, O).
 
-    It must treat samples one by one (no batch normalisation), for ranks see other batches than one process does.
+    It must treat samples one by one (no batch normalisation), for ranks see other batches than one process does, and
+    leave its fields as they are, for others may read them.
     """
 
     merge = "whole"
@@ -38,11 +39,16 @@ class TowerModule(Interaction):
                 "one of each"
             )
         for each in module.modules():
-            if isinstance(each, BATCH_NORMS):
+            if isinstance(each, _BatchNorm):
                 raise ConfigError(
                     f"tower module {type(module).__name__}: got {type(each).__name__}, wanted modules that treat "
                     "samples one by one: ranks see other batches than one process does; LayerNorm does"
                 )
+        if any(is_lazy(each) for each in module.parameters()):
+            raise ConfigError(
+                f"tower module {type(module).__name__}: got weights without a shape (of a lazy layer), wanted "
+                f"shapes that are known before the first batch: its fields are {sum(dims)} columns"
+            )
         self.module = module
         self.dims, self.out = tuple(dims), out
         self.one_width = not side_by_side and len(set(dims)) == 1
@@ -64,11 +70,17 @@ class TowerModule(Interaction):
         return "fields"
 
     def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
-        """Of all fields. Raises ConfigError where the module gives something else than it said."""
+        """Of all fields. Raises ConfigError where the module gives something else than it said, or changes them."""
         weight = next(self.module.parameters(), fields)
         if not len(fields):  # a module need not know what to make of no samples
             return fields.flatten(1)[:, :1].expand(0, self.out)
+        before = _version(fields)
         found = self.module(fields.to(weight.dtype))
+        if _version(fields) != before:
+            raise ConfigError(
+                f"tower module {type(self.module).__name__}: got its fields changed in place, wanted them left as they "
+                "are, for others may read them; of torch's layers take inplace=False"
+            )
         wanted = (len(fields), self.out)
         if not isinstance(found, Tensor) or found.shape != wanted:
             got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
@@ -80,3 +92,8 @@ class TowerModule(Interaction):
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats
+
+
+def _version(values: Tensor) -> int:
+    """Which grows with each change in place, where torch counts them."""
+    return 0 if values.is_inference() else values._version

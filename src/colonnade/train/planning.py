@@ -33,6 +33,7 @@ from colonnade.plan.placement import (
 from colonnade.plan.plan import Plan, placed_plan, plan_of
 from colonnade.plan.prediction import Prediction, StepCosts, depth_for, predict
 from colonnade.plan.profile import Profile, profile
+from colonnade.plan.towers.advice import Advice
 from colonnade.store.budget import slot_bytes
 from colonnade.store.slices import lay_out
 from colonnade.topology.links import measure_links
@@ -68,6 +69,8 @@ class Planned:
     choice: Choice
     loads: tuple[TableLoad, ...]
     world: World
+    advice: tuple[Advice, ...] = ()
+    """What tower modules would save, where they were asked about."""
 
 
 def measured_before(folder: Path | None, places: Sequence[str]) -> Device | None:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,13 @@ from colonnade.data.next_use import splits_with_next_use
 from colonnade.data.processes import read_ahead
 from colonnade.data.tabular.tables import lasting_options
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, StorageError
+from colonnade.interaction import TowerModule
 from colonnade.models.build import build_model, lasting_towers
 from colonnade.models.tower_facts import words_of
+from colonnade.plan.chosen import Memory
 from colonnade.plan.forcing import is_settled
 from colonnade.plan.plan import plan_of
+from colonnade.plan.towers.advice import advised
 from colonnade.plan_config import MemoryConfig
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.disk import Disk
@@ -344,10 +347,17 @@ def _closed_on_error(commits: Commits | None) -> Iterator[None]:
 
 
 def plan_run(
-    config: RunConfig, place: Path, world: World, *, lookups: int = SAMPLE_LOOKUPS
+    config: RunConfig,
+    place: Path,
+    world: World,
+    *,
+    lookups: int = SAMPLE_LOOKUPS,
+    table: str | None = None,
 ) -> tuple[Planned, tuple[Table, ...]]:
-    """What `open_run` would plan with `plan.placement` profiled, for such a world, on this process alone; and the
-    model's tables. `place`: where the run folder is to lie. Nothing stays written."""
+    """What `open_run` would plan with `plan.placement` profiled, for such a world, on this process alone; of a model
+    without tower modules also what these would save; and the model's tables. `place`: where the run folder is to lie.
+    Nothing stays written. `table`: one that the caller is to show; ConfigError before anything is measured where the
+    model has none of this name."""
     world = world.with_servers(config.plan.servers)
     if config.data.name == OWN:
         raise ConfigError(
@@ -362,6 +372,11 @@ def plan_run(
     data = open_source(config.data.name, config.data.path, **config.data.options)
     model = build_model(data.train.schema, config)
     collection = find_collection(model)
+    names = [each.name for each in collection.tables]
+    if table is not None and table not in names:
+        raise ConfigError(
+            f"--table: got {table!r}, wanted a table of this model: {', '.join(names)}"
+        )
     config = placed_in_towers(config, collection, world)
     even = plan_of(config.plan, collection.tables, world)
     check_tiers(even.ssd, even.mapped)
@@ -377,6 +392,11 @@ def plan_run(
         place_of_rows=place,
         lookups=lookups,
     )
+    if not any(isinstance(each, TowerModule) for each in collection.interactions.values()):
+        memory = Memory(config.plan.memory.dram)
+        rates = found.device.memory
+        advice = advised(found.loads, world, found.choice, memory=memory, rates=rates)
+        found = replace(found, advice=advice)
     return found, collection.tables
 
 

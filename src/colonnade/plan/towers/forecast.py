@@ -45,9 +45,7 @@ def forecast(world: World, *, num_tables: int, floats: int, samples: int) -> For
         raise ConfigError(
             f"got {num_tables} tables, {floats} floats and {samples} samples, wanted 1 or more of each"
         )
-    num = max(
-        t for t in range(1, world.num_hosts + 1) if not world.num_hosts % t and t <= num_tables
-    )
+    num = towers_of(world, num_tables)
     return Forecast(
         world,
         num,
@@ -58,6 +56,12 @@ def forecast(world: World, *, num_tables: int, floats: int, samples: int) -> For
             for ratio in RATIOS
         },
     )
+
+
+def towers_of(world: World, num_tables: int) -> int:
+    """One on each host, or on several where there are fewer tables than hosts."""
+    hosts = range(1, world.num_hosts + 1)
+    return max(t for t in hosts if not world.num_hosts % t and t <= num_tables)
 
 
 def flat_seconds(world: World, size: float) -> float:
