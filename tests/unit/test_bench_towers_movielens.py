@@ -27,6 +27,7 @@ def test_systems_of_a_seed_differ_by_their_towers_alone() -> None:
     flat = bench.config_of(System("dlrm"), None, seed=3, epochs=2)
     towers = bench.config_of(System("dlrm", 4, 2, "striped"), 4, seed=3, epochs=2)
     assert flat.train.seed == flat.data.options["seed"] == 3 and flat.train.epochs == 2
+    assert flat.rows.schedule.name == flat.dense.schedule.name == "linear"
     assert (towers.model.towers, towers.model.tower_dim) == (4, flat.model.dim // 2)
     same = {"towers": None, "tower_dim": None}
     assert towers.model_copy(update={"model": towers.model.model_copy(update=same)}) == flat
@@ -40,14 +41,14 @@ def test_a_run_goes_on_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     bench.main([*given, "--seeds", "1"])
     before = json.loads(file.read_text())
     names = ["flat", *(f"2 {kind} towers CR 2" for kind in bench.KINDS)]
-    assert list(before["runs"]) == [f"dlrm / {name}" for name in names]
+    assert [each["system"] for each in before["cases"]] == names
     assert sorted(chain(*before["learned"]["2"]["0"])) == sorted(chain(*bench.NATURAL[2]))
     asked = []
     real = bench.open_run
     monkeypatch.setattr(bench, "open_run", lambda *each: asked.append(1) or real(*each))
     bench.main([*given, "--seeds", "2"])
     after = json.loads(file.read_text())
-    assert len(asked) == 4 and [set(each) for each in after["runs"].values()] == [{"0", "1"}] * 4
-    assert all(after["runs"][name]["0"] == each["0"] for name, each in before["runs"].items())
+    assert len(asked) == 4 and len(after["cases"]) == 8
+    assert all(case in after["cases"] for case in before["cases"])
     with pytest.raises(SystemExit):
         bench.main([*given, "--epochs", "2"])
