@@ -6,9 +6,10 @@ columns of a field out. What is trained is what the command line trains:
 
     colonnade train --data movielens --set model.towers=2 --set model.tower_dim=8
 
-but for rates that fall evenly to zero, so that the last epoch is the one to score and none is chosen. Everything of a
-seed sees the same samples in the same order, and all score the same test samples; 95 % intervals are Student's, of
-blocks of those and of seeds (`tables/intervals.py`).
+and the epoch that is scored is the best by validation samples. Rates stay, unlike in `towers_quality`: falling evenly
+to zero over 3, 4 or 5 epochs they left the flat model of seed 0 at 0.807 to 0.810 by validation, for what rows learn by
+heart then stays. Everything of a seed sees the same samples in the same order, and all score the same test samples;
+95 % intervals are Student's, of blocks of those and of seeds (`tables/intervals.py`).
 
 Runs are kept in the file as they end, and a call with the same file and settings goes on behind them; `--seeds 0`
 prints what it has.
@@ -28,14 +29,17 @@ from typing import Any
 from harness import describe_machine, report, write_report
 from rich.console import Console
 from tables.tower_losses import measured_of, print_result, ratios_of, runs_of
-from towers_quality import FALLING, System
+from torch import nn
+from towers_quality import System
 from workers.scored_blocks import block_aucs
 
 import colonnade
 from colonnade.config import RunConfig, override
+from colonnade.data.contract import Source
 from colonnade.errors import ColonnadeError
 from colonnade.plan.towers.partition import tower_map
 from colonnade.topology.mesh import Mesh
+from colonnade.train.objective import Probability
 from colonnade.train.presets import preset
 from colonnade.train.probe import probe
 from colonnade.train.run import Run, open_run
@@ -57,13 +61,35 @@ def config_of(system: System, towers: Towers | int | None, *, seed: int, epochs:
         preset(DATA, MODEL),
         {
             "train.seed": seed, "data.options": {"seed": seed}, "train.epochs": epochs, "train.threads": 1,
-            "rows.schedule": FALLING, "dense.schedule": FALLING,
         },
     )  # fmt: skip
     if towers is None:
         return config
     dim = (config.model.dim or 0) // system.ratio
     return override(config, {"model.towers": towers, "model.tower_dim": dim})
+
+
+class Blocks(Probability):
+    """Remembers the blocks of each evaluation, which are those of a run's best epoch by its test AUC."""
+
+    def __init__(self, test: Source) -> None:
+        self.test = test
+        self.by_auc: dict[float, list[float]] = {}
+
+    def evaluate(
+        self, model: nn.Module, source: Source, batch_size: int, mesh: Mesh
+    ) -> dict[str, float]:
+        found = super().evaluate(model, source, batch_size, mesh)
+        if source is self.test:
+            self.by_auc[found["auc"]] = block_aucs(model, source, mesh)
+        return found
+
+
+def trained(run: Run) -> list[float]:
+    """The AUC of each block of test samples after the best epoch."""
+    assert run.trainer.data.test is not None
+    run.trainer.objective = blocks = Blocks(run.trainer.data.test)
+    return blocks.by_auc[run.train().metrics["test_auc"]]
 
 
 def learned(run: Run, number: int, seed: int) -> Towers:
@@ -115,9 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif system.kind == "learned":
             towers = grouped[str(system.towers)][str(seed)]
         run = open_run(config_of(system, towers, seed=seed, epochs=options.epochs), Mesh(), None)
-        run.train()
-        assert run.trainer.data.test is not None
-        blocks = block_aucs(run.trainer.model, run.trainer.data.test, run.trainer.mesh)
+        blocks = trained(run)
         runs.setdefault(name, {})[str(seed)] = blocks
         console.print(f"{name}, seed {seed}: {fmean(blocks):.5f}")
         if not system.towers:

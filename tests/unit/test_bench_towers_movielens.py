@@ -4,6 +4,7 @@ import json
 import sys
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from movielens_files import write_movielens
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))  # benche
 import towers_movielens as bench
 from towers_quality import System
 
+from colonnade import Mesh
 from colonnade.data import open_source
 
 
@@ -27,10 +29,20 @@ def test_systems_of_a_seed_differ_by_their_towers_alone() -> None:
     flat = bench.config_of(System("dlrm"), None, seed=3, epochs=2)
     towers = bench.config_of(System("dlrm", 4, 2, "striped"), 4, seed=3, epochs=2)
     assert flat.train.seed == flat.data.options["seed"] == 3 and flat.train.epochs == 2
-    assert flat.rows.schedule.name == flat.dense.schedule.name == "linear"
     assert (towers.model.towers, towers.model.tower_dim) == (4, flat.model.dim // 2)
     same = {"towers": None, "tower_dim": None}
     assert towers.model_copy(update={"model": towers.model.model_copy(update=same)}) == flat
+
+
+def test_what_is_scored_is_the_best_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_movielens(tmp_path / "ml-1m")
+    monkeypatch.setenv("COLONNADE_DATA", str(tmp_path))
+    run = bench.open_run(bench.config_of(System("dlrm"), None, seed=0, epochs=3), Mesh(), None)
+    real, asked = bench.block_aucs, []
+    monkeypatch.setattr(bench, "block_aucs", lambda *each: asked.append(real(*each)) or asked[-1])
+    found = bench.trained(run)
+    assert len(asked) == 3 and found in asked
+    assert fmean(found) == pytest.approx(run.trainer.best.metrics["test_auc"], abs=1e-5)
 
 
 def test_a_run_goes_on_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
