@@ -31,7 +31,7 @@ from rich.console import Console
 from tables.tower_losses import measured_of, print_result, ratios_of, runs_of
 from torch import nn
 from towers_quality import System
-from workers.scored_blocks import block_aucs
+from workers.scored_blocks import BLOCKS, block_aucs
 
 import colonnade
 from colonnade.config import RunConfig, override
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.seeds, options.epochs = 1, 1
     console = Console(highlight=False)
-    settings = {"epochs": options.epochs}
+    settings = {"epochs": options.epochs, "blocks": BLOCKS}
     runs: dict[str, dict[str, list[float]]] = {}
     grouped: dict[str, dict[str, Towers]] = {}  # learned towers, by their number and seed
     if options.json and options.json.exists():
