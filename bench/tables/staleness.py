@@ -1,34 +1,27 @@
 """What `bench quality_staleness` makes of its scores: AUC lost against synchronous training, with paired intervals.
 
 All systems score the same test samples, in the same blocks, so what has an interval is the difference of AUCs on a
-block. Two things vary: which samples are tested (blocks) and where training began (seeds). Each has a Student interval,
-and the half widths add up as squares; of one seed there is the first alone.
+block (`tables/intervals.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import hypot, isnan
+from math import isnan
 
 import numpy as np
 from harness import Measured, print_machine
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table as Grid
-from towers_quality import interval as student
+
+from tables.intervals import interval
 
 AUC, BASE, CEILING, SEED = "AUC", "synchronous", "ceiling", " seed "
 FACTS = ("updates missed", "used without a word", "rows lr")
 HEADINGS = ("data, optimizer", "system", AUC, "lost", "95 %", "by seed", *FACTS)
 
 Floats = NDArray[np.float64]
-
-
-def interval(differences: Sequence[Floats]) -> tuple[float, float]:
-    """Of differences (K,) by seed: their mean, and half the width of its 95 % interval."""
-    mean, of_samples = student(np.mean(differences, axis=0).tolist())
-    of_seeds = student([float(each.mean()) for each in differences])[1]
-    return mean, of_samples if isnan(of_seeds) else hypot(of_samples, of_seeds)
 
 
 def differences_of(measured: Sequence[Measured], group: str, system: str) -> list[Floats]:

@@ -4,6 +4,7 @@ import json
 import sys
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from movielens_files import write_movielens
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))  # benche
 import towers_movielens as bench
 from towers_quality import System
 
+from colonnade import Mesh
 from colonnade.data import open_source
 
 
@@ -32,6 +34,17 @@ def test_systems_of_a_seed_differ_by_their_towers_alone() -> None:
     assert towers.model_copy(update={"model": towers.model.model_copy(update=same)}) == flat
 
 
+def test_what_is_scored_is_the_best_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_movielens(tmp_path / "ml-1m")
+    monkeypatch.setenv("COLONNADE_DATA", str(tmp_path))
+    run = bench.open_run(bench.config_of(System("dlrm"), None, seed=0, epochs=3), Mesh(), None)
+    real, asked = bench.block_aucs, []
+    monkeypatch.setattr(bench, "block_aucs", lambda *each: asked.append(real(*each)) or asked[-1])
+    found = bench.trained(run)
+    assert len(asked) == 3 and found in asked
+    assert fmean(found) == pytest.approx(run.trainer.best.metrics["test_auc"], abs=1e-5)
+
+
 def test_a_run_goes_on_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_movielens(tmp_path / "ml-1m")
     monkeypatch.setenv("COLONNADE_DATA", str(tmp_path))
@@ -40,14 +53,14 @@ def test_a_run_goes_on_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     bench.main([*given, "--seeds", "1"])
     before = json.loads(file.read_text())
     names = ["flat", *(f"2 {kind} towers CR 2" for kind in bench.KINDS)]
-    assert list(before["runs"]) == [f"dlrm / {name}" for name in names]
+    assert [each["system"] for each in before["cases"]] == names
     assert sorted(chain(*before["learned"]["2"]["0"])) == sorted(chain(*bench.NATURAL[2]))
     asked = []
     real = bench.open_run
     monkeypatch.setattr(bench, "open_run", lambda *each: asked.append(1) or real(*each))
     bench.main([*given, "--seeds", "2"])
     after = json.loads(file.read_text())
-    assert len(asked) == 4 and [set(each) for each in after["runs"].values()] == [{"0", "1"}] * 4
-    assert all(after["runs"][name]["0"] == each["0"] for name, each in before["runs"].items())
+    assert len(asked) == 4 and len(after["cases"]) == 8
+    assert all(case in after["cases"] for case in before["cases"])
     with pytest.raises(SystemExit):
         bench.main([*given, "--epochs", "2"])

@@ -12,9 +12,13 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
 
 import towers_quality as quality  # noqa: E402
+from tables import tower_losses as tables  # noqa: E402
 from towers_quality import GROUPS, NAMES, STREAM, System  # noqa: E402
+from workers import scored_blocks  # noqa: E402
 
+from colonnade import Mesh  # noqa: E402
 from colonnade.data import open_source  # noqa: E402
+from colonnade.train.metrics import auc  # noqa: E402
 
 
 def test_planted_towers_are_whole_groups() -> None:
@@ -36,39 +40,66 @@ def test_systems_differ_by_their_towers_alone() -> None:
     )  # fmt: skip
     assert torch.equal(flat.bottom[0].weight, same.bottom[0].weight)
     assert torch.equal(flat.top[0].weight, same.top[0].weight)
-    ids = torch.arange(20)
+    ids = torch.arange(12)
     assert torch.equal(flat.embeddings.rows("C5", ids), half.embeddings.rows("C5", ids))
     assert half.dim == 4 and half.embeddings.declaration.consumers["tower0"].interaction.ratio == 2
     assert same.embeddings.declaration.consumers["tower1"].interaction.ratio == 1
 
 
-def test_losses_are_paired_by_seed() -> None:
-    found = {
-        "dlrm / flat": {"0": 0.8, "1": 0.7, "2": 0.75},
-        "dlrm / 2 planted towers CR 2": {"0": 0.799, "1": 0.697},
-        "dcnv2 / 2 planted towers CR 2": {"0": 0.1},
+def test_losses_are_paired_by_seed_and_block() -> None:
+    runs = {
+        "dlrm / flat": {"0": [0.8, 0.9], "1": [0.7, 0.8], "2": [0.75, 0.85]},
+        "dlrm / 2 planted towers CR 2": {"1": [0.697, 0.797], "0": [0.799, 0.899]},
+        "dcnv2 / 2 planted towers CR 2": {"0": [0.1, 0.2]},
     }
-    losses = quality.losses_of(found)
+    losses = tables.losses_of(runs)
     assert list(losses) == ["dlrm / 2 planted towers CR 2"]
-    assert losses["dlrm / 2 planted towers CR 2"] == pytest.approx([0.001, 0.003])
-    mean, half = quality.interval([0.001, 0.003])
-    assert mean == pytest.approx(0.002) and half == pytest.approx(12.71 * 0.001, rel=1e-6)
-    assert quality.ratios_of(found)["worst_loss_with_interval_at_cr_2"] == pytest.approx(
-        0.01471, rel=1e-3
-    )
+    assert np.allclose(losses["dlrm / 2 planted towers CR 2"], [[0.001] * 2, [0.003] * 2])
+    found = tables.ratios_of(runs)
+    assert found["loss dlrm / 2 planted towers CR 2"] == pytest.approx(0.002)
+    assert found["loss dlrm / 2 planted towers CR 2 +-"] == pytest.approx(12.71 * 0.001, rel=1e-6)
+    cases = [vars(each) for each in tables.measured_of(runs)]
+    assert tables.runs_of(cases) == runs
 
 
-def test_a_run_goes_on_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_is_shown_or_missed_by_its_whole_interval() -> None:
+    found = [tables.verdict(*each) for each in ((4e-4, 1e-4), (4e-4, 2e-4), (7e-4, 1e-4))]
+    assert found == ["shown", "open", "missed"] and tables.verdict(-1e-3, float("nan")) == "open"
+
+
+def test_blocks_of_scores_are_those_of_all_samples() -> None:
+    """Of a model that scores by the first number alone."""
+
+    class First(torch.nn.Module):
+        def forward(self, batch: object) -> torch.Tensor:
+            assert not self.training
+            return batch.dense[:, :1]
+
+    test = open_source("synthetic", num_train=10, num_test=10_049, **STREAM).test
+    model = First()
+    found = scored_blocks.block_aucs(model, test, Mesh())
+    whole = test.read(0, 10_000)
+    wanted = [
+        auc(whole.dense[200 * k : 200 * (k + 1), 0], whole.label[200 * k : 200 * (k + 1)])
+        for k in range(50)
+    ]
+    assert found == pytest.approx(wanted, abs=1e-6) and model.training
+    assert scored_blocks.block_ceiling(test) > np.mean(found)
+
+
+def test_a_run_goes_on_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: list[tuple[str, int]] = []
 
-    def fake(system: System, splits: object, *, seed: int, **_: object) -> float:
+    def fake(system: System, splits: object, *, seed: int, **_: object) -> list[float]:
         asked.append((system.name, seed))
-        return 0.7 + 0.01 * seed - 0.001 * system.towers
+        return [0.7 + 0.01 * seed - 0.001 * system.towers] * 2
 
-    monkeypatch.setattr(quality, "auc", fake)
+    monkeypatch.setattr(quality, "trained", fake)
     file = tmp_path / "quality.json"
     given = [
-        *("--json", str(file), "--samples", "100", "--test-samples", "50", "--models", "dlrm"),
+        *("--json", str(file), "--samples", "100", "--test-samples", "5000", "--models", "dlrm"),
         *("--towers", "2", "--ratios", "2", "--partitions", "planted", "random"),
     ]
     quality.main([*given, "--seeds", "1"])
@@ -79,7 +110,10 @@ def test_a_run_goes_on_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert kept["together"]["2 planted towers"] == {"0": 1.0, "1": 1.0}
     assert set(kept["together"]["2 random towers"]) == {"0", "1"}
     assert kept["ratios"]["loss dlrm / 2 planted towers CR 2"] == pytest.approx(0.002)
-    assert [len(case["values"]) for case in kept["cases"]] == [2, 2, 2]
+    assert [len(case["values"]) for case in kept["cases"]] == [2] * 6
+    capsys.readouterr()
+    quality.main([*given, "--seeds", "0"])
+    assert "+0.00200" in capsys.readouterr().out and len(asked) == 6
     with pytest.raises(SystemExit):
         quality.main([*given, "--dim", "32"])
 
