@@ -54,6 +54,8 @@ from colonnade.topology.sharding import Sharding
 
 ROOM = 2**22
 """Rows beyond those that stay, address space alone: what a batch borrows while others go back."""
+CLOCK_REST = 4
+"""Last bytes of a record that stay: a clock at rest has 64 bits, in memory it stops at 32."""
 BITS = 2
 """Said of each row asked for."""
 TOGETHER = 4096
@@ -80,6 +82,7 @@ class LentExchange(RowsExchange):
         self.has_copies = [True] * len(tables)
         self.window = max(each.window for each in lendings)
         self.record_widths = np.array([table.record_bytes for table in tables])
+        self.lent_widths = self.record_widths - CLOCK_REST
         self.counts = LentCounts()
         self.store: Any = None  # this rank's own rows
         # By their own ids, whoever owns them: what is here is lent to this rank.
@@ -136,9 +139,11 @@ class LentExchange(RowsExchange):
     def _new_line(self) -> Line:
         tables, owners = self.declaration.tables, self.deal.num_owners.tolist()
         sights = []
-        for table, lending, num_owners in zip(tables, self.lendings, owners, strict=True):
+        for table, lending, num_owners, record in zip(
+            tables, self.lendings, owners, self.lent_widths, strict=True
+        ):
             value, gradient = table.itemsize, ITEM_BYTES[table.compute_dtype]
-            least = least_uses(table.width * value, table.width * gradient, table.record_bytes)
+            least = least_uses(table.width * value, table.width * gradient, int(record))
             quota = lending.rows // num_owners
             sights.append(Sight(self.mesh.num_ranks, quota, least, holds=lending.window > 0))
         return Line(sights)
@@ -272,7 +277,9 @@ class LentExchange(RowsExchange):
         flight.slots, flight.there, flight.back = slots, there, placed[num_here:]
         out, come = lender.said.borrowed, borrower.said.borrowed
         counts = borrower.said.counted(come)
-        records = self._carried("fetch", self.store, there[out], lender.said.counted(out), counts)
+        records = self._carried(
+            "fetch", self.store, there[out], lender.said.counted(out), counts, self.lent_widths
+        )
         self._put(self.borrowed, here[come], counts, records)
         plain, early, rest = lender.said.plain, borrower.cut.early, borrower.cut.rest
         serving = row_layout(lender.said.counted(plain), self.widths)
@@ -306,25 +313,29 @@ class LentExchange(RowsExchange):
             self._line = line
 
     def _put(self, store: Any, slots: np.ndarray, counts: np.ndarray, records: Tensor) -> None:
-        """slots of rows as listed, counts (N, T) of them; records as `_carried` gives them."""
+        """slots of rows as listed, counts (N, T) of them; records as `_carried` gives those that are lent."""
         if not len(slots):
             return
         where = torch.from_numpy(slots)
         order = np.argsort(tables_of(counts), kind="stable")
         ends = torch.from_numpy(np.concatenate([[0], counts.sum(0).cumsum()]))
         store.before_update(where[torch.from_numpy(order)], ends)
-        store.native.unpack_blocks(where, counts.ravel(), self.record_widths, records)
+        store.native.unpack_blocks(where, counts.ravel(), self.lent_widths, records)
 
     def _carried(
-        self, purpose: str, source: Any, slots: np.ndarray, theirs: np.ndarray, ours: np.ndarray
+        self,
+        purpose: str,
+        source: Any,
+        slots: np.ndarray,
+        theirs: np.ndarray,
+        ours: np.ndarray,
+        widths: np.ndarray,
     ) -> Tensor:
-        """Collective: records of rows of a store, theirs (N, T) of them for each rank, slots as listed rank by rank,
-        table by table. Those of `ours` (N, T) that came, one after another as listed, bytes."""
-        going, coming = row_layout(theirs, self.record_widths), row_layout(ours, self.record_widths)
+        """Collective: the first bytes of records, widths (T,), of rows of a store, theirs (N, T) of them for each rank,
+        slots as listed rank by rank, table by table. Those of `ours` (N, T) that came, one after another as listed."""
+        going, coming = row_layout(theirs, widths), row_layout(ours, widths)
         message = empty(going.num_elements, dtype=torch.uint8)
-        source.native.pack_blocks(
-            torch.from_numpy(slots), theirs.ravel(), self.record_widths, message
-        )
+        source.native.pack_blocks(torch.from_numpy(slots), theirs.ravel(), widths, message)
         received, _ = self.mesh.all_to_all(
             purpose, message, going.rank_elements, coming.rank_elements
         )
@@ -402,7 +413,12 @@ class LentExchange(RowsExchange):
         listed_slots = np.empty(len(order), np.int32)
         listed_slots[order] = slots.numpy()
         records = self._carried(
-            "push", self.borrowed, listed_slots, borrower.back.counts, lender.back.counts
+            "push",
+            self.borrowed,
+            listed_slots,
+            borrower.back.counts,
+            lender.back.counts,
+            self.lent_widths,
         )
         self._put(store, flight.owned[1], lender.back.counts, records)
         self.borrowed.release(slots, offsets, dirty=True)
@@ -453,7 +469,12 @@ class LentExchange(RowsExchange):
         places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
         named = unpack_requests(heard, self.table_rows, self.deal.num_owners, places)
         records = self._carried(
-            "evaluate", self.borrowed, torch.cat(slots).numpy()[order], counts, named.counts
+            "evaluate",
+            self.borrowed,
+            torch.cat(slots).numpy()[order],
+            counts,
+            named.counts,
+            self.record_widths,
         )
         error = None
         try:
