@@ -277,8 +277,8 @@ class Wide(Liked):
 
 
 def test_no_row_moves_that_could_stay():
-    """All that comes in sight, and room for all: rows that travel are those that synchronous semantics force to. With
-    one batch in sight rows wait where they are for their next use, and few others travel."""
+    """Room for all: rows that travel are those that synchronous semantics force to. With one batch in sight they wait
+    where they are for their next use, for rows of SGD that few others use are worth to be lent."""
     found = run_ranks(3, count_bytes)
     forced = found[0][2]
     moved, at_end, uses = [0, 0], [0, 0], 0
@@ -291,11 +291,8 @@ def test_no_row_moves_that_could_stay():
         uses = asked + borrowed + stayed + copied
         moved[i], at_end[i] = 2 * asked + 2 * borrowed + copied, borrowed - returned
     sent = [sum(each[0][i] for each in found) for i in range(3)]
-    print(
-        f"rows moved {moved}, of these at the end {at_end}; forced {forced} of {2 * uses}; bytes {sent[1:]} of {sent[0]}"
-    )
-    assert moved[0] == forced < 0.5 * 2 * uses
-    assert forced < moved[1] < 1.5 * forced
+    print(f"rows moved {moved}, at the end {at_end}; forced {forced} of {2 * uses}; bytes {sent}")
+    assert moved == [forced, forced] and forced < 0.5 * 2 * uses
     assert at_end[0] == 0
     # A record is its weights and 4 bytes of clock; what was lent to the end comes back as for an evaluation.
     for i in range(2):
