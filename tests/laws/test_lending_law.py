@@ -297,7 +297,7 @@ def test_no_row_moves_that_could_stay():
     # A record is its weights and 4 bytes of clock; what was lent to the end comes back as for an evaluation.
     for i in range(2):
         share = (moved[i] - at_end[i]) / (2 * uses)
-        assert sent[1 + i] == pytest.approx(sent[0] * share, rel=0.06)
+        assert sent[1 + i] == pytest.approx(sent[0] * share, rel=0.08)
 
 
 def settle_often(mesh):
