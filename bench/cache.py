@@ -70,8 +70,8 @@ from colonnade.plan.lending import WINDOW
 SHAPES = (
     Shape("zipf", 128, 100_000, warm=300, measured=180, tail=120),
     Shape("criteo", 128, 20_000, warm=300, measured=180, tail=120),
-    Shape("zipf", 2048, 400_000, warm=60, measured=36, tail=24),
-    Shape("criteo", 2048, 60_000, warm=60, measured=36, tail=24),
+    Shape("zipf", 2048, 400_000, warm=60, measured=36, tail=40),
+    Shape("criteo", 2048, 60_000, warm=60, measured=36, tail=40),
 )
 QUICK_SHAPES = (
     Shape("zipf", 32, 20_000, warm=60, measured=36, tail=24),
