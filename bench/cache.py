@@ -70,8 +70,8 @@ from colonnade.plan.lending import WINDOW
 SHAPES = (
     Shape("zipf", 128, 100_000, warm=300, measured=180, tail=120),
     Shape("criteo", 128, 20_000, warm=300, measured=180, tail=120),
-    Shape("zipf", 2048, 400_000, warm=60, measured=36, tail=24),
-    Shape("criteo", 2048, 60_000, warm=60, measured=36, tail=24),
+    Shape("zipf", 2048, 400_000, warm=60, measured=36, tail=40),
+    Shape("criteo", 2048, 60_000, warm=60, measured=36, tail=40),
 )
 QUICK_SHAPES = (
     Shape("zipf", 32, 20_000, warm=60, measured=36, tail=24),
@@ -165,10 +165,11 @@ def count_traffic(stream: Stream, next_uses: NextUses, to: Figures) -> None:
                 to.windows[point] = window
     bound = forced(stream)
     for share in (0.1, 1.0):
-        add(share, 0, BOUND, bound)
+        point = add(share, 0, BOUND, bound)
         capacity = int(share * stream.num_rows)
         for system, window in EXACT_WINDOWS.items():
-            add(share, 0, system, exact(stream, window, capacity))
+            for dim in DIMS:
+                to.saved[point, dim, system] = exact(stream, window, capacity, dim).saved(dim)
 
 
 def count_recovery(shape: Shape, to: Figures) -> None:

@@ -11,8 +11,9 @@ caches, ids deduplicated: every unique row of a batch is named (8 bytes), read a
                 bytes; it is sent where more than s updates are missing; pushes name row and number of updates, 16
                 bytes; an update is one of a batch
     exact       synchronous, the rule of src/colonnade/cache/sight.py: every row of a batch is named and answered by
-                two bits; plain ones are read and written, lent ones travel with their clock, 8 bytes, when they are
-                lent and when they come back; those that come back in no batch of their holder's are named to it
+                two bits, a third where either is set; plain ones are read and written, of copies that are there only
+                the gradient travels, lent rows travel with their clock, 4 bytes, when they are lent and when they come
+                back; those that come back in no batch of their holder's are named to it, with a bit
     forced      what any rule has to move: of rows that are read the names, and the rows
 
 Legend: U unique rows of a rank's batch, N rows of all tables.
@@ -30,10 +31,10 @@ from numpy.typing import NDArray
 
 from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Directory
 from colonnade.cache.foresight import Foreseen, Foresight
-from colonnade.cache.sight import SHARED, Sight
+from colonnade.cache.sight import NOBODY, SHARED, Sight, worth_of
 from workers.cache_streams import RANKS, Ids, Stream
 
-NAME, FLAGS, AGE, BIT, CLOCK = 8.0, 0.25, 4.0, 0.125, 8.0
+NAME, FLAGS, AGE, BIT, CLOCK = 8.0, 0.25, 4.0, 0.125, 4.0
 VERSIONED = 16.0
 NextUses = list[list[NDArray[np.int32]]]
 
@@ -191,24 +192,34 @@ def forced(stream: Stream) -> Traffic:
     return found
 
 
-def exact(stream: Stream, window: int, capacity: int) -> Traffic:
-    """The rule of training (`cache.sight`), SGD, one owner; capacity: rows that each rank may have."""
-    sight = Sight(RANKS, capacity, 2, holds=window > 0)
+def exact(stream: Stream, window: int, capacity: int, dim: int) -> Traffic:
+    """The rule of training (`cache.sight`), SGD, one owner; capacity: rows that each rank may have; dim: of rows, for
+    what lending is worth follows from their bytes."""
+    worth = worth_of(4 * dim, 4 * dim, 4 * dim + int(CLOCK))
+    sight = Sight(RANKS, capacity, worth, holds=window > 0)
     found, seen = Traffic(), deque[NDArray[np.uint8]]()
     coming = iter(stream.batches)
     for step, batches in enumerate(stream.batches[: stream.shape.warm + stream.shape.measured]):
         for next_batches in islice(coming, window + 1 - len(seen)):
             ids, masks = _users(next_batches)
-            alone = np.log2(masks).astype(np.int16)
-            sight.see(ids, np.where(_counts(masks) == 1, alone, SHARED).astype(np.int16))
+            alone, shared = np.log2(masks).astype(np.int16), np.flatnonzero(_counts(masks) > 1)
+            rows, ranks = np.nonzero(masks[shared, None] >> np.arange(RANKS, dtype=np.uint8) & 1)
+            users = np.where(_counts(masks) == 1, alone, SHARED).astype(np.int16)
+            sight.see(ids, users, (shared[rows], ranks))
             seen.append(masks)
         said, many = sight.decide(), _counts(seen.popleft())
-        is_plain = ~(said.has | said.keeps)
-        records = int((said.has != said.keeps).sum()) + len(said.recalled)
+        stays, is_read = said.keeps | said.copied, said.reader != NOBODY
+        is_plain = ~(said.has | stays)
+        lent, back = (
+            int((stays & ~said.has).sum()),
+            int((said.has & ~said.keeps | said.copied).sum()),
+        )
+        records = lent + back + len(said.recalled)
         if step >= stream.shape.warm:
-            found.rows += 2 * int(many[is_plain].sum()) + records
+            found.rows += 2 * int(many[is_plain].sum()) - int(is_read.sum()) + records
             found.named += int(many.sum()) * (NAME + 2 * BIT)
-            found.named += records * CLOCK + len(said.recalled) * NAME
+            found.named += (int((~is_plain).sum()) + int(is_read.sum())) * BIT
+            found.named += records * CLOCK + len(said.recalled) * (NAME + BIT)
             found.uses += sum(map(len, batches))
     return found
 

@@ -14,8 +14,21 @@ SHARED = -1
 NOBODY = -2
 NONE = -1
 """No use in sight."""
-LONG = 2**15 - 1
+LONG = 4
 """Uses in a row are counted up to here."""
+MANY = 2**16
+"""Of what followed uses out of sight; beyond, what was long ago counts half."""
+NAME_BYTES = 8
+"""Of a row that its holder is told to give back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """When bytes are saved by lending a row. Of `worth_of`."""
+
+    least: int  # uses in a row that make up for its record both ways
+    chance: float  # that each use must have of being followed by another, where none is in sight
+    passes: bool  # whether for a copy, read once, a row is lent and given back with one use
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +37,15 @@ class Decided:
 
     has: np.ndarray  # (n,) bool: it lies with its user
     keeps: np.ndarray  # (n,) bool: it does so after the batch
+    copied: (
+        np.ndarray
+    )  # (n,) bool: it comes back with this batch, if it was not plain, and a copy stays
+    reader: (
+        np.ndarray
+    )  # (n,) int16: the rank that has a copy of it, which ends with the batch; or NOBODY
     recalled: np.ndarray  # (m,) int64: rows of other batches, which come back with this one
     holders: np.ndarray  # (m,) int16: the ranks that they lie with
+    recopied: np.ndarray  # (m,) bool: a copy stays there
 
 
 class Sight:
@@ -36,7 +56,11 @@ class Sight:
       batch before which such a use came into sight, or with its last use before it. So nobody needs a row that is
       elsewhere, wherever at least one batch is in sight; where none is, `holds` is to be False.
     * It is lent where as many uses in a row by the rank alone, this one included, as make up for the state of the
-      optimizer that travels both ways (`least`) are in sight, or were before.
+      optimizer that travels both ways (`Worth.least`) are in sight; and where so many are to be expected, because of
+      its rows that had been used as many times in a row, up to four, and then were out of sight, so large a share was
+      next used by the rank alone again (`Worth.chance`).
+    * Where its next use is in sight, by several ranks and it is one of them, a copy stays that it reads then: what it
+      knows nobody has to send. It takes the room of a row.
     * A rank has at most `quota` rows at a time. Rows with no use in sight come back for those that have one, those used
       longest ago first, and not for each other, for in turns they would drive each other out; where more would stay,
       those do that are used again soonest, of those alike the smallest ids.
@@ -46,35 +70,41 @@ class Sight:
     of the rows that are remembered.
     """
 
-    def __init__(self, num_ranks: int, quota: int, least: int, *, holds: bool) -> None:
+    def __init__(self, num_ranks: int, quota: int, worth: Worth, *, holds: bool) -> None:
         """holds: whether rows stay that nobody uses in sight."""
-        self.quota, self.least, self.holds = quota, max(2, least), holds
+        self.quota, self.worth, self.holds = quota, worth, holds
         self.is_over = (
             False  # nothing else will be seen: no row of a batch stays that is not used in sight
         )
         self.lent = np.zeros(
             num_ranks, np.int64
-        )  # rows that each rank has, as of the newest decision
+        )  # rows and copies that each rank has, as of the newest decision
+        # By uses in a row: rows out of sight that were next used by the same rank alone, and that were not.
+        self._right, self._wrong = np.ones(LONG + 1, np.int64), np.ones(LONG + 1, np.int64)
         self._directory = Directory(0, UNBOUNDED, UNBOUNDED)
         self._seen: deque[np.ndarray] = (
             deque()
         )  # slots of the rows of batches that are to be decided on
         self._back: list[
-            tuple[np.ndarray, np.ndarray]
-        ] = []  # ids and holders, with the next decision
+            tuple[np.ndarray, np.ndarray, np.ndarray]
+        ] = []  # ids, holders, and whether a copy stays: with the next decision
         # Uses in sight are numbered through; of number i, at i modulo the length.
         self._first = self._end = 0
         self._users = np.empty(1, np.int16)
         self._following = np.empty(1, np.int64)  # number of the row's next use
+        self._rejoins = np.empty(1, bool)  # that is by several ranks, this one's user among them
         # By slot.
         self._ids = np.empty(0, np.int64)
         self._newest = np.empty(0, np.int64)  # number of the newest use
         self._user = np.empty(0, np.int16)  # of the newest use that was decided on
         self._run = np.empty(0, np.int16)  # uses in a row by it alone until then
-        self._is_lent = np.empty(0, bool)
+        self._is_lent = np.empty(0, bool)  # the row, or a copy that is yet to be read
 
-    def see(self, ids: np.ndarray, users: np.ndarray) -> None:
-        """The next batch: its rows here (n,) int64, ascending, each once; users (n,) int16: the rank, or SHARED."""
+    def see(
+        self, ids: np.ndarray, users: np.ndarray, sharing: tuple[np.ndarray, np.ndarray]
+    ) -> None:
+        """The next batch: its rows here (n,) int64, ascending, each once; users (n,) int16: the rank, or SHARED.
+        sharing: of each SHARED one and each of its ranks, in any order: (its place in ids, the rank)."""
         in_sight = self._end - self._first + len(ids)
         self._directory.resize(in_sight + self.quota * len(self.lent))
         said = self._directory.step(ids)
@@ -82,16 +112,25 @@ class Sight:
         self._make_room(in_sight, self._directory.num_slots)
         numbers = np.arange(self._end, self._end + len(ids))
         self._users[self._at(numbers)], self._following[self._at(numbers)] = users, NONE
+        self._rejoins[self._at(numbers)] = False
         is_known = said.asked == HIT
-        old, new = slots[is_known], slots[~is_known]
-        before = self._newest[old]
-        is_next = before >= self._first
-        self._following[self._at(before[is_next])] = numbers[is_known][is_next]
-        idle = old[~is_next]
-        others = self._is_lent[idle] & (self._user[idle] != users[is_known][~is_next])
-        self._recall(idle[others])
+        new = slots[~is_known]
+        before = self._newest[slots]
+        is_next = is_known & (before >= self._first)
+        is_idle = is_known & ~is_next
+        self._following[self._at(before[is_next])] = numbers[is_next]
+        last = self._user[slots].copy()
+        last[is_next] = self._users[self._at(before[is_next])]
+        rows, ranks = sharing
+        joins = np.zeros(len(ids), bool)
+        joins[rows[last[rows] == ranks]] = True
+        self._rejoins[self._at(before[is_next])] = joins[is_next]
+        is_other = is_idle & (last != users)
         forgotten = said.evicted_slots.astype(np.int64)
-        self._recall(forgotten[self._is_lent[forgotten]])
+        self._learn(slots[is_idle & ~is_other], np.concatenate([slots[is_other], forgotten]))
+        self._recall(slots[is_other & self._is_lent[slots]], joins[is_other & self._is_lent[slots]])
+        forgotten = forgotten[self._is_lent[forgotten]]
+        self._recall(forgotten, np.zeros(len(forgotten), bool))
         self._ids[slots], self._newest[slots] = ids, numbers
         self._user[new], self._run[new] = NOBODY, 0
         self._end += len(ids)
@@ -102,42 +141,62 @@ class Sight:
         slots = self._seen.popleft()
         numbers = self._at(np.arange(self._first, self._first + len(slots)))
         users, following = self._users[numbers], self._following[numbers]
-        is_alone, has = users != SHARED, self._is_lent[slots]
-        run = np.where(self._user[slots] == users, self._run[slots], 0) + 1
+        is_alone, is_here, before = users != SHARED, self._is_lent[slots], self._user[slots]
+        has = is_alone & is_here
+        run = np.where(before == users, self._run[slots], 0) + 1
         run = np.minimum(run, LONG) * is_alone
         is_next = self._is_by(users, following)
+        is_read = is_alone & self._rejoins[numbers]
         is_free = is_alone & (following == NONE) & (self.holds and not self.is_over)
-        stays = is_next | (has & is_free)
-        self.lent -= np.bincount(users[has & ~stays], minlength=len(self.lent))
+        stays = is_next | is_read & (has | self.worth.passes) | (has & is_free)
+        self.lent -= np.bincount(before[is_here & ~stays], minlength=len(self.lent))
         lends = ~has & (
             (is_next & self._runs_on(users, following))
-            | ((is_next | is_free) & (run >= self.least))
+            | ((is_next | is_free) & self._pays()[run])
+            | (is_read & stays)
         )
         for rank in np.unique(users[lends]).tolist():
             rows = np.flatnonzero(lends & (users == rank))
-            wanted = int(is_next[rows].sum()) - (self.quota - int(self.lent[rank]))
+            wanted = int((following[rows] != NONE).sum()) - (self.quota - int(self.lent[rank]))
             if wanted > 0:
                 idle = self._idle()
                 idle = idle[self._user[idle] == rank]
-                self._recall(idle[np.argsort(self._newest[idle])[:wanted]])
+                idle = idle[np.argsort(self._newest[idle])[:wanted]]
+                self._recall(idle, np.zeros(len(idle), bool))
             room = max(0, self.quota - int(self.lent[rank]))
             soonest = np.argsort(
                 np.where(following[rows] == NONE, self._end, following[rows]), kind="stable"
             )
             lends[rows[soonest[room:]]] = False
             self.lent[rank] += min(len(rows), room)
-        keeps = (has & stays) | lends
-        self._is_lent[slots], self._user[slots], self._run[slots] = keeps, users, run
+        stays = (has & stays) | lends
+        reader = np.where(is_here & ~is_alone, before, NOBODY)
+        self._is_lent[slots], self._user[slots], self._run[slots] = stays, users, run
         self._first += len(slots)
-        ids, holders = zip((self._ids[:0], self._user[:0]), *self._back, strict=True)
+        none = (self._ids[:0], self._user[:0], self._is_lent[:0])
+        ids, holders, copied = (
+            np.concatenate(each) for each in zip(none, *self._back, strict=True)
+        )
         self._back = []
-        return Decided(has, keeps, np.concatenate(ids), np.concatenate(holders))
+        return Decided(has, stays & ~is_read, stays & is_read, reader, ids, holders, copied)
 
-    def _recall(self, slots: np.ndarray) -> None:
-        """Rows that are lent and not used in sight."""
-        self._back.append((self._ids[slots], self._user[slots]))
-        self._is_lent[slots] = False
-        self.lent -= np.bincount(self._user[slots], minlength=len(self.lent))
+    def _learn(self, right: np.ndarray, wrong: np.ndarray) -> None:
+        """Slots of rows that were out of sight: that the same rank alone uses next, and that it does not."""
+        for counts, slots in ((self._right, right), (self._wrong, wrong)):
+            counts += np.bincount(self._run[slots], minlength=LONG + 1)
+        halves = self._right + self._wrong > MANY
+        self._right[halves] //= 2
+        self._wrong[halves] //= 2
+
+    def _pays(self) -> np.ndarray:
+        """(LONG + 1,) bool, by uses in a row: what was used so by one rank is worth to be lent to it."""
+        return self._right > self.worth.chance * (self._right + self._wrong)
+
+    def _recall(self, slots: np.ndarray, copied: np.ndarray) -> None:
+        """Rows that are lent and not used in sight; copied: a copy stays."""
+        self._back.append((self._ids[slots], self._user[slots], copied))
+        self._is_lent[slots] = copied
+        self.lent -= np.bincount(self._user[slots[~copied]], minlength=len(self.lent))
 
     def _idle(self) -> np.ndarray:
         """Slots of rows that are lent and not used in sight."""
@@ -152,7 +211,7 @@ class Sight:
     def _runs_on(self, users: np.ndarray, following: np.ndarray) -> np.ndarray:
         """(n,) bool: `least` uses in a row, the first of them this one, are in sight."""
         runs, ahead = self._is_by(users, following), following.copy()
-        for _ in range(self.least - 2):
+        for _ in range(self.worth.least - 2):
             rows = np.flatnonzero(runs)
             ahead[rows] = self._following[self._at(ahead[rows])]
             runs[rows] = self._is_by(users[rows], ahead[rows])
@@ -164,11 +223,13 @@ class Sight:
     def _make_room(self, uses: int, num_slots: int) -> None:
         if uses > len(self._users):
             numbers = np.arange(self._first, self._end)
-            here, users, following = self._at(numbers), self._users, self._following
-            size = 1 << int(uses - 1).bit_length()
-            self._users, self._following = np.empty(size, np.int16), np.empty(size, np.int64)
+            here, size = self._at(numbers), 1 << int(uses - 1).bit_length()
+            old = {name: getattr(self, name) for name in ("_users", "_following", "_rejoins")}
+            for name, values in old.items():
+                setattr(self, name, np.empty(size, values.dtype))
             there = self._at(numbers)
-            self._users[there], self._following[there] = users[here], following[here]
+            for name, values in old.items():
+                getattr(self, name)[there] = values[here]
         if num_slots > len(self._ids):
             more = max(num_slots, len(self._ids) * 3 // 2) - len(self._ids)
             for name in ("_ids", "_newest", "_user", "_run", "_is_lent"):
@@ -176,6 +237,13 @@ class Sight:
                 setattr(self, name, np.concatenate([values, np.zeros(more, values.dtype)]))
 
 
-def least_uses(value_bytes: int, gradient_bytes: int, record_bytes: int) -> int:
-    """Uses in a row by one rank from which on a row's record both ways is less than values and gradients."""
-    return max(2, 2 * record_bytes // (value_bytes + gradient_bytes) + 1)
+def worth_of(value_bytes: int, gradient_bytes: int, record_bytes: int) -> Worth:
+    """Of a table. A row that stays for n uses moves its record twice in place of n values and n gradients, and is named
+    where it is given back out of turn; of uses each of which is followed by another with chance p there are 1 / (1 - p)
+    in a row."""
+    both = value_bytes + gradient_bytes
+    return Worth(
+        max(2, 2 * record_bytes // both + 1),
+        1 - both / (2 * record_bytes + NAME_BYTES),
+        2 * record_bytes < both + value_bytes,
+    )

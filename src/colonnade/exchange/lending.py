@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.cache.sight import Sight
+from colonnade.cache.sight import SHARED, Sight
 from colonnade.exchange.cached_wire import blocks_of
 from colonnade.exchange.clean import Cut
 from colonnade.exchange.packing import Requests
@@ -35,12 +35,14 @@ class LentCounts:
     asked: int = 0  # values came, gradients went
     borrowed: int = 0  # the whole row came
     stayed: int = 0  # it was here: nothing came
+    copied: int = 0  # a copy was here: gradients went
     returned: int = 0  # whole rows that went back, with any batch
 
     def add(self, said: Said, back: Back) -> None:
         self.asked += int(said.plain.sum())
         self.borrowed += int(said.borrowed.sum())
-        self.stayed += int(said.has.sum())
+        self.stayed += int((said.has & ~said.read).sum())
+        self.copied += int(said.read.sum())
         self.returned += len(back.ids)
 
 
@@ -56,16 +58,27 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Of rows, listed rank by rank, table by table."""
+    """Of rows, listed rank by rank, table by table: what lies with their users. A copy lies with its owner, too."""
 
     counts: np.ndarray  # (N, T) int64
-    has: np.ndarray  # (rows,) bool: lies with its user
-    keeps: np.ndarray  # (rows,) bool: does so after the batch
+    has: np.ndarray  # (rows,) bool: the row, or a copy
+    keeps: np.ndarray  # (rows,) bool: the row does so after the batch, or a copy
+    copied: np.ndarray  # (rows,) bool: what is kept is a copy; where nothing is, what was had
 
     @property
     def plain(self) -> np.ndarray:
-        """(rows,) bool: with its owner, before and after."""
+        """(rows,) bool: with its owner alone, before and after."""
         return ~(self.has | self.keeps)
+
+    @property
+    def read(self) -> np.ndarray:
+        """A copy: the gradient goes to the owner."""
+        return self.has & ~self.keeps & self.copied
+
+    @property
+    def pushed(self) -> np.ndarray:
+        """Updated by their owner."""
+        return self.plain | self.read
 
     @property
     def borrowed(self) -> np.ndarray:
@@ -73,7 +86,8 @@ class Said:
 
     @property
     def returned(self) -> np.ndarray:
-        return self.has & ~self.keeps
+        """With the batch; a copy of it may stay."""
+        return np.where(self.keeps, self.copied, self.has & ~self.copied)
 
     def counted(self, mine: np.ndarray) -> np.ndarray:
         """(N, T): rows of `mine` (rows,) bool."""
@@ -86,6 +100,7 @@ class Back:
 
     counts: np.ndarray  # (N, T) int64
     ids: Tensor  # int64
+    copied: np.ndarray  # bool: a copy stays
 
     @property
     def tables(self) -> np.ndarray:
@@ -100,11 +115,14 @@ class Borrower:
 
     said: Said  # (U,) as messages list them
     order: np.ndarray  # (U,) of each of these, its place in the plan
-    cut: Cut  # plain rows before the others
+    cut: Cut  # plain rows before the others: what comes
     index: Tensor  # (U,) int32: the element of each row of the plan in a message that is cut so
-    local: np.ndarray  # places of the others in the plan, ascending
+    sent: Cut  # rows that their owners update before the others: what goes
+    sent_index: Tensor
+    local: np.ndarray  # places of rows that are not plain in the plan, ascending
     ids: Tensor  # of these
     offsets: Tensor  # (T + 1,) by table
+    updated: np.ndarray  # (len(local),) bool: here
     back: Back
 
 
@@ -115,7 +133,7 @@ class Lender:
     said: Said  # (P,)
     is_here: np.ndarray  # (P,) bool: it lies here before the batch
     requests: _native.Lookups  # of the plain ones
-    plan: _native.Plan  # of these, each row once
+    plan: _native.Plan  # of those that are updated here, each row once
     back: Back
 
 
@@ -134,7 +152,7 @@ class Flight:
     there: np.ndarray | None = None  # (P,) int32: slots of rows that are `Lender.is_here`
     back: np.ndarray | None = None  # int32: slots of `Lender.back`
     is_last: bool = False  # of its lookahead
-    sums: Tensor | None = None  # elements of all rows' gradients, laid out by `Borrower.index`
+    sums: Tensor | None = None  # elements of all rows' gradients, laid out by `Borrower.sent_index`
 
     @property
     def sides(self) -> tuple[Borrower, Lender]:
@@ -150,9 +168,48 @@ class Flight:
 
 
 def listed_back(
-    ranks: np.ndarray, tables: np.ndarray, ids: np.ndarray, shape: tuple[int, int]
+    ranks: np.ndarray,
+    tables: np.ndarray,
+    ids: np.ndarray,
+    copied: np.ndarray,
+    shape: tuple[int, int],
 ) -> Back:
     """Of rows in any order, to (N, T) = `shape` ranks and tables."""
     order = np.lexsort((ids, tables, ranks))
     counts = np.bincount(ranks.astype(np.int64) * shape[1] + tables, minlength=shape[0] * shape[1])
-    return Back(counts.reshape(shape), torch.from_numpy(ids[order]))
+    return Back(counts.reshape(shape), torch.from_numpy(ids[order]), copied[order])
+
+
+def show(line: Line, counts: np.ndarray, owner_plan: _native.Plan) -> list[np.ndarray]:
+    """The line's sights see what all ranks named here, counts (N, T). By table: what makes the plan's rows ascend."""
+    ids, starts = np.asarray(owner_plan.unique_ids), np.asarray(owner_plan.segment_offsets)
+    ranks = np.repeat(np.arange(len(counts), dtype=np.int16), counts.sum(1))
+    users = ranks[np.asarray(owner_plan.entries)[starts[:-1]]]
+    users[np.diff(starts) > 1] = SHARED
+    ends, orders = np.asarray(owner_plan.block_offsets).tolist(), []
+    uses = np.repeat(np.arange(len(ids)), np.diff(starts))  # rows of the plan by its entries
+    by_entry = ranks[np.asarray(owner_plan.entries)]
+    is_shared = users[uses] == SHARED
+    for t, sight in enumerate(line.sights):
+        mine, entries = slice(ends[t], ends[t + 1]), slice(starts[ends[t]], starts[ends[t + 1]])
+        order = np.argsort(ids[mine])
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        shared = is_shared[entries]
+        sharing = (place[uses[entries][shared] - ends[t]], by_entry[entries][shared])
+        sight.see(ids[mine][order], users[mine][order], sharing)
+        orders.append(order)
+    return orders
+
+
+def returned(said: Said, ids: Tensor) -> Back:
+    """ids: of rows that go back with a use of theirs."""
+    return Back(said.counted(said.returned), ids, said.copied[said.returned])
+
+
+def both(one: Back, other: Back) -> Back:
+    ranks = [np.repeat(np.arange(len(each.counts)), each.counts.sum(1)) for each in (one, other)]
+    return listed_back(
+        np.concatenate(ranks), np.concatenate([one.tables, other.tables]),
+        torch.cat([one.ids, other.ids]).numpy(), np.concatenate([one.copied, other.copied]), one.counts.shape,
+    )  # fmt: skip

@@ -1,9 +1,9 @@
 """`lent`: a row stays with the rank that alone uses it, which updates it as its owner would; all else as `rows`.
 
-Owners see the ids of `window` batches beyond each that is made ready (`in_sight`, `cache.sight`), say with two bits for
-each row asked of them whether its user has it and keeps it, name those that come back otherwise, and send a row with
-all its state or take it back so. Nobody needs a row that is elsewhere: reads see every update, and the bits are those
-of `rows`.
+Owners see the ids of `window` batches beyond each that is made ready (`in_sight`, `cache.sight`), say with some bits
+for each row asked of them whether its user has it and keeps it (`lent_wire`), name those that come back otherwise, and
+send a row with all its state or take it back so. Who gives a row back that it uses next beside others has a copy until
+then. Nobody needs a row that is elsewhere: reads see every update, and the bits are those of `rows`.
 
 Legend: T tables, N ranks, U unique rows of this rank's batch, P rows named to it by all ranks.
 """
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.cache.sight import SHARED, Sight, least_uses
-from colonnade.errors import BudgetExceeded, ConfigError, WorldError
+from colonnade.cache.sight import Sight, worth_of
+from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.exchange.cached_wire import by_table, records_layout, tables_of
-from colonnade.exchange.clean import cut, mark_bytes, pack_marks, unpack_marks
+from colonnade.exchange.clean import cut
 from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.lending import (
@@ -37,8 +37,12 @@ from colonnade.exchange.lending import (
     LentCounts,
     Line,
     Said,
+    both,
     listed_back,
+    returned,
+    show,
 )
+from colonnade.exchange.lent_wire import read_said, said_messages
 from colonnade.exchange.owner import listed, soonest
 from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.recording import summed_backwards
@@ -54,8 +58,8 @@ from colonnade.topology.sharding import Sharding
 
 ROOM = 2**22
 """Rows beyond those that stay, address space alone: what a batch borrows while others go back."""
-BITS = 2
-"""Said of each row asked for."""
+CLOCK_REST = 4
+"""Last bytes of a record that stay: a clock at rest has 64 bits, in memory it stops at 32."""
 TOGETHER = 4096
 """Rows that are put back at once, where memory has room for them."""
 
@@ -80,6 +84,7 @@ class LentExchange(RowsExchange):
         self.has_copies = [True] * len(tables)
         self.window = max(each.window for each in lendings)
         self.record_widths = np.array([table.record_bytes for table in tables])
+        self.lent_widths = self.record_widths - CLOCK_REST
         self.counts = LentCounts()
         self.store: Any = None  # this rank's own rows
         # By their own ids, whoever owns them: what is here is lent to this rank.
@@ -136,11 +141,13 @@ class LentExchange(RowsExchange):
     def _new_line(self) -> Line:
         tables, owners = self.declaration.tables, self.deal.num_owners.tolist()
         sights = []
-        for table, lending, num_owners in zip(tables, self.lendings, owners, strict=True):
+        for table, lending, num_owners, record in zip(
+            tables, self.lendings, owners, self.lent_widths, strict=True
+        ):
             value, gradient = table.itemsize, ITEM_BYTES[table.compute_dtype]
-            least = least_uses(table.width * value, table.width * gradient, table.record_bytes)
+            worth = worth_of(table.width * value, table.width * gradient, int(record))
             quota = lending.rows // num_owners
-            sights.append(Sight(self.mesh.num_ranks, quota, least, holds=lending.window > 0))
+            sights.append(Sight(self.mesh.num_ranks, quota, worth, holds=lending.window > 0))
         return Line(sights)
 
     def answer(
@@ -158,7 +165,7 @@ class LentExchange(RowsExchange):
             listed(requests.ids, requests.counts), self.table_rows, self.undealt
         )
         line.routed += 1
-        orders = _show(line, requests.counts, owner_plan)
+        orders = show(line, requests.counts, owner_plan)
         flight = Flight(line, line.routed, requests, owner_plan, orders)
         none = torch.zeros(len(self.widths) + 1, dtype=torch.int64)
         return Ticket(
@@ -171,72 +178,50 @@ class LentExchange(RowsExchange):
         flight: Flight = ticket.wire
         counts, ids = flight.requests.counts, flight.requests.ids.numpy()
         ends = np.asarray(flight.owner_plan.block_offsets).tolist()
-        has, keeps = np.empty(ends[-1], bool), np.empty(ends[-1], bool)
+        has, keeps, copied = np.empty((3, ends[-1]), bool)
+        reader = np.empty(ends[-1], np.int16)
         recalled = []
         for t, sight in enumerate(flight.line.sights):
             rows, done = flight.orders[t] + ends[t], sight.decide()
-            has[rows], keeps[rows] = done.has, done.keeps
-            recalled.append((done.holders, np.full(len(done.recalled), t), done.recalled))
+            has[rows], keeps[rows] = done.has, done.keeps | done.copied
+            copied[rows], reader[rows] = done.copied, done.reader
+            recalled.append(
+                (done.holders, np.full(len(done.recalled), t), done.recalled, done.recopied)
+            )
         inverse = np.asarray(flight.owner_plan.inverse)
-        said = Said(counts, has[inverse], keeps[inverse])
-        holders, tables, others = (np.concatenate(each) for each in zip(*recalled, strict=True))
-        back = listed_back(holders, tables, others, counts.shape)
-        returned = Back(said.counted(said.returned), torch.from_numpy(ids[said.returned]))
+        reads = reader[inverse] == np.repeat(np.arange(len(counts)), counts.sum(1))
+        said = Said(counts, has[inverse] | reads, keeps[inverse], copied[inverse] | reads)
+        holders, tables, others, stays = (
+            np.concatenate(each) for each in zip(*recalled, strict=True)
+        )
+        back = listed_back(holders, tables, others, stays, counts.shape)
+        mine = returned(said, torch.from_numpy(ids[said.returned]))
         flight.borrower = self._borrower(ticket, said, back)
-        flight.lender = self._lender(ticket, said, _both(returned, back))
+        flight.lender = self._lender(ticket, said, both(mine, back))
 
     def _borrower(self, ticket: Ticket, theirs: Said, recalled: Back) -> Borrower:
-        """Collective. theirs: of rows that others use; recalled: of those that others have and do not use.
-
-        A message, one from each owner to each rank: T numbers, 4 bytes each, and as many ids of rows that are recalled;
-        then two bits for each row that was asked for."""
+        """Collective. theirs: of rows that others use; recalled: of those that others have and do not use."""
         counts, order, _, _ = self._as_listed(ticket.plan)
-        num_tables, asking = counts.shape[1], BITS * counts.sum(1)
-        marks = np.stack([theirs.has, theirs.keeps], 1).ravel()
-        bits, sizes = pack_marks(marks, BITS * theirs.counts.sum(1))
-        ids = np.split(recalled.ids.numpy(), recalled.counts.sum(1).cumsum()[:-1])
-        messages = [
-            np.concatenate([of_tables.astype("<i4").view(np.uint8), mine.view(np.uint8), some])
-            for of_tables, mine, some in zip(
-                recalled.counts, ids, np.split(bits.numpy(), np.cumsum(sizes)[:-1]), strict=True
-            )
-        ]
-        (heard,), _ = exchanged([messages], self.mesh, 0.0, ticket.purpose)
-        numbers, named, marked = [], [], []
-        for rank, (message, size) in enumerate(zip(heard, mark_bytes(asking), strict=True)):
-            head, tail = 4 * num_tables, len(message) - size
-            of_tables = message[:head].view("<i4").astype(np.int64) if tail >= head else None
-            if of_tables is None or (of_tables < 0).any() or 8 * of_tables.sum() != tail - head:
-                raise WorldError(
-                    f"rank {rank} sent {len(message)} bytes that are not what an owner says of rows that are lent; all "
-                    "ranks must run one version of Colonnade on one model and plan, and have as many batches"
-                )
-            numbers.append(of_tables)
-            named.append(message[head:tail].copy().view(np.int64))
-            marked.append(message[tail:])
-        said = Said(
-            counts,
-            *unpack_marks(torch.from_numpy(np.concatenate(marked)), asking).reshape(-1, BITS).T,
-        )
+        (heard,), _ = exchanged([said_messages(theirs, recalled)], self.mesh, 0.0, ticket.purpose)
+        said, named = read_said(heard, counts)
         unique = torch.as_tensor(ticket.plan.unique_ids)
-        returned = unique[torch.from_numpy(order[said.returned])]
-        back = _both(
-            Back(said.counted(said.returned), returned),
-            Back(np.stack(numbers), torch.from_numpy(np.concatenate(named))),
-        )
+        back = both(returned(said, unique[torch.from_numpy(order[said.returned])]), named)
         self.counts.add(said, back)
-        is_local = np.empty(len(order), bool)
-        is_local[order] = ~said.plain
+        is_local, is_pushed = np.empty((2, len(order)), bool)
+        is_local[order], is_pushed[order] = ~said.plain, said.pushed
         local = np.flatnonzero(is_local)
-        halves = cut(row_layout(counts, self.widths), said.plain, self.widths)
+        layout = row_layout(counts, self.widths)
+        comes, goes = (cut(layout, first, self.widths) for first in (said.plain, said.pushed))
         return Borrower(
-            said, order, halves, halves.index(self.widths), local, unique[torch.from_numpy(local)],
-            torch.from_numpy(np.searchsorted(local, self._table_offsets(ticket).numpy())), back,
+            said, order, comes, comes.index(self.widths), goes, goes.index(self.widths), local,
+            unique[torch.from_numpy(local)],
+            torch.from_numpy(np.searchsorted(local, self._table_offsets(ticket).numpy())),
+            ~is_pushed[local], back,
         )  # fmt: skip
 
     def _lender(self, ticket: Ticket, said: Said, back: Back) -> Lender:
         """Completes the ticket: rows that lie here and are asked for, then those that come back."""
-        requests, is_here = ticket.wire.requests, ~said.has
+        requests, is_here = ticket.wire.requests, ~said.has | said.read
         ids = torch.cat([requests.ids[torch.from_numpy(is_here)], back.ids])
         counts = np.concatenate([said.counted(is_here), back.counts])
         plan = _native.make_plan(listed(ids, counts), self.table_rows, self.undealt)
@@ -247,9 +232,12 @@ class LentExchange(RowsExchange):
             ticket.next_use = soonest(
                 np.concatenate([requests.codes.numpy()[is_here], unknown]), plan
             )
-        plain = listed(requests.ids[torch.from_numpy(said.plain)], said.counted(said.plain))
+        plain, pushed = (
+            listed(requests.ids[torch.from_numpy(mine)], said.counted(mine))
+            for mine in (said.plain, said.pushed)
+        )
         return Lender(
-            said, is_here, plain, _native.make_plan(plain, self.table_rows, self.undealt), back
+            said, is_here, plain, _native.make_plan(pushed, self.table_rows, self.undealt), back
         )
 
     # ---- fetch
@@ -272,7 +260,9 @@ class LentExchange(RowsExchange):
         flight.slots, flight.there, flight.back = slots, there, placed[num_here:]
         out, come = lender.said.borrowed, borrower.said.borrowed
         counts = borrower.said.counted(come)
-        records = self._carried("fetch", self.store, there[out], lender.said.counted(out), counts)
+        records = self._carried(
+            "fetch", self.store, there[out], lender.said.counted(out), counts, self.lent_widths
+        )
         self._put(self.borrowed, here[come], counts, records)
         plain, early, rest = lender.said.plain, borrower.cut.early, borrower.cut.rest
         serving = row_layout(lender.said.counted(plain), self.widths)
@@ -306,25 +296,29 @@ class LentExchange(RowsExchange):
             self._line = line
 
     def _put(self, store: Any, slots: np.ndarray, counts: np.ndarray, records: Tensor) -> None:
-        """slots of rows as listed, counts (N, T) of them; records as `_carried` gives them."""
+        """slots of rows as listed, counts (N, T) of them; records as `_carried` gives those that are lent."""
         if not len(slots):
             return
         where = torch.from_numpy(slots)
         order = np.argsort(tables_of(counts), kind="stable")
         ends = torch.from_numpy(np.concatenate([[0], counts.sum(0).cumsum()]))
         store.before_update(where[torch.from_numpy(order)], ends)
-        store.native.unpack_blocks(where, counts.ravel(), self.record_widths, records)
+        store.native.unpack_blocks(where, counts.ravel(), self.lent_widths, records)
 
     def _carried(
-        self, purpose: str, source: Any, slots: np.ndarray, theirs: np.ndarray, ours: np.ndarray
+        self,
+        purpose: str,
+        source: Any,
+        slots: np.ndarray,
+        theirs: np.ndarray,
+        ours: np.ndarray,
+        widths: np.ndarray,
     ) -> Tensor:
-        """Collective: records of rows of a store, theirs (N, T) of them for each rank, slots as listed rank by rank,
-        table by table. Those of `ours` (N, T) that came, one after another as listed, bytes."""
-        going, coming = row_layout(theirs, self.record_widths), row_layout(ours, self.record_widths)
+        """Collective: the first bytes of records, widths (T,), of rows of a store, theirs (N, T) of them for each rank,
+        slots as listed rank by rank, table by table. Those of `ours` (N, T) that came, one after another as listed."""
+        going, coming = row_layout(theirs, widths), row_layout(ours, widths)
         message = empty(going.num_elements, dtype=torch.uint8)
-        source.native.pack_blocks(
-            torch.from_numpy(slots), theirs.ravel(), self.record_widths, message
-        )
+        source.native.pack_blocks(torch.from_numpy(slots), theirs.ravel(), widths, message)
         received, _ = self.mesh.all_to_all(
             purpose, message, going.rank_elements, coming.rank_elements
         )
@@ -333,7 +327,7 @@ class LentExchange(RowsExchange):
     # ---- push
 
     def _begin_push(self, ticket: Ticket, step: int, number: int) -> Callable[[], RowGradients]:
-        """Sums of plain rows travel; those of others wait here for `update`."""
+        """Sums of rows that their owners update travel; those of others wait here for `update`."""
         if number:
             raise RuntimeError(
                 "where rows are lent a step is of one batch; call RowOptimizer.step() after each"
@@ -343,20 +337,20 @@ class LentExchange(RowsExchange):
         summed = summed_backwards(ticket, self.declaration.compute_dtype)
         if summed is None:
             summed = self.native.zeros(ticket.lookups)
-        early, rest = borrower.cut.early, borrower.cut.rest
+        early, rest = borrower.sent.early, borrower.sent.rest
         sums = empty(early.num_elements + rest.num_elements, dtype=self.declaration.compute_dtype)
         asked = RowGradients(
             ticket.pinned, self._table_offsets(ticket), ticket.plan.segment_offsets,
             ticket.plan.entries, self.native.source(ticket, summed), summed,
         )  # fmt: skip
-        self.native.sum_into(asked, sums, borrower.index)
+        self.native.sum_into(asked, sums, borrower.sent_index)
         self._flight, flight.sums = flight, sums
-        serving = row_layout(lender.said.counted(lender.said.plain), self.widths)
+        serving = row_layout(lender.said.counted(lender.said.pushed), self.widths)
         received, call = self.mesh.all_to_all(
             "push", sums[: early.num_elements], early.rank_elements, serving.rank_elements, wait=False
         )  # fmt: skip
         arrival = Arrival(call, sums)
-        placed = torch.from_numpy(flight.owned[0][lender.said.plain])
+        placed = torch.from_numpy(flight.owned[0][lender.said.pushed])
         plan, index = lender.plan, serving.rank_major(self.widths)
         firsts = torch.as_tensor(plan.entries)[torch.as_tensor(plan.segment_offsets)[:-1].long()]
 
@@ -379,21 +373,33 @@ class LentExchange(RowsExchange):
     def update(
         self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
-        """Collective: plain rows at their owners, the others where they are; then rows go back."""
+        """Collective: rows that lie with their owners there, the others where they are; then these go back."""
         super().update(store, pushed, optimizers, settings)
         flight, self._flight = self._flight, None
         assert flight is not None and flight.slots is not None and flight.sums is not None
-        borrower, lender = flight.sides
-        ramp = torch.arange(len(borrower.ids) + 1, dtype=torch.int32)
-        index = borrower.index[torch.from_numpy(borrower.local)].contiguous()
+        borrower, _ = flight.sides
+        updated = torch.from_numpy(np.flatnonzero(borrower.updated))
+        offsets = torch.searchsorted(updated, borrower.offsets)
+        ramp = torch.arange(len(updated) + 1, dtype=torch.int32)
+        index = borrower.sent_index[torch.from_numpy(borrower.local)[updated]].contiguous()
         mine = RowGradients(
-            flight.slots, borrower.offsets, ramp, ramp[:-1].contiguous(),
+            flight.slots[updated].contiguous(), offsets, ramp, ramp[:-1].contiguous(),
             _native.RowGradients(flight.sums.data_ptr(), index, self.native.compute), flight.sums,
         )  # fmt: skip
         super().update(self.borrowed, mine, optimizers, settings)
-        firsts = borrower.offsets.tolist()
-        for changed, first, last in zip(self._changed, firsts[:-1], firsts[1:], strict=True):
-            changed[flight.slots[first:last].numpy()] = True
+        for t, changed in enumerate(self._changed):
+            changed[mine.slots[offsets[t] : offsets[t + 1]].numpy()] = True
+        self._return(store, flight)
+        flight.slots = flight.sums = None
+        flight.line.trained += 1
+        if flight.is_last:
+            self._give_back()
+
+    def _return(self, store: Any, flight: Flight) -> None:
+        """Collective: rows go back with a batch. What nothing is left to say of leaves: they, but for copies that stay,
+        and copies that the batch has read."""
+        borrower, lender = flight.sides
+        assert flight.slots is not None
         order = np.argsort(borrower.back.tables, kind="stable")
         back = borrower.back.ids[torch.from_numpy(order)]
         ends = np.concatenate([[0], borrower.back.counts.sum(0).cumsum()])
@@ -402,17 +408,24 @@ class LentExchange(RowsExchange):
         listed_slots = np.empty(len(order), np.int32)
         listed_slots[order] = slots.numpy()
         records = self._carried(
-            "push", self.borrowed, listed_slots, borrower.back.counts, lender.back.counts
+            "push",
+            self.borrowed,
+            listed_slots,
+            borrower.back.counts,
+            lender.back.counts,
+            self.lent_widths,
         )
         self._put(store, flight.owned[1], lender.back.counts, records)
         self.borrowed.release(slots, offsets, dirty=True)
         self.borrowed.release(flight.slots, borrower.offsets, dirty=True)
-        for t in range(len(self.widths)):
-            self.borrowed.delete(t, back[ends[t] : ends[t + 1]])
-        flight.slots = flight.sums = None
-        flight.line.trained += 1
-        if flight.is_last:
-            self._give_back()
+        stays = borrower.back.copied[order]
+        firsts = borrower.offsets.tolist()
+        for t, changed in enumerate(self._changed):
+            some, mine = slice(ends[t], ends[t + 1]), slice(firsts[t], firsts[t + 1])
+            changed[slots[some].numpy()] = False
+            left = back[some][torch.from_numpy(~stays[some])]
+            read = borrower.ids[mine][torch.from_numpy(~borrower.updated[mine])]
+            self.borrowed.delete(t, torch.cat([left, read]))
 
     def drop(self, ticket: Ticket) -> None:
         """The other batches of its lookahead cannot be trained on."""
@@ -453,7 +466,12 @@ class LentExchange(RowsExchange):
         places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
         named = unpack_requests(heard, self.table_rows, self.deal.num_owners, places)
         records = self._carried(
-            "evaluate", self.borrowed, torch.cat(slots).numpy()[order], counts, named.counts
+            "evaluate",
+            self.borrowed,
+            torch.cat(slots).numpy()[order],
+            counts,
+            named.counts,
+            self.record_widths,
         )
         error = None
         try:
@@ -521,26 +539,3 @@ def lent_end(exchange: Exchange, store: Any) -> LentExchange | None:
         return None
     exchange.store = store
     return exchange
-
-
-def _show(line: Line, counts: np.ndarray, owner_plan: _native.Plan) -> list[np.ndarray]:
-    """The line's sights see what all ranks named here, counts (N, T). By table: what makes the plan's rows ascend."""
-    ids, starts = np.asarray(owner_plan.unique_ids), np.asarray(owner_plan.segment_offsets)
-    ranks = np.repeat(np.arange(len(counts), dtype=np.int16), counts.sum(1))
-    users = ranks[np.asarray(owner_plan.entries)[starts[:-1]]]
-    users[np.diff(starts) > 1] = SHARED
-    ends, orders = np.asarray(owner_plan.block_offsets).tolist(), []
-    for t, sight in enumerate(line.sights):
-        mine = slice(ends[t], ends[t + 1])
-        order = np.argsort(ids[mine])
-        sight.see(ids[mine][order], users[mine][order])
-        orders.append(order)
-    return orders
-
-
-def _both(one: Back, other: Back) -> Back:
-    ranks = [np.repeat(np.arange(len(each.counts)), each.counts.sum(1)) for each in (one, other)]
-    return listed_back(
-        np.concatenate(ranks), np.concatenate([one.tables, other.tables]),
-        torch.cat([one.ids, other.ids]).numpy(), one.counts.shape,
-    )  # fmt: skip

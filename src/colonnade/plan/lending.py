@@ -11,7 +11,8 @@ from colonnade.plan_config import CacheConfig
 from colonnade.table import Table
 
 WINDOW = 16
-"""Batches in sight by default: most rows that one rank uses twice in a row are used again by then."""
+"""Batches in sight by default: most rows that one rank uses twice in a row are used again by then. All of them wait in
+memory, with their samples."""
 BOUNDS = ("read_bound", "write_bound")
 
 

@@ -265,6 +265,7 @@ def _lent(page: Page, run: RunRecord) -> None:
         "asked": "values came, gradients went",
         "borrowed": "lent with the batch: the whole row came",
         "stayed": "lent already: nothing came",
+        "copied": "a copy was here: gradients went",
     }
     counts = sums_of(run, "cache")
     total = sum(counts.get(name, 0.0) for name in words)

@@ -15,7 +15,7 @@ run/metrics.jsonl      {"step", "kind", "time", ...}; what each kind holds:
                missed ("4"), as this rank applied them
     cache      where ranks keep copies of rows (`exchange.cached.CacheCounts`), rows of this rank's batches since the
                previous such line: hits, misses, lease_over (of them renewed), pushed by cause, ticks of what is pushed;
-               or, where they are lent, asked, borrowed, stayed, returned (`exchange.lending.LentCounts`)
+               or, where they are lent, asked, borrowed, stayed, copied, returned (`exchange.lending.LentCounts`)
     copy_ages  the same rows by how old the copy was that was read, in batches since its owner was asked ("0": with the
                batch, "1", "2" to 3, "4" to 7, ..): of each other rank a read misses at most so many batches, and those
                that waited there then, `write_bound` at most
