@@ -11,6 +11,7 @@ owns, W columns of all fields side by side, W_o those with a share on rank o.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -235,7 +236,11 @@ class PooledExchange(Owner):
                 placed = take(source.rows, ticket.owner_plan.inverse)
             kernels = self.kernels(source.views)
             there = kernels.place(ticket.lookups, source.views, placed)
-            found = [each.to(CPU) for each in kernels.pool(ticket.lookups, there)]
+            into = {}
+            if kernels is self.native and self.here.columns.dims:
+                shape = sum(sizes), self.here.columns.width
+                into = {0: self.mesh.room("fetch", math.prod(shape), dtype).view(shape)}
+            found = [each.to(CPU) for each in kernels.pool(ticket.lookups, there, into)]
             pooled = found.pop(0) if self.here.columns.dims else block
             ticket.wire.rows = found
             block = self._message(ticket, pooled)
