@@ -125,5 +125,5 @@ def test_no_room_is_told(monkeypatch):
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(rooms_module.os, "memfd_create", refused)
-    with pytest.raises(WorldError, match="Too many open files.*ulimit -n"):
+    with pytest.raises(WorldError, match=r"Too many open files.*ulimit -n"):
         Rooms().empty(1 << 20)
