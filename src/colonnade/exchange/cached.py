@@ -356,7 +356,7 @@ class CachedExchange(RowsExchange):
         served, named = flight.serving.named, flight.named
         going = row_layout(served.counted(sent), self.record_widths)
         coming = row_layout(named.counted(fresh), self.record_widths)
-        message = empty(going.num_elements, dtype=torch.uint8)
+        message = self.mesh.room("fetch", going.num_elements, torch.uint8)
         self.store.native.pack_blocks(
             placed[torch.from_numpy(sent)], going.counts.ravel(), self.record_widths, message
         )
@@ -407,7 +407,7 @@ class CachedExchange(RowsExchange):
         flight.sums = sums
         named, serving = flight.named, flight.serving
         going = row_layout(named.counted(named.written), self.widths)
-        send = empty(going.num_elements, dtype=sums.dtype)
+        send = self.mesh.room("push", going.num_elements, sums.dtype)
         where, origin = flight.where[named.written], flight.origin[named.written]
         self.copies.take(going.counts, where, origin, sums, index, send)
         self.copies.add(np.diff(flight.ends), flight.slots, sums, index, flight.pushed)

@@ -97,14 +97,22 @@ class DeviceKernels:
         """On the CPU: no rank's backward gave anything, and nothing tells where its rows lay."""
         return self.host.zeros(lookups)
 
-    def message(self, source: RowSource, index: Tensor, layout: RowLayout, requests: Any) -> Tensor:
+    def message(
+        self,
+        source: RowSource,
+        index: Tensor,
+        layout: RowLayout,
+        requests: Any,
+        into: Tensor | None = None,
+    ) -> Tensor:
         rows = [view.rows for view in source.views if view.rows is not None]
         counts = layout.counts.ravel().tolist()  # rank by rank, table by table
         blocks = [
             rows[b % len(rows)].index_select(0, mine).flatten()
             for b, mine in enumerate(index.to(rows[0].device).split(counts))
         ]
-        return torch.cat(blocks).cpu()
+        found = torch.cat(blocks)
+        return found.cpu() if into is None else into.copy_(found)
 
     def of_outputs(self, ticket: Ticket, gradients: list[Tensor]) -> RowGradients:
         placed: Placed = ticket.reads.placed

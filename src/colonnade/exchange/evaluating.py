@@ -10,6 +10,7 @@ Legend: R samples that something is evaluated for, W columns of their fields, P 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,6 @@ from colonnade.exchange.fields import Columns
 from colonnade.exchange.layout import Declaration, Lookups, Output, outputs, weighed
 from colonnade.exchange.pooled import PooledExchange
 from colonnade.exchange.substitution import result_width
-from colonnade.ops.memory import empty
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
 
@@ -193,7 +193,8 @@ class EvaluatingExchange(PooledExchange):
         self, pooled: Tensor, here: Columns, carried: Columns, partials: Mapping[str, Partial]
     ) -> Tensor:
         """(R, P): values and partials side by side."""
-        send = empty(len(pooled), carried.width, dtype=pooled.dtype)
+        shape = len(pooled), carried.width
+        send = self.mesh.room("fetch", math.prod(shape), pooled.dtype).view(shape)
         for key in carried.dims:
             is_field = isinstance(key, int)
             values = pooled[:, here.of(key)] if is_field else partials[str(key)].result.detach()

@@ -43,9 +43,16 @@ class Kernels(Protocol):
         """As `pool`."""
         ...
 
-    def message(self, source: RowSource, index: Tensor, layout: RowLayout, requests: Any) -> Tensor:
+    def message(
+        self,
+        source: RowSource,
+        index: Tensor,
+        layout: RowLayout,
+        requests: Any,
+        into: Tensor | None = None,
+    ) -> Tensor:
         """Whole rows as they travel: index (P,) int32, the slots of what `requests` asks for, rank by rank, table by
-        table."""
+        table. into: on the CPU, what they are written to."""
         ...
 
     def of_outputs(self, ticket: Ticket, gradients: list[Tensor]) -> RowGradients:
@@ -135,10 +142,17 @@ class NativeKernels:
         return [each.zero_() for each in self._empty(lookups)]
 
     def message(
-        self, source: RowSource, index: Tensor, layout: RowLayout, requests: _native.Lookups
+        self,
+        source: RowSource,
+        index: Tensor,
+        layout: RowLayout,
+        requests: _native.Lookups,
+        into: Tensor | None = None,
     ) -> Tensor:
         bases, strides, _ = self.place(None, source.views, index)
-        send = empty(layout.num_elements, dtype=self.declaration.dtype)
+        send = into
+        if send is None:
+            send = empty(layout.num_elements, dtype=self.declaration.dtype)
         starts = torch.from_numpy(layout.block_elements.ravel() * self.itemsize)
         widths = torch.from_numpy(self.widths * self.itemsize).repeat(len(layout.counts))
         _native.pool(

@@ -11,6 +11,7 @@ owns, W columns of all fields side by side, W_o those with a share on rank o.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -256,7 +257,12 @@ class PooledExchange(Owner):
             placed = take(source.rows, ticket.owner_plan.inverse)
         kernels = self.kernels(source.views)
         there = kernels.place(ticket.lookups, source.views, placed)
-        return [each.to(CPU) for each in kernels.pool(ticket.lookups, there)]
+        into = {}
+        if kernels is self.native and self.here.columns.dims:
+            shape = sum(ticket.wire.sizes), self.here.columns.width
+            room = self.mesh.room("fetch", math.prod(shape), self.declaration.compute_dtype)
+            into = {0: room.view(shape)}
+        return [each.to(CPU) for each in kernels.pool(ticket.lookups, there, into)]
 
     def pooled(self, ticket: Ticket, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
         """One tensor per output, in the output dtype."""

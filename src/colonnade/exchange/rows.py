@@ -220,7 +220,8 @@ class RowsExchange(Owner):
         rows = source.rows if self.mesh.num_ranks == 1 else placed
         counts_as, early = counted(ticket.purpose, "fetch"), ticket.early
         if early is not None:
-            send = kernels.message(source, early.slots, early.rest, early.requests)
+            send = self._room("fetch", early.rest)
+            kernels.message(source, early.slots, early.rest, early.requests, send)
             into = early.values[early.asked.early.num_elements :]
             arrival = self._send("fetch", send, early.rest, early.asked.rest, into, counts_as)
             ticket.reads = self._received(
@@ -228,7 +229,8 @@ class RowsExchange(Owner):
             )
             ticket.early = None
             return
-        send = kernels.message(source, rows, wire.serving, wire.requests)
+        send = self._room("fetch", wire.serving)
+        kernels.message(source, rows, wire.serving, wire.requests, send)
         if self.mesh.num_ranks == 1:
             ticket.reads = self._received(ticket, send, wire.asked_index)
             return
@@ -255,7 +257,8 @@ class RowsExchange(Owner):
 
         is_clean = torch.from_numpy(marks)
         early, requests = chosen(is_clean, served.early)
-        send = self.kernels(source.views).message(source, early, served.early, requests)
+        send = self._room("ahead", served.early)
+        self.kernels(source.views).message(source, early, served.early, requests, send)
         values = empty(wire.asked.num_elements, dtype=self.declaration.dtype)
         into = values[: asked.early.num_elements]
         arrival = self._send("ahead", send, served.early, asked.early, into, "fetch")
@@ -268,6 +271,10 @@ class RowsExchange(Owner):
         if ticket.early is not None:
             ticket.early.arrival.wait()
             ticket.early = None
+
+    def _room(self, group: str, layout: RowLayout) -> Tensor:
+        """For rows to be sent."""
+        return self.mesh.room(group, layout.num_elements, self.declaration.dtype)
 
     def _send(
         self, group: str, send: Tensor, theirs: RowLayout, mine: RowLayout, into: Tensor, counts_as: str
@@ -364,7 +371,7 @@ class RowsExchange(Owner):
         if self.mesh.num_ranks == 1:
             return partial(kernels.of_outputs, ticket, summed)
         wire, plan = ticket.wire, ticket.plan
-        send = empty(wire.asked.num_elements, dtype=self.declaration.compute_dtype)
+        send = self.mesh.room("push", wire.asked.num_elements, self.declaration.compute_dtype)
         asked = RowGradients(
             ticket.pinned, self._table_offsets(ticket), plan.segment_offsets, plan.entries,
             self.native.source(ticket, summed), summed,

@@ -160,7 +160,7 @@ class Straight:
     def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Flight:
         codec, size = CODECS[self.coding.codecs.gradients], len(total)
         theirs, mine = self._served(sizes), self._asked(sizes)
-        send = empty(sum(elements(mine)), dtype=self.dtype)
+        send = self.mesh.room("push", sum(elements(mine)), self.dtype)
         for part, width, runs in zip(
             send.split(elements(mine)), self.widths, self.blocks, strict=True
         ):

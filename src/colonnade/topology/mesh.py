@@ -9,16 +9,20 @@ those that have the same number in theirs; `fetch` and `push` have such groups, 
 like these where an exchange asks for them (`open_towers`), and a mesh of their own for sums of what only they use
 (`tower_mesh`).
 
+Between ranks of one host large messages lie in memory that both map (`mates.py`): on groups that are of one host whole.
+
 Where some ranks are servers (`with_servers`), the others have a mesh of their own, `trainers`, for what only they do.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -27,9 +31,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, WorldError
+from colonnade.ops.memory import empty
+from colonnade.topology.mates import Mates, Post, readable
 from colonnade.topology.presence import PATIENCE, Presence, words_of
 from colonnade.topology.rendezvous import Peer, connect, meet, myself, serves_store
+from colonnade.topology.rooms import OthersRooms, Rooms
 from colonnade.topology.traffic import Traffic, ring_sum, tree_children
 from colonnade.topology.waiting import waiting
 from colonnade.topology.world import World
@@ -45,18 +52,26 @@ IN_TOWER, OVER_TOWERS = " in tower of ", " over towers of "
 TIMEOUT = timedelta(minutes=5)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """A collective under way."""
 
     presence: Presence
     purpose: str
     work: dist.Work
+    post: Post | None = None
+    """What mates have for this rank in their memory, until it was read."""
 
     def wait(self) -> None:
-        """Until it is done. Raises PeerLost."""
+        """Until it is done. One thread at a time. Raises PeerLost."""
         with waiting(self.purpose):
             self.presence.wait(self.purpose, self.work)
+            post, self.post = self.post, None
+            if post is not None:
+                try:
+                    post.arrive()
+                except OSError:  # a mate's memory went with it
+                    raise self.presence.lose(self.purpose, None) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +97,8 @@ class Mesh:
     """What its calls' purposes begin with, as others read of them: "trainers " of a `crew`."""
     relay: int = 0
     """Ranks of a tower, where ids go by way of the receivers' towers (`exchange/letters.py`); 0: they go straight."""
+    mates: Mates | None = None
+    """The ranks of this host, where they can read each other's memory; None: every message travels."""
 
     @property
     def trainers(self) -> Mesh:
@@ -119,26 +136,37 @@ class Mesh:
         counts_as: str | None = None,
         into: Tensor | None = None,  # what is received
     ) -> tuple[Tensor, Call | None]:
-        """Collective. Returns (received, call); with `wait=False` both buffers belong to the call until it is done."""
+        """Collective. Returns (received, call); with `wait=False` both buffers belong to the call until it is done. One
+        of `room` is nobody's to write to again: others may read it later still."""
         if self.num_ranks == 1:
             return send, None
-        width = send.element_size() * (send[0].numel() if send.dim() > 1 and len(send) else 1)
-        counted = counts_as or purpose.partition(" ")[0]
-        for peer, rows in zip(self._members(purpose), send_rows, strict=True):
+        width = send.element_size() * math.prod(send.shape[1:])
+        counted, members = counts_as or purpose.partition(" ")[0], self._members(purpose)
+        for peer, rows in zip(members, send_rows, strict=True):
             self._count(counted, peer, width * rows)
         received = into
         if received is None:
             received = send.new_empty((sum(receive_rows), *send.shape[1:]))
-        call = self._begin(
-            purpose,
-            lambda group: dist.all_to_all_single(
-                received, send, list(receive_rows), list(send_rows), group=group, async_op=True
-            ),
-        )
+        mates, post = self._mates(purpose), None
+        if mates is not None:
+            sent, got = ([width * rows for rows in each] for each in (send_rows, receive_rows))
+            post = mates.post(purpose, members, send, sent, received, got)
+        if post is None:
+            call = self._all_to_all(purpose, send, send_rows, received, receive_rows)
+        else:
+            call = self._all_to_all(purpose, post.send, post.send_bytes, post.got, post.got_bytes)
+            call.post = post
         if not wait:
             return received, call
         call.wait()
         return received, None
+
+    def room(self, purpose: str, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """(num_elements,), to be written to and sent on `purpose`: where mates can read it, if they will."""
+        mates = self._mates(purpose)
+        return (
+            empty(num_elements, dtype=dtype) if mates is None else mates.room(num_elements, dtype)
+        )
 
     def all_reduce(self, purpose: str, values: Tensor, *, counts_as: str | None = None) -> Tensor:
         """Collective, in place: the sum over ranks, the same bits on every rank."""
@@ -208,6 +236,28 @@ class Mesh:
             return every[self.rank % local :: local]
         return every[self.rank % local :: local] if purpose.endswith(OVER_HOSTS) else every
 
+    def _mates(self, purpose: str) -> Mates | None:
+        """Where a group's ranks are all of this host, and can read each other's memory."""
+        if self.mates is None:
+            return None
+        members, host = self._members(purpose), self.world.host
+        return self.mates if host(members[0]) == host(members[-1]) else None
+
+    def _all_to_all(
+        self,
+        purpose: str,
+        send: Tensor,
+        send_rows: Sequence[int],
+        received: Tensor,
+        receive_rows: Sequence[int],
+    ) -> Call:
+        return self._begin(
+            purpose,
+            lambda group: dist.all_to_all_single(
+                received, send, list(receive_rows), list(send_rows), group=group, async_op=True
+            ),
+        )
+
     def _count(self, purpose: str, peer: int, num_bytes: int, messages: int = 1) -> None:
         self.traffic.count(purpose, self.world, self.rank, peer, num_bytes, messages)
 
@@ -274,8 +324,32 @@ def open_mesh(
     for purpose in BY_HOST:
         groups |= _host_groups(purpose, world, range(num_ranks), rank, longest)
     _mesh = Mesh(world, rank, groups, presence=presence)
+    _mesh = replace(_mesh, mates=_open_mates(_mesh))
     atexit.register(_leave)  # gloo's threads abort a process that ends without it
     return _mesh
+
+
+def _open_mates(mesh: Mesh) -> Mates | None:
+    """Collective: None on all ranks, where one of them cannot read a room of another one of its host: they run as
+    different users, in containers of their own, or on a system that has no such memory."""
+    world = mesh.world
+    if world.ranks_per_host == 1:
+        return None
+    rooms, word = Rooms(), torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.int64)
+    file = -1
+    with suppress(AttributeError, WorldError):
+        room = rooms.empty(word.nbytes)
+        room.view(torch.int64).copy_(word)
+        file = rooms.file_of(room) or -1
+    heard = mesh.all_gather("control", torch.cat([torch.tensor([file]), word]))
+    mates = [r for r in mesh._members(f"dense{IN_HOST}") if r != mesh.rank]
+    can = all(
+        readable(mesh.peers[mate].pid, int(heard[mate][0]), heard[mate][1:].numpy().tobytes())
+        for mate in mates
+    )
+    if not mesh.least(int(can)):
+        return None
+    return Mates(mesh.rank, {mate: OthersRooms(mesh.peers[mate].pid) for mate in mates}, rooms)
 
 
 def _host_groups(

@@ -112,7 +112,7 @@ def scattered(mesh: Mesh, group: str, values: Tensor, size: int) -> Tensor:
 
 def gathered(mesh: Mesh, group: str, values: Tensor, size: int) -> Tensor:
     """(n,) -> (size x n,): every member's values, in rank order."""
-    send = values.new_empty(size * len(values))
+    send = mesh.room(group, size * len(values), values.dtype)
     for block in send.view(size, -1):
         copy_in_pieces(values, block)
     share = [len(values)] * size

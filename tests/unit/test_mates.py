@@ -1,0 +1,129 @@
+"""Messages by tickets: who exchanges them, which rooms are kept, and rooms themselves."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colonnade.errors import WorldError
+from colonnade.topology import rooms as rooms_module
+from colonnade.topology.mates import LEAST_BYTES, Lane, by_ticket, readable
+from colonnade.topology.rooms import SMALLEST, OthersRooms, Rooms, size_of_room
+
+NUM = 3
+CALLS = st.lists(
+    st.lists(st.booleans(), min_size=NUM, max_size=NUM), max_size=12
+)  # who gets tickets
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2 * LEAST_BYTES), min_size=NUM, max_size=NUM), min_size=NUM, max_size=NUM)
+)  # fmt: skip
+def test_both_ends_agree(sizes):
+    """sizes[i][j]: bytes from i to j."""
+    found = [by_ticket(sizes[i], [row[i] for row in sizes], i) for i in range(NUM)]
+    for i in range(NUM):
+        for j in range(NUM):
+            assert found[i][j] == found[j][i]
+            assert found[i][j] == (i != j and max(sizes[i][j], sizes[j][i]) >= LEAST_BYTES)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_rooms_are_kept_until_all_have_read(data):
+    """Two ranks or more whose calls begin in one order each and end in any: no room that was not read is let go, and
+    each that was told as read is."""
+    lanes = [Lane() for _ in range(NUM)]
+    posted = {}  # (sender, receiver, number) -> the ticket's "read"
+    waiting = {i: [] for i in range(NUM)}  # calls begun: {mate: number}
+    done = set()  # (sender, receiver, number) that were read
+    kept = {i: [] for i in range(NUM)}  # (room, numbers)
+    pairs_of_calls = data.draw(CALLS)
+    ahead = [0] * NUM
+    for _ in range(4 * len(pairs_of_calls) * NUM):
+        i = data.draw(st.integers(0, NUM - 1))
+        if ahead[i] < len(pairs_of_calls) and data.draw(st.booleans()):
+            pairs = pairs_of_calls[ahead[i]]  # by the pair's lower rank: with the next one
+            mates = [j for j in range(NUM) if j != i and pairs[(i + j) % NUM]]
+            ahead[i] += 1
+            room = torch.empty(1)
+            numbers = lanes[i].begin(room, mates)
+            for mate, (number, read) in numbers.items():
+                posted[i, mate, number] = read
+            kept[i].append((room, {mate: number for mate, (number, _) in numbers.items()}))
+            waiting[i].append({mate: number for mate, (number, _) in numbers.items()})
+        elif waiting[i]:
+            which = data.draw(st.integers(0, len(waiting[i]) - 1))
+            call = waiting[i][which]
+            if any((mate, i, number) not in posted for mate, number in call.items()):
+                continue  # has not arrived
+            waiting[i].pop(which)
+            done |= {(mate, i, number) for mate, number in call.items()}
+            lanes[i].end({m: (number, posted[m, i, number]) for m, number in call.items()})
+        held = [{id(room) for room, _ in lane._held} for lane in lanes]
+        for rank in range(NUM):
+            for room, numbers in kept[rank]:
+                if any((rank, mate, number) not in done for mate, number in numbers.items()):
+                    assert id(room) in held[rank], "a room was let go that somebody has yet to read"
+
+
+def test_a_steady_purpose_keeps_two_rooms():
+    here, there = Lane(), Lane()
+    for step in range(5):
+        ours, theirs = here.begin(torch.empty(1), [1]), there.begin(torch.empty(1), [0])
+        assert here.num_held == (1 if step == 0 else 2)
+        here.end({1: (ours[1][0], theirs[0][1])})
+        there.end({0: (theirs[0][0], ours[1][1])})
+        assert here.num_held == 1
+
+
+@given(st.integers(0, 1 << 34))
+def test_sizes_of_rooms(num_bytes):
+    size = size_of_room(num_bytes)
+    assert size >= max(num_bytes, SMALLEST) and size & (size - 1) == 0
+    assert size == SMALLEST or size < 2 * num_bytes
+
+
+def test_a_room_serves_again_once_nothing_looks_into_it():
+    rooms = Rooms()
+    first = rooms.empty(300_000)
+    view, address = first[7:100].view(torch.int8), first.data_ptr()
+    second = rooms.empty(300_000)
+    assert second.data_ptr() != address and rooms.num_bytes == 2 << 19
+    del first
+    gc.collect()
+    assert rooms.empty(300_000).data_ptr() not in (address, second.data_ptr())  # `view` looks
+    assert rooms.file_of(view) is not None and rooms.file_of(torch.empty(5)) is None
+    del view
+    gc.collect()
+    assert rooms.empty(290_000).data_ptr() in {address, *rooms._files} - {second.data_ptr()}
+    assert rooms.num_bytes == 3 << 19
+
+
+def test_others_read_what_is_written():
+    rooms = Rooms()
+    room = rooms.empty(1 << 20)
+    file = rooms.file_of(room)
+    others = OthersRooms(os.getpid())
+    address = others.address(file)
+    assert address != room.data_ptr() and others.address(file) == address
+    room.copy_(torch.arange(1 << 20).to(torch.uint8))
+    assert readable(os.getpid(), file, bytes(range(16)))
+    assert not readable(os.getpid(), file, bytes(range(1, 17)))
+    assert not readable(2**22 + 1, file, bytes(range(16)))  # nobody
+    with pytest.raises(OSError):
+        others.address(10**6)
+
+
+def test_no_room_is_told(monkeypatch):
+    def refused(name):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(rooms_module.os, "memfd_create", refused)
+    with pytest.raises(WorldError, match=r"Too many open files.*ulimit -n"):
+        Rooms().empty(1 << 20)
