@@ -297,6 +297,7 @@ class Search:
             less = world.call_seconds - call_seconds(world, towers)  # of a call that goes by them
             if "towers" in used:
                 phases[1:] -= less
+                computed -= spared_seconds(world, towers, turns=2)
             if self.paths.ids_by_towers:
                 phases[0] -= less
                 computed -= spared_seconds(world, towers)
