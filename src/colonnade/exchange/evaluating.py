@@ -10,9 +10,9 @@ Legend: R samples that something is evaluated for, W columns of their fields, P 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from colonnade.exchange.fields import Columns
 from colonnade.exchange.layout import Declaration, Lookups, Output, outputs, weighed
 from colonnade.exchange.pooled import PooledExchange
 from colonnade.exchange.substitution import result_width
+from colonnade.exchange.travel import Places, placed
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
 
@@ -178,7 +179,8 @@ class EvaluatingExchange(PooledExchange):
         """A consumer, of those of its fields, whose columns of pooled (R, all of `here`) these are."""
         mine = tuple(self.taken_by[name][n] for n in numbers)
         interaction = self.declaration.consumers[name].interaction
-        values = torch.cat([pooled[:, here.of(i)] for i in mine], dim=1)
+        places = tuple((i, here.starts[i]) for i in mine)
+        values = placed([(pooled, places)], {i: here.dims[i] for i in mine}).detach()
         if not len(pooled):  # a module need not know what to make of no samples
             width = result_width(self.declaration, name) or 0
             return Partial(mine, values, pooled.new_zeros(0, width))
@@ -192,46 +194,41 @@ class EvaluatingExchange(PooledExchange):
     def _sent(
         self, pooled: Tensor, here: Columns, carried: Columns, partials: Mapping[str, Partial]
     ) -> Tensor:
-        """(R, P): values and partials side by side."""
-        shape = len(pooled), carried.width
-        send = self.mesh.room("fetch", math.prod(shape), pooled.dtype).view(shape)
-        for key in carried.dims:
-            is_field = isinstance(key, int)
-            values = pooled[:, here.of(key)] if is_field else partials[str(key)].result.detach()
-            send[:, carried.of(key)] = values
-        return send
+        """(R, P): values and partials side by side; read only."""
+        values = tuple((key, here.starts[key]) for key in carried.dims if isinstance(key, int))
+        results = [
+            (partials[key].result.detach(), ((key, 0),))
+            for key in carried.dims
+            if isinstance(key, str)
+        ]
+        return placed([(pooled, values), *results], carried.dims)
 
     def _through(
         self, partials: Mapping[str, Partial], received: Tensor, sent: Columns, here: Columns
     ) -> Tensor:
-        """received (R, P): gradients of what was `sent` -> (R, W) of the pooled fields `here`; those of weights are
-        added to theirs."""
-        found = torch.zeros(len(received), here.width, dtype=received.dtype)
-        if not len(received):
-            return found
-        for key in sent.dims:
-            given = received[:, sent.of(key)]
-            if isinstance(key, int):
-                found[:, here.of(key)] += given
+        """received (R, P): gradients of what was `sent` -> (R, W) of the pooled fields `here`, read only; those of
+        weights are added to theirs."""
+        values = tuple((key, sent.starts[key]) for key in sent.dims if isinstance(key, int))
+        blocks: list[tuple[Tensor, Places]] = [(received, values)]
+        for key, partial in partials.items() if len(received) else ():
+            if key not in sent.dims:
                 continue
-            partial: Partial = partials[key]
             if (
                 not partial.result.requires_grad
             ):  # made of neither the values nor weights that are trained
                 continue
             parameters = trained(self.declaration.consumers[key].interaction)
             gradient, *of_weights = torch.autograd.grad(
-                partial.result, [partial.values, *parameters], given, retain_graph=True,
-                allow_unused=True,
+                partial.result, [partial.values, *parameters], received[:, sent.of(key)],
+                retain_graph=True, allow_unused=True,
             )  # fmt: skip
             for parameter, each in zip(parameters, of_weights, strict=True):
                 if each is not None:
                     _add(parameter, each)
-            first = 0
-            for i in partial.fields if gradient is not None else ():
-                there = found[:, here.of(i)]
-                there += gradient[:, first : (first := first + there.shape[1])]
-        return found
+            if gradient is not None:
+                starts = accumulate((here.dims[i] for i in partial.fields), initial=0)
+                blocks.append((gradient, tuple(zip(partial.fields, starts, strict=False))))
+        return placed(blocks, here.dims)
 
     def begin_push(self, tickets: Sequence[Ticket], step: int) -> Callable[[], RowGradients | None]:
         """As `pooled`; and gradients of weights that were used here are added to them. RuntimeError, on the ranks

@@ -71,8 +71,8 @@ class Wire:
     versions: Any = None  # of the weights then
     attended: Any = None  # of attention: as it was evaluated here,
     of_rows: Any = None  # and gradients of the rows
-    gathered: Tensor | None = (
-        None  # inside a tower, where it leaves as something else when it is used
+    gathered: Sequence[Tensor] | None = (
+        None  # inside a tower, turn by turn, where it leaves as something else when it is used
     )
     inside: Any = None  # of rows that come together in a tower: the ticket of its small world
 
@@ -344,9 +344,7 @@ class PooledExchange(Owner):
 
     def drop(self, ticket: Ticket) -> None:
         if ticket.reads is not None:
-            for flight in ticket.reads.flights:
-                if flight.call is not None:
-                    flight.call.wait()
+            ticket.reads.wait()
         ticket.reads = None
         ticket.forget()
 

@@ -186,6 +186,7 @@ class SubstituteExchange(EvaluatingExchange):
         here = self.here.columns
         pooled = torch.cat([every[:, whole.of(i)] for i in here.dims] or [every[:, :0]], dim=1)
         ticket.wire.partials = self._partials(pooled, here, True)
+        pooled = pooled.clone()  # partials may look into it
         for i in self.here.order:
             if self._first_owner(i) != self.mesh.rank:
                 pooled[:, here.of(i)] = 0.0  # held once

@@ -12,7 +12,7 @@ Legend: M samples of a rank's peers, W columns of its tower's fields.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,6 +35,7 @@ from colonnade.exchange.tower_cut import tower_of
 from colonnade.exchange.tower_route import ByTower
 from colonnade.exchange.towers import TowersExchange
 from colonnade.exchange.travel import Route, only
+from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.topology.mesh import Mesh, tower_mesh
 from colonnade.topology.sharding import Sharding, table_wise
@@ -47,13 +48,19 @@ SIZE = struct.Struct("<I")
 
 
 class ByPeer(ByTower):
-    """Between towers alone: what a tower's fields are is on the peers already."""
+    """Between towers alone: what a tower's fields are is on the peers already, of samples in the order of `peers`."""
 
-    def gather(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Tensor:
-        return block
+    def gather(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Iterator[Tensor]:
+        """block (M, W)."""
+        return iter(block.split(self.samples(sizes)))
 
-    def scatter(self, gradients: Tensor, sizes: Sequence[int]) -> Tensor:
-        return gradients
+    def scatter(self, gradients: Iterable[Tensor], sizes: Sequence[int]) -> Tensor:
+        """Returns (M, W)."""
+        samples = self.samples(sizes)
+        found = empty(sum(samples), self.inside.width, dtype=self.dtype)
+        for place, gradient in zip(reversed(found.split(samples)), gradients, strict=True):
+            place.copy_(gradient)
+        return found
 
 
 class TowerRowsExchange(TowersExchange):
@@ -93,7 +100,9 @@ class TowerRowsExchange(TowersExchange):
             else table_wise(0)
             for sharding, home in zip(shardings, homes, strict=True)
         ]
-        self.peers = range(number, mesh.num_ranks, size)
+        (route,) = self.routes
+        assert isinstance(route, ByPeer)
+        self.peers = route.peers
         self.rows = RowsExchange(
             self.here.as_sums(but=self.averaged_there), tower_mesh(mesh, size, INSIDE), mine
         )

@@ -9,12 +9,12 @@ of `evaluating.py`.
 Where rows are read ahead, what is inside a tower is gathered early, and waits there: operators are evaluated, and what
 they give leaves, in the step that uses it, with the weights of that step.
 
-Legend: G samples of all ranks, M of a rank's peers, W columns of its tower, Y of what leaves it.
+Legend: G samples of all ranks, M of a rank's peers, m of those of a turn, W columns of its tower, Y of what leaves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from colonnade.exchange.coding import AS_IT_IS, Coding
 from colonnade.exchange.contract import Inside, Ticket
-from colonnade.exchange.evaluating import EvaluatingExchange
+from colonnade.exchange.evaluating import EvaluatingExchange, Partial
 from colonnade.exchange.fields import Columns, Key
 from colonnade.exchange.held import gathered_held, names_of, other_exchange
 from colonnade.exchange.layout import Declaration
@@ -115,23 +115,27 @@ class TowersExchange(EvaluatingExchange):
         sizes, counts_as = ticket.wire.sizes, counted(ticket.purpose, "fetch")
         pooled = route.gather(part, sizes, counts_as)
         if self.is_late and ticket.purpose != "evaluate":
-            ticket.wire.gathered = pooled
-            return Flight(pooled[:0], None)  # until it is used
+            ticket.wire.gathered = list(pooled)
+            return Flight(part[:0], None)  # until it is used
         return self._leaving(route, pooled, ticket)
 
-    def _leaving(self, route: ByTower, pooled: Tensor, ticket: Ticket) -> Flight:
-        """pooled (M, W) of the tower's fields."""
-        sizes, counts_as = ticket.wire.sizes, counted(ticket.purpose, "fetch")
-        is_trained, here = ticket.purpose != "evaluate", route.inside
-        partials = {
-            name: self._evaluated(name, range(len(fields)), pooled, here, is_trained)
-            for name, fields in self.taken_by.items()
-            if fields[0] in here.dims
-        }
+    def _leaving(self, route: ByTower, pooled: Iterable[Tensor], ticket: Ticket) -> Flight:
+        """pooled: turn by turn (m, W) of the tower's fields."""
+        counts_as, is_trained = counted(ticket.purpose, "fetch"), ticket.purpose != "evaluate"
+        here, partials = route.inside, list[dict[str, Partial]]()
         if is_trained:
             ticket.wire.partials = partials
-        sent = self._sent(pooled, here, route.carried[route.tower], partials)
-        return route.leave(sent, sizes, counts_as)
+
+        def made(values: Tensor) -> Tensor:
+            found = {
+                name: self._evaluated(name, range(len(fields)), values, here, is_trained)
+                for name, fields in self.taken_by.items()
+                if fields[0] in here.dims
+            }
+            partials.append(found)
+            return self._sent(values, here, route.carried[route.tower], found)
+
+        return route.leave(map(made, pooled), ticket.wire.sizes, counts_as)
 
     def _total(self, ticket: Ticket) -> Tensor:
         """Collective, the first time, where rows are read ahead."""
@@ -151,7 +155,7 @@ class TowersExchange(EvaluatingExchange):
         assert isinstance(route, ByTower) and ticket.wire.gathered is not None
         sizes = ticket.wire.sizes
         return {
-            "gathered": ticket.wire.gathered.clone(),
+            "gathered": torch.cat(list(ticket.wire.gathered)),
             "gathered fields": names_of(self._held(int(i)) for i in route.inside.dims),
             "samples": _samples(route, sizes),
             "of samples": torch.tensor(sum(sizes)),
@@ -174,7 +178,8 @@ class TowersExchange(EvaluatingExchange):
         (route,) = self.routes
         assert isinstance(route, ByTower)
         mine = every[_samples(route, sizes)]
-        ticket.wire.gathered = torch.cat([mine[:, whole.of(i)] for i in route.inside.dims], dim=1)
+        gathered = torch.cat([mine[:, whole.of(i)] for i in route.inside.dims], dim=1)
+        ticket.wire.gathered = gathered.split(route.samples(sizes))
         ticket.reads = Fetched([Flight(mine[:0], None)])
 
     def _held(self, i: int) -> str:
@@ -188,9 +193,10 @@ class TowersExchange(EvaluatingExchange):
         if not isinstance(route, ByTower) or not self.consumers:
             return super()._pushed_by(route, total, ticket, step, number)
         sizes = ticket.wire.sizes
-        given = route.come_back(total, sizes, step, number)
-        pooled = self._through(
-            ticket.wire.partials, given, route.carried[route.tower], route.inside
+        given, carried = route.come_back(total, sizes, step, number), route.carried[route.tower]
+        pooled = (
+            self._through(partials, each, carried, route.inside)
+            for partials, each in zip(reversed(ticket.wire.partials), given, strict=True)
         )
         return Flight(route.scatter(pooled, sizes), None)
 

@@ -10,9 +10,9 @@ Legend: N ranks, H hosts, L ranks of a host, B samples of this rank, G of all, P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -21,10 +21,12 @@ from torch import Tensor
 
 from colonnade.exchange.codec import CODECS, Block, Codec, Draw, decode, encode
 from colonnade.exchange.coding import Coding
-from colonnade.exchange.fields import Columns, runs_of
+from colonnade.exchange.fields import Columns, Key, Run, runs_of
 from colonnade.ops.memory import empty
 from colonnade.topology.mesh import Call, Mesh
 from colonnade.topology.reduction import sum_in_order
+
+NOTHING = torch.empty(0)
 
 
 @dataclass(slots=True)
@@ -35,8 +37,11 @@ class Flight:
     call: Call | None
     keep: Any = None  # what must live until it has arrived
     decode: Callable[[], None] | None = None  # once it has
+    parts: Sequence[Flight] = ()  # of one that is several
 
     def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
         if self.call is not None:
             self.call.wait()
             self.call = self.keep = None
@@ -282,6 +287,11 @@ class ByHost:
         return [Block(sizes[self.mesh.rank], self.dims)] * len(self.blocks)
 
 
+def together(flights: Sequence[Flight]) -> Flight:
+    """As one; what has come is told by its parts."""
+    return Flight(NOTHING, None, parts=flights)
+
+
 def only(columns: Columns, keys: Iterable[Any]) -> Columns:
     """Those of them, in order."""
     wanted = set(keys)
@@ -293,14 +303,42 @@ def elements(blocks: Iterable[Block]) -> list[int]:
     return [block.rows * sum(block.dims) for block in blocks]
 
 
-def add_runs(block: Tensor, total: Tensor, runs: Sequence[Any]) -> None:
+Places = tuple[tuple[Key, int], ...]
+"""Of what lies in a block: its first column there."""
+
+
+@lru_cache(maxsize=256)
+def _placing(blocks: tuple[Places, ...], dims: Places) -> tuple[list[list[Run]], int]:
+    """Of `placed`: by block its runs, and how many columns of the whole they fill. Known from one step to the next, for
+    to find it takes as long as a copy of a megabyte."""
+    every = runs_of(blocks, Columns(dict(dims)))
+    return every, sum(run.width for runs in every for run in runs if run.is_first)
+
+
+def placed(blocks: Sequence[tuple[Tensor, Places]], dims: Mapping[Key, int]) -> Tensor:
+    """(R, W), contiguous, of columns of these dims: what lies in blocks (R, any) of one dtype; the sum of what lies in
+    several, in their order, and 0 of what lies in none. Read only: it is a block itself where that is the whole."""
+    every, filled = _placing(tuple(places for _, places in blocks), tuple(dims.items()))
+    width, num_rows = sum(dims.values()), len(blocks[0][0])
+    taken = [(block, runs) for (block, _), runs in zip(blocks, every, strict=True) if runs]
+    if len(taken) == 1 and len(taken[0][1]) == 1 and filled == width == taken[0][0].shape[1]:
+        return taken[0][0].contiguous()
+    found = empty(num_rows, width, dtype=blocks[0][0].dtype)
+    if filled < width:
+        found.zero_()
+    for block, runs in taken:
+        add_runs(block, found, runs)
+    return found
+
+
+def add_runs(block: Tensor, total: Tensor, runs: Sequence[Run]) -> None:
     """Columns of the block, to where they lie in the total; what comes first there is copied."""
     for run in runs:
         there, here = total[:, run.columns_there], block[:, run.columns_here]
         there.copy_(here) if run.is_first else there.add_(here)
 
 
-def take_runs(total: Tensor, block: Tensor, runs: Sequence[Any]) -> None:
+def take_runs(total: Tensor, block: Tensor, runs: Sequence[Run]) -> None:
     """The other way."""
     for run in runs:
         block[:, run.columns_here] = total[:, run.columns_there]

@@ -316,7 +316,10 @@ class Search:
                 computed += (len(used) - 1) * BESIDE_SECONDS
             less = world.call_seconds - call_seconds(world, towers)  # of a call that goes by them
             phases[1:] -= less * sum(each in BY_TOWERS for each in used)
+            if "towers" in used:
+                computed -= spared_seconds(world, towers, turns=2)
             if "tower_rows" in used:
+                computed -= spared_seconds(world, towers)
                 phases[0] += MATES_BYTES * float(self.paths.mates.back.max())
             if self.paths.ids_by_towers:
                 phases[0] -= less

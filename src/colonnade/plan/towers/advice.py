@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from colonnade.exchange.tower_cut import BY_TOWERS
 from colonnade.plan.choice import choose
 from colonnade.plan.chosen import OPTIONS, Choice, Forced, Memory, Seconds
 from colonnade.plan.consumers import ConsumerLoad, ModelLoad, bare
@@ -58,27 +59,30 @@ def advised(
     found = []
     for ratio in RATIOS:
         model, widths = _with_modules(bare(loads), mine, num_towers, ratio)
-        inside = inside_towers(
-            loads, world, model, num_towers, memory=memory, forced={}, options=OPTIONS
-        )
-        if not inside:
-            return ()
         as_is = {
             each.name: Forced(
                 each.chosen.sharding.kind, each.chosen.exchange, each.chosen.sharding.ranks
             )
             for each in choice.tables
         }
-        other = choose(
-            loads, world, memory=memory, rates=rates, forced={**as_is, **inside}, model=model, towers=num_towers,
-            is_fetched_ahead=choice.seconds.is_fetched_ahead, route=choice.route,
-        )  # fmt: skip
+        taken = []
+        for exchange in BY_TOWERS:
+            inside = inside_towers(
+                loads, world, model, num_towers, memory=memory, forced={}, options=OPTIONS, exchange=exchange
+            )  # fmt: skip
+            if not inside:
+                return ()
+            other = choose(
+                loads, world, memory=memory, rates=rates, forced={**as_is, **inside}, model=model, towers=num_towers,
+                is_fetched_ahead=choice.seconds.is_fetched_ahead, route=choice.route,
+            )  # fmt: skip
+            taken.append(_taken(other.seconds))
         products = sum(enter * leave for enter, leave in widths)
         found.append(
             Advice(
                 num_towers,
                 ratio,
-                _taken(choice.seconds) - _taken(other.seconds),
+                _taken(choice.seconds) - min(taken),
                 products,
                 products + sum(leave for _, leave in widths),
             )

@@ -139,15 +139,17 @@ def call_seconds(world: World, num_towers: int) -> float:
     return near * world.message_seconds + far * world.remote_message_seconds
 
 
-def spared_seconds(world: World, num_towers: int) -> float:
-    """Of each rank's processor in a step, where ids go by towers: fewer messages, of sizes and of letters, in twice as
-    many calls. What is handed on counts by its bytes."""
-    fewer = world.num_ranks - 1 - sum(messages(world, num_towers))
-    if not fewer:  # they go straight
+def spared_seconds(world: World, num_towers: int, turns: int = 1) -> float:
+    """Of each rank's processor in a step, where something goes by towers: ids, in two rounds, of sizes and of letters;
+    or values and gradients, in two turns each inside a tower. Fewer messages than straight, in more calls; less than 0
+    where these cost more. What is handed on counts by its bytes."""
+    others, size = world.num_ranks - 1, world.num_ranks // num_towers
+    if size == 1 or num_towers == 1:  # one call, of as many messages
         return 0.0
-    others = world.num_ranks - 1  # whose messages had their part of a call's cost
+    fewer = others - (turns * (size - 1) + num_towers - 1)
+    # Whose messages had their part of a call's cost.
     each = world.message_processor_seconds * others / (others + CALL_MESSAGES)
-    return 2 * (fewer - CALL_MESSAGES) * each
+    return 2 * (fewer - turns * CALL_MESSAGES) * each
 
 
 def _hop_of(world: World, blocks: Sequence[tuple[int, int, float]]) -> Hop:
