@@ -31,7 +31,7 @@ from rich.console import Console
 from tables.tower_losses import measured_of, print_result, ratios_of, runs_of
 from torch import nn
 from towers_quality import System
-from workers.scored_blocks import BLOCKS, block_aucs
+from workers.scored_blocks import BLOCKS, block_aucs, check_whole
 
 import colonnade
 from colonnade.config import RunConfig, override
@@ -89,7 +89,9 @@ def trained(run: Run) -> list[float]:
     """The AUC of each block of test samples after the best epoch."""
     assert run.trainer.data.test is not None
     run.trainer.objective = blocks = Blocks(run.trainer.data.test)
-    return blocks.by_auc[run.train().metrics["test_auc"]]
+    done = run.train()
+    check_whole(done)
+    return blocks.by_auc[done.metrics["test_auc"]]
 
 
 def learned(run: Run, number: int, seed: int) -> Towers:
@@ -161,5 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit("stopped; the run it was in is not kept")
     except (OSError, ColonnadeError) as error:
         sys.exit(f"error: {error}")

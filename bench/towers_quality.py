@@ -40,7 +40,7 @@ import torch
 from harness import describe_machine, report, write_report
 from rich.console import Console
 from tables.tower_losses import measured_of, print_result, ratios_of, runs_of
-from workers.scored_blocks import block_aucs, block_ceiling
+from workers.scored_blocks import block_aucs, block_ceiling, check_whole
 
 import colonnade
 from colonnade import Adagrad, Feature, Mesh, Table, Uniform, build_plan, fit
@@ -133,9 +133,10 @@ def flat_run(seed: int) -> tuple[Affinity, list[FeatureLoad]]:
     torch.manual_seed(seed)
     model = FM(tables, features, num_dense=len(splits.train.schema.dense), seed=seed)
     model.embeddings.open(build_plan(tables, 1), mesh)
-    fit(
+    done = fit(
         model, splits, mesh=mesh, batch_size=LEARNED_BATCH, dense_lr=DENSE_LR, quiet=True, seed=seed
     )
+    check_whole(done.outcome)
     return probe(model.embeddings, splits.train, LEARNED_BATCH, PROBED)
 
 
@@ -167,10 +168,11 @@ def trained(system: System, splits: Splits, *, dim: int, batch_size: int, seed: 
     """The AUC of each block of test samples."""
     model, mesh = build(system, splits, dim, seed), Mesh()
     model.embeddings.open(build_plan(model.embeddings.tables, 1), mesh)
-    fit(
+    done = fit(
         model, splits.train, mesh=mesh, batch_size=batch_size, dense_lr=DENSE_LR,
         dense_schedule=FALLING, row_schedule=FALLING, quiet=True, seed=seed,
     )  # fmt: skip
+    check_whole(done.outcome)
     assert splits.test is not None
     return block_aucs(model, splits.test, mesh)
 
@@ -259,5 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit("stopped; the run it was in is not kept")
     except (OSError, ConfigError) as error:
         sys.exit(f"error: {error}")

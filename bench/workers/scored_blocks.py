@@ -11,9 +11,16 @@ from colonnade.data.batches import batches_of
 from colonnade.data.contract import Source
 from colonnade.topology.mesh import Mesh
 from colonnade.train.metrics import auc
+from colonnade.train.trainer import Outcome
 
 BLOCKS, LEAST = 50, 200
 """Blocks, where each has as many samples as that; fewer of few samples."""
+
+
+def check_whole(outcome: Outcome) -> None:
+    """Raises KeyboardInterrupt for a training that a signal ended early: its model says nothing of the whole run."""
+    if outcome.stopped:
+        raise KeyboardInterrupt
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
 """`bench towers-quality` must compare like with like, and pair what it compares."""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -116,6 +118,25 @@ def test_a_run_goes_on_with_its_file(
     assert "+0.00200" in capsys.readouterr().out and len(asked) == 6
     with pytest.raises(SystemExit):
         quality.main([*given, "--dim", "32"])
+
+
+def test_a_run_that_was_stopped_is_not_kept() -> None:
+    """fit returns after a signal, with a model that has seen a part of the samples."""
+    splits = open_source("synthetic", num_train=200_000, num_test=1_000, **STREAM)
+    read = type(splits.train).read
+    asked = []
+
+    def interrupted(source: object, begin: int, end: int) -> object:
+        asked.append(begin)
+        if len(asked) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return read(source, begin, end)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(splits.train), "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            quality.trained(System("dlrm"), splits, dim=4, batch_size=1024, seed=0)
+    assert len(asked) < 100
 
 
 @pytest.fixture
