@@ -51,8 +51,9 @@ class ByPeer(ByTower):
     """Between towers alone: what a tower's fields are is on the peers already, of samples in the order of `peers`."""
 
     def gather(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Iterator[Tensor]:
-        """block (M, W)."""
-        return iter(block.split(self.samples(sizes)))
+        """block (M, W); of a tower without fields any rows, of no columns."""
+        samples = self.samples(sizes)
+        return iter(block[: sum(samples)].split(samples))
 
     def scatter(self, gradients: Iterable[Tensor], sizes: Sequence[int]) -> Tensor:
         """Returns (M, W)."""
