@@ -363,11 +363,12 @@ def test_an_mlp_runs_whatever_is_in_it():
     torch.testing.assert_close(ours(x), plain(x))
 
 
+@pytest.mark.parametrize("width", [13, 205])  # of few weights, and of more than MIN_WEIGHTS
 @pytest.mark.parametrize("batch", [1, 63, 64, 100])
-def test_a_linear_layer_is_torchs(batch):
-    x = torch.randn(batch, 13)
+def test_a_linear_layer_is_torchs(batch, width):
+    x = torch.randn(batch, width)
     x[-1, 3] = float("nan")
-    w = torch.randn(20, 13)
+    w = torch.randn(20, width)
     for b in (
         torch.randn(20),
         torch.randn(20, 2)[:, 0],
@@ -382,7 +383,8 @@ def test_a_linear_layer_is_torchs(batch):
     assert linear(torch.randn(batch, 0), torch.randn(3, 0), torch.randn(3)).shape == (batch, 3)
 
 
-def test_gradients_of_a_linear_layer_are_torchs():
+@pytest.mark.parametrize("width", [13, 205])
+def test_gradients_of_a_linear_layer_are_torchs(width):
     torch.manual_seed(0)
     found = []
     for function in (
@@ -390,7 +392,7 @@ def test_gradients_of_a_linear_layer_are_torchs():
         lambda x, w, b: nn.functional.linear(x, w, b).relu(),
     ):
         torch.manual_seed(1)
-        x, w, b = (torch.randn(*s, requires_grad=True) for s in ((100, 13), (20, 13), (20,)))
+        x, w, b = (torch.randn(*s, requires_grad=True) for s in ((100, width), (20, width), (20,)))
         function(x, w, b).square().sum().backward()
         found.append([x.grad, w.grad, b.grad])
     for ours, theirs in zip(*found, strict=True):
