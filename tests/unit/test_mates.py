@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 
@@ -127,3 +128,32 @@ def test_no_room_is_told(monkeypatch):
     monkeypatch.setattr(rooms_module.os, "memfd_create", refused)
     with pytest.raises(WorldError, match=r"Too many open files.*ulimit -n"):
         Rooms().empty(1 << 20)
+
+
+def test_rooms_are_given_back():
+    before = len(os.listdir("/proc/self/fd"))
+    rooms = Rooms()
+    block = rooms.empty(1000)
+    block.fill_(7)
+    rooms.close()
+    assert rooms.num_bytes == 0 and int(block.sum()) == 7000  # who still looks into one may
+    del block
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_who_has_no_file_left_says_so_and_blames_nobody(monkeypatch):
+    rooms = Rooms()
+    file = rooms.file_of(rooms.empty(1000))
+    others = OthersRooms(os.getpid())
+
+    def none_left(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", none_left)
+        with pytest.raises(WorldError, match=r"Too many open files.*ulimit -n"):
+            others.address(file)
+    assert others.address(file)
+    with pytest.raises(FileNotFoundError):  # a mate is gone
+        others.address(10**6)

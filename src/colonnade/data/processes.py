@@ -16,12 +16,13 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from queue import SimpleQueue
 
 import pyarrow as pa
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -83,9 +84,9 @@ class ProcessSource:
         )
         # A thread of their own starts them, and stays for as long as they do: they end with it (`_settle`), while those
         # that wait for batches may come and go.
-        parent = ThreadPoolExecutor(1, "readers")
+        is_over = threading.Event()
         with _interrupts_held():
-            found = parent.submit(iter, loader).result()
+            found = _begun(loader, is_over)
             # torch keeps them to itself; without, nobody is named, and whoever is stopped stays.
             readers = Readers(getattr(found, "_workers", ()))
         try:
@@ -111,7 +112,28 @@ class ProcessSource:
         finally:
             del found  # ends the processes now, whoever keeps the error and with it this frame
             readers.end()  # one that is stopped heard nothing
-            parent.shutdown(wait=False)
+            is_over.set()
+
+
+def _begun(loader: DataLoader, is_over: threading.Event) -> Iterator:
+    """Its iterator, whose processes were started by a thread that lives until `is_over`, or this process ends: also
+    where the main thread has returned, and one of another's training goes on."""
+    answers: SimpleQueue[tuple[Iterator | None, BaseException | None]] = SimpleQueue()
+
+    def begin() -> None:
+        try:
+            answers.put((iter(loader), None))
+        except BaseException as error:
+            answers.put((None, error))
+            return
+        is_over.wait()
+
+    threading.Thread(target=begin, name="readers", daemon=True).start()
+    found, error = answers.get()
+    if found is None:
+        assert error is not None
+        raise error
+    return found
 
 
 def read_ahead(splits: Splits, num_processes: int) -> Splits:

@@ -117,8 +117,9 @@ class PooledExchange(Owner):
             if output.is_sequence:
                 feature = declaration.features[declaration.fields[output.fields[0]].feature]
                 raise ConfigError(
-                    f"feature {feature.name!r} of table {feature.table!r}: got exchange pooled, substitute or "
-                    "towers for a sequence, whose rows reach the model one by one; give this table exchange rows"
+                    f"feature {feature.name!r} of table {feature.table!r}: got exchange pooled, substitute, "
+                    "towers or tower_rows for a sequence, whose rows reach the model one by one; give this table "
+                    "exchange rows"
                 )
         order = dict.fromkeys(i for output in self.outputs for i in output.fields)
         every = Fields(declaration, tuple(order))

@@ -83,7 +83,7 @@ class TowerRowsExchange(TowersExchange):
         first, number = mesh.rank // size * size, mesh.rank % size
         homes = [tower_of(sharding, towers) for sharding in shardings]
         for feature in declaration.features:
-            if homes[declaration.table_of(feature)] is None:
+            if homes[declaration.table_of(feature)] is None and feature.pooling != "sequence":
                 sharding = shardings[declaration.table_of(feature)]
                 raise ConfigError(
                     f"table {feature.table!r}: got exchange tower_rows and rows on ranks {list(sharding.ranks)}, "

@@ -9,7 +9,8 @@ those that have the same number in theirs; `fetch` and `push` have such groups, 
 like these where an exchange asks for them (`open_towers`), and a mesh of their own for sums of what only they use
 (`tower_mesh`).
 
-Between ranks of one host large messages lie in memory that both map (`mates.py`): on groups that are of one host whole.
+Between ranks of one host large messages lie in memory that both map (`mates.py`): on groups of this mesh that are of
+one host whole, but not on those of meshes made of it (trainers, towers).
 
 Where some ranks are servers (`with_servers`), the others have a mesh of their own, `trainers`, for what only they do.
 """
@@ -348,6 +349,7 @@ def _open_mates(mesh: Mesh) -> Mates | None:
         for mate in mates
     )
     if not mesh.least(int(can)):
+        rooms.close()
         return None
     return Mates(mesh.rank, {mate: OthersRooms(mesh.peers[mate].pid) for mate in mates}, rooms)
 
@@ -479,9 +481,12 @@ def close_mesh(mesh: Mesh) -> None:
     where a rank does not come: for one that is stopped, with nothing left to do, torchrun would wait for ever."""
     if mesh.num_ranks == 1 or _mesh is None:
         return
-    if mesh.presence is not None and not (mesh.presence.lost or mesh.presence.is_over):
+    is_whole = mesh.presence is not None and not (mesh.presence.lost or mesh.presence.is_over)
+    if is_whole:
         mesh.barrier()
     _leave()
+    if is_whole and mesh.mates is not None:  # all have read what was for them
+        mesh.mates.rooms.close()
 
 
 def _leave() -> None:

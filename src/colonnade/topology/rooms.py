@@ -6,6 +6,7 @@ folder is needed, /dev/shm's size does not count, and what is left of a killed p
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import weakref
@@ -18,6 +19,7 @@ from torch import Tensor
 from colonnade.errors import WorldError
 
 SMALLEST = 1 << 17  # bytes
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def size_of_room(num_bytes: int) -> int:
@@ -28,7 +30,7 @@ def size_of_room(num_bytes: int) -> int:
 
 class Rooms:
     """This process's own. A room serves again once no tensor looks into it any more, so there are as many as were in
-    use at once, of each size; they are given back when the process ends. Any thread may ask."""
+    use at once, of each size; they are given back by `close`, or when the process ends. Any thread may ask."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
@@ -54,6 +56,12 @@ class Rooms:
     def num_bytes(self) -> int:
         """Of all rooms, as if each had been written to as a whole."""
         return sum(os.fstat(file).st_size for file in self._files.values())
+
+    def close(self) -> None:
+        """Nobody reads any of them any more: their memory is given back when no tensor looks into it."""
+        self._free.clear()
+        while self._files:
+            os.close(self._files.popitem()[1])
 
     def _new(self, size: int) -> mmap.mmap:
         file = -1
@@ -81,14 +89,27 @@ class OthersRooms:
         self._mapped: dict[int, tuple[int, np.ndarray]] = {}
 
     def address(self, file: int) -> int:
-        """Where that file's room begins here. Raises OSError where it cannot be opened."""
+        """Where that file's room begins here. Raises OSError where it is not there any more, WorldError where this
+        process has no room for it."""
         if file not in self._mapped:
-            here = os.open(f"/proc/{self._pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                memory = mmap.mmap(here, 0, prot=mmap.PROT_READ)
-            finally:
-                os.close(here)
+                memory = self._map(file)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                raise WorldError(
+                    f"cannot read a message of process {self._pid} of this host ({error.strerror}), beside "
+                    f"{len(self._mapped)} rooms of it, wanted one more; raise the limits of open files and of "
+                    "addresses (ulimit -n, ulimit -v)"
+                ) from None
             # Another thread may have mapped it meanwhile, and be reading.
             block = np.frombuffer(memory, np.uint8)
             self._mapped.setdefault(file, (block.ctypes.data, block))
         return self._mapped[file][0]
+
+    def _map(self, file: int) -> mmap.mmap:
+        here = os.open(f"/proc/{self._pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(here, 0, prot=mmap.PROT_READ)
+        finally:
+            os.close(here)

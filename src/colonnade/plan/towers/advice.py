@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from colonnade.exchange.tower_cut import BY_TOWERS
 from colonnade.plan.choice import choose
-from colonnade.plan.chosen import OPTIONS, Choice, Forced, Memory, Seconds
+from colonnade.plan.chosen import OPTIONS, Choice, Forced, Memory
 from colonnade.plan.consumers import ConsumerLoad, ModelLoad, bare
 from colonnade.plan.device import RowRate
 from colonnade.plan.loads import TableLoad
@@ -29,8 +29,7 @@ class Advice:
     towers: int
     ratio: int
     saved_seconds: float
-    """Of what a step's exchange computes and waits for, without what the modules compute; less than 0: the plan as it
-    is is faster."""
+    """Of a step of the exchange, without what the modules compute; less than 0: the plan as it is is faster."""
     products: int
     """Of a sample, forward."""
     parameters: int
@@ -46,7 +45,7 @@ def advised(
 ) -> tuple[Advice, ...]:
     """By ratio of `RATIOS`, against `choice`, of these loads in this world. Tables are dealt in turn to one tower on
     each host, or on several where there are fewer; those of sequences and with hot rows stay as they are chosen. Empty
-    on one host, with servers, where fewer than two tables can go, or memory has no room."""
+    on one host, with servers, where fewer than two tables or towers are there, or memory has no room."""
     sides = ("[hot]", "[cold]")
     mine = [
         t
@@ -56,6 +55,8 @@ def advised(
     if world.num_hosts < 2 or world.has_servers or len(mine) < 2:
         return ()
     num_towers = towers_of(world, len(mine))
+    if num_towers < 2:
+        return ()
     found = []
     for ratio in RATIOS:
         model, widths = _with_modules(bare(loads), mine, num_towers, ratio)
@@ -76,22 +77,18 @@ def advised(
                 loads, world, memory=memory, rates=rates, forced={**as_is, **inside}, model=model, towers=num_towers,
                 is_fetched_ahead=choice.seconds.is_fetched_ahead, route=choice.route,
             )  # fmt: skip
-            taken.append(_taken(other.seconds))
+            taken.append(other.seconds.step)
         products = sum(enter * leave for enter, leave in widths)
         found.append(
             Advice(
                 num_towers,
                 ratio,
-                _taken(choice.seconds) - min(taken),
+                choice.seconds.step - min(taken),
                 products,
                 products + sum(leave for _, leave in widths),
             )
         )
     return tuple(found)
-
-
-def _taken(seconds: Seconds) -> float:
-    return seconds.processor + seconds.waited
 
 
 def _with_modules(
