@@ -36,8 +36,8 @@ class Asks(Protocol):
     def answer(
         self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
     ) -> Ticket:
-        """Local. heard: by rank, what its `ask` had for this one (world of one: []); weight: `Ticket.weight`. Raises
-        WorldError for what no `ask` makes."""
+        """Local, but collective inside a tower under `tower_rows`. heard: by rank, what its `ask` had for this one
+        (world of one: []); weight: `Ticket.weight`. Raises WorldError for what no `ask` makes."""
         ...
 
     def take_back(self, asked: Asked) -> None:
