@@ -466,7 +466,7 @@ def test_what_it_refuses():
     for exchange in ("pooled", "towers"):
         plan = build_plan(TABLES, exchanges={"item": exchange})
         with pytest.raises(
-            ConfigError, match=r"'history'.* or towers for a sequence.*exchange rows"
+            ConfigError, match=r"'history'.* or tower_rows for a sequence.*exchange rows"
         ):
             collection_of(case).open(plan)
     other = replace(case, consumers=("who",))  # the query's table travels otherwise

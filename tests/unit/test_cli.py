@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -188,6 +189,31 @@ def test_ctrl_c_while_importing_is_no_traceback(seconds, tmp_path):
     _, said = child.communicate(timeout=60)
     assert "Traceback" not in said, said
     assert child.returncode in (0, 130)  # 0: training had begun, and was committed
+
+
+def test_ctrl_c_in_an_import_ends_the_process_there(tmp_path):
+    # torch's C++ modules call Python while they are initialised: what that raises, std::terminate takes.
+    (tmp_path / "deaf.py").write_text(
+        "import os, signal\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n    os.abort()\n"
+    )
+    program = """
+import signal
+from colonnade.cli import end_in_an_import
+signal.signal(signal.SIGINT, end_in_an_import)
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("outside of imports as ever", flush=True)
+import deaf
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])},
+    )  # fmt: skip
+    assert done.returncode == 130, done
+    assert done.stdout == "outside of imports as ever\n" and done.stderr.startswith("stopped")
 
 
 def test_output_that_nobody_reads_is_no_traceback():

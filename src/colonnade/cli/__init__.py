@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from types import FrameType
+
+STOPPED = "stopped; the newest commit is as it was"
+
+
+def end_in_an_import(_: int, frame: FrameType | None) -> None:
+    """SIGINT's handler: `KeyboardInterrupt`, but inside an import, where nothing has begun, the process's end.
+
+    A C++ module in whose initialisation Python raises (torch's) ends the process by `std::terminate`.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            print(STOPPED, file=sys.stderr, flush=True)
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def main() -> None:
     """What `colonnade` runs. Everything is imported in here, so that Ctrl-C meanwhile ends it without a traceback."""
     try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, end_in_an_import)
         from colonnade.cli.app import run
 
         status = run(sys.argv[1:])
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print("stopped; the newest commit is as it was", file=sys.stderr)
+        print(STOPPED, file=sys.stderr)
         status = 130
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`). Nor may the interpreter fail when it flushes at its end.
