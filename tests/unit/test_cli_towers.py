@@ -177,6 +177,7 @@ def test_predictions_are_marked_as_such(trained, colonnade):
         (("--predict", "1x8"), "two or more"),
         (("--predict", "many"), "HOSTSxRANKS"),
         (("--predict", "2x2", "--out", "p.json"), "--out"),
+        (("--towers", 2, "--out", "nowhere/p.json"), "there is no folder nowhere"),
     ],
 )
 def test_refusals(trained, colonnade, arguments, words):

@@ -107,6 +107,8 @@ def _partition(
     parts = ("train", "validation", "test")
     if part not in parts:
         raise ConfigError(f"unknown part {part!r}; choose from {', '.join(parts)}")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it first")
     room = parse_capacity(capacity)
     config = load_run_config(run)
     opened = open_run(config, Mesh(), run, read_only=True, at=at)
