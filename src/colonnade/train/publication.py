@@ -249,8 +249,8 @@ def check_owner(folder: Path, word: Published, run: str) -> None:
     """Raises ConfigError where the folder is another run's."""
     if word.run != run:
         raise ConfigError(
-            f"{folder} publishes run {word.run}, this is run {run}; give train.publish (or a predictor's copy) a folder "
-            "of its own"
+            f"{folder} publishes run {word.run}, this is run {run}; give train.publish (or a predictor's copy) a "
+            "folder of its own"
         )
 
 
