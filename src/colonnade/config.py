@@ -244,7 +244,7 @@ class TrainConfig(Section):
     mirror: str | None = None
     """URL (s3://, gs://, file:// ...) that commits are copied to; a run folder without commits is fetched from it."""
     publish: str | None = None
-    """Folder that each commit is published to, as what changed since the one before, for predictors that follow it."""
+    """Folder or URL that each commit is published to, as what changed since the one before, for predictors."""
     warm_start: str | None = None
     """Run folder, or FOLDER@best, @last or @step, whose weights a new run starts from where names and widths agree."""
     warm_start_skip: list[str] = []

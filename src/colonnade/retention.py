@@ -83,15 +83,20 @@ class MaxRowsEviction:
 
     Frequencies and squared norms are compared as numbers of two binary digits after the first, four to a doubling; of
     rows alike, the one whose update is oldest leaves.
+
+    With `age_steps` (by recency) a row is forgotten, too, when so many steps have passed without an update of it, as by
+    `AgeEviction`, whether the table is full or not.
     """
 
     rows: int
     by: Literal["recency", "frequency", "norm"] = "recency"
     halve_steps: int | None = None
+    age_steps: int | None = None
 
     def __post_init__(self) -> None:
         _whole(self, "rows", 1, 2**48)
         _whole(self, "halve_steps", 1, 2**32)
+        _whole(self, "age_steps", 1, 2**31)
         if self.by not in ORDERS:
             raise ConfigError(
                 f"MaxRowsEviction: got by={self.by!r}; choose from {', '.join(ORDERS)}"
@@ -101,6 +106,11 @@ class MaxRowsEviction:
                 f"MaxRowsEviction: got halve_steps={self.halve_steps} with by={self.by!r}; only counts are halved: "
                 "leave it out, or evict by='frequency'"
             )
+        if self.age_steps is not None and self.by != "recency":
+            raise ConfigError(
+                f"MaxRowsEviction: got age_steps={self.age_steps} with by={self.by!r}; only the order of recency says "
+                "who is that old: leave it out, or evict by='recency'"
+            )
 
 
 Admission = CountMinAdmission | RandomAdmission
@@ -109,7 +119,7 @@ Eviction = AgeEviction | MaxRowsEviction
 
 def _whole(value: Any, name: str, least: int, most: int, why: str = "") -> None:
     number = getattr(value, name)
-    if number is None and name == "halve_steps":
+    if number is None and name in ("halve_steps", "age_steps"):
         return
     if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
         raise ConfigError(

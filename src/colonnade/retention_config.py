@@ -38,9 +38,9 @@ class EvictionConfig(Section):
     """Which rows of open tables leave (colonnade.AgeEviction, MaxRowsEviction). Default: none."""
 
     age_steps: int | None = Field(None, ge=1)
-    """Rows without an update for so many steps leave."""
+    """Rows without an update for so many steps leave; with max_rows, too, by=recency."""
     max_rows: int | None = Field(None, ge=1)
-    """Instead of age_steps: rows of a table over all ranks; of more, some leave after each step."""
+    """Rows of a table over all ranks; of more, some leave after each step."""
     by: Literal["recency", "frequency", "norm"] = "recency"
     """Who leaves first, with max_rows: oldest update, fewest updates, smallest weights."""
     halve_steps: int | None = Field(None, ge=1)
@@ -48,8 +48,8 @@ class EvictionConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> EvictionConfig:
-        if self.age_steps is not None and self.max_rows is not None:
-            raise ValueError("got both age_steps and max_rows, wanted one of them")
+        if self.age_steps is not None and self.by != "recency":
+            raise ValueError("got age_steps, which goes with by=recency")
         if self.halve_steps is not None and self.by != "frequency":
             raise ValueError("got halve_steps, which goes with by=frequency")
         if self.max_rows is None and (self.by != "recency" or self.halve_steps):

@@ -87,7 +87,10 @@ YAML = {
         b"rows:\n  admission: {updates: 3, expected_ids: 9, probability: 0.5}\n",
         "wanted one of them",
     ),
-    "two evictions": (b"rows:\n  eviction: {max_rows: 3, age_steps: 2}\n", "wanted one of them"),
+    "an age in no order of ages": (
+        b"rows:\n  eviction: {max_rows: 3, by: norm, age_steps: 2}\n",
+        "by=recency",
+    ),
     "halving of no counts": (b"rows:\n  eviction: {max_rows: 3, halve_steps: 2}\n", "by=frequency"),
     "an order without a limit": (b"rows:\n  eviction: {by: norm}\n", "max_rows"),
     "an unknown section": (b"trainer:\n  epochs: 3\n", "train"),

@@ -9,8 +9,18 @@ from hypothesis import strategies as st
 from slow_directory import MOST_TIME, SlowDirectory
 
 from colonnade import _native
-from colonnade.cache.directory import HIT, MISS, POLICIES, UNBOUNDED, Decision, Directory
-from colonnade.errors import ConfigError
+from colonnade.cache.changes import Changes
+from colonnade.cache.directory import (
+    HIT,
+    MISS,
+    POLICIES,
+    UNBOUNDED,
+    Decision,
+    Directory,
+    renumbered,
+    surplus,
+)
+from colonnade.errors import ColonnadeError, ConfigError
 
 ENDS = [-(2**63), -1, 0, 1, 2**62, 2**63 - 1]
 FIELDS = (
@@ -196,6 +206,38 @@ def same_state(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None
         np.testing.assert_array_equal(one[key], other[key], err_msg=key)
 
 
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lookahead"])
+def test_batches_are_counted_from_less_and_nothing_else_changes(policy):
+    """A directory at the end of its numbers, and one that goes on from its state with small ones."""
+    random, shift = np.random.default_rng(3), surplus(2**28 - 200)
+    end, begun = Directory(10, 5, 3, policy), Directory(10, 5, 3, policy)
+
+    def draw() -> tuple:
+        ids = batch(random, 12, 0)
+        return ids, random.integers(0, 9, len(ids)).astype(np.int32), batch(random, 12, 0), 5
+
+    begun.load({**begun.state(), "number": np.array([shift])})
+    for _ in range(30):
+        begun.step(*draw())
+    end.load(begun.state())
+    begun = Directory(10, 5, 3, policy)
+    begun.load(renumbered(end.state(), policy, shift))
+    for _ in range(100):
+        drawn = draw()
+        one, other = end.step(*drawn), begun.step(*drawn)
+        assert one.number == other.number + shift
+        for name in FIELDS[1:]:
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    same_state(renumbered(end.state(), policy, shift), begun.state())
+    changes, rows = Changes([8]), np.arange(8)
+    changes.mark(0, rows[2:4], shift - 5)
+    changes.mark(0, rows[4:], shift + 7)
+    wanted = changes.since(0, rows, np.full(8, shift + 7))
+    changes.renumber(shift)
+    assert changes.since(0, rows, np.full(8, 7)).tolist() == wanted.tolist()
+    assert wanted.any() and not wanted.all()
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_states_without_the_newest_steps_are_those_of_before_and_the_steps_stand(policy):
     """What a commit does while batches are in flight; a loaded directory goes on alike; drops undo what stands."""
@@ -301,7 +343,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing():
         Directory(4, 1, 1).load({**state, "slots": np.array([1, 1], np.int32)})
     late = Directory(4, 1, 1)
     late.load({**state, "number": np.array([2**28 - 1])})
-    with pytest.raises(OverflowError, match="go on with a new one"):
+    with pytest.raises(ColonnadeError, match="start it again"):
         late.step(np.array([1]))
     directory.flush()
     directory.forget()

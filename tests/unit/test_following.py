@@ -28,7 +28,7 @@ from colonnade.errors import (
 )
 from colonnade.predict import following
 from colonnade.store.disk import Disk
-from colonnade.train import publication
+from colonnade.train import carriage, publication
 from colonnade.train.commit_clock import word as due_word
 from colonnade.train.commits import committed_steps
 from colonnade.train.export import export_run
@@ -188,7 +188,7 @@ def test_two_models_are_not_mixed_up(tmp_path):
     published, other = tmp_path / "published", tmp_path / "other"
     train(Mesh(), tmp_path / "one", published, {"train.max_steps": 4})
     train(Mesh(), tmp_path / "two", other, {"train.max_steps": 8, "train.seed": 1})
-    with pytest.raises(ConfigError, match=r"give train\.publish a folder of its own"):
+    with pytest.raises(ConfigError, match="a folder of its own"):
         train(Mesh(), tmp_path / "two", published, {"train.max_steps": 12, "train.seed": 1})
     with Predictor.open(published) as predictor:
         for path in other.iterdir():
@@ -323,6 +323,41 @@ def test_a_writer_that_dies_at_any_change_is_made_up_for(tmp_path, monkeypatch):
             assert following.step == steps[-1]
             assert equal(scores(following, samples), wanted(folder, 12, samples, tmp_path / "12"))
     assert dies_at > 20
+
+
+def test_a_url_is_followed_as_a_folder_is(tmp_path, monkeypatch):
+    """Written and read by URL: changes, bases, a reader that begins again on its copy, a source that goes away."""
+    monkeypatch.setattr(publication, "LEAST_BYTES", 8000)
+    folder, url, copy = tmp_path / "run", f"memory://{tmp_path}/live", tmp_path / "copy"
+    samples = batches({})[:3]
+    train(Mesh(), folder, url, {"train.max_steps": 4})
+    with pytest.raises(ConfigError, match="copy=folder"):
+        Predictor.open(url)
+    with Predictor.open(url, copy=copy) as predictor:
+        seen = [predictor.step]
+        for steps in (8, 12):
+            train(Mesh(), folder, url, {"train.max_steps": steps})
+            assert predictor.refresh() == 1 and predictor.refresh() == 0
+            seen.append(predictor.step)
+            told = wanted(folder, steps, samples, tmp_path / str(steps))
+            assert seen[-1] == steps and equal(scores(predictor, samples), told)
+            with Predictor.open(url, copy=copy) as again, Predictor.open(copy) as beside:
+                assert equal(scores(again, samples), told) and equal(scores(beside, samples), told)
+        place = carriage.place_of(url)
+        names = {os.path.basename(path) for path in place.files.ls(place.root, detail=False)}
+        assert WORD in names <= {path.name for path in (folder / "published").iterdir()}
+        word = place.path(WORD)
+        content = place.files.cat_file(word)
+        place.files.pipe_file(word, content[:-3])
+        with pytest.raises(CorruptionError, match=WORD):
+            predictor.refresh()
+        place.files.rm(word)
+        with pytest.raises(CheckpointError, match="holds no publication"):
+            predictor.refresh()
+        assert predictor.step == 12 and equal(scores(predictor, samples), told)
+    train(Mesh(), tmp_path / "two", tmp_path / "other", {"train.max_steps": 4, "train.seed": 1})
+    with pytest.raises(ConfigError, match="a folder of its own"):
+        carriage.carry(carriage.place_of(tmp_path / "other"), carriage.place_of(copy))
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def test_a_copy_cut_short_is_found(tmp_path):
 
 
 def test_urls_that_nobody_speaks(tmp_path):
-    with pytest.raises(ConfigError, match=r"train\.mirror 'nonsense://x'"):
+    with pytest.raises(ConfigError, match=r"'nonsense://x'"):
         colonnade.fit(
             Net(), splits(), run=tmp_path / "run", mirror="nonsense://x", epochs=1, **FAST
         )

@@ -114,16 +114,17 @@ class Twin:
                 count += before.count >> shift
             self.time += 1
             self.rows[i] = Row(step, count, norm, self.time)
-        left = []
+        left = [
+            i
+            for i in sorted(self.rows, key=lambda i: self.rows[i].moved)
+            if self.max_age and self.rows[i].step + self.max_age <= step
+        ]
+        for i in left:
+            del self.rows[i]
         if self.max_rows:
-            left = self.order()[: max(0, len(self.rows) - self.max_rows)]
-            for i in left:
+            for i in self.order()[: max(0, len(self.rows) - self.max_rows)]:
+                left.append(i)
                 del self.rows[i]
-        if self.max_age:
-            for i in sorted(self.rows, key=lambda i: self.rows[i].moved):
-                if self.rows[i].step + self.max_age <= step:
-                    left.append(i)
-                    del self.rows[i]
         return left
 
     def order(self):
@@ -198,7 +199,10 @@ STEPS = st.lists(
 @given(
     steps=STEPS,
     kind=st.sampled_from(
-        [("recency", 7, 0, 0), ("recency", 0, 3, 0), ("frequency", 7, 0, 0), ("frequency", 6, 0, 4), ("norm", 5, 0, 0)]
+        [
+            ("recency", 7, 0, 0), ("recency", 0, 3, 0), ("recency", 9, 3, 0), ("frequency", 7, 0, 0),
+            ("frequency", 6, 0, 4), ("norm", 5, 0, 0),
+        ]
     ),
     seed=st.integers(0, 5),
 )  # fmt: skip
@@ -332,6 +336,18 @@ def test_rows_leave_the_disk_too(tmp_path):
         embeddings.store.flush()
     assert trained_ids(embeddings, "item").tolist() == list(range(25, 40))
     assert len(store) == 15
+
+
+def test_rows_leave_a_table_for_age_before_it_is_full():
+    """Of at most five rows for three steps: whichever comes first."""
+    embeddings = opened(table(eviction=MaxRowsEviction(rows=5, age_steps=3)))
+    rows = RowOptimizer(embeddings)
+    kept = {"0 1": 2, "2 3": 4, "4": 5, "5 6": 5, "": 3, "4 5 6": 3, "7 8 9": 5}
+    for said, number in kept.items():
+        ids = [int(i) for i in said.split()]
+        train(embeddings, rows, torch.tensor(ids, dtype=torch.int64))
+        here = trained_ids(embeddings, "item").tolist()
+        assert len(here) == number and set(ids) <= set(here), here
 
 
 def test_the_smallest_rows_leave():
@@ -575,6 +591,8 @@ def test_counters_find_their_ranks(worlds):
         (lambda: MaxRowsEviction(rows=1.5), "rows=1.5"),
         (lambda: MaxRowsEviction(rows=9, by="size"), "by='size'; choose from frequency, norm, recency"),
         (lambda: MaxRowsEviction(rows=9, halve_steps=3), "only counts are halved"),
+        (lambda: MaxRowsEviction(rows=9, age_steps=0), "age_steps=0"),
+        (lambda: MaxRowsEviction(rows=9, by="norm", age_steps=3), "or evict by='recency'"),
         (lambda: table(rows=9, eviction=AgeEviction(steps=3)), "leave rows out for an open table"),
         (lambda: table(admission=AgeEviction(steps=3)), "got admission=AgeEviction"),
         (lambda: table(eviction=3), "got eviction=3, wanted AgeEviction"),
@@ -597,19 +615,23 @@ def test_tables_of_a_model_built_by_name():
     from colonnade.data.contract import Column, Schema
     from colonnade.models.build import build_tables
 
-    columns = [Column("a"), Column("b"), Column("c", cardinality=9)]
+    columns = [Column("a"), Column("b"), Column("c", cardinality=9), Column("d")]
     schema = Schema(dense=(), categorical=tuple(columns), labels=("y",))
     values = {
         "admission": {"updates": 3, "expected_ids": 1000},
         "eviction": {"max_rows": 500, "by": "frequency", "halve_steps": 9},
-        "tables": {"b": {"eviction": {"age_steps": 4}}},
+        "tables": {
+            "b": {"eviction": {"age_steps": 4}},
+            "d": {"eviction": {"age_steps": 4, "max_rows": 6}},
+        },
     }
-    a, b, c = build_tables(schema, build_config({"rows": values}))[0]
+    a, b, c, d = build_tables(schema, build_config({"rows": values}))[0]
+    assert d.eviction == MaxRowsEviction(rows=6, age_steps=4)
     assert a.admission == CountMinAdmission(updates=3, expected_ids=1000)
     assert a.eviction == MaxRowsEviction(rows=500, by="frequency", halve_steps=9)
     assert b.admission is None and b.eviction == AgeEviction(steps=4)
     assert c.admission is None and c.eviction is None
-    with pytest.raises(ConfigError, match=r"rows\.tables\.c: .* it has a, b"):
+    with pytest.raises(ConfigError, match=r"rows\.tables\.c: .* it has a, b, d"):
         build_tables(schema, build_config({"rows": {"tables": {"c": {}}}}))
     closed = Schema(dense=(), categorical=(columns[2],), labels=("y",))
     with pytest.raises(ConfigError, match=r"rows\.eviction: this data has no open table"):

@@ -36,6 +36,10 @@ class Changes:
         """(n,) bool: may have changed in batch read[i], before whose updates the copy was read, or later."""
         return self._newest[self._places(tables, ids)] >= read
 
+    def renumber(self, shift: int) -> None:
+        """As if batches had been counted from `shift` on; those of before are all the first."""
+        self._newest = np.maximum(self._newest - shift, 0)
+
     def _places(self, tables: np.ndarray | int, ids: np.ndarray) -> np.ndarray:
         mixed = ids.astype(np.uint64) * MIX >> self._shifts[tables]
         return mixed.astype(np.int64) + self._firsts[tables]

@@ -8,13 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from colonnade import _native
-from colonnade.errors import ConfigError
+from colonnade.errors import ColonnadeError, ConfigError
 
 HIT, MISS, LEASE_OVER = 0, 1, 2
 """Of `Decision.asked`."""
 POLICIES = ("lru", "lfu", "light_lfu", "lookahead")
 UNBOUNDED = 2**31 - 2
 """A bound that nothing passes."""
+RENUMBERED = 2**27
+"""Batches that a run which goes on has behind it at most, or 63 more, of the 2**28 that a directory counts."""
+TURN = 64  # batches after which uses that were foretold and did not come are forgotten
+KNOWN = 2**31
+"""Of `lookahead`: from here on a worth says when the next use is, the sooner the more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,8 @@ class Directory:
 
     In flat, native arrays: bookkeeping is 30 bytes a slot or less (`num_bytes`) once there are some ten thousand, at
     any time. Ids are any 64 bits. Ticks of one row stop at 2**24 - 1. A directory ends with its 2**28th batch:
-    OverflowError. The interpreter's lock is let go of; one thread at a time: the owner of this object locks.
+    ColonnadeError; a state of so many is `renumbered`. The interpreter's lock is let go of; one thread at a time: the
+    owner of this object locks.
     """
 
     def __init__(
@@ -143,7 +149,13 @@ class Directory:
         known; coming, the rows of the batch `window` after this one, ascending: what is new in sight.
         """
         arguments = np.ascontiguousarray(ids), next_uses, coming, window
-        done = self._native.step(*arguments)
+        try:
+            done = self._native.step(*arguments)
+        except OverflowError:
+            raise ColonnadeError(
+                f"plan.cache: got more than {self.number:,} batches, wanted as many at most, counted from the run's "
+                "last start; start it again: it goes on from its newest commit, and counts from less"
+            ) from None
         return Decision(
             done.number, done.slots, done.asked, done.ages, done.ticks, done.pushed, done.leaving,
             done.evicted_ids, done.evicted_slots, done.evicted_ticks, Journal(arguments, done),
@@ -228,6 +240,23 @@ class Directory:
             int(state["number"][0]),
             int(state["time"][0]),
         )
+
+
+def surplus(number: int) -> int:
+    """Batches that a run which goes on at batch `number` need not count."""
+    return max(0, number - RENUMBERED) // TURN * TURN
+
+
+def renumbered(state: dict[str, np.ndarray], policy: str, shift: int) -> dict[str, np.ndarray]:
+    """A directory's state as if it had begun `shift` batches later, a multiple of TURN: what it decides is the same,
+    for ages and orders are differences. Copies of before count as read and used at its begin."""
+    copied = np.maximum(state["copied"] - shift, 0)
+    worth = state["score"]
+    if policy in ("lru", "lookahead"):
+        is_known = (worth >= KNOWN) & (policy == "lookahead")
+        later = np.minimum(worth + shift, 2 * KNOWN - 1)
+        worth = np.where(is_known, later, np.maximum(worth - shift, 1))
+    return {**state, "number": state["number"] - shift, "copied": copied, "score": worth}
 
 
 def _check(capacity: int, read_bound: int, write_bound: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from colonnade.cache.directory import renumbered, surplus
 from colonnade.exchange.cached import CachedExchange
 from colonnade.exchange.settling import Before
 
@@ -54,7 +55,9 @@ def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | N
 
 def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
     """Before the first batch. The store has the rows of the commit. Bounds are those of the commit until they are
-    changed."""
+    changed. Batches are counted on; from less where they would come to an end (all ranks alike: theirs are one number).
+    """
+    shift = surplus(state["number"])
     for t, table in enumerate(exchange.declaration.tables):
         said = state["tables"][table.name]
         before = Before(said["before"]["ids"], said["before"]["records"])
@@ -65,7 +68,8 @@ def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
             exchange.store.put(t, ids[some].contiguous(), records[some].contiguous())
         exchange.store.delete(t, before.ids[~trained].contiguous())
         directory = {name: values.numpy() for name, values in said["directory"].items()}
-        exchange.directories[t].load(directory)
+        exchange.directories[t].load(renumbered(directory, said["policy"], shift))
         exchange.copies.load(t, directory["slots"].astype("int64"), said["copies"])
         exchange.changes.of(t)[:] = said["changes"].numpy()
-    exchange.rule, exchange.number = state["rule"], state["number"]
+    exchange.changes.renumber(shift)
+    exchange.rule, exchange.number = state["rule"], state["number"] - shift

@@ -276,11 +276,14 @@ def _admission(config: AdmissionConfig) -> Admission | None:
 
 
 def _eviction(config: EvictionConfig) -> Eviction | None:
-    if config.age_steps is not None:
-        return AgeEviction(steps=config.age_steps)
     if config.max_rows is None:
-        return None
-    return MaxRowsEviction(rows=config.max_rows, by=config.by, halve_steps=config.halve_steps)
+        return None if config.age_steps is None else AgeEviction(steps=config.age_steps)
+    return MaxRowsEviction(
+        rows=config.max_rows,
+        by=config.by,
+        halve_steps=config.halve_steps,
+        age_steps=config.age_steps,
+    )
 
 
 def _row_kind(kind: Kind, table: str, tasks: int, config: RunConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from colonnade.errors import CheckpointError, StorageError
 from colonnade.table import Table
+from colonnade.train.carriage import Place, carry, place_of
 from colonnade.train.publication import Base, ChangeSet, Published, read_change, read_word
 
 TRIES = 3  # to open a base while the run replaces it
@@ -17,9 +18,9 @@ TRIES = 3  # to open a base while the run replaces it
 class Following:
     """Where one predictor is in a publication. One thread at a time."""
 
-    def __init__(self, folder: Path, run: str, base: Base) -> None:
-        """base: what the predictor has opened."""
-        self.folder, self.run = folder, run
+    def __init__(self, folder: Path, run: str, base: Base, source: Place | None = None) -> None:
+        """base: what the predictor has opened; source: what the folder is a copy of."""
+        self.folder, self.run, self.source = folder, run, source
         self.opened(base)
 
     def behind(self) -> tuple[Base | None, Published]:
@@ -27,8 +28,11 @@ class Following:
 
         Another base is opened as soon as it is there: its rows are mapped, those of changes are this process's memory.
         That of a publication that was removed and began anew is another one, too, whatever its number.
-        Raises CheckpointError where the folder publishes nothing, or another run.
+        Raises CheckpointError where the folder publishes nothing, or another run; StorageError where its source cannot
+        be read.
         """
+        if self.source is not None:
+            carry(self.source, place_of(self.folder))
         word = published(self.folder)
         if word.run != self.run:
             raise CheckpointError(

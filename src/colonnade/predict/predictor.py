@@ -34,6 +34,7 @@ from colonnade.ops.memory import keep_freed_memory
 from colonnade.predict.following import Following, newest_base
 from colonnade.predict.serving import exported
 from colonnade.store.mapped import MappedRows, open_mapped
+from colonnade.train.carriage import carry, is_url, place_of
 from colonnade.train.fingerprint import dense_weights, load_dense
 from colonnade.train.publication import WORD, Base
 from colonnade.train.run import OWN
@@ -79,22 +80,33 @@ class Predictor:
         *,
         model: nn.Module | None = None,
         at: int | str | None = None,
+        copy: str | Path | None = None,
     ) -> Predictor:
         """Open an exported folder, or a run folder: its commit (newest, or step `at`) is then exported first, once,
-        to RUN/serving. Of a folder that a run publishes to, the newest commit there.
+        to RUN/serving. Of a folder that a run publishes to, the newest commit there. Of a URL that a run publishes to,
+        the same: `copy` is a folder of this host that it is brought to, which other predictors may follow as it is.
 
         `model`: the network, not yet used, where it is your own; default: built from the run's configuration.
         Raises CheckpointError where there is no such commit or it is another model's, StorageError for files
         that cannot be read.
         """
-        path, following = Path(path), None
+        source, following = None, None
+        if is_url(path):
+            if copy is None:
+                raise ConfigError(
+                    f"{path} is a URL, and rows are mapped from files; say which folder it is brought to: "
+                    "Predictor.open(url, copy=folder)"
+                )
+            source, path = place_of(path), copy
+            carry(source, place_of(path))
+        path = Path(path)
         if (path / WORD).is_file():
             if at is not None:
                 raise ConfigError(
                     f"{path} is a publication and holds the newest commit; leave --at out"
                 )
             folder, word = newest_base(path)
-            following = Following(path, word.run, word.bases[-1])
+            following = Following(path, word.run, word.bases[-1], source)
         else:
             folder = exported(path, at=at)
         said = _read_model(folder)

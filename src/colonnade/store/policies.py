@@ -286,18 +286,17 @@ def _sketch(admission: CountMinAdmission, shard: Shard) -> _native.CountMinSketc
 
 def _order(table: Table, shard: Shard) -> _native.Retention:
     num_owners = shard.num_owners
-    if isinstance(table.eviction, AgeEviction):
-        return _native.Retention("recency", 0, table.eviction.steps, 0, num_owners)
-    assert isinstance(table.eviction, MaxRowsEviction) and shard.place is not None
-    share = (table.eviction.rows + shard.place) // num_owners
-    if table.eviction.rows < num_owners:
+    said = table.eviction
+    if isinstance(said, AgeEviction):
+        return _native.Retention("recency", 0, said.steps, 0, num_owners)
+    assert isinstance(said, MaxRowsEviction) and shard.place is not None
+    share = (said.rows + shard.place) // num_owners
+    if said.rows < num_owners:
         raise ConfigError(
-            f"table {table.name!r}: got MaxRowsEviction(rows={table.eviction.rows}) for {num_owners} ranks, wanted at "
+            f"table {table.name!r}: got MaxRowsEviction(rows={said.rows}) for {num_owners} ranks, wanted at "
             "least a row for each"
         )
-    return _native.Retention(
-        table.eviction.by, share, 0, table.eviction.halve_steps or 0, num_owners
-    )
+    return _native.Retention(said.by, share, said.age_steps or 0, said.halve_steps or 0, num_owners)
 
 
 def _mix64(x: np.ndarray) -> np.ndarray:

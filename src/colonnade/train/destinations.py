@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from colonnade.config import TrainConfig
+from colonnade.errors import ColonnadeError
 from colonnade.store.disk import Disk
+from colonnade.train.carriage import carry, is_url, place_of
 from colonnade.train.commits import Commits
 from colonnade.train.mirror import Mirror
 from colonnade.train.publication import Publication, check_owner, read_word
+
+PUBLISHED = "published"
+"""In the run folder: what is carried to a URL."""
 
 
 class Destination(Protocol):
@@ -25,12 +31,35 @@ class Destination(Protocol):
         ...
 
 
+@dataclass
+class Carried:
+    """Rank 0's publication at a URL: one in the run folder, and its copy there after each commit."""
+
+    here: Publication
+    url: str
+
+    def send(self, step: int, kept: Sequence[int], say: Callable[[str], None]) -> None:
+        self.here.send(step, kept, say)
+        if self.here.problem is not None:
+            return
+        try:
+            carry(place_of(self.here.folder), place_of(self.url))
+        except (ColonnadeError, OSError) as error:
+            self.here.problem = error
+            say(f"{error}. Training goes on; the next commit makes it up")
+
+    def close(self) -> None:
+        self.here.close()
+
+
 def open_destinations(
     config: TrainConfig, folder: Path, commits: Commits, step: int | None, disk: Disk
 ) -> list[Destination]:
     """Every rank; only rank 0 gets any. A commit that was made and not published, because the run was killed between
     the two, is published now. Raises ConfigError for a publication that is another run's."""
+    at_url = config.publish is not None and is_url(config.publish)
     publishes = None if config.publish is None else Path(config.publish)
+    publishes = folder / PUBLISHED if at_url else publishes
     if publishes is not None and (word := read_word(publishes)) is not None:
         check_owner(publishes, word, commits.run)
     if commits.mesh.rank:
@@ -39,7 +68,8 @@ def open_destinations(
     if config.mirror is not None:
         found.append(Mirror(folder, config.mirror))
     if publishes is not None:
-        found.append(Publication(folder, publishes, disk))
+        published = Publication(folder, publishes, disk)
+        found.append(Carried(published, str(config.publish)) if at_url else published)
         if step is not None:
             found[-1].send(step, [step], print)
     return found

@@ -143,7 +143,7 @@ def open_url(url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url.rstrip("/"))
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            f"train.mirror {url!r}: {error}. Install fsspec's package for it (s3fs, gcsfs, ...), or give "
+            f"{url!r}: {error}. Install fsspec's package for it (s3fs, gcsfs, ...), or give "
             "another URL"
         ) from None
 

@@ -229,7 +229,12 @@ def read_word(folder: Path) -> Published | None:
     path = folder / WORD
     if not path.exists():
         return None
-    said = json.loads(_whole(path))
+    return parse_word(_whole(path), path)
+
+
+def parse_word(content: bytes, path: Path) -> Published:
+    """Of the word's content, which lies at `path`. Raises CheckpointError for another version."""
+    said = json.loads(content)
     got = (said.pop("format", None), said.pop("version", None))
     if got != (FORMAT, VERSION):
         raise CheckpointError(
@@ -244,7 +249,8 @@ def check_owner(folder: Path, word: Published, run: str) -> None:
     """Raises ConfigError where the folder is another run's."""
     if word.run != run:
         raise ConfigError(
-            f"{folder} publishes run {word.run}, this is run {run}; give train.publish a folder of its own"
+            f"{folder} publishes run {word.run}, this is run {run}; give train.publish (or a predictor's copy) a "
+            "folder of its own"
         )
 
 

@@ -28,8 +28,9 @@ def find_collection(model: nn.Module) -> EmbeddingCollection:
 
 def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
     """Raises ConfigError where the settings ask for a part that the data has not."""
-    if config.train.mirror is not None:
-        open_url(config.train.mirror)
+    for url in (config.train.mirror, config.train.publish):
+        if url is not None:
+            open_url(url)
     if config.train.progressive and not data.days:
         raise ConfigError(
             "train.progressive needs data with days (Splits.days); this data set has none"
