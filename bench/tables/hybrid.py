@@ -11,12 +11,14 @@ from harness import Measured, print_machine
 from rich.console import Console
 from rich.table import Table as Grid
 
-from tables.exchange import EXPOSED, LATE, is_peer, names_of, steps_of
+from tables.exchange import EXPOSED, LATE, PROCESSOR, is_peer, names_of, steps_of
 
 ALONE = 0
 ALIKE = 3.0
 """Computing and communicating that differ by more have little to hide of each other, and much noise for it."""
 WANTED = 0.7
+CORES = " cores"
+"""Of a world and workload: how many processors all ranks share."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Overlap:
     compute: float
     communication: float
     peer: float | None
+    processors: float | None
+    """What the synchronous step needs of them, were all of them busy all the time. None: not recorded."""
 
     @property
     def hideable(self) -> float:
@@ -40,6 +44,12 @@ class Overlap:
     @property
     def won(self) -> float:
         return (self.sync - self.late) / self.hideable
+
+    @property
+    def reached(self) -> float | None:
+        """Likewise of what processors leave to be hidden, which compute and communicate; None: nothing."""
+        left = self.sync - max(self.compute, self.communication, self.processors or 0.0)
+        return None if self.processors is None or left <= 0 else (self.sync - self.late) / left
 
     @property
     def is_judged(self) -> bool:
@@ -56,6 +66,8 @@ def overlaps(measured: Sequence[Measured]) -> list[Overlap]:
     """Of every case with dense work whose exchange was measured alone at the same rate."""
     found = []
     exposed = {(m.case, m.system): m.median for m in measured if m.case.endswith(EXPOSED)}
+    processor = {(m.case, m.system): m.median for m in measured if m.case.endswith(PROCESSOR)}
+    cores = {m.case: m.median for m in measured if m.case.endswith(CORES)}
     for case in names_of(measured):
         alone = re.sub(r"\d+ units", name_of(ALONE), case)
         steps, bare = steps_of(measured, case), steps_of(measured, alone)
@@ -65,11 +77,13 @@ def overlaps(measured: Sequence[Measured]) -> list[Overlap]:
         if case == alone or not sync or not late:
             continue
         name, best = min(sync, key=sync.__getitem__), min(late, key=late.__getitem__)
+        shared = cores.get(case.rsplit(" ", 2)[0] + CORES)
         peers = [ms for peer, ms in steps.items() if is_peer(peer)]
         found.append(
             Overlap(
                 case, sync[name], name, late[best], best, sync[name] - exposed.get((case + EXPOSED, name), 0.0),
                 bare[name], min(peers, default=None),
+                None if shared is None else processor[case + PROCESSOR, name] / shared,
             )
         )  # fmt: skip
     return found
@@ -84,6 +98,8 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
     ratios |= {f"overlap_won {case}": won for case, won in judged.items()}
     if judged:
         ratios["overlap_won"] = min(judged.values())
+    reached = {each.case: each.reached for each in found if each.is_judged}
+    ratios |= {f"overlap_reached {case}": x for case, x in reached.items() if x is not None}
     if peers := [each.peer / each.late for each in found if each.peer is not None]:
         ratios["hybrid_vs_torchrec_best"] = min(peers)
     return ratios
@@ -99,8 +115,10 @@ def print_result(console: Console, measured: Sequence[Measured], result: Mapping
         "ms",
         "compute",
         "links",
+        "processors",
         "torchrec",
         "won",
+        "reached",
     ):
         grid.add_column(
             heading, justify="left" if heading in ("case", "synchronous", "bounded") else "right"
@@ -108,8 +126,8 @@ def print_result(console: Console, measured: Sequence[Measured], result: Mapping
     for each in overlaps(measured):
         grid.add_row(
             each.case, each.best_sync, f"{each.sync:.1f}", each.best_late, f"{each.late:.1f}", f"{each.compute:.1f}",
-            f"{each.communication:.1f}", "" if each.peer is None else f"{each.peer:.1f}",
-            f"{each.won:.2f}" if each.is_judged else "",
+            f"{each.communication:.1f}", *(f"{x:.1f}" if x is not None else "" for x in (each.processors, each.peer)),
+            *(f"{x:.2f}" if x is not None and each.is_judged else "" for x in (each.won, each.reached)),
         )  # fmt: skip
     console.print(grid)
     for name, value in result["ratios"].items():

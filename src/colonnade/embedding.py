@@ -18,18 +18,19 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.consistency import of_tables
-from colonnade.data.lookahead import DEEPEST, Lookahead, Window
+from colonnade.data.lookahead import DEEPEST, LATE, Lookahead, Window
 from colonnade.errors import BudgetExceeded, CheckpointError, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
 from colonnade.exchange.ahead import Ahead, open_ahead
 from colonnade.exchange.cached import cached_end, without_copies
 from colonnade.exchange.changing import change
-from colonnade.exchange.contract import Pushed, RowGradients, RowSource, Ticket, touched
+from colonnade.exchange.contract import Pushed, RowSource, Ticket
 from colonnade.exchange.layout import declare
 from colonnade.exchange.lent import lent_end
 from colonnade.exchange.recording import all_finite
 from colonnade.exchange.rows import RowsExchange
 from colonnade.exchange.slices import slices_of
+from colonnade.exchange.updates import Update, Updates
 from colonnade.interaction import Interaction
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.plan.plan import Plan, build_plan
@@ -90,8 +91,8 @@ class EmbeddingCollection(nn.Module):
         # Says where outputs go: `to` moves it with the module, while rows stay where they were opened.
         self.register_buffer("place", torch.empty(0), persistent=False)
         self.live: list[Ticket] = []  # forward done, not yet stepped
-        self.pushed: Pushed | None = None  # gradients of `live` that have reached their owners
-        self.step = 0  # updates applied
+        self.pushed: Pushed | None = None  # gradients of `live`
+        self.step = 0  # updates, with those under way
         # Batches, by updates that reads missed: a read for each bound of tables; without what a commit held.
         self.missed: Counter[int] = Counter()
         # (run, step) of the newest commit of the rows
@@ -184,6 +185,10 @@ class EmbeddingCollection(nn.Module):
         given = {self._slices(name): policy for name, policy in (policies or {}).items()}
         check_policies(given, own, [each.table for each in laid], is_lent=self.lent is not None)
         self.policies: dict[int, RowPolicy] = {**own, **{t: each for (t,), each in given.items()}}
+        self.updates = Updates(self.exchange, self.store, self.policies, self.missed)
+        heard = self.cached or self.lent or self.policies or self.exchange.pushed_parameters
+        is_alone = self.mesh.num_ranks == 1 or not self.consistency.is_exact
+        self._lands_late = self.bounds[0] >= LATE and not (is_alone or heard)
         self._window = Window(
             stall_seconds=lambda: self.store.sources.stall_seconds,
             share=self.store.pinned_share,
@@ -279,7 +284,8 @@ class EmbeddingCollection(nn.Module):
             never=list(self.policies),
         )  # fmt: skip
         sees = self.lent or self.cached
-        return Lookahead(
+        self.updates.settle()
+        found = Lookahead(
             batches if sees is None else sees.in_sight(batches, self.slices, self.step),
             prepare=self.prepare,
             fetch=self.fetch,
@@ -290,8 +296,11 @@ class EmbeddingCollection(nn.Module):
             is_alone=self.mesh.num_ranks == 1,
             ahead=self.ahead,
             agree=None if self.consistency.is_exact else self.mesh.least,
+            land=self.updates.land,
             change=None if self.cached is None else partial(change, self.cached),
         )
+        self.updates.read_by(found)
+        return found
 
     def prepare(self, batch: Batch, *, purpose: str = "route") -> Ticket:
         """Collective, any one thread: ids travel, owners make the rows resident and pin them. While a lookahead
@@ -337,7 +346,7 @@ class EmbeddingCollection(nn.Module):
         in_place = not self.consistency.reads_ahead
         self.exchange.fetch(ticket, RowSource(self.store.views(), ticket.pinned, in_place))
         for each in unread:
-            each.seen = None if each.reads is None else self.step
+            each.seen = None if each.reads is None else self.step - len(self.updates)
 
     def finite(self) -> bool:
         """Whether every gradient recorded on this rank is finite."""
@@ -348,11 +357,11 @@ class EmbeddingCollection(nn.Module):
             for part in gradients
         )
 
-    def collect(self) -> RowGradients | None:
-        """Collective: push what backward recorded since the last step to the rows' owners. None: there is nothing.
-        Completes the gradients of `exchange.pushed_parameters`.
+    def collect(self) -> Pushed:
+        """Collective: push what backward recorded since the last step to the rows' owners. It has arrived there, but
+        where updates land late (`push`). Completes the gradients of `exchange.pushed_parameters`.
 
-        Once per step: `push` then applies what is here. RuntimeError if a backward came in between.
+        Once per step: `push` then applies it. RuntimeError if a backward came in between.
         """
         for ticket in self.live:
             for gradients, versions in ticket.recorded():
@@ -363,52 +372,51 @@ class EmbeddingCollection(nn.Module):
                     )
         recorded = sum(ticket.num_backwards for ticket in self.live)
         if self.pushed is None:
-            self.pushed = Pushed(self.exchange.push(self.live, self.step), recorded)
+            pushed = Pushed(self.exchange.begin_push(self.live, self.step), recorded)
+            if not self._lands_late:
+                pushed.arrive()
+            self.pushed = pushed
         elif self.pushed.recorded != recorded:
             raise RuntimeError(
                 "backward was called after the gradients were clipped; clip between the last backward "
                 "and step()"
             )
-        return self.pushed.gradients
+        return self.pushed
 
     def squared_gradient_norm(self) -> float:
         """Collective: the sum of squares of all rows' summed gradients, over all ranks."""
-        gradients, square = self.collect(), 0.0
-        if gradients is not None:
-            summed, square = self.exchange.squared_norm(gradients)
-            self.pushed = Pushed(summed, self.pushed.recorded if self.pushed else 0)
+        pushed, square = self.collect(), 0.0
+        if (gradients := pushed.arrive()) is not None:
+            pushed.gradients, square = self.exchange.squared_norm(gradients)
         total = torch.tensor([square], dtype=torch.float64)
         return float(self.mesh.all_reduce("push", total, counts_as="control"))
 
     def push(self, optimizers: Tensor, settings: Tensor) -> None:
         """Collective: push what backward recorded, apply it once, release the rows.
 
-        optimizers (P,) int32, settings (P, 16) float64 by declared part: see `_native.update`.
-        """
+        Where reads are `LATE` steps early or more it only begins (`exchange.updates`), unless gradients were waited for
+        (clipping), or a policy, a cache or a loan must hear of each update. optimizers (P,) int32, settings (P, 16)
+        float64 by declared part: see `_native.update`."""
         optimizers, settings = map(self.slices.by_part, (optimizers, settings))
-        gradients, tickets = self.collect(), self.live
-        if gradients is not None:
-            for ticket in tickets:  # one whose values were restored was never fetched
-                self.store.wait(ticket.job)
-            self.store.before_update(gradients.slots, gradients.offsets)
-            self.exchange.update(self.store, gradients, optimizers, settings)
+        update = Update(self.step, self.collect(), self.live, optimizers, settings.clone())
+        self.updates.make(update)
         self.live, self.pushed = [], None
-        for t, policy in self.policies.items():
-            self._ask(policy, t, tickets)
-        for ticket in tickets:
-            slots = ticket.by_page.slots if ticket.by_page else ticket.pinned
-            self.store.release(slots, ticket.owned_offsets, dirty=True)
-            ticket.finish()
-            self.missed.update(ticket.missed(self.step))
         self.step += 1
+
+    def take_back(self) -> None:
+        """What `collect` pushed since the last step will not be applied."""
+        pushed, self.pushed = self.pushed, None
+        if pushed is not None:
+            pushed.arrive()
 
     def keep(self, tickets: Sequence[Ticket]) -> None:
         """Drop the other batches since the last step: no rank had a gradient for them."""
+        self.take_back()
         kept = {id(ticket) for ticket in tickets}
         for ticket in self.live:
             if id(ticket) not in kept:
                 self.drop(ticket)
-        self.live, self.pushed = list(tickets), None
+        self.live = list(tickets)
 
     def forget(self) -> None:
         """Drop every batch since the last step without applying it."""
@@ -433,6 +441,7 @@ class EmbeddingCollection(nn.Module):
         Rows never trained read as their first value; nothing is remembered of the call.
         """
         self.ensure_open()
+        self.updates.settle()
         numbers = self._slices(table)
         rows = self.slices.laid[numbers[0]].table.rows
         unique, inverse = torch.unique(ids, return_inverse=True)
@@ -458,6 +467,7 @@ class EmbeddingCollection(nn.Module):
         """Every rank with the same ids (N,): their rows are forgotten, wherever they are; the next read of one gives
         its first value. A row that a batch in flight uses is born again in place. Ids never trained are passed over."""
         self.ensure_open()
+        self.updates.settle()
         self.changes()
         for t in without_copies(self.cached or self.lent, self._slices(table)):
             mine = ids[self.shards[t].owns(ids, self.slices.laid[t].table.rows)].unique()
@@ -475,8 +485,9 @@ class EmbeddingCollection(nn.Module):
     def scan(self, table: str) -> Iterator[Rows]:
         """This rank's trained rows, each once, a run at a time, in memory or below it; of a replicated table every rank
         has them all, of one cut by columns those of its slice. Changes nothing; the table must not be trained
-        meanwhile."""
+        meanwhile. Collective where updates land late."""
         self.ensure_open()
+        self.updates.settle()
         for t in self._slices(table):
             kind = self.slices.laid[t].table
             for ids, records in self.store.scan(t):
@@ -497,17 +508,6 @@ class EmbeddingCollection(nn.Module):
         """Numbers of a table's slices, from the left, among all that were laid out."""
         return self.slices.of_table[self._number(table)]
 
-    def _ask(self, policy: RowPolicy, t: int, tickets: Sequence[Ticket]) -> None:
-        """The policy hears of the rows of table t that were just updated here, and names those to forget."""
-        updated, where = touched(tickets, t)
-        clocks = self.store.clocks(t, where)
-        if isinstance(policy, RowRetention) and policy.reads_norms:
-            norms = self.exchange.squared_norms(self.store.views()[t], where)
-            left = policy.forget(updated, clocks, self.step, norms)
-        else:
-            left = policy.forget(updated, clocks, self.step)
-        self.store.delete(t, left.unique())
-
     def adopt(self, t: int, ids: Tensor, records: Tensor) -> None:
         """Between steps: these rows of slice t came here from elsewhere. They are admitted, and others may have to
         leave for them. ids (N,) unique; records (N, record_bytes) uint8."""
@@ -523,6 +523,7 @@ class EmbeddingCollection(nn.Module):
     def read(self, batch: Batch) -> dict[str, Tensor]:
         """Evaluation: sees every update, leaves no trace; any number of training batches may be in flight. A server
         calls it where the others call the collection: `topology.reads`."""
+        self.updates.settle()
         ticket = self.slices.route(self.exchange, batch, self.step, "evaluate")
         batch.world_weight = ticket.weight
         found = self.store.read(ticket.owned_ids, ticket.owned_offsets)

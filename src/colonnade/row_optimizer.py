@@ -174,7 +174,8 @@ class RowOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients recorded since the last step."""
-        self.collection.pushed, self._gradient_scale = None, 1.0
+        self._gradient_scale = 1.0
+        self.collection.take_back()
         for ticket in self.collection.live:
             ticket.forget()
 
@@ -185,6 +186,7 @@ class RowOptimizer(Optimizer):
         before. By slice, the rows that change for it, as they were; none where there is no cache. Rows that are lent
         become what they are where they lie, and nothing changes back."""
         self.collection.ensure_open()
+        self.collection.updates.settle()
         cached, lent = self.collection.cached, self.collection.lent
         if lent is not None:
             lent.settle()

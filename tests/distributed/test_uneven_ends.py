@@ -30,7 +30,7 @@ PLANS = {
     "pooled, late by one": {
         "exchange": "pooled",
         "tables": {"wide": {"exchange": "rows"}},  # sequences
-        "staleness_steps": 1,
+        "staleness_steps": 2,
     },
     "replicated": {"exchange": "replicated"},
     "mixed, in halves": {

@@ -14,7 +14,7 @@ from small_run import digest
 
 SCRIPT = Path(__file__).with_name("small_run.py")
 SETTINGS = {
-    "plan.staleness_steps": 1,
+    "plan.staleness_steps": 2,
     "plan.memory.dram": 90_000,
     "train.epochs": 1,
     "train.evaluate_steps": 6,

@@ -10,7 +10,7 @@ from threading import Semaphore
 import pytest
 import torch
 from ranks import run_ranks
-from scenario import assert_same_bits, train
+from scenario import assert_close, assert_same_bits, train
 
 from colonnade import (
     SGD,
@@ -69,6 +69,56 @@ def test_the_same_bound_gives_the_same_bits(staleness):
     one = train(Mesh(), staleness=staleness, lookahead=1)
     other = train(Mesh(), staleness=staleness, lookahead=4, evaluate_every=1)
     assert_same_bits(one, other)
+
+
+def late_ranks(mesh: Mesh) -> list:
+    """Of two bounds: trained as it comes; with every update waited for by an evaluation; and the counts of one row."""
+    found: list = []
+    for late in ({"staleness": 2}, {"staleness": 4, "late": {"item": 2, "wide": 3}}):
+        found.append([train(mesh, lookahead=5, evaluate_every=e, **late) for e in (0, 1)])
+    return [*found, under_way(mesh, 2), under_way(mesh, 3)]
+
+
+def under_way(mesh: Mesh, staleness: int) -> dict:
+    """Updates under way after each step; what its read saw; what any rank reads in the end."""
+    table = Table("count", 1, rows=1, optimizer=SGD(lr=1.0), initializer=Uniform(scale=0.0))
+    collection = EmbeddingCollection([table], [Feature("one", "count")])
+    plan = build_plan(
+        collection.tables, mesh.num_ranks, lookahead=staleness + 1, staleness_steps=staleness
+    )
+    collection.open(plan, mesh)
+    rows, zero = RowOptimizer(collection), torch.zeros(1, dtype=torch.int64)
+    found: dict = {"left": [], "seen": []}
+    coming = collection.lookahead(
+        Batch(1, torch.zeros(1, 0), {"one": Ids(zero)}) for _ in range(STEPS)
+    )
+    for batch in coming:
+        value = collection(batch)["one"]
+        found["seen"].append(round(value.item()))
+        (-value).sum().div(mesh.num_ranks).backward()
+        rows.step()
+        found["left"].append(len(collection.updates))
+        if len(found["seen"]) == STEPS // 2:
+            assert len(coming.fetched) == staleness and len(collection.updates) == 1
+    return found | {
+        "last": round(collection.rows("count", zero).item()),
+        "missed": collection.missed,
+    }
+
+
+def test_updates_under_way_change_no_bit():
+    """Ranks whose updates travel while the next step computes read what they do where each is waited for, and what one
+    rank does, for which nothing travels."""
+    first, second = run_ranks(2, late_ranks)
+    for one, other in zip(first[:2], second[:2], strict=True):
+        assert_same_bits(*one)
+        assert_same_bits(one[0], other[0])
+    assert_close(first[0][0], train(Mesh(), lookahead=5, staleness=2), 1e-10)
+    for staleness, found in ((2, first[2]), (3, first[3])):
+        assert found["seen"] == [max(0, step - staleness) for step in range(STEPS)]
+        assert found["last"] == STEPS
+        assert found["missed"] == Counter(min(step, staleness) for step in range(STEPS))
+        assert max(found["left"]) == 2 and min(found["left"]) == 1
 
 
 def test_another_bound_gives_another_model():

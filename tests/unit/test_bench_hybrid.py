@@ -15,7 +15,7 @@ sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
 import sparse  # noqa: E402
 from harness import Measured  # noqa: E402
 from tables import hybrid as tables  # noqa: E402
-from tables.exchange import EXPOSED, UPLINK  # noqa: E402
+from tables.exchange import EXPOSED, PROCESSOR, UPLINK  # noqa: E402
 
 
 def rows(case: str, ms: dict[str, float], free: dict[str, float] | None = None) -> list[Measured]:
@@ -44,6 +44,19 @@ def test_overlap_is_of_the_best_plans_and_of_cases_that_are_alike():
     assert ratios["hybrid_vs_sync_best"] == pytest.approx(100 / 72)
     assert ratios["hybrid_vs_torchrec_best"] == pytest.approx(2.0)
     assert "overlap_won 2x2 1024 units 1 Gbit/s" not in ratios
+    assert "overlap_reached 2x2 128 units 1 Gbit/s" not in ratios, (
+        "nobody said what processors need"
+    )
+    case = "2x2 128 units"
+    measured.append(Measured(case + tables.CORES, "machine", "processors", [2.0]))
+    measured += [
+        Measured(f"{case} {rate:g} Gbit/s" + PROCESSOR, "rows row-wise", "ms/step", [130.0])
+        for rate in (1, 10)
+    ]
+    assert tables.overlaps(measured)[0].processors == 65.0
+    ratios = tables.ratios_of(measured)
+    assert ratios["overlap_won"] == pytest.approx(0.7), "is as it was"
+    assert ratios["overlap_reached 2x2 128 units 1 Gbit/s"] == pytest.approx(28 / 35)
 
 
 def test_sparse_rates_and_the_bytes_of_a_row():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -47,6 +47,15 @@ class Decision:
     )  # (E,) int32. What is pending there goes with this step; then they are free
     evicted_ticks: np.ndarray  # (E,) int32
     journal: object = None  # the directory's own: what `undo` needs
+
+
+OF_ROWS = tuple(field.name for field in fields(Decision))[1:-1]
+
+
+def joined(decisions: Sequence[Decision]) -> Decision:
+    """Of several tables and one batch, as one: all rows, table by table; nothing that could be undone."""
+    arrays = (np.concatenate([getattr(each, name) for each in decisions]) for name in OF_ROWS)
+    return Decision(decisions[0].number, *arrays)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,9 @@ The delay line is the whole of bounded staleness: a batch is fetched when it ent
 leaves, so many updates later. Where tables have several bounds, each fetches what is due by then, whenever the batch
 has come so far. Where the ranks `agree` instead, batches enter as soon as they are ready.
 
+Where an update is still under way when a batch is handed out, what would be read now, and sees that update, is read
+later: at the next `next()`, once it has landed. The line is as much shorter meanwhile. Reads see what they always do.
+
 How far ahead: as deep as told, or, with depth "auto", deeper while training waits for reads that were asked for as
 early as the depth allows. Whatever the depth, a window whose rows do not fit memory becomes shallower.
 """
@@ -34,6 +37,7 @@ SHALLOW, DEEPEST = 2, 64
 STALLED = 0.02  # of the time: worth looking further ahead
 CROWDED = 0.5  # of a table's slots in a window: what is not in it should keep the rest
 LOOKED_AT = 16  # batches between two decisions
+LATE = 2  # steps: reads that are so early leave an update one to travel in, and their own values another
 PATIENCE = 2.0  # seconds, with processes that read what nobody wants any more
 
 
@@ -94,11 +98,13 @@ class Lookahead(Iterator[Batch]):
         is_alone: bool = True,
         ahead: Leaving | None = None,
         agree: Callable[[int], int] | None = None,
+        land: Callable[[int], int] = lambda count: 0,
         change: Callable[[Mapping[str, Any], Callable[[], None]], None] | None = None,
     ) -> None:
         """fetch(ticket, steps before its use). bounds: ascending, in steps; all that tables have, of which the last is
         when a batch enters the line. agree: unbounded staleness; of the batches that are ready here, as many as are on
-        every rank. change(caches, undo): of ranks that keep copies; see `change_caches`."""
+        every rank. land(count): applies the oldest updates that are under way, and says how many are left; none is
+        where a bound is less than `LATE`. change(caches, undo): of ranks that keep copies; see `change_caches`."""
         self._batches = Rewindable(batches)
         self._prepare = prepare
         self._fetch = fetch
@@ -109,6 +115,7 @@ class Lookahead(Iterator[Batch]):
         self._is_alone = is_alone
         self._ahead = ahead
         self._agree = agree
+        self._land = land
         self._change = change
         self._surplus = 0  # permits to keep back: the window has become shallower
         self._has_said = depth == "auto"  # its own choice, nothing to say
@@ -121,13 +128,16 @@ class Lookahead(Iterator[Batch]):
         self._permits: queue.Queue[bool] = queue.Queue()
         self._line: deque[Batch] = deque()  # fetched, oldest first
         self._handed: Batch | None = None
+        self._owed = 0  # updates that were under way when a batch was handed out before the reads that see them
         self._was_late = True
         self._ended = False
         self._thread: threading.Thread | None = None
 
     @property
     def fetched(self) -> tuple[Batch, ...]:
-        """Read but not yet used, oldest first: what a commit has to store under bounded staleness."""
+        """Read but not yet used, oldest first: what a commit has to store under bounded staleness. Collective where
+        reads were put off."""
+        self.catch_up()
         return tuple(self._line)
 
     @property
@@ -145,6 +155,8 @@ class Lookahead(Iterator[Batch]):
             raise ConfigError(
                 f"bound: got {steps}, wanted {most}; open with the largest staleness that you need"
             )
+        if steps != self._bound:
+            self.catch_up()
         self._bound = steps
 
     def change_caches(self, caches: Mapping[str, Any]) -> None:
@@ -169,18 +181,12 @@ class Lookahead(Iterator[Batch]):
         if self._handed is not None and self._handed.ticket is not None:
             self._give_back(self._handed)  # nobody used it
         self._handed = None
-        if self._agree is None:
-            while not self._ended and len(self._line) <= self._bound:
-                self._enter()
-        else:
-            if not self._ended and not self._line:
-                self._enter()
-            if not self._ended:
-                for _ in range(self._agree(self._num_ready())):
-                    self._enter()
-        for steps in self._bounds[:-1]:
-            if len(self._line) > steps:
-                self._fetch(self._line[steps].ticket, steps)
+        self.catch_up()
+        if self._line and self._bound >= LATE:
+            self._owed = self._land(0)
+        if not self._owed:
+            self._land(self._land(0))
+            self._read()
         if not self._line:
             raise StopIteration
         self._handed = self._line.popleft()
@@ -188,14 +194,36 @@ class Lookahead(Iterator[Batch]):
             self._permit()
         return self._handed
 
-    def _enter(self) -> None:
+    def catch_up(self) -> None:
+        """Collective, training thread: what the newest `next()` put off, before anything that sees newer updates."""
+        owed, self._owed = self._owed, 0
+        if owed:
+            self._land(owed)
+            self._read(1)
+
+    def _read(self, gone: int = 0) -> None:
+        """All that is due. gone: batches that have left the line since it was."""
+        if self._agree is None:
+            while not self._ended and len(self._line) + gone <= self._bound:
+                self._enter(gone)
+        else:
+            if not self._ended and not self._line:
+                self._enter()
+            if not self._ended:
+                for _ in range(self._agree(self._num_ready())):
+                    self._enter()
+        for steps in self._bounds[:-1]:
+            if len(self._line) + gone > steps:
+                self._fetch(self._line[steps - gone].ticket, steps)
+
+    def _enter(self, gone: int = 0) -> None:
         """The next batch is read, and waits in the line."""
         batch = self._take()
         if batch is None:
             self._ended = True
             return
         before = self._window.stall_seconds()
-        self._fetch(batch.ticket, len(self._line))
+        self._fetch(batch.ticket, len(self._line) + gone)
         if not self._was_late:
             self._stalled += self._window.stall_seconds() - before
         self._line.append(batch)
@@ -213,7 +241,7 @@ class Lookahead(Iterator[Batch]):
 
     def close(self) -> None:
         """Stop the thread and give back what was prepared and not used. Safe to call twice."""
-        self._ended = True
+        self._ended, self._owed = True, 0
         self._permits.put(False)
         if self._ahead is not None:
             self._ahead.end()

@@ -23,7 +23,7 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.cache.changes import Changes
 from colonnade.cache.copies import Copies, travelling_bytes
-from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Decision, Directory
+from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Decision, Directory, joined
 from colonnade.consistency.row_clock import RowClock
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached_wire import (
@@ -204,35 +204,38 @@ class CachedExchange(RowsExchange):
         unique = np.asarray(plan.unique_ids)
         ends = self.deal.table_offsets(plan).tolist()
         slots, pushed = np.empty(len(unique), np.int64), np.empty(len(unique), bool)
-        decisions, parts = [], []
+        decisions = []
         mine = rows_of(plan, ends) if seen is None else seen.rows
-        for t, (directory, (rows, ids)) in enumerate(zip(self.directories, mine, strict=True)):
+        for t, (directory, (_, ids)) in enumerate(zip(self.directories, mine, strict=True)):
             told = None if seen is None else seen.told[t]
             if told is None:
-                decision = directory.step(ids)
+                decisions.append(directory.step(ids))
             else:
-                decision = directory.step(ids, told.next_uses, told.coming, self.windows[t])
-            decisions.append(decision)
-            slots[rows], pushed[rows] = decision.slots, decision.pushed
-            is_named = (decision.asked != HIT) | decision.pushed
-            named, count = rows[is_named], len(decision.evicted_ids)
-            asked = np.concatenate([decision.asked[is_named], np.full(count, HIT, np.uint8)])
-            parts.append(
-                (
-                    np.concatenate([unique[named], decision.evicted_ids]),
-                    np.concatenate([named, np.full(count, -1)]),
-                    np.concatenate([decision.slots[is_named], decision.evicted_slots]).astype(np.int64),
-                    asked,
-                    np.concatenate([decision.pushed[is_named], np.ones(count, bool)]),
-                    np.concatenate([decision.ages[is_named], np.zeros(count, np.int32)]).astype(np.int64),
-                )
-            )  # fmt: skip
-            self._count(decision)
-        self.ages += ages_of(decisions)
+                decisions.append(directory.step(ids, told.next_uses, told.coming, self.windows[t]))
+        # All tables' at once: a call for each of dozens of tables takes longer than what it does.
+        rows, of_rows = np.concatenate([each for each, _ in mine]), joined(decisions)
+        self._count(of_rows)
+        self.ages += ages_of([of_rows])
+        slots[rows], pushed[rows] = of_rows.slots, of_rows.pushed
+        is_named = (of_rows.asked != HIT) | of_rows.pushed
+        named, count = rows[is_named], len(of_rows.evicted_ids)
+        tables = np.concatenate([
+            tables_of(np.diff(ends)[None, :])[is_named],
+            tables_of(np.array([[len(each.evicted_ids) for each in decisions]])),
+        ])  # fmt: skip
+        counts = np.bincount(tables, minlength=len(decisions))[None, :]
+        listing = np.argsort(tables, kind="stable")
         ids, origin, where, asked, written, ages = (
-            np.concatenate(each) for each in zip(*parts, strict=True)
+            np.concatenate(pair)[listing]
+            for pair in (
+                (unique[named], of_rows.evicted_ids),
+                (named, np.full(count, -1)),
+                (slots[named], of_rows.evicted_slots.astype(np.int64)),
+                (of_rows.asked[is_named], np.full(count, HIT, np.uint8)),
+                (of_rows.pushed[is_named], np.ones(count, bool)),
+                (of_rows.ages[is_named].astype(np.int64), np.zeros(count, np.int64)),
+            )
         )
-        counts = np.array([[len(part[0]) for part in parts]])
         wire = _native.make_plan(
             listed(torch.from_numpy(ids), counts), self.table_rows, self.deal.num_owners
         )
@@ -265,6 +268,7 @@ class CachedExchange(RowsExchange):
         return flight, wire_codes, self.deal.blocks(wire)
 
     def _count(self, decision: Decision, sign: int = 1) -> None:
+        """decision: of all tables, `joined`."""
         counts = self.counts
         sorts = np.bincount(decision.asked, minlength=3) * sign
         counts.hits += int(sorts[HIT])
@@ -512,7 +516,7 @@ class CachedExchange(RowsExchange):
                 self.ages -= ages_of(decisions)
                 for directory, decision in zip(self.directories, decisions, strict=True):
                     directory.undo(decision)
-                    self._count(decision, -1)
+                self._count(joined(decisions), -1)
 
 
 def without_copies(

@@ -6,7 +6,8 @@ Who calls when, per training step t (every rank, in this order; one issuing thre
     ahead    thread "ahead"     values that no batch in flight changes may leave the owners before that: ahead.py
     fetch    training thread    the other values do (k steps before use under bounded staleness; k is a table's own)
     values   training thread    inside forward
-    push     training thread    inside RowOptimizer.step, after every rank agreed that all is finite
+    push     training thread    around RowOptimizer.step: applied once every rank agreed that all is finite, or, where
+                                reads are early by two steps or more, after the next step, before reads that see it
     drop     any                instead of push: evaluation, cancelled batches
 
 Legend: B samples, F features, T tables, E lookups of this rank, U unique rows of this rank,
@@ -15,7 +16,7 @@ O unique rows this rank owns and some rank asked for, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -110,7 +111,7 @@ class Ticket:
     steps_left: int = 0  # before its use, when `fetch` or `restore` is called
     bound: int = 0  # of one of several: steps that its rows are read ahead
     purpose: str = "route"  # the group it was routed on; "evaluate": nothing is trained of it
-    is_done: bool = False  # applied or dropped: its rows are not pinned any more
+    is_done: bool = False  # its gradients were pushed, or it was dropped
     gradients: list[list[Tensor]] = field(default_factory=list)  # one list per backward
     versions: list[list[int]] = field(
         default_factory=list
@@ -155,10 +156,16 @@ class Ticket:
             ticket.gradients.clear()
             ticket.versions.clear()
 
-    def finish(self) -> None:
-        """Applied or dropped: no backward may reach it any more."""
+    def close(self) -> None:
+        """No backward may reach it any more."""
         for ticket in (self, *self.parts):
-            ticket.slots, ticket.is_done = None, True
+            ticket.is_done = True
+
+    def finish(self) -> None:
+        """Applied or dropped."""
+        self.close()
+        for ticket in (self, *self.parts):
+            ticket.slots = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +196,20 @@ def touched(tickets: Sequence[Ticket], t: int) -> tuple[Tensor, Tensor]:
     return found, where
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pushed:
-    """Gradients at their owners, and how many backwards they are of."""
+    """Gradients on their way to their owners, and how many backwards they are of."""
 
-    gradients: RowGradients | None
+    finish: Callable[[], RowGradients | None] | None
+    """Of `Exchange.begin_push`; None: they have arrived."""
     recorded: int
+    gradients: RowGradients | None = None
+
+    def arrive(self) -> RowGradients | None:
+        """Collective: once they have."""
+        if self.finish is not None:
+            self.gradients, self.finish = self.finish(), None
+        return self.gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +275,10 @@ class Exchange(Protocol):
         these only; None: none."""
         ...
 
-    def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
-        """Gradients recorded on the tickets -> sums at the owners, as one application. None: nothing to do. step:
-        updates applied before, which codecs draw their random bits from."""
+    def begin_push(self, tickets: Sequence[Ticket], step: int) -> Callable[[], RowGradients | None]:
+        """Gradients recorded on the tickets -> sums at the owners, as one application: as far as nobody else is waited
+        for, where that can be. What it returns does the rest; that, too, is collective, and may come after the next
+        push has begun. None: nothing to do. step: updates made before, which codecs draw their random bits from."""
         ...
 
     def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:

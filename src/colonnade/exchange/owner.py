@@ -103,13 +103,8 @@ class Owner(Asks):
     ) -> None:
         self.kernels(store.views()).update(store, pushed, optimizers, settings)
 
-    def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
-        """Collective in a world of several: every rank pushes the same tickets, with gradients or without."""
-        return self.begin_push(tickets, step)()
-
     def begin_push(self, tickets: Sequence[Ticket], step: int) -> Callable[[], RowGradients | None]:
-        """Collective: `push` as far as nobody else is waited for, where that can be; what it returns does the rest, and
-        is collective, too."""
+        """Collective in a world of several: every rank pushes the same tickets, with gradients or without."""
         begun = [self._begin_push(ticket, step, i) for i, ticket in enumerate(tickets)]
         return lambda: self.merge(tickets, [finish() for finish in begun]) if begun else None
 

@@ -50,10 +50,6 @@ class End(Exchange, Asks, Protocol):
     @property
     def outputs(self) -> Sequence[Output]: ...
 
-    def begin_push(self, tickets: Sequence[Ticket], step: int) -> Callable[[], RowGradients | None]:
-        """`push` as far as nobody else is waited for; what it returns does the rest. Both are collective."""
-        ...
-
     def pooled(self, ticket: Ticket, into: Mapping[int, Tensor] = ...) -> list[Tensor]:
         """By output, what `values` makes the model's inputs of. into: by output that others have fields of, too, where
         it writes its own."""
@@ -192,10 +188,10 @@ class SeveralExchanges:
             tensors |= zip(places, end.pooled(part, into), strict=True)
         return [tensors[i] for i in range(len(self.outputs))]
 
-    def push(self, tickets: Sequence[Ticket], step: int = 0) -> RowGradients | None:
+    def begin_push(self, tickets: Sequence[Ticket], step: int) -> Callable[[], RowGradients | None]:
         """Collective in a world of several."""
         if not tickets:
-            return None
+            return lambda: None
         for ticket in tickets:
             self._hand_out(ticket)
             self._lend_gradients(ticket)
@@ -204,8 +200,12 @@ class SeveralExchanges:
             end.begin_push([ticket.parts[i] for ticket in tickets], step)
             for i, end in enumerate(self.ends)
         ]
-        pushed = [finish() for finish in begun]
-        return self._all([one for one in pushed if one is not None])
+
+        def finish() -> RowGradients:
+            pushed = [each() for each in begun]
+            return self._all([one for one in pushed if one is not None])
+
+        return finish
 
     def _all(self, pushed: Sequence[RowGradients]) -> RowGradients:
         offsets = [one.offsets for one in pushed]

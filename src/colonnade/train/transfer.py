@@ -47,6 +47,7 @@ def load_rows(
     if ids is None:
         ids = torch.arange(len(values))
     _check(kind, values, ids)
+    collection.updates.settle()
     collection.changes()
     for start in range(0, len(ids), RUN):
         part = slice(start, start + RUN)
