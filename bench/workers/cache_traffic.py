@@ -12,8 +12,8 @@ caches, ids deduplicated: every unique row of a batch is named (8 bytes), read a
                 bytes; an update is one of a batch
     exact       synchronous, the rule of src/colonnade/cache/sight.py: every row of a batch is named and answered by
                 two bits, a third where either is set; plain ones are read and written, of copies that are there only
-                the gradient travels, lent rows travel with their clock, 4 bytes, when they are lent and when they come
-                back; those that come back in no batch of their holder's are named to it, with a bit
+                the gradient travels, lent rows travel when they are lent and when they come back, their clocks are
+                counted by their owner; those that come back in no batch of their holder's are named to it, with a bit
     forced      what any rule has to move: of rows that are read the names, and the rows
 
 Legend: U unique rows of a rank's batch, N rows of all tables.
@@ -34,7 +34,7 @@ from colonnade.cache.foresight import Foreseen, Foresight
 from colonnade.cache.sight import NOBODY, SHARED, Sight, worth_of
 from workers.cache_streams import RANKS, Ids, Stream
 
-NAME, FLAGS, AGE, BIT, CLOCK = 8.0, 0.25, 4.0, 0.125, 4.0
+NAME, FLAGS, AGE, BIT = 8.0, 0.25, 4.0, 0.125
 VERSIONED = 16.0
 NextUses = list[list[NDArray[np.int32]]]
 
@@ -195,7 +195,7 @@ def forced(stream: Stream) -> Traffic:
 def exact(stream: Stream, window: int, capacity: int, dim: int) -> Traffic:
     """The rule of training (`cache.sight`), SGD, one owner; capacity: rows that each rank may have; dim: of rows, for
     what lending is worth follows from their bytes."""
-    worth = worth_of(4 * dim, 4 * dim, 4 * dim + int(CLOCK))
+    worth = worth_of(4 * dim, 4 * dim, 2 * 4 * dim)
     sight = Sight(RANKS, capacity, worth, holds=window > 0)
     found, seen = Traffic(), deque[NDArray[np.uint8]]()
     coming = iter(stream.batches)
@@ -219,7 +219,7 @@ def exact(stream: Stream, window: int, capacity: int, dim: int) -> Traffic:
             found.rows += 2 * int(many[is_plain].sum()) - int(is_read.sum()) + records
             found.named += int(many.sum()) * (NAME + 2 * BIT)
             found.named += (int((~is_plain).sum()) + int(is_read.sum())) * BIT
-            found.named += records * CLOCK + len(said.recalled) * (NAME + BIT)
+            found.named += len(said.recalled) * (NAME + BIT)
             found.uses += sum(map(len, batches))
     return found
 

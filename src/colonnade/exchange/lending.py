@@ -160,6 +160,10 @@ class Flight:
         assert self.borrower is not None and self.lender is not None
         return self.borrower, self.lender
 
+    def named(self, mine: np.ndarray) -> Tensor:
+        """Ids of rows of `mine` (P,) bool that were named here, as listed."""
+        return self.requests.ids[torch.from_numpy(mine)]
+
     @property
     def owned(self) -> tuple[np.ndarray, np.ndarray]:
         """(`there`, `back`) of one that was fetched."""

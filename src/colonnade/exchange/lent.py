@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.cache.sight import Sight, worth_of
 from colonnade.errors import BudgetExceeded, ConfigError
+from colonnade.exchange.borrowed import Borrowed
 from colonnade.exchange.cached_wire import by_table, records_layout, tables_of
 from colonnade.exchange.clean import cut
 from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
@@ -42,6 +42,7 @@ from colonnade.exchange.lending import (
     returned,
     show,
 )
+from colonnade.exchange.lent_clocks import LentClocks, moved_bytes
 from colonnade.exchange.lent_wire import read_said, said_messages
 from colonnade.exchange.owner import listed, soonest
 from colonnade.exchange.packing import pack_requests, unpack_requests
@@ -51,15 +52,10 @@ from colonnade.exchange.rows import Arrival, RowsExchange
 from colonnade.exchange.slices import Slices
 from colonnade.exchange.wire import row_layout
 from colonnade.ops.memory import empty
-from colonnade.store.dram import open_dram
 from colonnade.table import ITEM_BYTES
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
 
-ROOM = 2**22
-"""Rows beyond those that stay, address space alone: what a batch borrows while others go back."""
-CLOCK_REST = 4
-"""Last bytes of a record that stay: a clock at rest has 64 bits, in memory it stops at 32."""
 TOGETHER = 4096
 """Rows that are put back at once, where memory has room for them."""
 
@@ -83,18 +79,13 @@ class LentExchange(RowsExchange):
         self.lendings = tuple(lendings)
         self.has_copies = [True] * len(tables)
         self.window = max(each.window for each in lendings)
-        self.record_widths = np.array([table.record_bytes for table in tables])
-        self.lent_widths = self.record_widths - CLOCK_REST
+        self.lent_widths, self.back_widths = np.array(
+            [moved_bytes(table) for table in tables]
+        ).T.copy()
         self.counts = LentCounts()
         self.store: Any = None  # this rank's own rows
-        # By their own ids, whoever owns them: what is here is lent to this rank.
-        self.borrowed = open_dram(
-            [replace(table, rows=None, admission=None, eviction=None) for table in tables],
-            [each.rows + ROOM for each in lendings],
-            seed=seed,
-        )
-        # By table and slot: whether a row was updated here since its owner was last told of all (`settle`).
-        self._changed = [np.zeros(each.rows + ROOM, bool) for each in lendings]
+        self.borrowed = Borrowed(tables, [each.rows for each in lendings], seed)
+        self._clocks = LentClocks(len(tables))  # of this rank's own rows that others have
         self._routing: Line | None = None  # of the lookahead that is under way
         self._line: Line | None = None  # of the batch that was read last
         self._flight: Flight | None = None  # whose gradients were pushed
@@ -141,11 +132,12 @@ class LentExchange(RowsExchange):
     def _new_line(self) -> Line:
         tables, owners = self.declaration.tables, self.deal.num_owners.tolist()
         sights = []
-        for table, lending, num_owners, record in zip(
-            tables, self.lendings, owners, self.lent_widths, strict=True
+        both_ways = (self.lent_widths + self.back_widths).tolist()
+        for table, lending, num_owners, moved in zip(
+            tables, self.lendings, owners, both_ways, strict=True
         ):
             value, gradient = table.itemsize, ITEM_BYTES[table.compute_dtype]
-            worth = worth_of(table.width * value, table.width * gradient, int(record))
+            worth = worth_of(table.width * value, table.width * gradient, moved)
             quota = lending.rows // num_owners
             sights.append(Sight(self.mesh.num_ranks, quota, worth, holds=lending.window > 0))
         return Line(sights)
@@ -253,17 +245,17 @@ class LentExchange(RowsExchange):
         there, placed = np.zeros(len(lender.is_here), np.int32), ticket.placed.numpy()
         num_here = int(lender.is_here.sum())
         there[lender.is_here] = placed[:num_here]
-        slots, _ = self.borrowed.acquire(borrower.ids, borrower.offsets)
+        slots, _ = self.borrowed.store.acquire(borrower.ids, borrower.offsets)
         by_row = np.zeros(len(borrower.order), np.int32)
         by_row[borrower.local] = slots.numpy()
         here = by_row[borrower.order]
         flight.slots, flight.there, flight.back = slots, there, placed[num_here:]
         out, come = lender.said.borrowed, borrower.said.borrowed
         counts = borrower.said.counted(come)
-        records = self._carried(
-            "fetch", self.store, there[out], lender.said.counted(out), counts, self.lent_widths
-        )
-        self._put(self.borrowed, here[come], counts, records)
+        lent = lender.said.counted(out)
+        records = self._carried("fetch", self.store, there[out], lent, counts, self.lent_widths)
+        self._put(self.borrowed.store, here[come], counts, records, self.lent_widths)
+        self._clocks.lend(lent, flight.named(out), self._clocks_at(there[out], lent))
         plain, early, rest = lender.said.plain, borrower.cut.early, borrower.cut.rest
         serving = row_layout(lender.said.counted(plain), self.widths)
         send = self.native.message(source, torch.from_numpy(there[plain]), serving, lender.requests)
@@ -273,7 +265,7 @@ class LentExchange(RowsExchange):
         local = ~borrower.said.plain
         ids = torch.as_tensor(ticket.plan.unique_ids)[torch.from_numpy(borrower.order[local])]
         values[early.num_elements :] = self.native.message(
-            RowSource(self.borrowed.views(), slots, False), torch.from_numpy(here[local]), rest,
+            RowSource(self.borrowed.store.views(), slots, False), torch.from_numpy(here[local]), rest,
             listed(ids, rest.counts),
         )  # fmt: skip
         ticket.reads = self._received(ticket, values, borrower.index, [arrival])
@@ -295,15 +287,33 @@ class LentExchange(RowsExchange):
             self._give_back()
             self._line = line
 
-    def _put(self, store: Any, slots: np.ndarray, counts: np.ndarray, records: Tensor) -> None:
-        """slots of rows as listed, counts (N, T) of them; records as `_carried` gives those that are lent."""
+    def _put(
+        self,
+        store: Any,
+        slots: np.ndarray,
+        counts: np.ndarray,
+        records: Tensor,
+        widths: np.ndarray,
+        clocks: Tensor | None = None,
+    ) -> None:
+        """slots of rows as listed, counts (N, T) of them; records as `_carried` gives them. clocks: see
+        `_native.Dram.unpack_blocks`."""
         if not len(slots):
             return
         where = torch.from_numpy(slots)
         order = np.argsort(tables_of(counts), kind="stable")
         ends = torch.from_numpy(np.concatenate([[0], counts.sum(0).cumsum()]))
         store.before_update(where[torch.from_numpy(order)], ends)
-        store.native.unpack_blocks(where, counts.ravel(), self.lent_widths, records)
+        store.native.unpack_blocks(where, counts.ravel(), widths, records, clocks)
+
+    def _clocks_at(self, slots: np.ndarray, counts: np.ndarray) -> Tensor:
+        """(n,) int64 of this rank's own rows as listed, counts (N, T) of them."""
+        found = torch.empty(len(slots), dtype=torch.int64)
+        for t, rows in enumerate(by_table(counts)):
+            if len(rows):
+                where = torch.from_numpy(rows)
+                found[where] = self.store.clocks(t, torch.from_numpy(slots)[where])
+        return found
 
     def _carried(
         self,
@@ -377,7 +387,7 @@ class LentExchange(RowsExchange):
         super().update(store, pushed, optimizers, settings)
         flight, self._flight = self._flight, None
         assert flight is not None and flight.slots is not None and flight.sums is not None
-        borrower, _ = flight.sides
+        borrower, lender = flight.sides
         updated = torch.from_numpy(np.flatnonzero(borrower.updated))
         offsets = torch.searchsorted(updated, borrower.offsets)
         ramp = torch.arange(len(updated) + 1, dtype=torch.int32)
@@ -386,9 +396,10 @@ class LentExchange(RowsExchange):
             flight.slots[updated].contiguous(), offsets, ramp, ramp[:-1].contiguous(),
             _native.RowGradients(flight.sums.data_ptr(), index, self.native.compute), flight.sums,
         )  # fmt: skip
-        super().update(self.borrowed, mine, optimizers, settings)
-        for t, changed in enumerate(self._changed):
-            changed[mine.slots[offsets[t] : offsets[t + 1]].numpy()] = True
+        super().update(self.borrowed.store, mine, optimizers, settings)
+        self.borrowed.change(mine.slots, offsets)
+        ticked = ~lender.said.pushed
+        self._clocks.tick(lender.said.counted(ticked), flight.named(ticked))
         self._return(store, flight)
         flight.slots = flight.sums = None
         flight.line.trained += 1
@@ -404,28 +415,30 @@ class LentExchange(RowsExchange):
         back = borrower.back.ids[torch.from_numpy(order)]
         ends = np.concatenate([[0], borrower.back.counts.sum(0).cumsum()])
         offsets = torch.from_numpy(ends)
-        slots, _ = self.borrowed.acquire(back, offsets)
+        slots, _ = self.borrowed.store.acquire(back, offsets)
         listed_slots = np.empty(len(order), np.int32)
         listed_slots[order] = slots.numpy()
         records = self._carried(
             "push",
-            self.borrowed,
+            self.borrowed.store,
             listed_slots,
             borrower.back.counts,
             lender.back.counts,
-            self.lent_widths,
+            self.back_widths,
         )
-        self._put(store, flight.owned[1], lender.back.counts, records)
-        self.borrowed.release(slots, offsets, dirty=True)
-        self.borrowed.release(flight.slots, borrower.offsets, dirty=True)
+        theirs = lender.back.counts
+        clocks = self._clocks.end(theirs, lender.back.ids)
+        self._put(store, flight.owned[1], theirs, records, self.back_widths, clocks)
+        self.borrowed.store.release(slots, offsets, dirty=True)
+        self.borrowed.store.release(flight.slots, borrower.offsets, dirty=True)
+        self.borrowed.forget(slots, offsets)
         stays = borrower.back.copied[order]
         firsts = borrower.offsets.tolist()
-        for t, changed in enumerate(self._changed):
+        for t in range(len(self.widths)):
             some, mine = slice(ends[t], ends[t + 1]), slice(firsts[t], firsts[t + 1])
-            changed[slots[some].numpy()] = False
             left = back[some][torch.from_numpy(~stays[some])]
             read = borrower.ids[mine][torch.from_numpy(~borrower.updated[mine])]
-            self.borrowed.delete(t, torch.cat([left, read]))
+            self.borrowed.store.delete(t, torch.cat([left, read]))
 
     def drop(self, ticket: Ticket) -> None:
         """The other batches of its lookahead cannot be trained on."""
@@ -435,7 +448,7 @@ class LentExchange(RowsExchange):
             return
         flight.line.is_cut = True
         if flight.slots is not None and flight.borrower is not None:
-            self.borrowed.release(flight.slots, flight.borrower.offsets, dirty=False)
+            self.borrowed.store.release(flight.slots, flight.borrower.offsets, dirty=False)
             flight.slots = None
 
     # ---- between steps
@@ -444,11 +457,7 @@ class LentExchange(RowsExchange):
         """Collective, between steps, on the training thread, with any number of batches in flight: owners' rows become
         what they are where they are lent, and stay lent; those that were not updated since the last time are so
         already. Raises BudgetExceeded, on every rank, where memory has no room for them."""
-        here = []
-        for t, changed in enumerate(self._changed):
-            ids, by_id = self._lent_here(t)
-            is_news = torch.from_numpy(changed[by_id.numpy()])
-            here.append((ids[is_news], by_id[is_news]))
+        here = self.borrowed.news()
         plan = _native.make_plan(
             listed(torch.cat([ids for ids, _ in here]), np.array([[len(ids) for ids, _ in here]])),
             self.table_rows, self.deal.num_owners,
@@ -467,18 +476,20 @@ class LentExchange(RowsExchange):
         named = unpack_requests(heard, self.table_rows, self.deal.num_owners, places)
         records = self._carried(
             "evaluate",
-            self.borrowed,
+            self.borrowed.store,
             torch.cat(slots).numpy()[order],
             counts,
             named.counts,
-            self.record_widths,
+            self.back_widths,
         )
+        clocks = self._clocks.of(named.counts, named.ids)[:, None].view(torch.uint8)
         error = None
         try:
-            layout = records_layout(named.counts, self.record_widths)
+            layout = records_layout(named.counts, self.back_widths)
             for t, rows in enumerate(by_table(named.counts)):
-                mine = layout.of(records, t).contiguous()
-                self._put_back(t, named.ids[torch.from_numpy(rows)], mine)
+                where = torch.from_numpy(rows)
+                mine = torch.cat([layout.of(records, t), clocks[where]], 1)
+                self._put_back(t, named.ids[where], mine)
         except BudgetExceeded as found:
             error = found
         if not self.mesh.least(int(error is None)):
@@ -486,8 +497,8 @@ class LentExchange(RowsExchange):
                 "another rank's memory has no room for the rows that come back; raise plan.memory.dram, or lower "
                 "plan.cache.size"
             )
-        for changed, (_, by_id) in zip(self._changed, here, strict=True):
-            changed[by_id.numpy()] = False
+        ends_here = torch.tensor([0, *(len(ids) for ids, _ in here)]).cumsum(0)
+        self.borrowed.forget(torch.cat([by_id for _, by_id in here]), ends_here)
 
     def _put_back(self, t: int, ids: Tensor, records: Tensor) -> None:
         """As many at once as memory has room for. Raises BudgetExceeded where that is not one."""
@@ -506,20 +517,14 @@ class LentExchange(RowsExchange):
     def _give_back(self) -> None:
         """Collective, between steps: all rows are where their owners are."""
         self.settle()
-        for t in range(len(self.widths)):
-            self.borrowed.delete(t, self._lent_here(t)[0])
+        self.borrowed.clear()
+        self._clocks = LentClocks(len(self.widths))
         self._line = None
 
     @property
     def lends(self) -> bool:
         """Whether rows may lie elsewhere than with their owners; the same on every rank."""
         return self._line is not None
-
-    def _lent_here(self, t: int) -> tuple[Tensor, Tensor]:
-        """(ids, slots) of rows of table t that are lent to this rank, ascending by id."""
-        ids, slots = (torch.as_tensor(each) for each in self.borrowed.native.resident(t))
-        order = torch.argsort(ids)
-        return ids[order].contiguous(), slots[order].contiguous()
 
     def _as_listed(
         self, plan: _native.Plan
