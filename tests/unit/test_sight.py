@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_sight import SlowSight
 
-from colonnade.cache.sight import MANY, NOBODY, SHARED, Sight, Worth, worth_of
+from colonnade.cache.sight import MANY, NAME_BYTES, NOBODY, SHARED, Sight, Worth, worth_of
 
 ENDS = [-(2**63), 2**63 - 1]
 SGD = worth_of(64, 64, 128)
@@ -191,4 +191,4 @@ def test_state_that_travels_is_made_up_for(value, moved, least, passes):
     assert (worth.least, worth.passes) == (least, passes)
     assert least * 2 * value > moved >= (least - 1) * 2 * value
     # So many uses in a row, the mean of what is to be expected, save what lending costs.
-    assert 2 * value / (1 - worth.chance) == pytest.approx(moved + 8)
+    assert 2 * value / (1 - worth.chance) == pytest.approx(moved + NAME_BYTES)

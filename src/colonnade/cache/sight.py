@@ -18,8 +18,8 @@ LONG = 4
 """Uses in a row are counted up to here."""
 MANY = 2**16
 """Of what followed uses out of sight; beyond, what was long ago counts half."""
-NAME_BYTES = 8
-"""Of a row that its holder is told to give back."""
+NAME_BYTES = 2
+"""Of a row that its holder is told to give back: of its number, about."""
 
 
 @dataclass(frozen=True, slots=True)

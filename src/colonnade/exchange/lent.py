@@ -1,9 +1,9 @@
 """`lent`: a row stays with the rank that alone uses it, which updates it as its owner would; all else as `rows`.
 
 Owners see the ids of `window` batches beyond each that is made ready (`in_sight`, `cache.sight`), say with some bits
-for each row asked of them whether its user has it and keeps it (`lent_wire`), name those that come back otherwise, and
-send a row with all its state or take it back so. Who gives a row back that it uses next beside others has a copy until
-then. Nobody needs a row that is elsewhere: reads see every update, and the bits are those of `rows`.
+for each row asked of them whether its user keeps it (`lent_wire`), name those that come back otherwise, and send a row
+with all its state or take it back so. Who gives a row back that it uses next beside others has a copy until then.
+Nobody needs a row that is elsewhere: reads see every update, and the bits are those of `rows`.
 
 Legend: T tables, N ranks, U unique rows of this rank's batch, P rows named to it by all ranks.
 """
@@ -29,35 +29,36 @@ from colonnade.exchange.clean import cut
 from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.lending import (
-    Back,
     Borrower,
     Flight,
     Lender,
     Lending,
     LentCounts,
     Line,
-    Said,
-    both,
-    listed_back,
-    returned,
     show,
 )
 from colonnade.exchange.lent_clocks import LentClocks, moved_bytes
-from colonnade.exchange.lent_wire import read_said, said_messages
+from colonnade.exchange.lent_records import clocks_at, put_by_room, unpack
+from colonnade.exchange.lent_wire import (
+    listed_order,
+    pack_numbers,
+    read_requests,
+    read_said,
+    said_messages,
+)
+from colonnade.exchange.loans import NONE, Loans
 from colonnade.exchange.owner import listed, soonest
 from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.recording import summed_backwards
 from colonnade.exchange.routing import exchanged
 from colonnade.exchange.rows import Arrival, RowsExchange
+from colonnade.exchange.said import Back, Said, both, listed_back, returned
 from colonnade.exchange.slices import Slices
 from colonnade.exchange.wire import row_layout
 from colonnade.ops.memory import empty
 from colonnade.table import ITEM_BYTES
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
-
-TOGETHER = 4096
-"""Rows that are put back at once, where memory has room for them."""
 
 
 class LentExchange(RowsExchange):
@@ -140,7 +141,30 @@ class LentExchange(RowsExchange):
             worth = worth_of(table.width * value, table.width * gradient, moved)
             quota = lending.rows // num_owners
             sights.append(Sight(self.mesh.num_ranks, quota, worth, holds=lending.window > 0))
-        return Line(sights)
+        lent, had = (Loans(self.mesh.num_ranks, len(tables)) for _ in range(2))
+        return Line(sights, lent, had)
+
+    def ask(self, batch: Batch, purpose: str = "route") -> Asked:
+        """Raises IdRangeError, DataError. Rows that lie here are named by their numbers, as of the newest decision."""
+        if purpose == "evaluate":
+            return super().ask(batch, purpose)
+        lookups, plan = self.planned(batch)
+        codes, unique = self._codes(batch, plan), torch.as_tensor(plan.unique_ids)
+        counts, listed_as, firsts, lasts = self._as_listed(plan)
+        line = self._routing if purpose == "route" else None
+        numbers = np.full(len(unique), NONE)
+        if line is not None:
+            numbers[listed_as] = line.had.numbers(tables_of(counts), unique.numpy()[listed_as])
+        order = listed_order(counts, listed_as, numbers[listed_as])
+        is_plain = numbers == NONE
+        before, plain = np.concatenate([[0], np.cumsum(is_plain)]), torch.from_numpy(is_plain)
+        requests = pack_requests(
+            unique[plain], before[firsts], before[lasts], self.table_rows, self.deal.num_owners,
+            self.deal.places, codes=None if codes is None else codes[plain],
+        )  # fmt: skip
+        named = pack_numbers(numbers[listed_as], counts.sum(1))
+        messages = [np.concatenate(each) for each in zip(named, requests, strict=True)]
+        return Asked(batch.size, messages, (lookups, plan, order))
 
     def answer(
         self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
@@ -148,17 +172,17 @@ class LentExchange(RowsExchange):
         """A ticket of training without rows: they are known once it is decided on."""
         if purpose == "evaluate":
             return super().answer(asked, heard, step=step, weight=weight, purpose=purpose)
-        lookups, plan, _ = asked.lookups
+        lookups, plan, order = asked.lookups
         # A batch of no lookahead has a line of its own, in which nothing else is in sight.
         line = (self._routing if purpose == "route" else None) or self._new_line()
         places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
-        requests = unpack_requests(heard, self.table_rows, self.deal.num_owners, places)
+        requests = read_requests(heard, line.lent, self.table_rows, self.deal.num_owners, places)
         owner_plan = _native.make_plan(
             listed(requests.ids, requests.counts), self.table_rows, self.undealt
         )
         line.routed += 1
         orders = show(line, requests.counts, owner_plan)
-        flight = Flight(line, line.routed, requests, owner_plan, orders)
+        flight = Flight(line, line.routed, order, requests, owner_plan, orders)
         none = torch.zeros(len(self.widths) + 1, dtype=torch.int64)
         return Ticket(
             step, asked.size, lookups, plan, none[:0], none, None, weight, None, flight, purpose=purpose
@@ -188,24 +212,34 @@ class LentExchange(RowsExchange):
         )
         back = listed_back(holders, tables, others, stays, counts.shape)
         mine = returned(said, torch.from_numpy(ids[said.returned]))
-        flight.borrower = self._borrower(ticket, said, back)
+        messages = said_messages(
+            said, back, flight.line.lent.numbers(back.tables, back.ids.numpy())
+        )
+        flight.line.lent.decide(said, ids, back)
+        flight.borrower = self._borrower(ticket, messages)
         flight.lender = self._lender(ticket, said, both(mine, back))
 
-    def _borrower(self, ticket: Ticket, theirs: Said, recalled: Back) -> Borrower:
-        """Collective. theirs: of rows that others use; recalled: of those that others have and do not use."""
-        counts, order, _, _ = self._as_listed(ticket.plan)
-        (heard,), _ = exchanged([said_messages(theirs, recalled)], self.mesh, 0.0, ticket.purpose)
-        said, named = read_said(heard, counts)
+    def _borrower(self, ticket: Ticket, messages: Sequence[np.ndarray]) -> Borrower:
+        """Collective. messages: by rank, what this one says as an owner."""
+        counts, listed_as, _, _ = self._as_listed(ticket.plan)
+        order, had = ticket.wire.order, ticket.wire.line.had
+        (heard,), _ = exchanged([messages], self.mesh, 0.0, ticket.purpose)
         unique = torch.as_tensor(ticket.plan.unique_ids)
-        back = both(returned(said, unique[torch.from_numpy(order[said.returned])]), named)
+        asked = unique.numpy()[order]
+        said, named = read_said(heard, counts, had.numbers(tables_of(counts), asked), had)
+        had.decide(said, asked, named)
+        back = both(returned(said, torch.from_numpy(asked[said.returned])), named)
         self.counts.add(said, back)
         is_local, is_pushed = np.empty((2, len(order)), bool)
         is_local[order], is_pushed[order] = ~said.plain, said.pushed
         local = np.flatnonzero(is_local)
         layout = row_layout(counts, self.widths)
         comes, goes = (cut(layout, first, self.widths) for first in (said.plain, said.pushed))
+        come_index, go_index = torch.empty(2, len(order), dtype=torch.int32)
+        for index, each in ((come_index, comes), (go_index, goes)):
+            index[torch.from_numpy(order)] = each.index(self.widths)[torch.from_numpy(listed_as)]
         return Borrower(
-            said, order, comes, comes.index(self.widths), goes, goes.index(self.widths), local,
+            said, order, comes, come_index, goes, go_index, local,
             unique[torch.from_numpy(local)],
             torch.from_numpy(np.searchsorted(local, self._table_offsets(ticket).numpy())),
             ~is_pushed[local], back,
@@ -254,8 +288,8 @@ class LentExchange(RowsExchange):
         counts = borrower.said.counted(come)
         lent = lender.said.counted(out)
         records = self._carried("fetch", self.store, there[out], lent, counts, self.lent_widths)
-        self._put(self.borrowed.store, here[come], counts, records, self.lent_widths)
-        self._clocks.lend(lent, flight.named(out), self._clocks_at(there[out], lent))
+        unpack(self.borrowed.store, here[come], counts, self.lent_widths, records)
+        self._clocks.lend(lent, flight.named(out), clocks_at(self.store, there[out], lent))
         plain, early, rest = lender.said.plain, borrower.cut.early, borrower.cut.rest
         serving = row_layout(lender.said.counted(plain), self.widths)
         send = self.native.message(source, torch.from_numpy(there[plain]), serving, lender.requests)
@@ -286,34 +320,6 @@ class LentExchange(RowsExchange):
                 self._line.is_cut = True
             self._give_back()
             self._line = line
-
-    def _put(
-        self,
-        store: Any,
-        slots: np.ndarray,
-        counts: np.ndarray,
-        records: Tensor,
-        widths: np.ndarray,
-        clocks: Tensor | None = None,
-    ) -> None:
-        """slots of rows as listed, counts (N, T) of them; records as `_carried` gives them. clocks: see
-        `_native.Dram.unpack_blocks`."""
-        if not len(slots):
-            return
-        where = torch.from_numpy(slots)
-        order = np.argsort(tables_of(counts), kind="stable")
-        ends = torch.from_numpy(np.concatenate([[0], counts.sum(0).cumsum()]))
-        store.before_update(where[torch.from_numpy(order)], ends)
-        store.native.unpack_blocks(where, counts.ravel(), widths, records, clocks)
-
-    def _clocks_at(self, slots: np.ndarray, counts: np.ndarray) -> Tensor:
-        """(n,) int64 of this rank's own rows as listed, counts (N, T) of them."""
-        found = torch.empty(len(slots), dtype=torch.int64)
-        for t, rows in enumerate(by_table(counts)):
-            if len(rows):
-                where = torch.from_numpy(rows)
-                found[where] = self.store.clocks(t, torch.from_numpy(slots)[where])
-        return found
 
     def _carried(
         self,
@@ -428,7 +434,7 @@ class LentExchange(RowsExchange):
         )
         theirs = lender.back.counts
         clocks = self._clocks.end(theirs, lender.back.ids)
-        self._put(store, flight.owned[1], theirs, records, self.back_widths, clocks)
+        unpack(store, flight.owned[1], theirs, self.back_widths, records, clocks)
         self.borrowed.store.release(slots, offsets, dirty=True)
         self.borrowed.store.release(flight.slots, borrower.offsets, dirty=True)
         self.borrowed.forget(slots, offsets)
@@ -489,7 +495,7 @@ class LentExchange(RowsExchange):
             for t, rows in enumerate(by_table(named.counts)):
                 where = torch.from_numpy(rows)
                 mine = torch.cat([layout.of(records, t), clocks[where]], 1)
-                self._put_back(t, named.ids[where], mine)
+                put_by_room(self.store, t, named.ids[where], mine)
         except BudgetExceeded as found:
             error = found
         if not self.mesh.least(int(error is None)):
@@ -499,20 +505,6 @@ class LentExchange(RowsExchange):
             )
         ends_here = torch.tensor([0, *(len(ids) for ids, _ in here)]).cumsum(0)
         self.borrowed.forget(torch.cat([by_id for _, by_id in here]), ends_here)
-
-    def _put_back(self, t: int, ids: Tensor, records: Tensor) -> None:
-        """As many at once as memory has room for. Raises BudgetExceeded where that is not one."""
-        first, together = 0, TOGETHER
-        while first < len(ids):
-            some = slice(first, first + together)
-            try:
-                self.store.put(t, ids[some], records[some])
-            except BudgetExceeded:
-                if together == 1:
-                    raise
-                together = max(1, together // 2)
-                continue
-            first += together
 
     def _give_back(self) -> None:
         """Collective, between steps: all rows are where their owners are."""
