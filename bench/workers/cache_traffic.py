@@ -186,7 +186,8 @@ def forced(stream: Stream) -> Traffic:
         has_newest = is_alone & ((now & before) > 0)
         read = int(many.sum() - has_newest.sum())
         rows = read + int(many[is_shared].sum())
-        rows += int((is_held[ids] & ~(has_newest & ~is_shared)).sum())  # what one held is written
+        # What one holds is written once, some day: counted when it begins.
+        rows += int((~is_shared & ~(is_held[ids] & has_newest)).sum())
         users[ids], is_held[ids] = now, ~is_shared
         if step >= stream.shape.warm:
             found.rows += rows
@@ -200,7 +201,7 @@ def exact(stream: Stream, window: int, capacity: int, dim: int) -> Traffic:
     each rank may have; dim: of rows, for what lending is worth follows from their bytes."""
     row = 4 * dim
     sight = Sight(RANKS, capacity, worth_of(row, row, 2 * row), holds=window > 0)
-    lent, had = Loans(RANKS, 1), [Loans(1, 1) for _ in range(RANKS)]
+    lent, had = Loans(RANKS, [None]), [Loans(1, [None]) for _ in range(RANKS)]
     found, seen = Traffic(), deque[tuple[NDArray[np.int64], float]]()
     coming = iter(stream.batches)
     for step, batches in enumerate(stream.batches[: stream.shape.warm + stream.shape.measured]):
@@ -226,8 +227,8 @@ def exact(stream: Stream, window: int, capacity: int, dim: int) -> Traffic:
             heard = read_said([message], np.array([[len(mine)]]), numbers, end)
             end.decide(heard[0], mine, heard[1])
         if step >= stream.shape.warm:
-            found.rows += int(2 * said.plain.sum() + said.read.sum() + said.borrowed.sum())
-            found.rows += int(said.returned.sum()) + len(done.recalled)
+            # A row that is lent comes back once: counted when it leaves, as in `forced`.
+            found.rows += int(2 * said.plain.sum() + said.read.sum() + 2 * said.borrowed.sum())
             found.named += named + sum(map(len, words))
             found.uses += len(asked)
     return found

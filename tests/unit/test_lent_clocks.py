@@ -11,7 +11,7 @@ from colonnade.exchange.lent_clocks import LentClocks, moved_bytes
 
 def test_they_are_counted_row_by_row():
     """Beside a dict: rows that are lent, used and given back, in batches of two ranks and three tables."""
-    random, slow, fast = np.random.default_rng(3), {}, LentClocks(3)
+    random, slow, fast = np.random.default_rng(3), {}, LentClocks([12, None, 12])
     for _ in range(40):
         free = [(t, id) for t in range(3) for id in range(12) if (t, id) not in slow]
         for what in ("lend", "tick", "end"):

@@ -29,7 +29,8 @@ class Slow:
 
     def __init__(self, seed, num_ranks, num_tables):
         self.random, self.shape = np.random.default_rng(seed), (num_ranks, num_tables)
-        self.lent, self.had = Loans(num_ranks, num_tables), Loans(num_ranks, num_tables)
+        rows = [ROWS, None, ROWS][:num_tables]
+        self.lent, self.had = Loans(num_ranks, rows), Loans(num_ranks, rows)
         self.held = {}
 
     def batch(self):
@@ -152,7 +153,7 @@ def lent_rows():
     counts, ids = np.array([[9], [9]]), np.arange(18)
     none, every = np.zeros(18, bool), np.ones(18, bool)
     nothing = listed_back(*(np.empty((3, 0), np.int64)), none[:0], (2, 1))
-    lent, had = Loans(2, 1), Loans(2, 1)
+    lent, had = Loans(2, [18]), Loans(2, [18])
     for loans in (lent, had):
         loans.decide(Said(counts, none, every, none), ids, nothing)
     called, holders = np.array([1, 7, 9, 12]), np.array([0, 0, 1, 1])

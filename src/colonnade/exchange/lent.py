@@ -86,7 +86,8 @@ class LentExchange(RowsExchange):
         self.counts = LentCounts()
         self.store: Any = None  # this rank's own rows
         self.borrowed = Borrowed(tables, [each.rows for each in lendings], seed)
-        self._clocks = LentClocks(len(tables))  # of this rank's own rows that others have
+        self._rows = [table.rows for table in tables]
+        self._clocks = LentClocks(self._rows)  # of this rank's own rows that others have
         self._routing: Line | None = None  # of the lookahead that is under way
         self._line: Line | None = None  # of the batch that was read last
         self._flight: Flight | None = None  # whose gradients were pushed
@@ -141,7 +142,7 @@ class LentExchange(RowsExchange):
             worth = worth_of(table.width * value, table.width * gradient, moved)
             quota = lending.rows // num_owners
             sights.append(Sight(self.mesh.num_ranks, quota, worth, holds=lending.window > 0))
-        lent, had = (Loans(self.mesh.num_ranks, len(tables)) for _ in range(2))
+        lent, had = (Loans(self.mesh.num_ranks, self._rows) for _ in range(2))
         return Line(sights, lent, had)
 
     def ask(self, batch: Batch, purpose: str = "route") -> Asked:
@@ -510,7 +511,7 @@ class LentExchange(RowsExchange):
         """Collective, between steps: all rows are where their owners are."""
         self.settle()
         self.borrowed.clear()
-        self._clocks = LentClocks(len(self.widths))
+        self._clocks = LentClocks(self._rows)
         self._line = None
 
     @property

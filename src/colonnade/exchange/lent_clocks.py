@@ -6,55 +6,41 @@ order of the batches. Rows are listed rank by rank, table by table: counts (N, T
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from colonnade import _native
 from colonnade.exchange.cached_wire import tables_of
+from colonnade.exchange.row_numbers import RowNumbers
 from colonnade.table import CLOCK_BYTES, ITEM_BYTES, Table
 
 
 class LentClocks:
     """Of all tables."""
 
-    def __init__(self, num_tables: int) -> None:
-        self._by_id = [_native.RowIndex() for _ in range(num_tables)]
+    def __init__(self, rows: Sequence[int | None]) -> None:
+        """rows: of each table; None: open."""
+        self._clocks = RowNumbers(rows)
 
     def lend(self, counts: np.ndarray, ids: Tensor, clocks: Tensor) -> None:
         """clocks (n,) int64 of rows that are lent from here on."""
-        for t, rows in _by_table(counts):
-            self._by_id[t].put(ids[rows], clocks[rows])
+        self._clocks.put(tables_of(counts), ids.numpy(), clocks.numpy())
 
     def tick(self, counts: np.ndarray, ids: Tensor) -> None:
         """Rows that are lent were updated, each once."""
-        clocks = self.of(counts, ids)
-        self.lend(counts, ids, clocks + 1)
+        self.lend(counts, ids, self.of(counts, ids) + 1)
 
     def of(self, counts: np.ndarray, ids: Tensor) -> Tensor:
         """(n,) int64 of rows that are lent."""
-        found = torch.empty(len(ids), dtype=torch.int64)
-        for t, rows in _by_table(counts):
-            mine = torch.empty(len(rows), dtype=torch.int64)
-            self._by_id[t].get(ids[rows], mine)
-            found[rows] = mine
-        return found
+        return torch.from_numpy(self._clocks.get(tables_of(counts), ids.numpy()))
 
     def end(self, counts: np.ndarray, ids: Tensor) -> Tensor:
         """Likewise; they are lent no more."""
         found = self.of(counts, ids)
-        for t, rows in _by_table(counts):
-            self._by_id[t].erase(ids[rows])
+        self._clocks.erase(tables_of(counts), ids.numpy())
         return found
-
-
-def _by_table(counts: np.ndarray) -> Iterator[tuple[int, Tensor]]:
-    """Tables that have some of the rows, and where these are."""
-    order = torch.from_numpy(np.argsort(tables_of(counts), kind="stable"))
-    parts = order.split(counts.sum(0).tolist())
-    return ((t, rows) for t, rows in enumerate(parts) if len(rows))
 
 
 def moved_bytes(table: Table) -> tuple[int, int]:

@@ -10,15 +10,15 @@ Legend: N ranks, T tables, n rows, listed rank by rank, table by table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from colonnade import _native
 from colonnade.exchange.cached_wire import tables_of
+from colonnade.exchange.row_numbers import ABSENT, RowNumbers
 from colonnade.exchange.said import Back, Said
 
-NONE = -1
+NONE = ABSENT
 """No number: the row lies with its owner alone."""
 
 
@@ -26,8 +26,9 @@ class Loans:
     """One end: of rows that a rank has lent to the others, or that they lent to it. At any time a row, or a copy of it,
     lies with one rank beside its owner at most."""
 
-    def __init__(self, num_ranks: int, num_tables: int) -> None:
-        self._numbers = [_native.RowIndex() for _ in range(num_tables)]  # by id
+    def __init__(self, num_ranks: int, rows: Sequence[int | None]) -> None:
+        """rows: of each table; None: open."""
+        self._numbers = RowNumbers(rows)
         # By rank, then by number.
         self._ids = [np.empty(0, np.int64) for _ in range(num_ranks)]
         self._tables = [np.empty(0, np.int32) for _ in range(num_ranks)]
@@ -36,12 +37,7 @@ class Loans:
 
     def numbers(self, tables: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """(n,) int64 of rows in any order: NONE of others."""
-        found = np.empty(len(ids), np.int64)
-        for t, rows in _by_table(tables):
-            mine = np.empty(len(rows), np.int64)
-            self._numbers[t].get(ids[rows], mine)
-            found[rows] = mine
-        return found
+        return self._numbers.get(tables, ids)
 
     def rows(self, rank: int, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tables (n,), ids (n,)) of what that rank has, or lent. Raises ValueError for a number that nothing has."""
@@ -67,10 +63,8 @@ class Loans:
         )
         ends, begins = said.has & ~said.keeps, said.borrowed
         left = ~recalled.copied
-        for t, rows in _by_table(tables):
-            self._numbers[t].erase(ids[rows[ends[rows]]])
-        for t, rows in _by_table(recalled.tables):
-            self._numbers[t].erase(others[rows[left[rows]]])
+        self._numbers.erase(tables[ends], ids[ends])
+        self._numbers.erase(recalled.tables[left], others[left])
         given = zip(_by_rank(said.counts), _by_rank(recalled.counts), strict=True)
         for (rank, mine), (_, back) in given:
             self._copied[rank][recalled_numbers[back]] = True
@@ -82,9 +76,7 @@ class Loans:
             self._tables[rank][numbers[mine][new]] = tables[mine][new]
             stays = said.keeps[mine]
             self._copied[rank][numbers[mine][stays]] = said.copied[mine][stays]
-        for t, rows in _by_table(tables):
-            new = rows[begins[rows]]
-            self._numbers[t].put(ids[new], numbers[new])
+        self._numbers.put(tables[begins], ids[begins], numbers[begins])
 
     def _take(self, rank: int, count: int) -> np.ndarray:
         free, size = self._free[rank], len(self._ids[rank])
@@ -102,10 +94,3 @@ def _by_rank(counts: np.ndarray) -> Iterator[tuple[int, slice]]:
     """Where each rank's rows are, as listed."""
     ends = [0, *counts.sum(1).cumsum().tolist()]
     return ((rank, slice(ends[rank], ends[rank + 1])) for rank in range(len(counts)))
-
-
-def _by_table(tables: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """tables (n,) of rows: those that have some, and where they are, ascending."""
-    order = np.argsort(tables, kind="stable")
-    ends = np.flatnonzero(np.diff(tables[order])) + 1
-    return ((int(tables[rows[0]]), rows) for rows in np.split(order, ends) if len(rows))
