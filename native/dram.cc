@@ -316,7 +316,7 @@ void Dram::for_each_block(std::span<const std::uint32_t> slots, std::span<const 
     const auto& layout = at(t).layout();
     for_each_run(counts[b], kRun, [&](std::int64_t begin, std::int64_t end) {
       std::vector<std::byte> record(layout.record_bytes());
-      for (std::int64_t i = begin; i < end; ++i) visit(layout, slots[row + i], record, byte + i * widths[t], widths[t]);
+      for (std::int64_t i = begin; i < end; ++i) visit(layout, row + i, record, byte + i * widths[t], widths[t]);
     });
     row += counts[b];
     byte += counts[b] * widths[t];
@@ -326,18 +326,22 @@ void Dram::for_each_block(std::span<const std::uint32_t> slots, std::span<const 
 void Dram::pack_blocks(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
                        std::span<const std::int64_t> widths, std::span<std::byte> message) const {
   for_each_block(slots, counts, widths, message.size(),
-                 [&](const auto& layout, std::uint32_t slot, std::span<std::byte> record, auto byte, auto width) {
-                   layout.pack(slot, record.data());
+                 [&](const auto& layout, auto row, std::span<std::byte> record, auto byte, auto width) {
+                   layout.pack(slots[row], record.data());
                    std::memcpy(message.data() + byte, record.data(), width);
                  });
 }
 
 void Dram::unpack_blocks(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
-                         std::span<const std::int64_t> widths, std::span<const std::byte> message) {
+                         std::span<const std::int64_t> widths, std::span<const std::byte> message,
+                         std::span<const std::int64_t> clocks) {
+  if (!clocks.empty() && clocks.size() != slots.size())
+    refuse("clocks: got " + std::to_string(clocks.size()) + " of " + std::to_string(slots.size()) + " rows");
   for_each_block(slots, counts, widths, message.size(),
-                 [&](const auto& layout, std::uint32_t slot, std::span<std::byte> record, auto byte, auto width) {
+                 [&](const auto& layout, auto row, std::span<std::byte> record, auto byte, auto width) {
                    std::memcpy(record.data(), message.data() + byte, width);
-                   layout.unpack(slot, record.data());
+                   if (!clocks.empty()) std::memcpy(record.data() + record.size() - 8, &clocks[row], 8);
+                   layout.unpack(slots[row], record.data());
                  });
 }
 

@@ -10,10 +10,10 @@ caches, ids deduplicated: every unique row of a batch is named (8 bytes), read a
     het         HET's, as published and as its code counts: every unique row of a batch is named with its version, 16
                 bytes; it is sent where more than s updates are missing; pushes name row and number of updates, 16
                 bytes; an update is one of a batch
-    exact       synchronous, the rule of src/colonnade/cache/sight.py: every row of a batch is named and answered by
-                two bits, a third where either is set; plain ones are read and written, of copies that are there only
-                the gradient travels, lent rows travel with their clock, 4 bytes, when they are lent and when they come
-                back; those that come back in no batch of their holder's are named to it, with a bit
+    exact       synchronous, the rule of src/colonnade/cache/sight.py and the messages of exchange/lent_wire.py, as
+                they are packed: every row of a batch is named, by 8 bytes, or by a number where the rank has it;
+                plain ones are read and written, of copies that are there only the gradient travels, lent rows travel
+                when they are lent and when they come back
     forced      what any rule has to move: of rows that are read the names, and the rows
 
 Legend: U unique rows of a rank's batch, N rows of all tables.
@@ -31,10 +31,13 @@ from numpy.typing import NDArray
 
 from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Directory
 from colonnade.cache.foresight import Foreseen, Foresight
-from colonnade.cache.sight import NOBODY, SHARED, Sight, worth_of
+from colonnade.cache.sight import SHARED, Sight, worth_of
+from colonnade.exchange.lent_wire import pack_numbers, read_said, said_messages
+from colonnade.exchange.loans import NONE, Loans
+from colonnade.exchange.said import Said, listed_back
 from workers.cache_streams import RANKS, Ids, Stream
 
-NAME, FLAGS, AGE, BIT, CLOCK = 8.0, 0.25, 4.0, 0.125, 4.0
+NAME, FLAGS, AGE, BIT = 8.0, 0.25, 4.0, 0.125
 VERSIONED = 16.0
 NextUses = list[list[NDArray[np.int32]]]
 
@@ -183,7 +186,8 @@ def forced(stream: Stream) -> Traffic:
         has_newest = is_alone & ((now & before) > 0)
         read = int(many.sum() - has_newest.sum())
         rows = read + int(many[is_shared].sum())
-        rows += int((is_held[ids] & ~(has_newest & ~is_shared)).sum())  # what one held is written
+        # What one holds is written once, some day: counted when it begins.
+        rows += int((~is_shared & ~(is_held[ids] & has_newest)).sum())
         users[ids], is_held[ids] = now, ~is_shared
         if step >= stream.shape.warm:
             found.rows += rows
@@ -193,11 +197,12 @@ def forced(stream: Stream) -> Traffic:
 
 
 def exact(stream: Stream, window: int, capacity: int, dim: int) -> Traffic:
-    """The rule of training (`cache.sight`), SGD, one owner; capacity: rows that each rank may have; dim: of rows, for
-    what lending is worth follows from their bytes."""
-    worth = worth_of(4 * dim, 4 * dim, 4 * dim + int(CLOCK))
-    sight = Sight(RANKS, capacity, worth, holds=window > 0)
-    found, seen = Traffic(), deque[NDArray[np.uint8]]()
+    """The rule of training (`cache.sight`) and its words (`exchange.lent_wire`), SGD, one owner; capacity: rows that
+    each rank may have; dim: of rows, for what lending is worth follows from their bytes."""
+    row = 4 * dim
+    sight = Sight(RANKS, capacity, worth_of(row, row, 2 * row), holds=window > 0)
+    lent, had = Loans(RANKS, [None]), [Loans(1, [None]) for _ in range(RANKS)]
+    found, seen = Traffic(), deque[tuple[NDArray[np.int64], float]]()
     coming = iter(stream.batches)
     for step, batches in enumerate(stream.batches[: stream.shape.warm + stream.shape.measured]):
         for next_batches in islice(coming, window + 1 - len(seen)):
@@ -206,22 +211,34 @@ def exact(stream: Stream, window: int, capacity: int, dim: int) -> Traffic:
             rows, ranks = np.nonzero(masks[shared, None] >> np.arange(RANKS, dtype=np.uint8) & 1)
             users = np.where(_counts(masks) == 1, alone, SHARED).astype(np.int16)
             sight.see(ids, users, (shared[rows], ranks))
-            seen.append(masks)
-        said, many = sight.decide(), _counts(seen.popleft())
-        stays, is_read = said.keeps | said.copied, said.reader != NOBODY
-        is_plain = ~(said.has | stays)
-        lent, back = (
-            int((stays & ~said.has).sum()),
-            int((said.has & ~said.keeps | said.copied).sum()),
-        )
-        records = lent + back + len(said.recalled)
+            named = sum(map(_request_bytes, had, next_batches))
+            seen.append((ids, named))
+        (ids, named), done = seen.popleft(), sight.decide()
+        asked, counts = np.concatenate(batches), np.array([[len(each)] for each in batches])
+        rows, stays = np.searchsorted(ids, asked), done.keeps | done.copied
+        reads = done.reader[rows] == np.repeat(np.arange(RANKS), counts[:, 0])
+        said = Said(counts, done.has[rows] | reads, stays[rows], done.copied[rows] | reads)
+        tables = np.zeros(len(done.recalled), np.int64)
+        back = listed_back(done.holders, tables, done.recalled, done.recopied, (RANKS, 1))
+        words = said_messages(said, back, lent.numbers(back.tables, back.ids.numpy()))
+        lent.decide(said, asked, back)
+        for end, message, mine in zip(had, words, batches, strict=True):
+            numbers = end.numbers(np.zeros(len(mine), np.int64), mine)
+            heard = read_said([message], np.array([[len(mine)]]), numbers, end)
+            end.decide(heard[0], mine, heard[1])
         if step >= stream.shape.warm:
-            found.rows += 2 * int(many[is_plain].sum()) - int(is_read.sum()) + records
-            found.named += int(many.sum()) * (NAME + 2 * BIT)
-            found.named += (int((~is_plain).sum()) + int(is_read.sum())) * BIT
-            found.named += records * CLOCK + len(said.recalled) * (NAME + BIT)
-            found.uses += sum(map(len, batches))
+            # A row that is lent comes back once: counted when it leaves, as in `forced`.
+            found.rows += int(2 * said.plain.sum() + said.read.sum() + 2 * said.borrowed.sum())
+            found.named += named + sum(map(len, words))
+            found.uses += len(asked)
     return found
+
+
+def _request_bytes(had: Loans, ids: NDArray[np.int64]) -> float:
+    """Of one rank's batch: of its rows, numbers of those that it has by the newest decision, names of the others."""
+    numbers = had.numbers(np.zeros(len(ids), np.int64), ids)
+    [named] = pack_numbers(numbers, np.array([len(ids)]))
+    return len(named) + int((numbers == NONE).sum()) * NAME
 
 
 def _users(batches: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:

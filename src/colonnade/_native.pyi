@@ -238,8 +238,16 @@ class Dram:
     def pack_blocks(self, slots: Array, counts: Array, widths: Array, message: Array) -> None:
         """The first widths[t] bytes (T,) int64 of records, one after another in message (uint8), of rows that are
         listed block by block: counts[b] (N * T,) int64 rows of table b % T. ValueError where these do not fit."""
-    def unpack_blocks(self, slots: Array, counts: Array, widths: Array, message: Array) -> None:
-        """Likewise; what was not sent of a record becomes zeros."""
+    def unpack_blocks(
+        self,
+        slots: Array,
+        counts: Array,
+        widths: Array,
+        message: Array,
+        clocks: Array | None = None,
+    ) -> None:
+        """Likewise; what was not sent of a record becomes zeros, and clocks (N,) int64, of rows as listed, are these
+        where they are given."""
     def read(self, table: int, ids: Array, out: Array) -> Array:
         """Copy weights of resident rows to out (N, D); returns the positions (M,) int32 of the others. No trace."""
     def birth_values(self, table: int, ids: Array, out: Array) -> None:

@@ -294,10 +294,11 @@ def test_no_row_moves_that_could_stay():
     print(f"rows moved {moved}, at the end {at_end}; forced {forced} of {2 * uses}; bytes {sent}")
     assert moved == [forced, forced] and forced < 0.5 * 2 * uses
     assert at_end[0] == 0
-    # A record is its weights and 4 bytes of clock; what was lent to the end comes back as for an evaluation.
+    # A record of SGD's is its weights: owners count clocks. What was lent to the end comes back as for an evaluation;
+    # ranks' own rows lie with them a little more often than others, and travel less.
     for i in range(2):
         share = (moved[i] - at_end[i]) / (2 * uses)
-        assert sent[1 + i] == pytest.approx(sent[0] * share, rel=0.08)
+        assert sent[1 + i] == pytest.approx(sent[0] * share, rel=0.1)
 
 
 def settle_often(mesh):

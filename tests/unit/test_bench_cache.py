@@ -97,7 +97,7 @@ def test_nothing_less_may_travel(stream):
         for id, ranks in now.items():
             last = before.get(id, set())
             moved = len(ranks - last) if len(last) == 1 else len(ranks)
-            moved += len(last) == 1 and ranks != last  # what one had alone is written
+            moved += len(ranks) == 1 and ranks != last  # what one has alone is written some day
             moved += len(ranks) * (len(ranks) > 1)
             rows += moved * (step >= 12)
         before |= now
@@ -107,33 +107,47 @@ def test_nothing_less_may_travel(stream):
 @pytest.mark.parametrize("dim", [16, 128])
 @pytest.mark.parametrize(("window", "capacity"), [(4, 300), (4, 10), (0, 300)])
 def test_the_exact_rule_is_counted_as_by_a_loop(stream, window, capacity, dim):
-    worth = worth_of(4 * dim, 4 * dim, 4 * dim + 4)
-    slow, rows, named, used = SlowSight(RANKS, capacity, worth, holds=window > 0), 0, 0.0, 0
-    users = []
+    worth = worth_of(4 * dim, 4 * dim, 8 * dim)
+    slow, rows, used = SlowSight(RANKS, capacity, worth, holds=window > 0), 0, 0
+    users, known, counted = [], {}, []
     for batches in stream.batches:
         now: dict[int, set[int]] = {}
         for rank, ids in enumerate(batches):
             for id in ids.tolist():
                 now.setdefault(id, set()).add(rank)
         users.append({id: now[id] for id in sorted(now)})
-    seen = 0
+    least = most = 0.0  # of what is named: numbers have 9 bits and a few bytes a list at most
     for step in range(32):
-        while seen < min(len(users), step + window + 1):
-            slow.see(users[seen])
-            seen += 1
+        while len(counted) < min(len(users), step + window + 1):
+            batches = stream.batches[len(counted)]
+            has = [
+                sum(known.get(id) == rank for id in ids.tolist())
+                for rank, ids in enumerate(batches)
+            ]
+            names = 8.0 * (sum(map(len, batches)) - sum(has))
+            counted.append((names + RANKS, names + sum(2 + -(-9 * n // 8) for n in has)))
+            slow.see(users[len(counted) - 1])
         has, keeps, copied, readers, back = slow.decide()
+        known = slow.holder | slow.copies
         if step < 12:
             continue
-        records = len(back)
+        told = np.zeros((RANKS, 3), np.int64)  # bits
+        for _, holder, _ in back:
+            told[holder, 0] += 1
         for id, by in users[step].items():
             used += len(by)
-            named += len(by) * 8.25 + 0.125 * (id in has | keeps | copied or id in readers)
+            stays = id in keeps | copied
+            for rank in by:
+                told[rank, 1] += readers.get(id) != rank
+                told[rank, 2] += stays
             rows += 0 if id in has | keeps | copied else 2 * len(by) - (id in readers)
-            records += id in keeps | copied and id not in has
-            records += id not in keeps and id in has | copied
-        rows, named = rows + records, named + 4 * records + 8.125 * len(back)
+            rows += 2 * (stays and id not in has)
+        bits = (-(-told // 8)).sum()
+        least += counted[step][0] + bits + RANKS
+        most += counted[step][1] + bits + (2 + -(-9 * told[:, 0] // 8)).sum()
     found = exact(stream, window, capacity, dim)
-    assert (found.rows, found.named, found.uses) == (rows, named, used)
+    assert (found.rows, found.uses) == (rows, used)
+    assert least <= found.named <= most < 1.25 * least
     assert found.rows >= forced(stream).rows - capacity * RANKS
     if window and capacity == 300:
         assert found.saved(128) > 0

@@ -18,8 +18,8 @@ LONG = 4
 """Uses in a row are counted up to here."""
 MANY = 2**16
 """Of what followed uses out of sight; beyond, what was long ago counts half."""
-NAME_BYTES = 8
-"""Of a row that its holder is told to give back."""
+NAME_BYTES = 2
+"""Of a row that its holder is told to give back: of its number, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,13 +237,13 @@ class Sight:
                 setattr(self, name, np.concatenate([values, np.zeros(more, values.dtype)]))
 
 
-def worth_of(value_bytes: int, gradient_bytes: int, record_bytes: int) -> Worth:
-    """Of a table. A row that stays for n uses moves its record twice in place of n values and n gradients, and is named
-    where it is given back out of turn; of uses each of which is followed by another with chance p there are 1 / (1 - p)
-    in a row."""
+def worth_of(value_bytes: int, gradient_bytes: int, moved_bytes: int) -> Worth:
+    """Of a table; moved_bytes: of a record on its way to a rank and back. A row that stays for n uses moves so in place
+    of n values and n gradients, and is named where it is given back out of turn; of uses each of which is followed by
+    another with chance p there are 1 / (1 - p) in a row."""
     both = value_bytes + gradient_bytes
     return Worth(
-        max(2, 2 * record_bytes // both + 1),
-        1 - both / (2 * record_bytes + NAME_BYTES),
-        2 * record_bytes < both + value_bytes,
+        max(2, moved_bytes // both + 1),
+        1 - both / (moved_bytes + NAME_BYTES),
+        moved_bytes < both + value_bytes,
     )

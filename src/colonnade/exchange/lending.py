@@ -1,4 +1,4 @@
-"""What both ends of a loan know of a batch: whose rows lie where, as messages list them and as plans do.
+"""What both ends of a loan know of a batch, from its route to its update.
 
 Legend: T tables, N ranks, U unique rows of this rank's batch, P rows named to it by all ranks.
 """
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.cache.sight import SHARED, Sight
-from colonnade.exchange.cached_wire import blocks_of
 from colonnade.exchange.clean import Cut
+from colonnade.exchange.loans import Loans
 from colonnade.exchange.packing import Requests
+from colonnade.exchange.said import Back, Said
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,62 +52,11 @@ class Line:
     """Batches of one lookahead, in order. Nothing is known of those of another."""
 
     sights: Sequence[Sight]  # by table
+    lent: Loans  # rows of this rank
+    had: Loans  # rows of others
     routed: int = 0
     trained: int = 0
     is_cut: bool = False  # a batch of it was left out: the others rely on it
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """Of rows, listed rank by rank, table by table: what lies with their users. A copy lies with its owner, too."""
-
-    counts: np.ndarray  # (N, T) int64
-    has: np.ndarray  # (rows,) bool: the row, or a copy
-    keeps: np.ndarray  # (rows,) bool: the row does so after the batch, or a copy
-    copied: np.ndarray  # (rows,) bool: what is kept is a copy; where nothing is, what was had
-
-    @property
-    def plain(self) -> np.ndarray:
-        """(rows,) bool: with its owner alone, before and after."""
-        return ~(self.has | self.keeps)
-
-    @property
-    def read(self) -> np.ndarray:
-        """A copy: the gradient goes to the owner."""
-        return self.has & ~self.keeps & self.copied
-
-    @property
-    def pushed(self) -> np.ndarray:
-        """Updated by their owner."""
-        return self.plain | self.read
-
-    @property
-    def borrowed(self) -> np.ndarray:
-        return ~self.has & self.keeps
-
-    @property
-    def returned(self) -> np.ndarray:
-        """With the batch; a copy of it may stay."""
-        return np.where(self.keeps, self.copied, self.has & ~self.copied)
-
-    def counted(self, mine: np.ndarray) -> np.ndarray:
-        """(N, T): rows of `mine` (rows,) bool."""
-        return blocks_of(mine, self.counts)
-
-
-@dataclass(frozen=True, slots=True)
-class Back:
-    """Rows that are given back with a batch, of it or of earlier ones: listed rank by rank, table by table, by id."""
-
-    counts: np.ndarray  # (N, T) int64
-    ids: Tensor  # int64
-    copied: np.ndarray  # bool: a copy stays
-
-    @property
-    def tables(self) -> np.ndarray:
-        """Of each."""
-        numbers = np.tile(np.arange(self.counts.shape[1]), len(self.counts))
-        return np.repeat(numbers, self.counts.ravel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +64,7 @@ class Borrower:
     """One batch, as the rank that uses the rows has it."""
 
     said: Said  # (U,) as messages list them
-    order: np.ndarray  # (U,) of each of these, its place in the plan
+    order: np.ndarray  # (U,) `Flight.order`
     cut: Cut  # plain rows before the others: what comes
     index: Tensor  # (U,) int32: the element of each row of the plan in a message that is cut so
     sent: Cut  # rows that their owners update before the others: what goes
@@ -143,6 +93,7 @@ class Flight:
 
     line: Line
     number: int  # in its line: 1, 2, ..
+    order: np.ndarray  # (U,) of this rank's rows as listed, the place of each in the plan
     requests: Requests
     owner_plan: _native.Plan  # of all that was named here
     orders: Sequence[np.ndarray]  # by table: what makes the plan's rows ascend
@@ -160,24 +111,15 @@ class Flight:
         assert self.borrower is not None and self.lender is not None
         return self.borrower, self.lender
 
+    def named(self, mine: np.ndarray) -> Tensor:
+        """Ids of rows of `mine` (P,) bool that were named here, as listed."""
+        return self.requests.ids[torch.from_numpy(mine)]
+
     @property
     def owned(self) -> tuple[np.ndarray, np.ndarray]:
         """(`there`, `back`) of one that was fetched."""
         assert self.there is not None and self.back is not None
         return self.there, self.back
-
-
-def listed_back(
-    ranks: np.ndarray,
-    tables: np.ndarray,
-    ids: np.ndarray,
-    copied: np.ndarray,
-    shape: tuple[int, int],
-) -> Back:
-    """Of rows in any order, to (N, T) = `shape` ranks and tables."""
-    order = np.lexsort((ids, tables, ranks))
-    counts = np.bincount(ranks.astype(np.int64) * shape[1] + tables, minlength=shape[0] * shape[1])
-    return Back(counts.reshape(shape), torch.from_numpy(ids[order]), copied[order])
 
 
 def show(line: Line, counts: np.ndarray, owner_plan: _native.Plan) -> list[np.ndarray]:
@@ -200,16 +142,3 @@ def show(line: Line, counts: np.ndarray, owner_plan: _native.Plan) -> list[np.nd
         sight.see(ids[mine][order], users[mine][order], sharing)
         orders.append(order)
     return orders
-
-
-def returned(said: Said, ids: Tensor) -> Back:
-    """ids: of rows that go back with a use of theirs."""
-    return Back(said.counted(said.returned), ids, said.copied[said.returned])
-
-
-def both(one: Back, other: Back) -> Back:
-    ranks = [np.repeat(np.arange(len(each.counts)), each.counts.sum(1)) for each in (one, other)]
-    return listed_back(
-        np.concatenate(ranks), np.concatenate([one.tables, other.tables]),
-        torch.cat([one.ids, other.ids]).numpy(), np.concatenate([one.copied, other.copied]), one.counts.shape,
-    )  # fmt: skip

@@ -1,9 +1,9 @@
 """`lent`: a row stays with the rank that alone uses it, which updates it as its owner would; all else as `rows`.
 
 Owners see the ids of `window` batches beyond each that is made ready (`in_sight`, `cache.sight`), say with some bits
-for each row asked of them whether its user has it and keeps it (`lent_wire`), name those that come back otherwise, and
-send a row with all its state or take it back so. Who gives a row back that it uses next beside others has a copy until
-then. Nobody needs a row that is elsewhere: reads see every update, and the bits are those of `rows`.
+for each row asked of them whether its user keeps it (`lent_wire`), name those that come back otherwise, and send a row
+with all its state or take it back so. Who gives a row back that it uses next beside others has a copy until then.
+Nobody needs a row that is elsewhere: reads see every update, and the bits are those of `rows`.
 
 Legend: T tables, N ranks, U unique rows of this rank's batch, P rows named to it by all ranks.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,44 +23,42 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.cache.sight import Sight, worth_of
 from colonnade.errors import BudgetExceeded, ConfigError
+from colonnade.exchange.borrowed import Borrowed
 from colonnade.exchange.cached_wire import by_table, records_layout, tables_of
 from colonnade.exchange.clean import cut
 from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.lending import (
-    Back,
     Borrower,
     Flight,
     Lender,
     Lending,
     LentCounts,
     Line,
-    Said,
-    both,
-    listed_back,
-    returned,
     show,
 )
-from colonnade.exchange.lent_wire import read_said, said_messages
+from colonnade.exchange.lent_clocks import LentClocks, moved_bytes
+from colonnade.exchange.lent_records import clocks_at, put_by_room, unpack
+from colonnade.exchange.lent_wire import (
+    listed_order,
+    pack_numbers,
+    read_requests,
+    read_said,
+    said_messages,
+)
+from colonnade.exchange.loans import NONE, Loans
 from colonnade.exchange.owner import listed, soonest
 from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.recording import summed_backwards
 from colonnade.exchange.routing import exchanged
 from colonnade.exchange.rows import Arrival, RowsExchange
+from colonnade.exchange.said import Back, Said, both, listed_back, returned
 from colonnade.exchange.slices import Slices
 from colonnade.exchange.wire import row_layout
 from colonnade.ops.memory import empty
-from colonnade.store.dram import open_dram
 from colonnade.table import ITEM_BYTES
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
-
-ROOM = 2**22
-"""Rows beyond those that stay, address space alone: what a batch borrows while others go back."""
-CLOCK_REST = 4
-"""Last bytes of a record that stay: a clock at rest has 64 bits, in memory it stops at 32."""
-TOGETHER = 4096
-"""Rows that are put back at once, where memory has room for them."""
 
 
 class LentExchange(RowsExchange):
@@ -83,18 +80,14 @@ class LentExchange(RowsExchange):
         self.lendings = tuple(lendings)
         self.has_copies = [True] * len(tables)
         self.window = max(each.window for each in lendings)
-        self.record_widths = np.array([table.record_bytes for table in tables])
-        self.lent_widths = self.record_widths - CLOCK_REST
+        self.lent_widths, self.back_widths = np.array(
+            [moved_bytes(table) for table in tables]
+        ).T.copy()
         self.counts = LentCounts()
         self.store: Any = None  # this rank's own rows
-        # By their own ids, whoever owns them: what is here is lent to this rank.
-        self.borrowed = open_dram(
-            [replace(table, rows=None, admission=None, eviction=None) for table in tables],
-            [each.rows + ROOM for each in lendings],
-            seed=seed,
-        )
-        # By table and slot: whether a row was updated here since its owner was last told of all (`settle`).
-        self._changed = [np.zeros(each.rows + ROOM, bool) for each in lendings]
+        self.borrowed = Borrowed(tables, [each.rows for each in lendings], seed)
+        self._rows = [table.rows for table in tables]
+        self._clocks = LentClocks(self._rows)  # of this rank's own rows that others have
         self._routing: Line | None = None  # of the lookahead that is under way
         self._line: Line | None = None  # of the batch that was read last
         self._flight: Flight | None = None  # whose gradients were pushed
@@ -141,14 +134,38 @@ class LentExchange(RowsExchange):
     def _new_line(self) -> Line:
         tables, owners = self.declaration.tables, self.deal.num_owners.tolist()
         sights = []
-        for table, lending, num_owners, record in zip(
-            tables, self.lendings, owners, self.lent_widths, strict=True
+        both_ways = (self.lent_widths + self.back_widths).tolist()
+        for table, lending, num_owners, moved in zip(
+            tables, self.lendings, owners, both_ways, strict=True
         ):
             value, gradient = table.itemsize, ITEM_BYTES[table.compute_dtype]
-            worth = worth_of(table.width * value, table.width * gradient, int(record))
+            worth = worth_of(table.width * value, table.width * gradient, moved)
             quota = lending.rows // num_owners
             sights.append(Sight(self.mesh.num_ranks, quota, worth, holds=lending.window > 0))
-        return Line(sights)
+        lent, had = (Loans(self.mesh.num_ranks, self._rows) for _ in range(2))
+        return Line(sights, lent, had)
+
+    def ask(self, batch: Batch, purpose: str = "route") -> Asked:
+        """Raises IdRangeError, DataError. Rows that lie here are named by their numbers, as of the newest decision."""
+        if purpose == "evaluate":
+            return super().ask(batch, purpose)
+        lookups, plan = self.planned(batch)
+        codes, unique = self._codes(batch, plan), torch.as_tensor(plan.unique_ids)
+        counts, listed_as, firsts, lasts = self._as_listed(plan)
+        line = self._routing if purpose == "route" else None
+        numbers = np.full(len(unique), NONE)
+        if line is not None:
+            numbers[listed_as] = line.had.numbers(tables_of(counts), unique.numpy()[listed_as])
+        order = listed_order(counts, listed_as, numbers[listed_as])
+        is_plain = numbers == NONE
+        before, plain = np.concatenate([[0], np.cumsum(is_plain)]), torch.from_numpy(is_plain)
+        requests = pack_requests(
+            unique[plain], before[firsts], before[lasts], self.table_rows, self.deal.num_owners,
+            self.deal.places, codes=None if codes is None else codes[plain],
+        )  # fmt: skip
+        named = pack_numbers(numbers[listed_as], counts.sum(1))
+        messages = [np.concatenate(each) for each in zip(named, requests, strict=True)]
+        return Asked(batch.size, messages, (lookups, plan, order))
 
     def answer(
         self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
@@ -156,17 +173,17 @@ class LentExchange(RowsExchange):
         """A ticket of training without rows: they are known once it is decided on."""
         if purpose == "evaluate":
             return super().answer(asked, heard, step=step, weight=weight, purpose=purpose)
-        lookups, plan, _ = asked.lookups
+        lookups, plan, order = asked.lookups
         # A batch of no lookahead has a line of its own, in which nothing else is in sight.
         line = (self._routing if purpose == "route" else None) or self._new_line()
         places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
-        requests = unpack_requests(heard, self.table_rows, self.deal.num_owners, places)
+        requests = read_requests(heard, line.lent, self.table_rows, self.deal.num_owners, places)
         owner_plan = _native.make_plan(
             listed(requests.ids, requests.counts), self.table_rows, self.undealt
         )
         line.routed += 1
         orders = show(line, requests.counts, owner_plan)
-        flight = Flight(line, line.routed, requests, owner_plan, orders)
+        flight = Flight(line, line.routed, order, requests, owner_plan, orders)
         none = torch.zeros(len(self.widths) + 1, dtype=torch.int64)
         return Ticket(
             step, asked.size, lookups, plan, none[:0], none, None, weight, None, flight, purpose=purpose
@@ -196,24 +213,34 @@ class LentExchange(RowsExchange):
         )
         back = listed_back(holders, tables, others, stays, counts.shape)
         mine = returned(said, torch.from_numpy(ids[said.returned]))
-        flight.borrower = self._borrower(ticket, said, back)
+        messages = said_messages(
+            said, back, flight.line.lent.numbers(back.tables, back.ids.numpy())
+        )
+        flight.line.lent.decide(said, ids, back)
+        flight.borrower = self._borrower(ticket, messages)
         flight.lender = self._lender(ticket, said, both(mine, back))
 
-    def _borrower(self, ticket: Ticket, theirs: Said, recalled: Back) -> Borrower:
-        """Collective. theirs: of rows that others use; recalled: of those that others have and do not use."""
-        counts, order, _, _ = self._as_listed(ticket.plan)
-        (heard,), _ = exchanged([said_messages(theirs, recalled)], self.mesh, 0.0, ticket.purpose)
-        said, named = read_said(heard, counts)
+    def _borrower(self, ticket: Ticket, messages: Sequence[np.ndarray]) -> Borrower:
+        """Collective. messages: by rank, what this one says as an owner."""
+        counts, listed_as, _, _ = self._as_listed(ticket.plan)
+        order, had = ticket.wire.order, ticket.wire.line.had
+        (heard,), _ = exchanged([messages], self.mesh, 0.0, ticket.purpose)
         unique = torch.as_tensor(ticket.plan.unique_ids)
-        back = both(returned(said, unique[torch.from_numpy(order[said.returned])]), named)
+        asked = unique.numpy()[order]
+        said, named = read_said(heard, counts, had.numbers(tables_of(counts), asked), had)
+        had.decide(said, asked, named)
+        back = both(returned(said, torch.from_numpy(asked[said.returned])), named)
         self.counts.add(said, back)
         is_local, is_pushed = np.empty((2, len(order)), bool)
         is_local[order], is_pushed[order] = ~said.plain, said.pushed
         local = np.flatnonzero(is_local)
         layout = row_layout(counts, self.widths)
         comes, goes = (cut(layout, first, self.widths) for first in (said.plain, said.pushed))
+        come_index, go_index = torch.empty(2, len(order), dtype=torch.int32)
+        for index, each in ((come_index, comes), (go_index, goes)):
+            index[torch.from_numpy(order)] = each.index(self.widths)[torch.from_numpy(listed_as)]
         return Borrower(
-            said, order, comes, comes.index(self.widths), goes, goes.index(self.widths), local,
+            said, order, comes, come_index, goes, go_index, local,
             unique[torch.from_numpy(local)],
             torch.from_numpy(np.searchsorted(local, self._table_offsets(ticket).numpy())),
             ~is_pushed[local], back,
@@ -253,17 +280,17 @@ class LentExchange(RowsExchange):
         there, placed = np.zeros(len(lender.is_here), np.int32), ticket.placed.numpy()
         num_here = int(lender.is_here.sum())
         there[lender.is_here] = placed[:num_here]
-        slots, _ = self.borrowed.acquire(borrower.ids, borrower.offsets)
+        slots, _ = self.borrowed.store.acquire(borrower.ids, borrower.offsets)
         by_row = np.zeros(len(borrower.order), np.int32)
         by_row[borrower.local] = slots.numpy()
         here = by_row[borrower.order]
         flight.slots, flight.there, flight.back = slots, there, placed[num_here:]
         out, come = lender.said.borrowed, borrower.said.borrowed
         counts = borrower.said.counted(come)
-        records = self._carried(
-            "fetch", self.store, there[out], lender.said.counted(out), counts, self.lent_widths
-        )
-        self._put(self.borrowed, here[come], counts, records)
+        lent = lender.said.counted(out)
+        records = self._carried("fetch", self.store, there[out], lent, counts, self.lent_widths)
+        unpack(self.borrowed.store, here[come], counts, self.lent_widths, records)
+        self._clocks.lend(lent, flight.named(out), clocks_at(self.store, there[out], lent))
         plain, early, rest = lender.said.plain, borrower.cut.early, borrower.cut.rest
         serving = row_layout(lender.said.counted(plain), self.widths)
         send = self.native.message(source, torch.from_numpy(there[plain]), serving, lender.requests)
@@ -273,7 +300,7 @@ class LentExchange(RowsExchange):
         local = ~borrower.said.plain
         ids = torch.as_tensor(ticket.plan.unique_ids)[torch.from_numpy(borrower.order[local])]
         values[early.num_elements :] = self.native.message(
-            RowSource(self.borrowed.views(), slots, False), torch.from_numpy(here[local]), rest,
+            RowSource(self.borrowed.store.views(), slots, False), torch.from_numpy(here[local]), rest,
             listed(ids, rest.counts),
         )  # fmt: skip
         ticket.reads = self._received(ticket, values, borrower.index, [arrival])
@@ -294,16 +321,6 @@ class LentExchange(RowsExchange):
                 self._line.is_cut = True
             self._give_back()
             self._line = line
-
-    def _put(self, store: Any, slots: np.ndarray, counts: np.ndarray, records: Tensor) -> None:
-        """slots of rows as listed, counts (N, T) of them; records as `_carried` gives those that are lent."""
-        if not len(slots):
-            return
-        where = torch.from_numpy(slots)
-        order = np.argsort(tables_of(counts), kind="stable")
-        ends = torch.from_numpy(np.concatenate([[0], counts.sum(0).cumsum()]))
-        store.before_update(where[torch.from_numpy(order)], ends)
-        store.native.unpack_blocks(where, counts.ravel(), self.lent_widths, records)
 
     def _carried(
         self,
@@ -377,7 +394,7 @@ class LentExchange(RowsExchange):
         super().update(store, pushed, optimizers, settings)
         flight, self._flight = self._flight, None
         assert flight is not None and flight.slots is not None and flight.sums is not None
-        borrower, _ = flight.sides
+        borrower, lender = flight.sides
         updated = torch.from_numpy(np.flatnonzero(borrower.updated))
         offsets = torch.searchsorted(updated, borrower.offsets)
         ramp = torch.arange(len(updated) + 1, dtype=torch.int32)
@@ -386,9 +403,10 @@ class LentExchange(RowsExchange):
             flight.slots[updated].contiguous(), offsets, ramp, ramp[:-1].contiguous(),
             _native.RowGradients(flight.sums.data_ptr(), index, self.native.compute), flight.sums,
         )  # fmt: skip
-        super().update(self.borrowed, mine, optimizers, settings)
-        for t, changed in enumerate(self._changed):
-            changed[mine.slots[offsets[t] : offsets[t + 1]].numpy()] = True
+        super().update(self.borrowed.store, mine, optimizers, settings)
+        self.borrowed.change(mine.slots, offsets)
+        ticked = ~lender.said.pushed
+        self._clocks.tick(lender.said.counted(ticked), flight.named(ticked))
         self._return(store, flight)
         flight.slots = flight.sums = None
         flight.line.trained += 1
@@ -404,28 +422,30 @@ class LentExchange(RowsExchange):
         back = borrower.back.ids[torch.from_numpy(order)]
         ends = np.concatenate([[0], borrower.back.counts.sum(0).cumsum()])
         offsets = torch.from_numpy(ends)
-        slots, _ = self.borrowed.acquire(back, offsets)
+        slots, _ = self.borrowed.store.acquire(back, offsets)
         listed_slots = np.empty(len(order), np.int32)
         listed_slots[order] = slots.numpy()
         records = self._carried(
             "push",
-            self.borrowed,
+            self.borrowed.store,
             listed_slots,
             borrower.back.counts,
             lender.back.counts,
-            self.lent_widths,
+            self.back_widths,
         )
-        self._put(store, flight.owned[1], lender.back.counts, records)
-        self.borrowed.release(slots, offsets, dirty=True)
-        self.borrowed.release(flight.slots, borrower.offsets, dirty=True)
+        theirs = lender.back.counts
+        clocks = self._clocks.end(theirs, lender.back.ids)
+        unpack(store, flight.owned[1], theirs, self.back_widths, records, clocks)
+        self.borrowed.store.release(slots, offsets, dirty=True)
+        self.borrowed.store.release(flight.slots, borrower.offsets, dirty=True)
+        self.borrowed.forget(slots, offsets)
         stays = borrower.back.copied[order]
         firsts = borrower.offsets.tolist()
-        for t, changed in enumerate(self._changed):
+        for t in range(len(self.widths)):
             some, mine = slice(ends[t], ends[t + 1]), slice(firsts[t], firsts[t + 1])
-            changed[slots[some].numpy()] = False
             left = back[some][torch.from_numpy(~stays[some])]
             read = borrower.ids[mine][torch.from_numpy(~borrower.updated[mine])]
-            self.borrowed.delete(t, torch.cat([left, read]))
+            self.borrowed.store.delete(t, torch.cat([left, read]))
 
     def drop(self, ticket: Ticket) -> None:
         """The other batches of its lookahead cannot be trained on."""
@@ -435,7 +455,7 @@ class LentExchange(RowsExchange):
             return
         flight.line.is_cut = True
         if flight.slots is not None and flight.borrower is not None:
-            self.borrowed.release(flight.slots, flight.borrower.offsets, dirty=False)
+            self.borrowed.store.release(flight.slots, flight.borrower.offsets, dirty=False)
             flight.slots = None
 
     # ---- between steps
@@ -444,11 +464,7 @@ class LentExchange(RowsExchange):
         """Collective, between steps, on the training thread, with any number of batches in flight: owners' rows become
         what they are where they are lent, and stay lent; those that were not updated since the last time are so
         already. Raises BudgetExceeded, on every rank, where memory has no room for them."""
-        here = []
-        for t, changed in enumerate(self._changed):
-            ids, by_id = self._lent_here(t)
-            is_news = torch.from_numpy(changed[by_id.numpy()])
-            here.append((ids[is_news], by_id[is_news]))
+        here = self.borrowed.news()
         plan = _native.make_plan(
             listed(torch.cat([ids for ids, _ in here]), np.array([[len(ids) for ids, _ in here]])),
             self.table_rows, self.deal.num_owners,
@@ -467,18 +483,20 @@ class LentExchange(RowsExchange):
         named = unpack_requests(heard, self.table_rows, self.deal.num_owners, places)
         records = self._carried(
             "evaluate",
-            self.borrowed,
+            self.borrowed.store,
             torch.cat(slots).numpy()[order],
             counts,
             named.counts,
-            self.record_widths,
+            self.back_widths,
         )
+        clocks = self._clocks.of(named.counts, named.ids)[:, None].view(torch.uint8)
         error = None
         try:
-            layout = records_layout(named.counts, self.record_widths)
+            layout = records_layout(named.counts, self.back_widths)
             for t, rows in enumerate(by_table(named.counts)):
-                mine = layout.of(records, t).contiguous()
-                self._put_back(t, named.ids[torch.from_numpy(rows)], mine)
+                where = torch.from_numpy(rows)
+                mine = torch.cat([layout.of(records, t), clocks[where]], 1)
+                put_by_room(self.store, t, named.ids[where], mine)
         except BudgetExceeded as found:
             error = found
         if not self.mesh.least(int(error is None)):
@@ -486,40 +504,20 @@ class LentExchange(RowsExchange):
                 "another rank's memory has no room for the rows that come back; raise plan.memory.dram, or lower "
                 "plan.cache.size"
             )
-        for changed, (_, by_id) in zip(self._changed, here, strict=True):
-            changed[by_id.numpy()] = False
-
-    def _put_back(self, t: int, ids: Tensor, records: Tensor) -> None:
-        """As many at once as memory has room for. Raises BudgetExceeded where that is not one."""
-        first, together = 0, TOGETHER
-        while first < len(ids):
-            some = slice(first, first + together)
-            try:
-                self.store.put(t, ids[some], records[some])
-            except BudgetExceeded:
-                if together == 1:
-                    raise
-                together = max(1, together // 2)
-                continue
-            first += together
+        ends_here = torch.tensor([0, *(len(ids) for ids, _ in here)]).cumsum(0)
+        self.borrowed.forget(torch.cat([by_id for _, by_id in here]), ends_here)
 
     def _give_back(self) -> None:
         """Collective, between steps: all rows are where their owners are."""
         self.settle()
-        for t in range(len(self.widths)):
-            self.borrowed.delete(t, self._lent_here(t)[0])
+        self.borrowed.clear()
+        self._clocks = LentClocks(self._rows)
         self._line = None
 
     @property
     def lends(self) -> bool:
         """Whether rows may lie elsewhere than with their owners; the same on every rank."""
         return self._line is not None
-
-    def _lent_here(self, t: int) -> tuple[Tensor, Tensor]:
-        """(ids, slots) of rows of table t that are lent to this rank, ascending by id."""
-        ids, slots = (torch.as_tensor(each) for each in self.borrowed.native.resident(t))
-        order = torch.argsort(ids)
-        return ids[order].contiguous(), slots[order].contiguous()
 
     def _as_listed(
         self, plan: _native.Plan
