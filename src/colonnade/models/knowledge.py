@@ -124,11 +124,11 @@ class KnowledgeGraph(SplitModel):
         """(n, D) rows of entities -> (n, D): their vectors."""
         return rows
 
-    def cubes(self, heads: Tensor, relations: Sequence[Tensor], tails: Tensor) -> Tensor:
-        """(B, D) each, a relation for each question -> (B,): the mean over both questions of the sum of the cubes of
-        the sizes (of complex numbers: moduli) of the three vectors' numbers."""
-        both = sum(self._cubes(relation) for relation in relations) / len(relations)
-        return self._cubes(heads) + both + self._cubes(tails)
+    def cubes(self, heads: Tensor, there: Tensor, back: Tensor, tails: Tensor) -> Tensor:
+        """(B, D) each; `there`, `back`: each question's relation -> (B,): the mean over both questions of the sum of
+        the cubes of the sizes (of complex numbers: moduli) of the three vectors' numbers."""
+        relations = (self._cubes(there) + self._cubes(back)) / 2
+        return self._cubes(heads) + relations + self._cubes(tails)
 
     def _cubes(self, vectors: Tensor) -> Tensor:
         squares = vectors.square()
@@ -166,17 +166,12 @@ class KnowledgeGraph(SplitModel):
         heads, tails, candidates = (
             self.vectors(rows[name]) for name in FEATURES if name != "relation"
         )
-        relations = relation.chunk(2, 1) if self.reciprocal else (relation,)
-        if self.reciprocal:
-            there, back = relations
-            toward_tail = self.toward_tail(heads, there)
-            toward_head = self.toward_tail(tails, back)
-        else:
-            toward_tail = self.toward_tail(heads, relation)
-            toward_head = self.toward_head(tails, relation)
+        there, back = relation.chunk(2, 1) if self.reciprocal else (relation, relation)
+        toward_tail = self.toward_tail(heads, there)
+        toward_head = (self.toward_tail if self.reciprocal else self.toward_head)(tails, back)
         penalty = heads.new_zeros(batch.size)
         if self.penalty:
-            penalty = self.penalty * self.cubes(heads, relations, tails)
+            penalty = self.penalty * self.cubes(heads, there, back, tails)
         return Links(
             toward_tail,
             toward_head,
@@ -348,7 +343,7 @@ class RotatE(Distance):
     def toward_head(self, tail: Tensor, relation: Tensor) -> Tensor:
         return _times(tail, self._turn(relation), -1.0)
 
-    def cubes(self, heads: Tensor, relations: Sequence[Tensor], tails: Tensor) -> Tensor:
+    def cubes(self, heads: Tensor, there: Tensor, back: Tensor, tails: Tensor) -> Tensor:
         return self._cubes(heads) + self._cubes(tails)  # a turn's numbers are all of size 1
 
     def _turn(self, relation: Tensor) -> Tensor:
