@@ -97,6 +97,8 @@ class ModelConfig(Section):
     """Of knowledge graphs: whether a relation has a second vector, for the question "which head?"; default: false."""
     loss: Literal["sigmoid", "softmax"] | None = None
     """Of knowledge graphs: whether a triple is true, or which of all entities is the answer."""
+    penalty: float | None = Field(None, ge=0)
+    """Of knowledge graphs: times the sum of the cubes of a triple's numbers, added to its loss; default 0."""
     blocks: int | None = Field(None, ge=1)
     """Attention blocks (sasrec)."""
     heads: int | None = Field(None, ge=1)

@@ -231,6 +231,31 @@ def test_softmax_over_all_entities_is_cross_entropy(name, settings):
     torch.testing.assert_close(found, total / float(batch.sample_weight.sum()))
 
 
+@pytest.mark.parametrize("name, settings", KINDS)
+def test_the_penalty_is_the_cubes_of_the_triples_own_numbers(name, settings):
+    """By weight, as the loss is; of both questions the mean, and nothing of a rotation, whose numbers are of size 1."""
+    plain = build(name, loss="softmax", **settings)
+    held = build(name, loss="softmax", penalty=0.3, **settings)
+    (batch,) = opened(candidates=2).train.batches(40)
+    found = LinkPrediction().loss(held, batch, Mesh()) - LinkPrediction().loss(plain, batch, Mesh())
+    links, relation = plain(batch), plain.embeddings(batch)["relation"]
+
+    def cubes(row):
+        numbers = row.tolist()
+        if plain.is_complex:
+            half = len(numbers) // 2
+            numbers = map(complex, numbers[:half], numbers[half:])
+        return sum(abs(each) ** 3 for each in numbers)
+
+    total = 0.0
+    for i, weight in enumerate(batch.sample_weight.tolist()):
+        total += weight * (cubes(links.heads[i]) + cubes(links.tails[i]))
+        if name != "rotate":
+            asked = relation[i].chunk(2) if plain.reciprocal else [relation[i]]
+            total += weight * sum(cubes(each) for each in asked) / len(asked)
+    assert float(found.detach()) == pytest.approx(0.3 * total / float(batch.sample_weight.sum()))
+
+
 @given(seed=st.integers(0, 10**6))
 def test_candidates_stand_for_all_wrong_entities(seed):
     """The mean of exp over draws is the sum over all, over how many there are; a share of 1 / m of each counts."""
@@ -297,7 +322,10 @@ def train(mesh, name, settings):
     "name, settings",
     [
         ("transe", {}),
-        ("rotate", {**SQUARED, "loss": "softmax", "reciprocal": True, "center": 0.3}),
+        (
+            "rotate",
+            {**SQUARED, "loss": "softmax", "reciprocal": True, "center": 0.3, "penalty": 0.1},
+        ),
     ],
 )
 def test_three_ranks_train_and_score_what_one_does(name, settings):
@@ -389,6 +417,8 @@ def test_what_does_not_fit_is_refused():
         build("rotate", norm=3)
     with pytest.raises(ConfigError, match=r"got center=inf, wanted a finite number"):
         build("rotate", center=math.inf)
+    with pytest.raises(ConfigError, match=r"got penalty=-1, wanted a finite number, 0 or more"):
+        build("complex", penalty=-1)
     with pytest.raises(ConfigError, match=r"got squared beside norm=1.*set norm=2"):
         build("transe", squared=True)
     with pytest.raises(ConfigError, match="got loss='hinge', wanted sigmoid or softmax"):

@@ -42,6 +42,7 @@ class Links:
     candidates: Tensor  # (M, D)
     candidate_ids: Tensor  # (M,) int64, on the CPU
     weight: Tensor  # (B,) on the CPU
+    penalty: Tensor  # (B,): what is added to the loss of each
 
 
 class KnowledgeGraph(SplitModel):
@@ -64,13 +65,15 @@ class KnowledgeGraph(SplitModel):
         temperature: float = 1.0,
         loss: LinkLoss = "sigmoid",
         reciprocal: bool = False,
+        penalty: float = 0.0,
         seed: int = 0,
     ) -> None:
         """loss: "sigmoid" says of each triple whether it is true; "softmax" which of all entities is the answer, of
         which the candidates are a sample, so that `margin` cancels (`train.objective.link_loss` has both).
         temperature: scores are multiplied by it before the softmax; with "sigmoid" that is the softmax over wrong
         candidates' scores that says how much each of them counts, which is a constant of the loss (self-adversarial
-        sampling, Sun et al. 2019). Raises ConfigError."""
+        sampling, Sun et al. 2019). penalty: times `cubes`, it is added to a triple's loss, which holds a row back as
+        often as it is in triples (N3, Lacroix et al. 2018). Raises ConfigError."""
         super().__init__()
         self.kind = type(self).__name__.lower()
         got = {f.name: (f.table, f.pooling) for f in features}
@@ -98,6 +101,10 @@ class KnowledgeGraph(SplitModel):
                 f"{self.kind}: got margin={margin:g} beside loss=softmax, which asks by how much one score is above "
                 "the others: what all have cancels; leave margin out, or set loss=sigmoid"
             )
+        if not (penalty >= 0 and math.isfinite(penalty)):
+            raise ConfigError(
+                f"{self.kind}: got penalty={penalty}, wanted a finite number, 0 or more"
+            )
         entity = next(table for table in tables if table.name == "entity")
         if loss == "softmax" and entity.rows is None:
             raise ConfigError(
@@ -106,6 +113,7 @@ class KnowledgeGraph(SplitModel):
             )
         self.loss, self.num_entities, self.reciprocal = loss, entity.rows, reciprocal
         self.margin, self.temperature = self.start if margin is None else margin, temperature
+        self.penalty = penalty
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)
         relation = next(table for table in tables if table.name == "relation")
         self.relation_range = float(getattr(relation.initializer, "scale", 0.0)) or 1.0
@@ -115,6 +123,18 @@ class KnowledgeGraph(SplitModel):
     def vectors(self, rows: Tensor) -> Tensor:
         """(n, D) rows of entities -> (n, D): their vectors."""
         return rows
+
+    def cubes(self, heads: Tensor, there: Tensor, back: Tensor, tails: Tensor) -> Tensor:
+        """(B, D) each; `there`, `back`: each question's relation -> (B,): the mean over both questions of the sum of
+        the cubes of the sizes (of complex numbers: moduli) of the three vectors' numbers."""
+        relations = (self._cubes(there) + self._cubes(back)) / 2
+        return self._cubes(heads) + relations + self._cubes(tails)
+
+    def _cubes(self, vectors: Tensor) -> Tensor:
+        squares = vectors.square()
+        if self.is_complex:
+            squares = squares.unflatten(1, (2, -1)).sum(1)
+        return squares.pow(1.5).sum(1)
 
     @abstractmethod
     def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
@@ -146,13 +166,12 @@ class KnowledgeGraph(SplitModel):
         heads, tails, candidates = (
             self.vectors(rows[name]) for name in FEATURES if name != "relation"
         )
-        if self.reciprocal:
-            there, back = relation.chunk(2, 1)
-            toward_tail = self.toward_tail(heads, there)
-            toward_head = self.toward_tail(tails, back)
-        else:
-            toward_tail = self.toward_tail(heads, relation)
-            toward_head = self.toward_head(tails, relation)
+        there, back = relation.chunk(2, 1) if self.reciprocal else (relation, relation)
+        toward_tail = self.toward_tail(heads, there)
+        toward_head = (self.toward_tail if self.reciprocal else self.toward_head)(tails, back)
+        penalty = heads.new_zeros(batch.size)
+        if self.penalty:
+            penalty = self.penalty * self.cubes(heads, there, back, tails)
         return Links(
             toward_tail,
             toward_head,
@@ -161,6 +180,7 @@ class KnowledgeGraph(SplitModel):
             candidates,
             batch.ids["candidate"].values,
             weight,
+            penalty,
         )
 
     def entities(self, ids: Tensor) -> Tensor:
@@ -190,13 +210,15 @@ class Distance(KnowledgeGraph):
         temperature: float = 1.0,
         loss: LinkLoss = "sigmoid",
         reciprocal: bool = False,
+        penalty: float = 0.0,
         seed: int = 0,
     ) -> None:
         """norm: 1, the sum of the absolute differences of an entity's numbers (of complex ones: moduli); 2, the root of
         the sum of their squares, which of many entities is a product of matrices. squared: that sum without the root,
         whose gradient does not fade beside long vectors. Raises ConfigError."""
         super().__init__(
-            tables, features, margin=margin, temperature=temperature, loss=loss, reciprocal=reciprocal, seed=seed
+            tables, features, margin=margin, temperature=temperature, loss=loss, reciprocal=reciprocal,
+            penalty=penalty, seed=seed,
         )  # fmt: skip
         if norm not in (1, 2):
             raise ConfigError(f"{self.kind}: got norm={norm!r}, wanted 1 or 2")
@@ -295,6 +317,7 @@ class RotatE(Distance):
         temperature: float = 1.0,
         loss: LinkLoss = "sigmoid",
         reciprocal: bool = False,
+        penalty: float = 0.0,
         seed: int = 0,
     ) -> None:
         """center: what an entity's complex numbers are, but for its row, which is added. Above 0 all entities begin
@@ -302,7 +325,7 @@ class RotatE(Distance):
         as they do around TransE's r; without it they must first agree on a middle. Raises ConfigError."""
         super().__init__(
             tables, features, norm=norm, squared=squared, margin=margin, temperature=temperature, loss=loss,
-            reciprocal=reciprocal, seed=seed,
+            reciprocal=reciprocal, penalty=penalty, seed=seed,
         )  # fmt: skip
         if not math.isfinite(center):
             raise ConfigError(f"rotate: got center={center}, wanted a finite number")
@@ -319,6 +342,9 @@ class RotatE(Distance):
 
     def toward_head(self, tail: Tensor, relation: Tensor) -> Tensor:
         return _times(tail, self._turn(relation), -1.0)
+
+    def cubes(self, heads: Tensor, there: Tensor, back: Tensor, tails: Tensor) -> Tensor:
+        return self._cubes(heads) + self._cubes(tails)  # a turn's numbers are all of size 1
 
     def _turn(self, relation: Tensor) -> Tensor:
         angle = relation * (math.pi / self.relation_range)

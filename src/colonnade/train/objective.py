@@ -115,7 +115,7 @@ def link_loss(model: KnowledgeGraph, links: Links, known: Known, mesh: Mesh) -> 
     """Collective, and its backward too. This rank's part of the weighted mean over all ranks' triples.
 
     Of both questions of a triple the mean of what `model.loss` says, against all ranks' candidates that are not known
-    to be true.
+    to be true, and the penalty of the triple's own vectors.
     """
     candidates = gather(mesh, links.candidates)
     ids = gather(mesh, links.candidate_ids)
@@ -133,7 +133,7 @@ def link_loss(model: KnowledgeGraph, links: Links, known: Known, mesh: Mesh) -> 
             assert model.num_entities is not None and true.offsets is not None
             all_wrong = (model.num_entities - true.offsets.diff()).to(wrong)
             losses.append(which_of_all(right, wrong, out, all_wrong, model.temperature))
-    each = (losses[0] + losses[1]) / 2
+    each = (losses[0] + losses[1]) / 2 + links.penalty
     return (each * links.weight.to(each)).sum() / max(float(total), 1e-12)
 
 
