@@ -58,8 +58,8 @@ WORLDS = ((2, 0), (4, 0), (4, 2))
 """(ranks, of these servers)"""
 ROWS = ((32, "SGD"), (16, "Adagrad"))
 """Whose memory is measured: 128 bytes of payload either way."""
-NUM_BORN = 1_000_000
-"""Rows whose memory is measured: of fewer, huge pages that are not full are most of it."""
+NUM_BORN = 4_000_000
+"""Rows whose memory is measured: of a million, huge pages that are not full are 7 bytes each."""
 WIDTH = 110
 
 
