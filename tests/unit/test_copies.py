@@ -135,6 +135,12 @@ def test_what_does_not_fit_is_refused():
         for call in (store.native.pack_blocks, store.native.unpack_blocks):
             with pytest.raises(ValueError, match="got"):
                 call(slots, np.array(counts), given, torch.zeros(message, dtype=torch.uint8))
+    message = torch.zeros(2 * (bytes_of - 8), dtype=torch.uint8)
+    whole = slots, np.array([2, 0, 0]), widths - 8, message
+    with pytest.raises(ValueError, match="clocks"):
+        store.native.unpack_blocks(*whole, torch.tensor([5]))
+    store.native.unpack_blocks(*whole, torch.tensor([5, 2**40]))
+    assert store.clocks(0, slots).tolist() == [5, 2**32 - 1]
     sums, ticks = [np.zeros((4, 3), np.float32)], [np.zeros(4, np.int32)]
     batch, index = torch.zeros(6), torch.tensor([0, 3], dtype=torch.int32)
     one = np.array([2]), np.array([0, 3])
