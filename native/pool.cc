@@ -91,6 +91,14 @@ void check(const Lookups& lookups, std::span<const std::uint32_t> index, const R
   check_index(index);
 }
 
+// Whether all of order's are among lookups [first, last).
+bool is_within(std::span<const std::int32_t> order, std::int64_t first, std::int64_t last) {
+  const auto lo = static_cast<std::uint32_t>(first), length = static_cast<std::uint32_t>(last - first);
+  int strangers = 0;
+  for (const auto lookup : order) strangers |= static_cast<std::uint32_t>(lookup) - lo >= length;
+  return !strangers;
+}
+
 Divisor divisor_of(Pooling pooling) {
   return pooling == Pooling::mean ? Divisor::n : pooling == Pooling::sqrtn ? Divisor::sqrt_n : Divisor::one;
 }
@@ -104,8 +112,9 @@ Rounding rounding_to(Dtype dtype) {
 }  // namespace
 
 void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads,
-          const PoolPlaces& places, Dtype dtype, Dtype out_dtype) {
+          const PoolPlaces& places, Dtype dtype, Dtype out_dtype, std::span<const std::int32_t> order) {
   check(lookups, index, reads, places, dtype, out_dtype);
+  if (!order.empty()) want_length("order", order.size(), lookups.num_lookups(), "lookups, or none");
   std::int64_t out_bytes = 0, read_lookups = 0, read_bytes = 0;
   for (const Read& read : reads.all()) {
     const std::int64_t num_lookups = lookups.last(read.feature) - lookups.first(read.feature);
@@ -122,6 +131,8 @@ void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Re
     const std::int32_t f = read.feature, t = lookups.table(f);
     const std::int64_t num_outputs = lookups.num_outputs(f), num_lookups = lookups.last(f) - lookups.first(f);
     const auto is_whole_lines = [](std::int64_t n) { return n % 64 == 0; };
+    const bool is_ordered = !order.empty() && !lookups.bags(f) &&
+                            is_within(order.subspan(lookups.first(f), num_lookups), lookups.first(f), lookups.last(f));
     PoolTask task{
         .rows = reinterpret_cast<const std::byte*>(places.bases[t]) + read.column * item_bytes(dtype),
         .row_stride = places.strides[t],
@@ -130,6 +141,7 @@ void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Re
         .weights = lookups.weights() ? lookups.weights()->data : nullptr,
         .bags = lookups.bags(f),
         .first = lookups.first(f),
+        .order = is_ordered ? order.data() + lookups.first(f) : nullptr,
         .divisor = divisor_of(lookups.pooling(f)),
         .rounding = rounding_to(out_dtype),
         .is_streamed = out_bytes >= kStreamedBytes && is_whole_lines(read.dim * item_bytes(out_dtype)) &&

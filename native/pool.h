@@ -18,8 +18,12 @@ struct PoolPlaces {
 
 // index (E,): row of each lookup. invalid_argument, nothing written, if lengths or types disagree, a read
 // names a feature or table that is not there or is wider than the strides, or a lookup has no row.
+//
+// order: (E,) all lookups, as a batch's entries are listed page by page (PageOrder), or empty. A feature of one lookup
+// an output whose lookups stand in their own places there, among themselves, is read in that order: each row once,
+// its neighbours next. Outputs are the same.
 void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads,
-          const PoolPlaces& places, Dtype dtype, Dtype out_dtype);
+          const PoolPlaces& places, Dtype dtype, Dtype out_dtype, std::span<const std::int32_t> order = {});
 
 bool all_finite(const void* values, std::int64_t n, Dtype dtype);
 

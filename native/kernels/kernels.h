@@ -25,12 +25,13 @@ struct PoolTask {
   const void* weights;         // element of each lookup in the type computed in, or null
   const std::int64_t* bags;    // output b sums lookups [bags[b], bags[b + 1]); null: it is lookup first + b
   std::int64_t first;          // the feature's first lookup
+  const std::int32_t* order;   // without bags: the i-th output made is that of lookup order[i]; null: ascending
   Divisor divisor;
   Rounding rounding;
   bool is_streamed;         // write around the cache; rows are whole, aligned cache lines
   std::byte* out;           // output row 0
   std::int64_t out_stride;  // bytes
-  std::int64_t begin, end;
+  std::int64_t begin, end;  // the task's outputs, or places in `order`
 };
 
 // Gradients of the outputs that one feature read of a part.

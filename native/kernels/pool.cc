@@ -192,10 +192,26 @@ COLONNADE_INLINE void pool_range(const Bags<Row, kVectors>& bags, const PoolTask
   }
 }
 
+// One lookup an output, as they come in `order`.
+template <bool kIsWeighted, class Row, int kVectors>
+COLONNADE_INLINE void pool_in_order(const Bags<Row, kVectors>& bags, const PoolTask& task) {
+  const std::int32_t* const order = task.order;
+  std::byte* const out = task.out - task.first * task.out_stride;
+  const std::int64_t out_stride = task.out_stride, end = task.end, ahead = rows_ahead(bags.row_bytes());
+  for (std::int64_t i = task.begin; i < task.begin + ahead && i < end; ++i) bags.fetch(order[i]);
+  for (std::int64_t i = task.begin; i < end; ++i) {
+    if (i + ahead < end) bags.fetch(order[i + ahead]);
+    const std::int64_t lookup = order[i];
+    pool_row<kIsWeighted, true>(bags, {lookup, lookup + 1, 0, lookup}, out + lookup * out_stride);
+  }
+}
+
 template <class Row, int kVectors, bool kIsWeighted>
 void pool_rows(const PoolTask& task) {
   const Bags<Row, kVectors> bags(task);
-  if (const std::int64_t* const bounds = task.bags) {
+  if (task.order) {
+    pool_in_order<kIsWeighted>(bags, task);
+  } else if (const std::int64_t* const bounds = task.bags) {
     pool_range<kIsWeighted>(bags, task, [bounds](std::int64_t b) { return bounds[b]; });
   } else {
     pool_range<kIsWeighted>(bags, task, [first = task.first](std::int64_t b) { return first + b; });

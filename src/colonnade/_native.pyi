@@ -304,13 +304,17 @@ def pool(
     out_strides: Array,  # (R,) int64 bytes between output rows
     dtype: str,  # of rows
     out_dtype: str,  # of outputs: float64 with float64 rows, else float32, bfloat16 or float16
+    order: Array | None = None,  # (E,) int32: all lookups, as `by_page` lists entries
 ) -> None:
     """Output row b of a pooled feature = sum, mean (sum / n) or sqrtn (sum / sqrt(n)) of (weight *) its rows in lookup
     order, n its number of lookups; empty bag = zeros. Output row i of a sequence feature = (weight *) row of its
     lookup i. Computed in the compute dtype, rounded once, to nearest.
 
     Outputs of 1 MiB and more are written around the cache where every row is whole cache lines
-    (address, stride and width multiples of 64 bytes): lay them out so."""
+    (address, stride and width multiples of 64 bytes): lay them out so.
+
+    order: a feature of one lookup an output, whose lookups stand there in their own places, is read in that order.
+    Outputs are the same."""
 
 class Retention:
     """Which rows of a table stay. `by`: "recency", "frequency" or "norm"; 0 rows, age or halving: without limit, never.

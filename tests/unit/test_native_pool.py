@@ -48,7 +48,14 @@ class Places:
             for f, _, dim in self.reads
         ]
 
-    def pool(self):
+    def ordered(self):
+        """All lookups by row, feature by feature; those of the first two are mixed."""
+        feature = np.empty(len(self.index), dtype=np.int64)
+        for f, part, _ in self.batch.features():
+            feature[part] = max(f, 1)
+        return torch.from_numpy(np.lexsort((self.index.numpy(), feature))).int()
+
+    def pool(self, order=None):
         features, columns, dims = zip(*self.reads, strict=True) if self.reads else ([], [], [])
         _native.pool(
             self.batch.lookups(),
@@ -60,6 +67,7 @@ class Places:
             torch.tensor([out.shape[1] * out.itemsize for out in self.outputs], dtype=torch.int64),
             name_of(self.row_dtype),
             name_of(self.out_dtype),
+            order,
         )
 
     def twin(self):
@@ -81,15 +89,17 @@ class Places:
     batches(dims=(1, 3, 8, 16, 17, 32, 64, 100, 128, 200, 1024)),
     st.sampled_from(ROUNDED),
     st.sampled_from(ROUNDED),
+    st.booleans(),
 )
-def test_equals_twin(batch, row_dtype, out_dtype):
+def test_equals_twin(batch, row_dtype, out_dtype, is_ordered):
     if batch.dtype == torch.float64:
         row_dtype = out_dtype = torch.float64
     places = Places(batch, row_dtype, out_dtype)
     wanted = list(places.twin())
+    order = places.ordered() if is_ordered else None
     for isa, num_threads in everywhere():
         with running_on(isa, num_threads):
-            places.pool()
+            places.pool(order)
         for (f, _, dim), out, values in zip(places.reads, places.outputs, wanted, strict=True):
             assert same_bits(out[:, :dim], values), (isa, num_threads, f)
             assert out[:, dim:].isnan().all()

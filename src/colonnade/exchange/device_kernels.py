@@ -71,7 +71,9 @@ class DeviceKernels:
             declaration.features[f].pooling for f in consumption.features
         ]
 
-    def place(self, lookups: Lookups, views: Sequence[RowView], index: Tensor) -> Placed:
+    def place(
+        self, lookups: Lookups, views: Sequence[RowView], index: Tensor, order: Tensor | None = None
+    ) -> Placed:
         rows = [view.rows for view in views if view.rows is not None]
         device = rows[0].device
         return Placed(rows, index.to(device), self._bags(lookups, device))

@@ -28,8 +28,11 @@ NOWHERE: Mapping[int, Tensor] = {}
 class Kernels(Protocol):
     """Outputs, and gradients of them, lie where the rows do; messages are on the CPU."""
 
-    def place(self, lookups: Lookups, views: Sequence[RowView], index: Tensor) -> Any:
-        """Where `pool` finds the row of each lookup: index (E,) int32 slots."""
+    def place(
+        self, lookups: Lookups, views: Sequence[RowView], index: Tensor, order: Tensor | None = None
+    ) -> Any:
+        """Where `pool` finds the row of each lookup: index (E,) int32 slots; order (E,) int32: all lookups, as their
+        rows lie in memory, where that is known (`ByPage.entries`)."""
         ...
 
     def pool(
@@ -87,7 +90,8 @@ class Kernels(Protocol):
 
 
 class NativeKernels:
-    """placed: (bases (T,), strides (T,), index (E,)): row e at base[t] + index[e] * stride[t] bytes."""
+    """placed: (bases (T,), strides (T,), index (E,), order (E,) or None): lookup e reads the row at base[t] +
+    index[e] * stride[t] bytes."""
 
     def __init__(
         self, declaration: Declaration, consumption: Consumption, outputs: Sequence[Output], num_ranks: int
@@ -115,26 +119,31 @@ class NativeKernels:
         )
 
     def place(
-        self, lookups: Lookups | None, views: Sequence[RowView], index: Tensor
-    ) -> tuple[np.ndarray, np.ndarray, Tensor]:
+        self,
+        lookups: Lookups | None,
+        views: Sequence[RowView],
+        index: Tensor,
+        order: Tensor | None = None,
+    ) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor | None]:
         return (
             np.array([view.address for view in views], dtype=np.int64),
             np.array([view.stride_bytes for view in views], dtype=np.int64),
             index,
+            order,
         )
 
     def pool(
         self,
         lookups: Lookups,
-        placed: tuple[Any, Any, Tensor],
+        placed: tuple[Any, Any, Tensor, Tensor | None],
         into: Mapping[int, Tensor] = NOWHERE,
     ) -> list[Tensor]:
-        bases, strides, index = placed
+        bases, strides, index, order = placed
         tensors = self._empty(lookups, into)
         out_bases, out_strides = self._addresses(tensors)
         _native.pool(
             lookups.native, index, bases, strides, self.reads,
-            out_bases, out_strides, self.dtype, self.declaration.output,
+            out_bases, out_strides, self.dtype, self.declaration.output, order,
         )  # fmt: skip
         return tensors
 
@@ -149,7 +158,7 @@ class NativeKernels:
         requests: _native.Lookups,
         into: Tensor | None = None,
     ) -> Tensor:
-        bases, strides, _ = self.place(None, source.views, index)
+        bases, strides, *_ = self.place(None, source.views, index)
         send = into
         if send is None:
             send = empty(layout.num_elements, dtype=self.declaration.dtype)

@@ -212,7 +212,10 @@ class RowsExchange(Owner):
         if placed is None:
             placed = take(source.rows, ticket.owner_plan.inverse)
         if self.mesh.num_ranks == 1 and source.in_place:
-            where = kernels.place(ticket.lookups, source.views, placed)
+            order = (
+                ticket.by_page.entries if ticket.by_page and source.rows is ticket.slots else None
+            )
+            where = kernels.place(ticket.lookups, source.views, placed, order)
             ticket.reads = Fetched(kernels, where, source)
             return
         wire = ticket.wire or self._local_wire(ticket)
@@ -318,7 +321,7 @@ class RowsExchange(Owner):
         except IndexError:
             self.ask(batch)  # says which
             raise
-        pooled = self.native.pool(lookups, (*rows.places(), slots))
+        pooled = self.native.pool(lookups, (*rows.places(), slots, None))
         return found(self.declaration, self.outputs, pooled, device, batch.dense)
 
     def drop(self, ticket: Ticket) -> None:
