@@ -124,7 +124,7 @@ LINKS: dict[str, Any] = {
 }
 
 TURNS: dict[str, Any] = {
-    "model.dim": 128,
+    "model.dim": 256,
     "model.norm": 2,
     "model.squared": True,
     "model.loss": "softmax",
