@@ -124,13 +124,16 @@ LINKS: dict[str, Any] = {
 }
 
 TURNS: dict[str, Any] = {
-    "model.dim": 128,
+    "model.dim": 256,
     "model.norm": 2,
     "model.squared": True,
     "model.loss": "softmax",
     "model.reciprocal": True,
     "model.center": 0.3,
-    "train.epochs": 8,
+    "model.penalty": 0.1,
+    "rows.lr": 0.015,
+    "train.batch_size": 512,
+    "train.epochs": 6,
 }
 
 MODEL_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
