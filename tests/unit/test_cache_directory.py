@@ -315,10 +315,11 @@ def test_hits_recover_after_what_is_popular_changed(policy):
 
 
 def test_what_cannot_be_is_refused_and_changes_nothing():
-    with pytest.raises(ConfigError, match="wanted 0 or more"):
-        Directory(-1, 0, 0)
+    for capacity in (-1, 1.5):
+        with pytest.raises(ConfigError, match=f"got a capacity of {capacity} rows"):
+            Directory(capacity, 0, 0)
     for wrong in (lambda it: it.set_bounds(1, -1), lambda it: it.resize(-1)):
-        with pytest.raises(ConfigError, match="wanted 0 or more"):
+        with pytest.raises(ConfigError, match="wanted whole numbers, 0 or more"):
             wrong(Directory(1, 0, 0))
     with pytest.raises(ConfigError, match="wanted lru, lfu, light_lfu or lookahead"):
         Directory(1, 0, 0, "fifo")

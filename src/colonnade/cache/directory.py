@@ -270,7 +270,9 @@ def renumbered(state: dict[str, np.ndarray], policy: str, shift: int) -> dict[st
 
 def _check(capacity: int, read_bound: int, write_bound: int) -> None:
     """Raises ConfigError."""
-    if capacity < 0 or not (0 <= read_bound <= UNBOUNDED and 0 <= write_bound <= UNBOUNDED):
+    bounds = 0 <= read_bound <= UNBOUNDED and 0 <= write_bound <= UNBOUNDED
+    if not isinstance(capacity, int | np.integer) or capacity < 0 or not bounds:
         raise ConfigError(
-            f"cache: got a capacity of {capacity} rows, bounds {read_bound} and {write_bound}; wanted 0 or more"
+            f"cache: got a capacity of {capacity} rows, bounds {read_bound} and {write_bound}; wanted whole numbers, "
+            "0 or more"
         )

@@ -48,8 +48,9 @@ def check_lendings(caches: Mapping[str, TableCache | Lending], tables: Sequence[
                 "give all tables a Lending, of 0 rows where none is wanted"
             )
     windows = sorted({each.window for each in lent.values()})
-    if len(windows) > 1 or min(windows) < 0 or min(each.rows for each in lent.values()) < 0:
+    least = min(each.rows for each in lent.values())
+    if len(windows) > 1 or min(windows) < 0 or least < 0:
         raise ConfigError(
-            f"plan.cache: got windows of {windows} batches, and rows; wanted one window for all tables, and both 0 or "
-            "more"
+            f"plan.cache: got windows of {windows} batches, and {least} rows at the least; wanted one window for all "
+            "tables, and both 0 or more"
         )
