@@ -34,6 +34,7 @@ from torch import Tensor
 
 from colonnade.errors import ConfigError, WorldError
 from colonnade.ops.memory import empty
+from colonnade.topology.loops import group_beside
 from colonnade.topology.mates import Mates, Post, readable
 from colonnade.topology.presence import PATIENCE, Presence, words_of
 from colonnade.topology.rendezvous import Peer, connect, meet, myself, serves_store
@@ -43,6 +44,8 @@ from colonnade.topology.waiting import waiting
 from colonnade.topology.world import World
 
 PURPOSES = ("route", "ahead", "fetch", "push", "dense", "gather", "evaluate", "commit", "control")
+AHEAD = ("route", "ahead", "fetch")
+"""Purposes of what a step's coming batches send, which have a loop of gloo's of their own."""
 OF_TRAINERS = ("dense", "gather", "evaluate")
 """Purposes of `Mesh.trainers`."""
 BY_HOST = ("dense", "fetch", "push")
@@ -320,10 +323,15 @@ def open_mesh(
             world_size=num_ranks,
             timeout=longest,
         )
-    groups = {purpose: dist.new_group(timeout=longest) for purpose in PURPOSES}
+    ahead, whole = dist.new_group(timeout=longest), dist.group.WORLD
+    assert whole is not None
+    groups = {
+        purpose: group_beside(ahead if purpose in AHEAD else whole, None, longest)
+        for purpose in PURPOSES
+    }
     world = World(num_hosts=num_ranks // local, ranks_per_host=local)
     for purpose in BY_HOST:
-        groups |= _host_groups(purpose, world, range(num_ranks), rank, longest)
+        groups |= _host_groups(purpose, groups[purpose], world, range(num_ranks), rank, longest)
     _mesh = Mesh(world, rank, groups, presence=presence)
     _mesh = replace(_mesh, mates=_open_mates(_mesh))
     atexit.register(_leave)  # gloo's threads abort a process that ends without it
@@ -355,7 +363,12 @@ def _open_mates(mesh: Mesh) -> Mates | None:
 
 
 def _host_groups(
-    purpose: str, world: World, ranks: Sequence[int], rank: int, timeout: timedelta
+    purpose: str,
+    beside: dist.ProcessGroup,
+    world: World,
+    ranks: Sequence[int],
+    rank: int,
+    timeout: timedelta,
 ) -> dict[str, dist.ProcessGroup]:
     """Collective: every rank makes every group, in one order, and keeps its own. `ranks`: those of `world`, as the
     world that was joined counts them, and so `rank`, which may be none of them."""
@@ -365,12 +378,12 @@ def _host_groups(
     found = {}
     for host in range(hosts):
         some = ranks[host * local : (host + 1) * local]
-        group = dist.new_group(some, timeout=timeout)
+        group = group_beside(beside, some, timeout)
         if rank in some:
             found[purpose + IN_HOST] = group
     for number in range(local):
         some = ranks[number::local]
-        group = dist.new_group(some, timeout=timeout)
+        group = group_beside(beside, some, timeout)
         if rank in some:
             found[purpose + OVER_HOSTS] = group
     return found
@@ -400,7 +413,7 @@ def open_towers(mesh: Mesh, size: int, purposes: Sequence[str]) -> None:
         if len(members[kind]) == 1:
             continue
         for some in members[kind] if len(members[kind][0]) > 1 else ():
-            group = dist.new_group(some, timeout=longest)
+            group = group_beside(mesh.groups[purpose], some, longest)
             if mesh.rank in some:
                 mesh.groups[name] = group
                 mesh.presence.only[name] = frozenset(some)
@@ -421,11 +434,13 @@ def tower_mesh(mesh: Mesh, size: int, purposes: Sequence[str] = ("dense",)) -> M
             continue
         for first in range(0, mesh.num_ranks, size):
             some = range(first, first + size)
-            group = dist.new_group(list(some), timeout=longest)
+            group = group_beside(mesh.groups[purpose], some, longest)
             if mesh.rank in some:
                 mesh.groups[purpose + suffix] = group
             if purpose == "dense":
-                others = _host_groups(purpose, world, some, mesh.rank, longest)
+                others = _host_groups(
+                    purpose, mesh.groups[purpose], world, some, mesh.rank, longest
+                )
                 mesh.groups.update({kind + suffix: group for kind, group in others.items()})
     kinds = [
         each for purpose in purposes for each in (purpose, purpose + IN_HOST, purpose + OVER_HOSTS)
@@ -446,8 +461,10 @@ def with_servers(mesh: Mesh, per_host: int) -> Mesh:
     assert mesh.presence is not None  # a world of one has no servers
     longest = timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
     ranks, own = world.trainers, world.of_trainers()
-    groups = {purpose: dist.new_group(ranks, timeout=longest) for purpose in OF_TRAINERS}
-    groups |= _host_groups("dense", own, ranks, mesh.rank, longest)
+    groups = {
+        purpose: group_beside(mesh.groups[purpose], ranks, longest) for purpose in OF_TRAINERS
+    }
+    groups |= _host_groups("dense", mesh.groups["dense"], own, ranks, mesh.rank, longest)
     crew = Mesh(traffic=mesh.traffic)
     if mesh.rank in ranks:
         called = "trainers "
