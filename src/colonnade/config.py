@@ -178,6 +178,17 @@ class WideConfig(RowOptimizerConfig):
     """New weights are uniform in +-init_scale."""
 
 
+class OwnRowsConfig(RowOptimizerConfig):
+    """How one table's rows start and are updated. Without an optimizer of their own, they train as all rows do."""
+
+    optimizer: RowOptimizerName | None = None
+    """Their optimizer; default: all rows', with its settings but for those given here."""
+    lr: float | None = Field(None, ge=0)
+    """Learning rate; default: all rows'."""
+    init_scale: float | None = Field(None, ge=0)
+    """New rows are uniform in +-init_scale; default: as all rows."""
+
+
 class RowsConfig(RowOptimizerConfig):
     optimizer: RowOptimizerName = "rowwise_adagrad"
     """The rows' optimizer."""
@@ -191,6 +202,8 @@ class RowsConfig(RowOptimizerConfig):
     """bfloat16: keep each weight's lower half beside the state, so that updates are those of float32."""
     max_norm: float | None = Field(None, gt=0)
     """Updated rows longer than this are shrunk to it."""
+    by_table: dict[str, OwnRowsConfig] = {}
+    """By name: tables whose rows have an optimizer, a learning rate or first values of their own."""
     wide: WideConfig = WideConfig()
     """First-order weights, where the model has them."""
     admission: AdmissionConfig = AdmissionConfig()
@@ -335,8 +348,16 @@ OPEN_SECTIONS = (
     ["plan", "staleness_by_step"],
     ["plan", "cache", "tables"],
     ["rows", "tables"],
+    ["rows", "by_table"],
 )
 """Whose keys are the user's."""
+BY_NAME: Mapping[str, type[Section]] = {
+    "plan.tables": TablePlanConfig,
+    "plan.cache.tables": TableCacheConfig,
+    "rows.tables": OpenTableConfig,
+    "rows.by_table": OwnRowsConfig,
+}
+"""Sections by a table's name: what one is that has not been named before."""
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:
@@ -378,14 +399,10 @@ def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
             raise ConfigError(renamed(name))
         place = values
         for depth, section in enumerate(sections):
-            if sections[:depth] == ["plan", "tables"]:
-                place.setdefault(section, TablePlanConfig().model_dump())
-            if sections[:depth] == ["rows", "tables"]:
-                place.setdefault(section, OpenTableConfig().model_dump())
+            if named := BY_NAME.get(".".join(sections[:depth])):
+                place.setdefault(section, named().model_dump())
             if sections[: depth + 1] == ["plan", "cache"] and place[section] is None:
                 place[section] = CacheConfig().model_dump()
-            if sections[:depth] == ["plan", "cache", "tables"]:
-                place.setdefault(section, TableCacheConfig().model_dump())
             if not isinstance(place.get(section), dict):
                 raise ConfigError(_unknown(".".join(sections[: depth + 1]), place, name))
             place = place[section]

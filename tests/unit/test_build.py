@@ -7,7 +7,7 @@ import torch
 
 from colonnade import FTRL, Adam, Mesh, RowOptimizer, RowWiseAdagrad
 from colonnade.batch import Batch, Ids
-from colonnade.config import ModelConfig, build_config
+from colonnade.config import ModelConfig, build_config, override
 from colonnade.data import open_source
 from colonnade.data.contract import Column, Schema
 from colonnade.errors import ConfigError
@@ -124,6 +124,38 @@ def test_a_setting_the_wide_optimizer_does_not_have_is_refused():
     wide = {"optimizer": "ftrl", "momentum": 0.5}
     with pytest.raises(ConfigError, match=r"rows\.wide\.momentum"):
         build_model(SCHEMA, build_config({"model": {"name": "fm"}, "rows": {"wide": wide}}))
+
+
+def test_a_table_has_an_optimizer_a_rate_and_first_values_of_its_own():
+    by_table = {
+        "item": {"optimizer": "adam", "lr": 0.1, "init_scale": 0.5},
+        "tags": {"lr": 0.25, "init_scale": 0.0},
+    }
+    rows = {"lr": 0.01, "eps": 1e-3, "init_scale": 0.125, "wide": {"lr": 2.0}, "by_table": by_table}
+    config = build_config({"model": {"name": "deepfm"}, "rows": rows})
+    user, tags, item = build_tables(SCHEMA, config)[0]
+    every = RowWiseAdagrad(lr=0.01, eps=1e-3), RowWiseAdagrad(lr=0.25, eps=1e-3), Adam(lr=0.1)
+    assert [table.optimizer["deep"] for table in (user, tags, item)] == list(every)
+    assert [t.initializer["deep"].scale for t in (user, tags, item)] == [0.125, 0.0, 0.5]
+    assert {t.optimizer["wide"].lr for t in (user, tags, item)} == {2.0}
+    config = override(config, {"model.name": "lr", "rows.by_table.user.lr": 3.0})
+    user, tags, item = build_tables(SCHEMA, config)[0]
+    assert user.optimizer == RowWiseAdagrad(lr=3.0, eps=1e-3) and item.initializer.scale == 0.5
+
+
+@pytest.mark.parametrize(
+    ("by_table", "words"),
+    [
+        (
+            {"items": {"lr": 1.0}},
+            "rows.by_table.items: this data has no table of that name; it has",
+        ),
+        ({"item": {"momentum": 0.5}}, "rows.by_table.item.momentum: rowwise_adagrad has no such"),
+    ],
+)
+def test_what_a_table_cannot_have_of_its_own_is_refused(by_table, words):
+    with pytest.raises(ConfigError, match=words):
+        build_tables(SCHEMA, build_config({"rows": {"by_table": by_table}}))
 
 
 def test_relations_of_rotate_begin_anywhere_on_the_circle():

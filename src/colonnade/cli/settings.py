@@ -61,7 +61,8 @@ def _lines(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if prefix or not hasattr(inner, "model_fields"):
             yield f"{prefix}{name}", field
         if hasattr(inner, "model_fields"):
-            yield from _lines(inner, f"{prefix}{name}.")
+            named = "NAME." if get_origin(field.annotation) is dict else ""
+            yield from _lines(inner, f"{prefix}{name}.{named}")
 
 
 def _section(annotation: Any) -> Any:

@@ -13,7 +13,10 @@ import torch
 from colonnade.config import (
     OPTIMIZER_SETTINGS,
     ModelConfig,
+    OwnRowsConfig,
+    RowsConfig,
     RunConfig,
+    WideConfig,
     override,
 )
 from colonnade.data.contract import Column, Schema
@@ -167,22 +170,29 @@ def model_settings(config: RunConfig) -> dict[str, Any]:
     return given
 
 
-def build_row_optimizer(config: RunConfig) -> SparseOptimizer:
-    """Raises ConfigError for a setting that the chosen optimizer does not have."""
+def build_row_optimizer(config: RunConfig, table: str | None = None) -> SparseOptimizer:
+    """Of all rows, or of a table's. Raises ConfigError for a setting that the chosen optimizer does not have."""
     rows = config.rows
+    if table in rows.by_table:
+        return _own_optimizer(f"rows.by_table.{table}", rows.by_table[table], rows)
     given = {name: getattr(rows, name) for name in OPTIMIZER_SETTINGS}
     return _optimizer("rows", rows.optimizer, rows.lr, given)
 
 
 def build_wide_optimizer(config: RunConfig) -> SparseOptimizer:
     """Of first-order weights. Raises ConfigError as `build_row_optimizer` does."""
-    rows, wide = config.rows, config.rows.wide
-    given = {name: getattr(wide, name) for name in OPTIMIZER_SETTINGS}
-    lr = rows.lr if wide.lr is None else wide.lr
-    if wide.optimizer is not None:
-        return _optimizer("rows.wide", wide.optimizer, lr, given)
+    return _own_optimizer("rows.wide", config.rows.wide, config.rows)
+
+
+def _own_optimizer(
+    section: str, own: WideConfig | OwnRowsConfig, rows: RowsConfig
+) -> SparseOptimizer:
+    given = {name: getattr(own, name) for name in OPTIMIZER_SETTINGS}
+    lr = rows.lr if own.lr is None else own.lr
+    if own.optimizer is not None:
+        return _optimizer(section, own.optimizer, lr, given)
     given = {name: getattr(rows, name) if value is None else value for name, value in given.items()}
-    return _optimizer("rows.wide", rows.optimizer, lr, given)
+    return _optimizer(section, rows.optimizer, lr, given)
 
 
 def _optimizer(section: str, name: str, lr: float, settings: Mapping[str, Any]) -> SparseOptimizer:
@@ -208,6 +218,10 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
     first: dict[str, Column] = {}
     for column in schema.categorical:
         first.setdefault(column.table, column)
+    if unknown := sorted(set(config.rows.by_table) - set(first)):
+        raise ConfigError(
+            f"rows.by_table.{unknown[0]}: this data has no table of that name; it has {', '.join(first)}"
+        )
     retention = build_retention(first.values(), config)
     tables = [
         Table(
@@ -289,11 +303,13 @@ def _eviction(config: EvictionConfig) -> Eviction | None:
 def _row_kind(kind: Kind, table: str, tasks: int, config: RunConfig) -> dict[str, Any]:
     """What a table's rows are: dim, optimizer and initializer of `Table`. Raises ConfigError."""
     scale, wide_scale = config.rows.init_scale, Uniform(scale=config.rows.wide.init_scale)
-    dim = config.model.dim or DEFAULT_DIM
+    own = config.rows.by_table.get(table, OwnRowsConfig()).init_scale
+    dim, optimizer = config.model.dim or DEFAULT_DIM, build_row_optimizer(config, table)
     if kind.rows == "weights":
-        initializer = Uniform(scale=0.0 if scale is None else scale)
-        return {"dim": tasks, "optimizer": build_row_optimizer(config), "initializer": initializer}
-    initializer = Uniform(scale=kind.starts.get(table, dim**-0.5 if scale is None else scale))
+        initializer = Uniform(scale=(scale or 0.0) if own is None else own)
+        return {"dim": tasks, "optimizer": optimizer, "initializer": initializer}
+    every = kind.starts.get(table, dim**-0.5 if scale is None else scale)
+    initializer = Uniform(scale=every if own is None else own)
     share = dim * kind.shares.get(table, 1.0)
     if config.model.reciprocal and table == RELATION:
         share *= 2
@@ -303,7 +319,7 @@ def _row_kind(kind: Kind, table: str, tasks: int, config: RunConfig) -> dict[str
             "wanted an even number"
         )
     dim = int(share)
-    vector = {"dim": dim, "optimizer": build_row_optimizer(config), "initializer": initializer}
+    vector = {"dim": dim, "optimizer": optimizer, "initializer": initializer}
     if kind.rows == "vector":
         return vector
     return {

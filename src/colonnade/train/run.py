@@ -477,6 +477,7 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
         free.append("model.towers")  # they only say where rows lie
     for name in [*now, *before]:
         is_fixed = name.startswith((*fixed, "train.batch_size")) and name not in free
+        is_fixed |= name.startswith("rows.by_table.") and name.endswith(".optimizer")
         if is_fixed and before.get(name) != now.get(name):
             anew = "tower" in name and (
                 f". Modules of other towers start anew; train.warm_start={folder} takes what agrees to another folder"
