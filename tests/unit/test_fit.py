@@ -146,6 +146,13 @@ def test_cut_by_max_steps_and_gone_on_with_is_never_cut(staleness, tmp_path):
     assert_same(*models)
 
 
+def test_no_epoch_trains_nothing():
+    found = colonnade.fit(Net(), source(200), epochs=0, batch_size=50, quiet=True)
+    assert found.outcome.steps == 0
+    with pytest.raises(DataError, match="got no samples to train on"):
+        colonnade.fit(Net(), source(0), batch_size=50, quiet=True)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there():
     with pytest.raises(ConfigError, match=r"train\.device=cuda, but torch sees no GPU"):

@@ -133,7 +133,7 @@ class Trainer:
             self._limit(batches, len(self.held) - outcome.steps)
             done = self.train_step(batches, outcome)
             if done is None:
-                if self.position == Position() and not outcome.steps:
+                if self.position == Position() and not outcome.steps and self.schedule.epochs:
                     raise DataError(
                         "got no samples to train on, wanted a train part with some; give another data.path or other "
                         "data.options"
