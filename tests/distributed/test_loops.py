@@ -49,6 +49,14 @@ def groups_of_another_torch(mesh):
     assert x.tolist() == [float(mesh.num_ranks)] * 3
 
 
+def test_beside_a_group_of_nccl(monkeypatch):
+    """Whose world's default backend carries nothing that is on the CPU."""
+    asked = {}
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **said: asked.update(said))
+    loops.group_beside(object(), None, timedelta(seconds=60))
+    assert asked["backend"] == "gloo"
+
+
 def test_groups_share_loops():
     run_ranks(4, on_two_hosts, ranks_per_host=2)
 

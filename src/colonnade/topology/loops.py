@@ -24,14 +24,15 @@ _is_registered = False
 def group_beside(
     other: dist.ProcessGroup, ranks: Sequence[int] | None, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """`dist.new_group`, on the loop of `other`, or on one of its own where this torch does not say what that is.
+    """A new group of gloo's, on the loop of `other`, or on one of its own where `other` is none of gloo's (nccl) or
+    this torch does not say what its loop is.
 
     Collective over the world, `ranks` (None: all) those of the group; elsewhere it is `GroupMember.NON_GROUP_MEMBER`.
     """
     some = None if ranks is None else list(ranks)
     devices = _devices_of(other)
     if devices is None:
-        return dist.new_group(some, timeout=timeout)
+        return dist.new_group(some, timeout=timeout, backend="gloo")
     _register()
     return dist.new_group(some, timeout=timeout, backend=BACKEND, pg_options=devices)
 

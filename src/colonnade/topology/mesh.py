@@ -323,7 +323,8 @@ def open_mesh(
             world_size=num_ranks,
             timeout=longest,
         )
-    ahead, whole = dist.new_group(timeout=longest), dist.group.WORLD
+    # The world may be the caller's own and speak nccl, which carries nothing that is on the CPU.
+    ahead, whole = dist.new_group(timeout=longest, backend="gloo"), dist.group.WORLD
     assert whole is not None
     groups = {
         purpose: group_beside(ahead if purpose in AHEAD else whole, None, longest)
@@ -483,7 +484,7 @@ def host_mesh(mesh: Mesh) -> Iterator[Mesh]:
         yield replace(mesh, world=world)
         return
     hosts = [
-        dist.new_group(list(range(host * size, (host + 1) * size)))
+        dist.new_group(list(range(host * size, (host + 1) * size)), backend="gloo")
         for host in range(mesh.world.num_hosts)
     ]
     mine = hosts[mesh.world.host(mesh.rank)]
