@@ -162,6 +162,18 @@ def lent_rows():
     return lent, had, asked, said_messages(asked, back, lent.numbers(back.tables, back.ids.numpy()))
 
 
+def test_a_number_is_nobodys_until_the_next_row_takes_it():
+    lent, _, _, _ = lent_rows()
+    numbers, none = lent.numbers(np.zeros(18, np.int64), np.arange(18)), np.zeros(2, bool)
+    back = listed_back(np.zeros(2, int), np.zeros(2, int), np.array([1, 7]), none, (2, 1))
+    lent.decide(Said(np.zeros((2, 1), int), none[:0], none[:0], none[:0]), np.arange(0), back)
+    with pytest.raises(ValueError, match="not lent"):
+        lent.rows(0, numbers[[2, 7]])
+    nothing = listed_back(*(np.empty((3, 0), np.int64)), none[:0], (2, 1))
+    lent.decide(Said(np.array([[1], [0]]), none[:1], ~none[:1], none[:1]), np.array([1]), nothing)
+    assert lent.rows(0, numbers[[2, 7]])[1].tolist() == [2, 1]
+
+
 @pytest.mark.parametrize(
     "spoil",
     [

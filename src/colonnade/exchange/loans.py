@@ -29,7 +29,7 @@ class Loans:
     def __init__(self, num_ranks: int, rows: Sequence[int | None]) -> None:
         """rows: of each table; None: open."""
         self._numbers = RowNumbers(rows)
-        # By rank, then by number.
+        # By rank, then by number; the table of one that nothing has is NONE.
         self._ids = [np.empty(0, np.int64) for _ in range(num_ranks)]
         self._tables = [np.empty(0, np.int32) for _ in range(num_ranks)]
         self._copied = [np.empty(0, bool) for _ in range(num_ranks)]
@@ -41,10 +41,11 @@ class Loans:
 
     def rows(self, rank: int, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tables (n,), ids (n,)) of what that rank has, or lent. Raises ValueError for a number that nothing has."""
-        known = numbers < len(self._ids[rank])
-        if not known.all() or np.isin(numbers, self._free[rank]).any():
+        are_known = (numbers < len(self._ids[rank])).all()
+        tables = self._tables[rank][numbers] if are_known else np.array([NONE])
+        if (tables == NONE).any():
             raise ValueError("got the number of a row that is not lent")
-        return self._tables[rank][numbers], self._ids[rank][numbers]
+        return tables, self._ids[rank][numbers]
 
     def copied(self, counts: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """(n,) bool, of rows as listed, counts (N, T) of them: what lies there is a copy."""
@@ -68,8 +69,9 @@ class Loans:
         given = zip(_by_rank(said.counts), _by_rank(recalled.counts), strict=True)
         for (rank, mine), (_, back) in given:
             self._copied[rank][recalled_numbers[back]] = True
-            ended = (numbers[mine][ends[mine]], recalled_numbers[back][left[back]])
-            self._free[rank] = np.concatenate([self._free[rank], *ended])
+            ended = np.concatenate([numbers[mine][ends[mine]], recalled_numbers[back][left[back]]])
+            self._tables[rank][ended] = NONE
+            self._free[rank] = np.concatenate([self._free[rank], ended])
             new = begins[mine]
             numbers[mine][new] = self._take(rank, int(new.sum()))
             self._ids[rank][numbers[mine][new]] = ids[mine][new]
@@ -82,8 +84,9 @@ class Loans:
         free, size = self._free[rank], len(self._ids[rank])
         if count > len(free):
             more = max(count - len(free), size // 2)
-            for arrays in (self._ids, self._tables, self._copied):
-                arrays[rank] = np.concatenate([arrays[rank], np.zeros(more, arrays[rank].dtype)])
+            for arrays, none in ((self._ids, 0), (self._tables, NONE), (self._copied, False)):
+                new = np.full(more, none, arrays[rank].dtype)
+                arrays[rank] = np.concatenate([arrays[rank], new])
             free = np.concatenate([np.arange(size, size + more)[::-1], free])
         kept = len(free) - count
         self._free[rank] = free[:kept]

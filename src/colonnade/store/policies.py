@@ -272,7 +272,9 @@ def check_policies(
 def retention_words(admission: Admission | None, eviction: Eviction | None) -> dict[str, str]:
     """Plain JSON that a difference can be named by; {} where all rows stay."""
     said = {"admission": admission, "eviction": eviction}
-    return {name: repr(value) for name, value in said.items() if value is not None}
+    words = {name: repr(value) for name, value in said.items() if value is not None}
+    # Commits of before `age_steps` was there do not say it.
+    return {name: each.replace(", age_steps=None", "") for name, each in words.items()}
 
 
 def _sketch(admission: CountMinAdmission, shard: Shard) -> _native.CountMinSketch:
