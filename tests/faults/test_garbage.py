@@ -65,4 +65,4 @@ def trained_among_strangers(mesh):
 def test_strangers_change_nothing():
     for wanted, found, ports in run_ranks(2, trained_among_strangers):
         assert_same_bits(wanted, found)
-        assert len(ports) >= 8, "a port for each purpose"
+        assert len(ports) >= 2, "a port for each loop"

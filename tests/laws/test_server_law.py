@@ -24,7 +24,7 @@ from colonnade.plan.chosen import Forced
 from colonnade.plan.loads import table_loads
 from colonnade.plan.profile import profile
 from colonnade.report.reading import read_run
-from colonnade.topology.mesh import with_servers
+from colonnade.topology.mesh import OF_TRAINERS, with_servers
 from colonnade.topology.sharding import Sharding, row_wise_in, table_wise
 from colonnade.topology.traffic import Traffic
 from colonnade.topology.world import World
@@ -357,7 +357,7 @@ def test_numbers_that_cannot_be_are_refused():
 def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):
     made = []
 
-    def group(ranks=None, timeout=None):
+    def group(ranks=None, timeout=None, backend=None):
         made.append(tuple(ranks))
         return made[-1]
 
@@ -367,7 +367,8 @@ def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):
         made.clear()
         presence = SimpleNamespace(timeout=1.0, only={})
         world = World(num_hosts=2, ranks_per_host=3)
-        mesh = with_servers(Mesh(world, rank, presence=presence), 1)
+        whole = dict.fromkeys(OF_TRAINERS)
+        mesh = with_servers(Mesh(world, rank, whole, presence=presence), 1)
         orders.add(tuple(made))
         trainers = mesh.trainers
         assert mesh.is_server == (rank in (2, 5)) and mesh.num_ranks == 6
