@@ -343,6 +343,9 @@ def test_a_url_is_followed_as_a_folder_is(tmp_path, monkeypatch):
             assert seen[-1] == steps and equal(scores(predictor, samples), told)
             with Predictor.open(url, copy=copy) as again, Predictor.open(copy) as beside:
                 assert equal(scores(again, samples), told) and equal(scores(beside, samples), told)
+        with pytest.raises(ConfigError, match="a folder of its own"):
+            train(Mesh(), tmp_path / "three", url, {"train.max_steps": 4, "train.seed": 1})
+        assert not list((tmp_path / "three").rglob("rank-0"))  # nothing was trained for it
         place = carriage.place_of(url)
         names = {os.path.basename(path) for path in place.files.ls(place.root, detail=False)}
         assert WORD in names <= {path.name for path in (folder / "published").iterdir()}

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colonnade.errors import CheckpointError, ColonnadeError, StorageError
+from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, StorageError
 from colonnade.store.durable import checked_content
 from colonnade.train.mirror import open_url
 from colonnade.train.publication import WORD, Published, change_name, check_owner, parse_word
@@ -73,6 +73,15 @@ def carry(source: Place, target: Place) -> None:
         target.files.pipe_file(target.path(f"{WORD}.part"), content)
         target.files.mv(target.path(f"{WORD}.part"), target.path(WORD))
         _forget(target, said)
+
+
+def check_target(url: str, run: str) -> None:
+    """Raises ConfigError where another run publishes there. A place that cannot be read now is not refused: commits
+    are carried when it can be."""
+    place = place_of(url)
+    with suppress(StorageError, CorruptionError), _explained(place, place):
+        if (content := place.word()) is not None:
+            check_owner(Path(place.root), _said(content, place), run)
 
 
 def _said(content: bytes, place: Place) -> Published:

@@ -10,7 +10,7 @@ from typing import Protocol
 from colonnade.config import TrainConfig
 from colonnade.errors import ColonnadeError
 from colonnade.store.disk import Disk
-from colonnade.train.carriage import carry, is_url, place_of
+from colonnade.train.carriage import carry, check_target, is_url, place_of
 from colonnade.train.commits import Commits
 from colonnade.train.mirror import Mirror
 from colonnade.train.publication import Publication, check_owner, read_word
@@ -62,6 +62,8 @@ def open_destinations(
     publishes = folder / PUBLISHED if at_url else publishes
     if publishes is not None and (word := read_word(publishes)) is not None:
         check_owner(publishes, word, commits.run)
+    if at_url:
+        check_target(str(config.publish), commits.run)
     if commits.mesh.rank:
         return []
     found: list[Destination] = []
