@@ -75,7 +75,7 @@ PRESETS: dict[str, RunConfig] = {
             "data": {"name": "fb15k237", "options": {"max_validation": 1000}},
             "model": {
                 "name": "transe",
-                "dim": 128,
+                "dim": 256,
                 "norm": 2,
                 "squared": True,
                 "loss": "softmax",
@@ -124,16 +124,16 @@ LINKS: dict[str, Any] = {
 }
 
 TURNS: dict[str, Any] = {
-    "model.dim": 256,
+    "model.dim": 512,
     "model.norm": 2,
     "model.squared": True,
     "model.loss": "softmax",
     "model.reciprocal": True,
     "model.center": 0.3,
-    "model.penalty": 0.1,
+    "model.penalty": 0.3,
     "rows.lr": 0.015,
     "train.batch_size": 512,
-    "train.epochs": 6,
+    "train.epochs": 16,
 }
 
 MODEL_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
