@@ -124,7 +124,7 @@ LINKS: dict[str, Any] = {
 }
 
 TURNS: dict[str, Any] = {
-    "model.dim": 512,
+    "model.dim": 1024,
     "model.norm": 2,
     "model.squared": True,
     "model.loss": "softmax",
