@@ -101,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="few samples: to try, not to quote")
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     parser.add_argument("--optimizers", nargs="+", choices=list(RATES), default=list(RATES))
+    names = [system.name for system in SYSTEMS]
+    parser.add_argument("--systems", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--samples", type=int, default=10_000_000, help="of the stream")
     parser.add_argument("--test-samples", type=int, default=500_000, help="of the stream")
     parser.add_argument("--seeds", type=int, default=3, help="0 ..")
@@ -113,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.data, options.seeds = [STREAM], 1
         options.samples, options.test_samples = 20_480, 5_000
     torch.set_num_threads(1)
+    systems = [system for system in SYSTEMS if system.name in options.systems]
     measured, before = read_measured(options.json, "quality_staleness"), read_cpu_seconds()
 
     def result() -> dict:
@@ -138,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = options.samples, options.test_samples
     for name, optimizer in product(options.data, options.optimizers):
         learning = pilot(measured, keep, name, optimizer, sizes)
-        for seed, system in product(range(options.seeds), SYSTEMS):
+        for seed, system in product(range(options.seeds), systems):
             run(measured, keep, name, learning(seed), system, sizes)
     tables.print_result(Console(highlight=False, width=200), measured, result())
 
