@@ -73,7 +73,8 @@ OptimizerSettings checked_settings(std::int64_t p, Optimizer optimizer, std::spa
   }
   want("max_norm", s[9], s[9] > 0, "more than 0, inf for none");
   want("clip_value", s[10], s[10] > 0, "more than 0, inf for none");
-  want("gradient_scale", s[11], std::isfinite(s[11]), "a finite number");
+  want("weight_bound", s[11], s[11] > 0, "more than 0, inf for none");
+  want("gradient_scale", s[12], std::isfinite(s[12]), "a finite number");
   return {.lr = s[0],
           .weight_decay = s[1],
           .eps = s[2],
@@ -84,7 +85,8 @@ OptimizerSettings checked_settings(std::int64_t p, Optimizer optimizer, std::spa
           .beta = s[8],
           .max_norm = s[9],
           .clip_value = s[10],
-          .gradient_scale = s[11],
+          .weight_bound = s[11],
+          .gradient_scale = s[12],
           .is_nesterov = s[5] != 0,
           .powers1 = nullptr,
           .powers2 = nullptr};

@@ -44,8 +44,8 @@ from workers.workload import NUM_FEATURES, Tables, Workload
 KINDS = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": 3}
 OPTIMIZERS = {"sgd": "SGD", "rowwise_adagrad": "RowWiseAdagrad", "adagrad": "Adagrad"}
 NUM_SETTINGS = 16
-LR_COLUMN, EPS_COLUMN, SCALE_COLUMN = 0, 2, 11
-UNUSED_LIMITS = slice(9, 11)  # max_norm, clip_value
+LR_COLUMN, EPS_COLUMN, SCALE_COLUMN = 0, 2, 12
+UNUSED_LIMITS = slice(9, 12)  # max_norm, clip_value, weight_bound
 SUM, SEQUENCE = 0, 2
 FILL_ROWS = 1 << 16
 """Rows of each table that one call brings to life."""

@@ -68,7 +68,7 @@ struct SumTask {
 
 // The numbers of one part's optimizer; optimizers.h says what each means.
 struct OptimizerSettings {
-  double lr, weight_decay, eps, beta1, beta2, l1, l2, beta, max_norm, clip_value, gradient_scale;
+  double lr, weight_decay, eps, beta1, beta2, l1, l2, beta, max_norm, clip_value, weight_bound, gradient_scale;
   bool is_nesterov;
   const double *powers1, *powers2;  // of beta1 and beta2: 4 x 256, see `power`
 };

@@ -186,6 +186,17 @@ class Rows {
   std::uint64_t seed_, num_owners_, place_;
 };
 
+// Every element to +-most; a NaN stays.
+template <class T, int kVectors>
+COLONNADE_INLINE void clamp(RowValues<T, kVectors>& values, T most) {
+  const auto is_above = [most](auto lanes) COLONNADE_INLINE_LAMBDA { return lanes > most; };
+  const auto is_below = [most](auto lanes) COLONNADE_INLINE_LAMBDA { return lanes < -most; };
+  for (std::int64_t v = 0; v < values.num_vectors(); ++v) {
+    const Vector<T> value = where(values.get(v), is_above, splat(most), values.get(v));
+    values.set(v, where(value, is_below, splat(-most), value));
+  }
+}
+
 // An optimizer is made from a task's settings, and has
 //   kIsDecayAdded           weight decay is added to the gradient
 //   state_elements(dim)     how much of a row's state is its own
@@ -197,10 +208,12 @@ struct Updates {
     const std::int64_t begin = task.sum.begin, end = task.sum.end;
     const std::int64_t dim = columns<T, kVectors>(task.sum.dim);
     const std::int32_t* const offsets = task.sum.segment_offsets;
+    constexpr T kAny = static_cast<T>(__builtin_inf());
     const T scale = static_cast<T>(task.settings.gradient_scale);
     const T clip = static_cast<T>(task.settings.clip_value);
     const T decay = Optimizer<T>::kIsDecayAdded ? static_cast<T>(task.settings.weight_decay) : T{0};
     const T max_norm = static_cast<T>(task.settings.max_norm);
+    const T bound = static_cast<T>(task.settings.weight_bound);
     const Rows<T, kVectors, kIsNarrow> rows(
         task, Optimizer<T>::state_elements(dim) * static_cast<std::int64_t>(sizeof(T)));
     const Optimizer<T> optimizer(task.settings);
@@ -218,25 +231,19 @@ struct Updates {
       if (scale != 1) {
         for (std::int64_t v = 0; v < g.num_vectors(); ++v) g.set(v, g.get(v) * scale);
       }
-      if (clip < static_cast<T>(__builtin_inf())) {  // a NaN stays
-        for (std::int64_t v = 0; v < g.num_vectors(); ++v) {
-          const auto is_above = [clip](auto lanes) COLONNADE_INLINE_LAMBDA { return lanes > clip; };
-          const auto is_below = [clip](auto lanes) COLONNADE_INLINE_LAMBDA { return lanes < -clip; };
-          const Vector<T> value = where(g.get(v), is_above, splat(clip), g.get(v));
-          g.set(v, where(value, is_below, splat(-clip), value));
-        }
-      }
+      if (clip < kAny) clamp(g, clip);
       if (decay != 0) {  // zero adds nothing, not even a NaN
         for (std::int64_t v = 0; v < g.num_vectors(); ++v) g.set(v, g.get(v) + w.get(v) * decay);
       }
       optimizer.step(w, g, rows.state(u), dim, std::uint64_t{rows.clock(u)});
-      if (max_norm < static_cast<T>(__builtin_inf())) {
+      if (max_norm < kAny) {
         const T norm = root(sum_squares(w, dim));
         if (norm > max_norm) {
           const T factor = max_norm / (norm + static_cast<T>(1e-7));
           for (std::int64_t v = 0; v < w.num_vectors(); ++v) w.set(v, w.get(v) * factor);
         }
       }
+      if (bound < kAny) clamp(w, bound);
       rows.store(u, w);
       rows.advance_clock(u);
     }

@@ -202,6 +202,8 @@ class RowsConfig(RowOptimizerConfig):
     """bfloat16: keep each weight's lower half beside the state, so that updates are those of float32."""
     max_norm: float | None = Field(None, gt=0)
     """Updated rows longer than this are shrunk to it."""
+    weight_bound: float | None = Field(None, gt=0)
+    """Updated weights of rows are clamped to +-this."""
     by_table: dict[str, OwnRowsConfig] = {}
     """By name: tables whose rows have an optimizer, a learning rate or first values of their own."""
     wide: WideConfig = WideConfig()

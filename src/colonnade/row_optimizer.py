@@ -19,8 +19,8 @@ from colonnade.exchange.settling import Before, settled
 # Columns of `_native.update`'s settings: those of one number by name, then the others.
 SETTINGS = ("lr", "weight_decay", "eps", "", "", "nesterov", "l1", "l2", "beta")
 BETAS = 3
-LIMITS = ((9, "max_norm"), (10, "clip_value"))
-GRADIENT_SCALE = 11
+LIMITS = ((9, "max_norm"), (10, "clip_value"), (11, "weight_bound"))
+GRADIENT_SCALE = 12
 NUM_SETTINGS = 16
 PLAIN = (int, float, str, bool, NoneType)
 
@@ -50,6 +50,7 @@ class RowOptimizer(Optimizer):
                     **part.optimizer.settings(),
                     "max_norm": table.max_norm,
                     "clip_value": clip_value,
+                    "weight_bound": table.weight_bound,
                 }
             )
         # What all groups have: torch's schedulers look here for what they may cycle (momentum, betas).

@@ -75,6 +75,8 @@ class Table:
     master: bool = field(default=False, kw_only=True)
     max_norm: float | None = field(default=None, kw_only=True)
     """An updated row (of each part) that is longer than this is shrunk to it, as in nn.Embedding."""
+    weight_bound: float | None = field(default=None, kw_only=True)
+    """Weights of an updated row are clamped to +-this, before they are rounded to 16 bits (PERSIA's weight_bound)."""
     admission: Admission | None = field(default=None, kw_only=True)
     """Of an open table: from which update on a row stays (`CountMinAdmission`, `RandomAdmission`). None: the first."""
     eviction: Eviction | None = field(default=None, kw_only=True)
@@ -124,8 +126,9 @@ class Table:
                         f"table {self.name!r}: got {what}={each!r}, wanted "
                         + ("SGD(lr=...), Adagrad(lr=...), ..." if what == "optimizer" else "Uniform(scale=...)")
                     )  # fmt: skip
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ConfigError(f"table {self.name!r}: got max_norm={self.max_norm}, wanted more than 0")  # fmt: skip
+        for what in ("max_norm", "weight_bound"):
+            if (value := getattr(self, what)) is not None and not value > 0:
+                raise ConfigError(f"table {self.name!r}: got {what}={value}, wanted more than 0")
         for what, wanted in (("admission", Admission), ("eviction", Eviction)):
             value = getattr(self, what)
             if value is not None and not isinstance(value, wanted):
@@ -267,6 +270,7 @@ def slice_of(table: Table, first: int, last: int) -> TableSlice:
         dtype=table.dtype,
         master=table.master,
         max_norm=table.max_norm,
+        weight_bound=table.weight_bound,
         admission=table.admission,
         eviction=table.eviction,
         whole=table,

@@ -21,6 +21,7 @@ BAD_VALUES = {
     "rows.dtype": ["float8", "float64", "32"],
     "rows.init_scale": ["-1", "inf"],
     "rows.max_norm": ["0", "-1"],
+    "rows.weight_bound": ["0", "-1"],
     "rows.admission.updates": ["1", "256", "2.5", "often"],
     "rows.admission.probability": ["0", "1", "nan", "-0.5"],
     "rows.admission.error": ["0", "0.9", "x"],

@@ -58,7 +58,7 @@ def tables(dtype: str = "float64", stays: str | None = None) -> list[Table]:
             "user", {"deep": DIM, "wide": 1}, rows=53, optimizer=user, initializer=scale, dtype=dtype
         ),
         Table("item", DIM, optimizer=momentum, initializer=scale, dtype=dtype),
-        Table("tag", DIM, rows=11, optimizer=adam, initializer=scale, dtype=dtype, max_norm=1.0),
+        Table("tag", DIM, rows=11, optimizer=adam, initializer=scale, dtype=dtype, max_norm=1.0, weight_bound=0.5),
         Table("wide", 3, optimizer=adagrad, initializer=scale, dtype=dtype),
     ]  # fmt: skip
     given = OTHERWISE[stays] if stays else {}

@@ -173,6 +173,7 @@ SETTINGS = st.builds(
     beta=st.sampled_from([0.0, 1.0]),
     max_norm=st.sampled_from([math.inf, 0.7]),
     clip_value=st.sampled_from([math.inf, 0.5]),
+    weight_bound=st.sampled_from([math.inf, 0.3]),
     gradient_scale=st.sampled_from([1.0, 0.3]),
 )
 
@@ -180,8 +181,8 @@ SETTINGS = st.builds(
 def numbers(s):
     """The row of settings that `_native.update` takes."""
     values = [s.lr, s.weight_decay, s.eps, s.beta1, s.beta2, s.nesterov]
-    values += [s.l1, s.l2, s.beta, s.max_norm, s.clip_value, s.gradient_scale]
-    return values + [0.0] * 4
+    values += [s.l1, s.l2, s.beta, s.max_norm, s.clip_value, s.weight_bound]
+    return [*values, s.gradient_scale, 0.0, 0.0, 0.0]
 
 
 class Table:
@@ -575,7 +576,8 @@ def parts(tables, columns, dims, states):
         (two_rows(8, s4=1.0), "part 1 has beta2 1"),
         (two_rows(0, s9=0.0), "part 1 has max_norm 0.0+, wanted more than 0, inf for none"),
         (two_rows(0, s10=math.nan), "part 1 has clip_value nan"),
-        (two_rows(0, s11=math.inf), "part 1 has gradient_scale inf"),
+        (two_rows(0, s11=-1.0), "part 1 has weight_bound -1"),
+        (two_rows(0, s12=math.inf), "part 1 has gradient_scale inf"),
         ({"weights": torch.ones(3).double()}, "weights are float64, the sums float32"),
     ],
 )

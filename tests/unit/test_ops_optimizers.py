@@ -186,6 +186,15 @@ def test_scale_clip_and_max_norm():
     assert float(weights[1:].norm(dim=1).max()) <= 1.5 * (1 + 1e-6)
 
 
+def test_weights_are_bounded():
+    weights, g = torch.randn(9, 4), torch.randn(9, 4)
+    weights[0, 0] = math.nan
+    wanted = (weights - g * 0.1).clamp(-0.4, 0.4)
+    s = Settings(lr=0.1, weight_bound=0.4)
+    optimizers.update(0, weights, torch.empty(9, 0), torch.zeros(9, dtype=torch.int64), g, s)
+    torch.testing.assert_close(weights, wanted, equal_nan=True, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("base", [0.0, 0.5, 0.9, 0.999, 0.999999])
 def test_power(base):
     exponents = torch.tensor([0, 1, 2, 255, 256, 1000, 65536, 10**6, 2**32 - 1, 2**32])

@@ -325,6 +325,24 @@ def test_max_norm_is_that_of_nn_embedding():
     torch.testing.assert_close(rows_of(embeddings)[1:3], wanted, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_updated_weights_are_bounded(dtype):
+    """Those of rows that were not updated stay as they are."""
+    embeddings = collection(table(SGD(lr=1.0), dtype=dtype, weight_bound=0.25))
+    rows = RowOptimizer(embeddings)
+    before = rows_of(embeddings)
+    backward(
+        embeddings, [1, 2], torch.full((2, DIM), 3.0, dtype=embeddings.declaration.compute_dtype)
+    )
+    rows.step()
+    after = rows_of(embeddings)
+    assert (after[1:3] == -0.25).all()
+    assert torch.equal(after[3:], before[3:]) and torch.equal(after[0], before[0])
+    rows.param_groups[0]["weight_bound"] = 0.0
+    with pytest.raises(ConfigError, match=r"weight_bound.*no row changed"):
+        rows.step()
+
+
 def test_a_master_makes_bfloat16_train_as_float32():
     """Gradients that do not depend on the weights: the float32 weights must be the masters, to the bit."""
     exact = collection(table(Adagrad(lr=0.1), dtype="float32"))

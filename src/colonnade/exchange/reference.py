@@ -135,7 +135,10 @@ def settings_of(part: Part, table: Table) -> optimizers.Settings:
     }
     betas = getattr(part.optimizer, "betas", (getattr(part.optimizer, "momentum", 0.0), 0.0))
     max_norm = math.inf if table.max_norm is None else table.max_norm
-    return optimizers.Settings(beta1=betas[0], beta2=betas[1], max_norm=max_norm, **given)
+    bound = math.inf if table.weight_bound is None else table.weight_bound
+    return optimizers.Settings(
+        beta1=betas[0], beta2=betas[1], max_norm=max_norm, weight_bound=bound, **given
+    )
 
 
 def row_dtype(table: Table) -> torch.dtype:

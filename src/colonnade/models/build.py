@@ -229,6 +229,7 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
             dtype=config.rows.dtype,
             master=config.rows.master,
             max_norm=config.rows.max_norm,
+            weight_bound=config.rows.weight_bound,
             **retention[column.table],
             **_row_kind(kind, column.table, len(schema.labels), config),
         )

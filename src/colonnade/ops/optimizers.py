@@ -58,6 +58,8 @@ class Settings:
     max_norm: float = math.inf
     """Largest L2 norm of a row's part after the update; inf: any."""
     clip_value: float = math.inf
+    weight_bound: float = math.inf
+    """Largest absolute value of a weight after the update; inf: any."""
     gradient_scale: float = 1.0
 
 
@@ -72,7 +74,8 @@ def update(
     """One update of one part of rows, in place; clocks are not advanced.
 
     g *= gradient_scale; g clamped to +-clip_value; g += weight_decay * w (kinds 0-5, if not 0); the kind's step;
-    then rows longer than max_norm are multiplied by max_norm / (norm + 1e-7), as torch.embedding_renorm_ does.
+    then rows longer than max_norm are multiplied by max_norm / (norm + 1e-7), as torch.embedding_renorm_ does;
+    then weights are clamped to +-weight_bound.
     """
     if settings.gradient_scale != 1:
         gradients = gradients * settings.gradient_scale
@@ -86,6 +89,8 @@ def update(
         most = torch.full_like(norms, settings.max_norm)
         factors = (most / (norms + 1e-7))[:, None]
         weights.copy_(torch.where((norms > most)[:, None], weights * factors, weights))
+    if settings.weight_bound < math.inf:
+        weights.clamp_(-settings.weight_bound, settings.weight_bound)
 
 
 def sgd(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
