@@ -96,6 +96,9 @@ class Opened:
         """What gradients come back to."""
         return [found["fields"]] if self.case.pooled else [found[n] for n in self.case.names]
 
+    def before_backward(self) -> None:
+        """Of what has weights beside rows."""
+
     def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
         return [self.gradient] * len(outputs)
 
@@ -130,6 +133,7 @@ class Opened:
                 marks.append(time.perf_counter())
                 outputs = self.outputs(self.collection(batch))
                 marks.append(time.perf_counter())
+                self.before_backward()
                 torch.autograd.backward(outputs, self.gradients(outputs))
                 marks.append(time.perf_counter())
                 self.update()

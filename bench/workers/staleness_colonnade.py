@@ -1,6 +1,7 @@
 """Wide & Deep between hosts, trained as in a loop of one's own: rows, an MLP, dense gradients summed over all ranks.
 
-A choice is one of `exchange_colonnade`'s. Samples are ids as the case has them; dense columns and labels are the same
+As `colonnade train` has them, dense gradients leave while backward runs, and rows' gradients beside them. A choice is
+one of `exchange_colonnade`'s. Samples are ids as the case has them; dense columns and labels are the same
 in every step, for nobody asks here what is learned.
 """
 
@@ -47,7 +48,8 @@ class Trained(exchange_colonnade.Opened):
         self.columns = torch.randn(case.batch_size, NUM_DENSE, generator=generator)
         self.label = torch.randint(2, (case.batch_size, 1), generator=generator).float()
         weights = list(self.model.parameters())
-        self.dense = DenseGradients(weights, mesh)
+        self.late = self.collection.exchange.pushed_parameters
+        self.dense = DenseGradients(weights, mesh, late=self.late)
         self.dense.attach()
         self.optimizer = torch.optim.SGD(weights, lr=LR)
 
@@ -68,14 +70,20 @@ class Trained(exchange_colonnade.Opened):
     def outputs(self, found: dict[str, Tensor]) -> list[Tensor]:
         return [self.model.network(found, self.columns)]
 
+    def before_backward(self) -> None:
+        self.dense.begin()
+
     def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
         """Of the cross entropy, the mean over all ranks' samples."""
         samples = len(self.label) * self.mesh.num_ranks
         return [(outputs[0].detach().sigmoid() - self.label) / samples]
 
     def update(self) -> None:
+        if self.late:  # whose gradients come with the rows'
+            self.collection.collect()
+        self.dense.send(finite=True, stop=False)
         self.collection.collect()
-        self.dense.reduce(finite=True, stop=False)
+        self.dense.wait()
         self.rows.step(agreed=True)
         self.optimizer.step()
         self.dense.zero()

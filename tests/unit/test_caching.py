@@ -173,6 +173,23 @@ def test_a_change_is_never_overlooked(rows):
     assert not changes.of(1).any() and max(changes.of(0).max(), changes.of(2).max()) == 39
 
 
+@pytest.mark.parametrize("rows", [3, 50, None])
+def test_marks_are_undone_newest_first(rows):
+    """Rows share numbers where a table is small, within a batch and over several."""
+    random, changes = np.random.default_rng(1), Changes([rows, 5])
+    before, marked = [], []
+    for number in range(1, 12):
+        before.append([changes.of(t).copy() for t in range(2)])
+        ids = random.integers(0, 2 if rows is None else rows, 9)
+        marked.append(changes.mark(np.arange(9) % 2, ids % 5, number))
+    for number, wanted in enumerate(before):
+        undone = changes.without(reversed(marked[number:]))
+        assert all(map(np.array_equal, undone, wanted))
+    for wanted in reversed(before[4:]):
+        changes.undo(marked.pop())
+        assert all(np.array_equal(changes.of(t), wanted[t]) for t in range(2))
+
+
 def test_copies_of_commits_go_on_in_a_world_like_theirs_alone():
     """As many ranks, the same tables and policies, copies that outlast their batch there and here."""
     directory = Directory(4, 1, 1, "lfu")

@@ -155,8 +155,8 @@ def bits_at_any_time(mesh):
         {"parts": 1, "uses_all": True},
     ]
     found = []
-    for bucket_bytes in (1 << 20, 32):
-        buckets.BUCKET_BYTES = bucket_bytes
+    for bucket_bytes, alone_bytes in ((1 << 20, 1 << 16), (32, 8)):  # signals beside others, alone
+        buckets.BUCKET_BYTES, dense_module.ALONE_BYTES = bucket_bytes, alone_bytes
         for is_overlapped in (False, True):
             model = Odd()
             dense = attached(model, mesh)

@@ -36,7 +36,7 @@ from colonnade.models.linear import FM, LR
 from colonnade.models.mlp import mlp
 from colonnade.models.nfm import NFM
 from colonnade.models.wide_deep import WideDeep
-from colonnade.ops.linear import linear
+from colonnade.ops.linear import ONEDNN, linear
 from colonnade.topology.towers import Partition
 
 ROWS, DIM, LR_ROWS = 20, 4, 0.5
@@ -384,6 +384,17 @@ def test_a_linear_layer_is_torchs(batch, width):
                 linear(x, w, b, relu=relu), wanted, rtol=1e-4, atol=1e-4, equal_nan=True
             )
     assert linear(torch.randn(batch, 0), torch.randn(3, 0), torch.randn(3)).shape == (batch, 3)
+
+
+@pytest.mark.skipif(not ONEDNN, reason="torch's own layer has both at once")
+def test_a_layers_weights_have_their_gradients_before_its_inputs_do():
+    order = []
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    read = x * 1
+    read.register_hook(lambda _: order.append("x"))
+    w.register_post_accumulate_grad_hook(lambda _: order.append("w"))
+    linear(read, w, None, relu=True).sum().backward()
+    assert order == ["w", "x"]
 
 
 @pytest.mark.parametrize("width", [13, 205])

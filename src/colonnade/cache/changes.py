@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 MOST = 2**22
 """Numbers that are kept of a table, 4 bytes each."""
 MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """What `mark` wrote over: as numbers are kept, which and what they were."""
+
+    places: np.ndarray  # (n,) int64
+    before: np.ndarray  # (n,) int32
 
 
 class Changes:
@@ -28,9 +37,23 @@ class Changes:
         """Table t's numbers, int32: a view."""
         return self._newest[self._firsts[t] : self._firsts[t + 1]]
 
-    def mark(self, tables: np.ndarray | int, ids: np.ndarray, number: int) -> None:
-        """Batch `number` changed these rows (n,) of tables (n,), or of one."""
-        self._newest[self._places(tables, ids)] = number
+    def without(self, marked: Iterable[Marked]) -> list[np.ndarray]:
+        """By table, its numbers, copied, as if the newest of what was marked, newest first, had not been."""
+        newest = self._newest.copy()
+        for each in marked:
+            newest[each.places] = each.before
+        return np.split(newest, self._firsts[1:-1])
+
+    def mark(self, tables: np.ndarray | int, ids: np.ndarray, number: int) -> Marked:
+        """Batch `number` changes these rows (n,) of tables (n,), or of one. For `undo`."""
+        places = self._places(tables, ids)
+        marked = Marked(places, self._newest[places])
+        self._newest[places] = number
+        return marked
+
+    def undo(self, marked: Marked) -> None:
+        """As if the newest `mark`, which gave this, had not been."""
+        self._newest[marked.places] = marked.before
 
     def since(self, tables: np.ndarray | int, ids: np.ndarray, read: np.ndarray) -> np.ndarray:
         """(n,) bool: may have changed in batch read[i], before whose updates the copy was read, or later."""

@@ -2,7 +2,8 @@
 
 A directory (`cache.directory`) says of each batch, by the order of batches alone, which rows' owners are spoken to.
 Their ids travel ahead of training as always; rows whose copies may be used as they are are not named. Who has a copy
-and asks gets the row only if it has changed since, else one bit.
+and asks gets the row only if it has changed since, else one bit. These bits follow from the order of batches, too (an
+owner hears what a batch will write when it hears what it reads), so they travel with the ids, and rows in one message.
 
 Legend: T tables, N ranks, U unique rows of this rank's batch, W rows it names to their owners, P rows named to it.
 """
@@ -21,11 +22,12 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.cache.changes import Changes
+from colonnade.cache.changes import Changes, Marked
 from colonnade.cache.copies import Copies, travelling_bytes
 from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Decision, Directory, joined
 from colonnade.consistency.row_clock import RowClock
 from colonnade.errors import ConfigError
+from colonnade.exchange.cached_counts import AGES, CacheCounts, ages_of
 from colonnade.exchange.cached_wire import (
     FAR,
     Named,
@@ -62,32 +64,6 @@ class TableCache:
     """Batches beyond the one it decides on that policy lookahead is told of."""
 
 
-@dataclass
-class CacheCounts:
-    """Rows of training's batches since the run was opened, each once a batch. Pushes are counted on the rank that sends
-    them, whole rows on the rank that sends them."""
-
-    hits: int = 0  # used without a word
-    misses: int = 0
-    lease_over: int = 0
-    renewed: int = 0  # of these, copies that were still what the owner has: a bit
-    pushed_full: int = 0  # more batches pending than the write bound
-    pushed_leaving: int = 0  # the copy leaves with the batch that used it
-    pushed_evicted: int = 0  # driven out
-    ticks: int = 0  # batches in all that was pushed
-
-
-AGES = 32
-"""Of a count of rows by how old the copy was that was read: 0 batches, 1, 2 to 3, 4 to 7, and so on."""
-
-
-def ages_of(decisions: Sequence[Decision]) -> np.ndarray:
-    """(AGES,) int64: the rows of a batch, by batches since their owner was asked; 0: with this one. Of each other rank
-    a read misses at most so many batches, and those whose gradients waited there then: `write_bound` at most."""
-    ages = [np.where(each.asked == HIT, each.ages, 0) for each in decisions]
-    return np.bincount(np.frexp(np.concatenate(ages))[1], minlength=AGES)
-
-
 @dataclass(slots=True)
 class Flight:
     """One training batch, from its route to its push."""
@@ -103,6 +79,9 @@ class Flight:
     where: np.ndarray  # (W,) slot
     ids: np.ndarray  # (W,)
     serving: Serving | None = None
+    sent: np.ndarray | None = None  # (P,) bool, of rows named here: they travel
+    fresh: np.ndarray | None = None  # (W,) bool: they come
+    marked: Marked | None = None  # rows that it changes here
     sums: Any = None  # (U rows, table by table) elements, until they are applied to the copies
     is_dropped: bool = False
 
@@ -170,37 +149,30 @@ class CachedExchange(RowsExchange):
 
     def ask(self, batch: Batch, purpose: str = "route") -> Asked:
         """Raises IdRangeError, DataError."""
-        asked = super().ask(batch, purpose)
         if purpose == "evaluate":
-            return asked
-        lookups, plan, codes = asked.lookups
+            return super().ask(batch, purpose)
+        lookups, plan = self.planned(batch)
+        codes = self._codes(batch, plan)
         with self._lock:
-            flight, wire_codes, blocks = self._decide(plan, codes, batch.foreseen)
+            flight, wire, origin = self._decide(plan, batch.foreseen)
             self._flights.append(flight)
-        num_ranks = self.mesh.num_ranks
-        firsts, lasts = (b.reshape(-1, num_ranks).T for b in (blocks[:-1], blocks[1:]))
-        order = np.concatenate(
-            [np.arange(f, n) for f, n in zip(firsts.ravel().tolist(), lasts.ravel().tolist(), strict=True)]
-        ).astype(np.int64)  # fmt: skip
+        wire_codes = None
+        if codes is not None:
+            wire_codes = torch.zeros(len(origin), dtype=torch.uint8)  # of others: not known
+            is_mine = torch.from_numpy(origin >= 0)
+            wire_codes[is_mine] = codes[torch.from_numpy(origin)[is_mine]]
+        blocks = self.deal.blocks(wire)
+        firsts, lasts = (b.reshape(-1, self.mesh.num_ranks).T for b in (blocks[:-1], blocks[1:]))
         requests = pack_requests(
-            torch.from_numpy(flight.ids), firsts, lasts, self.table_rows, self.deal.num_owners,
+            torch.as_tensor(wire.unique_ids), firsts, lasts, self.table_rows, self.deal.num_owners,
             self.deal.places, codes=wire_codes,
         )  # fmt: skip
-        # From here on rank by rank, as messages list them.
-        said = flight.named
-        flight.named = Named(
-            lasts - firsts, said.renewed[order], said.wanted[order], said.written[order], said.ages[order]
-        )  # fmt: skip
-        flight.origin, flight.where, flight.ids = (
-            each[order] for each in (flight.origin, flight.where, flight.ids)
-        )
         return Asked(batch.size, with_notes(flight.named, requests), (lookups, plan, flight))
 
     def _decide(
-        self, plan: _native.Plan, codes: Tensor | None, seen: Seen | None
-    ) -> tuple[Flight, Tensor | None, np.ndarray]:
-        """The next batch's, its named rows listed table by table and owner by owner; codes of these; where the rows of
-        each table and rank begin among them."""
+        self, plan: _native.Plan, seen: Seen | None
+    ) -> tuple[Flight, _native.Plan, np.ndarray]:
+        """The next batch's; a plan of the rows that it names; which row of the batch each of these is, -1: none."""
         unique = np.asarray(plan.unique_ids)
         ends = self.deal.table_offsets(plan).tolist()
         slots, pushed = np.empty(len(unique), np.int64), np.empty(len(unique), bool)
@@ -214,7 +186,7 @@ class CachedExchange(RowsExchange):
                 decisions.append(directory.step(ids, told.next_uses, told.coming, self.windows[t]))
         # All tables' at once: a call for each of dozens of tables takes longer than what it does.
         rows, of_rows = np.concatenate([each for each, _ in mine]), joined(decisions)
-        self._count(of_rows)
+        self.counts.add(of_rows)
         self.ages += ages_of([of_rows])
         slots[rows], pushed[rows] = of_rows.slots, of_rows.pushed
         is_named = (of_rows.asked != HIT) | of_rows.pushed
@@ -225,10 +197,19 @@ class CachedExchange(RowsExchange):
         ])  # fmt: skip
         counts = np.bincount(tables, minlength=len(decisions))[None, :]
         listing = np.argsort(tables, kind="stable")
-        ids, origin, where, asked, written, ages = (
-            np.concatenate(pair)[listing]
+        ids = np.concatenate([unique[named], of_rows.evicted_ids])
+        wire = _native.make_plan(
+            listed(torch.from_numpy(ids[listing]), counts), self.table_rows, self.deal.num_owners
+        )
+        by_wire = np.empty(len(ids), np.int64)
+        by_wire[np.asarray(wire.inverse)] = listing
+        # From here on rank by rank, as messages list them.
+        num_ranks, sizes = self.mesh.num_ranks, np.diff(self.deal.blocks(wire))
+        ranks = np.repeat(np.tile(np.arange(num_ranks), len(decisions)), sizes)
+        at = by_wire[np.argsort(ranks, kind="stable")]
+        origin, where, asked, written, ages = (
+            np.concatenate(pair)
             for pair in (
-                (unique[named], of_rows.evicted_ids),
                 (named, np.full(count, -1)),
                 (slots[named], of_rows.evicted_slots.astype(np.int64)),
                 (of_rows.asked[is_named], np.full(count, HIT, np.uint8)),
@@ -236,50 +217,17 @@ class CachedExchange(RowsExchange):
                 (of_rows.ages[is_named].astype(np.int64), np.zeros(count, np.int64)),
             )
         )
-        wire = _native.make_plan(
-            listed(torch.from_numpy(ids), counts), self.table_rows, self.deal.num_owners
-        )
-        order = np.empty(len(ids), np.int64)
-        order[np.asarray(wire.inverse)] = np.arange(len(ids))
-        ids, origin, where, asked, written, ages = (
-            each[order] for each in (ids, origin, where, asked, written, ages)
-        )
-        whole = np.repeat([not kept for kept in self.is_kept], counts[0])[order]
-        renewed = (asked == LEASE_OVER) & ~whole
-        wanted = (asked == MISS) | ((asked == LEASE_OVER) & whole)
-        named = Named(counts, renewed, wanted, written, ages)
+        asked, is_over = asked[at], asked[at] == LEASE_OVER
+        whole = ~np.array(self.is_kept)[tables[at]]
+        said = Named(
+            sizes.reshape(-1, num_ranks).T, is_over & ~whole, (asked == MISS) | (is_over & whole),
+            written[at], ages[at],
+        )  # fmt: skip
         flight = Flight(
-            self.directories[0].number,
-            decisions,
-            ends,
-            [each.num_slots for each in self.directories],
-            slots,
-            pushed,
-            named,
-            origin,
-            where,
-            ids,
-        )
-        wire_codes = None
-        if codes is not None:
-            wire_codes = torch.zeros(len(ids), dtype=torch.uint8)  # of others: not known
-            is_mine = torch.from_numpy(origin >= 0)
-            wire_codes[is_mine] = codes[torch.from_numpy(origin)[is_mine]]
-        return flight, wire_codes, self.deal.blocks(wire)
-
-    def _count(self, decision: Decision, sign: int = 1) -> None:
-        """decision: of all tables, `joined`."""
-        counts = self.counts
-        sorts = np.bincount(decision.asked, minlength=3) * sign
-        counts.hits += int(sorts[HIT])
-        counts.misses += int(sorts[MISS])
-        counts.lease_over += int(sorts[LEASE_OVER])
-        leaving = int((decision.pushed & decision.leaving).sum()) * sign
-        counts.pushed_leaving += leaving
-        counts.pushed_full += int(decision.pushed.sum()) * sign - leaving
-        counts.pushed_evicted += len(decision.evicted_ids) * sign
-        ticks = int(decision.ticks[decision.pushed].sum()) + int(decision.evicted_ticks.sum())
-        counts.ticks += ticks * sign
+            self.directories[0].number, decisions, ends, [each.num_slots for each in self.directories],
+            slots, pushed, said, origin[at], where[at], ids[at],
+        )  # fmt: skip
+        return flight, wire, origin[by_wire]
 
     def answer(
         self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
@@ -301,11 +249,35 @@ class CachedExchange(RowsExchange):
             named, requests.ids.numpy(),
             _native.make_plan(written, self.table_rows, self.undealt), written,
         )  # fmt: skip
+        with self._lock:
+            changed = self._changed(flight, flight.serving)
+            flight.marked = self.mark(flight.serving.plan, flight.number)
+        flight.sent, flight.fresh = named.wanted | changed, flight.named.wanted.copy()
+        if any(self.is_kept):
+            self._exchange_marks(flight, changed, purpose)
         codes = None if requests.codes is None else soonest(requests.codes.numpy(), owner_plan)
         return Ticket(
             step, asked.size, lookups, plan, torch.as_tensor(owner_plan.unique_ids),
             torch.as_tensor(owner_plan.block_offsets), owner_plan, weight, codes, flight, purpose=purpose,
         )  # fmt: skip
+
+    def _changed(self, flight: Flight, serving: Serving) -> np.ndarray:
+        """(P,) bool: asked for by who has a copy, which will not be what is here. All batches before are marked."""
+        named, changed = serving.named, np.zeros(len(serving.ids), bool)
+        rows = np.flatnonzero(named.renewed)
+        ages, tables = named.ages[rows], tables_of(named.counts)[rows]
+        since = self.changes.since(tables, serving.ids[rows], flight.number - ages)
+        changed[rows] = since | (ages >= FAR)
+        return changed
+
+    def _exchange_marks(self, flight: Flight, changed: np.ndarray, purpose: str) -> None:
+        """Collective: who has a copy of a row that it named hears whether the row comes."""
+        assert flight.serving is not None and flight.fresh is not None
+        named, served = flight.named, flight.serving.named
+        bits, sizes = pack_marks(changed[served.renewed], served.counted(served.renewed).sum(1))
+        asking = named.counted(named.renewed).sum(1)
+        heard, _ = self.mesh.all_to_all(purpose, bits, sizes, mark_bytes(asking), counts_as="route")
+        flight.fresh[named.renewed] = unpack_marks(heard, asking)
 
     # ---- fetch
 
@@ -325,19 +297,9 @@ class CachedExchange(RowsExchange):
                 "left out, or a second one read before RowOptimizer.step(); close the lookahead, drop what was read "
                 "with collection.forget(), and open it again"
             )
-        assert flight.serving is not None and ticket.placed is not None
-        changed = self._changed(flight, flight.serving)
-        named, served = flight.named, flight.serving.named
-        fresh = named.wanted.copy()
-        if any(self.is_kept):
-            bits, sizes = pack_marks(changed[served.renewed], served.counted(served.renewed).sum(1))
-            asking = named.counted(named.renewed).sum(1)
-            heard, _ = self.mesh.all_to_all(
-                "fetch", bits, sizes, mark_bytes(asking), counts_as="fetch"
-            )
-            fresh[named.renewed] = unpack_marks(heard, asking)
-            self.counts.renewed += int(named.renewed.sum() - fresh[named.renewed].sum())
-        self._receive(flight, ticket.placed, served.wanted | changed, fresh)
+        assert flight.fresh is not None and ticket.placed is not None
+        self.counts.renewed += int((flight.named.renewed & ~flight.fresh).sum())
+        self._receive(flight, ticket.placed)
         views = self.copies.store.views()
         taken = take(torch.from_numpy(flight.slots.astype(np.int32)), ticket.plan.inverse)
         ticket.reads = Fetched(
@@ -345,18 +307,10 @@ class CachedExchange(RowsExchange):
         )
         return None
 
-    def _changed(self, flight: Flight, serving: Serving) -> np.ndarray:
-        """(P,) bool: asked for by who has a copy, which is not what is here."""
-        named, changed = serving.named, np.zeros(len(serving.ids), bool)
-        rows = np.flatnonzero(named.renewed)
-        ages, tables = named.ages[rows], tables_of(named.counts)[rows]
-        since = self.changes.since(tables, serving.ids[rows], flight.number - ages)
-        changed[rows] = since | (ages >= FAR)
-        return changed
-
-    def _receive(self, flight: Flight, placed: Tensor, sent: np.ndarray, fresh: np.ndarray) -> None:
-        """Collective: records of `sent` (P,) travel to the copies, as those of `fresh` (W,)."""
-        assert flight.serving is not None
+    def _receive(self, flight: Flight, placed: Tensor) -> None:
+        """Collective: records travel to the copies."""
+        assert flight.serving is not None and flight.sent is not None and flight.fresh is not None
+        sent, fresh = flight.sent, flight.fresh
         served, named = flight.serving.named, flight.named
         going = row_layout(served.counted(sent), self.record_widths)
         coming = row_layout(named.counted(fresh), self.record_widths)
@@ -440,18 +394,16 @@ class CachedExchange(RowsExchange):
         """The owner's rows, then this rank's copies of those that its batch used."""
         super().update(store, pushed, optimizers, settings)
         flight = self._flights[0]
-        assert flight.serving is not None
-        self.mark(flight.serving.plan, flight.number)
         self._train_copies(flight.slots, np.diff(flight.ends), flight.sums, optimizers, settings)
         self.rule = optimizers.clone(), settings.clone()
         with self._lock:
             self._flights.pop(0)
             self.number = flight.number
 
-    def mark(self, plan: _native.Plan, number: int) -> None:
+    def mark(self, plan: _native.Plan, number: int) -> Marked:
         """Rows of this rank that batch `number` changes."""
         tables = tables_of(np.diff(np.asarray(plan.block_offsets))[None, :])
-        self.changes.mark(tables, np.asarray(plan.unique_ids), number)
+        return self.changes.mark(tables, np.asarray(plan.unique_ids), number)
 
     def _train_copies(
         self,
@@ -485,13 +437,16 @@ class CachedExchange(RowsExchange):
             settings,
         )  # fmt: skip
 
-    def directory_states(self) -> list[dict[str, np.ndarray]]:
-        """By table, as of the newest push: without what was decided of batches in flight."""
+    def decided(self) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
+        """By table, states of directories and of `changes`, as of the newest push: without what was decided of batches
+        in flight."""
         with self._lock:
-            return [
+            directories = [
                 directory.state(without=[flight.decisions[t] for flight in self._flights])
                 for t, directory in enumerate(self.directories)
             ]
+            marked = [flight.marked for flight in reversed(self._flights)]
+            return directories, self.changes.without(each for each in marked if each is not None)
 
     def drop(self, ticket: Ticket) -> None:
         """Decisions are undone, the newest first: once all later batches are dropped, too."""
@@ -512,11 +467,14 @@ class CachedExchange(RowsExchange):
         with self._lock:
             flight.is_dropped = True
             while self._flights and self._flights[-1].is_dropped:
-                decisions = self._flights.pop().decisions
+                last = self._flights.pop()
+                decisions = last.decisions
+                if last.marked is not None:
+                    self.changes.undo(last.marked)
                 self.ages -= ages_of(decisions)
                 for directory, decision in zip(self.directories, decisions, strict=True):
                     directory.undo(decision)
-                self._count(joined(decisions), -1)
+                self.counts.add(joined(decisions), -1)
 
 
 def without_copies(

@@ -21,15 +21,14 @@ TOGETHER = 4096  # rows that are put back at once
 def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
     """Between steps, as of the newest one, whatever is in flight. Plain values and tensors that nobody trains on."""
     tables = {}
-    for t, (table, said) in enumerate(
-        zip(exchange.declaration.tables, exchange.directory_states(), strict=True)
-    ):
+    directories, changes = exchange.decided()
+    for t, (table, said) in enumerate(zip(exchange.declaration.tables, directories, strict=True)):
         tables[table.name] = {
             "policy": exchange.directories[t].policy,
             "kept": exchange.is_kept[t],
             "directory": {name: torch.from_numpy(values) for name, values in said.items()},
             "copies": exchange.copies.state(t, said["slots"].astype("int64")),
-            "changes": torch.from_numpy(exchange.changes.of(t).copy()),
+            "changes": torch.from_numpy(changes[t]),
             "before": {"ids": before[t].ids, "records": before[t].records},
         }
     return {"tables": tables, "rule": exchange.rule, "number": exchange.number}

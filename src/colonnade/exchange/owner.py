@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -130,16 +131,17 @@ class Owner(Asks):
 
 def listed(ids: Tensor, counts: np.ndarray) -> _native.Lookups:
     """ids listed source by source, table by table; counts (sources, T). One one-hot feature per (source, table)."""
-    num_sources, num_tables = counts.shape
-    return _native.Lookups(
-        ids,
-        torch.from_numpy(np.concatenate([[0], np.cumsum(counts.ravel())]).astype(np.int64)),
-        torch.arange(num_tables, dtype=torch.int32).repeat(num_sources),
-        torch.full((num_sources * num_tables,), 2, dtype=torch.uint8),
-        0,
-        None,
-        None,
-    )
+    tables, poolings = _features_of(*counts.shape)
+    offsets = np.zeros(counts.size + 1, np.int64)
+    np.cumsum(counts.ravel(), out=offsets[1:])
+    return _native.Lookups(ids, torch.from_numpy(offsets), tables, poolings, 0, None, None)
+
+
+@lru_cache(maxsize=64)
+def _features_of(num_sources: int, num_tables: int) -> tuple[Tensor, Tensor]:
+    """Table and pooling of each, the same in every step; read only."""
+    tables = torch.arange(num_tables, dtype=torch.int32).repeat(num_sources)
+    return tables, torch.full((num_sources * num_tables,), 2, dtype=torch.uint8)
 
 
 def take(values: Tensor, index: Any) -> Tensor:

@@ -39,19 +39,43 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool = False
     if plain:
         y = torch_linear(x, weight, bias)
         return y.relu() if relu else y
-    return _Linear.apply(x, weight, bias, relu)
+    product = _Product.apply(x, weight.detach(), None if bias is None else bias.detach())
+    return _Layer.apply(product, x, weight, bias, relu)
 
 
-class _Linear(torch.autograd.Function):
+class _Product(torch.autograd.Function):
+    """x times weight, plus bias: gradients of x alone."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        x, weight = x.contiguous(), weight.contiguous()
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight = weight.contiguous()
         bias = None if bias is None else bias.contiguous()
-        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        ctx.save_for_backward(weight)
+        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: Tensor):
+        dx = None
+        if ctx.needs_input_grad[0]:
+            (weight,) = ctx.saved_tensors
+            dx = torch.ops.mkldnn._linear_pointwise(gradient, weight.t(), None, "none", [], "")
+        return dx, None, None
+
+
+class _Layer(torch.autograd.Function):
+    """That product as the layer's result, in place: gradients of weight and bias. A node of its own, for backward then
+    has these first: they may leave for other ranks while it makes those of x."""
+
+    @staticmethod
+    def forward(
+        ctx, product: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool
+    ) -> Tensor:
         if relu:
-            y.relu_()  # apart: oneDNN's makes 0 of NaN, which would hide that a model diverges
-        ctx.save_for_backward(x, weight, *([y] if relu else []))
-        return y
+            product.relu_()  # apart: oneDNN's makes 0 of NaN, which would hide that a model diverges
+        ctx.mark_dirty(product)
+        ctx.save_for_backward(x, weight, *([product] if relu else []))
+        return product
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -60,11 +84,9 @@ class _Linear(torch.autograd.Function):
         if activated:
             gradient = torch.ops.aten.threshold_backward(gradient, activated[0], 0)
         gradient = gradient.contiguous()
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = torch.ops.mkldnn._linear_pointwise(gradient, weight.t(), None, "none", [], "")
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+        dw = db = None
+        if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
             dw, db = torch.ops.aten.mkldnn_linear_backward_weights(
-                gradient.to_mkldnn(), x.to_mkldnn(), weight, ctx.needs_input_grad[2]
-            )
-        return dx, dw, db if ctx.needs_input_grad[2] else None, None
+                gradient.to_mkldnn(), x.contiguous().to_mkldnn(), weight.contiguous(), ctx.needs_input_grad[3]
+            )  # fmt: skip
+        return gradient, None, dw, db if ctx.needs_input_grad[3] else None, None

@@ -49,7 +49,8 @@ class Sent:
 def sent(way: Way, world: World, size: float, coded: float | None = None) -> Sent:
     """Pure. `size` bytes of buffer; the same for every rank. `coded`: bytes that stand for the whole buffer where
     they are fewer, which is on the slow hop: between hosts `by host`, everywhere else. A host's uplink carries
-    L x `remote_bytes` out, and as much in: 2 (H - 1) L / H x S `scattered`, and 2 (H - 1) / H x S `by host`."""
+    L x `remote_bytes` out, and as much in: 2 (H - 1) L / H x S `scattered`, and 2 (H - 1) / H x S `by host`. `by host`
+    two hosts send each other their sums whole, which is as many bytes in one message, unless it is coded."""
     ranks, hosts, local = world.num_ranks, world.num_hosts, world.ranks_per_host
     near, far = local - 1, ranks - local
     slow = size if coded is None else coded
@@ -57,17 +58,19 @@ def sent(way: Way, world: World, size: float, coded: float | None = None) -> Sen
         return Sent(near, far, near * slow, far * slow)
     if way == "scattered":
         return Sent(2 * near, 2 * far, 2 * near * slow / ranks, 2 * far * slow / ranks)
-    far = hosts - 1
-    return Sent(2 * near, 2 * far, 2 * near * size / local, 2 * far * slow / ranks)
+    far, hops = hosts - 1, 1 if hosts == 2 and coded is None else 2
+    return Sent(2 * near, hops * far, 2 * near * size / local, 2 * far * slow / ranks)
 
 
 def choose_way(world: World, size: float) -> Way:
     """Pure: the fewest seconds by the world's links; a rank that knows them otherwise chooses otherwise. Short buffers
-    go whole, in one hop; long ones cross an uplink once per host, not once per rank, where a host has several."""
-    ways: list[Way] = ["whole", "scattered"]
+    go whole, in one hop, for every other hop waits for one more message; long ones cross an uplink once per host, not
+    once per rank, where a host has several."""
+    hops: dict[Way, int] = {"whole": 1, "scattered": 2}
     if world.num_hosts > 1 and world.ranks_per_host > 1:
-        ways.append("by host")
-    return min(ways, key=lambda way: sent(way, world, size).seconds(world))
+        hops["by host"] = 3 if world.num_hosts == 2 else 4
+    hop = world.remote_message_seconds if world.num_hosts > 1 else world.message_seconds
+    return min(hops, key=lambda way: sent(way, world, size).seconds(world) + hops[way] * hop)
 
 
 def way_of_layout(world: World) -> Way:
@@ -89,8 +92,11 @@ def sum_over_ranks(mesh: Mesh, values: Tensor, way: Way) -> None:
         copy_in_pieces(gathered(mesh, "dense", part, ranks), values)
     else:
         of_host = added(scattered(mesh, "dense in host", values, local).view(1, local, -1))
-        part = added(scattered(mesh, "dense over hosts", of_host, hosts).view(hosts, 1, -1))
-        of_host = gathered(mesh, "dense over hosts", part, hosts)
+        if hosts == 2:  # as many bytes as by shares, in one hop
+            _add(gathered(mesh, "dense over hosts", of_host, hosts).view(hosts, 1, -1), of_host)
+        else:
+            part = added(scattered(mesh, "dense over hosts", of_host, hosts).view(hosts, 1, -1))
+            of_host = gathered(mesh, "dense over hosts", part, hosts)
         copy_in_pieces(gathered(mesh, "dense in host", of_host, local), values)
 
 

@@ -4,7 +4,8 @@ DDP rebuilds its buckets after the first step, which changes the order of sums a
 after a restart; these are laid out once, in reverse order of the parameters, and sums keep the order of
 `topology.reduction`, so bits depend neither on when a bucket leaves nor on how it travels. The ranks' word that
 all is finite, and that somebody asked to stop, and their parts of the loss, ride at the end of the last. Where
-gradients are coded (`plan.wire.dense`), that word has a bucket of its own, which is not.
+gradients are coded (`plan.wire.dense`), that word has a bucket of its own, which is not; and where the last one would
+take long between hosts, for with that word it could not leave before backward ends.
 
 Parameters that the ranks of one tower alone use (`TowerWeights`) have buckets of their own, summed inside the tower,
 just before the last: their norm, by tower, is part of the ranks' word. Elsewhere they have no gradient.
@@ -37,6 +38,8 @@ from colonnade.train.coded_sum import CODED_DTYPES, CodedSum, State, lost_by_par
 from colonnade.train.tower_weights import TowerWeights
 
 SIGNALS = 3  # not finite, stop asked, loss
+ALONE_BYTES = 1 << 16
+"""Between hosts a bucket of so many leaves without the signals: 0.5 ms on an uplink of 1 Gbit/s, a message's time."""
 
 
 class DenseGradients:
@@ -100,10 +103,16 @@ class DenseGradients:
         sizes = [p.numel() for p in self.parameters]
         of_tower = self._numbers_of_towers()
         layout = bucket_layout(kinds, sizes, late, of_tower)
-        if self.codec != "exact" and layout[-1]:
+        # Beside gradients, the loss has their dtype.
+        dtype = kinds[layout[-1][-1]][0] if layout[-1] else torch.float32
+        last = sum(sizes[n] * dtype.itemsize for n in layout[-1] if n not in late)
+        is_long = last >= ALONE_BYTES and self.mesh.world.num_hosts > 1
+        if self.codec != "exact":
+            dtype, is_long = torch.float64, bool(layout[-1])
+        if is_long:
             layout.append([])  # for the signals
         self.buckets = [
-            self._bucket(numbers, self.mesh, i == len(layout) - 1)
+            self._bucket(numbers, self.mesh, i == len(layout) - 1, dtype)
             for i, numbers in enumerate(layout)
         ]
         self._agree_on_ways(self.mesh, self.buckets)
@@ -324,10 +333,11 @@ class DenseGradients:
         if self.towers is not None:
             self.towers.hand_out(self.mesh, optimizer)
 
-    def _bucket(self, numbers: list[int], mesh: Mesh, is_last: bool = False) -> Bucket:
-        # Beside gradients, the loss has their dtype.
-        alone = torch.float32 if self.codec == "exact" else torch.float64
-        first = self.parameters[numbers[0]] if numbers else torch.zeros(0, dtype=alone)
+    def _bucket(
+        self, numbers: list[int], mesh: Mesh, is_last: bool = False, dtype: torch.dtype = torch.float32
+    ) -> Bucket:  # fmt: skip
+        """dtype: of one for the signals alone."""
+        first = self.parameters[numbers[0]] if numbers else torch.zeros(0, dtype=dtype)
         size = sum(self.parameters[number].numel() for number in numbers)
         ranks, signals = mesh.num_ranks, (SIGNALS + len(self._norms)) * is_last
         padded = -(-(size + signals) // ranks) * ranks
