@@ -263,6 +263,8 @@ class Trainer:
         """Collective: {"auc", "log_loss", ...} over all of `source`, with every update made so far."""
         found: dict[str, float] = {}
         with self.phases("evaluate", whole=True):
+            # On all ranks alike, before servers listen: what is under way may need an answer of theirs.
+            self.collection.updates.settle()
             if self.mesh.is_server:
                 while announced(self.mesh, False):
                     with torch.no_grad():
