@@ -179,7 +179,7 @@ def test_a_reader_that_is_stopped_is_named_once(tmp_path, monkeypatch, capfd):
     next(batches)
     (reader,) = multiprocessing.active_children()
     os.kill(reader.pid, signal.SIGSTOP)
-    threading.Timer(1.0, os.kill, (reader.pid, signal.SIGCONT)).start()
+    threading.Timer(0.6, os.kill, (reader.pid, signal.SIGCONT)).start()
     assert [float(next(batches).dense) for _ in range(40)] == list(range(1, 41))
     batches.close()
     said = capfd.readouterr().err

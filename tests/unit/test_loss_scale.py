@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 from small_run import CONFIG, digest, opened
@@ -15,6 +15,8 @@ from test_run import poisoned
 from colonnade import Mesh
 from colonnade.config import build_config, override
 from colonnade.errors import ConfigError, NonFiniteError
+from colonnade.report.reading import read_run
+from colonnade.report.run_page import headline
 from colonnade.train import loss_scale as module
 from colonnade.train.loss_scale import LossScale, loss_scale
 from colonnade.train.record import FILE_NAME, read_lines
@@ -25,14 +27,15 @@ CLIPPED = {"train.accumulate": 4, "rows.clip_norm": 0.02, "dense.clip_norm": 0.0
 ROLES = {"plan.servers": 1, "plan.staleness_steps": 2, "plan.wire.dense": "bf16"}
 
 
-def train(mesh, folder, settings):
-    config = override(build_config(CONFIG), SHORT | settings)
+def train(mesh, folder, said):
+    config = override(build_config(CONFIG), SHORT | said)
     run = open_run(config, mesh, folder, data=opened(config))
     outcome = run.train()
     run.close()
     return outcome, run.trainer.loss_scale
 
 
+@settings(max_examples=30)
 @given(st.lists(st.booleans(), max_size=14), st.integers(1, 4))
 def test_the_rule_is_that_of_torch(finite, grown_after):
     scaler = torch.amp.GradScaler("cpu", growth_interval=grown_after)
@@ -59,12 +62,13 @@ def test_a_scale_that_stays_and_one_that_cannot_fall():
     assert least.state() == (4.0, 7)
 
 
-@pytest.mark.parametrize("settings", [{}, CLIPPED])
-def test_powers_of_two_change_no_bit(settings, tmp_path):
+@pytest.mark.parametrize("said", [{}, CLIPPED])
+def test_powers_of_two_change_no_bit(said, tmp_path):
     for number, scale in enumerate((None, 1024, "dynamic")):
-        outcome, _ = train(Mesh(), tmp_path / str(number), settings | {"train.loss_scale": scale})
+        outcome, _ = train(Mesh(), tmp_path / str(number), said | {"train.loss_scale": scale})
         assert outcome.skipped == 0
         assert digest(tmp_path / str(number)) == digest(tmp_path / "0")
+    assert ("loss scale", "65,536", "0 steps skipped") in headline(read_run(tmp_path / "2"))
 
 
 def of_roles(mesh, folder):
@@ -72,6 +76,7 @@ def of_roles(mesh, folder):
         train(mesh, folder / str(scale), ROLES | {"train.loss_scale": scale})
 
 
+@pytest.mark.slow
 def test_nor_beside_servers_with_gradients_that_are_late_and_coded(tmp_path):
     run_ranks(3, of_roles, tmp_path)
     assert digest(tmp_path / "4096") == digest(tmp_path / "None")
