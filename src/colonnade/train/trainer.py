@@ -399,7 +399,8 @@ class Trainer:
         is_lower = may_rescale and self.loss_scale.fall()
         if not (is_lower or self.schedule.skip_non_finite):
             self._hand_out()  # every rank refuses
-            raise NonFiniteError(f"{message}. Lower train lr, or set train.on_non_finite=skip")
+            less = "train lr" if self.loss_scale.value == 1 else "train lr or train.loss_scale"
+            raise NonFiniteError(f"{message}. Lower {less}, or set train.on_non_finite=skip")
         outcome.skipped += 1
         self.collection.step += 1
         now = f"; the loss is scaled by {self.loss_scale.value:g} from here on" if is_lower else ""
