@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PlainValidator, ValidationError, model_validator
 
 from colonnade.errors import ConfigError
 from colonnade.plan_config import (
@@ -235,6 +235,18 @@ class DenseConfig(Section):
     """The dense gradients together are scaled down to this 2-norm."""
 
 
+def _loss_scale(value: Any) -> Any:
+    if value is None or value == "dynamic":
+        return value
+    try:
+        number = float("nan") if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not 0 < number < float("inf"):
+        raise ValueError(f"got {value!r}, wanted dynamic, or a number more than 0, e.g. 1024")
+    return number
+
+
 class TrainConfig(Section):
     batch_size: int = Field(4096, ge=1)
     """Samples per step over all ranks: the same number trains the same model on any number of ranks."""
@@ -270,8 +282,11 @@ class TrainConfig(Section):
     """Of rows, dense weights and the readers' order."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """What NaN or inf in a loss or gradient does: end the run, or skip that step on every rank."""
-    autocast: Literal["none", "bfloat16"] = "none"
-    """Of the dense network's products; rows, and what is pooled of them, keep their dtype."""
+    autocast: Literal["none", "bfloat16", "float16"] = "none"
+    """Of the dense network's products; rows, and what is pooled of them, keep their dtype. float16: see loss_scale."""
+    loss_scale: Annotated[float | Literal["dynamic"] | None, PlainValidator(_loss_scale)] = None
+    """What losses are multiplied by before backward, so that small gradients do not vanish in float16. dynamic: 65536,
+    halved where a gradient is not finite, whose step is skipped, and doubled after 2,000 steps that were applied."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the dense network computes, with plan.memory.hbm rows too. cuda: ranks of a host share its GPUs in turn."""
     timeout: float = Field(300.0, gt=0)
@@ -320,6 +335,12 @@ class RunConfig(Section):
                         f"got train.{name}={got} with plan.cache, whose copies hear of every batch, one a step; set "
                         f"train.{name}={wanted}, or leave plan.cache out"
                     )
+            if self.train.loss_scale is not None:
+                raise ValueError(
+                    f"got train.loss_scale={self.train.loss_scale} with plan.cache, where gradients of several steps "
+                    "wait to be applied, and no step may be skipped; train in bfloat16, which needs no scale, or leave "
+                    "plan.cache out"
+                )
             if self.plan.cache.staleness == "exact" and self.rows.clip_norm is not None:
                 raise ValueError(
                     f"got rows.clip_norm={self.rows.clip_norm} with plan.cache.staleness=exact, where gradients do not "

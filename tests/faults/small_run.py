@@ -3,6 +3,7 @@
 python small_run.py FOLDER SETTINGS_JSON [KILL_AT]     KILL_AT: SIGKILL before that change of the disk
 FAULT="rank 1 SIGKILL push 9" does so before that rank's 9th call of that purpose, once (FOLDER/fault); purposes
 "start" and "end" are before the world is joined and after training. "reader 1 ..." does so to that rank's reader.
+"rank 1 0.3x8 push 9" instead makes that call and the seven after it 0.3 seconds late: slow, and not stopped.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -102,15 +105,25 @@ def digest(folder: Path, step: int | None = None) -> str:
 
 
 def fail(folder: Path, purpose: str, number: int = 0) -> None:
-    """Once: what FAULT says."""
-    said = os.environ.get("FAULT", "").split()
-    if not said or (said[1], said[3]) != (os.environ["RANK"], purpose) or int(said[4]) != number:
+    """What FAULT says; of signals, once."""
+    who, rank, what, *where, first = (os.environ.get("FAULT") or "- - - -").split()
+    if (rank, " ".join(where)) != (os.environ["RANK"], purpose):
+        return
+    seconds, _, calls = what.partition("x")
+    if not 0 <= number - int(first) < int(calls or 1):
         return
     done = folder.parent / f"{folder.name}.fault"
-    if not done.exists():
-        done.write_text(str(os.getpid()))
-        hit = os.getpid() if said[0] == "rank" else multiprocessing.active_children()[0].pid
-        os.kill(hit, getattr(signal, said[2]))
+    if done.exists() and not calls:
+        return
+    done.write_text(str(os.getpid()))
+    hit = os.getpid() if who == "rank" else multiprocessing.active_children()[0].pid
+    if not calls:
+        os.kill(hit, getattr(signal, what))
+    elif who == "rank":
+        time.sleep(float(seconds))
+    else:
+        os.kill(hit, signal.SIGSTOP)
+        threading.Timer(float(seconds), os.kill, (hit, signal.SIGCONT)).start()
 
 
 def main(folder: str, settings: str, kill_at: str = "0") -> None:

@@ -49,6 +49,7 @@ BAD_VALUES = {
     "train.keep_commits": ["0", "-1"],
     "train.seed": ["-1", "99999999999999999999999", "x"],
     "train.on_non_finite": ["ignore"],
+    "train.loss_scale": ["0", "-8", "nan", "inf", "dynamical", "true"],
     "train.threads": ["-1", "x"],
 }
 SMALL = (

@@ -15,7 +15,17 @@ from small_run import CONFIG, digest, opened
 from test_byte_law import FEATURES, PURPOSES, SIZE, STEPS, TABLES, batch_of
 from test_run import poisoned
 
-from colonnade import Adam, Batch, EmbeddingCollection, Ids, Mesh, RowOptimizer, build_plan, fit
+from colonnade import (
+    Adam,
+    Batch,
+    EmbeddingCollection,
+    Ids,
+    Mesh,
+    RowOptimizer,
+    build_plan,
+    embedding,
+    fit,
+)
 from colonnade.config import build_config, override
 from colonnade.data import open_batches
 from colonnade.errors import ConfigError
@@ -25,9 +35,11 @@ from colonnade.plan.loads import table_loads
 from colonnade.plan.profile import profile
 from colonnade.report.reading import read_run
 from colonnade.topology.mesh import OF_TRAINERS, with_servers
+from colonnade.topology.reads import announced
 from colonnade.topology.sharding import Sharding, row_wise_in, table_wise
 from colonnade.topology.traffic import Traffic
 from colonnade.topology.world import World
+from colonnade.train import trainer
 from colonnade.train.dense import DenseGradients
 from colonnade.train.objective import Retrieval
 from colonnade.train.record import FILE_NAME, OF_ROWS, ROWS_FILE_NAME, read_lines
@@ -38,6 +50,7 @@ def _plateau(optimizer):
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.3, patience=0)
 
 
+LATE = {"plan.servers": 1, "plan.staleness_steps": 2}
 BASE = {"epochs": 2, "batch_size": 50, "evaluate_steps": 9, "dense_lr": 0.05, "quiet": True}
 """600 samples: 12 batches, the last of an epoch as full as the others."""
 CASES = {
@@ -217,6 +230,38 @@ def decided(mesh, servers):
 
     outcome = run.train()
     return outcome.steps, outcome.skipped, outcome.stopped
+
+
+def begun(mesh):
+    """Updates under way when a run's evaluations begin, and at each word of theirs to servers."""
+    config = override(
+        build_config(CONFIG), LATE | {"train.max_steps": 5, "train.evaluate_steps": 2}
+    )
+    run = open_run(config, mesh, None, data=opened(config))
+    updates, evaluate, before, at = (
+        run.trainer.collection.updates, run.trainer.evaluate, [], [],
+    )  # fmt: skip
+
+    def watched(source):
+        before.append(len(updates))
+        return evaluate(source)
+
+    def heard(mesh, mine):
+        at.append(len(updates))
+        return announced(mesh, mine)
+
+    run.trainer.evaluate = watched
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (trainer, embedding):
+            patch.setattr(module, "announced", heard)
+        run.train()
+    return before, at
+
+
+def test_nothing_is_under_way_when_servers_begin_to_listen():
+    """Trainers would ask them for what an update's end needs, and they would answer reads alone."""
+    for before, at in run_ranks(3, begun):
+        assert any(before) and len(at) > len(before) and not any(at)
 
 
 def test_checkpoints_go_from_ranks_with_servers_to_ranks_without_and_back(told):

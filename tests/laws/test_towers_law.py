@@ -364,13 +364,11 @@ def say(mesh):
     """What is said of modules that change the samples, or their fields; then a batch of nobody's samples, and of one,
     and one of a module without a gradient."""
     errors = []
-    in_place = TowerModule(
-        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(10, 3)).double(),
-        [5, 5],
-        3,
-        side_by_side=True,
-    )
-    for wrong in (Wrong(10, 3), in_place):
+    in_place = [
+        TowerModule(nn.Sequential(first, nn.Linear(10, 3)).double(), [5, 5], 3, side_by_side=True)
+        for first in (nn.ReLU(inplace=True), nn.Dropout(inplace=True))
+    ]
+    for wrong in (Wrong(10, 3), *in_place):
         collection = first_of(wrong, mesh)
         with pytest.raises(ConfigError) as error:
             collection(share_of(global_batch(0, 9), mesh.rank, mesh.num_ranks))
@@ -399,7 +397,8 @@ def test_every_rank_refuses_a_module_that_changes_the_samples_and_asks_none_abou
     found = run_ranks(2, say)
     for said, _ in found:
         assert "consumer 'first': its operator gave (2, 3) for 3 samples, wanted (3, 3)" in said[0]
-        assert "Sequential: got its fields changed in place" in said[1]
+        assert all("Sequential: got its fields changed in place" in each for each in said[1:])
+        assert len(said) == 3
     assert [
         sum(n for n, _ in some) for some in zip(*(shapes for _, shapes in found), strict=True)
     ] == [0, 1, 9]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.config import build_config, override
 from colonnade.data import Position, Schema, open_source
 from colonnade.data import processes as module
+from colonnade.data import readers as waited
 from colonnade.data.block import pack, unpack
 from colonnade.data.contract import START
 from colonnade.data.processes import ProcessSource
@@ -167,6 +169,23 @@ def test_a_run_with_readers_is_the_run_without(tmp_path):
         weights = {name: v.tolist() for name, v in run.trainer.model.named_parameters()}
         found.append((metrics, weights))
     assert found[0] == found[1]
+
+
+def test_a_reader_that_is_stopped_is_named_once(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(module, "RUN_SAMPLES", 1)
+    monkeypatch.setattr(waited, "SAID_SECONDS", 0.2)
+    monkeypatch.setattr(waited, "LOOK_SECONDS", 0.05)
+    batches = ProcessSource(Noted(tmp_path), 1).batches(1)
+    next(batches)
+    (reader,) = multiprocessing.active_children()
+    os.kill(reader.pid, signal.SIGSTOP)
+    threading.Timer(0.6, os.kill, (reader.pid, signal.SIGCONT)).start()
+    assert [float(next(batches).dense) for _ in range(40)] == list(range(1, 41))
+    batches.close()
+    said = capfd.readouterr().err
+    assert (
+        said.count("reader process that is stopped") == said.count(f"kill -CONT {reader.pid}") == 1
+    )
 
 
 STOPPED = """

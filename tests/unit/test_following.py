@@ -354,6 +354,10 @@ def test_a_url_is_followed_as_a_folder_is(tmp_path, monkeypatch):
         place.files.pipe_file(word, content[:-3])
         with pytest.raises(CorruptionError, match=WORD):
             predictor.refresh()
+        carriage.carry(carriage.place_of(folder / "published"), place)  # as at the next commit
+        assert place.files.cat_file(word) == content
+        (copy / WORD).write_bytes(content[:-3])
+        assert predictor.refresh() == 0 and (copy / WORD).read_bytes() == content
         place.files.rm(word)
         with pytest.raises(CheckpointError, match="holds no publication"):
             predictor.refresh()

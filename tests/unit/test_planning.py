@@ -229,6 +229,7 @@ def test_plan_prints_a_table_and_json(capsys, tmp_path, monkeypatch, quick):
     assert found["plan"]["prediction"]["samples_per_second"] > 0
     assert len(found["plan"]["tables"]) == 26 and found["device"]["directories"]
     assert found["costs"]["step_seconds"] > 0
+    assert (found["cache_bytes"], found["left_out"]) == (0, [])
     assert not list(tmp_path.iterdir())
 
 
@@ -267,6 +268,25 @@ def test_plan_of_a_world_fits_a_terminal_and_shows_a_table_s_choices(
     assert "rows, rank" in said and "as it was said" in said and "copies" in said
     assert app.run(["plan", *SETTINGS, "--world", "2 by 2"]) == 2
     assert "HOSTSxRANKS" in capsys.readouterr().err
+
+
+def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick):
+    """And what they take; nothing is chosen that they cannot go with."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    command = ["plan", *SETTINGS, "--set", "model.dim=4", "--world", "2x1"]
+    assert app.run([*command, "--set", "plan.cache.staleness=10"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "beside it for plan.cache" in said and "plan.cache is not foretold" in said
+    exact = ["--set", "plan.cache.staleness=exact", "--set", "plan.cache.size=7"]
+    assert app.run([*command, *exact, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert len(said["left_out"]) == 1 and "plan.cache" in said["left_out"][0]
+    kinds = {(each["cache"]["rows"], each["exchange"]) for each in said["plan"]["tables"]}
+    assert kinds == {(7, "lent")}
+    config = override(build_config({}), {"model.dim": 4})
+    tables = find_collection(build_model(open_source("synthetic").train.schema, config)).tables
+    assert said["cache_bytes"] == sum(min(7, table.rows) * slot_bytes(table) for table in tables)
 
 
 def test_plan_refuses_before_it_measures(capsys, tmp_path, monkeypatch):

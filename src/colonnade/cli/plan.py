@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
+    from colonnade.table import Table
     from colonnade.topology.world import World
     from colonnade.train.planning import Planned
 
@@ -133,7 +135,7 @@ def plan(
         return
     found, tables = plan_run(chosen, run, here, lookups=sample, table=table)
     if as_json:
-        print(json.dumps(as_values(found), indent=2))
+        print(json.dumps(as_values(found, tables), indent=2))
     else:
         show(found, tables, target, table)
 
@@ -164,7 +166,8 @@ def _world(
 
 
 def _left_open(config: Path | None, set_: list[str] | None) -> dict[str, str]:
-    """What nobody said of shardings, exchanges and the way of ids is chosen: that is what the command is for."""
+    """What nobody said of shardings, exchanges and the way of ids is chosen: that is what the command is for. Copies of
+    rows (`plan.cache`) ask for exchange rows and whole rows, so beside them only the way of ids is."""
     import yaml
 
     from colonnade.cli.train import parse_settings
@@ -176,12 +179,19 @@ def _left_open(config: Path | None, set_: list[str] | None) -> dict[str, str]:
     if said & {"plan.exchange", "plan.sharding"}:
         return {}
     free = {"plan.exchange", "plan.sharding", "plan.route"} - said
+    if any(name == "plan.cache" or name.startswith("plan.cache.") for name in said):
+        free &= {"plan.route"}
     return dict.fromkeys(sorted(free), "auto")
 
 
-def as_values(found: Planned) -> dict[str, Any]:
-    """Plain values: the plan with its prediction, what it cost, what machine and links do, what else there was."""
+def as_values(found: Planned, tables: Sequence[Table]) -> dict[str, Any]:
+    """Plain values: the plan with its prediction, what it cost, what machine and links do, what else there was; and
+    what of it the prediction leaves out, in words."""
     from dataclasses import asdict
+
+    from colonnade.cli.plan_tables import NO_COPIES, copies_bytes
+
+    copies = copies_bytes(found, tables)
 
     def cost(each: Any) -> dict[str, Any]:
         return {
@@ -202,5 +212,7 @@ def as_values(found: Planned) -> dict[str, Any]:
         },
         "consumers": [asdict(each) for each in found.choice.consumers],
         "tower_modules": [asdict(each) for each in found.advice],
+        "cache_bytes": copies,
+        "left_out": [NO_COPIES] if copies else [],
         "sample": {"samples": found.profile.samples, "batches": found.profile.batches},
     }

@@ -10,6 +10,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from colonnade.models.work import FLOPS_PER_PRODUCT
+from colonnade.plan.caching import kept_bytes
 from colonnade.plan.chosen import Choice, Cost, TableChoice
 from colonnade.plan.plan import held_bytes, memory_bytes
 from colonnade.plan.towers.forecast import PAPER
@@ -20,6 +21,10 @@ from colonnade.topology.sharding import Sharding
 from colonnade.train.planning import Planned
 
 MAX_LINES = 40
+NO_COPIES = (
+    "plan.cache is not foretold: bytes and seconds are of a run without it. What it saves follows from the order of "
+    "batches: train some steps with it and look at `cache` and `sent` of the record, or the report"
+)
 SHORT = {"substitute": "partials"}
 """Words for exchanges, where their names are too long for 80 columns."""
 
@@ -36,6 +41,12 @@ def show(
     if found.world.num_ranks > 1:
         _show_exchanges(console, found)
     _show_totals(console, found, tables)
+
+
+def copies_bytes(found: Planned, tables: Sequence[Table]) -> int:
+    """That `plan.cache` takes on each rank, beside the memory of its own rows."""
+    kept = [each.cache for each in found.plan.tables]
+    return sum(kept_bytes(cache, table) for cache, table in zip(kept, tables, strict=True))
 
 
 def _grid(columns: Sequence[str], left: Sequence[str]) -> Grid:
@@ -164,6 +175,8 @@ def _show_totals(console: Console, found: Planned, tables: Sequence[Table]) -> N
     memory += " (no limit)" if budget is None else f" of {bytes_words(budget)}"
     if used["mapped"]:
         memory += f", mapped {bytes_words(used['mapped'])}"
+    if copies := copies_bytes(found, tables):
+        memory += f", and up to {bytes_words(copies)} beside it for plan.cache"
     console.print(
         f"{memory}; {said.hit_rate:.2%} of a batch's rows are there or new; a sample reads {said.reads_per_sample:.3g} "
         f"rows from files and meets {said.births_per_sample:.3g} for the first time; "
@@ -180,6 +193,8 @@ def _show_totals(console: Console, found: Planned, tables: Sequence[Table]) -> N
         _show_links(console, found.choice, found)
     if found.advice:
         _show_advice(console, found)
+    if copies:
+        console.print(NO_COPIES, markup=False)
     console.print(
         f"predicted: {said.samples_per_second:,.0f} samples/s, {said.samples_per_second / said.all_in_memory:.0%} of "
         f"{said.all_in_memory:,.0f} with all rows in memory; what limits: {said.limit}",

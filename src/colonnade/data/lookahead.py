@@ -81,6 +81,7 @@ class Lookahead(Iterator[Batch]):
     """`next()` is the moment of reading: everything applied before it is visible to the batch that is fetched.
 
     An error while reading or preparing a batch is raised when that batch's turn comes, or by `change_caches` before.
+    Where reads are late, one is open at a time: updates land, and evaluations settle, for a collection's newest.
     With `depth` 0 there is no thread: each batch is prepared when it is asked for. `depth` changes only where
     `is_alone`: every rank's thread must prepare as many batches as the others' before it stops.
     """
@@ -240,7 +241,9 @@ class Lookahead(Iterator[Batch]):
         self.close()
 
     def close(self) -> None:
-        """Stop the thread and give back what was prepared and not used. Safe to call twice."""
+        """Stop the thread and give back what was prepared and not used. Safe to call twice. Reads that the newest
+        `next()` put off until an update had landed are not made: such a lookahead has taken one batch fewer from its
+        source than one without an update under way."""
         self._ended, self._owed = True, 0
         self._permits.put(False)
         if self._ahead is not None:

@@ -86,9 +86,7 @@ class ProcessSource:
         # that wait for batches may come and go.
         is_over = threading.Event()
         with _interrupts_held():
-            found = _begun(loader, is_over)
-            # torch keeps them to itself; without, nobody is named, and whoever is stopped stays.
-            readers = Readers(getattr(found, "_workers", ()))
+            found, readers = _begun(loader, is_over)
         try:
             while True:
                 with readers.waited_for():
@@ -115,25 +113,28 @@ class ProcessSource:
             is_over.set()
 
 
-def _begun(loader: DataLoader, is_over: threading.Event) -> Iterator:
-    """Its iterator, whose processes were started by a thread that lives until `is_over`, or this process ends: also
-    where the main thread has returned, and one of another's training goes on."""
-    answers: SimpleQueue[tuple[Iterator | None, BaseException | None]] = SimpleQueue()
+def _begun(loader: DataLoader, is_over: threading.Event) -> tuple[Iterator, Readers]:
+    """Its iterator, whose processes were started by a thread that lives, and watches them, until `is_over`, or this
+    process ends: also where the main thread has returned, and one of another's training goes on."""
+    answers: SimpleQueue[tuple[Iterator, Readers] | BaseException] = SimpleQueue()
 
     def begin() -> None:
         try:
-            answers.put((iter(loader), None))
+            found = iter(loader)
+            # torch keeps them to itself; without, nobody is named, and whoever is stopped stays.
+            readers = Readers(getattr(found, "_workers", ()))
         except BaseException as error:
-            answers.put((None, error))
+            answers.put(error)
             return
-        is_over.wait()
+        answers.put((found, readers))
+        del found  # its end is that of who reads
+        readers.watch(is_over)
 
     threading.Thread(target=begin, name="readers", daemon=True).start()
-    found, error = answers.get()
-    if found is None:
-        assert error is not None
-        raise error
-    return found
+    answer = answers.get()
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
 
 
 def read_ahead(splits: Splits, num_processes: int) -> Splits:

@@ -16,6 +16,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from colonnade.batch import Batch
 from colonnade.errors import ConfigError, DataError
@@ -154,7 +155,9 @@ class EvaluatingExchange(PooledExchange):
             dims = [self.declaration.fields[i].dim for i in fields]
             given = torch.zeros(TRIED, sum(dims), dtype=self.declaration.compute_dtype)
             modes = [(each, each.training) for each in interaction.modules()]
-            interaction.eval()  # nothing is counted or drawn
+            for each in interaction.modules():
+                # Nothing is counted. Dropout may change what it is given in place, in training alone.
+                each.training = isinstance(each, _DropoutNd)
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
                     if interaction.one_width:

@@ -51,7 +51,7 @@ from colonnade.topology.towers import Partition, striped
 
 DEFAULT_DIM = 16
 TOWER_SETTINGS = {"tower_vectors", "tower_summaries", "tower_layers"}
-AUTOCAST = {"none": None, "bfloat16": torch.bfloat16}
+AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)

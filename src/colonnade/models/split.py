@@ -15,7 +15,7 @@ from colonnade.topology.towers import Partition
 
 
 class SplitModel(nn.Module):
-    """`network` is everything dense, so that it alone is compiled (`compile`) or computes in bfloat16 (`autocast`);
+    """`network` is everything dense, so that it alone is compiled (`compile`) or computes in 16 bits (`autocast`);
     rows, and what is pooled of them, keep their dtype. `to` moves the network, and what it is given, to a device."""
 
     embeddings: EmbeddingCollection

@@ -30,6 +30,15 @@ def copy_bytes(table: Table) -> int:
     return table.record_bytes + table.width * ITEM_BYTES[table.compute_dtype] + BOOKKEEPING
 
 
+def kept_bytes(kept: TableCache | Lending | None, table: Table) -> int:
+    """That copies of a table's rows take on a rank once all have come, or rows it has in their owners' place; beside
+    the rows that it owns."""
+    if kept is None:
+        return 0
+    rows = kept.rows if table.rows is None else min(kept.rows, table.rows)
+    return rows * (slot_bytes(table) if isinstance(kept, Lending) else copy_bytes(table))
+
+
 def rows_of(size: CacheSize, table: Table, row_bytes: int) -> int:
     """Raises ConfigError for a part of an open table."""
     if size.part is not None:

@@ -103,6 +103,9 @@ def headline(run: RunRecord) -> list[tuple[str, str, str]]:
     found.append(("trained", count_words(run.step), "steps"))
     if run.seconds:
         found.append(("time", seconds_words(run.seconds), ""))
+    if scales := [line["loss_scale"] for line in run.of_kind("train") if "loss_scale" in line]:
+        skipped = run.summary.get("skipped", 0)
+        found.append(("loss scale", f"{scales[-1]:,g}", f"{skipped:,} steps skipped"))
     tables = tables_of(run)
     if known := sum(t.rows_known for t in tables):
         found.append(("rows known", count_words(known), f"in {len(tables)} tables"))

@@ -91,6 +91,7 @@ def _dense_state(trainer: Trainer) -> dict[str, Any]:
         "position": (trainer.position.epoch, trainer.position.step),
         "best": trainer.best.state(),
         "days": trainer.days,
+        "loss_scale": trainer.loss_scale.state(),
     }
 
 

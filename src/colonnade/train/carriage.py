@@ -1,7 +1,8 @@
 """A publication carried to another place, by URL: for predictors on hosts that do not see the run's file system.
 
 What the word names travels first and the word last, so whoever follows the other place finds one whole commit at every
-moment; then goes what the word names no longer. A file that was cut short is known by its size and carried again.
+moment; then goes what the word names no longer. A file that was cut short is known by its size and carried again, and
+where the word itself is torn, which tells nobody anything, all is.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def carry(source: Place, target: Place) -> None:
             return
         said, there = _said(content, source), None
         if before is not None:
-            there = _said(before, target)
+            with suppress(CorruptionError):
+                there = _said(before, target)
+        if there is not None:
             check_owner(Path(target.root), there, said.run)
         for name, is_same in _needed(source, said, there):
             _copy(source, target, name, is_same)

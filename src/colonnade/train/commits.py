@@ -381,6 +381,7 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
         group.update(settings)
     trainer.best.restore(dense["best"])
     trainer.days = dense["days"]
+    trainer.loss_scale.restore(dense.get("loss_scale"))
     groups = {"rows": dense["row_groups"], "dense": dense["dense_optimizer"]["param_groups"]}
     said = dense["lr_schedules"] or [{}] * len(trainer.lr_schedules)
     if len(said) != len(trainer.lr_schedules):

@@ -144,7 +144,9 @@ class Progress:
         if self._counters is None:
             self._record.write(step, "train", values)
             return
-        self._record.write(step, "train", {**values, "lr": self._counters.learning_rates()})
+        counters = self._counters
+        values = {**values, "lr": counters.learning_rates(), **counters.loss_scale()}
+        self._record.write(step, "train", values)
         self._write_counters(step)
         if self._num_lines % TRAFFIC_LINES == 0:
             self._record.write(step, "traffic", self._counters.traffic(batch))

@@ -1,7 +1,8 @@
 """What a run writes down while it goes: one JSON object per line, and the same numbers for TensorBoard.
 
 run/metrics.jsonl      {"step", "kind", "time", ...}; what each kind holds:
-    train      loss; samples_per_second over all ranks; lr by param group of rows and dense network
+    train      loss; samples_per_second over all ranks; lr by param group of rows and dense network; loss_scale, where
+               it is dynamic
     phases     seconds of the training thread by phase, and `total` seconds, since the previous such line
     rows       rows that became needed since the previous such line: resident, read (of files, or of what waits to be
                written to them), born; evicted meanwhile
@@ -46,6 +47,7 @@ from colonnade.batch import Batch
 from colonnade.embedding import EmbeddingCollection
 from colonnade.store.tier_counts import TierCounts, tier_counts
 from colonnade.topology.mesh import Mesh
+from colonnade.train.loss_scale import LossScale
 from colonnade.train.phases import WAITING, Phases
 
 FILE_NAME = "metrics.jsonl"
@@ -69,6 +71,8 @@ class Watched(Protocol):
     def rows(self) -> Optimizer: ...
     @property
     def dense_optimizer(self) -> Optimizer: ...
+    @property
+    def loss_scale(self) -> LossScale: ...
 
 
 def part_of(mesh: Mesh) -> Part | None:
@@ -259,6 +263,11 @@ class Counters:
             for number, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
                 found[f"{name}.{group.get('name', number)}"] = rate
         return found
+
+    def loss_scale(self) -> dict[str, float]:
+        """{} where it does not change."""
+        scale = self._watched.loss_scale
+        return {"loss_scale": scale.value} if scale.is_dynamic else {}
 
     def traffic(self, batch: Batch) -> dict[str, dict[str, int]]:
         """By table: how many lookups the batch makes, and how many different rows they name. About a millisecond

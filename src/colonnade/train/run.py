@@ -52,6 +52,7 @@ from colonnade.train.commits import (
 )
 from colonnade.train.dense import DenseGradients
 from colonnade.train.destinations import open_destinations
+from colonnade.train.loss_scale import loss_scale
 from colonnade.train.machine import machine_facts
 from colonnade.train.mirror import explained, fetch_run, mirrored_steps, open_url
 from colonnade.train.objective import Objective, objective_of
@@ -307,6 +308,7 @@ def prepare(
             is_quiet=console is None or mesh.rank > 0,
         ),
         commits=commits,
+        loss_scale=loss_scale(config.train.loss_scale),
     )
     if console is not None and (said := words_of(model, collection)):
         console.print(said, highlight=False)

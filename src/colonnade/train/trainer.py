@@ -28,6 +28,7 @@ from colonnade.train.best import Best
 from colonnade.train.commit_clock import CommitClock
 from colonnade.train.commits import Commits
 from colonnade.train.dense import DenseGradients
+from colonnade.train.loss_scale import LossScale
 from colonnade.train.objective import Objective
 from colonnade.train.phases import WAITING, Phases
 from colonnade.train.progress import Progress
@@ -86,12 +87,14 @@ class Trainer:
         progress: Progress,
         lr_schedules: Sequence[LRScheduler | ReduceLROnPlateau] = (),
         commits: Commits | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.model, self.collection, self.data, self.schedule = model, collection, data, schedule
         self.objective = objective
         self.dense_optimizer, self.rows, self.dense = dense_optimizer, rows, dense
         self.lr_schedules = tuple(lr_schedules)
         self.progress, self.commits = progress, commits
+        self.loss_scale = loss_scale or LossScale()
         self.mesh = collection.mesh
         self.phases = Phases()
         self.position = Position()  # of the next batch to train on, in steps of `batch_size`
@@ -202,16 +205,20 @@ class Trainer:
             if waits:  # for the gradients of weights that are used where rows are
                 send()
             finite, stop, whole = self.dense.wait()
+        unit = self.loss_scale.value
         if parts > 1:
             total, whole = total / max(weight, 1e-12), whole / max(weight, 1e-12)
-            self._scale(1 / max(weight, 1e-12))
+            unit *= max(weight, 1e-12)
+        if unit != 1:
+            self._scale(1 / unit)
         if finite and self._clip(outcome):
             with self.phases("update rows"):
                 self.rows.step(agreed=True)
             with self.phases("update dense"):
                 self.dense_optimizer.step()
+            self.loss_scale.applied()
         elif not finite:
-            self._not_finite(batch, total, outcome)
+            self._not_finite(batch, total, outcome, may_rescale=math.isfinite(whole))
         for schedule in self.lr_schedules:
             if not isinstance(schedule, ReduceLROnPlateau):
                 schedule.step()
@@ -226,16 +233,16 @@ class Trainer:
         the loss, or of the loss' sum where a step has several batches."""
         if self.mesh.is_server:
             return self._serve(batch)
-        unit = 1.0
+        scale = unit = self.loss_scale.value
         with self.phases("forward"):
             loss = self.objective.loss(self.model, batch, self.mesh.trainers)
             if self.schedule.accumulate > 1:  # the weight of the whole step is known at its end
                 loss = loss * batch.world_weight
-                unit = max(weight + batch.world_weight, 1e-12)
+                unit *= max(weight + batch.world_weight, 1e-12)
         with self.phases("backward"):
             if is_last:
                 self.dense.begin(unit=unit)  # buckets of dense gradients leave while it runs
-            loss.backward()
+            (loss if scale == 1 else loss * scale).backward()
         return loss.detach()
 
     def _serve(self, batch: Batch) -> Tensor:
@@ -263,6 +270,8 @@ class Trainer:
         """Collective: {"auc", "log_loss", ...} over all of `source`, with every update made so far."""
         found: dict[str, float] = {}
         with self.phases("evaluate", whole=True):
+            # On all ranks alike, before servers listen: what is under way may need an answer of theirs.
+            self.collection.updates.settle()
             if self.mesh.is_server:
                 while announced(self.mesh, False):
                     with torch.no_grad():
@@ -364,14 +373,16 @@ class Trainer:
                 try:
                     self.rows.clip_grad_norm_(self.schedule.rows_clip_norm, agreed=True)
                 except NonFiniteError as error:
-                    self._refuse(str(error), outcome)
+                    self._refuse(str(error), outcome, may_rescale=True)
                     return False
         if self.schedule.dense_clip_norm is not None:
             with self.phases("clip dense"):
                 self.dense.clip_norm(self.schedule.dense_clip_norm)
         return True
 
-    def _not_finite(self, batch: Batch, loss: Tensor, outcome: Outcome) -> None:
+    def _not_finite(
+        self, batch: Batch, loss: Tensor, outcome: Outcome, *, may_rescale: bool
+    ) -> None:
         self.rows.zero_grad()
         self.collection.forget()
         self._refuse(
@@ -379,16 +390,21 @@ class Trainer:
             f"NaN or inf in the loss ({loss.item():g} here) or a gradient on some rank, wanted finite "
             "numbers; nothing of this step was applied on any rank",
             outcome,
+            may_rescale=may_rescale,
         )
 
-    def _refuse(self, message: str, outcome: Outcome) -> None:
+    def _refuse(self, message: str, outcome: Outcome, *, may_rescale: bool) -> None:
+        """may_rescale: the loss itself is finite, so it may have been its scale."""
         self.dense.take_back()
-        if not self.schedule.skip_non_finite:
+        is_lower = may_rescale and self.loss_scale.fall()
+        if not (is_lower or self.schedule.skip_non_finite):
             self._hand_out()  # every rank refuses
-            raise NonFiniteError(f"{message}. Lower train lr, or set train.on_non_finite=skip")
+            less = "train lr" if self.loss_scale.value == 1 else "train lr or train.loss_scale"
+            raise NonFiniteError(f"{message}. Lower {less}, or set train.on_non_finite=skip")
         outcome.skipped += 1
         self.collection.step += 1
-        self.progress.say(f"skipped {message}")
+        now = f"; the loss is scaled by {self.loss_scale.value:g} from here on" if is_lower else ""
+        self.progress.say(f"skipped {message}{now}")
 
 
 def pooled_days(days: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,0 +1,119 @@
+"""A scaled loss: torch's rule, the same bits by powers of two, and what is skipped where gradients overflow."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from small_run import CONFIG, digest, opened
+from test_run import poisoned
+
+from colonnade import Mesh
+from colonnade.config import build_config, override
+from colonnade.errors import ConfigError, NonFiniteError
+from colonnade.report.reading import read_run
+from colonnade.report.run_page import headline
+from colonnade.train import loss_scale as module
+from colonnade.train.loss_scale import LossScale, loss_scale
+from colonnade.train.record import FILE_NAME, read_lines
+from colonnade.train.run import open_run
+
+SHORT = {"train.epochs": 1, "train.max_steps": 9, "train.commit_steps": 0}
+CLIPPED = {"train.accumulate": 4, "rows.clip_norm": 0.02, "dense.clip_norm": 0.05}
+ROLES = {"plan.servers": 1, "plan.staleness_steps": 2, "plan.wire.dense": "bf16"}
+
+
+def train(mesh, folder, said):
+    config = override(build_config(CONFIG), SHORT | said)
+    run = open_run(config, mesh, folder, data=opened(config))
+    outcome = run.train()
+    run.close()
+    return outcome, run.trainer.loss_scale
+
+
+@settings(max_examples=30)
+@given(st.lists(st.booleans(), max_size=14), st.integers(1, 4))
+def test_the_rule_is_that_of_torch(finite, grown_after):
+    scaler = torch.amp.GradScaler("cpu", growth_interval=grown_after)
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer, mine = torch.optim.SGD([weight]), loss_scale("dynamic")
+    scaler.scale(weight.sum())  # it begins here
+    for is_finite in finite:
+        weight.grad = torch.tensor([1.0 if is_finite else math.inf])
+        scaler.step(optimizer)
+        scaler.update()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "GROWN_AFTER", grown_after)
+            assert mine.applied() is None if is_finite else mine.fall()
+        assert mine.value == scaler.get_scale()
+
+
+def test_a_scale_that_stays_and_one_that_cannot_fall():
+    fixed = loss_scale(8.0)
+    assert not fixed.fall() and fixed.value == 8 and fixed.state() is None
+    assert loss_scale(None).value == 1
+    least = LossScale(module.LEAST, is_dynamic=True)
+    assert not least.fall() and least.value == 1
+    least.restore((4.0, 7))
+    assert least.state() == (4.0, 7)
+
+
+@pytest.mark.parametrize("said", [{}, CLIPPED])
+def test_powers_of_two_change_no_bit(said, tmp_path):
+    for number, scale in enumerate((None, 1024, "dynamic")):
+        outcome, _ = train(Mesh(), tmp_path / str(number), said | {"train.loss_scale": scale})
+        assert outcome.skipped == 0
+        assert digest(tmp_path / str(number)) == digest(tmp_path / "0")
+    assert ("loss scale", "65,536", "0 steps skipped") in headline(read_run(tmp_path / "2"))
+
+
+def of_roles(mesh, folder):
+    for scale in (None, 4096):
+        train(mesh, folder / str(scale), ROLES | {"train.loss_scale": scale})
+
+
+@pytest.mark.slow
+def test_nor_beside_servers_with_gradients_that_are_late_and_coded(tmp_path):
+    run_ranks(3, of_roles, tmp_path)
+    assert digest(tmp_path / "4096") == digest(tmp_path / "None")
+
+
+def test_steps_that_overflow_are_skipped_until_they_do_not(tmp_path, monkeypatch):
+    """A run that is cut after some of them goes on with the scale that it had."""
+    monkeypatch.setattr(module, "FIRST", 2.0**132)
+    dynamic = {"train.loss_scale": "dynamic"}
+    whole, scale = train(Mesh(), tmp_path / "whole", dynamic)
+    assert 4 <= whole.skipped < whole.steps == 9
+    assert scale.value == 2.0 ** (132 - whole.skipped)
+    assert scale.good_steps == whole.steps - whole.skipped
+    train(Mesh(), tmp_path / "cut", dynamic | {"train.max_steps": 3})
+    _, again = train(Mesh(), tmp_path / "cut", dynamic)
+    assert again == scale and digest(tmp_path / "cut") == digest(tmp_path / "whole")
+    lines = [line for line in read_lines(tmp_path / "cut" / FILE_NAME) if line["kind"] == "train"]
+    assert lines[-1]["loss_scale"] == scale.value
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_as_ever():
+    config = override(build_config(CONFIG), SHORT | {"train.loss_scale": "dynamic"})
+    run = open_run(config, Mesh(), None, data=poisoned(3))
+    with pytest.raises(NonFiniteError, match=r"step 3 .*nothing of this step was applied"):
+        run.train()
+    assert run.trainer.loss_scale.value == module.FIRST
+
+
+def test_half_precision_learns(tmp_path):
+    half = {"train.autocast": "float16", "train.loss_scale": "dynamic"}
+    outcome, _ = train(Mesh(), None, half | {"train.max_steps": None})
+    other, _ = train(Mesh(), None, {"train.max_steps": None})
+    assert outcome.metrics["test_log_loss"] == pytest.approx(
+        other.metrics["test_log_loss"], abs=0.01
+    )
+
+
+def test_copies_hear_of_every_step():
+    with pytest.raises(ConfigError, match=r"train\.loss_scale=8\.0 with plan\.cache"):
+        override(build_config({}), {"plan.cache.staleness": 1, "train.loss_scale": 8})
