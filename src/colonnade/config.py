@@ -318,6 +318,11 @@ class RunConfig(Section):
                         f"got train.{name}={got} with plan.cache, whose copies hear of every batch, one a step; set "
                         f"train.{name}={wanted}, or leave plan.cache out"
                     )
+            if self.plan.cache.tier == "hbm" and self.train.device == "cpu":
+                raise ValueError(
+                    "got plan.cache.tier=hbm with train.device=cpu, which has no memory of its own; set "
+                    "train.device=cuda on a machine with a GPU, or leave tier out"
+                )
             if self.plan.cache.staleness == "exact" and self.rows.clip_norm is not None:
                 raise ValueError(
                     f"got rows.clip_norm={self.rows.clip_norm} with plan.cache.staleness=exact, where gradients do not "

@@ -61,7 +61,7 @@ class EmbeddingCollection(nn.Module):
     `parameters()` are the dense ones, and rows change in `RowOptimizer(collection).step()`.
 
     On the device the module was moved to; ids, rows and their gradients stay on the CPU. With `Plan.hbm_bytes` rows and
-    gradients are there, too, where the module lies when it is opened.
+    gradients are there, too, where the module lies when it is opened; with `Plan.cache_tier` hbm copies of rows are.
 
     Works in anyone's loop. `collection.lookahead(batches)` prepares coming batches in the background.
     Until `open` is called, everything is on this process, in memory. Opening tells malloc to keep freed memory
@@ -158,6 +158,7 @@ class EmbeddingCollection(nn.Module):
             towers=self.plan.towers,
             route=self.plan.route,
             caches=[planned[each.number].cache for each in laid],
+            copies_on=self.place.device if self.plan.cache_tier == "hbm" else None,
         )
         self.shards = tuple(each.sharding.shard_of(self.mesh.rank) for each in laid)
         tiers = ["dram" if each.is_hot else planned[each.number].tier for each in laid]

@@ -9,8 +9,8 @@ import pytest
 
 from colonnade import CountMinAdmission, Table, build_plan
 from colonnade.cache.changes import Changes
-from colonnade.cache.copies import Copies
 from colonnade.cache.directory import Directory
+from colonnade.cache.native_copies import NativeCopies
 from colonnade.config import build_config, override
 from colonnade.consistency.row_clock import RowClock, row_clock
 from colonnade.errors import ConfigError
@@ -133,7 +133,7 @@ def test_windows_of_policies_that_look_ahead():
 
 def test_a_copy_costs_what_sizes_in_bytes_take_it_for():
     """A directory's bytes, and those of a slot's tick count and id; records and sums are counted as such."""
-    directory, copies = Directory(20_000, 5, 5, "lfu"), Copies([TABLES[1]], [20_000])
+    directory, copies = Directory(20_000, 5, 5, "lfu"), NativeCopies([TABLES[1]], [20_000])
     slots = np.arange(1000)
     copies.grow(0, len(slots))
     assert len(copies.ids[0]) == len(slots)

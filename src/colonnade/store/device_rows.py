@@ -87,6 +87,18 @@ class DeviceRows:
         self.clocks[slots] = (clocks + 1).clamp(max=LAST_CLOCK)
 
 
+def enlarged(rows: DeviceRows, num_slots: int) -> DeviceRows:
+    """The same rows in memory for `num_slots`; what the other slots hold is not said. What torch raises where it does
+    not fit."""
+    found = device_rows(rows.table, num_slots, rows.device, rows.seed)
+    here = slice(len(rows.clocks))
+    found.weights[here], found.state[here] = rows.weights, rows.state
+    found.clocks[here] = rows.clocks
+    if found.lows is not None and rows.lows is not None:
+        found.lows[here] = rows.lows
+    return found
+
+
 def device_rows(table: Table, num_slots: int, device: torch.device, seed: int) -> DeviceRows:
     """Memory for `num_slots` rows, `table.record_bytes` each. What torch raises where it does not fit."""
     compute = getattr(torch, table.compute_dtype)
