@@ -38,12 +38,7 @@ from colonnade.store.contract import Backing, Rows, RowView
 from colonnade.store.dram import DramStore, open_dram
 from colonnade.store.hbm import HbmStore, open_hbm
 from colonnade.store.mapped import MappedRows
-from colonnade.store.policies import (
-    RowPolicy,
-    RowRetention,
-    check_policies,
-    open_policies,
-)
+from colonnade.store.policies import RowPolicy, RowRetention, check_policies, open_policies
 from colonnade.store.token import from_tensor, other_rows, to_tensor
 from colonnade.table import CLOCK_BYTES, Feature, Table
 from colonnade.topology.mesh import Mesh

@@ -26,6 +26,7 @@ from colonnade import (
     World,
     build_plan,
 )
+from colonnade.cache.device_copies import DeviceCopies
 from colonnade.consistency.row_clock import RowClock, row_clock
 from colonnade.exchange import cached_state
 from colonnade.exchange.cached import TableCache
@@ -77,6 +78,7 @@ def train_with_copies(mesh, kind, tier, device):
     }
     plan = build_plan(tables, mesh.num_ranks, caches=caches, cache_tier=tier, lookahead=2)
     collection.open(plan, mesh)
+    assert isinstance(collection.cached.copies, DeviceCopies) == (tier == "hbm")
     rows, seen = RowOptimizer(collection), []
     stream = list(batches([each.name for each in looked_up], mesh.rank, STEPS))
 

@@ -34,6 +34,7 @@ from colonnade import (
     World,
     build_plan,
 )
+from colonnade.cache.device_copies import DeviceCopies
 from colonnade.config import build_config, override
 from colonnade.consistency.row_clock import RowClock, row_clock
 from colonnade.errors import ConfigError, PeerLost
@@ -555,6 +556,8 @@ def run_parts(mesh, folder, parts):
             run.train()
             collection, waiting, bounds = run.trainer.collection, 0, None
             if (cached := collection.cached) is not None:
+                on_device = settings.get("plan.cache.tier") == "hbm"
+                assert isinstance(cached.copies, DeviceCopies) == on_device
                 waiting = max(int(ticks.max(initial=0)) for ticks in cached.copies.ticks)
                 last = cached.directories[1]
                 bounds = last.read_bound, last.write_bound
