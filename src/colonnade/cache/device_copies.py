@@ -19,7 +19,7 @@ from colonnade.cache.copies import Copies
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.ops.optimizers import Settings
 from colonnade.store.contract import RowView
-from colonnade.store.device_rows import device_rows, enlarged
+from colonnade.store.device_rows import device_rows, enlarged, update
 from colonnade.store.dram import table_seed
 from colonnade.table import Table
 
@@ -54,24 +54,15 @@ class DeviceCopies(Copies):
                 ) from None
 
     def views(self) -> list[RowView]:
-        return [
-            RowView(
-                each.weights.data_ptr(),
-                each.table.width * each.table.itemsize,
-                each.table.width,
-                each.table.dtype,
-                str(self.device),
-                each.weights,
-            )
-            for each in self.rows
-        ]
+        return [each.view for each in self.rows]
 
     def grow(self, t: int, num_slots: int) -> None:
         have, table = len(self.ids[t]), self.tables[t]
         if num_slots <= have:
             return
         # Batches are of about one size: room for one that is half as large again.
-        wanted = min(self.rooms[t], num_slots + (num_slots - self.stay[t]) // 2)
+        more = (num_slots - self.stay[t]) // 2
+        wanted = max(num_slots, min(self.rooms[t], num_slots + more))
         try:
             self._have(t, wanted)
         except RuntimeError as error:
@@ -165,12 +156,8 @@ class DeviceCopies(Copies):
         settings: Sequence[Settings],
     ) -> None:
         """Rows (n,) listed table by table, by their summed gradients; kinds and settings by part."""
-        places, p = slots.long().to(self.device).split(offsets.diff().tolist()), 0
-        for rows, mine, gradients in zip(self.rows, places, sums, strict=True):
-            end = p + len(rows.table.parts)
-            if len(mine):
-                rows.update(mine, mine, gradients, kinds[p:end], settings[p:end])
-            p = end
+        places = slots.long().to(self.device).split(offsets.diff().tolist())
+        update(self.rows, places, places, sums, kinds, settings)
 
     def _moved(self, parts: Sequence[np.ndarray]) -> list[Tensor]:
         """By table, int64 on the device, (.., n) each: one copy for all of them."""
