@@ -341,6 +341,11 @@ class RunConfig(Section):
                     "wait to be applied, and no step may be skipped; train in bfloat16, which needs no scale, or leave "
                     "plan.cache out"
                 )
+            if self.plan.cache.tier == "hbm" and self.train.device == "cpu":
+                raise ValueError(
+                    "got plan.cache.tier=hbm with train.device=cpu, which has no memory of its own; set "
+                    "train.device=cuda on a machine with a GPU, or leave tier out"
+                )
             if self.plan.cache.staleness == "exact" and self.rows.clip_norm is not None:
                 raise ValueError(
                     f"got rows.clip_norm={self.rows.clip_norm} with plan.cache.staleness=exact, where gradients do not "

@@ -38,12 +38,7 @@ from colonnade.store.contract import Backing, Rows, RowView
 from colonnade.store.dram import DramStore, open_dram
 from colonnade.store.hbm import HbmStore, open_hbm
 from colonnade.store.mapped import MappedRows
-from colonnade.store.policies import (
-    RowPolicy,
-    RowRetention,
-    check_policies,
-    open_policies,
-)
+from colonnade.store.policies import RowPolicy, RowRetention, check_policies, open_policies
 from colonnade.store.token import from_tensor, other_rows, to_tensor
 from colonnade.table import CLOCK_BYTES, Feature, Table
 from colonnade.topology.mesh import Mesh
@@ -61,7 +56,7 @@ class EmbeddingCollection(nn.Module):
     `parameters()` are the dense ones, and rows change in `RowOptimizer(collection).step()`.
 
     On the device the module was moved to; ids, rows and their gradients stay on the CPU. With `Plan.hbm_bytes` rows and
-    gradients are there, too, where the module lies when it is opened.
+    gradients are there, too, where the module lies when it is opened; with `Plan.cache_tier` hbm copies of rows are.
 
     Works in anyone's loop. `collection.lookahead(batches)` prepares coming batches in the background.
     Until `open` is called, everything is on this process, in memory. Opening tells malloc to keep freed memory
@@ -158,6 +153,7 @@ class EmbeddingCollection(nn.Module):
             towers=self.plan.towers,
             route=self.plan.route,
             caches=[planned[each.number].cache for each in laid],
+            copies_on=self.place.device if self.plan.cache_tier == "hbm" else None,
         )
         self.shards = tuple(each.sharding.shard_of(self.mesh.rank) for each in laid)
         tiers = ["dram" if each.is_hot else planned[each.number].tier for each in laid]

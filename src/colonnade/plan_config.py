@@ -255,6 +255,7 @@ SizeOfCache = Annotated[
     CacheSize, PlainValidator(_cache_size), PlainSerializer(str), Said("part, bytes or rows")
 ]
 CachePolicy = Literal["lru", "lfu", "lookahead"]
+CacheTier = Literal["dram", "hbm"]
 
 
 class TableCacheConfig(Section):
@@ -291,6 +292,9 @@ class CacheConfig(Section):
     policy: CachePolicy = "lru"
     """Which copy leaves: used longest ago (lru), least often of late (lfu), or again last, as coming batches say
     (lookahead)."""
+    tier: CacheTier = "dram"
+    """Where copies lie: in memory (dram), or in the GPU's that the network computes on (hbm; needs
+    train.device=cuda)."""
     tables: dict[str, TableCacheConfig] = {}
     """By name: tables with a size, bounds or policy of their own."""
 

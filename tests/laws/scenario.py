@@ -36,6 +36,7 @@ from colonnade import (
     Uniform,
     build_plan,
 )
+from colonnade.plan_config import CacheTier
 from colonnade.store.absent import AbsentRows
 from colonnade.store.log import open_log
 from colonnade.store.slices import lay_out
@@ -246,6 +247,7 @@ def train(
     exchanges: Mapping[str, str] | None = None,
     hot: Mapping[str, Any] | None = None,
     caches: Mapping[str, Any] | None = None,
+    cache_tier: CacheTier = "dram",
 ) -> Trained:
     """Every rank calls it; every rank returns the same, on the CPU. Step t has `sizes[t]` (or `size`) samples."""
     model = Net(dtype, stays=stays).to(device)
@@ -262,6 +264,7 @@ def train(
         exchanges=exchanges,
         hot=hot,
         caches=caches,
+        cache_tier=cache_tier,
     )
     backings = (
         [] if folder is None else open_backings(folder, mesh, collection.tables, plan.shardings)

@@ -34,6 +34,7 @@ from colonnade import (
     World,
     build_plan,
 )
+from colonnade.cache.device_copies import DeviceCopies
 from colonnade.config import build_config, override
 from colonnade.consistency.row_clock import RowClock, row_clock
 from colonnade.errors import ConfigError, PeerLost
@@ -41,6 +42,7 @@ from colonnade.exchange import routing
 from colonnade.exchange.cached import TableCache
 from colonnade.topology.hot import hot_rows
 from colonnade.topology.sharding import column_wise, row_wise
+from colonnade.train import run as runs
 from colonnade.train.run import open_run
 
 SIZES = [23, 23, 1, 0, 24, 2, 23, 23]
@@ -76,7 +78,17 @@ class Ones:
     IDS = 40
 
     def __init__(
-        self, mesh, staleness, rows, *, read=None, write=None, policy="lru", seed=0, depth=2
+        self,
+        mesh,
+        staleness,
+        rows,
+        *,
+        read=None,
+        write=None,
+        policy="lru",
+        seed=0,
+        depth=2,
+        tier="dram",
     ):
         scale = Uniform(scale=0.0)
         declared = [
@@ -92,7 +104,11 @@ class Ones:
         window = 4 if policy == "lookahead" else 0
         kept = TableCache(rows, row_clock(staleness, read, write), policy, window)
         plan = build_plan(
-            declared, mesh.num_ranks, lookahead=depth, caches={"few": kept, "any": kept}
+            declared,
+            mesh.num_ranks,
+            lookahead=depth,
+            caches={"few": kept, "any": kept},
+            cache_tier=tier,
         )
         self.collection.open(plan, mesh)
         self.rows = RowOptimizer(self.collection)
@@ -212,8 +228,10 @@ BOUNDS = [(0, None), (1, None), (3, 0), (3, 3), (10, 4), (1000, None)]
 def count_batches(mesh, cases):
     """By case, the most that a read missed."""
     missed = []
-    for staleness, read, rows, policy, depth in cases:
-        world = Ones(mesh, staleness, rows, read=read, policy=policy, depth=depth, seed=staleness)
+    for staleness, read, rows, policy, depth, tier in cases:
+        world = Ones(
+            mesh, staleness, rows, read=read, policy=policy, depth=depth, seed=staleness, tier=tier
+        )
         total, worst = world.run(60)
         with world.rows.settled():
             for held in world.held():
@@ -239,7 +257,7 @@ def count_batches(mesh, cases):
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_reads_miss_no_more_than_the_bounds_and_nothing_is_lost(num_ranks):
     cases = [
-        (staleness, read, rows, policy, depth)
+        (staleness, read, rows, policy, depth, "dram")
         for (staleness, read), rows, policy, depth in zip(
             BOUNDS,
             (3, 0, 12, 60, 12, 60),
@@ -248,6 +266,7 @@ def test_reads_miss_no_more_than_the_bounds_and_nothing_is_lost(num_ranks):
             strict=True,
         )
     ]
+    cases.insert(1, (10, 4, 12, "lfu", 2, "hbm"))  # "cpu" as a device
     for missed in run_ranks(num_ranks, count_batches, cases):
         assert missed[0] == 0  # I5
         assert missed[-1] > 5  # the bounds are used
@@ -537,6 +556,8 @@ def run_parts(mesh, folder, parts):
             run.train()
             collection, waiting, bounds = run.trainer.collection, 0, None
             if (cached := collection.cached) is not None:
+                on_device = settings.get("plan.cache.tier") == "hbm"
+                assert isinstance(cached.copies, DeviceCopies) == on_device
                 waiting = max(int(ticks.max(initial=0)) for ticks in cached.copies.ticks)
                 last = cached.directories[1]
                 bounds = last.read_bound, last.write_bound
@@ -550,17 +571,20 @@ def run_parts(mesh, folder, parts):
 
 def run_by_staleness_by_step(mesh, folder):
     at = {"plan.staleness_by_step": {8: 3, 15: 0, 22: 7}}
-    stops = {"whole": [30], "cut": [8, 9, 16, 22, 30], "to zero": [19]}
-    found = {
-        name: run_parts(mesh, folder / name, [(stop, at) for stop in each])
-        for name, each in stops.items()
+    runs.move_network = lambda *_: None  # "cpu" as a device
+    on_device = at | {"train.device": "cuda", "plan.cache.tier": "hbm"}
+    parts = {
+        "whole": [(30, at)],
+        "cut": [(8, at), (9, on_device), (16, at), (22, on_device), (30, at)],
+        "to zero": [(19, at)],
     }
+    found = {name: run_parts(mesh, folder / name, each) for name, each in parts.items()}
     plain = [(15, {"plan.staleness_by_step": {8: 3}}), (19, {"plan.cache": None})]
     return found | {"plain": run_parts(mesh, folder / "plain", plain)}
 
 
 def test_a_run_whose_bounds_change_by_step_can_be_cut_anywhere(tmp_path):
-    """Bits are the same, and from a bound of 0 on those of a run that went on without copies."""
+    """Bits are the same wherever copies lie, and from a bound of 0 on those of a run that went on without copies."""
     found = run_ranks(2, run_by_staleness_by_step, tmp_path)[0]
     for name, other in (("whole", "cut"), ("to zero", "plain")):
         for one, same in zip(found[name][0], found[other][0], strict=True):

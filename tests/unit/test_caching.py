@@ -6,14 +6,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from colonnade import CountMinAdmission, Table, build_plan
 from colonnade.cache.changes import Changes
-from colonnade.cache.copies import Copies
+from colonnade.cache.device_copies import DeviceCopies
 from colonnade.cache.directory import Directory
+from colonnade.cache.native_copies import NativeCopies
 from colonnade.config import build_config, override
 from colonnade.consistency.row_clock import RowClock, row_clock
-from colonnade.errors import ConfigError
+from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.cached_state import is_taken_up
 from colonnade.exchange.codec import Codecs
@@ -79,7 +81,10 @@ def test_bounds_that_contradict_are_said_as_they_were_given():
 
 
 def test_plans_say_copies_and_come_back_from_json():
+    on_device = build_plan(TABLES, 2, caches={"item": ONE}, cache_tier="hbm")
+    assert Plan.from_json(on_device.to_json()) == on_device
     plan = build_plan(TABLES, 2, caches={"item": ONE})
+    assert (plan.cache_tier, on_device.cache_tier) == ("dram", "hbm")
     assert [table.exchange for table in plan.tables] == ["cached", "rows"]
     assert Plan.from_json(plan.to_json()) == plan
     assert [t.cache for t in build_plan(TABLES, 1, caches={"item": ONE}).tables] == [None, None]
@@ -91,7 +96,7 @@ def test_plans_say_copies_and_come_back_from_json():
         ("staleness_steps=2", {"staleness_steps": 2}),
         ("wire.values=bf16", {"codecs": Codecs(values="bf16")}),
         ("wire.gradients=int8", {"codecs": Codecs(gradients="int8")}),
-        ("memory.hbm", {"hbm_bytes": 10**9}),
+        ("set plan.cache.tier=hbm to have the copies", {"hbm_bytes": 10**9}),
         ("servers", {"servers": (1,)}),
         ("exchange=pooled", {"exchange": "pooled"}),
         ("exchange=replicated", {"shardings": {"item": replicated(2)}}),
@@ -133,7 +138,7 @@ def test_windows_of_policies_that_look_ahead():
 
 def test_a_copy_costs_what_sizes_in_bytes_take_it_for():
     """A directory's bytes, and those of a slot's tick count and id; records and sums are counted as such."""
-    directory, copies = Directory(20_000, 5, 5, "lfu"), Copies([TABLES[1]], [20_000])
+    directory, copies = Directory(20_000, 5, 5, "lfu"), NativeCopies([TABLES[1]], [20_000])
     slots = np.arange(1000)
     copies.grow(0, len(slots))
     assert len(copies.ids[0]) == len(slots)
@@ -272,6 +277,23 @@ def test_what_does_not_go_with_rows_that_are_lent_is_refused():
         "servers=": {"servers": (1,)},
         "exchange=pooled": {"exchange": "pooled"},
         "staleness_steps=2": {"staleness_steps": 2},
+        "got tier=hbm with rows that are lent": {"cache_tier": "hbm"},
     }.items():
         with pytest.raises(ConfigError, match=words):
             build_plan(TABLES, 2, caches=both, **settings)
+
+
+def test_copies_on_a_device_need_one_that_has_room_for_them():
+    with pytest.raises(ConfigError, match=r"tier=hbm with train.device=cpu.*leave tier out"):
+        override(build_config({}), {"plan.cache.tier": "hbm"})
+    config = override(build_config({}), {"plan.cache.tier": "hbm", "train.device": "cuda"})
+    assert config.plan.cache.tier == "hbm"
+    cpu = torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"got 10,000,000,000,000,000 copies .*'user' for cpu"):
+        DeviceCopies(TABLES, [10, 10**16], cpu)
+    copies = DeviceCopies([Table("user", 2**40)], [0], cpu)
+    with pytest.raises(
+        BudgetExceeded, match=r"table 'user'.*has room for 0.*leave plan.cache.tier"
+    ):
+        copies.grow(0, 2**10)
+    assert len(copies.ids[0]) == len(copies.pending[0]) == 0

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from devices import DEVICES
 
 from colonnade import Adam, Table, _native
-from colonnade.cache.copies import Copies
+from colonnade.cache.device_copies import DeviceCopies
+from colonnade.cache.native_copies import Elements, NativeCopies
 from colonnade.exchange.cached_wire import by_table, tables_of
 from colonnade.exchange.wire import row_layout
 from colonnade.store.dram import open_dram
@@ -28,15 +30,35 @@ def counted(random, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
     return counts, np.concatenate(listed).astype(np.int64)
 
 
+PLACES = [None, *DEVICES]
+"""Where copies lie; None: in memory, for the native core."""
+
+
+def opened(tables, place: str | None):
+    rooms = [40] * len(tables)
+    if place is None:
+        return NativeCopies(tables, rooms)
+    return DeviceCopies(tables, [11] * len(tables), torch.device(place))
+
+
+def made(place: str | None, sums: torch.Tensor, index: torch.Tensor, counts: np.ndarray):
+    """Sums as these copies take them."""
+    if place is None:
+        return Elements(sums, index)
+    parts = sums.to(place).split((counts * WIDTHS).tolist())
+    return [part.view(-1, int(width)) for part, width in zip(parts, WIDTHS, strict=True)]
+
+
+@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_pending_is_what_a_twin_says(seed, dtype):
+def test_what_is_pending_is_what_a_twin_says(seed, dtype, device):
     random = np.random.default_rng(seed)
     tables = [
         Table(f"t{t}", int(w), rows=40, optimizer=Adam(lr=0.1), dtype=dtype)
         for t, w in enumerate(WIDTHS)
     ]
-    copies = Copies(tables, [40] * len(WIDTHS))
+    copies = opened(tables, device)
     for t in range(len(WIDTHS)):
         copies.grow(t, 40)
     twin: dict[tuple[int, int], np.ndarray] = {}
@@ -45,6 +67,7 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype):
         tables_here = tables_of(counts[None, :])
         layout = row_layout(counts[None, :], WIDTHS)
         sums = torch.randn(layout.num_elements, dtype=getattr(torch, dtype))
+        sums[torch.rand(len(sums)) < 0.1] = -0.0
         index = layout.rank_major(WIDTHS)
         leaves = random.random(len(slots)) < 0.4
         rows = {
@@ -66,15 +89,16 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype):
         )  # fmt: skip
         origin = np.array([place.get(key, -1) for key in named], np.int64)
         message = torch.empty(int((sent_counts * WIDTHS).sum()), dtype=sums.dtype)
-        copies.take(sent_counts, out[named_by], origin, sums, index, message)
-        copies.add(counts, slots, sums, index, leaves)
+        given = made(device, sums, index, counts)
+        copies.take(sent_counts, out[named_by], origin, given, message)
+        copies.add(counts, slots, given, leaves)
         none = {t: np.zeros(WIDTHS[t], dtype) for t in range(3)}
         wanted = [
             (rows[key] + twin[key] if key in twin else rows[key]) if key in rows else twin[key]
             for key in named
         ]
         flat = np.concatenate([*wanted, none[0][:0]])
-        np.testing.assert_array_equal(message.numpy(), flat)
+        assert message.numpy().tobytes() == flat.tobytes()  # a zero's sign, too
         for key, leaving in zip(rows, leaves, strict=True):
             if not leaving:
                 twin[key] = twin[key] + rows[key] if key in twin else rows[key]
@@ -83,11 +107,13 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype):
         for t in range(3):
             assert sorted(copies.dirty(t).tolist()) == sorted(s for u, s in twin if u == t)
             for slot in copies.dirty(t).tolist():
-                np.testing.assert_array_equal(copies.pending[t][slot].numpy(), twin[t, slot])
+                (waiting,) = copies.waiting_of(t, np.array([slot])).numpy()
+                np.testing.assert_array_equal(waiting, twin[t, slot])
 
 
+@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("seed", range(3))
-def test_records_of_all_tables_travel_in_one_message(seed):
+def test_records_of_all_tables_travel_in_one_message(seed, device):
     random = np.random.default_rng(seed)
     store = open_dram(TABLES, [40] * 3, seed=seed)
     every, offsets = torch.arange(40).repeat(3), torch.tensor([0, 40, 80, 120])
@@ -108,7 +134,7 @@ def test_records_of_all_tables_travel_in_one_message(seed):
     wanted = [whole[t][row, : widths[t]] for t, row in zip(tables.tolist(), rows.tolist(), strict=True)]  # fmt: skip
     assert torch.equal(message, torch.cat([*wanted, message[:0]]))
 
-    copies = Copies(TABLES, [40] * 3)
+    copies = opened(TABLES, device)
     for t in range(3):
         copies.grow(t, 40)
     ids = rows + 1000

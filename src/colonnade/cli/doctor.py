@@ -56,7 +56,7 @@ _NATIVE_PATHS = {
     "portable": "no vector instructions of this processor are used: slower, the same bits",
 }
 _GPU = {
-    True: "the dense network can run there, and rows lie there with plan.memory.hbm",
+    True: "the dense network can run there, and rows lie there with plan.memory.hbm, copies with plan.cache.tier=hbm",
     False: "the dense network trains on the processor",
 }
 _GLOO = {

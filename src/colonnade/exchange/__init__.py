@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached import CachedExchange, TableCache
 from colonnade.exchange.codec import EXACT, Codecs
@@ -68,12 +70,14 @@ def open_exchange(
     reads_ahead: Sequence[int] | None = None,
     towers: int | None = None,
     caches: Sequence[TableCache | Lending | None] = (),
+    copies_on: torch.device | None = None,
     route: IdRoute = "straight",
 ) -> Exchange:
     """One rank's end of what travels. By table: `exchanges`, keys of EXCHANGES, "cached" or "lent", default "rows";
-    `caches` of the latter two; `shardings`, default row_wise; `reads_ahead`, steps between reading a row and its use,
-    default 0. seed: the run's, of the random bits that codecs round gradients with and updates rows. towers: groups of
-    ranks that `towers` goes by, default one for each host; `route`: whether ids of all exchanges go by them, too.
+    `caches` of the latter two, copies in memory or in that of `copies_on`; `shardings`, default row_wise;
+    `reads_ahead`, steps between reading a row and its use, default 0. seed: the run's, of the random bits that codecs
+    round gradients with and updates rows. towers: groups of ranks that `towers` goes by, default one for each host;
+    `route`: whether ids of all exchanges go by them, too.
     Collective. Raises ConfigError where this cannot work in this world."""
     num_tables = len(declaration.tables)
     shardings = shardings or [row_wise_in(mesh.world)] * num_tables
@@ -99,7 +103,7 @@ def open_exchange(
             return SubstituteExchange(part, mesh, shardings, coding, reads_ahead=late)
         if name == "cached":
             copies = [each if isinstance(each, TableCache) else None for each in caches]
-            return CachedExchange(part, mesh, shardings, copies)
+            return CachedExchange(part, mesh, shardings, copies, copies_on)
         if name == "lent":
             lendings = [each for each in caches if isinstance(each, Lending)]
             return LentExchange(part, mesh, shardings, lendings, seed)

@@ -24,7 +24,9 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.cache.changes import Changes, Marked
 from colonnade.cache.copies import Copies, travelling_bytes
+from colonnade.cache.device_copies import DeviceCopies
 from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Decision, Directory, joined
+from colonnade.cache.native_copies import NativeCopies
 from colonnade.consistency.row_clock import RowClock
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached_counts import AGES, CacheCounts, ages_of
@@ -40,6 +42,7 @@ from colonnade.exchange.cached_wire import (
 from colonnade.exchange.clean import mark_bytes, pack_marks, unpack_marks
 from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
 from colonnade.exchange.foreseeing import Planned, Seen, in_sight, rows_of
+from colonnade.exchange.kernels import Kernels
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.lent import LentExchange
 from colonnade.exchange.owner import listed, soonest, take
@@ -48,7 +51,6 @@ from colonnade.exchange.recording import summed_backwards
 from colonnade.exchange.rows import Fetched, RowsExchange
 from colonnade.exchange.slices import Slices
 from colonnade.exchange.wire import RowLayout, row_layout
-from colonnade.ops.memory import empty
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
 
@@ -82,7 +84,7 @@ class Flight:
     sent: np.ndarray | None = None  # (P,) bool, of rows named here: they travel
     fresh: np.ndarray | None = None  # (W,) bool: they come
     marked: Marked | None = None  # rows that it changes here
-    sums: Any = None  # (U rows, table by table) elements, until they are applied to the copies
+    sums: Any = None  # of U rows, table by table (`Copies`), until they are applied to the copies
     is_dropped: bool = False
 
 
@@ -97,8 +99,9 @@ class CachedExchange(RowsExchange):
         mesh: Mesh,
         shardings: Sequence[Sharding] | None,
         caches: Sequence[TableCache | None],
+        device: torch.device | None = None,
     ) -> None:
-        """caches: by table; None: of another exchange."""
+        """caches: by table; None: of another exchange. device: whose memory copies lie in, None: this process's."""
         super().__init__(declaration, mesh, shardings)
         self.has_copies = [each is not None for each in caches]
         none = TableCache(0, RowClock(0, 0))
@@ -107,7 +110,8 @@ class CachedExchange(RowsExchange):
             Directory(each.rows, each.clock.read_bound, each.clock.write_bound, each.policy)
             for each in self.caches
         ]
-        self.copies = Copies(declaration.tables, [each.rows for each in self.caches])
+        stay = declaration.tables, [each.rows for each in self.caches]
+        self.copies: Copies = NativeCopies(*stay) if device is None else DeviceCopies(*stay, device)
         self.changes = Changes([table.rows for table in declaration.tables])
         # Where every read asks and every push follows at once, a copy is read before anybody uses it again.
         self.is_kept = [each.clock.is_late for each in self.caches]
@@ -300,11 +304,10 @@ class CachedExchange(RowsExchange):
         assert flight.fresh is not None and ticket.placed is not None
         self.counts.renewed += int((flight.named.renewed & ~flight.fresh).sum())
         self._receive(flight, ticket.placed)
-        views = self.copies.store.views()
+        views = self.copies.views()
+        kernels = self.kernels(views)
         taken = take(torch.from_numpy(flight.slots.astype(np.int32)), ticket.plan.inverse)
-        ticket.reads = Fetched(
-            self.native, self.native.place(ticket.lookups, views, taken), self.copies
-        )
+        ticket.reads = Fetched(kernels, kernels.place(ticket.lookups, views, taken), self.copies)
         return None
 
     def _receive(self, flight: Flight, placed: Tensor) -> None:
@@ -333,9 +336,7 @@ class CachedExchange(RowsExchange):
             slots, tables = slots[waits], tables_of(coming.counts)[waits]
             slots = slots[np.argsort(tables, kind="stable")]
             counts = np.bincount(tables, minlength=len(self.widths))
-            pending = zip(self.copies.pending, np.split(slots, counts.cumsum()[:-1]), strict=True)
-            sums = [of_table[torch.from_numpy(some)].flatten() for of_table, some in pending]
-            self._train_copies(slots, counts, torch.cat(sums), *self.rule)
+            self._train_copies(slots, counts, self.copies.waiting(counts, slots), *self.rule)
 
     def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
         """Nothing: of rows with copies little is sent."""
@@ -350,25 +351,17 @@ class CachedExchange(RowsExchange):
                 "with a cache a step is of one batch; call RowOptimizer.step() after each"
             )
         assert ticket.placed is not None
+        kernels: Kernels = ticket.reads.kernels
         summed = summed_backwards(ticket, self.declaration.compute_dtype)
         if summed is None:
-            summed = self.native.zeros(ticket.lookups)
-        plan, offsets = ticket.plan, self._table_offsets(ticket)
-        own = row_layout(offsets.diff().numpy()[None, :], self.widths)
-        sums = empty(own.num_elements, dtype=self.declaration.compute_dtype)
-        mine = RowGradients(
-            ticket.pinned, offsets, plan.segment_offsets, plan.entries,
-            self.native.source(ticket, summed), summed,
-        )  # fmt: skip
-        index = own.rank_major(self.widths)
-        self.native.sum_into(mine, sums, index)
-        flight.sums = sums
+            summed = kernels.zeros(ticket.lookups)
+        sums = flight.sums = kernels.row_sums(ticket, self._table_offsets(ticket), summed)
         named, serving = flight.named, flight.serving
         going = row_layout(named.counted(named.written), self.widths)
-        send = self.mesh.room("push", going.num_elements, sums.dtype)
+        send = self.mesh.room("push", going.num_elements, self.declaration.compute_dtype)
         where, origin = flight.where[named.written], flight.origin[named.written]
-        self.copies.take(going.counts, where, origin, sums, index, send)
-        self.copies.add(np.diff(flight.ends), flight.slots, sums, index, flight.pushed)
+        self.copies.take(going.counts, where, origin, sums, send)
+        self.copies.add(np.diff(flight.ends), flight.slots, sums, flight.pushed)
         placed = ticket.placed[torch.from_numpy(serving.named.written)]
         return partial(self.pushed, "push", send, going, serving, placed)
 
@@ -406,36 +399,14 @@ class CachedExchange(RowsExchange):
         return self.changes.mark(tables, np.asarray(plan.unique_ids), number)
 
     def _train_copies(
-        self,
-        slots: np.ndarray,
-        counts: np.ndarray,
-        sums: Tensor,
-        optimizers: Tensor,
-        settings: Tensor,
+        self, slots: np.ndarray, counts: np.ndarray, sums: Any, optimizers: Tensor, settings: Tensor
     ) -> None:
-        """slots (n,) table by table, counts (T,) of them; sums: elements of their gradients, row by row. Only where
+        """slots (n,) table by table, counts (T,) of them; sums: of their gradients, as `Copies` has them. Only where
         copies outlast their batch."""
-        index = row_layout(counts[None, :], self.widths).rank_major(self.widths)
-        kept = np.array(self.is_kept)
-        if not kept.all():
-            rows = np.repeat(kept, counts)
-            slots, index = slots[rows], index[torch.from_numpy(rows)].contiguous()
-            counts = counts * kept
-        if not len(index):
-            return
-        ramp = torch.arange(len(index) + 1, dtype=torch.int32)
-        RowsExchange.update(
-            self,
-            self.copies.store,
-            RowGradients(
-                torch.from_numpy(slots.astype(np.int32)),
-                torch.from_numpy(np.concatenate([[0], counts.cumsum()])),
-                ramp, ramp[:-1].contiguous(),
-                _native.RowGradients(sums.data_ptr(), index, self.native.compute), (sums, index),
-            ),
-            optimizers,
-            settings,
-        )  # fmt: skip
+        kernels = self.kernels(self.copies.views())
+        pushed = kernels.of_sums(slots, counts, sums, np.array(self.is_kept))
+        if len(pushed.slots):
+            kernels.update(self.copies, pushed, optimizers, settings)
 
     def decided(self) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
         """By table, states of directories and of `changes`, as of the newest push: without what was decided of batches

@@ -117,21 +117,26 @@ class DeviceKernels:
         return found.cpu() if into is None else into.copy_(found)
 
     def of_outputs(self, ticket: Ticket, gradients: list[Tensor]) -> RowGradients:
+        offsets = ticket.owned_offsets
+        sums = Sums(self.row_sums(ticket, offsets, gradients))
+        return RowGradients(ticket.pinned, offsets, None, None, sums, gradients)
+
+    def row_sums(self, ticket: Ticket, offsets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
         placed: Placed = ticket.reads.placed
         device, bags = placed.index.device, placed.bags
         gradients = [each.to(device) for each in gradients]
         lookups, plan = ticket.lookups, ticket.plan
         segments, entries = torch.as_tensor(plan.segment_offsets), torch.as_tensor(plan.entries)
-        firsts = segments[ticket.owned_offsets].tolist()
+        firsts = segments[offsets].tolist()
         parts = [lookups.feature_offsets, segments, entries]  # one copy for all of them
         moved = torch.cat(parts).to(device).split([len(each) for each in parts])
         ends, segments, entries = moved
-        offsets, bounds = ticket.owned_offsets.tolist(), lookups.feature_offsets.tolist()
+        rows, bounds = offsets.tolist(), lookups.feature_offsets.tolist()
         sums = []
         for t, table in enumerate(self.declaration.tables):
             columns = [c for c, of in enumerate(self.tables) if of == t]
             mine = entries[firsts[t] : firsts[t + 1]]
-            own = segments[offsets[t] : offsets[t + 1] + 1] - firsts[t]
+            own = segments[rows[t] : rows[t + 1] + 1] - firsts[t]
             whole = torch.zeros(
                 len(own) - 1, table.width, dtype=self.declaration.compute_dtype, device=device
             )
@@ -168,7 +173,15 @@ class DeviceKernels:
                 found = reference.sum_rows(torch.cat(terms), inside, where)
                 whole[:, part.column : part.column + part.dim] = found
             sums.append(whole)
-        return RowGradients(ticket.pinned, ticket.owned_offsets, None, None, Sums(sums), gradients)
+        return sums
+
+    def of_sums(
+        self, slots: np.ndarray, counts: np.ndarray, sums: list[Tensor], chosen: np.ndarray
+    ) -> RowGradients:
+        mine = [each if yes else each[:0] for each, yes in zip(sums, chosen.tolist(), strict=True)]
+        rows = slots[np.repeat(chosen, counts)].astype(np.int32)
+        offsets = torch.from_numpy(np.concatenate([[0], (counts * chosen).cumsum()]))
+        return RowGradients(torch.from_numpy(rows), offsets, None, None, Sums(mine), sums)
 
     def merged(
         self, tickets: Sequence[Ticket], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from colonnade import _native
+from colonnade.cache.native_copies import Elements
 from colonnade.exchange.contract import RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import Consumption, Declaration, Lookups, Output
 from colonnade.exchange.wire import RowLayout, row_layout
@@ -61,6 +62,18 @@ class Kernels(Protocol):
     def of_outputs(self, ticket: Ticket, gradients: list[Tensor]) -> RowGradients:
         """What backward gave, shaped as `pool`'s result: gradients of the rows of a ticket, in a world of one. Borrows
         them."""
+        ...
+
+    def row_sums(self, ticket: Ticket, offsets: Tensor, gradients: list[Tensor]) -> Any:
+        """What backward gave, added up by row of the ticket's plan: offsets (T + 1,) of these rows by table. As
+        `cache.copies.Copies` of the rows that were pooled takes it."""
+        ...
+
+    def of_sums(
+        self, slots: np.ndarray, counts: np.ndarray, sums: Any, chosen: np.ndarray
+    ) -> RowGradients:
+        """Such sums as gradients of rows in `slots` (n,), table by table: counts (T,). Of tables that are not `chosen`
+        (T,) bool there are none. Borrows them."""
         ...
 
     def merged(
@@ -182,6 +195,33 @@ class NativeKernels:
         return _native.OutputGradients(
             ticket.lookups.native, self.reads, *self._addresses(gradients), dtype
         )
+
+    def row_sums(self, ticket: Ticket, offsets: Tensor, gradients: list[Tensor]) -> Elements:
+        plan, layout = ticket.plan, row_layout(offsets.diff().numpy()[None, :], self.widths)
+        values = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
+        sums = Elements(values, layout.rank_major(self.widths))
+        mine = RowGradients(
+            ticket.pinned, offsets, plan.segment_offsets, plan.entries,
+            self.source(ticket, gradients), gradients,
+        )  # fmt: skip
+        self.sum_into(mine, sums.values, sums.index)
+        return sums
+
+    def of_sums(
+        self, slots: np.ndarray, counts: np.ndarray, sums: Elements, chosen: np.ndarray
+    ) -> RowGradients:
+        index = sums.index
+        if not chosen.all():
+            rows = np.repeat(chosen, counts)
+            slots, index = slots[rows], index[torch.from_numpy(rows)].contiguous()
+            counts = counts * chosen
+        ramp = torch.arange(len(index) + 1, dtype=torch.int32)
+        return RowGradients(
+            torch.from_numpy(slots.astype(np.int32)),
+            torch.from_numpy(np.concatenate([[0], counts.cumsum()])),
+            ramp, ramp[:-1].contiguous(),
+            _native.RowGradients(sums.values.data_ptr(), index, self.compute), (sums, index),
+        )  # fmt: skip
 
     def sum_into(self, pushed: RowGradients, sums: Tensor, index: Tensor) -> None:
         """sums: elements of the compute dtype; index (O,) int32: where each row's begin."""

@@ -153,8 +153,7 @@ def _waiting(exchange: CachedExchange, dirty: Sequence[np.ndarray]) -> tuple[Ser
     for t, slots in enumerate(dirty):
         # Rank by rank, as the plan lists them.
         ids = unique[blocks[t * mesh.num_ranks] : blocks[(t + 1) * mesh.num_ranks]]
-        at = torch.from_numpy(slots[np.searchsorted(by_id[t], ids)])
-        going.fill(send, t, copies.pending[t][at])
+        going.fill(send, t, copies.waiting_of(t, slots[np.searchsorted(by_id[t], ids)]))
     return serving, send, going.layout
 
 

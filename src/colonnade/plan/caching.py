@@ -11,7 +11,13 @@ from colonnade.exchange.cached import TableCache
 from colonnade.exchange.codec import EXACT, Codecs
 from colonnade.exchange.lending import Lending
 from colonnade.plan.lending import check_lendings, lendings_of
-from colonnade.plan_config import CacheConfig, CachePolicy, CacheSize, TableCacheConfig
+from colonnade.plan_config import (
+    CacheConfig,
+    CachePolicy,
+    CacheSize,
+    CacheTier,
+    TableCacheConfig,
+)
 from colonnade.store.budget import slot_bytes
 from colonnade.table import ITEM_BYTES, Table
 from colonnade.topology.sharding import Sharding
@@ -109,13 +115,18 @@ def check_caches(
     codecs: Codecs,
     hbm_bytes: int | None,
     servers: Sequence[int],
+    tier: CacheTier,
 ) -> None:
-    """Raises ConfigError for what does not go with copies. The last three by table."""
+    """Raises ConfigError for what does not go with copies. tables, shardings and exchanges: by table."""
     if not caches:
         return
     others = {
         "staleness_steps": (staleness_steps, 0, "copies are what is late already: set staleness_steps=0"),
-        "memory.hbm": (hbm_bytes, None, "rows on a device are read where they are: leave hbm out"),
+        "memory.hbm": (
+            hbm_bytes, None,
+            "copies are of rows that lie in their owners' memory: set plan.cache.tier=hbm to have the copies on the "
+            "device, and leave memory.hbm out",
+        ),
         "wire.values": (codecs.values, EXACT.values, "copies are of rows as they are: leave it exact"),
         "wire.gradients": (codecs.gradients, EXACT.gradients, "they are gathered as they are: leave it exact"),
         "servers": (tuple(servers), (), "leave servers out"),
@@ -125,7 +136,7 @@ def check_caches(
             raise ConfigError(
                 f"plan.cache: got plan.{name}={got} with it; {advice}, or leave plan.cache out"
             )
-    check_lendings(caches, tables)
+    check_lendings(caches, tables, tier)
     _check_windows(caches)
     for table, sharding, exchange in zip(tables, shardings, exchanges, strict=True):
         if table.name not in caches:

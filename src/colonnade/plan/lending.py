@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.lending import Lending
-from colonnade.plan_config import CacheConfig
+from colonnade.plan_config import CacheConfig, CacheTier
 from colonnade.table import Table
 
 WINDOW = 16
@@ -36,11 +36,18 @@ def lendings_of(
     return {table.name: Lending(sizes[table.name], window) for table in tables}
 
 
-def check_lendings(caches: Mapping[str, TableCache | Lending], tables: Sequence[Table]) -> None:
-    """Raises ConfigError where some tables are lent and others not, or not alike."""
+def check_lendings(
+    caches: Mapping[str, TableCache | Lending], tables: Sequence[Table], tier: CacheTier
+) -> None:
+    """Raises ConfigError where some tables are lent and others not, or not alike, or to a device."""
     lent = {name: each for name, each in caches.items() if isinstance(each, Lending)}
     if not lent:
         return
+    if tier != "dram":
+        raise ConfigError(
+            f"plan.cache: got tier={tier} with rows that are lent (staleness=exact), which lie in memory wherever they "
+            "are; leave tier out, or give a number of batches as staleness"
+        )
     for table in tables:
         if table.name not in lent:
             raise ConfigError(

@@ -26,7 +26,7 @@ from colonnade.plan.chosen import Choice
 from colonnade.plan.forcing import forced_by, route_of, settled
 from colonnade.plan.hot import beside_hot, with_hot
 from colonnade.plan.refusals import check_budget, check_staleness
-from colonnade.plan_config import PlanConfig
+from colonnade.plan_config import CacheTier, PlanConfig
 from colonnade.sizes import Place
 from colonnade.store.budget import (
     capacity_rows,
@@ -101,6 +101,8 @@ class Plan:
     """Groups of neighbouring ranks that the exchange `towers` goes by; None: one for each host."""
     route: IdRoute = "straight"
     """How ids come to owners: straight, or by way of a rank of the owner's group."""
+    cache_tier: CacheTier = "dram"
+    """Where ranks' copies of rows lie: in memory, or in that of each rank's device."""
     placement: str = "even"
     prediction: Mapping[str, Any] | None = None
     """`plan.prediction.Prediction` as plain values, where the plan was made from a profile."""
@@ -213,6 +215,7 @@ def build_plan(
     towers: int | None = None,
     route: IdRoute = "straight",
     caches: Mapping[str, TableCache | Lending] | None = None,
+    cache_tier: CacheTier = "dram",
 ) -> Plan:
     """Every table alike (`plan.placement` prefers some). Pure. Raises ConfigError for numbers that cannot work.
 
@@ -223,7 +226,8 @@ def build_plan(
     neighbouring ranks the exchange `towers` goes by, default one for each host; rows are where `shardings` say
     (`plan.towers.placement.in_towers` makes some). `route`: whether ids of all tables go by these groups, too, in fewer
     slow messages. `caches`: by table, copies of its rows that each rank keeps, or rows it may have in their owners'
-    place (of all tables, or of none); on one rank they mean nothing.
+    place (of all tables, or of none); on one rank they mean nothing. `cache_tier`: where copies lie, in memory or
+    (hbm) in that of the device the collection is on when it is opened.
     """
     exchanges, shardings = exchanges or {}, shardings or {}
     for said in (exchange, *exchanges.values()):
@@ -278,7 +282,7 @@ def build_plan(
     check_caches(
         caches, tables, of_tables, of_exchanges,
         staleness_steps=staleness_steps or max((staleness or {}).values(), default=0),
-        codecs=codecs, hbm_bytes=hbm_bytes, servers=servers,
+        codecs=codecs, hbm_bytes=hbm_bytes, servers=servers, tier=cache_tier,
     )  # fmt: skip
     every = lay_out(tables, of_tables)
     asked = dram_bytes, hbm_bytes
@@ -368,6 +372,7 @@ def build_plan(
         servers=tuple(servers),
         towers=towers,
         route=route,
+        cache_tier=cache_tier,
     )
     if lookahead == "auto" and (num_ranks > 1 or not plan.needs_backing):
         # Ranks must agree on a depth; and with nothing at rest there is nothing to wait for.
@@ -418,6 +423,7 @@ def plan_of(
         codecs=Codecs(config.wire.values, config.wire.gradients, config.wire.dense),
         servers=world.servers,
         caches=caches_of(config.cache, tables),
+        cache_tier="dram" if config.cache is None else config.cache.tier,
         towers=config.towers if isinstance(config.towers, int) and world.num_ranks > 1 else None,
         route=route_of(config, choice),
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from colonnade.ops import optimizers, reference
+from colonnade.store.contract import RowView
 from colonnade.table import Table
 
 LAST_CLOCK = 2**32 - 1  # where clocks stop
@@ -35,6 +36,18 @@ class DeviceRows:
     @property
     def rounds_at_random(self) -> bool:
         return self.weights.dtype.itemsize == 2 and self.lows is None
+
+    @property
+    def view(self) -> RowView:
+        table = self.table
+        return RowView(
+            self.weights.data_ptr(),
+            table.width * table.itemsize,
+            table.width,
+            table.dtype,
+            str(self.device),
+            self.weights,
+        )
 
     def records(self, slots: Tensor) -> Tensor:
         """(N, record_bytes) uint8 on the device, copied."""
@@ -85,6 +98,35 @@ class DeviceRows:
             weights = values
         self.weights[slots], self.state[slots] = weights, state
         self.clocks[slots] = (clocks + 1).clamp(max=LAST_CLOCK)
+
+
+def update(
+    rows: Sequence[DeviceRows],
+    slots: Sequence[Tensor],
+    ids: Sequence[Tensor | None],
+    sums: Sequence[Tensor],
+    kinds: Sequence[int],
+    settings: Sequence[optimizers.Settings],
+) -> None:
+    """`DeviceRows.update` of several tables: all by table, kinds and settings by part of all tables."""
+    first = 0
+    for each, mine, names, gradients in zip(rows, slots, ids, sums, strict=True):
+        end = first + len(each.table.parts)
+        if len(mine):
+            each.update(mine, names, gradients, kinds[first:end], settings[first:end])
+        first = end
+
+
+def enlarged(rows: DeviceRows, num_slots: int) -> DeviceRows:
+    """The same rows in memory for `num_slots`; what the other slots hold is not said. What torch raises where it does
+    not fit."""
+    found = device_rows(rows.table, num_slots, rows.device, rows.seed)
+    here = slice(len(rows.clocks))
+    found.weights[here], found.state[here] = rows.weights, rows.state
+    found.clocks[here] = rows.clocks
+    if found.lows is not None and rows.lows is not None:
+        found.lows[here] = rows.lows
+    return found
 
 
 def device_rows(table: Table, num_slots: int, device: torch.device, seed: int) -> DeviceRows:

@@ -25,7 +25,7 @@ from torch import Tensor
 from colonnade.errors import BudgetExceeded, ConfigError, CorruptionError, StorageError
 from colonnade.ops.optimizers import Settings
 from colonnade.store.contract import Manifest, RowView
-from colonnade.store.device_rows import DeviceRows, device_rows
+from colonnade.store.device_rows import DeviceRows, device_rows, update
 from colonnade.store.dram import WRITTEN_TOGETHER, DramStore, RowSources, table_seed
 from colonnade.store.slot_directory import DIRTY, HERE, SlotDirectory
 from colonnade.table import CLOCK_BYTES
@@ -75,17 +75,7 @@ class HbmStore:
         self.directories = tuple(SlotDirectory(len(each.clocks), each.table.rows) for each in rows)
         self.sources = RowSources()  # `resident`: here or in main memory
         self.num_found = 0  # rows that acquires found here
-        self._views = [
-            RowView(
-                each.weights.data_ptr(),
-                each.table.width * each.table.itemsize,
-                each.table.width,
-                each.table.dtype,
-                str(self.device),
-                each.weights,
-            )
-            for each in rows
-        ]
+        self._views = [each.view for each in rows]
         self._moving, self._arriving, self._marks = (threading.RLock() for _ in range(3))
         self._arrivals: deque[Arrival] = deque()
         self._number = 0  # of arrivals, ever
@@ -237,12 +227,7 @@ class HbmStore:
             ids = self._moved(
                 [each.ids[n] for each, n in zip(self.directories, numbers, strict=True)]
             )
-        p = 0
-        for rows, mine, names, gradients in zip(self.rows, places, ids, sums, strict=True):
-            end = p + len(rows.table.parts)
-            if len(mine):
-                rows.update(mine, names, gradients, kinds[p:end], settings[p:end])
-            p = end
+        update(self.rows, places, ids, sums, kinds, settings)
 
     # ---- commits
 
