@@ -57,7 +57,7 @@ struct DirectoryStep {
   std::vector<std::pair<std::uint32_t, std::uint32_t>> lapsed;  // slot and worth of those that were worth no more than that
 };
 
-// Flat arrays: 16 bytes of each copy, 4 of its worth, 6.8 of the index, and 16 for each of some sixteenth of the copies,
+// Flat arrays: 16 bytes of each copy, 4 of its worth, 7.4 of the index, and 16 for each of some sixteenth of the copies,
 // those that are worth least: only they are kept in order. Worth rises with use (or a row is put in that order anew), so the
 // least of them is the least of all, until none is left and all copies are looked at for the next.
 //
@@ -141,13 +141,14 @@ class Directory {
   }
   void add_late(const Entry& entry);
   void look(std::int64_t wanted);
-  void collect_low();
+  void collect_low(std::vector<Entry>& low) const;
   Entry take_least(std::int64_t wanted);
   bool is_there(const Entry& entry) const {
     return worths_[entry.slot] == entry.worth && rows_[entry.slot].id == entry.id;
   }
   std::uint32_t take_slot() noexcept;
   void put(const DirectoryRow& row);
+  void keep(const DirectoryRow& row);
   void remove(std::uint32_t slot) noexcept;
 
   DirectorySettings settings_;

@@ -33,10 +33,13 @@ class SlotIndex {
  public:
   static constexpr std::uint32_t kAbsent = 0xffffffff;
   static constexpr std::int64_t kBlock = 64;  // ids whose cache lines are on their way at once
+  static constexpr std::uint64_t kFill = 942;  // entries in 100 buckets: 78.5 % full, 6.8 bytes a row
 
   // num_shares: into how many equal parts of the hashes of all ids the rows of a table are dealt, of which this one
-  // is one (the ranks, of an open table); 0: its ids are any.
-  explicit SlotIndex(std::uint64_t num_shares) : num_shares_(num_shares), now_(4) {}
+  // is one (the ranks, of an open table); 0: its ids are any. fill: entries in 100 buckets. foreseen: how many there will be
+  // for long, so that no growth is half done by then: the smaller array is fuller meanwhile.
+  explicit SlotIndex(std::uint64_t num_shares, std::uint64_t fill = kFill, std::int64_t foreseen = 0)
+      : num_shares_(num_shares), fill_(fill), now_(first_size(foreseen)) {}
 
   // Memory for `entries` in all. NoRoom: nothing changed. Call `grow` before inserting.
   void reserve(std::int64_t entries) {
@@ -69,13 +72,96 @@ class SlotIndex {
   // visit(i, slot or kAbsent) for all of wanted, in order. `visit` may insert and erase, not grow.
   template <class Ids, class Visit>
   void for_each(std::span<const std::int64_t> wanted, const Ids& ids, const Visit& visit) const {
-    visit_each<false>(wanted, ids, visit);
+    constexpr std::uint64_t kAhead = kBlock / 4;
+    Probe probes[kBlock];
+    const Bucket* overflows[kBlock];  // the bucket behind, if only that can have it
+    const std::size_t n = wanted.size();
+    const auto fetch_bucket = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
+      if (i >= n) return;
+      probes[i % kBlock] = probe(wanted[i]);
+      __builtin_prefetch(probes[i % kBlock].bucket, 0, 3);
+    };
+    const auto fetch_ids_in = [&](const Bucket* bucket, std::uint8_t tag) COLONNADE_INLINE_LAMBDA {
+      unsigned hits = bucket->matches(tag);
+      const bool is_hit = hits != 0;
+      for (; hits; hits &= hits - 1) ids.fetch(bucket->slots[std::countr_zero(hits)]);
+      return is_hit;
+    };
+    const auto fetch_ids = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
+      if (i >= n) return;
+      const auto [bucket, tag] = probes[i % kBlock];
+      const bool is_further = !fetch_ids_in(bucket, tag) && bucket->passed;
+      overflows[i % kBlock] = is_further ? bucket + 1 : nullptr;
+      if (is_further) __builtin_prefetch(bucket + 1, 0, 3);
+    };
+    const auto fetch_overflow = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
+      if (i < n && overflows[i % kBlock]) fetch_ids_in(overflows[i % kBlock], probes[i % kBlock].tag);
+    };
+    for (std::uint64_t i = 0; i < 3 * kAhead; ++i) fetch_bucket(i);
+    for (std::uint64_t i = 0; i < 2 * kAhead; ++i) fetch_ids(i);
+    for (std::uint64_t i = 0; i < kAhead; ++i) fetch_overflow(i);
+    for (std::uint64_t i = 0; i < n; ++i) {
+      fetch_bucket(i + 3 * kAhead);
+      fetch_ids(i + 2 * kAhead);
+      fetch_overflow(i + kAhead);
+      visit(static_cast<std::int64_t>(i), find(probes[i % kBlock], wanted[i], ids));
+    }
   }
 
-  // The same where `visit` leaves the index as it is, in three quarters of the time.
-  template <class Ids, class Visit>
-  void find_each(std::span<const std::int64_t> wanted, const Ids& ids, const Visit& visit) const {
-    visit_each<true>(wanted, ids, visit);
+  // slots[i]: that of wanted[i], or kAbsent. Block by block, in loops without branches that nobody could foretell: they
+  // look at one bucket, or at the second where only that can have it, which is enough for nine ids in ten.
+  // ids(0) may be asked for whether or not a row is there.
+  template <class Ids>
+  void find_all(std::span<const std::int64_t> wanted, const Ids& ids, std::uint32_t* slots) const {
+    Probe probes[2][kBlock];           // of two blocks, by turns
+    const Bucket* buckets[2][kBlock];  // the one that is looked at
+    std::uint16_t others[kBlock];      // of a block: those that it does not settle
+    const auto n = static_cast<std::int64_t>(wanted.size());
+    const auto count = [&](std::int64_t begin) { return std::clamp<std::int64_t>(n - begin, 0, kBlock); };
+    const auto probe_block = [&](std::int64_t begin, Probe* at) COLONNADE_INLINE_LAMBDA {
+      for (std::int64_t k = 0, end = count(begin); k < end; ++k) {
+        at[k] = probe(wanted[begin + k]);
+        __builtin_prefetch(at[k].bucket, 0, 3);
+      }
+    };
+    const auto pass_block = [&](std::int64_t begin, const Probe* at, const Bucket** to) COLONNADE_INLINE_LAMBDA {
+      for (std::int64_t k = 0, end = count(begin); k < end; ++k) {
+        const Bucket* const bucket = at[k].bucket;
+        const unsigned is_none = bucket->matches(at[k].tag) == 0, is_further = bucket->passed != 0;
+        to[k] = bucket + (is_none & is_further);
+        __builtin_prefetch(to[k], 0, 3);
+      }
+    };
+    const auto guess_block = [&](std::int64_t begin, const Probe* at, const Bucket** in) COLONNADE_INLINE_LAMBDA {
+      for (std::int64_t k = 0, end = count(begin); k < end; ++k) {
+        const unsigned hits = in[k]->matches(at[k].tag), is_none = hits == 0;
+        const std::uint32_t none = 0u - is_none, first = in[k]->slots[std::countr_zero(hits | is_none)];
+        ids.fetch(first & ~none);
+        slots[begin + k] = first | none;
+      }
+    };
+    const auto settle_block = [&](std::int64_t begin, const Probe* at, const Bucket** in) COLONNADE_INLINE_LAMBDA {
+      std::int64_t num_others = 0;
+      for (std::int64_t k = 0, end = count(begin); k < end; ++k) {
+        const std::uint32_t slot = slots[begin + k];
+        const unsigned is_none = slot == kAbsent, none = 0u - is_none;
+        const unsigned is_other = ids(slot & ~none) != wanted[begin + k], is_further = in[k]->passed != 0;
+        others[num_others] = static_cast<std::uint16_t>(k);
+        num_others += (is_none & is_further) | (~none & is_other);
+      }
+      for (std::int64_t j = 0; j < num_others; ++j) {
+        const std::int64_t k = others[j];
+        slots[begin + k] = find(at[k], wanted[begin + k], ids);
+      }
+    };
+    probe_block(0, probes[0]);
+    for (std::int64_t begin = 0, turn = 0; begin < n + kBlock; begin += kBlock, turn ^= 1) {
+      const std::int64_t other = turn ^ 1;
+      pass_block(begin, probes[turn], buckets[turn]);
+      if (begin > 0) settle_block(begin - kBlock, probes[other], buckets[other]);
+      probe_block(begin + kBlock, probes[other]);
+      guess_block(begin, probes[turn], buckets[turn]);
+    }
   }
 
   // `id` must be absent, and room reserved.
@@ -110,7 +196,6 @@ class SlotIndex {
  private:
   static constexpr int kWays = 12;
   static constexpr unsigned kAll = (1u << kWays) - 1;
-  static constexpr std::uint64_t kFill = 942;              // entries in 100 buckets: 78.5 % full
   static constexpr std::uint64_t kSmallestPart = 16384;    // buckets of an array given back 16 KiB at a time
   static constexpr std::uint64_t kBucketsOfPage = 4096 / 64;
   static constexpr std::uint64_t kWalkAhead = 6;           // buckets whose ids are fetched early
@@ -155,10 +240,16 @@ class SlotIndex {
     }
   };
 
-  static std::uint64_t buckets_for(std::int64_t entries) {
-    return static_cast<std::uint64_t>(entries) * 100 / kFill + 1;
+  std::uint64_t buckets_for(std::int64_t entries) const {
+    return static_cast<std::uint64_t>(entries) * 100 / fill_ + 1;
   }
   static std::uint64_t grown(std::uint64_t size) { return size + size / 5 + 1; }
+  // A size from which growing comes to what is foreseen.
+  std::uint64_t first_size(std::int64_t foreseen) const {
+    std::uint64_t size = std::max<std::uint64_t>(4, buckets_for(foreseen));
+    while (size > 2048) size -= size / 6;
+    return size;
+  }
   static std::uint64_t scale(std::uint64_t x, std::uint64_t by, std::uint64_t of) {
     return static_cast<std::uint64_t>(static_cast<unsigned __int128>(x) * by / of);
   }
@@ -178,55 +269,6 @@ class SlotIndex {
     const std::uint64_t h = hash(id);
     const Array& array = h < boundary_ ? next_ : now_;
     return {array.buckets + scale_down(h, array.size), tag_of(h)};
-  }
-
-  // kStands: what is seen when ids are fetched is still so when they are visited.
-  template <bool kStands, class Ids, class Visit>
-  COLONNADE_INLINE_MEMBER void visit_each(std::span<const std::int64_t> wanted, const Ids& ids, const Visit& visit) const {
-    constexpr std::uint64_t kAhead = kBlock / 4;
-    Probe probes[kBlock];
-    std::uint32_t slots[kBlock];      // of the first entry in the bucket that may be it
-    const Bucket* overflows[kBlock];  // the bucket behind, if only that can have it
-    const std::size_t n = wanted.size();
-    const auto fetch_bucket = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
-      if (i >= n) return;
-      probes[i % kBlock] = probe(wanted[i]);
-      __builtin_prefetch(probes[i % kBlock].bucket, 0, 3);
-    };
-    const auto fetch_ids_in = [&](const Bucket* bucket, std::uint8_t tag) COLONNADE_INLINE_LAMBDA {
-      unsigned hits = bucket->matches(tag);
-      const std::uint32_t first = hits ? bucket->slots[std::countr_zero(hits)] : kAbsent;
-      for (; hits; hits &= hits - 1) ids.fetch(bucket->slots[std::countr_zero(hits)]);
-      return first;
-    };
-    const auto fetch_ids = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
-      if (i >= n) return;
-      const auto [bucket, tag] = probes[i % kBlock];
-      const std::uint32_t slot = fetch_ids_in(bucket, tag);
-      const bool is_further = slot == kAbsent && bucket->passed;
-      slots[i % kBlock] = slot;
-      overflows[i % kBlock] = is_further ? bucket + 1 : nullptr;
-      if (is_further) __builtin_prefetch(bucket + 1, 0, 3);
-    };
-    const auto fetch_overflow = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
-      if (i < n && overflows[i % kBlock]) fetch_ids_in(overflows[i % kBlock], probes[i % kBlock].tag);
-    };
-    const auto slot_of = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
-      if constexpr (kStands) {
-        const std::uint32_t slot = slots[i % kBlock];
-        if (slot == kAbsent ? !overflows[i % kBlock] : ids(slot) == wanted[i]) return slot;
-      }
-      return find(probes[i % kBlock], wanted[i], ids);
-    };
-    for (std::uint64_t i = 0; i < 3 * kAhead; ++i) fetch_bucket(i);
-    for (std::uint64_t i = 0; i < 2 * kAhead; ++i) fetch_ids(i);
-    for (std::uint64_t i = 0; i < kAhead; ++i) fetch_overflow(i);
-    for (std::uint64_t i = 0; i < n; ++i) {
-      fetch_bucket(i + 3 * kAhead);
-      fetch_ids(i + 2 * kAhead);
-      fetch_overflow(i + kAhead);
-      visit(static_cast<std::int64_t>(i), slot_of(i));
-    }
   }
 
   template <class Ids>
@@ -301,7 +343,7 @@ class SlotIndex {
     }
   }
 
-  std::uint64_t num_shares_;
+  std::uint64_t num_shares_, fill_;
   Array now_, next_;  // next_ is empty unless reserved
   Array last_;        // reserved for when next_ is full
   std::uint64_t target_ = 0;

@@ -108,6 +108,15 @@ void index_matches_a_map(std::int64_t step, std::int64_t total, const IdOf& id_o
     const auto at = model.find(all[i]);
     CHECK(slot == (at == model.end() ? SlotIndex::kAbsent : at->second));
   });
+  std::vector<std::uint32_t> slots(all.size());
+  for (const std::size_t n : {std::size_t{0}, std::size_t{1}, std::size_t{64}, std::size_t{65}, all.size()}) {
+    if (n > all.size()) continue;
+    index.find_all(std::span(all).first(n), ids, slots.data());
+    for (std::size_t i = 0; i < n; ++i) {
+      const auto at = model.find(all[i]);
+      CHECK(slots[i] == (at == model.end() ? SlotIndex::kAbsent : at->second));
+    }
+  }
 }
 
 void an_index_that_cannot_grow_is_unchanged() {
