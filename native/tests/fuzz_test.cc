@@ -99,7 +99,8 @@ struct Case {
         optimizers.push_back(optimizer);
         const double plain = optimizer == 0;  // SGD alone has a model here
         settings.insert(settings.end(), {0.125, plain ? 0 : 0.01, 1e-8, 0.9, 0.99, 0, 0.01, 0.01, 1,
-                                         plain ? kInfinity : 1, plain ? kInfinity : 0.1, 1, 0, 0, 0, 0});
+                                         plain ? kInfinity : 1, plain ? kInfinity : 0.1,
+                                         plain ? kInfinity : 0.5, 1, 0, 0, 0});
         width += dim;
         state += state_of(optimizer, dim);
       }

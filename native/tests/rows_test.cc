@@ -150,7 +150,7 @@ void check_batch(std::int64_t batch_size, std::int64_t dim, bool is_mean, bool i
 
     const std::int32_t optimizer = 1;
     constexpr double kNone = std::numeric_limits<double>::infinity();
-    const double numbers[kSettings] = {0.1, 0.01, 1e-6, 0, 0, 0, 0, 0, 0, kNone, kNone, 1};
+    const double numbers[kSettings] = {0.1, 0.01, 1e-6, 0, 0, 0, 0, 0, 0, kNone, kNone, kNone, 1};
     std::vector<T> wanted;
     for (std::int64_t u = 0; u < plan.num_unique(); ++u) {
       constexpr std::int64_t kLanes = 64 / sizeof(T);
