@@ -33,6 +33,7 @@ from colonnade import (
     Uniform,
     World,
     build_plan,
+    load_rows,
 )
 from colonnade.cache.device_copies import DeviceCopies
 from colonnade.config import build_config, override
@@ -630,11 +631,18 @@ def leave_one_out(mesh):
     total, _ = world.run(9)
     with pytest.raises(ConfigError, match="may have copies of"):
         world.collection.delete("few", torch.tensor([1]))
+    with pytest.raises(ConfigError, match="load_rows: got rows of table 'few' that ranks may have"):
+        load_rows(world.collection, "few", torch.ones(2, 2))
+    other = EmbeddingCollection(world.collection.tables, world.collection.declaration.features)
+    with pytest.raises(ConfigError, match="'any': got a policy of your own beside copies"):
+        other.open(world.collection.plan, mesh, policies={"any": object()})
+    fresh = Ones(mesh, 6, 9)
+    load_rows(fresh.collection, "few", torch.zeros(3, 2))  # nobody has a copy yet
     with world.rows.settled():
         return str(said.value), [np.array_equal(held, total) for held in world.held()]
 
 
-def test_a_batch_that_is_left_out_is_said():
+def test_a_batch_that_is_left_out_is_said_and_what_copies_would_not_see_is_refused():
     for said, held in run_ranks(2, leave_one_out):
         assert "one was left out" in said
         assert held == [True, True]
