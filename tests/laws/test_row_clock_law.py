@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -701,3 +701,23 @@ def lose_letters(mesh):
 
 def test_what_was_asked_and_not_answered_is_taken_back():
     assert run_ranks(2, lose_letters) == [[True, True]] * 2
+
+
+def forget_a_batch(mesh):
+    """What was counted before a batch is read and forgotten, and after."""
+    world = Ones(mesh, 6, 9, read=0)
+    mine, _ = world.batches(4)
+    with world.collection.lookahead(mine[:3]) as ahead:
+        for batch in ahead:
+            sum(output.sum() for output in world.collection(batch).values()).backward()
+            world.rows.step()
+    before = asdict(world.collection.cached.counts)
+    with world.collection.lookahead(mine[3:]) as ahead:
+        world.collection(next(ahead))
+    world.collection.forget()
+    return before, asdict(world.collection.cached.counts)
+
+
+def test_a_batch_that_is_forgotten_is_not_counted():
+    for before, after in run_simulated(World(ranks_per_host=2), forget_a_batch):
+        assert before["renewed"] and before == after
