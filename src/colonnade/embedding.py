@@ -179,7 +179,10 @@ class EmbeddingCollection(nn.Module):
         self.lent = lent_end(self.exchange, memory)
         own = open_policies([each.table for each in laid], self.shards, seed=self.seed)
         given = {self._slices(name): policy for name, policy in (policies or {}).items()}
-        check_policies(given, own, [each.table for each in laid], is_lent=self.lent is not None)
+        check_policies(
+            given, own, [each.table for each in laid], is_lent=self.lent is not None,
+            has_copies=self.cached.has_copies if self.cached else [],
+        )  # fmt: skip
         self.policies: dict[int, RowPolicy] = {**own, **{t: each for (t,), each in given.items()}}
         self.updates = Updates(self.exchange, self.store, self.policies, self.missed)
         heard = self.cached or self.lent or self.policies or self.exchange.pushed_parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from colonnade import (
     Uniform,
     World,
     build_plan,
+    load_rows,
 )
 from colonnade.cache.device_copies import DeviceCopies
 from colonnade.config import build_config, override
@@ -630,11 +631,18 @@ def leave_one_out(mesh):
     total, _ = world.run(9)
     with pytest.raises(ConfigError, match="may have copies of"):
         world.collection.delete("few", torch.tensor([1]))
+    with pytest.raises(ConfigError, match="load_rows: got rows of table 'few' that ranks may have"):
+        load_rows(world.collection, "few", torch.ones(2, 2))
+    other = EmbeddingCollection(world.collection.tables, world.collection.declaration.features)
+    with pytest.raises(ConfigError, match="'any': got a policy of your own beside copies"):
+        other.open(world.collection.plan, mesh, policies={"any": object()})
+    fresh = Ones(mesh, 6, 9)
+    load_rows(fresh.collection, "few", torch.zeros(3, 2))  # nobody has a copy yet
     with world.rows.settled():
         return str(said.value), [np.array_equal(held, total) for held in world.held()]
 
 
-def test_a_batch_that_is_left_out_is_said():
+def test_a_batch_that_is_left_out_is_said_and_what_copies_would_not_see_is_refused():
     for said, held in run_ranks(2, leave_one_out):
         assert "one was left out" in said
         assert held == [True, True]
@@ -693,3 +701,23 @@ def lose_letters(mesh):
 
 def test_what_was_asked_and_not_answered_is_taken_back():
     assert run_ranks(2, lose_letters) == [[True, True]] * 2
+
+
+def forget_a_batch(mesh):
+    """What was counted before a batch is read and forgotten, and after."""
+    world = Ones(mesh, 6, 9, read=0)
+    mine, _ = world.batches(4)
+    with world.collection.lookahead(mine[:3]) as ahead:
+        for batch in ahead:
+            sum(output.sum() for output in world.collection(batch).values()).backward()
+            world.rows.step()
+    before = asdict(world.collection.cached.counts)
+    with world.collection.lookahead(mine[3:]) as ahead:
+        world.collection(next(ahead))
+    world.collection.forget()
+    return before, asdict(world.collection.cached.counts)
+
+
+def test_a_batch_that_is_forgotten_is_not_counted():
+    for before, after in run_simulated(World(ranks_per_host=2), forget_a_batch):
+        assert before["renewed"] and before == after

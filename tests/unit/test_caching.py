@@ -203,6 +203,7 @@ def test_copies_of_commits_go_on_in_a_world_like_theirs_alone():
         directories=[directory],
         is_kept=[True],
         mesh=SimpleNamespace(num_ranks=2),
+        copies=SimpleNamespace(rooms=[3]),
     )
     said = {"policy": "lfu", "kept": True, "directory": directory.state()}
     state = {"tables": {"item": said}}
@@ -217,6 +218,10 @@ def test_copies_of_commits_go_on_in_a_world_like_theirs_alone():
     ):
         assert not is_taken_up(here, [state, other])
     assert not is_taken_up(here, [state])
+    for num_slots in (3, 4):  # as many as there is room for here, and one more
+        slots = {"slots": torch.arange(num_slots, dtype=torch.int32)}
+        more = {"tables": {"item": said | {"directory": directory.state() | slots}}}
+        assert is_taken_up(here, [state, more]) == (num_slots == 3)
 
 
 @pytest.mark.parametrize("late", [{"staleness_steps": 2}, {"tables": {"a": {"staleness_steps": 1}}}])  # fmt: skip

@@ -301,8 +301,7 @@ class CachedExchange(RowsExchange):
                 "left out, or a second one read before RowOptimizer.step(); close the lookahead, drop what was read "
                 "with collection.forget(), and open it again"
             )
-        assert flight.fresh is not None and ticket.placed is not None
-        self.counts.renewed += int((flight.named.renewed & ~flight.fresh).sum())
+        assert ticket.placed is not None
         self._receive(flight, ticket.placed)
         views = self.copies.views()
         kernels = self.kernels(views)
@@ -387,6 +386,9 @@ class CachedExchange(RowsExchange):
         """The owner's rows, then this rank's copies of those that its batch used."""
         super().update(store, pushed, optimizers, settings)
         flight = self._flights[0]
+        assert flight.fresh is not None
+        # Counted here: a batch that was read may yet be dropped.
+        self.counts.renewed += int((flight.named.renewed & ~flight.fresh).sum())
         self._train_copies(flight.slots, np.diff(flight.ends), flight.sums, optimizers, settings)
         self.rule = optimizers.clone(), settings.clone()
         with self._lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from colonnade.cache.directory import renumbered, surplus
@@ -36,7 +37,8 @@ def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
 
 def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | None]) -> bool:
     """Whether copies of all ranks of a world like this one go on here: bounds and sizes may have changed, not which
-    tables have copies, who is worth keeping, nor whether copies outlast their batch."""
+    tables have copies, who is worth keeping, nor whether copies outlast their batch; where sizes became less by more
+    than `cache.copies.SPARE` rows there may be no room for them."""
     here = {
         table.name: (each.policy, kept)
         for table, each, kept in zip(
@@ -49,7 +51,18 @@ def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | N
         and {name: (table["policy"], table.get("kept")) for name, table in state["tables"].items()}
         for state in states
     ]
-    return len(states) == exchange.mesh.num_ranks and all(each == here for each in said)
+    if len(states) != exchange.mesh.num_ranks or any(each != here for each in said):
+        return False
+    return all(_has_room(exchange, state) for state in states if state is not None)
+
+
+def _has_room(exchange: CachedExchange, state: Mapping[str, Any]) -> bool:
+    """For each copy where it was: what it was rounded with at random goes by its slot."""
+    of_tables = (state["tables"][table.name] for table in exchange.declaration.tables)
+    return all(
+        np.asarray(said["directory"]["slots"]).max(initial=-1) < room
+        for said, room in zip(of_tables, exchange.copies.rooms, strict=True)
+    )
 
 
 def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:

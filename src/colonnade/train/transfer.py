@@ -36,12 +36,8 @@ def load_rows(
     with nothing changed.
     """
     collection.ensure_open()
-    if collection.lent is not None and collection.lent.lends:
-        raise ConfigError(
-            "load_rows: got rows some of which are lent (plan.cache.staleness=exact), whose holders would overwrite "
-            "what is loaded; load before training, or close the lookahead after its last batch"
-        )
     t, kind = _table(collection, table)
+    _check_owned(collection, t)
     values = weights.weight if isinstance(weights, nn.Embedding | nn.EmbeddingBag) else weights
     values = values.detach().cpu()
     if ids is None:
@@ -92,8 +88,8 @@ def trained_ids(collection: EmbeddingCollection, table: str) -> Tensor:
 def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path | str) -> None:
     """Collective: take dense weights and rows from a folder that `export_run` wrote, a run of rows at a time.
 
-    Everything must be there and fit, which is checked first, else CheckpointError with nothing changed; to take what
-    agrees of another model, warm-start a run from its commits instead.
+    Everything must be there and fit, which is checked first, else CheckpointError with nothing changed, or ConfigError
+    as `load_rows`; to take what agrees of another model, warm-start a run from its commits instead.
     """
     collection.ensure_open()
     folder = Path(folder)
@@ -104,7 +100,8 @@ def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path 
         raise CheckpointError(
             f"{folder} is no exported model: {error}; give a folder that `colonnade export` wrote"
         ) from None
-    for kind in collection.tables:
+    for t, kind in enumerate(collection.tables):
+        _check_owned(collection, t)
         got = tables.get(kind.name)
         if got is None or got["dim"] != kind.width or (got["rows"] or 0) > (kind.rows or 2**63):
             raise CheckpointError(
@@ -199,6 +196,21 @@ def _table(collection: EmbeddingCollection, name: str) -> tuple[int, Table]:
     if name not in names:
         raise ConfigError(f"unknown table {name!r}; choose from {', '.join(names)}")
     return names.index(name), collection.tables[names.index(name)]
+
+
+def _check_owned(collection: EmbeddingCollection, t: int) -> None:
+    """Raises ConfigError where somebody else than its owner has a row of table t, or may have, and would go by that."""
+    if collection.lent is not None and collection.lent.lends:
+        raise ConfigError(
+            "load_rows: got rows some of which are lent (plan.cache.staleness=exact), whose holders would overwrite "
+            "what is loaded; load before training, or close the lookahead after its last batch"
+        )
+    cached, numbers = collection.cached, collection.slices.of_table[t]
+    if cached is not None and cached.number and any(cached.has_copies[each] for each in numbers):
+        raise ConfigError(
+            f"load_rows: got rows of table {collection.tables[t].name!r} that ranks may have copies of, which would "
+            "stay as they are; load before the first batch, or leave plan.cache out for this table"
+        )
 
 
 def _check(table: Table, weights: Tensor, ids: Tensor) -> None:
