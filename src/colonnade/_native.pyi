@@ -507,10 +507,11 @@ def update(
     #                     3 Adagrad, 4 Adam, 5 row-wise Adam, 6 AdamW, 7 FTRL, 8 LAMB
     settings: Array,  # (P, 16) float64: 0 lr, 1 weight_decay, 2 eps, 3 beta1 (2: momentum), 4 beta2,
     #                   5 nesterov (0 or 1), 6 l1, 7 l2, 8 beta (FTRL), 9 max_norm, 10 clip_value,
-    #                   11 gradient_scale; max_norm and clip_value are inf where unused
+    #                   11 weight_bound, 12 gradient_scale; 9 to 11 are inf where unused
 ) -> None:
     """Per unique row, in one pass: per part sum its entries' gradients in entry order, times gradient_scale, clamped
-    to +-clip_value; apply the part's optimizer; shrink it to max_norm; then advance the row's clock by 1.
+    to +-clip_value; apply the part's optimizer; shrink it to max_norm; clamp weights to +-weight_bound; then advance
+    the row's clock by 1.
 
     16-bit rows without `split` are rounded at random, up with the probability that keeps the mean: the bits depend
     only on (seed, table, id, clock, column)."""

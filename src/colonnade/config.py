@@ -240,10 +240,13 @@ def _loss_scale(value: Any) -> Any:
         return value
     try:
         number = float("nan") if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = float("nan")
-    if not 0 < number < float("inf"):
-        raise ValueError(f"got {value!r}, wanted dynamic, or a number more than 0, e.g. 1024")
+    # float32 has it, and what gradients are divided by it with: beyond, 0 times inf would come into weights.
+    if not 1e-20 <= number <= 1e20:
+        raise ValueError(
+            f"got {value!r}, wanted dynamic, or a number from 1e-20 to 1e20, e.g. 1024"
+        )
     return number
 
 

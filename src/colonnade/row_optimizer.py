@@ -135,8 +135,15 @@ class RowOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Settings of the groups. Raises ConfigError unless they are those of the same tables and optimizers."""
+        bounds = {group["name"]: group["weight_bound"] for group in self.param_groups}
+        # One that was saved when groups had none keeps this one's.
+        given = [
+            {"weight_bound": bounds.get(group.get("name")), **group}
+            for group in state_dict["param_groups"]
+        ]
+        state_dict = {**state_dict, "param_groups": given}
         wanted = [(group["name"], sorted(group)) for group in self.param_groups]
-        got = [(group.get("name"), sorted(group)) for group in state_dict["param_groups"]]
+        got = [(group.get("name"), sorted(group)) for group in given]
         if got != wanted:
             first = next(
                 (pair for pair in zip(got, wanted, strict=False) if pair[0] != pair[1]),

@@ -49,7 +49,7 @@ BAD_VALUES = {
     "train.keep_commits": ["0", "-1"],
     "train.seed": ["-1", "99999999999999999999999", "x"],
     "train.on_non_finite": ["ignore"],
-    "train.loss_scale": ["0", "-8", "nan", "inf", "dynamical", "true"],
+    "train.loss_scale": ["0", "-8", "nan", "inf", "dynamical", "true", "1e-300", "1e30"],
     "train.threads": ["-1", "x"],
 }
 SMALL = (

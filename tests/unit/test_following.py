@@ -365,6 +365,11 @@ def test_a_url_is_followed_as_a_folder_is(tmp_path, monkeypatch):
     train(Mesh(), tmp_path / "two", tmp_path / "other", {"train.max_steps": 4, "train.seed": 1})
     with pytest.raises(ConfigError, match="a folder of its own"):
         carriage.carry(carriage.place_of(tmp_path / "other"), carriage.place_of(copy))
+    (copy / WORD).write_bytes(content[:-3])  # whose it was, its bases say
+    before = sorted(copy.iterdir())
+    with pytest.raises(CorruptionError, match=WORD):
+        carriage.carry(carriage.place_of(tmp_path / "other"), carriage.place_of(copy))
+    assert sorted(copy.iterdir()) == before
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 What the word names travels first and the word last, so whoever follows the other place finds one whole commit at every
 moment; then goes what the word names no longer. A file that was cut short is known by its size and carried again, and
-where the word itself is torn, which tells nobody anything, all is.
+where the word itself is torn, which tells nobody anything, all changes are: unless bases lie there of which the source
+has none, which another run may have published.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def place_of(path: str | Path) -> Place:
 
 def carry(source: Place, target: Place) -> None:
     """`target` publishes what `source` does. Raises CheckpointError where that is nothing, ConfigError where target
-    publishes another run, CorruptionError, StorageError; what target published then stays whole."""
+    publishes another run, CorruptionError (also where a torn word may be another run's), StorageError; what target
+    published then stays whole."""
     with _explained(source, target):
         for place in (source, target):
             place.files.invalidate_cache()
@@ -66,10 +68,13 @@ def carry(source: Place, target: Place) -> None:
             return
         said, there = _said(content, source), None
         if before is not None:
-            with suppress(CorruptionError):
+            try:
                 there = _said(before, target)
-        if there is not None:
-            check_owner(Path(target.root), there, said.run)
+            except CorruptionError:
+                if not _may_own(target, said):
+                    raise
+            else:
+                check_owner(Path(target.root), there, said.run)
         for name, is_same in _needed(source, said, there):
             _copy(source, target, name, is_same)
         target.files.makedirs(target.root, exist_ok=True)
@@ -118,15 +123,26 @@ def _copy(source: Place, target: Place, name: str, is_same: bool) -> None:
         )
 
 
+def _may_own(place: Place, said: Published) -> bool:
+    """By the bases there, whose names tell commits of one run from those of every other."""
+    bases = {name for name in _names(place) if name.startswith("base-")}
+    return not bases or any(base.folder in bases for base in said.bases)
+
+
 def _forget(place: Place, said: Published) -> None:
     kept = {base.folder for base in said.bases}
-    for path in place.files.ls(place.root, detail=False):
-        name = path.rstrip("/").rpartition("/")[2]
+    for name in _names(place):
+        path = place.path(name)
         kind, _, rest = name.partition("-")
         if kind == "base" and name not in kept:
             place.files.rm(path, recursive=True)
         elif kind == "change" and rest.isdigit() and int(rest) <= said.bases[0].number:
             place.files.rm(path)
+
+
+def _names(place: Place) -> list[str]:
+    found = place.files.ls(place.root, detail=False)
+    return [path.rstrip("/").rpartition("/")[2] for path in found]
 
 
 @contextmanager
