@@ -51,7 +51,7 @@ def add_one(store, slots, offsets):
         declare(TABLES, [Feature(t.name, t.name) for t in TABLES], {}).native_parts,
         torch.zeros(len(TABLES), dtype=torch.int32),
         torch.tensor(
-            [[1.0] + [0.0] * 8 + [torch.inf] * 3 + [1.0] + [0.0] * 4] * len(TABLES),
+            [[1.0] + [0.0] * 8 + [torch.inf] * 3 + [1.0] + [0.0] * 3] * len(TABLES),
             dtype=torch.float64,
         ),
     )
