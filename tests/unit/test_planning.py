@@ -14,6 +14,7 @@ from rich.console import Console
 
 from colonnade import Plan, fit
 from colonnade.cli import app
+from colonnade.cli.plan import _left_open
 from colonnade.config import build_config, override
 from colonnade.data import open_source, open_tensors
 from colonnade.errors import BudgetExceeded, DataError
@@ -287,6 +288,13 @@ def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick
     config = override(build_config({}), {"model.dim": 4})
     tables = find_collection(build_model(open_source("synthetic").train.schema, config)).tables
     assert said["cache_bytes"] == sum(min(7, table.rows) * slot_bytes(table) for table in tables)
+
+
+def test_only_copies_that_there_are_leave_exchanges_alone(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("plan: {cache: null}\n")
+    assert "plan.exchange" in _left_open(config, None)
+    assert set(_left_open(config, ["plan.cache.staleness=3"])) == {"plan.route"}
 
 
 def test_plan_refuses_before_it_measures(capsys, tmp_path, monkeypatch):

@@ -172,14 +172,16 @@ def _left_open(config: Path | None, set_: list[str] | None) -> dict[str, str]:
 
     from colonnade.cli.train import parse_settings
 
-    said = set(parse_settings(set_ or []))
+    said: dict[str, Any] = {}
     if config is not None:
         values = yaml.safe_load(config.read_text(encoding="utf-8"))
-        said |= {f"plan.{name}" for name in (values or {}).get("plan") or {}}
-    if said & {"plan.exchange", "plan.sharding"}:
+        said |= {f"plan.{name}": each for name, each in ((values or {}).get("plan") or {}).items()}
+    said |= parse_settings(set_ or [])
+    if said.keys() & {"plan.exchange", "plan.sharding"}:
         return {}
-    free = {"plan.exchange", "plan.sharding", "plan.route"} - said
-    if any(name == "plan.cache" or name.startswith("plan.cache.") for name in said):
+    free = {"plan.exchange", "plan.sharding", "plan.route"} - said.keys()
+    of_copies = [said[name] for name in said if f"{name}.".startswith("plan.cache.")]
+    if any(each is not None for each in of_copies):
         free &= {"plan.route"}
     return dict.fromkeys(sorted(free), "auto")
 
