@@ -187,6 +187,10 @@ class OwnRowsConfig(RowOptimizerConfig):
     """Learning rate; default: all rows'."""
     init_scale: float | None = Field(None, ge=0)
     """New rows are uniform in +-init_scale; default: as all rows."""
+    max_norm: float | None = Field(None, gt=0)
+    """Updated rows longer than this are shrunk to it; default: as all rows."""
+    weight_bound: float | None = Field(None, gt=0)
+    """Updated weights are clamped to +-this; default: as all rows."""
 
 
 class RowsConfig(RowOptimizerConfig):
@@ -205,7 +209,7 @@ class RowsConfig(RowOptimizerConfig):
     weight_bound: float | None = Field(None, gt=0)
     """Updated weights of rows are clamped to +-this."""
     by_table: dict[str, OwnRowsConfig] = {}
-    """By name: tables whose rows have an optimizer, a learning rate or first values of their own."""
+    """By name: tables whose rows have an optimizer, a learning rate, first values or bounds of their own."""
     wide: WideConfig = WideConfig()
     """First-order weights, where the model has them."""
     admission: AdmissionConfig = AdmissionConfig()

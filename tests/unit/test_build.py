@@ -143,6 +143,14 @@ def test_a_table_has_an_optimizer_a_rate_and_first_values_of_its_own():
     assert user.optimizer == RowWiseAdagrad(lr=3.0, eps=1e-3) and item.initializer.scale == 0.5
 
 
+def test_a_table_has_bounds_of_its_own():
+    by_table = {"item": {"max_norm": 3.0}, "tags": {"weight_bound": 0.5}}
+    rows = {"max_norm": 1.0, "weight_bound": 10.0, "by_table": by_table}
+    user, tags, item = build_tables(SCHEMA, build_config({"rows": rows}))[0]
+    assert [t.max_norm for t in (user, tags, item)] == [1.0, 1.0, 3.0]
+    assert [t.weight_bound for t in (user, tags, item)] == [10.0, 0.5, 10.0]
+
+
 @pytest.mark.parametrize(
     ("by_table", "words"),
     [

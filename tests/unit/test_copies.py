@@ -146,6 +146,15 @@ def test_records_of_all_tables_travel_in_one_message(seed, device):
         assert copies.ids[t][rows[mine]].tolist() == ids[mine].tolist()
 
 
+@pytest.mark.parametrize("device", PLACES)
+def test_a_commit_has_no_sums_where_nothing_waits(device):
+    copies = opened(TABLES, device)
+    copies.grow(0, 4)
+    copies.pending[0][:] = 7  # as memory may be before anything was written there
+    copies.ticks[0][:4] = [0, 2, 0, 1]
+    assert copies.state(0, np.arange(4))["pending"][:, 0].tolist() == [0, 7, 0, 7]
+
+
 def test_what_does_not_fit_is_refused():
     store = open_dram(TABLES, [40] * 3, seed=0)
     slots, bytes_of = torch.tensor([1, 2], dtype=torch.int32), TABLES[0].record_bytes

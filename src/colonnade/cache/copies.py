@@ -121,11 +121,14 @@ class Copies(ABC):
 
     def state(self, t: int, slots: np.ndarray) -> dict[str, Tensor]:
         """Of rows with a copy, all that is here, on the CPU: `load` takes it, wherever copies lie then."""
+        ticks = torch.from_numpy(self.ticks[t][slots])
+        pending = self.waiting_of(t, slots)
+        pending[ticks == 0] = 0  # it was never written: commits of one training have the same bytes
         return {
             "ids": torch.from_numpy(self.ids[t][slots]),
             "records": self.records(t, slots),
-            "pending": self.waiting_of(t, slots),
-            "ticks": torch.from_numpy(self.ticks[t][slots]),
+            "pending": pending,
+            "ticks": ticks,
         }
 
     def load(self, t: int, slots: np.ndarray, state: dict[str, Tensor]) -> None:

@@ -228,8 +228,7 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
             column.table,
             dtype=config.rows.dtype,
             master=config.rows.master,
-            max_norm=config.rows.max_norm,
-            weight_bound=config.rows.weight_bound,
+            **_bounds(column.table, config.rows),
             **retention[column.table],
             **_row_kind(kind, column.table, len(schema.labels), config),
         )
@@ -240,6 +239,15 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
         for column in schema.categorical
     ]
     return tables, features
+
+
+def _bounds(table: str, rows: RowsConfig) -> dict[str, Any]:
+    """max_norm and weight_bound of `Table`: the table's own, or those of all rows."""
+    own = rows.by_table.get(table, OwnRowsConfig())
+    return {
+        name: getattr(rows if getattr(own, name) is None else own, name)
+        for name in ("max_norm", "weight_bound")
+    }
 
 
 def build_retention(columns: Iterable[Column], config: RunConfig) -> dict[str, dict[str, Any]]:
