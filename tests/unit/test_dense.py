@@ -191,13 +191,13 @@ def leaves_while_backward_runs(mesh):
     buckets.BUCKET_BYTES = 32
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
     dense = attached(layers, mesh)
-    order, reduce = [], dense_module._reduce
+    order, reduce = [], dense_module.sum_bucket
 
     def noted(bucket, mesh, unit):
         reduce(bucket, mesh, unit)
         order.append((bucket.numbers, threading.current_thread().name))
 
-    dense_module._reduce = noted
+    dense_module.sum_bucket = noted
     seen = []
 
     def early(_):
@@ -215,7 +215,7 @@ def leaves_while_backward_runs(mesh):
         layers(torch.ones(2, 4)).sum().backward()
         dense.reduce(finite=True, stop=False)
         assert order == [([n], "dense") for n in (3, 2, 1, 0)]
-    dense_module._reduce = reduce
+    dense_module.sum_bucket = reduce
     assert seen == [0, 3]
 
 
@@ -397,7 +397,7 @@ def test_an_error_in_backward_leaves_nobody_waiting():
 def test_a_gradient_that_comes_too_late_is_told(monkeypatch):
     """A parameter that gets a second gradient after its bucket has left: never summed wrongly."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 8)
-    monkeypatch.setattr(dense_module, "sum_over_ranks", lambda mesh, values, way: None)
+    monkeypatch.setattr(buckets, "sum_over_ranks", lambda mesh, values, way: None)
     monkeypatch.setattr(Mesh, "broadcast", lambda mesh, purpose, values, **_: values)
     model = Odd()
     dense = attached(model, Mesh(World(ranks_per_host=2)))
