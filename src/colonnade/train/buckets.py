@@ -62,8 +62,8 @@ def bounded(gradients: Tensor, num_ranks: int) -> bool:
     if not len(gradients):
         return True
     most = torch.finfo(gradients.dtype).max / (2 * num_ranks)
-    least, largest = torch.aminmax(gradients)
-    return bool(least >= -most) and bool(largest <= most)
+    least, largest = map(float, torch.aminmax(gradients))
+    return -most <= least and largest <= most
 
 
 def filled(
