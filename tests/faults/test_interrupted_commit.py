@@ -72,8 +72,10 @@ def test_a_second_signal_ends_a_commit_that_would_take_for_ever(number, tmp_path
 def test_what_a_slow_commit_waits_for():
     writer = LogWriter(bytes_per_second=2_000_000)
     assert "0 bytes" in slow_words([writer]) and "budget" not in slow_words([writer])
-    writer._sources.append(type("Source", (), {"pending_bytes": 50_000_000}))
+    source = type("Source", (), {"pending_bytes": 50_000_000, "has_work": False})()
+    writer.add(source)
     assert "50,000,000 bytes" in slow_words([writer]) and " 25 s more" in slow_words([writer])
     writer._budget.bytes_per_second = None
     assert "as fast as the disk" in slow_words([writer])
+    writer.remove(source)
     assert commits.SLOW_SECONDS == 10

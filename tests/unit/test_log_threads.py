@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import errno
+import gc
+import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.errors import StorageError
+from colonnade.store import attendant
 from colonnade.store.collection import BUSY_SHARE, Collector
+from colonnade.store.disk import Disk
+from colonnade.store.log import LogBacking, open_log
 from colonnade.store.writer import LogWriter, WriteBudget
 
 
@@ -183,6 +191,77 @@ def test_threads_end_with_their_last_source_and_begin_again():
         collector.remove(garbage)
         assert alive() == before
         writer.remove(source)  # nothing to do
+
+
+def opened(place, **changes):
+    arguments = dict(table_name="t", record_bytes=64, identity="i", step=None)
+    sizes = dict(segment_bytes=1 << 14, chunk_bytes=4096)
+    return open_log(place, **(arguments | sizes | changes))
+
+
+@pytest.mark.parametrize("access", ["direct", "mapped"])
+def test_a_store_that_is_dropped_lets_go_of_threads_lock_files_and_mappings(
+    tmp_path, monkeypatch, access
+):
+    """As one that is closed, though it is within a moment and not at once."""
+    monkeypatch.setattr(attendant, "RETRY_SECONDS", 0.05)
+
+    def used(place) -> LogBacking:
+        store = opened(place, access=access)
+        store.write(torch.arange(1000), torch.ones(1000, 64, dtype=torch.uint8))
+        store.commit(1)
+        store.write(torch.arange(500), torch.zeros(500, 64, dtype=torch.uint8))
+        out = torch.empty(1000, 64, dtype=torch.uint8)
+        assert store.read(torch.arange(1000), out).wait().all() and len(out.unique()) == 2
+        return store
+
+    def held() -> set[str]:
+        open_files = {os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()}
+        files = {path for path in open_files if path.startswith(str(tmp_path))}
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return files | set(os.listdir("/proc/self/task")) | {m for m in maps if str(tmp_path) in m}
+
+    used(tmp_path / "closed").close()  # threads that any store may use have begun
+    before = held()
+    dropped = used(tmp_path / "dropped")
+    during = held() - before
+    assert len(during) > 6 and (access == "direct") == (not any("r--s" in each for each in during))
+    del dropped
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while (left := held() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
+    with opened(tmp_path / "dropped", step=1) as again:
+        assert len(again) == 1000
+
+
+def test_a_store_that_is_dropped_while_its_disk_refuses_to_write_is_let_go(tmp_path, monkeypatch):
+    """The error that its writer keeps for those who wait holds nothing of it."""
+    monkeypatch.setattr(attendant, "RETRY_SECONDS", 0.05)
+    tries = []
+
+    class Full(Disk):
+        def perform(self, change, action):
+            if change.verb == "append":
+                tries.append(change.path)
+                raise OSError(errno.ENOSPC, "full")
+            return action()
+
+    writer = LogWriter(pending_bytes=1000)
+    store = opened(tmp_path, disk=Full(), writer=writer)
+    store.write(torch.arange(1000), torch.zeros(1000, 64, dtype=torch.uint8))
+    with pytest.raises(StorageError, match="Free space"):
+        writer.wait_for_room()
+    gone, heard = weakref.ref(store.files), len(tries)
+    deadline = time.monotonic() + 30
+    while len(tries) < heard + 3 and time.monotonic() < deadline:
+        time.sleep(0.01)  # nobody takes these errors
+    del store
+    gc.collect()
+    while gone() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gone() is None and writer.pending_bytes == 0
 
 
 class Garbage:

@@ -6,21 +6,20 @@ then the segment is forgotten.
 
 from __future__ import annotations
 
-import atexit
 import math
-import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import ref
 
 from colonnade.errors import StorageError
+from colonnade.store.attendant import RETRY_SECONDS, Attendant
 
 DEFAULT_UTILISATION = 0.7
 FAN_IN = 8
 BUSY_SHARE = 0.25
 """Of one thread's time, while space is no worry."""
-RETRY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,96 +85,52 @@ class CollectSource(Protocol):
     def is_space_short(self) -> bool: ...
 
 
-class Collector:
-    """One thread for all logs of a rank, running while there are any. It leaves most of the disk to demand."""
+class Collector(Attendant[CollectSource]):
+    """One thread for all logs of a rank. It leaves most of the disk to demand."""
 
     def __init__(self) -> None:
-        self._sources: list[CollectSource] = []
-        self._condition = threading.Condition()
-        self._due: set[CollectSource] = set()
-        self._busy: CollectSource | None = None
-        self._thread: threading.Thread | None = None
-
-    def add(self, source: CollectSource) -> None:
-        with self._condition:
-            self._sources.append(source)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="collector", daemon=True)
-                self._thread.start()
-                # A thread in native code when the interpreter goes would take the process down.
-                atexit.register(self._stop)
-
-    def remove(self, source: CollectSource) -> None:
-        """Returns when the thread has let go of it."""
-        with self._condition:
-            if source not in self._sources:
-                return
-            self._sources.remove(source)
-            self._due.discard(source)
-            self._condition.wait_for(lambda: self._busy is not source)
-            thread = None if self._sources else self._let_go()
-        if thread is not None:
-            thread.join()
-
-    def _let_go(self) -> threading.Thread | None:
-        """Tell the thread to end; the lock is held."""
-        thread, self._thread = self._thread, None
-        self._condition.notify_all()
-        atexit.unregister(self._stop)
-        return thread
-
-    def _stop(self) -> None:
-        with self._condition:
-            thread = self._let_go()
-        if thread is not None:
-            thread.join()
+        super().__init__("collector")
+        self._due: set[ref[CollectSource]] = set()
+        self._looked = 0.0  # at all of them
 
     def wake(self, source: CollectSource) -> None:
         """A commit of it is over: its segments may be rewritten again."""
         with self._condition:
-            self._due.add(source)
+            self._due.add(ref(source))
             self._condition.notify_all()
 
-    def _run(self) -> None:
-        me = threading.current_thread()
-        busy: set[CollectSource] = set()
-        looked = 0.0  # at all of them
-        while True:
-            with self._condition:
-                if not busy and not self._due:
-                    self._condition.wait(RETRY_SECONDS)
-                if self._thread is not me:
-                    return
-                busy, self._due = busy | self._due, set()
-                sources = list(self._sources)
-            if time.monotonic() - looked >= RETRY_SECONDS:
-                busy, looked = set(sources), time.monotonic()
-            # Asking a log costs more than waiting for the next look at all of them.
-            busy = {each for each in sources if each in busy and self._collect_in_turn(each, me)}
+    # ---- the thread
 
-    def _collect_in_turn(self, source: CollectSource, me: threading.Thread) -> bool:
+    def _has_more(self) -> bool:
+        return bool(self._due)
+
+    def _work(self) -> None:
+        with self._condition:
+            due, self._due = self._due, set()
+            sources = list(self._sources)
+        # Asking a log costs more than waiting for the next look at all of them.
+        if time.monotonic() - self._looked >= RETRY_SECONDS:
+            due, self._looked = set(sources), time.monotonic()
+        more = {each for each in sources if each in due and self._collect_in_turn(each)}
+        with self._condition:
+            self._due |= more
+
+    def _collect_in_turn(self, source: ref[CollectSource]) -> bool:
         """Whether it may have more."""
-        if self._thread is not me:
+        if self._is_over():
             return False
         start = time.monotonic()
-        if not self._collect_from(source):
-            return False
-        if not source.is_space_short:
-            rest = (time.monotonic() - start) * (1 / BUSY_SHARE - 1)
-            with self._condition:
-                self._condition.wait_for(lambda: self._thread is not me, rest)
-        return True
+        num_bytes, is_space_short = self._collect_from(source)
+        if num_bytes and not is_space_short:
+            self._rest((time.monotonic() - start) * (1 / BUSY_SHARE - 1))
+        return num_bytes > 0
 
-    def _collect_from(self, source: CollectSource) -> int:
-        with self._condition:
-            if source not in self._sources:
-                return 0
-            self._busy = source
+    def _collect_from(self, of: ref[CollectSource]) -> tuple[int, bool]:
+        source = self._begin(of)
         try:
-            return source.collect_piece()
+            num_bytes = 0 if source is None else source.collect_piece()
+            return num_bytes, source is not None and num_bytes > 0 and source.is_space_short
         except StorageError:
-            return 0  # the source keeps what its commits must say; the rest is tried again
+            return 0, False  # the source keeps what its commits must say; the rest is tried again
         finally:
-            with self._condition:
-                self._busy = None
-                self._condition.notify_all()
+            self._end()

@@ -13,7 +13,8 @@ import ctypes
 import json
 import mmap
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -208,7 +209,8 @@ class _Mapping:
     def __init__(self, file: RowFile, stride: int) -> None:
         self.file, self.stride = file, stride
         self.first_free = 0  # slot
-        self._address = self._size = self._base = 0
+        self._base = 0
+        self._unmap: Callable[[], object] = lambda: None
         self._library = ctypes.CDLL(None, use_errno=True)
         self._library.mmap.restype = ctypes.c_void_p
         self._library.mmap.argtypes = (
@@ -224,15 +226,17 @@ class _Mapping:
         length = begin - first + self.file.weights_bytes
         end = -(-length // page) * page
         self.first_free = -(-(end - (begin - first)) // self.stride)
-        self._size = end + (capacity + 1) * self.stride
+        size = end + (capacity + 1) * self.stride
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._address = self._call(None, self._size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-        self._base = self._address + begin - first
+        address = self._call(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        self._unmap = unmap = weakref.finalize(self, self._library.munmap, address, size)
+        unmap.atexit = False  # the system does that
+        self._base = address + begin - first
         if self.file.weights_bytes:
             fd = os.open(self.file.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 flags = mmap.MAP_SHARED | MAP_FIXED
-                self._call(self._address, length, mmap.PROT_READ, flags, fd, first)
+                self._call(address, length, mmap.PROT_READ, flags, fd, first)
             finally:
                 os.close(fd)
         return self._base
@@ -243,9 +247,8 @@ class _Mapping:
         return np.ctypeslib.as_array((ctypes.c_uint8 * (count * self.stride)).from_address(start))
 
     def close(self) -> None:
-        if self._address:
-            self._library.munmap(self._address, self._size)
-        self._address = 0
+        """As when nobody holds the object any more."""
+        self._unmap()
 
     def _call(self, *arguments: int | None) -> int:
         address = self._library.mmap(*arguments)

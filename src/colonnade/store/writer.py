@@ -5,18 +5,18 @@ Whatever a disk refuses stays in memory and is tried again: when somebody waits,
 
 from __future__ import annotations
 
-import atexit
-import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Protocol
+from weakref import ref
 
 from colonnade.errors import StorageError
+from colonnade.store.attendant import Attendant
 
 DEFAULT_PENDING_BYTES = 64 << 20
 BEHIND = 0.5
 """Of the limit on what waits in memory, for rows that can wait."""
-RETRY_SECONDS = 1.0
 
 
 class WriteSource(Protocol):
@@ -53,8 +53,9 @@ class WriteBudget:
         return max(0.0, -self._tokens / self.bytes_per_second)
 
 
-class LogWriter:
-    """Shared by a rank's logs. Its thread runs while there are any.
+class LogWriter(Attendant[WriteSource]):
+    """See above. What it has not written of a log that leaves, is dropped or is let go by `stop` is given up: who waits
+    for it hears a StorageError.
 
     pending_bytes: what may wait in memory, of all logs together, before `wait_for_room` waits.
     """
@@ -65,16 +66,15 @@ class LogWriter:
         pending_bytes: int = DEFAULT_PENDING_BYTES,
         bytes_per_second: float | None = None,
     ) -> None:
+        super().__init__("log writer")
         self.pending_limit = pending_bytes
         self.bytes_written = 0
         self.stall_seconds = 0.0  # that callers of `wait_for_room` waited
         self._budget = WriteBudget(bytes_per_second)
-        self._sources: list[WriteSource] = []
-        self._condition = threading.Condition()
+        self._written_at = time.monotonic()
         self._error: BaseException | None = None
-        self._is_due = False  # somebody wants the thread to look
-        self._busy: WriteSource | None = None
-        self._thread: threading.Thread | None = None
+        self._is_due = False  # somebody wants the thread to look, or it has not done all
+        self._has_failed = False
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -85,45 +85,8 @@ class LogWriter:
     def pending_bytes(self) -> int:
         """In full chunks that are not written yet."""
         with self._condition:
-            sources = list(self._sources)
-        return sum(source.pending_bytes for source in sources)
-
-    def add(self, source: WriteSource) -> None:
-        with self._condition:
-            self._sources.append(source)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="log writer", daemon=True)
-                self._thread.start()
-                # A thread in native code when the interpreter goes would take the process down.
-                atexit.register(self.stop)
-
-    def remove(self, source: WriteSource) -> None:
-        """Returns when the thread has let go of it. What it has not written is given up."""
-        with self._condition:
-            if source not in self._sources:
-                return
-            self._sources.remove(source)
-            self._is_due = True
-            self._condition.notify_all()
-            self._condition.wait_for(lambda: self._busy is not source)
-            thread = None if self._sources else self._let_go()
-        if thread is not None:
-            thread.join()
-
-    def _let_go(self) -> threading.Thread | None:
-        """Tell the thread to end; the lock is held."""
-        thread, self._thread = self._thread, None
-        self._condition.notify_all()
-        atexit.unregister(self.stop)
-        return thread
-
-    def stop(self) -> None:
-        """Returns when nothing is written any more: who waits for it hears a StorageError, and what was not written is
-        given up."""
-        with self._condition:
-            thread = self._let_go()
-        if thread is not None:
-            thread.join()
+            there = [source() for source in self._sources]
+        return sum(source.pending_bytes for source in there if source is not None)
 
     def wake(self) -> None:
         """There may be full chunks."""
@@ -187,49 +150,39 @@ class LogWriter:
 
     # ---- the thread
 
-    def _run(self) -> None:
-        me = threading.current_thread()
-        before = time.monotonic()
-        has_failed = False
-        while True:
-            with self._condition:
-                if not self._is_due or has_failed:
-                    self._condition.wait(RETRY_SECONDS)
-                if self._thread is not me:
-                    return
-                self._is_due = has_failed = False
-                sources = list(self._sources)
-            is_busy = True
-            while is_busy and not has_failed and self._thread is me:
-                is_busy = False
-                for source in sources:
-                    if not source.has_work:
-                        continue
-                    num_bytes, is_well = self._write_from(source)
-                    is_busy, has_failed = is_busy or num_bytes > 0, has_failed or not is_well
-                    now = time.monotonic()
-                    delay, before = self._budget.delay(num_bytes, now - before), now
-                    if delay:
-                        with self._condition:
-                            self._condition.wait_for(lambda: self._thread is not me, delay)
+    def _has_more(self) -> bool:
+        return self._is_due and not self._has_failed
 
-    def _write_from(self, source: WriteSource) -> tuple[int, bool]:
-        """One chunk, or nothing; False where it failed."""
+    def _work(self) -> None:
         with self._condition:
-            if source not in self._sources:
-                return 0, True
-            self._busy = source
-        num_bytes, error = 0, None
+            self._is_due = self._has_failed = False
+            sources = list(self._sources)
+        is_busy = has_failed = False
+        for source in sources:
+            num_bytes, is_well = (0, True) if self._is_over() else self._write_from(source)
+            is_busy, has_failed = is_busy or num_bytes > 0, has_failed or not is_well
+            before, self._written_at = self._written_at, time.monotonic()
+            if delay := self._budget.delay(num_bytes, self._written_at - before):
+                self._rest(delay)
+        with self._condition:
+            self._is_due, self._has_failed = self._is_due or is_busy, has_failed
+
+    def _write_from(self, of: ref[WriteSource]) -> tuple[int, bool]:
+        """One chunk, or nothing; False where it failed."""
+        source, num_bytes, error = of(), 0, None
+        if source is None or not source.has_work or self._begin(of) is None:
+            return 0, True
         try:
             num_bytes = source.write_next()
         except BaseException as caught:  # of a thread: for whoever waits
             error = caught
+            traceback.clear_frames(error.__traceback__)  # they hold the source
+        del source
         with self._condition:
-            self._busy = None
             self.bytes_written += num_bytes
             if error is not None or num_bytes:
                 self._error = error
-            self._condition.notify_all()
+        self._end()
         return num_bytes, error is None
 
 
