@@ -24,7 +24,7 @@ from colonnade.batch import Batch
 from colonnade.cache.sight import Sight, worth_of
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.exchange.borrowed import Borrowed
-from colonnade.exchange.cached_wire import by_table, records_layout, tables_of
+from colonnade.exchange.cached_wire import by_table, ranges, ranks_of, records_layout, tables_of
 from colonnade.exchange.clean import cut
 from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import Declaration
@@ -190,7 +190,7 @@ class LentExchange(RowsExchange):
         flight: Flight = ticket.wire
         counts, ids = flight.requests.counts, flight.requests.ids.numpy()
         done, rows = flight.line.sight.decide(), np.asarray(flight.owner_plan.inverse)
-        reads = done.reader[rows] == np.repeat(np.arange(len(counts)), counts.sum(1))
+        reads = done.reader[rows] == ranks_of(counts)
         copied = done.copied[rows]
         said = Said(counts, done.has[rows] | reads, done.keeps[rows] | copied, copied | reads)
         back = listed_back(done.holders, done.tables, done.recalled, done.recopied, counts.shape)
@@ -204,8 +204,7 @@ class LentExchange(RowsExchange):
 
     def _borrower(self, ticket: Ticket, messages: Sequence[np.ndarray]) -> Borrower:
         """Collective. messages: by rank, what this one says as an owner."""
-        counts, listed_as, _, _ = self._as_listed(ticket.plan)
-        order, had = ticket.wire.order, ticket.wire.line.had
+        counts, order, had = self._counts(ticket.plan), ticket.wire.order, ticket.wire.line.had
         (heard,), _ = exchanged([messages], self.mesh, 0.0, ticket.purpose)
         unique = torch.as_tensor(ticket.plan.unique_ids)
         asked = unique.numpy()[order]
@@ -220,7 +219,7 @@ class LentExchange(RowsExchange):
         comes, goes = (cut(layout, first, self.widths) for first in (said.plain, said.pushed))
         come_index, go_index = torch.empty(2, len(order), dtype=torch.int32)
         for index, each in ((come_index, comes), (go_index, goes)):
-            index[torch.from_numpy(order)] = each.index(self.widths)[torch.from_numpy(listed_as)]
+            index.numpy()[order] = each.elements(self.widths)
         return Borrower(
             said, order, comes, come_index, goes, go_index, local,
             unique[torch.from_numpy(local)],
@@ -506,11 +505,13 @@ class LentExchange(RowsExchange):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Of a plan's rows in messages, rank by rank: counts (N, T), each one's place in the plan, and where those of
         each rank and table begin and end there (N, T)."""
-        blocks = self.deal.blocks(plan)
-        firsts, lasts = (b.reshape(-1, self.mesh.num_ranks).T for b in (blocks[:-1], blocks[1:]))
-        ranges = zip(firsts.ravel().tolist(), lasts.ravel().tolist(), strict=True)
-        order = np.concatenate([np.arange(first, last) for first, last in ranges])
-        return lasts - firsts, order, firsts, lasts
+        counts = self._counts(plan)
+        lasts = counts.T.cumsum().reshape(counts.T.shape).T
+        return counts, ranges((lasts - counts).ravel(), counts.ravel()), lasts - counts, lasts
+
+    def _counts(self, plan: _native.Plan) -> np.ndarray:
+        """(N, T)"""
+        return np.diff(self.deal.blocks(plan)).reshape(-1, self.mesh.num_ranks).T
 
 
 def lent_end(exchange: Exchange, store: Any) -> LentExchange | None:
