@@ -27,13 +27,16 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from colonnade import _native
 from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Directory
 from colonnade.cache.foresight import Foreseen, Foresight
-from colonnade.cache.sight import SHARED, Sight, worth_of
+from colonnade.cache.sight import Sight, worth_of
 from colonnade.exchange.lent_wire import pack_numbers, read_said, said_messages
 from colonnade.exchange.loans import NONE, Loans
+from colonnade.exchange.owner import listed
 from colonnade.exchange.said import Said, listed_back
 from workers.cache_streams import RANKS, Ids, Stream
 
@@ -200,26 +203,23 @@ def exact(stream: Stream, window: int, capacity: int, dim: int) -> Traffic:
     """The rule of training (`cache.sight`) and its words (`exchange.lent_wire`), SGD, one owner; capacity: rows that
     each rank may have; dim: of rows, for what lending is worth follows from their bytes."""
     row = 4 * dim
-    sight = Sight(RANKS, capacity, worth_of(row, row, 2 * row), holds=window > 0)
+    worth = worth_of(row, row, 2 * row)
+    sight = Sight(RANKS, [capacity], [worth], holds=window > 0)
     lent, had = Loans(RANKS, [None]), [Loans(1, [None]) for _ in range(RANKS)]
-    found, seen = Traffic(), deque[tuple[NDArray[np.int64], float]]()
+    found, seen = Traffic(), deque[tuple[NDArray[np.int32], float]]()
     coming = iter(stream.batches)
     for step, batches in enumerate(stream.batches[: stream.shape.warm + stream.shape.measured]):
         for next_batches in islice(coming, window + 1 - len(seen)):
-            ids, masks = _users(next_batches)
-            alone, shared = np.log2(masks).astype(np.int16), np.flatnonzero(_counts(masks) > 1)
-            rows, ranks = np.nonzero(masks[shared, None] >> np.arange(RANKS, dtype=np.uint8) & 1)
-            users = np.where(_counts(masks) == 1, alone, SHARED).astype(np.int16)
-            sight.see(ids, users, (shared[rows], ranks))
+            plan = _plan(next_batches)
+            sight.see(_named(next_batches), plan)
             named = sum(map(_request_bytes, had, next_batches))
-            seen.append((ids, named))
-        (ids, named), done = seen.popleft(), sight.decide()
-        asked, counts = np.concatenate(batches), np.array([[len(each)] for each in batches])
-        rows, stays = np.searchsorted(ids, asked), done.keeps | done.copied
+            seen.append((np.asarray(plan.inverse), named))
+        (rows, named), done = seen.popleft(), sight.decide()
+        asked, counts = np.concatenate(batches), _named(batches)
+        stays = done.keeps | done.copied
         reads = done.reader[rows] == np.repeat(np.arange(RANKS), counts[:, 0])
         said = Said(counts, done.has[rows] | reads, stays[rows], done.copied[rows] | reads)
-        tables = np.zeros(len(done.recalled), np.int64)
-        back = listed_back(done.holders, tables, done.recalled, done.recopied, (RANKS, 1))
+        back = listed_back(done.holders, done.tables, done.recalled, done.recopied, (RANKS, 1))
         words = said_messages(said, back, lent.numbers(back.tables, back.ids.numpy()))
         lent.decide(said, asked, back)
         for end, message, mine in zip(had, words, batches, strict=True):
@@ -239,6 +239,17 @@ def _request_bytes(had: Loans, ids: NDArray[np.int64]) -> float:
     numbers = had.numbers(np.zeros(len(ids), np.int64), ids)
     [named] = pack_numbers(numbers, np.array([len(ids)]))
     return len(named) + int((numbers == NONE).sum()) * NAME
+
+
+def _named(batches: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """(ranks, 1): of the one table."""
+    return np.array([[len(each)] for each in batches])
+
+
+def _plan(batches: Sequence[NDArray[np.int64]]) -> _native.Plan:
+    """Of what all ranks name, rank by rank."""
+    asked, one = torch.from_numpy(np.concatenate(batches)), torch.ones(1, dtype=torch.int64)
+    return _native.make_plan(listed(asked, _named(batches)), 0 * one, one)
 
 
 def _users(batches: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:

@@ -389,6 +389,36 @@ class Directory:
         """What `rows` gave, into a directory without copies. ValueError for an id or a slot twice."""
     def __len__(self) -> int: ...
 
+class SightDecision:
+    """`colonnade.cache.sight.Decided` as numpy arrays."""
+
+    has: Array  # (U,) bool
+    keeps: Array  # (U,) bool
+    copied: Array  # (U,) bool
+    reader: Array  # (U,) int16
+    recalled: Array  # (M,) int64
+    tables: Array  # (M,) int64
+    holders: Array  # (M,) int64
+    recopied: Array  # (M,) bool
+
+class Sight:
+    """See `colonnade.cache.sight.Sight`. One thread at a time."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        quotas: Array,  # (T,) int64
+        least: Array,  # (T,) int64
+        chances: Array,  # (T,) float64
+        passes: Array,  # (T,) bool
+        holds: bool,
+        many: int,
+    ) -> None: ...
+    def see(self, counts: Array, plan: Plan) -> None:
+        """counts (N, T) int64. ValueError for a plan of other rows, or of several owners: nothing changed."""
+    def decide(self, is_over: bool) -> SightDecision:
+        """ValueError where no batch waits."""
+
 class CountMinSketch:
     """How often ids were seen: see `colonnade.retention.CountMinAdmission`. Another thread may call `saved`; all else
     is one thread at a time."""

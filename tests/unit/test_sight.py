@@ -6,11 +6,14 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_sight import SlowSight
 
-from colonnade.cache.sight import MANY, NAME_BYTES, NOBODY, SHARED, Sight, Worth, worth_of
+from colonnade import _native
+from colonnade.cache.sight import MANY, NAME_BYTES, NOBODY, Sight, Worth, worth_of
+from colonnade.exchange.owner import listed
 
 ENDS = [-(2**63), 2**63 - 1]
 SGD = worth_of(64, 64, 128)
@@ -34,12 +37,15 @@ def stream(random, steps, ranks, spread):
     return found
 
 
-def show(sight, batch):
-    ids = sorted(batch)
-    users = [min(batch[id]) if len(batch[id]) == 1 else SHARED for id in ids]
-    pairs = [(i, rank) for i, id in enumerate(ids) if len(batch[id]) > 1 for rank in batch[id]]
-    rows, ranks = np.array(pairs, np.int64).reshape(-1, 2).T
-    sight.see(np.array(ids, np.int64), np.array(users, np.int16), (rows, ranks))
+def show(sight, ranks, *batches):
+    """One of each table. Returns the ids of its plan's rows, all tables'."""
+    named = [[[id for id in batch if r in batch[id]] for batch in batches] for r in range(ranks)]
+    counts = np.array([[len(ids) for ids in of_rank] for of_rank in named])
+    ids = torch.tensor([id for of_rank in named for ids in of_rank for id in ids], dtype=torch.int64)  # fmt: skip
+    one = torch.ones(len(batches), dtype=torch.int64)
+    plan = _native.make_plan(listed(ids, counts), 0 * one, one)
+    sight.see(counts, plan)
+    return plan.unique_ids.numpy()
 
 
 @settings(max_examples=80, deadline=None)
@@ -60,16 +66,15 @@ def test_it_decides_row_by_row(window, quota, least, chance, passes, many, sprea
 
 def check_each_row(window, quota, worth, spread, seed):
     batches = stream(np.random.default_rng(seed), 50, 3, spread)
-    fast = Sight(3, quota, worth, holds=window > 0)
+    fast = Sight(3, [quota], [worth], holds=window > 0)
     slow = SlowSight(3, quota, worth, holds=window > 0)
-    seen, lies_with, copies = 0, {}, {}
+    shown, lies_with, copies = [], {}, {}
     for t, batch in enumerate(batches):
-        while seen < min(len(batches), t + window + 1):
-            show(fast, batches[seen])
-            slow.see(batches[seen])
-            seen += 1
-        fast.is_over = slow.is_over = seen == len(batches)
-        ids = np.array(sorted(batch), np.int64)
+        while len(shown) < min(len(batches), t + window + 1):
+            slow.see(batches[len(shown)])
+            shown.append(show(fast, 3, batches[len(shown)]))
+        fast.is_over = slow.is_over = len(shown) == len(batches)
+        ids = shown[t]
         found, (has, keeps, copied, readers, back) = fast.decide(), slow.decide()
         assert set(ids[found.has].tolist()) == has
         assert set(ids[found.keeps].tolist()) == keeps
@@ -102,19 +107,47 @@ def check_each_row(window, quota, worth, spread, seed):
             if id in copied:
                 (copies[id],) = users
         counts = np.bincount([*lies_with.values(), *copies.values()], minlength=3)
-        assert (counts == fast.lent).all() and (counts <= quota).all()
+        assert (counts <= quota).all()
     assert lies_with == slow.holder and not copies, (
         "what nobody used when the end came into sight stays until it is given back"
     )
 
 
+def test_no_table_knows_of_another():
+    """Two at once decide as each alone."""
+    random, worths = np.random.default_rng(3), [SGD, Worth(3, 0.4, False)]
+    streams = [stream(random, 30, 3, spread) for spread in (12, 40)]
+    both = Sight(3, [4, 9], worths, holds=True)
+    alone = [Sight(3, [quota], [each], holds=True) for quota, each in zip([4, 9], worths, strict=True)]  # fmt: skip
+    for seen, batches in enumerate(zip(*streams, strict=True)):
+        show(both, 3, *batches)
+        for sight, batch in zip(alone, batches, strict=True):
+            show(sight, 3, batch)
+        if seen < 3:
+            continue
+        found, parts = both.decide(), [sight.decide() for sight in alone]
+        names = "has", "keeps", "copied", "reader", "recalled", "holders", "recopied"
+        for name in names:
+            of_parts = [getattr(part, name) for part in parts]
+            np.testing.assert_array_equal(getattr(found, name), np.concatenate(of_parts))
+        assert found.tables.tolist() == [t for t in range(2) for _ in parts[t].recalled]
+
+
+def test_it_refuses_what_no_ranks_named():
+    sight = Sight(2, [1], [SGD], holds=True)
+    with pytest.raises(ValueError, match="see one first"):
+        sight.decide()
+    with pytest.raises(ValueError, match="wanted a plan of what ranks named"):
+        show(sight, 3, {7: {2}})
+
+
 def decided(users, window, worth=SGD, **how):
     """Of one row, used by these (empty: by nobody): by batch, whether its user has it, keeps it and gives it back but
     for a copy, who reads a copy, and what comes back."""
-    sight, seen, found = Sight(2, 10, worth, **how), 0, []
+    sight, seen, found = Sight(2, [10], [worth], **how), 0, []
     for t in range(len(users)):
         while seen < min(len(users), t + window + 1):
-            show(sight, {7: users[seen]} if users[seen] else {})
+            show(sight, 2, {7: users[seen]} if users[seen] else {})
             seen += 1
         said = sight.decide()
         rows = zip(
@@ -164,10 +197,10 @@ def test_a_row_is_lent_out_of_sight_as_often_as_that_paid():
 
 def test_rows_that_come_in_turns_do_not_drive_each_other_out():
     """More of them than there is room for: values and gradients of 64 bytes, records of 136 each way."""
-    sight, seen, moved = Sight(1, 60, worth_of(64, 64, 272), holds=True), 0, 0
+    sight, seen, moved = Sight(1, [60], [worth_of(64, 64, 272)], holds=True), 0, 0
     for t in range(120):
         while seen < min(120, t + 3):
-            show(sight, {int(id): {0} for id in (np.arange(10) + 10 * seen) % 90})
+            show(sight, 1, {int(id): {0} for id in (np.arange(10) + 10 * seen) % 90})
             seen += 1
         sight.is_over = seen == 120
         said = sight.decide()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -131,13 +132,36 @@ def records_layout(counts: np.ndarray, widths: np.ndarray) -> Records:
 
 def tables_of(counts: np.ndarray) -> np.ndarray:
     """counts (N, T) of rows listed rank by rank, table by table: (rows,) int64, the table of each."""
-    return np.repeat(np.tile(np.arange(counts.shape[1]), len(counts)), counts.ravel())
+    return np.repeat(_tables(*counts.shape), counts.ravel())
+
+
+@lru_cache(maxsize=64)
+def _tables(num_ranks: int, num_tables: int) -> np.ndarray:
+    """Of each block, the same in every step; read only."""
+    return np.tile(np.arange(num_tables), num_ranks)
+
+
+def ranks_of(counts: np.ndarray) -> np.ndarray:
+    """Likewise: (rows,) int64, the rank of each."""
+    return np.repeat(np.arange(len(counts)), counts.sum(1))
+
+
+def table_major(counts: np.ndarray) -> np.ndarray:
+    """Likewise: (rows,) int64, their places, table by table, then rank by rank."""
+    sizes = counts.ravel()
+    firsts = (sizes.cumsum() - sizes).reshape(counts.shape)
+    return ranges(firsts.T.ravel(), counts.T.ravel())
 
 
 def by_table(counts: np.ndarray) -> list[np.ndarray]:
     """Likewise: by table, where its rows are, ascending."""
-    order = np.argsort(tables_of(counts), kind="stable")
-    return np.split(order, counts.sum(0).cumsum()[:-1])
+    return np.split(table_major(counts), counts.sum(0).cumsum()[:-1])
+
+
+def ranges(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """One after another, int64: so many numbers from each of firsts (n,) on."""
+    ends = sizes.cumsum()
+    return np.repeat(firsts - (ends - sizes), sizes) + np.arange(ends[-1] if len(ends) else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,15 +31,19 @@ class Cut:
     def index(self, dims: np.ndarray) -> Tensor:
         """(R,) int32, rows listed table by table, then rank by rank: the element where each begins if the early
         message lies before the rest."""
+        ones = np.ones_like(dims)
+        order = row_layout(self.early.counts + self.rest.counts, ones).table_major(ones)
+        return torch.from_numpy(self.elements(dims)[_elements(order)])
+
+    def elements(self, dims: np.ndarray) -> np.ndarray:
+        """(R,) int32 likewise, rows listed rank by rank, table by table."""
         found = np.empty(len(self.marks), np.uint32)
         found[self.marks] = _elements(self.early.rank_major(dims))
         # Beyond 2^31 as bits, not as a number.
         found[~self.marks] = _elements(self.rest.rank_major(dims)) + np.uint32(
             self.early.num_elements
         )
-        ones = np.ones_like(dims)
-        order = row_layout(self.early.counts + self.rest.counts, ones).table_major(ones)
-        return torch.from_numpy(found[_elements(order)].view(np.int32))
+        return found.view(np.int32)
 
 
 def cut(layout: RowLayout, marks: np.ndarray, dims: np.ndarray) -> Cut:
@@ -62,8 +66,14 @@ def clean_rows(rows: Rows, in_flight: Sequence[Rows], never: Sequence[int]) -> T
 
 def pack_marks(marks: np.ndarray, counts: np.ndarray) -> tuple[Tensor, list[int]]:
     """marks (R,) bool of counts (N,) rows of each rank -> bits, each rank's in bytes of its own; bytes by rank."""
-    parts = [np.packbits(each) for each in np.split(marks, counts.cumsum()[:-1])]
+    parts = packed_by_rank(marks, counts)
     return torch.from_numpy(np.concatenate(parts)), [len(part) for part in parts]
+
+
+def packed_by_rank(marks: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+    """Likewise, by rank."""
+    ends = counts.cumsum().tolist()
+    return [np.packbits(marks[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def mark_bytes(counts: np.ndarray) -> list[int]:
@@ -73,9 +83,10 @@ def mark_bytes(counts: np.ndarray) -> list[int]:
 
 def unpack_marks(data: Tensor, counts: np.ndarray) -> np.ndarray:
     """What `pack_marks` was given."""
-    parts = np.split(data.numpy(), np.cumsum(mark_bytes(counts))[:-1])
-    bits = [np.unpackbits(part, count=n) for part, n in zip(parts, counts.tolist(), strict=True)]
-    return np.concatenate(bits).astype(bool)
+    firsts = [0, *np.cumsum(mark_bytes(counts)).tolist()]
+    marks, sizes = data.numpy(), counts.tolist()
+    bits = [np.unpackbits(marks[a:], count=n) for a, n in zip(firsts, sizes, strict=False)]
+    return np.concatenate(bits).view(bool)
 
 
 def _keys(slots: Tensor, offsets: Tensor) -> np.ndarray:

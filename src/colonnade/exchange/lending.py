@@ -5,7 +5,6 @@ Legend: T tables, N ranks, U unique rows of this rank's batch, P rows named to i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.cache.sight import SHARED, Sight
+from colonnade.cache.sight import Sight
 from colonnade.exchange.clean import Cut
 from colonnade.exchange.loans import Loans
 from colonnade.exchange.packing import Requests
@@ -51,7 +50,7 @@ class LentCounts:
 class Line:
     """Batches of one lookahead, in order. Nothing is known of those of another."""
 
-    sights: Sequence[Sight]  # by table
+    sight: Sight
     lent: Loans  # rows of this rank
     had: Loans  # rows of others
     routed: int = 0
@@ -96,7 +95,6 @@ class Flight:
     order: np.ndarray  # (U,) of this rank's rows as listed, the place of each in the plan
     requests: Requests
     owner_plan: _native.Plan  # of all that was named here
-    orders: Sequence[np.ndarray]  # by table: what makes the plan's rows ascend
     borrower: Borrower | None = None  # once it is decided on
     lender: Lender | None = None
     slots: Tensor | None = None  # of `Borrower.ids`, from fetch to update
@@ -120,25 +118,3 @@ class Flight:
         """(`there`, `back`) of one that was fetched."""
         assert self.there is not None and self.back is not None
         return self.there, self.back
-
-
-def show(line: Line, counts: np.ndarray, owner_plan: _native.Plan) -> list[np.ndarray]:
-    """The line's sights see what all ranks named here, counts (N, T). By table: what makes the plan's rows ascend."""
-    ids, starts = np.asarray(owner_plan.unique_ids), np.asarray(owner_plan.segment_offsets)
-    ranks = np.repeat(np.arange(len(counts), dtype=np.int16), counts.sum(1))
-    users = ranks[np.asarray(owner_plan.entries)[starts[:-1]]]
-    users[np.diff(starts) > 1] = SHARED
-    ends, orders = np.asarray(owner_plan.block_offsets).tolist(), []
-    uses = np.repeat(np.arange(len(ids)), np.diff(starts))  # rows of the plan by its entries
-    by_entry = ranks[np.asarray(owner_plan.entries)]
-    is_shared = users[uses] == SHARED
-    for t, sight in enumerate(line.sights):
-        mine, entries = slice(ends[t], ends[t + 1]), slice(starts[ends[t]], starts[ends[t + 1]])
-        order = np.argsort(ids[mine])
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        shared = is_shared[entries]
-        sharing = (place[uses[entries][shared] - ends[t]], by_entry[entries][shared])
-        sight.see(ids[mine][order], users[mine][order], sharing)
-        orders.append(order)
-    return orders

@@ -24,7 +24,7 @@ from colonnade.batch import Batch
 from colonnade.cache.sight import Sight, worth_of
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.exchange.borrowed import Borrowed
-from colonnade.exchange.cached_wire import by_table, records_layout, tables_of
+from colonnade.exchange.cached_wire import by_table, ranges, ranks_of, records_layout, tables_of
 from colonnade.exchange.clean import cut
 from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import Declaration
@@ -35,7 +35,6 @@ from colonnade.exchange.lending import (
     Lending,
     LentCounts,
     Line,
-    show,
 )
 from colonnade.exchange.lent_clocks import LentClocks, moved_bytes
 from colonnade.exchange.lent_records import clocks_at, put_by_room, unpack
@@ -112,8 +111,7 @@ class LentExchange(RowsExchange):
                 waiting.append(mine)
                 if len(waiting) > self.window:
                     yield decided()
-            for sight in line.sights:
-                sight.is_over = True
+            line.sight.is_over = True
             while waiting:
                 batch = decided()
                 batch.ticket.wire.is_last = not waiting
@@ -126,24 +124,21 @@ class LentExchange(RowsExchange):
         """Of a batch of no lookahead nothing else is in sight."""
         ticket = super().route(batch, step, purpose=purpose)
         if isinstance(ticket.wire, Flight) and ticket.wire.line is not self._routing:
-            for sight in ticket.wire.line.sights:
-                sight.is_over = True
+            ticket.wire.line.sight.is_over = True
             self._decide(ticket)
         return ticket
 
     def _new_line(self) -> Line:
-        tables, owners = self.declaration.tables, self.deal.num_owners.tolist()
-        sights = []
         both_ways = (self.lent_widths + self.back_widths).tolist()
-        for table, lending, num_owners, moved in zip(
-            tables, self.lendings, owners, both_ways, strict=True
-        ):
-            value, gradient = table.itemsize, ITEM_BYTES[table.compute_dtype]
-            worth = worth_of(table.width * value, table.width * gradient, moved)
-            quota = lending.rows // num_owners
-            sights.append(Sight(self.mesh.num_ranks, quota, worth, holds=lending.window > 0))
+        worths = [
+            worth_of(table.width * table.itemsize, table.width * ITEM_BYTES[table.compute_dtype], moved)
+            for table, moved in zip(self.declaration.tables, both_ways, strict=True)
+        ]  # fmt: skip
+        owners = self.deal.num_owners.tolist()
+        quotas = [each.rows // n for each, n in zip(self.lendings, owners, strict=True)]
+        sight = Sight(self.mesh.num_ranks, quotas, worths, holds=self.window > 0)
         lent, had = (Loans(self.mesh.num_ranks, self._rows) for _ in range(2))
-        return Line(sights, lent, had)
+        return Line(sight, lent, had)
 
     def ask(self, batch: Batch, purpose: str = "route") -> Asked:
         """Raises IdRangeError, DataError. Rows that lie here are named by their numbers, as of the newest decision."""
@@ -182,8 +177,8 @@ class LentExchange(RowsExchange):
             listed(requests.ids, requests.counts), self.table_rows, self.undealt
         )
         line.routed += 1
-        orders = show(line, requests.counts, owner_plan)
-        flight = Flight(line, line.routed, order, requests, owner_plan, orders)
+        line.sight.see(requests.counts, owner_plan)
+        flight = Flight(line, line.routed, order, requests, owner_plan)
         none = torch.zeros(len(self.widths) + 1, dtype=torch.int64)
         return Ticket(
             step, asked.size, lookups, plan, none[:0], none, None, weight, None, flight, purpose=purpose
@@ -194,24 +189,11 @@ class LentExchange(RowsExchange):
         keeps it; which rows of this rank are needed here."""
         flight: Flight = ticket.wire
         counts, ids = flight.requests.counts, flight.requests.ids.numpy()
-        ends = np.asarray(flight.owner_plan.block_offsets).tolist()
-        has, keeps, copied = np.empty((3, ends[-1]), bool)
-        reader = np.empty(ends[-1], np.int16)
-        recalled = []
-        for t, sight in enumerate(flight.line.sights):
-            rows, done = flight.orders[t] + ends[t], sight.decide()
-            has[rows], keeps[rows] = done.has, done.keeps | done.copied
-            copied[rows], reader[rows] = done.copied, done.reader
-            recalled.append(
-                (done.holders, np.full(len(done.recalled), t), done.recalled, done.recopied)
-            )
-        inverse = np.asarray(flight.owner_plan.inverse)
-        reads = reader[inverse] == np.repeat(np.arange(len(counts)), counts.sum(1))
-        said = Said(counts, has[inverse] | reads, keeps[inverse], copied[inverse] | reads)
-        holders, tables, others, stays = (
-            np.concatenate(each) for each in zip(*recalled, strict=True)
-        )
-        back = listed_back(holders, tables, others, stays, counts.shape)
+        done, rows = flight.line.sight.decide(), np.asarray(flight.owner_plan.inverse)
+        reads = done.reader[rows] == ranks_of(counts)
+        copied = done.copied[rows]
+        said = Said(counts, done.has[rows] | reads, done.keeps[rows] | copied, copied | reads)
+        back = listed_back(done.holders, done.tables, done.recalled, done.recopied, counts.shape)
         mine = returned(said, torch.from_numpy(ids[said.returned]))
         messages = said_messages(
             said, back, flight.line.lent.numbers(back.tables, back.ids.numpy())
@@ -222,8 +204,7 @@ class LentExchange(RowsExchange):
 
     def _borrower(self, ticket: Ticket, messages: Sequence[np.ndarray]) -> Borrower:
         """Collective. messages: by rank, what this one says as an owner."""
-        counts, listed_as, _, _ = self._as_listed(ticket.plan)
-        order, had = ticket.wire.order, ticket.wire.line.had
+        counts, order, had = self._counts(ticket.plan), ticket.wire.order, ticket.wire.line.had
         (heard,), _ = exchanged([messages], self.mesh, 0.0, ticket.purpose)
         unique = torch.as_tensor(ticket.plan.unique_ids)
         asked = unique.numpy()[order]
@@ -238,7 +219,7 @@ class LentExchange(RowsExchange):
         comes, goes = (cut(layout, first, self.widths) for first in (said.plain, said.pushed))
         come_index, go_index = torch.empty(2, len(order), dtype=torch.int32)
         for index, each in ((come_index, comes), (go_index, goes)):
-            index[torch.from_numpy(order)] = each.index(self.widths)[torch.from_numpy(listed_as)]
+            index.numpy()[order] = each.elements(self.widths)
         return Borrower(
             said, order, comes, come_index, goes, go_index, local,
             unique[torch.from_numpy(local)],
@@ -524,11 +505,13 @@ class LentExchange(RowsExchange):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Of a plan's rows in messages, rank by rank: counts (N, T), each one's place in the plan, and where those of
         each rank and table begin and end there (N, T)."""
-        blocks = self.deal.blocks(plan)
-        firsts, lasts = (b.reshape(-1, self.mesh.num_ranks).T for b in (blocks[:-1], blocks[1:]))
-        ranges = zip(firsts.ravel().tolist(), lasts.ravel().tolist(), strict=True)
-        order = np.concatenate([np.arange(first, last) for first, last in ranges])
-        return lasts - firsts, order, firsts, lasts
+        counts = self._counts(plan)
+        lasts = counts.T.cumsum().reshape(counts.T.shape).T
+        return counts, ranges((lasts - counts).ravel(), counts.ravel()), lasts - counts, lasts
+
+    def _counts(self, plan: _native.Plan) -> np.ndarray:
+        """(N, T)"""
+        return np.diff(self.deal.blocks(plan)).reshape(-1, self.mesh.num_ranks).T
 
 
 def lent_end(exchange: Exchange, store: Any) -> LentExchange | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import BudgetExceeded
-from colonnade.exchange.cached_wire import by_table, tables_of
+from colonnade.exchange.cached_wire import by_table, table_major
 
 TOGETHER = 4096
 """Rows that are put back at once, where memory has room for them."""
@@ -31,7 +31,7 @@ def unpack(
     if not len(slots):
         return
     where = torch.from_numpy(slots)
-    order = np.argsort(tables_of(counts), kind="stable")
+    order = table_major(counts)
     ends = torch.from_numpy(np.concatenate([[0], counts.sum(0).cumsum()]))
     store.before_update(where[torch.from_numpy(order)], ends)
     store.native.unpack_blocks(where, counts.ravel(), widths, records, clocks)

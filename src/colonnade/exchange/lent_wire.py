@@ -14,6 +14,7 @@ Bits of one kind fill bytes of their own. Who has what is known to both. Legend:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import WorldError
-from colonnade.exchange.cached_wire import tables_of
-from colonnade.exchange.clean import mark_bytes, pack_marks, unpack_marks
+from colonnade.exchange.cached_wire import ranks_of
+from colonnade.exchange.clean import packed_by_rank
 from colonnade.exchange.loans import NONE, Loans
 from colonnade.exchange.packing import Requests, unpack_requests
 from colonnade.exchange.said import Back, Said, listed_back
@@ -34,13 +35,14 @@ NUMBERS = 2**32
 def pack_numbers(numbers: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
     """By rank, uint8: of counts (N,) rows in any order, the numbers that they have."""
     has = numbers != NONE
-    ranks = np.repeat(np.arange(len(counts)), counts)[has]
-    order, sizes = np.lexsort((numbers[has], ranks)), np.bincount(ranks, minlength=len(counts))
+    ranks, named = np.repeat(np.arange(len(counts)), counts)[has], numbers[has]
+    order, sizes = np.argsort(ranks * NUMBERS + named), np.bincount(ranks, minlength=len(counts))
     lasts, firsts = (torch.from_numpy(each) for each in (sizes.cumsum(), sizes.cumsum() - sizes))
     one, none = torch.ones_like(lasts), torch.zeros_like(lasts)
-    ids = torch.from_numpy(numbers[has][order])
+    ids = torch.from_numpy(named[order])
     packed, ends = _native.pack_ids(ids, firsts, lasts, NUMBERS * one, one, none, True)
-    return np.split(np.asarray(packed), np.asarray(ends)[:-1])
+    borders, lists = [0, *np.asarray(ends).tolist()], np.asarray(packed)
+    return [lists[a:b] for a, b in pairwise(borders)]
 
 
 def unpack_numbers(message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -64,14 +66,15 @@ def read_requests(
             raise _no_message(rank, len(message), "asks for") from None
         rest.append(others)
     plain = unpack_requests(rest, rows, num_owners, places)
-    counts = np.array([len(ids) for _, ids in named])
-    tables = np.concatenate([tables_of(plain.counts), *(each for each, _ in named)])
-    ranks = np.arange(len(named))
-    of = np.concatenate([np.repeat(ranks, plain.counts.sum(1)), np.repeat(ranks, counts)])
-    order = np.lexsort((tables, of))
+    counts, shape = np.array([len(ids) for _, ids in named]), plain.counts.shape
+    plain_blocks = np.repeat(np.arange(plain.counts.size), plain.counts.ravel())
+    firsts = np.repeat(shape[1] * np.arange(len(named)), counts)
+    blocks = firsts + np.concatenate([tables for tables, _ in named])
+    # NumPy sorts 16 bits by counting.
+    kind = np.uint16 if plain.counts.size < 2**16 else np.int64
+    order = np.argsort(np.concatenate([plain_blocks, blocks]).astype(kind), kind="stable")
     ids = np.concatenate([plain.ids.numpy(), *(each for _, each in named)])[order]
-    shape = plain.counts.shape
-    by_block = np.bincount(of * shape[1] + tables, minlength=shape[0] * shape[1]).reshape(shape)
+    by_block = plain.counts + np.bincount(blocks, minlength=plain.counts.size).reshape(shape)
     codes = plain.codes
     if codes is not None:  # of rows that lie elsewhere nobody asks when they are used next
         unknown = torch.zeros(int(counts.sum()), dtype=torch.uint8)
@@ -82,23 +85,20 @@ def read_requests(
 def listed_order(counts: np.ndarray, order: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """order (U,) of rows as plans list them in each rank's and table's, counts (N, T) of them; numbers (U,) of these:
     as `read_requests` lists them."""
-    blocks = np.repeat(np.arange(counts.size), counts.ravel())
-    return order[np.lexsort((numbers, blocks))]
+    blocks = np.repeat(np.arange(counts.size) * (NUMBERS + 1), counts.ravel())
+    return order[np.argsort(blocks + (numbers - NONE), kind="stable")]
 
 
 def said_messages(said: Said, recalled: Back, numbers: np.ndarray) -> list[np.ndarray]:
     """By rank, uint8. said: of rows that the rank asked for; recalled: of those that it has and does not use, whose
     numbers these are."""
     rows, is_told = recalled.counts.sum(1), ~said.read
-    order = np.lexsort((numbers, np.repeat(np.arange(len(rows)), rows)))
-    parts = [
-        np.split(bits.numpy(), np.cumsum(sizes)[:-1])
-        for bits, sizes in (
-            pack_marks(recalled.copied[order], rows),
-            pack_marks(said.keeps[is_told], said.counted(is_told).sum(1)),
-            pack_marks(said.copied[said.keeps], said.counted(said.keeps).sum(1)),
-        )
-    ]
+    order = np.lexsort((numbers, ranks_of(recalled.counts)))
+    parts = (
+        packed_by_rank(recalled.copied[order], rows),
+        packed_by_rank(said.keeps[is_told], said.counted(is_told).sum(1)),
+        packed_by_rank(said.copied[said.keeps], said.counted(said.keeps).sum(1)),
+    )
     named = pack_numbers(numbers, rows)
     return [np.concatenate(each) for each in zip(named, *parts, strict=True)]
 
@@ -133,10 +133,10 @@ def read_said(
 
 def _unpacked(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """(Bits, the rest). Raises ValueError."""
-    [size] = mark_bytes(np.array([count]))
+    size = -(-count // 8)
     if size > len(data):
         raise ValueError("got too few bytes")
-    return unpack_marks(torch.from_numpy(data[:size].copy()), np.array([count])), data[size:]
+    return np.unpackbits(data[:size], count=count).view(bool), data[size:]
 
 
 def _no_message(rank: int, size: int, does: str) -> WorldError:

@@ -10,11 +10,11 @@ Legend: N ranks, T tables, n rows, listed rank by rank, table by table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from colonnade.exchange.cached_wire import tables_of
+from colonnade.exchange.cached_wire import ranks_of, tables_of
 from colonnade.exchange.row_numbers import ABSENT, RowNumbers
 from colonnade.exchange.said import Back, Said
 
@@ -29,10 +29,11 @@ class Loans:
     def __init__(self, num_ranks: int, rows: Sequence[int | None]) -> None:
         """rows: of each table; None: open."""
         self._numbers = RowNumbers(rows)
-        # By rank, then by number; the table of one that nothing has is NONE.
-        self._ids = [np.empty(0, np.int64) for _ in range(num_ranks)]
-        self._tables = [np.empty(0, np.int32) for _ in range(num_ranks)]
-        self._copied = [np.empty(0, bool) for _ in range(num_ranks)]
+        # By rank and number; the table of one that nothing has is NONE.
+        self._ids = np.empty((num_ranks, 0), np.int64)
+        self._tables = np.empty((num_ranks, 0), np.int32)
+        self._copied = np.empty((num_ranks, 0), bool)
+        self._sizes = np.zeros(num_ranks, np.int64)  # numbers of each rank, free ones among them
         self._free = [np.empty(0, np.int64) for _ in range(num_ranks)]  # who ended last comes last
 
     def numbers(self, tables: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -41,7 +42,7 @@ class Loans:
 
     def rows(self, rank: int, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tables (n,), ids (n,)) of what that rank has, or lent. Raises ValueError for a number that nothing has."""
-        are_known = (numbers < len(self._ids[rank])).all()
+        are_known = (numbers < self._sizes[rank]).all()
         tables = self._tables[rank][numbers] if are_known else np.array([NONE])
         if (tables == NONE).any():
             raise ValueError("got the number of a row that is not lent")
@@ -49,51 +50,54 @@ class Loans:
 
     def copied(self, counts: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """(n,) bool, of rows as listed, counts (N, T) of them: what lies there is a copy."""
-        found = np.zeros(len(numbers), bool)
-        for rank, mine in _by_rank(counts):
-            has = numbers[mine] != NONE
-            found[mine][has] = self._copied[rank][numbers[mine][has]]
+        found, has = np.zeros(len(numbers), bool), np.flatnonzero(numbers != NONE)
+        found[has] = self._copied[ranks_of(counts)[has], numbers[has]]
         return found
 
     def decide(self, said: Said, ids: np.ndarray, recalled: Back) -> None:
         """A batch was decided on: ids (n,) of rows that were asked for, as listed; others that come back with it."""
-        tables, others = tables_of(said.counts), recalled.ids.numpy()
-        numbers, recalled_numbers = (
-            self.numbers(tables, ids),
-            self.numbers(recalled.tables, others),
+        rows = np.flatnonzero(said.has | said.keeps)  # nothing is known of the others
+        ranks, tables = ranks_of(said.counts)[rows], tables_of(said.counts)[rows]
+        has, keeps, copied, ids = (each[rows] for each in (said.has, said.keeps, said.copied, ids))
+        others = ranks_of(recalled.counts), recalled.tables, recalled.ids.numpy()
+        numbers, other_numbers = self.numbers(tables, ids), self.numbers(*others[1:])
+        self._copied[others[0], other_numbers] = True
+        ends, begins, left = has & ~keeps, ~has & keeps, ~recalled.copied
+        of, ended_tables, ended_ids = (
+            np.concatenate([one[ends], other[left]])
+            for one, other in zip((ranks, tables, ids), others, strict=True)
         )
-        ends, begins = said.has & ~said.keeps, said.borrowed
-        left = ~recalled.copied
-        self._numbers.erase(tables[ends], ids[ends])
-        self._numbers.erase(recalled.tables[left], others[left])
-        given = zip(_by_rank(said.counts), _by_rank(recalled.counts), strict=True)
-        for (rank, mine), (_, back) in given:
-            self._copied[rank][recalled_numbers[back]] = True
-            ended = np.concatenate([numbers[mine][ends[mine]], recalled_numbers[back][left[back]]])
-            self._tables[rank][ended] = NONE
-            self._free[rank] = np.concatenate([self._free[rank], ended])
-            new = begins[mine]
-            numbers[mine][new] = self._take(rank, int(new.sum()))
-            self._ids[rank][numbers[mine][new]] = ids[mine][new]
-            self._tables[rank][numbers[mine][new]] = tables[mine][new]
-            stays = said.keeps[mine]
-            self._copied[rank][numbers[mine][stays]] = said.copied[mine][stays]
+        ended = np.concatenate([numbers[ends], other_numbers[left]])
+        self._numbers.erase(ended_tables, ended_ids)
+        self._tables[of, ended] = NONE
+        wanted = np.bincount(ranks[begins], minlength=len(self._free))
+        numbers[begins] = self._exchanged(of, ended, wanted)
         self._numbers.put(tables[begins], ids[begins], numbers[begins])
+        self._ids[ranks[begins], numbers[begins]] = ids[begins]
+        self._tables[ranks[begins], numbers[begins]] = tables[begins]
+        self._copied[ranks[keeps], numbers[keeps]] = copied[keeps]
 
-    def _take(self, rank: int, count: int) -> np.ndarray:
-        free, size = self._free[rank], len(self._ids[rank])
-        if count > len(free):
-            more = max(count - len(free), size // 2)
-            for arrays, none in ((self._ids, 0), (self._tables, NONE), (self._copied, False)):
-                new = np.full(more, none, arrays[rank].dtype)
-                arrays[rank] = np.concatenate([arrays[rank], new])
-            free = np.concatenate([np.arange(size, size + more)[::-1], free])
-        kept = len(free) - count
-        self._free[rank] = free[:kept]
-        return free[kept:]
+    def _exchanged(self, ranks: np.ndarray, ended: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Numbers ended (m,) of these ranks are free; so many as are wanted (N,) of each are taken, rank by rank."""
+        order, sizes = np.argsort(ranks, kind="stable"), np.bincount(ranks, minlength=len(wanted))
+        ends, taken = sizes.cumsum().tolist(), []
+        parts = zip([0, *ends], ends, wanted.tolist(), strict=False)
+        for rank, (first, last, count) in enumerate(parts):
+            free = np.concatenate([self._free[rank], ended[order[first:last]]])
+            if count > len(free):
+                free = np.concatenate([self._more(rank, count - len(free)), free])
+            kept = len(free) - count
+            self._free[rank] = free[:kept]
+            taken.append(free[kept:])
+        return np.concatenate(taken)
 
-
-def _by_rank(counts: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Where each rank's rows are, as listed."""
-    ends = [0, *counts.sum(1).cumsum().tolist()]
-    return ((rank, slice(ends[rank], ends[rank + 1])) for rank in range(len(counts)))
+    def _more(self, rank: int, count: int) -> np.ndarray:
+        """Numbers that the rank did not have yet, descending."""
+        size = int(self._sizes[rank])
+        self._sizes[rank] += max(count, size // 2)
+        short = int(self._sizes.max()) - self._ids.shape[1]
+        if short > 0:
+            for name, none in (("_ids", 0), ("_tables", NONE), ("_copied", False)):
+                more = np.pad(getattr(self, name), ((0, 0), (0, short)), constant_values=none)
+                setattr(self, name, more)
+        return np.arange(size, self._sizes[rank])[::-1]

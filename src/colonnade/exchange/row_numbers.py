@@ -47,8 +47,11 @@ class RowNumbers:
 
     def _parts(
         self, tables: np.ndarray, ids: np.ndarray
-    ) -> Iterator[tuple[_native.RowIndex, np.ndarray, np.ndarray]]:
+    ) -> Iterator[tuple[_native.RowIndex, np.ndarray | slice, np.ndarray]]:
         """By index that has some of the rows: which these are, and their keys."""
+        if len(self._indexes) == 1:
+            yield self._indexes[0], slice(None), ids + self._firsts[tables]
+            return
         of, keys = self._of[tables], ids + self._firsts[tables] * (self._of[tables] == 0)
         for i in np.flatnonzero(np.bincount(of, minlength=len(self._indexes))).tolist():
             rows = np.flatnonzero(of == i)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colonnade.exchange.cached_wire import blocks_of
+from colonnade.exchange.cached_wire import blocks_of, ranks_of, tables_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,7 @@ class Back:
     @property
     def tables(self) -> np.ndarray:
         """Of each."""
-        numbers = np.tile(np.arange(self.counts.shape[1]), len(self.counts))
-        return np.repeat(numbers, self.counts.ravel())
+        return tables_of(self.counts)
 
 
 def listed_back(
@@ -86,8 +85,7 @@ def returned(said: Said, ids: Tensor) -> Back:
 
 
 def both(one: Back, other: Back) -> Back:
-    ranks = [np.repeat(np.arange(len(each.counts)), each.counts.sum(1)) for each in (one, other)]
     return listed_back(
-        np.concatenate(ranks), np.concatenate([one.tables, other.tables]),
+        np.concatenate([ranks_of(one.counts), ranks_of(other.counts)]), np.concatenate([one.tables, other.tables]),
         torch.cat([one.ids, other.ids]).numpy(), np.concatenate([one.copied, other.copied]), one.counts.shape,
     )  # fmt: skip
