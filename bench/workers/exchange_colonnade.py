@@ -96,9 +96,6 @@ class Opened:
         """What gradients come back to."""
         return [found["fields"]] if self.case.pooled else [found[n] for n in self.case.names]
 
-    def before_forward(self) -> None:
-        """Of what has weights beside rows; once more after the last step."""
-
     def before_backward(self) -> None:
         """Of what has weights beside rows."""
 
@@ -134,7 +131,6 @@ class Opened:
                 marks = [time.perf_counter()]
                 batch = next(ready)
                 marks.append(time.perf_counter())
-                self.before_forward()
                 outputs = self.outputs(self.collection(batch))
                 marks.append(time.perf_counter())
                 self.before_backward()
@@ -146,7 +142,6 @@ class Opened:
                     seconds.append(marks[-1] - marks[0])
                     for name, begin, end in zip(PHASES, marks, marks[1:], strict=False):
                         phases[name] += end - begin
-        self.before_forward()
         self.next += warm_up + steps
         sent = {name: count - before.get(name, 0) for name, count in self.sent().items()}
         return Iterations(seconds, digest_of(outputs), sent, phases)

@@ -1,9 +1,8 @@
 """Wide & Deep between hosts, trained as in a loop of one's own: rows, an MLP, dense gradients summed over all ranks.
 
-As `colonnade train` has them, dense gradients leave while backward runs, and rows' gradients beside them; rows step,
-and the next batch's are fetched, while sums of dense gradients still travel. A choice is one of `exchange_colonnade`'s.
-Samples are ids as the case has them; dense columns and labels are the same in every step, for nobody asks here what
-is learned.
+As `colonnade train` has them, dense gradients leave while backward runs, and rows' gradients beside them. A choice is
+one of `exchange_colonnade`'s. Samples are ids as the case has them; dense columns and labels are the same
+in every step, for nobody asks here what is learned.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class Trained(exchange_colonnade.Opened):
         self.dense = DenseGradients(weights, mesh, late=self.late)
         self.dense.attach()
         self.optimizer = torch.optim.SGD(weights, lr=LR)
-        self.is_owed = False  # a dense step
 
     @staticmethod
     def declared(
@@ -72,14 +70,6 @@ class Trained(exchange_colonnade.Opened):
     def outputs(self, found: dict[str, Tensor]) -> list[Tensor]:
         return [self.model.network(found, self.columns)]
 
-    def before_forward(self) -> None:
-        if self.is_owed:
-            if self.dense.is_underway:
-                self.dense.wait()
-            self.optimizer.step()
-            self.is_owed = False
-        self.dense.zero()
-
     def before_backward(self) -> None:
         self.dense.begin()
 
@@ -93,14 +83,10 @@ class Trained(exchange_colonnade.Opened):
             self.collection.collect()
         self.dense.send(finite=True, stop=False)
         self.collection.collect()
-        if self.late:
-            self.dense.wait()
-        else:
-            self.dense.hear()
+        self.dense.wait()
         self.rows.step(agreed=True)
-        self.is_owed = True
-        if not self.dense.is_underway:
-            self.before_forward()
+        self.optimizer.step()
+        self.dense.zero()
 
 
 def build(case: WideDeepCase, choices: Mapping[str, Any]) -> Built:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from dataclasses import replace
@@ -20,7 +19,7 @@ from colonnade.topology.reduction import WAYS, choose_way, sent, sum_in_order, s
 from colonnade.topology.traffic import Traffic
 from colonnade.train import buckets
 from colonnade.train import dense as dense_module
-from colonnade.train.buckets import bounded, bucket_layout, sum_bucket
+from colonnade.train.buckets import bucket_layout
 from colonnade.train.dense import DenseGradients
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -100,20 +99,6 @@ def test_the_layout_is_in_reverse_order_and_has_every_parameter_once():
     many = bucket_layout([(SINGLE, CPU)] * 1000, [whole // 3] * 1000)
     assert [number for bucket in many for number in bucket] == list(reversed(range(1000)))
     assert {len(bucket) for bucket in many[:-1]} == {4}  # 3 x a third is a little less than all
-
-
-@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE, HALF, torch.float16])
-def test_what_is_bounded_does_not_overflow(dtype):
-    for num_ranks in (1, 2, 3, 7, 64):
-        most = torch.finfo(dtype).max / (2 * num_ranks)
-        for sign in (1, -1):
-            values = torch.full((1, num_ranks, 1), sign * most, dtype=DOUBLE).to(dtype)
-            assert sum_in_order(values).isfinite()
-            for worse in (1.1 * most, math.nan, math.inf):
-                values[0, 0] = sign * worse
-                assert not bounded(values.flatten(), num_ranks)
-            assert bounded(torch.tensor([0.9 * sign * most, 0.0], dtype=dtype), num_ranks)
-    assert bounded(torch.zeros(0, dtype=dtype), 2)
 
 
 # ---- what a step gives
@@ -206,13 +191,13 @@ def leaves_while_backward_runs(mesh):
     buckets.BUCKET_BYTES = 32
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
     dense = attached(layers, mesh)
-    order, reduce = [], dense_module.sum_bucket
+    order, reduce = [], dense_module._reduce
 
     def noted(bucket, mesh, unit):
         reduce(bucket, mesh, unit)
         order.append((bucket.numbers, threading.current_thread().name))
 
-    dense_module.sum_bucket = noted
+    dense_module._reduce = noted
     seen = []
 
     def early(_):
@@ -230,7 +215,7 @@ def leaves_while_backward_runs(mesh):
         layers(torch.ones(2, 4)).sum().backward()
         dense.reduce(finite=True, stop=False)
         assert order == [([n], "dense") for n in (3, 2, 1, 0)]
-    dense_module.sum_bucket = reduce
+    dense_module._reduce = reduce
     assert seen == [0, 3]
 
 
@@ -351,47 +336,7 @@ def on_links_known_otherwise(mesh):
     assert torch.equal(model.weight.grad, torch.full((1, 7), 4.0))
 
 
-def hears_before_sums(mesh):
-    """Collective, four ranks as 2 x 2: they know that sums will be finite while these are held up; where one may not
-    be, they wait for it."""
-    layer = nn.Linear(4, 4, bias=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense_module, "ALONE_BYTES", 8)
-        dense = attached(layer, mesh)
-        may_go, most = threading.Event(), torch.finfo(SINGLE).max
-
-        def held(*of):
-            assert may_go.wait(30)
-            sum_bucket(*of)
-
-        patch.setattr(dense_module, "sum_bucket", held)
-
-        def heard(gradient, of_rank_1=None, finite=True, loss=1.0):
-            dense.zero()
-            layer.weight.grad.fill_(gradient)
-            if mesh.rank == 1 and of_rank_1 is not None:
-                layer.weight.grad[2, 3] = of_rank_1
-            dense.send(finite=finite, stop=mesh.rank == 2, loss=loss)
-            return dense.hear(), dense.is_underway
-
-        for gradient in (0.25, most / 9):
-            may_go.clear()
-            assert heard(gradient) == ((True, True, 4.0), True)
-            may_go.set()
-            assert dense.wait() == (True, True, 4.0)
-            assert torch.equal(layer.weight.grad, torch.full((4, 4), gradient) * 4)
-        assert heard(most / 5) == ((True, True, 4.0), False)
-        assert heard(most / 3)[0][:2] == (False, True)
-        for bad in (math.nan, math.inf, -math.inf):
-            assert heard(1.0, bad) == ((False, True, 4.0), False)
-            assert heard(1.0, loss=bad if mesh.rank == 3 else 1.0)[0][0] is False
-        assert heard(1.0, finite=mesh.rank != 3) == ((False, True, 4.0), False)
-        assert heard(1.0, loss=2.0)[0] == (True, True, 8.0)
-        assert dense.wait()[0]
-
-
 def on_four(mesh):
-    hears_before_sums(mesh)
     on_every_way(mesh)
     on_links_known_otherwise(mesh)
     bits = []
@@ -452,7 +397,7 @@ def test_an_error_in_backward_leaves_nobody_waiting():
 def test_a_gradient_that_comes_too_late_is_told(monkeypatch):
     """A parameter that gets a second gradient after its bucket has left: never summed wrongly."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 8)
-    monkeypatch.setattr(buckets, "sum_over_ranks", lambda mesh, values, way: None)
+    monkeypatch.setattr(dense_module, "sum_over_ranks", lambda mesh, values, way: None)
     monkeypatch.setattr(Mesh, "broadcast", lambda mesh, purpose, values, **_: values)
     model = Odd()
     dense = attached(model, Mesh(World(ranks_per_host=2)))

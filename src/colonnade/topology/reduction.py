@@ -12,7 +12,6 @@ Legend: N ranks, H hosts, L ranks of a host, S bytes of the buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -101,22 +100,6 @@ def sum_over_ranks(mesh: Mesh, values: Tensor, way: Way) -> None:
         copy_in_pieces(gathered(mesh, "dense in host", of_host, local), values)
 
 
-def begin_sum(mesh: Mesh, group: str, values: Tensor, counts_as: str) -> Callable[[], None]:
-    """Collective: `sum_over_ranks` of a short buffer, which goes whole, on a group that joins all ranks. The sum has
-    come when what is returned was called, once."""
-    hosts, local = mesh.world.num_hosts, mesh.world.ranks_per_host
-    share = [len(values)] * mesh.num_ranks
-    send = _repeated(mesh, group, values, mesh.num_ranks)
-    every, call = mesh.all_to_all(group, send, share, share, wait=False, counts_as=counts_as)
-
-    def arrive() -> None:
-        if call is not None:
-            call.wait()
-        _add(every.view(hosts, local, -1), values)
-
-    return arrive
-
-
 def sum_in_order(parts: Tensor) -> Tensor:
     """(H, L, n) of all ranks -> (n,): the order that all ways keep."""
     for _ in range(2):  # over the ranks of a host, then over hosts
@@ -135,16 +118,11 @@ def scattered(mesh: Mesh, group: str, values: Tensor, size: int) -> Tensor:
 
 def gathered(mesh: Mesh, group: str, values: Tensor, size: int) -> Tensor:
     """(n,) -> (size x n,): every member's values, in rank order."""
-    share = [len(values)] * size
-    return mesh.all_to_all(group, _repeated(mesh, group, values, size), share, share)[0]
-
-
-def _repeated(mesh: Mesh, group: str, values: Tensor, times: int) -> Tensor:
-    """(n,) -> (times x n,), to be sent."""
-    send = mesh.room(group, times * len(values), values.dtype)
-    for block in send.view(times, -1):
+    send = mesh.room(group, size * len(values), values.dtype)
+    for block in send.view(size, -1):
         copy_in_pieces(values, block)
-    return send
+    share = [len(values)] * size
+    return mesh.all_to_all(group, send, share, share)[0]
 
 
 def added(parts: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Buckets of dense gradients: which parameters lie in which, in what order they leave, and the sum of one."""
+"""Buckets of dense gradients: which parameters lie in which, and in what order they leave."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from colonnade.topology.mesh import Mesh
-from colonnade.topology.reduction import PIECE, Way, sum_over_ranks
+from colonnade.topology.reduction import Way
 from colonnade.train.coded_sum import CodedSum
 
 BUCKET_BYTES = 1 << 20
@@ -35,9 +35,6 @@ class Bucket:
     missing: int = 0  # gradients that backward has yet to add
     written: list[torch.Event] = field(default_factory=list)  # on a device: when they are
     ready: threading.Event = field(default_factory=threading.Event)
-    is_bounded: bool = False
-    """This rank's gradients are no reason why a sum could overflow, and finite: asked where the ranks' word is sent
-    beside sums."""
     total: float = 0.0  # after the reduction: NaN or inf where any gradient of any rank is
 
 
@@ -56,16 +53,6 @@ def bucket_layout(
     return done
 
 
-def bounded(gradients: Tensor, num_ranks: int) -> bool:
-    """Pure. Whether sums over so many ranks, none of which has larger ones, are finite whatever their signs, order and
-    rounding; False for NaN."""
-    if not len(gradients):
-        return True
-    most = torch.finfo(gradients.dtype).max / (2 * num_ranks)
-    least, largest = map(float, torch.aminmax(gradients))
-    return -most <= least and largest <= most
-
-
 def filled(
     kinds: Sequence[tuple[torch.dtype, torch.device]],
     sizes: Sequence[int],
@@ -82,35 +69,3 @@ def filled(
         if sum(sizes[n] for n in bucket) * kind[0].itemsize >= BUCKET_BYTES:
             done.append(filling.pop(kind))
     return sorted([*done, *filling.values()], key=lambda bucket: (bucket[-1] in late, -bucket[-1]))
-
-
-def sum_bucket(bucket: Bucket, mesh: Mesh, unit: float) -> None:
-    """Collective, one issuing thread, in place: its gradients are those of all ranks. `unit`: what they are divided by
-    before they are applied."""
-    if bucket.owed is not None:
-        for event in bucket.written:
-            event.synchronize()
-        bucket.gradients.add_(bucket.owed, alpha=unit)
-    mesh = bucket.inside or mesh
-    if mesh.num_ranks == 1:
-        bucket.total = float(bucket.gradients.sum(dtype=torch.float64))
-        return
-    size = len(bucket.gradients)
-    if bucket.stream is not None:
-        for event in bucket.written:
-            event.synchronize()
-        bucket.written = []
-        with bucket.stream:
-            bucket.wire[:size].copy_(bucket.gradients)
-    if bucket.coded is None:
-        sum_over_ranks(mesh, bucket.wire, bucket.way)
-    else:
-        bucket.wire[
-            size:
-        ].zero_()  # NaN where the last step's were: a scale is of gradients and padding
-        bucket.coded.add(mesh, bucket.wire, unit)
-    bucket.total = sum(float(piece.sum(dtype=torch.float64)) for piece in bucket.wire.split(PIECE))
-    if bucket.stream is not None:
-        with bucket.stream:
-            bucket.gradients.copy_(bucket.wire[:size])
-        bucket.stream.synchronize()

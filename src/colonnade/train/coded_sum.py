@@ -28,7 +28,7 @@ SCALED = 512
 """Elements that share a scale or an exponent, where a codec has one: gradients of other layers lie beside them."""
 CODED_DTYPES = (torch.float32, torch.float64)
 """Of gradients; those of 16 bits travel as they are, for their sums are rounded anyway."""
-SIGNAL_BYTES = 32
+SIGNAL_BYTES = 24
 """Of the ranks' word on a step, which is not coded and so has a message of its own."""
 
 State = dict[str, Any]
@@ -135,18 +135,6 @@ def lost_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
                 for number, part in zip(bucket["numbers"], parts, strict=True):
                     found[number] = found[number] + part if number in found else part
     return found
-
-
-def places_of(state: State | None) -> list[Any]:
-    """What residuals of two commits must have in common to be of the same places."""
-    if state is None:
-        return []
-    buckets = [
-        (bucket["numbers"], bucket["sent"] is None)
-        for bucket in state["buckets"]
-        if not bucket.get("is_inside")
-    ]
-    return [state["hosts"], state["local"], state["sizes"], buckets]
 
 
 def _laid_out(bucket: Mapping[str, Any], state: State, rank: int) -> list[Tensor]:

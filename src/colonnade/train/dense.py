@@ -5,9 +5,7 @@ after a restart; these are laid out once, in reverse order of the parameters, an
 `topology.reduction`, so bits depend neither on when a bucket leaves nor on how it travels. The ranks' word that
 all is finite, and that somebody asked to stop, and their parts of the loss, ride at the end of the last. Where
 gradients are coded (`plan.wire.dense`), that word has a bucket of its own, which is not; and where the last one would
-take long between hosts, for with that word it could not leave before backward ends. Such a word may travel beside the
-sums, on a group of its own (`gather`, which is idle then); where no rank has a gradient so large that a sum could
-overflow, it tells all of them that sums will be finite before they have come (`hear`).
+take long between hosts, for with that word it could not leave before backward ends.
 
 Parameters that the ranks of one tower alone use (`TowerWeights`) have buckets of their own, summed inside the tower,
 just before the last: their norm, by tower, is part of the ranks' word. Elsewhere they have no gradient.
@@ -18,32 +16,28 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colonnade.errors import ConfigError
 from colonnade.exchange.codec import CODECS, CodecName
 from colonnade.topology.mesh import Mesh, tower_mesh
 from colonnade.topology.reduction import (
     PIECE,
     WAYS,
-    begin_sum,
     choose_way,
+    sum_over_ranks,
     way_of_layout,
 )
 from colonnade.topology.waiting import waiting
-from colonnade.train.buckets import Bucket, bounded, bucket_layout, filled, sum_bucket
-from colonnade.train.coded_sum import (
-    CODED_DTYPES,
-    CodedSum,
-    State,
-    lost_by_parameter,
-    places_of,
-)
-from colonnade.train.tower_weights import TowerWeights, refuse
+from colonnade.train.buckets import Bucket, bucket_layout, filled
+from colonnade.train.coded_sum import CODED_DTYPES, CodedSum, State, lost_by_parameter
+from colonnade.train.tower_weights import TowerWeights
 
-SIGNALS = 4  # not finite, stop asked, loss, a sum may overflow
+SIGNALS = 3  # not finite, stop asked, loss
 ALONE_BYTES = 1 << 16
 """Between hosts a bucket of so many leaves without the signals: 0.5 ms on an uplink of 1 Gbit/s, a message's time."""
 
@@ -57,9 +51,6 @@ class DenseGradients:
         loss.backward(), any number of times
         begin(), optional; then the step's last backward: buckets leave while it runs, on a thread of their own
         send(...); anything on other groups of the mesh; wait()      (or `reduce`, which is both)
-
-    `hear()` instead of `wait()` answers as soon as the answer is known; where it `is_underway` then, gradients are
-    whole after a `wait()` that may follow as late as they are needed.
     """
 
     def __init__(
@@ -100,9 +91,6 @@ class DenseGradients:
         self._is_given_up = False
         self._error: BaseException | None = None
         self._unit = 1.0
-        self._is_apart = False  # the word travels beside the sums
-        self._word: Callable[[], None] | None = None  # under way; called, it has come
-        self._said: tuple[bool, bool, float] | None = None  # what `hear` has answered already
         self._may_take_back = False
         self._committed: Sequence[State | None] = ()
 
@@ -138,13 +126,6 @@ class DenseGradients:
             own = [self._bucket(numbers, inside) for numbers in filled(kinds, sizes, mine)]
             self._agree_on_ways(inside, own)
             self.buckets[-1:-1] = own
-        # Norms of towers are known with their sums, and a device's gradients when they are copied from it.
-        self._is_apart = (
-            self.mesh.world.num_hosts > 1
-            and len(self.buckets) > 1
-            and not (self.buckets[-1].numbers or self.towers)
-            and all(bucket.stream is None for bucket in self.buckets)
-        )
         by_number = {number: bucket for bucket in self.buckets for number in bucket.numbers}
         self._bucket_of = [by_number.get(number) for number in range(len(self.parameters))]
         self._views = [None] * len(self.parameters)
@@ -208,7 +189,6 @@ class DenseGradients:
         self._signals[0], self._signals[1] = float(not finite), float(stop)
         self._signals[2] = loss
         self._signals[SIGNALS:] = 0
-        self._said = None
         if self._is_watching:
             self._is_watching = False
             before = self._expected or [1] * len(self.parameters)
@@ -223,10 +203,7 @@ class DenseGradients:
                 self._point(number)
             if bucket.stream is not None:  # behind what backward has put on its streams
                 bucket.written = [_recorded(bucket.stream.device)]
-            self._leave(bucket)
-        if self._is_apart:
-            self._signals[3] = float(not all(bucket.is_bounded for bucket in self.buckets))
-            self._word = begin_sum(self.mesh, "gather", self.buckets[-1].wire, "dense")
+            bucket.ready.set()
         if self._thread is None and self.mesh.num_ranks > 1:
             self._start()
 
@@ -239,8 +216,6 @@ class DenseGradients:
             with waiting("dense"):
                 self._thread.join()
             self._thread = None
-        if self._word is not None:
-            self._take_word()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -248,35 +223,16 @@ class DenseGradients:
             if view is None:  # of another tower; a zero would let an optimizer change it
                 parameter.grad = None
         # A NaN or inf of any rank survives the sum, so every rank sees the same answer.
-        unhealthy, stops, whole, _ = self._signals[:SIGNALS].tolist()
+        unhealthy, stops, whole = self._signals[:SIGNALS].tolist()
         self._norms.copy_(self._signals[SIGNALS:])
         is_finite = all(math.isfinite(bucket.total) for bucket in self.buckets)
         for bucket in self.buckets:
             bucket.owed, bucket.owed_before = None, bucket.owed
         self._may_take_back = True
-        if self._said is not None:
-            return self._said
         said = self._heard_by_servers(unhealthy == 0 and is_finite, stops > 0, whole)
         if not said[0]:
             self.take_back()
         return said
-
-    @property
-    def is_underway(self) -> bool:
-        """Gradients are not what they will be before `wait`."""
-        return self._thread is not None
-
-    def hear(self) -> tuple[bool, bool, float]:
-        """Collective, after `send`: what `wait` returns. Where all ranks know beforehand that sums will be finite, it
-        returns while they travel (`is_underway`)."""
-        if self._word is None:
-            return self.wait()
-        self._take_word()
-        unhealthy, stops, whole, may_overflow = self._signals[:SIGNALS].tolist()
-        if unhealthy or may_overflow or not math.isfinite(whole):
-            return self.wait()
-        self._said = self._heard_by_servers(True, stops > 0, whole)
-        return self._said
 
     def take_back(self) -> None:
         """The step's gradients are not applied: what was owed before it still is. `wait` calls it where it finds them
@@ -417,7 +373,7 @@ class DenseGradients:
         said = [state for state in states if state is not None]
         if self.everybody.is_server or not said or said[0]["sizes"] != sizes:
             return
-        alike = len(said) == self.mesh.num_ranks and places_of(said[0]) == places_of(self.state())
+        alike = len(said) == self.mesh.num_ranks and _layout(said[0]) == _layout(self.state())
         if alike and said[0].get("towers", {}) == self._numbers_of_towers():
             for bucket, of in zip(self.buckets, said[self.mesh.rank]["buckets"], strict=True):
                 if bucket.coded is not None:
@@ -472,22 +428,7 @@ class DenseGradients:
                 bucket.written.append(_recorded(bucket.stream.device))
             bucket.missing -= 1
             if not bucket.missing:
-                self._leave(bucket)
-
-    def _leave(self, bucket: Bucket) -> None:
-        """This rank's gradients are all in it; from here on it may become the sum."""
-        if self._is_apart:  # what is kept of other steps, and added, was bounded by nothing
-            is_plain = bucket.coded is None and bucket.owed is None
-            bucket.is_bounded = is_plain and bounded(bucket.gradients, self.mesh.num_ranks)
-        bucket.ready.set()
-
-    def _take_word(self) -> None:
-        """The ranks' word has come."""
-        word, self._word = self._word, None
-        assert word is not None
-        with waiting("dense"):
-            word()
-        self.buckets[-1].total = float(self._signals.sum())
+                bucket.ready.set()
 
     def _point(self, number: int) -> None:
         """A gradient that lies elsewhere (zero_grad, a backward that created a graph) comes into its bucket."""
@@ -510,13 +451,13 @@ class DenseGradients:
     def _reduce_all(self) -> None:
         """Every bucket, in order. The thread of a step, which ends with it: nothing is left to close."""
         try:
-            for bucket in self.buckets[: len(self.buckets) - self._is_apart]:
+            for bucket in self.buckets:
                 while not bucket.ready.wait(0.5):
                     if not threading.main_thread().is_alive():
                         return  # the process ends in the middle of a step
                 if self._is_given_up:
                     return
-                sum_bucket(bucket, self.mesh, self._unit)
+                _reduce(bucket, self.mesh, self._unit)
                 if bucket.inside is not None and bucket.inside.rank == 0:
                     self._tell_norm(bucket)
         except BaseException as error:  # raised again by `wait`
@@ -533,9 +474,60 @@ class DenseGradients:
         self._signals[place] = math.hypot(float(self._signals[place]), *norms)
 
     def _give_up(self) -> None:
-        self._is_given_up, self._is_watching, self._thread, self._word = True, False, None, None
+        self._is_given_up, self._is_watching, self._thread = True, False, None
         for bucket in self.buckets:
             bucket.ready.set()
+
+
+def _layout(state: State | None) -> list[Any]:
+    """What residuals of two commits must have in common to be of the same places."""
+    if state is None:
+        return []
+    buckets = [
+        (bucket["numbers"], bucket["sent"] is None)
+        for bucket in state["buckets"]
+        if not bucket.get("is_inside")
+    ]
+    return [state["hosts"], state["local"], state["sizes"], buckets]
+
+
+def _reduce(bucket: Bucket, mesh: Mesh, unit: float) -> None:
+    if bucket.owed is not None:
+        for event in bucket.written:
+            event.synchronize()
+        bucket.gradients.add_(bucket.owed, alpha=unit)
+    mesh = bucket.inside or mesh
+    if mesh.num_ranks == 1:
+        bucket.total = float(bucket.gradients.sum(dtype=torch.float64))
+        return
+    size = len(bucket.gradients)
+    if bucket.stream is not None:
+        for event in bucket.written:
+            event.synchronize()
+        bucket.written = []
+        with bucket.stream:
+            bucket.wire[:size].copy_(bucket.gradients)
+    if bucket.coded is None:
+        sum_over_ranks(mesh, bucket.wire, bucket.way)
+    else:
+        bucket.wire[
+            size:
+        ].zero_()  # NaN where the last step's were: a scale is of gradients and padding
+        bucket.coded.add(mesh, bucket.wire, unit)
+    bucket.total = sum(float(piece.sum(dtype=torch.float64)) for piece in bucket.wire.split(PIECE))
+    if bucket.stream is not None:
+        with bucket.stream:
+            bucket.gradients.copy_(bucket.wire[:size])
+        bucket.stream.synchronize()
+
+
+def refuse(parameter: Tensor) -> None:
+    """Backward has added to the gradient of a parameter that the ranks of one tower alone train."""
+    raise ConfigError(
+        f"got a gradient from the loss of a {tuple(parameter.shape)} weight that is trained inside a tower: ranks of "
+        "other towers have older values of it. Use weights of operators inside towers nowhere else (for a penalty on "
+        "them, take the optimizer's weight_decay), or let values travel (plan.exchange=pooled)"
+    )
 
 
 def _recorded(device: torch.device) -> torch.Event:

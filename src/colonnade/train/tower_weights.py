@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colonnade.errors import ConfigError
 from colonnade.exchange.contract import Inside
 from colonnade.exchange.layout import Declaration
 from colonnade.topology.mesh import Mesh
@@ -112,12 +111,3 @@ def tower_weights(
     if not any(each.requires_grad for some in modules for one in some for each in one.parameters()):
         return None
     return TowerWeights(inside.size, tuple(map(tuple, modules)))
-
-
-def refuse(parameter: Tensor) -> None:
-    """Backward has added to the gradient of a parameter that the ranks of one tower alone train."""
-    raise ConfigError(
-        f"got a gradient from the loss of a {tuple(parameter.shape)} weight that is trained inside a tower: ranks of "
-        "other towers have older values of it. Use weights of operators inside towers nowhere else (for a penalty on "
-        "them, take the optimizer's weight_decay), or let values travel (plan.exchange=pooled)"
-    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,7 +19,7 @@ from colonnade.data.batches import batches_of, no_samples
 from colonnade.data.contract import Position, Source, Splits
 from colonnade.data.lookahead import Lookahead
 from colonnade.embedding import EmbeddingCollection
-from colonnade.errors import DataError, NonFiniteError, PeerLost
+from colonnade.errors import DataError, NonFiniteError
 from colonnade.exchange.changing import capped
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.topology.presence import telling
@@ -105,8 +104,6 @@ class Trainer:
         self.stop_asked = False
         # The step after which weights that some ranks alone train last went to all.
         self.handed_out = -1
-        # What is left of the newest step, where its dense gradients still travel.
-        self._rest: Callable[[], None] | None = None
         self.clock = CommitClock(self.mesh, schedule.commit_seconds)
         self.limit: (
             int | None
@@ -120,14 +117,7 @@ class Trainer:
         try:
             with telling(self.mesh.presence):
                 self._train(batches, outcome)
-                self._finish()
                 self._hand_out()
-        except BaseException:
-            with suppress(
-                PeerLost
-            ):  # no model is left with rows of one step and a network of another
-                self._finish()
-            raise
         finally:
             batches.close()
         if self.commits is not None:
@@ -185,18 +175,15 @@ class Trainer:
 
     def train_step(self, batches: Iterator[Batch], outcome: Outcome) -> tuple[Batch, bool] | None:
         """One step on the next batch, or micro-batches. Returns the last of them and whether a rank asked to stop;
-        None at the end of `batches`. Never half-applied, but dense gradients may still travel: the step's dense weights
-        are there once `_finish` was called."""
+        None at the end of `batches`. Never half-applied."""
         parts = self.schedule.accumulate
         self.mesh.at(self.collection.step)
+        self.dense.zero()
         total, weight, size = torch.zeros(()), 0.0, 0
         batch: Batch
         for number in range(parts):
             with self.phases(WAITING):
                 coming = next(batches, None)
-            if number == 0:
-                self._finish()
-                self.dense.zero()
             if coming is None:
                 return None
             batch = coming
@@ -217,55 +204,29 @@ class Trainer:
         with self.phases("check gradients"):
             if waits:  # for the gradients of weights that are used where rows are
                 send()
-            finite, stop, whole = self.dense.hear() if self._may_be_late() else self.dense.wait()
+            finite, stop, whole = self.dense.wait()
         unit = self.loss_scale.value
         if parts > 1:
             total, whole = total / max(weight, 1e-12), whole / max(weight, 1e-12)
             unit *= max(weight, 1e-12)
         if unit != 1:
             self._scale(1 / unit)
-        is_applied = False
         if finite and self._clip(outcome):
             with self.phases("update rows"):
                 self.rows.step(agreed=True)
-            self.loss_scale.applied()
-            is_applied = True
-        elif not finite:
-            self._not_finite(batch, total, outcome, may_rescale=math.isfinite(whole))
-        outcome.steps += 1
-        outcome.samples += size
-        shown = batch if size == batch.size else replace(batch, size=size)
-        self._rest = partial(self._update_dense, is_applied, whole, shown)
-        if not self.dense.is_underway:
-            self._finish()
-        return batch, stop
-
-    def _may_be_late(self) -> bool:
-        """Nothing needs the sums of dense gradients before the next forward. (Where operators are evaluated with rows,
-        the next batch's fetch needs their weights.)"""
-        plan = self.schedule
-        is_as_summed = plan.accumulate == 1 and self.loss_scale.value == 1
-        is_clipped = plan.rows_clip_norm is not None or plan.dense_clip_norm is not None
-        return is_as_summed and not (is_clipped or self.collection.exchange.pushed_parameters)
-
-    def _finish(self) -> None:
-        """Collective where dense gradients still travel: dense weights are those after the newest step."""
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            rest()
-
-    def _update_dense(self, is_applied: bool, loss: float, shown: Batch) -> None:
-        """The rest of a step, of so much loss."""
-        if self.dense.is_underway:
-            with self.phases("check gradients"):
-                self.dense.wait()
-        if is_applied:
             with self.phases("update dense"):
                 self.dense_optimizer.step()
+            self.loss_scale.applied()
+        elif not finite:
+            self._not_finite(batch, total, outcome, may_rescale=math.isfinite(whole))
         for schedule in self.lr_schedules:
             if not isinstance(schedule, ReduceLROnPlateau):
                 schedule.step()
-        self.progress.step(self.collection.step, loss, shown, self.mesh.trainers.num_ranks)
+        outcome.steps += 1
+        outcome.samples += size
+        shown = batch if size == batch.size else replace(batch, size=size)
+        self.progress.step(self.collection.step, whole, shown, self.mesh.trainers.num_ranks)
+        return batch, stop
 
     def _learn(self, batch: Batch, is_last: bool, weight: float) -> Tensor:
         """Forward and backward; `is_last` of the step, after batches of so much `weight`. Returns this rank's part of
@@ -294,7 +255,6 @@ class Trainer:
         """Collective. Once this is written, in the background, a run can go on from here to the same bits."""
         if self.commits is None:
             return
-        self._finish()
         self.clock.restart()
         with self.phases("commit", whole=True):
             self._hand_out()
@@ -308,7 +268,6 @@ class Trainer:
 
     def evaluate(self, source: Source) -> dict[str, float]:
         """Collective: {"auc", "log_loss", ...} over all of `source`, with every update made so far."""
-        self._finish()
         found: dict[str, float] = {}
         with self.phases("evaluate", whole=True):
             # On all ranks alike, before servers listen: what is under way may need an answer of theirs.
