@@ -288,7 +288,7 @@ def test_from_a_run_to_scores_and_pages(colonnade, tmp_path):
     second = str(tmp_path / "second")
     assert colonnade("train", "--run", second, *SMALL, "--set", "rows.lr=0.05")[0] == 0
     page = tmp_path / "page.html"
-    status, said, _ = colonnade("compare", folder, second, "--html", str(page))
+    status, said, _ = colonnade("compare", folder, second, "--output", str(page))
     assert status == 0 and "rows.lr" in said and "model.dim" not in said and page.exists()
 
 
@@ -298,7 +298,7 @@ def test_outputs_that_cannot_be_written_are_one_line(colonnade, tmp_path):
     beyond = str(tmp_path / "no" / "such.html")
     for command in (
         ["report", folder, "--output", beyond],
-        ["compare", folder, folder, "--html", beyond],
+        ["compare", folder, folder, "--output", beyond],
         ["predict", folder, "--part", "test", "--output", str(tmp_path / "no" / "x.csv")],
         ["predict", folder, "--part", "test", "--output", str(tmp_path / "x.doc")],
         ["export", folder, folder],

@@ -115,7 +115,10 @@ def plan(
         raise ConfigError(
             f"--uplink: got {uplink} for one host, which sends nothing over it; say how many, e.g. --world 2x1"
         )
-    chosen = override(choose_config(config, data, path, dram, set_), _left_open(config, set_))
+    chosen = override(
+        choose_config(config, data, path, {"plan.memory.dram": dram}, set_),
+        _left_open(config, set_),
+    )
     if simulate is not None:
         from colonnade.cli.plan_simulation import as_values as simulated_values
         from colonnade.cli.plan_simulation import room_of, show_simulation, simulated
