@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,9 +37,9 @@ def descriptor(path: str) -> int:
 
 
 def run_ranks(
-    arguments: Sequence[str], num_ranks: int, files: Sequence[str]
+    command: Sequence[str], num_ranks: int, files: Sequence[str]
 ) -> Mapping[int, int] | None:
-    """Run `python -m colonnade ARGUMENTS` as every rank, and return when all have ended.
+    """Run `command` as every rank, and return when all have ended.
 
     `files`: paths of memory files that the ranks inherit. Returns the status of the ranks that failed, by rank; they
     end the others. Returns None if SIGINT or SIGTERM came: the first is passed on to the ranks, which then commit and
@@ -66,7 +65,7 @@ def run_ranks(
             for rank in range(num_ranks):
                 ranks.append(
                     subprocess.Popen(
-                        [sys.executable, "-u", "-m", "colonnade", *arguments],
+                        command,
                         env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                         pass_fds=[descriptor(path) for path in (store, heartbeats, *files)],
                     )

@@ -49,7 +49,8 @@ def train(
     with memory_file("colonnade-config") as wanted, memory_file("colonnade-summary") as summary:
         Path(wanted).write_text(dump_config(config), encoding="utf-8")
         arguments = [wanted, str(folder), summary, str(-1 if at is None else at), str(os.getpid())]
-        failures = run_ranks(["rank", "--", *arguments], ranks, [wanted, summary])
+        command = [sys.executable, "-u", "-m", "colonnade", "rank", "--", *arguments]
+        failures = run_ranks(command, ranks, [wanted, summary])
         if failures:
             ended = ", ".join(f"rank {r} with status {code}" for r, code in failures.items())
             raise WorldError(
