@@ -20,7 +20,7 @@ from colonnade.errors import CheckpointError, ConfigError, DataError, WorldError
 from colonnade.models.build import build_model
 from colonnade.report.reading import read_run, sums_of
 from colonnade.report.run_page import run_page
-from colonnade.train.commits import committed_steps
+from colonnade.train.commit_header import committed_steps
 from colonnade.train.run import open_run
 
 

@@ -22,7 +22,8 @@ from colonnade.plan.plan import build_plan
 from colonnade.plan_config import PlanConfig
 from colonnade.topology.mesh import Mesh, open_mesh
 from colonnade.train.agreement import agree_on_config
-from colonnade.train.commits import open_commits, read_header, resolve
+from colonnade.train.commit_header import read_header
+from colonnade.train.commits import open_commits, resolve
 from colonnade.train.fingerprint import check_model, load_dense
 from colonnade.train.interrupt import stop_on_signals
 from colonnade.train.objective import Objective, objective_of
