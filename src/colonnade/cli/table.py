@@ -15,6 +15,7 @@ from colonnade.report.traffic import COLUMNS, flat, table_lines
 from colonnade.report.words import bytes_words
 from colonnade.store.tier_counts import TierCounts
 from colonnade.table import Table
+from colonnade.train.finished import describe_end
 from colonnade.train.progress import SHOWN_METRICS
 
 MAX_LINES = 12
@@ -122,6 +123,8 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
         console.print(
             "stopped as asked; everything is committed, the same command goes on from here"
         )
-    if folder is not None:
+    if folder is not None and summary.get("ended_before"):
+        console.print(describe_end(folder, summary["step"]), markup=False, soft_wrap=True)
+    elif folder is not None:
         console.print(f"run folder: {folder}", markup=False)
         console.print(f"to see it drawn: colonnade report {folder}", markup=False, soft_wrap=True)

@@ -92,7 +92,8 @@ def fit(
                      memory.dram), of DenseConfig with dense_ (dense_lr, dense_clip_norm) and, of rows,
                      rows_clip_norm, rows_clip_value; rows' optimizers are declared with the tables
 
-    Ctrl-C commits and ends (`outcome.stopped`); the same call goes on from there.
+    Ctrl-C commits and ends (`outcome.stopped`); the same call goes on from there. A run that is finished is opened for
+    reading: the model gets its weights, the result is what it recorded, and nothing is written.
     Raises ConfigError, DataError, CheckpointError before the first step, NonFiniteError, StorageError while training.
     """
     chosen = {"data.name": OWN, **_dotted(settings)}
