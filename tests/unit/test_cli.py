@@ -178,8 +178,11 @@ def test_a_run_its_evaluation_and_going_back(colonnade, tmp_path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 6 and 0 < summary["metrics"]["test_auc"] < 1
 
-    status, again, _ = colonnade("train", "--run", folder, *SMALL)  # nothing is left to do
-    assert status == 0 and "test auc" in again
+    before = contents(tmp_path)
+    status, again, _ = colonnade("train", "--run", folder, *SMALL)
+    assert status == 0 and "is finished at step 6" in again and "train.epochs=N" in again
+    assert f"test auc: {summary['metrics']['test_auc']:.4f}" in again
+    assert contents(tmp_path) == before
 
     status, evaluated, _ = colonnade("evaluate", folder)
     assert f"auc: {summary['metrics']['test_auc']:.4f}" in evaluated
@@ -187,6 +190,22 @@ def test_a_run_its_evaluation_and_going_back(colonnade, tmp_path):
     assert status == 2 and "has no commit of step 3" in said
     status, back, _ = colonnade("evaluate", folder, "--at", "4")
     assert status == 0 and "step 4" in back
+
+
+def test_a_finished_run_goes_on_with_more_epochs(colonnade, tmp_path):
+    folder = str(tmp_path / "run")
+    assert colonnade("train", "--run", folder, *SMALL)[0] == 0
+    assert colonnade("train", "--run", folder, *SMALL, "--set", "train.epochs=2")[0] == 0
+    before, summary = contents(tmp_path), json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["step"], summary["steps"]) == (12, 6)
+    status, text, _ = colonnade("train", "--run", folder, *SMALL)  # fewer than it has trained
+    assert status == 0 and "is finished at step 12" in text and contents(tmp_path) == before
+
+
+def contents(folder):
+    """Every file under a folder: content and time of its last change."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
 def test_a_refused_command_changes_nothing(colonnade, tmp_path):
@@ -325,7 +344,7 @@ def test_a_state_of_another_commit_is_no_part_of_this_one(colonnade, tmp_path):
     status, said, err = colonnade("verify", str(folder))
     assert status == 2 and f"{newer}: got the state dense of step 4" in said
     status, _, err = colonnade("evaluate", str(folder))
-    assert status == 2 and f"{newer}: got the state dense of step 4" in err
+    assert status == 2 and "dense is not what this run committed there" in err
 
 
 def test_verify_finds_directories_that_moved(colonnade, tmp_path):

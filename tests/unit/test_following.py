@@ -30,7 +30,7 @@ from colonnade.predict import following
 from colonnade.store.disk import Disk
 from colonnade.train import carriage, publication
 from colonnade.train.commit_clock import word as due_word
-from colonnade.train.commits import committed_steps
+from colonnade.train.commit_header import committed_steps
 from colonnade.train.export import export_run
 from colonnade.train.publication import WORD, change_name, read_change, read_word
 from colonnade.train.run import open_run

@@ -75,7 +75,7 @@ def _run(path: Path) -> None:
 
 
 def _commit(path: Path) -> None:
-    from colonnade.train.commits import read_header
+    from colonnade.train.commit_header import read_header
     from colonnade.train.stores import shardings_of
 
     if not path.stem.isdecimal() or path.parent.name != "commits":
@@ -88,7 +88,7 @@ def _commit(path: Path) -> None:
         {
             "commit of step": f"{header['step']:,}",
             "ranks": header["num_ranks"],
-            "written by": f"colonnade {header.get('version', '-')}",
+            "written by": f"colonnade {header.get('colonnade', '-')}",
             "dense weights": f"{sum(_product(s) for s in model['dense'].values()):,} in {len(model['dense'])} tensors",
             "features": len(model["features"]),
         }

@@ -72,6 +72,8 @@ def _train_here(
 
     run = open_run(config, mesh, folder, console=console, at=at)
     try:
+        if run.final_summary is not None:
+            return {**run.final_summary, "ended_before": True}
         if console is not None:
             collection = run.trainer.collection
             show_plan(console, collection.plan, collection.tables)

@@ -17,6 +17,7 @@ from colonnade.report.traffic import COLUMNS, flat, table_lines
 from colonnade.report.words import bytes_words
 from colonnade.store.tier_counts import TierCounts
 from colonnade.table import Table
+from colonnade.train.finished import describe_end
 from colonnade.train.progress import SHOWN_METRICS
 
 MAX_LINES = 12
@@ -138,6 +139,9 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
             f"the plan predicted {bytes_words(summary['predicted_sent_bytes'])} sent by a rank per step for rows and "
             f"gradients: {summary['sent_error']:+.1%} of what was counted"
         )
-    if folder is not None:
+    if folder is not None and summary.get("ended_before"):
+        console.print(describe_end(folder, summary["step"]), markup=False, soft_wrap=True)
+    elif folder is not None:
         console.print(f"run folder: {folder}", markup=False, soft_wrap=True)
+    if folder is not None:
         console.print(f"to see it drawn: colonnade report {folder}", markup=False, soft_wrap=True)

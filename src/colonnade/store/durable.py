@@ -6,6 +6,7 @@ eight lower-case hexadecimal digits.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,17 @@ def checked_content(path: Path, data: bytes) -> bytes:
             "go back to an older commit"
         )
     return content
+
+
+def checksum_of(path: Path) -> str:
+    """Read the checksum that a durable file states in its last line; "" where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-len(trailer(b"")), os.SEEK_END)
+            last_line = file.read()
+    except OSError:  # shorter than that, or unreadable: reading it says why
+        return ""
+    return last_line[-9:-1].decode("latin-1")
 
 
 def trailer(content: bytes | np.ndarray) -> bytes:

@@ -26,9 +26,10 @@ from colonnade.store.contract import RowBatch
 from colonnade.store.disk import Disk, storage_error
 from colonnade.store.log import LogBacking
 from colonnade.store.slices import Joined
-from colonnade.train.commits import read_header, resolve
+from colonnade.train.commits import resolve
 from colonnade.train.states import load_state
 from colonnade.train.stores import open_recorded_stores
+from colonnade.train.wholeness import read_commit
 
 FORMAT = "colonnade export"
 VERSION = 1
@@ -69,7 +70,7 @@ def export_run(
 
 
 def _write(run_folder: Path, step: int, place: Path) -> dict[str, Any]:
-    header = read_header(run_folder, step)
+    header = read_commit(run_folder, step)
     config = run_folder / "config.yaml"
     model: dict[str, Any] = {
         "format": FORMAT,

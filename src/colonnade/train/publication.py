@@ -29,6 +29,7 @@ from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, Corru
 from colonnade.store.difference import Difference, Incomparable, difference
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
+from colonnade.train.commit_header import header_path, read_header
 from colonnade.train.export import ITEM_BYTES, export_run
 from colonnade.train.states import load_state
 from colonnade.train.stores import holders
@@ -100,7 +101,7 @@ class Publication:
     def send(self, step: int, kept: Sequence[int], say: Callable[[str], None]) -> None:
         """Publish the commit of `step`, which is there, as the one that was published last may still be."""
         try:
-            self._send(step, _header(self.run_folder, step))
+            self._send(step, read_header(self.run_folder, step))
             self.problem = None
         except (ColonnadeError, OSError) as error:
             self.problem = error
@@ -169,7 +170,7 @@ def change_bytes(
     where nothing tells what changed between the two."""
     if word.step >= step or tag_of(run_folder, word.step) != word.tag:
         raise CheckpointError(f"{run_folder} has no commit of step {word.step} as it was published")
-    earlier = _header(run_folder, word.step)
+    earlier = read_header(run_folder, word.step)
     for name in ("shardings", "num_ranks", "model"):
         if earlier.get(name) != header.get(name):
             raise Incomparable(f"{run_folder}: {name} changed after step {word.step}")
@@ -293,12 +294,8 @@ def tag_of(run_folder: Path, step: int) -> str:
     return hashlib.blake2b(_content(run_folder, step), digest_size=8).hexdigest()
 
 
-def _header(run_folder: Path, step: int) -> dict[str, Any]:
-    return json.loads(_content(run_folder, step))
-
-
 def _content(run_folder: Path, step: int) -> bytes:
-    path = run_folder / "commits" / f"{step:012d}.json"
+    path = header_path(run_folder, step)
     if not path.exists():
         raise CheckpointError(f"{run_folder} has no commit of step {step}")
     return read_verified(path)
