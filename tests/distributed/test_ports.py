@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import forked_run
@@ -68,34 +69,33 @@ def process_tree(pid: int) -> list[int]:
 def open_files(pid: int) -> dict[str, str]:
     """What the file descriptors of a process are, by path."""
     files = {}
-    try:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            files[str(link)] = os.readlink(link)
-    except OSError:
-        pass  # closed meanwhile
+    with suppress(OSError):  # it has ended
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed meanwhile
+                files[f"/proc/{pid}/fd/{name}"] = os.readlink(f"/proc/{pid}/fd/{name}")
     return files
 
 
 def listeners(pid: int) -> set[tuple[str, int]]:
     """Address (in hex) and port of every socket that other processes can send to, of a process and its descendants."""
-    found = set()
+    sockets = set()
     for each in process_tree(pid):
-        sockets = set(open_files(each).values())
+        inodes = set(open_files(each).values())
         for kind in ("tcp", "tcp6", "udp", "udp6"):
             try:
                 table = Path(f"/proc/{each}/net/{kind}").read_text().splitlines()[1:]
             except OSError:
                 continue
             for words in map(str.split, table):
-                if f"socket:[{words[9]}]" in sockets and (
+                if f"socket:[{words[9]}]" in inodes and (
                     kind.startswith("udp") or words[3] == LISTENING
                 ):
                     address, _, port = words[1].partition(":")
-                    found.add((address, int(port, 16)))
-    return found
+                    sockets.add((address, int(port, 16)))
+    return sockets
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 150) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -107,15 +107,15 @@ def num_steps(folder: Path) -> int:
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-def look_until(folder: Path, is_over: Callable[[], bool], pid: int) -> set[tuple[str, int]]:
-    seen: set[tuple[str, int]] = set()
+def look_until(is_over: Callable[[], bool], pid: int) -> set[tuple[str, int]]:
+    sockets: set[tuple[str, int]] = set()
 
     def look() -> bool:
-        seen.update(listeners(pid))
+        sockets.update(listeners(pid))
         return is_over()
 
     wait_until(look)
-    return seen
+    return sockets
 
 
 @pytest.fixture(scope="module")
@@ -124,18 +124,18 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ports")
     launcher = start(folder, LONG)
     try:
-        seen = look_until(folder, lambda: num_steps(folder) > 3, launcher.pid)
-        yield folder, launcher, seen
+        sockets = look_until(lambda: num_steps(folder) > 3, launcher.pid)
+        yield folder, launcher, sockets
     finally:
         launcher.kill()  # its ranks end with it
         launcher.wait()
 
 
 def test_nothing_listens_but_gloo_on_loopback(run):
-    _, launcher, seen = run
-    seen |= listeners(launcher.pid)
-    assert len(seen) >= 2 and {address for address, _ in seen} == {LOOPBACK}
-    assert not listeners(launcher.pid) - seen
+    _, launcher, sockets = run
+    sockets |= listeners(launcher.pid)
+    assert len(sockets) >= 2 and {address for address, _ in sockets} == {LOOPBACK}
+    assert not listeners(launcher.pid) - sockets
 
 
 OPEN = """
@@ -184,10 +184,13 @@ def test_a_killed_launcher_leaves_no_rank_and_no_file(run):
 
 def test_a_rank_that_is_killed_ends_all_with_status_2(tmp_path):
     launcher = start(tmp_path, LONG)
-    wait_until(lambda: num_steps(tmp_path) > 0)
-    ranks = process_tree(launcher.pid)[1:]
-    os.kill(ranks[1], signal.SIGKILL)
-    assert launcher.wait(60) == 2
+    try:
+        wait_until(lambda: num_steps(tmp_path) > 0)
+        ranks = process_tree(launcher.pid)[1:]
+        os.kill(ranks[1], signal.SIGKILL)
+        assert launcher.wait(60) == 2
+    finally:
+        launcher.kill()
     output = (tmp_path / "output").read_text()
     assert "error: a rank failed (" in output and "rank 1 with status -9" in output
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
@@ -206,9 +209,9 @@ def test_on_a_host_whose_name_is_no_loopback_address(tmp_path):
             launcher = hosts.start(
                 0, command(tmp_path, SMALL), stdout=output, stderr=subprocess.STDOUT
             )
-        seen = look_until(tmp_path, lambda: launcher.poll() is not None, launcher.pid)
+        sockets = look_until(lambda: launcher.poll() is not None, launcher.pid)
     assert launcher.returncode == 0, (tmp_path / "output").read_text()
-    assert len(seen) >= 2 and {address for address, _ in seen} == {LOOPBACK}
+    assert len(sockets) >= 2 and {address for address, _ in sockets} == {LOOPBACK}
 
 
 def send_garbage(port: int, size: int) -> socket.socket | None:

@@ -226,7 +226,15 @@ def test_a_refused_command_changes_nothing(colonnade, tmp_path):
 def test_doctor_says_what_follows(colonnade):
     status, said, _ = colonnade("doctor")
     assert status == 0
-    for words in ("native path", "huge pages", "io_uring", "memory", "what follows", "gloo"):
+    for words in (
+        "native path",
+        "huge pages",
+        "io_uring",
+        "memory",
+        "what follows",
+        "gloo",
+        "127.0.0.1",
+    ):
         assert words in said
 
 

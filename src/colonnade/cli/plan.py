@@ -30,7 +30,7 @@ EXAMPLES = (
     "  colonnade plan --data synthetic --dram 16MiB\n\n"
     "  colonnade plan mine.yaml --dram 8GiB --set plan.memory.ssd=/fast:200GiB --target 100000\n\n"
     "  colonnade plan mine.yaml --world 4x2 --uplink 10Gbit --table item\n\n"
-    "  torchrun --standalone --nproc-per-node 2 -m -- colonnade plan mine.yaml\n\n"
+    "  torchrun --nproc-per-node 2 -m -- colonnade plan mine.yaml\n\n"
     "  colonnade plan mine.yaml --dram 64MiB --simulate 100e12 --host 480GiB:8TiB --world 1x16 --uplink 100Gbit\n\n"
     "  colonnade plan mine.yaml --dram 8GiB --json > plan.json"
 )

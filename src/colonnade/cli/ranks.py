@@ -44,6 +44,10 @@ def train(
         return _train_as_rank(config, folder, at)
     if ranks == 1:
         return _train_here(config, folder, Mesh(), console, at)
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError(
+            f"got --ranks {ranks} on {sys.platform}, wanted Linux; train on one rank, or start ranks with torchrun"
+        )
     from colonnade.cli.launch import memory_file, run_ranks
 
     with memory_file("colonnade-config") as wanted, memory_file("colonnade-summary") as summary:

@@ -26,7 +26,7 @@ EXAMPLES = (
     "  colonnade train --data criteo --path train.txt --dram 2GiB --epochs 2\n\n"
     "  colonnade train mine.yaml --ranks 2\n\n"
     "  colonnade train --data movielens --run runs/films --set train.epochs=8   (goes on)\n\n"
-    "  torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m -- colonnade train mine.yaml --run runs/films"
+    "  torchrun --nproc-per-node 2 --max-restarts 3 -m -- colonnade train mine.yaml --run runs/films"
 )
 
 
@@ -76,7 +76,8 @@ def train(
         int | None, typer.Option(help="Of first values: train.seed.", rich_help_panel=SHORT)
     ] = None,
     ranks: Annotated[
-        int, typer.Option(min=1, help="Processes on this machine (torchrun underneath).")
+        int,
+        typer.Option(min=1, help="Processes on this machine; no port is open to other machines."),
     ] = 1,
     at: Annotated[
         int | None, typer.Option(help="Go back to this committed step of the run folder first.")
