@@ -13,7 +13,8 @@ import numpy as np
 
 from colonnade import _native
 from colonnade.errors import CorruptionError, StorageError
-from colonnade.store.disk import Disk, storage_error
+from colonnade.store.disk import Disk
+from colonnade.store.untrusted import read_regular
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -41,12 +42,8 @@ def write_durably(disk: Disk, path: Path, content: bytes, *, checked: bool = Tru
 
 
 def read_verified(path: Path) -> bytes:
-    """The content of a durable file. Raises CorruptionError if a byte differs, StorageError if unreadable."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise storage_error(error, "read", path) from error
-    return checked_content(path, data)
+    """Return the content of a durable file. Raises CorruptionError if a byte differs, StorageError if unreadable."""
+    return checked_content(path, read_regular(path))
 
 
 def checked_content(path: Path, data: bytes) -> bytes:
