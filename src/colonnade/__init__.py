@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         RandomAdmission,
     )
     from colonnade.row_optimizer import RowOptimizer
+    from colonnade.row_state import dense_state_dict, load_dense_state_dict
     from colonnade.table import Feature, Table, Uniform
     from colonnade.topology.mesh import Mesh, close_mesh, open_mesh
     from colonnade.topology.world import World
@@ -69,6 +70,7 @@ _HOMES = {
     "predict": ("Predictor",),
     "retention": ("AgeEviction", "CountMinAdmission", "MaxRowsEviction", "RandomAdmission"),
     "row_optimizer": ("RowOptimizer",),
+    "row_state": ("dense_state_dict", "load_dense_state_dict"),
     "table": ("Feature", "Table", "Uniform"),
     "topology.mesh": ("Mesh", "close_mesh", "open_mesh"),
     "topology.world": ("World",),
@@ -120,9 +122,11 @@ __all__ = [
     "World",
     "build_plan",
     "close_mesh",
+    "dense_state_dict",
     "export_run",
     "fetch_run",
     "fit",
+    "load_dense_state_dict",
     "load_export",
     "load_rows",
     "load_run",

@@ -1,15 +1,19 @@
 """What flows: one mini-batch of samples, on the CPU, as the reader hands it over.
 
+Frameworks that move batches by `to`, `pin_memory` or torch's pytrees take it as it is.
+
 Legend: B samples, n dense columns, E lookups of one feature.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +57,62 @@ class Batch:
     world_weight: float = (
         0.0  # sum of sample weights over all ranks' batches of this step, once known
     )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """Move dense, label and sample_weight to a device. Ids stay on the CPU, where rows are looked up.
+
+        Returns this batch where nothing has to move; otherwise the copy takes its place in a lookahead.
+        """
+        return self._with_moved(lambda each: each.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """Copy dense, label and sample_weight to page-locked memory; this batch where there is no GPU."""
+        if not torch.cuda.is_available():
+            return self
+        return self._with_moved(Tensor.pin_memory)
+
+    def _with_moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        before = {name: getattr(self, name) for name in MOVED}
+        after: dict[str, Any] = {
+            name: None if each is None else move(each) for name, each in before.items()
+        }
+        if all(after[name] is each for name, each in before.items()):
+            return self
+        moved = replace(self, **after)
+        self.ticket = None  # the copy has it now, and uses it once
+        return moved
+
+
+MOVED = ("dense", "label", "sample_weight")
+LEAVES = (*MOVED, "ids", "group", "key", "next_use")
+"""What of a batch holds tensors: children of its pytree node."""
+OTHERS = tuple(name for name in Batch.__slots__ if name not in LEAVES)
+
+
+class _Others(tuple):
+    """Fields of a batch that are no tensors. All are equal, as parts of a tree's structure: they differ by batch."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Others)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _flatten_batch(batch: Batch) -> tuple[list[Any], _Others]:
+    leaves = [getattr(batch, name) for name in LEAVES]
+    return leaves, _Others(getattr(batch, name) for name in OTHERS)
+
+
+def _unflatten_batch(leaves: Any, others: _Others) -> Batch:
+    return Batch(**dict(zip(LEAVES, leaves, strict=True)), **dict(zip(OTHERS, others, strict=True)))
+
+
+pytree.register_pytree_node(
+    Ids,
+    lambda ids: ([ids.values, ids.offsets, ids.weights], None),
+    lambda leaves, _: Ids(*leaves),
+    serialized_type_name="colonnade.Ids",
+)
+pytree.register_pytree_node(
+    Batch, _flatten_batch, _unflatten_batch, serialized_type_name="colonnade.Batch"
+)

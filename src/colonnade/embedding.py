@@ -7,11 +7,11 @@ and nowhere else. Legend: B samples, T tables.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from colonnade.batch import Batch
 from colonnade.consistency import of_tables
 from colonnade.data.lookahead import DEEPEST, LATE, Lookahead, Window
-from colonnade.errors import BudgetExceeded, CheckpointError, ConfigError, IdRangeError
+from colonnade.errors import BudgetExceeded, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
 from colonnade.exchange.ahead import Ahead, open_ahead
 from colonnade.exchange.cached import cached_end, without_copies
@@ -32,14 +32,15 @@ from colonnade.exchange.rows import RowsExchange
 from colonnade.exchange.slices import slices_of
 from colonnade.exchange.updates import Update, Updates
 from colonnade.interaction import Interaction
+from colonnade.ops.eager import run_eagerly
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.plan.plan import Plan, build_plan
+from colonnade.row_state import StatefulRows
 from colonnade.store.contract import Backing, Rows, RowView
 from colonnade.store.dram import DramStore, open_dram
 from colonnade.store.hbm import HbmStore, open_hbm
 from colonnade.store.mapped import MappedRows
 from colonnade.store.policies import RowPolicy, RowRetention, check_policies, open_policies
-from colonnade.store.token import from_tensor, other_rows, to_tensor
 from colonnade.table import CLOCK_BYTES, Feature, Table
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.reads import announced
@@ -48,7 +49,7 @@ from colonnade.topology.sharding import row_wise
 PACKED = torch.contiguous_format
 
 
-class EmbeddingCollection(nn.Module):
+class EmbeddingCollection(StatefulRows):
     """Embedding tables, the features that look ids up in them, and the operators that take the results.
 
     `collection(batch)` gives a dict: by consumer, what its interaction combined (B, ...); by feature
@@ -90,9 +91,7 @@ class EmbeddingCollection(nn.Module):
         self.step = 0  # updates, with those under way
         # Batches, by updates that reads missed: a read for each bound of tables; without what a commit held.
         self.missed: Counter[int] = Counter()
-        # (run, step) of the newest commit of the rows
-        self.committed: tuple[str, int] | None = None
-        self._expected: tuple[str, int] | None = None  # that of a state_dict loaded before opening
+        self._waiting: dict[str, Any] = {}  # loaded state of rows, until they have a place
         self._opened = False
         self._served: MappedRows | None = None
         self.ahead: Ahead | None = None  # of the newest lookahead
@@ -106,20 +105,24 @@ class EmbeddingCollection(nn.Module):
         plan: Plan | None = None,
         mesh: Mesh | None = None,
         *,
+        folder: str | Path | None = None,
         backings: Sequence[Backing] = (),
         policies: Mapping[str, RowPolicy] | None = None,
-        committed: tuple[str, int] | None = None,
+        step: int | None = None,
     ) -> EmbeddingCollection:
         """Lay the rows out as planned. Once, before the first batch; every rank calls it.
 
-        `backings`: one per table, for rows that memory has no room for and for commits.
+        `folder`: an empty one, for rows that memory has no room for; `save` saves there.
+        `backings`: instead, one per table, for rows that memory has no room for and for commits.
         `policies`: by table, who decides after each update which rows are forgotten, where it is not the table's own
         admission and eviction. What such a policy remembers is its own: commits do not hold it.
-        `committed`: the run and step whose commit the backings hold. Raises CheckpointError where a state_dict that
-        was loaded before belongs to other rows.
+        `step`: whose commit the backings hold. Raises CheckpointError where a loaded state_dict has other rows.
         """
         if self._opened:
             raise ConfigError("this collection is open already; build a new one to change its plan")
+        if folder is not None:
+            return self._open_in(Path(folder), plan, mesh, policies)
+        self._closed_names = frozenset(self.__dict__)
         self.mesh = mesh or Mesh()
         servers = self.mesh.world.servers
         self.plan = plan or build_plan(self.tables, self.mesh.num_ranks, servers=servers)
@@ -127,12 +130,10 @@ class EmbeddingCollection(nn.Module):
         if self.plan.needs_backing and not backings:
             raise ConfigError(
                 "the memory budget does not hold every row, and there is nowhere to put the rest; "
-                "open the collection with backings (a run folder has them), or raise plan.memory.dram"
+                "open the collection with folder=..., or raise plan.memory.dram"
             )
-        if self._expected not in (None, committed):
-            raise CheckpointError(other_rows(self._expected, committed or ("", 0)))
-        self.committed, self._expected = committed, None
-        self.step = self.step if committed is None else committed[1]
+        self._check_waiting(self.plan, self.mesh, step)
+        self.step = self.step if step is None else step
         keep_freed_memory()
         depth = DEEPEST if self.plan.lookahead == "auto" else self.plan.lookahead
         is_read = [self.declaration.is_read(table) for table in self.tables]
@@ -196,6 +197,7 @@ class EmbeddingCollection(nn.Module):
             closing=threading.Event(),
         )
         self._opened = True
+        self._put_waiting()
         return self
 
     def serve(self, rows: MappedRows) -> EmbeddingCollection:
@@ -208,36 +210,7 @@ class EmbeddingCollection(nn.Module):
         self._served, self._opened = rows, True
         return self
 
-    def get_extra_state(self) -> Tensor:
-        """In a state_dict: never rows, but a token (JSON as bytes) of the commit that holds them: run and step. No run
-        where the rows have changed since the last commit, or there is none."""
-        run = self.committed[0] if self.committed and self.committed[1] == self.step else ""
-        return to_tensor(run, self.step)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Raises CheckpointError for a token of rows that are not those here; warns where they were not committed."""
-        said = from_tensor(state)
-        if not said[0]:
-            if said[1] and (self.committed, self.step) != (None, said[1]):
-                warnings.warn(
-                    f"this state_dict was taken after {said[1]} steps whose rows were not committed: it holds the "
-                    "dense weights only, and the rows stay as they are here. Commit to a run folder to keep rows",
-                    stacklevel=2,
-                )
-        elif not self._opened:
-            self._expected = said
-        elif self.committed != said or self.step != said[1]:
-            here = self.committed if self.committed else ("", self.step)
-            raise CheckpointError(other_rows(said, here))
-
-    def __getstate__(self) -> dict:
-        if self._opened:
-            raise ConfigError(
-                "rows cannot be copied or pickled with an open collection, and its state_dict holds none of them: "
-                "copy the model before its first batch, or read rows with `collection.rows` or `scan`"
-            )
-        return self.__dict__
-
+    @run_eagerly
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self._served is not None:
             rows, device = self.slices.looked_up(batch), self.place.device
@@ -399,7 +372,7 @@ class EmbeddingCollection(nn.Module):
         optimizers, settings = map(self.slices.by_part, (optimizers, settings))
         update = Update(self.step, self.collect(), self.live, optimizers, settings.clone())
         self.updates.make(update)
-        self.live, self.pushed = [], None
+        self.live, self.pushed, self._has_loaded_states = [], None, False
         self.step += 1
 
     def take_back(self) -> None:

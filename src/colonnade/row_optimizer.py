@@ -133,15 +133,21 @@ class RowOptimizer(Optimizer):
             )
         super().add_param_group(param_group)
 
+    def state_dict(self) -> dict:
+        """Settings of the groups, and `state`: by group, ids (N,) and state (N, S) of the trained rows. Raises
+        CheckpointError where these are not all in this process's memory, or too large, as the collection's does."""
+        return {**super().state_dict(), "state": self.collection.optimizer_states()}
+
     def load_state_dict(self, state_dict: dict) -> None:
-        """Settings of the groups. Raises ConfigError unless they are those of the same tables and optimizers."""
+        """Take `state_dict` back. Raises ConfigError unless the groups are those of the same tables and optimizers,
+        CheckpointError for state of other rows than the collection has: load the model first."""
         bounds = {group["name"]: group["weight_bound"] for group in self.param_groups}
         # One that was saved when groups had none keeps this one's.
         given = [
             {"weight_bound": bounds.get(group.get("name")), **group}
             for group in state_dict["param_groups"]
         ]
-        state_dict = {**state_dict, "param_groups": given}
+        states, state_dict = state_dict["state"], {"state": {}, "param_groups": given}
         wanted = [(group["name"], sorted(group)) for group in self.param_groups]
         got = [(group.get("name"), sorted(group)) for group in given]
         if got != wanted:
@@ -152,6 +158,7 @@ class RowOptimizer(Optimizer):
             raise ConfigError(
                 f"RowOptimizer: got groups that differ from this collection's, first {first[0]}, wanted {first[1]}"
             )
+        self.collection.load_optimizer_states(states)
         super().load_state_dict(state_dict)
 
     @torch.no_grad()

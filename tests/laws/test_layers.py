@@ -21,6 +21,7 @@ LAYERS = [
     {"cache"},
     {"exchange"},
     {"plan"},
+    {"row_state"},
     {"embedding"},
     {"row_optimizer"},
     {"models"},

@@ -43,6 +43,10 @@ class Declaration:
     """Of a part of a declaration: the whole's outputs, each with those of its fields that are here, where they lie in
     it. None: this is whole."""
 
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out cached properties, some of which are native objects."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
     @property
     def dtype(self) -> torch.dtype:
         """Of rows."""

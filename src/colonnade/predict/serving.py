@@ -10,16 +10,11 @@ import time
 from pathlib import Path
 
 from colonnade.errors import CheckpointError, ConfigError, StorageError
-<<<<<<< HEAD
 from colonnade.train.commit_header import committed_steps
 from colonnade.train.commits import resolve
 from colonnade.train.export import export_run
-from colonnade.train.wholeness import read_commit
-=======
-from colonnade.train.commits import committed_steps
-from colonnade.train.export import export_run, resolve
 from colonnade.train.exported import MODEL, VERSION
->>>>>>> wt-serve
+from colonnade.train.wholeness import read_commit
 
 FOLDER = "serving"
 ABANDONED_SECONDS = 3600.0
@@ -46,12 +41,8 @@ def exported(path: Path, *, at: int | str | None = None) -> Path:
             "train first, or give another folder"
         )
     step = resolve(path, at)
-<<<<<<< HEAD
     read_commit(path, step)  # an export made before the commit was damaged does not speak for it
-    destination = path / FOLDER / f"{step}-{_tag(path, step)}"
-=======
     destination = path / FOLDER / _name(path, step)
->>>>>>> wt-serve
     if destination.is_dir():
         return destination
     try:

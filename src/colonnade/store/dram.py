@@ -68,16 +68,8 @@ class DramStore:
         """backings: one by table; logs (`AbsentRows` where this rank has no rows), or what can only be read."""
         self.tables = tuple(tables)
         self.native = native
-        self.backings = tuple(backings)
-        self.logs = {t: each for t, each in enumerate(backings) if isinstance(each, LogBacking)}
-        self.tiers = None
-        if self.logs:
-            logs = list(self.logs.values())
-            steps = max((log.commits()[-1] for log in logs if log.commits()), default=0)
-            by_table = [self.logs[t].log if t in self.logs else None for t in range(len(tables))]
-            self.tiers = _native.TieredRows(native, by_table, logs[0].reader, steps)
-        writers = [log.writer for log in self.logs.values() if log.writer is not None]
-        self._writers = tuple(dict.fromkeys(writers))  # one, where the logs share it
+        self._lock = threading.Lock()
+        self.attach(backings)
         largest = max(table.record_bytes for table in self.tables)
         self._rows_together = max(1, WRITTEN_TOGETHER // largest)
         self.sources = RowSources()
@@ -87,22 +79,55 @@ class DramStore:
             )
             for t, table in enumerate(self.tables)
         ]  # fmt: skip
-        self._lock = threading.Lock()
+        self.deleted: list[list[Tensor]] | None = None  # ids by table; None: nobody asks for them
         self._released = threading.Condition()
         self._releases = 0
         self._is_committing = False
+
+    def attach(self, backings: Sequence[Backing]) -> None:
+        """Let rows rest in these; () for nowhere.
+
+        Once the store is in use, only one that holds every row in memory may change this, between steps: `commit`
+        then writes the rows that are newer than the ones before, and all of these are in memory, too.
+        """
+        logs = {t: each for t, each in enumerate(backings) if isinstance(each, LogBacking)}
+        tiers = None
+        if logs:
+            each = list(logs.values())
+            steps = max((log.commits()[-1] for log in each if log.commits()), default=0)
+            by_table = [logs[t].log if t in logs else None for t in range(len(self.tables))]
+            tiers = _native.TieredRows(self.native, by_table, each[0].reader, steps)
+        writers = [log.writer for log in logs.values() if log.writer is not None]
+        with self._lock:
+            self.backings, self.logs, self.tiers = tuple(backings), logs, tiers
+            self._writers = tuple(dict.fromkeys(writers))  # one, where the logs share it
+
+    def mark_clean(self) -> None:
+        """No row in memory is newer than the rows that `attach` will name."""
+        for t in range(len(self.tables)):
+            self.native.clean(t, torch.as_tensor(self.native.resident(t)[1]))
+
+    def mark_dirty(self) -> None:
+        """Every row in memory is newer than the rows that `attach` will name."""
+        for t in range(len(self.tables)):
+            for ids in torch.as_tensor(self.native.resident(t)[0]).split(1 << 16):
+                offsets = torch.tensor([0] * (t + 1) + [len(ids)] * (len(self.tables) - t))
+                slots = torch.empty(len(ids), dtype=torch.int32)
+                with self._lock:
+                    self.native.acquire(ids.contiguous(), offsets, slots, True)
+                self.release(slots, offsets, dirty=True)
 
     def acquire(
         self, ids: Tensor, offsets: Tensor, next_use: Tensor | None = None
     ) -> tuple[Tensor, _native.AcquireJob | None]:
         """`Resident.acquire`. Waits where too many evicted rows wait to be written."""
         slots = torch.empty(len(ids), dtype=torch.int32)
-        if self.backings and self.tiers is None and len(ids):
-            raise StorageError(
-                "these rows are open read-only: they can be read, listed and evaluated, not trained"
-            )
         self._wait_for_room()
         with self._lock:
+            if self.backings and self.tiers is None and len(ids):
+                raise StorageError(
+                    "these rows are open read-only: they can be read, listed and evaluated, not trained"
+                )
             try:
                 if self.tiers is None:
                     left = self.native.acquire(ids, offsets, slots, True)
@@ -233,6 +258,8 @@ class DramStore:
         if not len(ids):
             return
         with self._lock:
+            if self.deleted is not None:
+                self.deleted[t].append(ids.clone())
             if self.tiers is None:
                 self.native.erase(t, ids)
             else:

@@ -52,22 +52,30 @@ def capture(trainer: Trainer, held: Sequence[dict], run: str, before: Sequence[B
         "dense_residuals": trainer.dense.state(),
         "cache": None if cached is None else state(cached, before),
     }
-    header = {
-        **stamp(FORMAT),
-        "colonnade": __version__,
-        "step": step,
-        "num_ranks": mesh.num_ranks,
-        "shardings": _shardings(trainer.collection),
-        "run": run,
-        "best_step": trainer.best.step,
-        "model": fingerprint(trainer.collection.declaration, trainer.model),
-        "schema": asdict(trainer.data.train.schema),
-    }
+    header = header_of(trainer.collection, trainer.model, run, step)
+    header |= {"best_step": trainer.best.step, "schema": asdict(trainer.data.train.schema)}
     dense = copy.deepcopy(_dense_state(trainer)) if mesh.rank == 0 else None
     remembered = retentions(trainer.collection)
     for policy in remembered.values():
         policy.begin_state()
     return Captured(step, rank_state, dense, remembered, header)
+
+
+def header_of(
+    collection: EmbeddingCollection, model: torch.nn.Module, run: str, step: int
+) -> dict[str, Any]:
+    """Say what a commit of this step holds, whose it is and which model it fits."""
+    return {
+        **stamp(FORMAT),
+        "colonnade": __version__,
+        "step": step,
+        "num_ranks": collection.mesh.num_ranks,
+        "shardings": _shardings(collection),
+        "run": run,
+        "best_step": None,
+        "model": fingerprint(collection.declaration, model),
+        "schema": None,
+    }
 
 
 def _shardings(collection: EmbeddingCollection) -> dict[str, Any]:

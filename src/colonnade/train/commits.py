@@ -58,6 +58,7 @@ from colonnade.train.stores import (
 from colonnade.train.wholeness import check_whole, describe_files
 
 if TYPE_CHECKING:
+    from colonnade.embedding import EmbeddingCollection
     from colonnade.train.destinations import Destination
     from colonnade.train.trainer import Trainer
 
@@ -123,13 +124,15 @@ class Commits:
 
     def _run(self, trainer: Trainer, captured: Captured) -> None:
         try:
-            self._write(trainer, captured)
+            self.make_durable(trainer.collection, captured, trainer.progress.say)
         except BaseException as error:
             self._problem = error
 
-    def _write(self, trainer: Trainer, captured: Captured) -> None:
-        """Collective, on the purpose `commit`."""
-        step, store = captured.step, trainer.collection.store
+    def make_durable(
+        self, collection: EmbeddingCollection, captured: Captured, say: Callable[[str], None]
+    ) -> None:
+        """Collective, on the purpose `commit`: write what was captured and the rows of the store's `begin_commit`."""
+        step, store = captured.step, collection.store
         place = state_folder(self.folder, step)
         problem: Exception | None = None
         written: list[str] = []
@@ -161,10 +164,9 @@ class Commits:
             except (ColonnadeError, OSError) as error:
                 problem = error
         self._agree(problem, step)
-        trainer.collection.committed = (self.run, step)
         kept = kept_steps(self.folder, self.keep)
         for destination in self.destinations:  # before older commits go: they say what changed
-            destination.send(step, kept, trainer.progress.say)
+            destination.send(step, kept, say)
         self._prune()
 
     def end_writing(self) -> None:

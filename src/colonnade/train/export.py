@@ -31,13 +31,9 @@ from colonnade.store.disk import Disk, storage_error
 from colonnade.store.log import LogBacking
 from colonnade.store.row_file import DTYPES
 from colonnade.store.slices import Joined
-<<<<<<< HEAD
-from colonnade.train.commits import resolve
-=======
 from colonnade.table import ITEM_BYTES
-from colonnade.train.commits import read_header, resolve
+from colonnade.train.commits import resolve
 from colonnade.train.exported import DENSE, MODEL, model_bytes
->>>>>>> wt-serve
 from colonnade.train.states import load_state
 from colonnade.train.stores import open_recorded_stores
 from colonnade.train.wholeness import read_commit

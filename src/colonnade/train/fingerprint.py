@@ -11,6 +11,7 @@ import torch
 from colonnade.errors import CheckpointError
 from colonnade.exchange.layout import Declaration
 from colonnade.interaction import TowerModule
+from colonnade.row_state import dense_state_dict, load_dense_state_dict
 from colonnade.store.policies import retention_words
 from colonnade.table import Table, TableSide
 
@@ -72,18 +73,15 @@ def tower_words(declaration: Declaration) -> dict[str, Any]:
 
 
 def dense_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state_dict without what only names a commit (`EmbeddingCollection.get_extra_state`)."""
-    return {
-        name: value
-        for name, value in model.state_dict().items()
-        if not name.endswith("_extra_state")
-    }
+    """Return the dense network's tensors by name: no rows, no extra state of modules."""
+    state = dense_state_dict(model).items()
+    return {name: value for name, value in state if not name.endswith("_extra_state")}
 
 
 def load_dense(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Put `dense_weights` back."""
-    kept = {k: v for k, v in model.state_dict().items() if k.endswith("_extra_state")}
-    model.load_state_dict({**kept, **weights})
+    extra = {k: v for k, v in dense_state_dict(model).items() if k.endswith("_extra_state")}
+    load_dense_state_dict(model, {**extra, **weights})
 
 
 def identity_of(table: Table) -> str:

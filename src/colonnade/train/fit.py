@@ -151,7 +151,7 @@ def load_run(
     commits, _ = open_commits(folder, collection.tables, mesh, read_only=True, at=step)
     limit = PlanConfig.model_validate({"memory": {"dram": dram}}).memory.dram
     plan = build_plan(collection.tables, mesh.num_ranks, dram_bytes=limit)
-    collection.open(plan, mesh, backings=commits.backings, committed=(commits.run, step))
+    collection.open(plan, mesh, backings=commits.backings, step=step)
     dense = load_state(folder / "commits" / f"{step:012d}" / "dense", header["run"])
     load_dense(model, dense["model"])
     model.eval()

@@ -291,7 +291,7 @@ def prepare(
                 plan,
                 mesh,
                 backings=commits.backings if commits else (),
-                committed=(commits.run, step) if commits and step is not None else None,
+                step=step,
             )
     exchange = collection.exchange
     dense = DenseGradients(

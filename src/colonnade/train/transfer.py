@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, DataError, IdRangeError
+from colonnade.store.records import fresh_records
 from colonnade.store.row_file import open_row_file
 from colonnade.store.slices import RecordShape
-from colonnade.table import Part, Table
+from colonnade.table import Table
 from colonnade.train.exported import ExportedTable, read_dense, read_export
+from colonnade.train.fingerprint import dense_weights
 
 RUN = 65536  # rows at a time
 
@@ -106,7 +108,7 @@ def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path 
                 f"{'any' if kind.rows is None else kind.rows} rows"
             )
     dense = read_dense(folder, export)
-    own = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    own = dense_weights(model)
     got_shapes = {name: tuple(value.shape) for name, value in dense.items()}
     wanted = {name: tuple(value.shape) for name, value in own.items()}
     if got_shapes != wanted:
@@ -132,28 +134,6 @@ def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path 
             load_rows(collection, kind.name, file.read_weights(start, end), ids)
 
 
-def fresh_records(table: Table, weights: Tensor) -> Tensor:
-    """(N, record_bytes) uint8 of rows with these weights (N, D), first optimizer state and clock 1."""
-    num_rows, width = weights.shape
-    compute = getattr(torch, table.compute_dtype)
-    exact = weights.to(compute)
-    state = torch.zeros(num_rows, table.state_floats, dtype=compute)
-    for part in table.parts:
-        value, count = part.optimizer.initial_state(part.dim)
-        state[:, part.state : part.state + count] = value
-        if part.optimizer.name == "ftrl":
-            _solve_ftrl(part, exact[:, part.column : part.column + part.dim], state)
-    stored, low = exact.to(getattr(torch, table.dtype)), torch.empty(num_rows, 0, dtype=torch.uint8)
-    if table.master:  # the bits are (high << 16) + low, low signed (native/kernels/rounding.h)
-        bits = exact.contiguous().view(torch.int32).long() & 0xFFFFFFFF
-        high = ((bits + 0x8000) >> 16 & 0xFFFF).to(torch.int32).to(torch.uint16)
-        stored = high.view(torch.bfloat16)
-        low = (bits & 0xFFFF).to(torch.int32).to(torch.uint16).view(torch.uint8)
-    clocks = torch.ones(num_rows, 1, dtype=torch.int64)
-    parts = [stored, state, low.reshape(num_rows, 2 * width * table.master), clocks]
-    return torch.cat([_bytes(part) for part in parts], dim=1)
-
-
 def put_records(collection: EmbeddingCollection, t: int, ids: Tensor, records: Tensor) -> None:
     """Those rows of table t that this rank owns, or its slices of them, become these records (N, record_bytes) of whole
     rows; they are as new as just trained ones, and where the table has admission, admitted."""
@@ -168,17 +148,6 @@ def put_records(collection: EmbeddingCollection, t: int, ids: Tensor, records: T
             part = slice(start, start + run)
             collection.store.put(number, here[part], theirs[part].contiguous())
             collection.adopt(number, here[part], theirs[part].contiguous())
-
-
-def _solve_ftrl(part: Part, weights: Tensor, state: Tensor) -> None:
-    """FTRL's weights follow from its state (n, z): the z that gives these weights."""
-    settings = part.optimizer.settings()
-    dim = part.dim
-    root = settings["initial_accumulator"] ** 0.5
-    scale = (root + settings["beta"]) / settings["lr"] + settings["l2"]
-    state[:, part.state + dim : part.state + 2 * dim] = (
-        -weights.sign() * settings["l1"] - weights * scale
-    )
 
 
 def _table(collection: EmbeddingCollection, name: str) -> tuple[int, Table]:
@@ -227,13 +196,6 @@ def _check(table: Table, weights: Tensor, ids: Tensor) -> None:
     if (ordered[1:] == ordered[:-1]).any():
         twice = int(ordered[:-1][ordered[1:] == ordered[:-1]][0])
         raise DataError(f"table {table.name!r}: got id {twice} more than once, wanted each once")
-
-
-def _bytes(values: Tensor) -> Tensor:
-    """(N, bytes of a row) uint8."""
-    if not values.numel():
-        return torch.empty(len(values), 0, dtype=torch.uint8)
-    return values.contiguous().view(torch.uint8).reshape(len(values), -1)
 
 
 def _words(table: ExportedTable | None) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError
+from colonnade.store.records import fresh_records
 from colonnade.table import Table
 from colonnade.train.capture import parameter_names
 from colonnade.train.commit_header import read_header
@@ -19,7 +20,7 @@ from colonnade.train.commits import resolve
 from colonnade.train.fingerprint import dense_weights, identity_of, load_dense, tower_words
 from colonnade.train.states import load_state
 from colonnade.train.stores import open_recorded_stores
-from colonnade.train.transfer import fresh_records, put_records
+from colonnade.train.transfer import put_records
 from colonnade.train.wholeness import read_commit
 
 if TYPE_CHECKING:
