@@ -42,8 +42,8 @@ def run_ranks(
     """Run `command` as every rank, and return when all have ended.
 
     `files`: paths of memory files that the ranks inherit. Returns the status of the ranks that failed first, by rank;
-    the others are then ended. Returns None if SIGINT or SIGTERM came: the first is passed on to the ranks, which then commit and
-    end; the next one ends them at once.
+    the others are then ended. Returns None if SIGINT or SIGTERM came: the first is passed on to the ranks, which then
+    commit and end; the next one ends them at once.
     """
     ranks: list[subprocess.Popen[bytes]] = []
     with (
