@@ -23,7 +23,7 @@ END_SECONDS = 30.0  # between SIGTERM and SIGKILL
 
 @contextmanager
 def memory_file(name: str) -> Iterator[str]:
-    """Path of a nameless file in memory. It is valid in this process and in those that inherit `descriptor(path)`."""
+    """Yield the path of a nameless file in memory, valid here and in processes that inherit `descriptor(path)`."""
     number = os.memfd_create(name)
     try:
         os.fchmod(number, 0o600)
@@ -41,9 +41,9 @@ def run_ranks(
 ) -> Mapping[int, int] | None:
     """Run `command` as every rank, and return when all have ended.
 
-    `files`: paths of memory files that the ranks inherit. Returns the status of the ranks that failed, by rank; they
-    end the others. Returns None if SIGINT or SIGTERM came: the first is passed on to the ranks, which then commit and
-    end; the next one ends them at once.
+    `files`: paths of memory files that the ranks inherit. Returns the status of the ranks that failed first, by rank;
+    the others are then ended. Returns None if SIGINT or SIGTERM came: the first is passed on to the ranks, which then
+    commit and end; the next one ends them at once.
     """
     ranks: list[subprocess.Popen[bytes]] = []
     with (
