@@ -36,6 +36,7 @@ from colonnade.store.durable import read_verified, write_durably
 from colonnade.store.log import LogBacking
 from colonnade.store.shards import Shards
 from colonnade.store.slices import Joined, Laid, Rejoined, Sliced, lay_out
+from colonnade.store.untrusted import check_file_name
 from colonnade.store.writer import LogWriter
 from colonnade.table import Table
 from colonnade.topology.mesh import Mesh
@@ -497,4 +498,7 @@ def read_header(folder: Path, step: int) -> dict[str, Any]:
             f"{path}: got format {header.get('format')}, this version reads {FORMAT}; "
             f"it was written by Colonnade {header.get('version')}"
         )
+    check_file_name(
+        str(header.get("run", "-")) or "-", path
+    )  # folders of `plan.memory.ssd` are called so
     return header
