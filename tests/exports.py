@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from colonnade.store import checksums, row_file
 from colonnade.store.checksums import compute_checksums
 from colonnade.train.exported import MODEL, model_bytes
 
@@ -24,3 +25,9 @@ def reseal(folder: Path, **changes: Any) -> None:
         if (folder / name).is_file():
             fields["files"][name] = asdict(compute_checksums(folder / name))
     (folder / MODEL).write_bytes(model_bytes({**fields, **changes}))
+
+
+def small_blocks(monkeypatch) -> None:
+    """Give small files many blocks, for exports that are written and read by one test."""
+    for module in (checksums, row_file):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 256)

@@ -325,12 +325,17 @@ def _ahead(items: Iterable[T]) -> Any:
 
 
 def _build(export: Export, config: RunConfig | None, folder: Path) -> nn.Module:
-    """Raises CheckpointError where the export does not say how."""
+    """Build the network, once its shapes on no device fit the files. Raises CheckpointError where they do not, or the
+    export does not say how."""
     if config is None or config.data.name == OWN:
         raise CheckpointError(
             f"{folder} does not say how its network is built, since it was not trained by `colonnade train`; "
             "give the network: Predictor.open(path, model=...)"
         )
+    with torch.device("meta"):
+        shapes = build_model(export.schema, config)
+    _check(_collection(shapes), export, folder)
+    _check_dense(shapes, read_dense(folder, export), folder)
     return build_model(export.schema, config)
 
 

@@ -12,13 +12,13 @@ from typing_extensions import TypedDict
 from colonnade.errors import CheckpointError, CorruptionError
 from colonnade.formats import check_stamp, parse_object
 from colonnade.store.durable import read_verified
+from colonnade.store.untrusted import FileName
 
 FORMAT = "colonnade commit"
 REMEDY = "restore it from a copy, or go back to an older commit (--at STEP)"
 
 Count = Annotated[int, Field(ge=0)]
 StateName = Annotated[str, Field(pattern=r"^(dense|(rank|retention)-\d+)$")]
-FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]  # joined to paths: one component
 
 
 class _Table(TypedDict):
@@ -44,12 +44,12 @@ class _Header(TypedDict):
 
     step: Count
     num_ranks: Annotated[int, Field(ge=1)]
-    run: str
+    run: FileName  # folders of `plan.memory.ssd` are called so
     best_step: int | None
     model: _Model
     shardings: dict[str, _Sharding]
     states: dict[StateName, str]
-    rows: dict[FolderName, list[list[FolderName]]]
+    rows: dict[FileName, list[list[FileName]]]
 
 
 _HEADER = TypeAdapter(_Header)

@@ -32,6 +32,7 @@ from colonnade.store.manifest import (
     files_of,
     live_file,
 )
+from colonnade.store.untrusted import check_file_name
 from colonnade.train.commit_header import parse_header, read_header
 from colonnade.train.stores import homes
 
@@ -119,7 +120,10 @@ def _fetch_commit(
     disk = Disk()
     small = f"{root}/commits/{step:012d}/files"
     for path in files.find(small):
-        _get(disk, files, path, folder / _inside(small, path))
+        name = _inside(small, path)
+        for part in name.split("/"):
+            check_file_name(part, path)
+        _get(disk, files, path, folder / name)
     local_header = folder / "commits" / f"{step:012d}.json"
     header_bytes = files.cat_file(f"{root}/commits/{step:012d}.json")
     # Under another name first: the rows it speaks of are not there yet.
