@@ -73,7 +73,9 @@ class Batch:
 
     def _with_moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
         before = {name: getattr(self, name) for name in MOVED}
-        after = {name: None if each is None else move(each) for name, each in before.items()}
+        after: dict[str, Any] = {
+            name: None if each is None else move(each) for name, each in before.items()
+        }
         if all(after[name] is each for name, each in before.items()):
             return self
         moved = replace(self, **after)
@@ -82,13 +84,13 @@ class Batch:
 
 
 MOVED = ("dense", "label", "sample_weight")
-LEAVES = (*MOVED, "ids", "group", "key", "next_use")
+LEAVES = (*MOVED, "ids", "group", "next_use")
 """What of a batch holds tensors: children of its pytree node."""
 OTHERS = tuple(name for name in Batch.__slots__ if name not in LEAVES)
 
 
 class _Others(tuple):
-    """Fields of a batch that are no tensors. All are equal, as parts of a tree's structure: they differ by batch."""
+    """Fields of a batch that are no children. All are equal, as parts of a tree's structure: they differ by batch."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Others)
