@@ -84,13 +84,13 @@ class Batch:
 
 
 MOVED = ("dense", "label", "sample_weight")
-LEAVES = (*MOVED, "ids", "group", "key", "next_use")
+LEAVES = (*MOVED, "ids", "group", "next_use")
 """What of a batch holds tensors: children of its pytree node."""
 OTHERS = tuple(name for name in Batch.__slots__ if name not in LEAVES)
 
 
 class _Others(tuple):
-    """Fields of a batch that are no tensors. All are equal, as parts of a tree's structure: they differ by batch."""
+    """Fields of a batch that are no children. All are equal, as parts of a tree's structure: they differ by batch."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Others)

@@ -34,7 +34,8 @@ from colonnade.topology.mesh import Mesh
 
 MAX_STATE_DICT_BYTES = 16 * 2**30
 """Largest size of rows in a state_dict: default of `EmbeddingCollection.max_state_dict_bytes`."""
-RUN = 65536  # rows at a time
+RUN_BYTES = 1 << 20
+"""Size of records that are copied at a time."""
 RETENTION = {
     "ids": torch.int64,
     "steps": torch.int32,
@@ -270,11 +271,15 @@ class StatefulRows(nn.Module):
         policy = self.policies[t] if self.is_open else RowRetention(table, seed=self.seed)
         assert isinstance(policy, RowRetention)
         state = policy.state()
-        return {
-            f"retention_{name}": torch.cat([torch.empty(0, dtype=dtype), *state[name]])
+        found = {
+            name: torch.cat([torch.empty(0, dtype=dtype), *state[name]])
             for name, dtype in RETENTION.items()
             if name in state
         }
+        if "ids" in found:
+            found["ids"], order = found["ids"].sort()
+            found |= {name: found[name][order] for name in ("steps", "values")}
+        return {f"retention_{name}": values for name, values in found.items()}
 
     def _copy_columns(self, t: int, places: Sequence[slice]) -> tuple[Tensor, list[Tensor]]:
         """ids (N,) of trained rows, and these bytes of their records, (N, bytes) uint8 each.
@@ -294,7 +299,12 @@ class StatefulRows(nn.Module):
         return found, columns
 
     def _scan(self, t: int) -> Any:
-        return self.store.scan(t, RUN) if self.is_open else ()
+        """Yield ids and records of table t's trained rows, some at a time."""
+        return self.store.scan(t, self._run_of(t)) if self.is_open else ()
+
+    def _run_of(self, t: int) -> int:
+        """Count the rows that are copied at a time."""
+        return max(1, RUN_BYTES // self.declaration.tables[t].record_bytes)
 
     # ---- RowOptimizer.state_dict
 
@@ -405,7 +415,7 @@ class StatefulRows(nn.Module):
         """Make table t hold these rows and no others. Rows that were there keep their optimizer state, as in torch."""
         ids, new = columns["ids"], torch.ones(len(columns["ids"]), dtype=torch.bool)
         index = Index(ids)
-        for old_ids, old in self.store.scan(t, RUN):
+        for old_ids, old in self._scan(t):
             position, is_known = index.find(old_ids)
             self.store.delete(t, old_ids[~is_known].contiguous())
             position = position[is_known]
@@ -419,7 +429,7 @@ class StatefulRows(nn.Module):
                 place = state_bytes(table, part)
                 records[rows, place] = old[rows, place]
             self._put_run(t, ids[position], records)
-        for some in new.nonzero().flatten().split(RUN):
+        for some in new.nonzero().flatten().split(self._run_of(t)):
             self._put_run(t, ids[some], records_of(table, columns, some))
         policy = self.policies.get(t)
         if isinstance(policy, RowRetention):
@@ -435,7 +445,7 @@ class StatefulRows(nn.Module):
             for number, part in self._groups_of(t).items():
                 ids, values = states[number]["ids"], bytes_of(states[number]["state"])
                 known, index = 0, Index(ids)
-                for old_ids, _ in self.store.scan(t, RUN):
+                for old_ids, _ in self._scan(t):
                     known += int(index.find(old_ids)[1].sum())
                 if known != len(ids):
                     raise CheckpointError(
@@ -443,7 +453,7 @@ class StatefulRows(nn.Module):
                         f"collection has {known:,}; load the model's state_dict first, and of the same step"
                     )
                 place = state_bytes(table, part)
-                for old_ids, records in self.store.scan(t, RUN):
+                for old_ids, records in self._scan(t):
                     position, is_known = index.find(old_ids)
                     records = records[is_known].contiguous()
                     records[:, place] = values[position[is_known]]

@@ -20,7 +20,7 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.row_optimizer import RowOptimizer
-from colonnade.row_state import RUN
+from colonnade.row_state import RUN_BYTES
 from colonnade.store.dram import DramStore
 from colonnade.store.hbm import HbmStore
 from colonnade.store.log import LogBacking
@@ -273,11 +273,12 @@ def _copy_rows(collection: EmbeddingCollection, commits: Commits) -> None:
     store = collection.store
     for t, source in enumerate(commits.backings):
         table = collection.slices.laid[t].table
+        rows = max(1, RUN_BYTES // table.record_bytes)
         for batch in source.scan():
             owned = collection.shards[t].owns(batch.ids, table.rows)
             ids, records = batch.ids[owned], batch.records[owned]
-            for start in range(0, len(ids), RUN):
-                run = slice(start, start + RUN)
+            for start in range(0, len(ids), rows):
+                run = slice(start, start + rows)
                 store.put(t, ids[run].contiguous(), records[run].contiguous())
     memory = store.below if isinstance(store, HbmStore) else store
     memory.mark_clean()

@@ -1,0 +1,74 @@
+"""Lightning's Trainer trains, saves and loads a model with a collection."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+import torch
+from own_loop import assert_same_state
+from scenario import Net, global_batch
+
+from colonnade import RowOptimizer
+
+pytest.importorskip("lightning", reason="Lightning is not installed (pip install colonnade[test])")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import lightning
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Module(lightning.LightningModule):
+    """Two optimizers, so steps are called by hand."""
+
+    def __init__(self, seed=3):
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.net = Net(stays="counted and frequent", seed=seed)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01), RowOptimizer(self.net.embeddings)
+
+    def training_step(self, batch, number):
+        dense, rows = self.optimizers()
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(
+            self.net(batch), batch.label.double()
+        )
+        dense.zero_grad()
+        self.manual_backward(loss)
+        rows.step()
+        dense.step()
+
+    # For `assert_same_state`.
+    def state(self):
+        return [self.net.state_dict(), self.trainer.optimizers[1].state_dict()]
+
+
+def train(module, first, end, folder, checkpoint=None):
+    trainer = lightning.Trainer(
+        max_epochs=1 if checkpoint is None else 2, accelerator="cpu", logger=False, default_root_dir=folder,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the data has no length, nor workers
+        stream = module.net.embeddings.lookahead(
+            global_batch(step, 24) for step in range(first, end)
+        )
+        trainer.fit(module, stream, ckpt_path=checkpoint, weights_only=True)
+    return trainer
+
+
+def test_save_checkpoint_and_load_from_checkpoint(tmp_path):
+    whole = Module()
+    trainer = train(whole, 0, 4, tmp_path)
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    again = Module.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    fresh = Module()
+    train(whole, 4, 7, tmp_path, checkpoint=tmp_path / "model.ckpt")
+    train(fresh, 4, 7, tmp_path, checkpoint=tmp_path / "model.ckpt")
+    assert_same_state(whole, fresh)
+    assert int(fresh.net.embeddings.step) == 7
