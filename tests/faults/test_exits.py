@@ -48,7 +48,7 @@ for _ in range(min(num_exits, num_beside)):
 
 
 def check_exits(num_exits: int, num_beside: int, seconds: float) -> None:
-    """Children of fork that exit one after the other, `num_beside` at a time: importing torch anew would take longer."""
+    """Children of fork exit, `num_beside` at a time: importing torch anew for each would take longer."""
     command = [sys.executable, "-c", EXITS, str(num_exits), str(num_beside)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

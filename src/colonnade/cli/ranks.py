@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import ColonnadeError, ConfigError, PeerLost, WorldError
+from colonnade.processors import usable_processors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +83,7 @@ def _run_torchrun(command: list[str], ranks: int, folder: Path) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     arguments = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0", *command]
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_processors() // ranks)))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         torchrun.main(arguments)
