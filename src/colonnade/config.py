@@ -300,7 +300,7 @@ class TrainConfig(Section):
     """Seconds that a rank which does not come is waited for before it is lost; for commits and starts 12 times that."""
     threads: int = Field(0, ge=0)
     """Threads per rank, torch's and Colonnade's; 0: OMP_NUM_THREADS, which torchrun sets to 1 if nobody did, else the
-    machine's processors shared among its ranks."""
+    machine's usable processors (affinity and control groups' quotas) shared among its ranks."""
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

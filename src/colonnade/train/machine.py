@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from colonnade import _native
+from colonnade.processors import usable_processors
 
 FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
 LIBRARIES = ("colonnade", "torch", "numpy", "pyarrow")
@@ -34,9 +35,7 @@ def machine_facts(place: Path) -> dict[str, Any]:
         "processor": processor["name"],
         "features": processor["features"],
         "processors": os.cpu_count(),
-        "usable_processors": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "usable_processors": usable_processors(),
         "threads": torch.get_num_threads(),
         "isa": _native.isa(),
         "isas": list(_native.available_isas()),
