@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ONLY_PORTABLE := ON
 
-.PHONY: setup demo test test-all lint format docs wheel wheel-check native-test native-sanitize native-tsan native-aarch64 clean
+.PHONY: setup demo test test-all lint format docs figures wheel wheel-check native-test native-sanitize native-tsan native-aarch64 clean
 
 setup: $(STAMP)
 
@@ -72,6 +72,10 @@ format: setup
 # The API reference, from docstrings, into build/docs; the pages to read are docs/*.md.
 docs: setup
 	$(BIN)/python -m pdoc --docformat markdown --output-directory build/docs colonnade
+
+# The figures of README.md and docs/results.md, from bench/results.
+figures: setup
+	$(BIN)/python docs/figures.py
 
 # A wheel for this Python into dist/; CI services build the others with cibuildwheel (pyproject.toml).
 wheel: setup

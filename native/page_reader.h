@@ -22,7 +22,7 @@ class PageReader {
   // kind: "ring" (io_uring), "threads" (pread), or "auto": the first that this system has. depth: reads in flight at
   // most. invalid_argument: not a kind, or a depth outside 1..1024; runtime_error: no io_uring here.
   PageReader(const std::string& kind, int depth);
-  ~PageReader();  // finishes what was asked for
+  ~PageReader();  // finishes what was asked for; in a child of fork it does nothing
   PageReader(const PageReader&) = delete;
   PageReader& operator=(const PageReader&) = delete;
 
@@ -31,11 +31,12 @@ class PageReader {
   std::shared_ptr<ReadJob> submit(ReadPlan plan, Deliver deliver, bool is_demand);
 
   std::string kind() const { return engine_->name(); }
-  ReadCounts counts() const { return queue_.counts(); }
+  ReadCounts counts() const { return queue_->counts(); }
 
  private:
-  ReadQueue queue_;
+  std::unique_ptr<ReadQueue> queue_;
   std::unique_ptr<Engine> engine_;
+  int process_;  // that has the engine's threads
 };
 
 // Null where the system has no io_uring.

@@ -8,11 +8,13 @@
 
 #include <cerrno>
 #include <future>
-#include <thread>
+#include <new>
+#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "buffer.h"
+#include "threads.h"
 
 namespace colonnade {
 
@@ -31,14 +33,22 @@ class RingEngine final : public PageReader::Engine {
     std::promise<bool> started;
     auto is_started = started.get_future();
     // The thread that makes a ring is the one that may use it.
-    thread_ = std::thread([this, &started] {
-      ring_ = Ring::make(static_cast<unsigned>(slots_.size() + 1));
-      const bool is_there = ring_ != nullptr;
-      if (is_there) prepare();
-      started.set_value(is_there);
-      if (is_there) work();
-      ring_.reset();
-    });
+    try {
+      thread_ = JoinedThread([this, &started] {
+        bool is_ready = false;
+        try {
+          ring_ = Ring::make(static_cast<unsigned>(slots_.size() + 1));
+          if (ring_) prepare();
+          is_ready = ring_ != nullptr;
+        } catch (const std::bad_alloc&) {  // the engine with smaller buffers may still work
+        }
+        started.set_value(is_ready);
+        if (is_ready) work();
+        ring_.reset();
+      });
+    } catch (const std::system_error&) {  // no more threads
+      return;
+    }
     is_running_ = is_started.get();
   }
   ~RingEngine() override {
@@ -46,7 +56,7 @@ class RingEngine final : public PageReader::Engine {
       queue_.stop();
       wake();
     }
-    if (thread_.joinable()) thread_.join();
+    thread_.join();
     if (wake_fd_ >= 0) ::close(wake_fd_);
   }
   bool is_running() const { return is_running_; }
@@ -138,7 +148,7 @@ class RingEngine final : public PageReader::Engine {
   std::vector<std::size_t> free_;
   int wake_fd_ = -1;
   std::uint64_t wakes_ = 0;
-  std::thread thread_;
+  JoinedThread thread_;
 };
 
 }  // namespace

@@ -1,8 +1,9 @@
 #include "threads.h"
 
-#include <omp.h>
+#include <dlfcn.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <mutex>
 #include <new>
@@ -144,8 +145,23 @@ void limit_threads_here(int n) noexcept {
   limit = n;
 }
 
+namespace {
+// As many as the OpenMP runtime that torch brings has; before torch is loaded, as there are processors.
+int omp_max_threads() noexcept {
+  using Ask = int (*)();
+  static std::atomic<Ask> known{nullptr};
+  Ask ask = known.load(std::memory_order_relaxed);
+  if (!ask) {
+    ask = reinterpret_cast<Ask>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
+    if (!ask) return static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
+    known.store(ask, std::memory_order_relaxed);
+  }
+  return ask();
+}
+}  // namespace
+
 int num_threads() noexcept {
-  const int n = wanted.load(std::memory_order_relaxed), all = n > 0 ? n : omp_get_max_threads();
+  const int n = wanted.load(std::memory_order_relaxed), all = n > 0 ? n : omp_max_threads();
   return limit > 0 && limit < all ? limit : all;
 }
 

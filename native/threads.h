@@ -3,8 +3,33 @@
 
 #include <atomic>
 #include <cstdint>
+#include <thread>
+#include <utility>
 
 namespace colonnade {
+
+// How the core's threads end: a JoinedThread with the object that started it, whose destructor first tells it to stop,
+// also where its constructor throws; the helpers of `share` never: they own nothing and sleep until the process ends. A
+// child of fork has neither, and leaves alone what they used.
+class JoinedThread {
+ public:
+  JoinedThread() = default;
+  template <class Run>
+  explicit JoinedThread(Run run) : thread_(std::move(run)) {}  // system_error: no more threads
+  JoinedThread(JoinedThread&&) = default;
+  JoinedThread& operator=(JoinedThread&& other) {
+    join();
+    thread_ = std::move(other.thread_);
+    return *this;
+  }
+  ~JoinedThread() { join(); }
+  void join() {
+    if (thread_.joinable()) thread_.join();
+  }
+
+ private:
+  std::thread thread_;
+};
 
 void set_num_threads(int n) noexcept;  // 0: as many as torch
 // At most n for calls from the calling thread; 0: no limit. For a thread that works beside training.

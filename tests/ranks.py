@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from colonnade import close_mesh, open_mesh
+from colonnade.topology.rendezvous import HEARTBEATS, STORE
 
 HERE = Path(__file__).resolve().parent
 ROOMS = ("", "laws", "contracts", "faults", "unit", "distributed")
@@ -30,10 +30,12 @@ IMPORTED = [
 ]  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def store_in(folder: Path) -> dict[str, str]:
+    """Create the files in which ranks of one host meet; return the variables that name them. No port is opened."""
+    files = {name: folder / name.lower() for name in (STORE, HEARTBEATS)}
+    for file in files.values():
+        file.write_bytes(b"")
+    return {name: str(file) for name, file in files.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def run_ranks(
@@ -59,8 +61,7 @@ def run_ranks(
             **os.environ,
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(ranks_per_host or num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            **store_in(place),
             "OMP_NUM_THREADS": "1",
         }
         context = _imported_before()

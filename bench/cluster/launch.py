@@ -69,7 +69,7 @@ def torchrun(
     """
     arguments = [
         *("--nnodes", str(len(hosts)), "--nproc-per-node", str(ranks_per_host)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.hosts[0].name}:{PORT + number}"),
+        *("--rdzv-backend", "static", "--rdzv-endpoint", f"{hosts.hosts[0].name}:{PORT + number}"),
         *("--rdzv-id", str(number), "--max-restarts", str(max_restarts)),
     ]
     agents, logs = [], []
@@ -79,7 +79,15 @@ def torchrun(
             agents.append(
                 hosts.start(
                     h,
-                    [python, "-m", "torch.distributed.run", *arguments, *script],
+                    [
+                        python,
+                        "-m",
+                        "torch.distributed.run",
+                        "--node-rank",
+                        str(h),
+                        *arguments,
+                        *script,
+                    ],
                     env={"OMP_NUM_THREADS": "1", **(env or {})},
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from functools import partial
 from importlib.metadata import version
 
@@ -133,14 +132,8 @@ def keyed_ids(case: Case, ids: Tensor) -> KeyedJaggedTensor:
 
 
 def open_world() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {
-        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    dist.init_process_group("gloo")
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-// What files of rows need: an index of ids, frames, checksums.
+// What files of rows need: an index of ids, frames, checksums, mappings.
 #include "bind/arrays.h"
 #include "crc32c.h"
+#include "file_mapping.h"
 #include "frames.h"
 #include "row_index.h"
 
@@ -77,12 +78,46 @@ void bind_frames(nb::module_& m) {
       "ids"_a, "frames"_a, "record_bytes"_a, "first_place"_a);
 }
 
+void* pointer(int64_t address) { return reinterpret_cast<void*>(address); }
+
+void bind_mappings(nb::module_& m) {
+  m.def(
+      "map_file",
+      [](int fd, size_t offset, size_t length, size_t room) {
+        nb::gil_scoped_release release;
+        const FileMapping mapping = map_file(fd, offset, length, room);
+        return std::pair(reinterpret_cast<int64_t>(mapping.address), mapping.error);
+      },
+      "fd"_a, "offset"_a, "length"_a, "room"_a);
+  m.def("unmap_file", [](int64_t address) { unmap_file(pointer(address)); }, "address"_a);
+  m.def("is_damaged", [](int64_t address) { return is_damaged(pointer(address)); }, "address"_a);
+  m.def("num_damaged", &num_damaged);
+  m.def("handle_faults", &handle_faults);
+  m.def(
+      "unchecked_blocks",
+      [](In slots, uint64_t num_rows, uint64_t begin, uint64_t stride, uint64_t block_bytes, In checked) {
+        const auto s = unsigned_bits(elements<const int32_t>(slots, "slots", {-1}));
+        const auto c = elements<const uint8_t>(checked, "checked", {-1});
+        if (!stride || !block_bytes || (num_rows && (begin + num_rows * stride - 1) / block_bytes >= c.size())) {
+          throw std::invalid_argument("checked: got fewer blocks than the rows take");
+        }
+        std::vector<int64_t> found(256);
+        {
+          nb::gil_scoped_release release;
+          found.resize(unchecked_blocks(s.data(), s.size(), num_rows, begin, stride, block_bytes, c.data(), found.data(),
+                                        found.size()));
+        }
+        return found;
+      },
+      "slots"_a, "num_rows"_a, "begin"_a, "stride"_a, "block_bytes"_a, "checked"_a);
+}
+
 }  // namespace
 
 void bind_files(nb::module_& m) {
   m.def(
       "crc32c",
-      [](In data) {
+      [](In data, uint32_t before) {
         int64_t step = 1;
         for (size_t i = data.ndim(); i-- > 0; step *= static_cast<int64_t>(data.shape(i))) {
           if (data.shape(i) > 1 && data.stride(i) != step && data.size()) {
@@ -93,9 +128,10 @@ void bind_files(nb::module_& m) {
         const auto* bytes = data.data();
         const auto size = data.nbytes();
         nb::gil_scoped_release release;
-        return crc32c(0, bytes, size);
+        return crc32c(before, bytes, size);
       },
-      "data"_a);
+      "data"_a, "before"_a = 0);
+  bind_mappings(m);
   bind_row_index(m);
   bind_frames(m);
 }

@@ -1,5 +1,16 @@
 // The module. The files of this folder are the only ones that know Python: they check what they are given, let go
 // of the GIL and call the core.
+#include <unistd.h>
+
+#include <cstdlib>
+#include <exception>
+
+#if defined(__APPLE__)
+#include <pthread.h>
+#else
+#include <sys/syscall.h>
+#endif
+
 #include "bind/arrays.h"
 #include "buffer.h"
 #include "isa.h"
@@ -7,7 +18,41 @@
 
 using namespace colonnade;
 
+#if PY_VERSION_HEX < 0x030e0000
+namespace {
+std::terminate_handler next_handler = nullptr;
+
+bool is_exiting() noexcept {
+#if PY_VERSION_HEX < 0x030d0000
+  return _Py_IsFinalizing() || !Py_IsInitialized();
+#else
+  return Py_IsFinalizing() || !Py_IsInitialized();
+#endif
+}
+
+bool is_main_thread() noexcept {
+#if defined(__APPLE__)
+  return pthread_main_np() != 0;
+#else
+  return syscall(SYS_gettid) == getpid();
+#endif
+}
+
+// Python before 3.14 ends a daemon thread that comes back from native code while the process exits by unwinding its
+// stack, and where a destructor takes the GIL, ours or torch's, that is std::terminate. Such a thread sleeps instead, as
+// from 3.14 on: the process exits without it.
+[[noreturn]] void sleep_in_an_exit() {
+  while (is_exiting() && !is_main_thread()) pause();
+  if (next_handler) next_handler();
+  std::abort();
+}
+}  // namespace
+#endif
+
 NB_MODULE(_native, m) {
+#if PY_VERSION_HEX < 0x030e0000
+  next_handler = std::set_terminate(sleep_in_an_exit);
+#endif
   nb::set_leak_warnings(false);  // objects that live until the interpreter ends are no mistake of the user's
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("available_isas", &available_isas);

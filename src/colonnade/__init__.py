@@ -142,10 +142,6 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("colonnade")
-    if name == "_native":
-        import torch  # noqa: F401  the native core shares torch's OpenMP threads: torch loads first
-
-        return import_module("colonnade._native")
     if name not in _HOME_OF:
         try:
             return import_module(

@@ -569,8 +569,32 @@ def cross_gradient(
     """of_first = gradient * factor, of_factor = gradient * first."""
 
 def all_finite(base: int, num_elements: int, dtype: str) -> bool: ...
-def crc32c(data: Array) -> int:
-    """CRC-32C of a contiguous array's bytes (any type, also `bytes`)."""
+def crc32c(data: Array, before: int = 0) -> int:
+    """CRC-32C of a contiguous array's bytes (any type, also `bytes`) that follow bytes of checksum `before`."""
+
+def map_file(fd: int, offset: int, length: int, room: int) -> tuple[int, int]:
+    """(address, 0): bytes [offset, offset + length) of a file, read-only, and `room` writable bytes from the next page
+    on; or (0, errno). offset: a multiple of the page size. A load that fails damages the mapping: all of the file's
+    bytes read as zeros from then on."""
+
+def unmap_file(address: int) -> None: ...
+def is_damaged(address: int) -> bool: ...
+def num_damaged() -> int:
+    """How many mappings of this process were damaged so far."""
+
+def handle_faults() -> None:
+    """Put this process's handler of SIGBUS before one that was installed after the last mapping was made."""
+
+def unchecked_blocks(
+    slots: Array,  # (E,) int32, as uint32
+    num_rows: int,
+    begin: int,
+    stride: int,
+    block_bytes: int,
+    checked: Array,  # (blocks of the file,) uint8
+) -> list[int]:
+    """Blocks, each once and at most 256, that rows `slots` < num_rows at begin + slot * stride of a file touch and that
+    are not checked."""
 
 class RowIndex:
     """Open-addressing hash map from any int64 to a uint64; batch at a time; not thread-safe."""

@@ -10,7 +10,7 @@ ColonnadeError
 |   +-- CorruptionError  a checksum does not match; names file and record
 |   +-- StoreLocked      another run has this store open
 +-- CheckpointError      a commit that does not belong to this model, version or world
-+-- NonFiniteError       NaN or inf in input, loss or gradient
++-- NonFiniteError       NaN or inf in input, loss, gradient or exported weights
 +-- WorldError           ranks disagree
     +-- PeerLost         another rank ended or hangs
 """
@@ -59,7 +59,7 @@ class CheckpointError(ColonnadeError):
 
 
 class NonFiniteError(ColonnadeError, ArithmeticError):
-    """NaN or inf in the input, the loss or a gradient."""
+    """NaN or inf in the input, the loss, a gradient or exported weights."""
 
 
 class WorldError(ColonnadeError, RuntimeError):

@@ -12,10 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))  # benches are scripts, not part of the package
 
-from cluster.hosts import ETC, open_hosts, sweep, why_no_hosts  # noqa: E402
+from cluster.hosts import ETC, interface_names, open_hosts, sweep, why_no_hosts  # noqa: E402
 from cluster.launch import torchrun  # noqa: E402
 
-__all__ = ["ETC", "PATHS", "need_hosts", "open_hosts", "sweep", "torchrun"]
+__all__ = ["ETC", "PATHS", "interface_names", "need_hosts", "open_hosts", "sweep", "torchrun"]
 
 FOLDERS = [
     ROOT / "src",

@@ -32,7 +32,7 @@ def torchrun_arguments(words: list[str]):
 
 
 def check_command(found) -> None:
-    assert found.rdzv_backend == "c10d" and found.rdzv_endpoint.endswith(":29400") and found.rdzv_id
+    assert found.rdzv_backend == "static" and found.rdzv_endpoint.endswith(":29400")
     assert found.module and found.training_script == "colonnade"
     assert found.training_script_args == ["train", "clicks.yaml", "--run", "runs/clicks"]
 
@@ -49,7 +49,7 @@ def test_what_is_typed_on_two_hosts_trains_one_model(tmp_path):
         started = [
             hosts.start(
                 h,
-                ["bash", "-euc", block("By hand")],
+                ["bash", "-euc", block("By hand").replace("NODE=0", f"NODE={h}")],
                 env={**PATHS, "PATH": place, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
                 cwd=tmp_path,
                 stdout=subprocess.PIPE,
@@ -68,7 +68,7 @@ def test_what_is_typed_on_two_hosts_trains_one_model(tmp_path):
 
 
 def test_the_command_for_ranks_of_rows_only():
-    words = shlex.split(block("Ranks for rows only").replace("\\\n", " "))
+    words = shlex.split(block("Ranks for rows only").replace("\\\n", " ").replace("$NODE", "1"))
     assert words[0] == "torchrun"
     found = torchrun_arguments(words[1:])
     assert (found.nnodes, found.nproc_per_node) == ("2", "6")
@@ -82,10 +82,13 @@ def test_the_slurm_script():
     assert script.startswith("#!/bin/bash\n")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     command = script.replace("\\\n", " ").split("srun ")[1]
-    values = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "17", "head": "node1"}
+    values = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "HEAD": "node1"}
     words = shlex.split(re.sub(r"\$(\w+)", lambda name: values[name[1]], command))
-    assert words[1] == "torchrun"
+    assert words[1:3] == ["bash", "-c"], "each task expands its own node's number"
+    words = shlex.split(words[3])
+    assert words[:2] == ["exec", "torchrun"], "SIGTERM reaches torchrun"
     found = torchrun_arguments(words[2:])
+    assert found.node_rank == 1
     check_command(found)
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script, re.MULTILINE))
     assert found.nnodes == asked["nodes"] and asked["ntasks-per-node"] == "1"
@@ -105,7 +108,9 @@ def test_the_kubernetes_file():
     (container,) = pod["spec"]["containers"]
     assert container["command"] == ["torchrun"]
     assert all(isinstance(word, str) for word in container["args"])
-    found = torchrun_arguments(container["args"])
+    index = "$(JOB_COMPLETION_INDEX)"  # an Indexed Job sets it in every pod
+    assert f"--node-rank={index}" in container["args"]
+    found = torchrun_arguments([word.replace(index, "1") for word in container["args"]])
     check_command(found)
     assert found.nnodes == str(wanted["completions"])
     # A pod of an Indexed Job is called <job>-<index>, its domain is what the Service is called.

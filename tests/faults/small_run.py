@@ -28,7 +28,8 @@ from colonnade.data import Splits, open_source, processes
 from colonnade.models.build import build_model
 from colonnade.store.disk import Change, Disk
 from colonnade.topology.presence import Presence
-from colonnade.train.commits import committed_steps, load_state, read_header
+from colonnade.train.commit_header import committed_steps, read_header
+from colonnade.train.commits import load_state
 from colonnade.train.run import load_run_config, open_run
 from colonnade.train.stores import open_recorded_stores
 

@@ -15,7 +15,8 @@ from colonnade.config import build_config
 from colonnade.store.writer import LogWriter
 from colonnade.topology.mesh import Mesh
 from colonnade.train import commits
-from colonnade.train.commits import committed_steps, slow_words
+from colonnade.train.commit_header import committed_steps
+from colonnade.train.commits import slow_words
 from colonnade.train.run import open_run
 
 PROGRAM = """

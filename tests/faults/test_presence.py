@@ -14,12 +14,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import free_port, run_ranks, start_child
+from ranks import run_ranks, start_child, store_in
 
 from colonnade import close_mesh, open_mesh
 from colonnade.errors import PeerLost, WorldError
+from colonnade.topology.heartbeats import FileHeartbeats, StoreHeartbeats
 from colonnade.topology.presence import Heard, Presence, doing, telling, verdict
-from colonnade.topology.rendezvous import Peer, connect, meet
+from colonnade.topology.rendezvous import HEARTBEATS, STORE, Peer, connect, meet
 
 PEER = Peer("node", "one", 4711, 1, "1.0", "2.0", "x86_64")
 FINE = Heard(PEER, 0.3, calls={"dense": 58}, waiting={"dense": 3.0}, step=57)
@@ -57,6 +58,12 @@ def test_what_it_did_last():
     assert doing(FINE) == "last seen in step 57, 3 s in 'dense'"
     assert "12 s after its last call: computing" in doing(replace(FINE, waiting={}, idle=12.2))
     assert "never said" in doing(Heard(PEER, 1.0))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -169,6 +176,49 @@ def test_a_taken_port_and_a_missing_address_are_said(monkeypatch):
         connect(1, 2, timedelta(seconds=1))
 
 
+def test_a_file_that_ranks_do_not_share_is_refused_and_who_is_missing_named(monkeypatch, tmp_path):
+    for name, file in store_in(tmp_path).items():
+        monkeypatch.setenv(name, file)
+    store = connect(0, 2, timedelta(seconds=5))
+    with pytest.raises(PeerLost) as lost:
+        meet(store, 0, 2, PEER, timedelta(seconds=0.3))
+    first = str(lost.value)
+    with pytest.raises(PeerLost) as lost:
+        meet(connect(1, 3, timedelta(seconds=5)), 1, 3, PEER, timedelta(seconds=0.3))
+    for words, missing in ((first, "rank 1 of 2"), (str(lost.value), "rank 0 of 3")):
+        assert f"{missing} did not come in time: not started, or another program" in words
+    monkeypatch.setenv(HEARTBEATS, str(tmp_path / "nowhere"))
+    with pytest.raises(WorldError, match=r"got COLONNADE_HEARTBEATS='.*nowhere', wanted a file"):
+        connect(0, 2, timedelta(seconds=1))
+    monkeypatch.setenv(STORE, "/proc/self/fd/999")
+    with pytest.raises(WorldError, match="got COLONNADE_STORE='/proc/self/fd/999', wanted a file"):
+        connect(0, 2, timedelta(seconds=1))
+
+
+def test_heartbeats_in_a_file_do_not_grow_it_and_are_read_whole(tmp_path):
+    path = store_in(tmp_path)[HEARTBEATS]
+    mine, others = FileHeartbeats(path), FileHeartbeats(path)
+    lines = {"a" * 5000, "é" * 90_000, "c"}
+    mine.write(0, "x" * 180_000)
+    size = os.stat(path).st_size
+    is_over = threading.Event()
+
+    def write():
+        while not is_over.is_set():
+            for line in lines:
+                mine.write(0, line)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        read = {text for _ in range(2000) for text in others.read([0, 1]).values()}
+    finally:
+        is_over.set()
+        thread.join()
+    assert read - {"x" * 180_000} and read <= lines | {"x" * 180_000}
+    assert os.stat(path).st_size <= size and others.read([1]) == {}
+
+
 def test_rank_0_listens_where_it_is_told(monkeypatch):
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")
@@ -179,17 +229,14 @@ def test_rank_0_listens_where_it_is_told(monkeypatch):
         socket.create_connection(("127.0.0.1", port), timeout=2)
 
 
-def test_an_error_is_told_and_one_who_goes_on_is_not_blamed(server):
-    ranks = [
-        Presence(
-            dist.PrefixStore("p", server.clone()),
-            [PEER, PEER],
-            r,
-            timedelta(seconds=5),
-            place="here",
-        )
-        for r in range(2)
-    ]
+@pytest.mark.parametrize("kind", ["file", "store"])
+def test_an_error_is_told_and_one_who_goes_on_is_not_blamed(server, kind, tmp_path):
+    if kind == "file":
+        path = store_in(tmp_path)[HEARTBEATS]
+        heartbeats = [FileHeartbeats(path) for _ in range(2)]
+    else:
+        heartbeats = [StoreHeartbeats(dist.PrefixStore("p", server.clone()), "h:1") for _ in "ab"]
+    ranks = [Presence(heartbeats[r], [PEER, PEER], r, timedelta(seconds=5)) for r in range(2)]
     for each in ranks:
         each.start()
     with pytest.raises(ZeroDivisionError), telling(ranks[1]):
@@ -249,11 +296,14 @@ def meet_and_lose_one(sent):
     print("took", time.monotonic() - began, flush=True)
 
 
-@pytest.mark.parametrize("sent", ["SIGKILL", "SIGSTOP"])
-def test_survivors_name_it_on_every_thread_and_end(sent, tmp_path):
+@pytest.mark.parametrize(
+    ("sent", "kind"), [("SIGKILL", "server"), ("SIGKILL", "file"), ("SIGSTOP", "file")]
+)
+def test_survivors_name_it_on_every_thread_and_end(sent, kind, tmp_path):
+    server = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    where = store_in(tmp_path) if kind == "file" else server
     environment = {
-        **os.environ, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
+        **os.environ, **where, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     ranks = [
         start_child(

@@ -27,7 +27,7 @@ from colonnade.errors import (
 )
 from colonnade.store.disk import Change, Disk
 from colonnade.store.manifest import describe, files_of
-from colonnade.train.commits import committed_steps
+from colonnade.train.commit_header import committed_steps
 from colonnade.train.run import open_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]

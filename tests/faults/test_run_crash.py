@@ -17,7 +17,7 @@ from small_run import CONFIG, digest
 from colonnade import Mesh
 from colonnade.config import build_config, override
 from colonnade.store.disk import Change, Disk
-from colonnade.train.commits import committed_steps
+from colonnade.train.commit_header import committed_steps
 from colonnade.train.run import open_run
 
 

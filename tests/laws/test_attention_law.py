@@ -39,6 +39,7 @@ from colonnade.plan.chosen import Forced
 from colonnade.plan.consumers import model_load
 from colonnade.plan.loads import table_loads
 from colonnade.plan.profile import profile
+from colonnade.store.checksums import compute_checksums
 from colonnade.store.mapped import open_mapped
 from colonnade.topology.hot import hot_rows
 from colonnade.topology.mesh import with_servers
@@ -422,13 +423,14 @@ def test_shards_merge_in_any_way():
 
 
 def test_exported_rows_serve_it(tmp_path):
-    collection, served, paths = wide_collection(), wide_collection(), []
+    collection, served, files = wide_collection(), wide_collection(), []
     collection.open(build_plan(WIDE))
     for table in WIDE:
         ids = torch.arange(table.rows)
-        paths.append(tmp_path / f"{table.name}.safetensors")
-        save_file({"ids": ids, "weights": collection.rows(table.name, ids)}, paths[-1])
-    served.serve(open_mapped(WIDE, paths, seed=1))
+        path = tmp_path / f"{table.name}.safetensors"
+        save_file({"ids": ids, "weights": collection.rows(table.name, ids)}, path)
+        files.append((path.name, compute_checksums(path)))
+    served.serve(open_mapped(WIDE, tmp_path, files, seed=1))
     with torch.no_grad():
         found, wanted = served.eval()(many(1, 9)), collection.eval()(many(1, 9))
     assert list(found) == list(wanted) == list(ATTEND)

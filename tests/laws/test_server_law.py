@@ -41,8 +41,9 @@ from colonnade.topology.traffic import Traffic
 from colonnade.topology.world import World
 from colonnade.train import trainer
 from colonnade.train.dense import DenseGradients
+from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_lines
 from colonnade.train.objective import Retrieval
-from colonnade.train.record import FILE_NAME, OF_ROWS, ROWS_FILE_NAME, read_lines
+from colonnade.train.record import OF_ROWS
 from colonnade.train.run import load_run_config, open_run
 
 

@@ -8,13 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+from inspect import signature
 
 import pytest
 
+import colonnade as colonnade_package
 from colonnade.cli import convert, main
+from colonnade.cli import train as train_verb
+from colonnade.cli.app import run as run_command
+from colonnade.cli.data_options import MEANINGS
 from colonnade.cli.ranks import death_signal
 from colonnade.cli.train import parse_settings
 from colonnade.config import RunConfig
+from colonnade.data import SOURCES
 from colonnade.data import convert as data_convert
 
 SMALL = [
@@ -86,6 +92,14 @@ def colonnade(monkeypatch, capsys):
         (["convert", "csv", "nowhere.csv", "b.parquet"], "nowhere.csv"),
         (["settings", "trian"], "did you mean train?"),
         (["settings", "plan.memory.drma"], "did you mean plan.memory.dram?"),
+        (["settings", "data.options.cvs"], "did you mean csv?"),
+        (["train", "--max-steps", "3"], "did you mean --set train.max_steps=VALUE?"),
+        (["train", "--train.epochs=3"], "did you mean --set train.epochs=VALUE?"),
+        (["train", "--keep-commit", "3"], "did you mean --set train.keep_commits=VALUE?"),
+        (["train", "--weight-decay", "3"], "--set dense.weight_decay=VALUE"),
+        (["train", "--batchsize", "3"], "did you mean --batch-size?"),
+        (["train", "--lr", "fast"], "--lr"),
+        (["train", "--model", "deepfm", "--epochs", "-1"], "train.epochs"),
     ],
 )
 def test_errors_are_one_line(colonnade, arguments, words, tmp_path, monkeypatch):
@@ -94,6 +108,63 @@ def test_errors_are_one_line(colonnade, arguments, words, tmp_path, monkeypatch)
     assert status == 2
     assert said.startswith("error: ") and said.count("\n") == 1 and words in said, said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_is_printed(colonnade):
+    assert colonnade("--version") == (0, f"colonnade {colonnade_package.__version__}\n", "")
+
+
+def test_short_options_are_settings_and_set_wins(monkeypatch):
+    built = []
+    monkeypatch.setattr(train_verb, "train_run", lambda config, *_: built.append(config))
+    options = ["--model", "deepfm", "--epochs", "3", "--batch-size", "64", "--lr", "0.25"]
+    options += ["--seed", "7", "--dram", "1MiB", "--set", "dense.lr=0.5"]
+    assert run_command(["train", *options]) == 0
+    (config,) = built
+    assert config.model.name == "deepfm" and config.train.epochs == 3
+    assert config.train.batch_size == 64 and config.train.seed == 7
+    assert (config.rows.lr, config.dense.lr) == (0.25, 0.5)
+    assert config.plan.memory.dram == 2**20
+
+
+def test_the_shell_completes_verbs(monkeypatch, capsys):
+    monkeypatch.setenv("COMP_WORDS", "colonnade tr")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    monkeypatch.setenv("_COLONNADE_COMPLETE", "complete_bash")
+    with pytest.raises(SystemExit):
+        run_command([])
+    assert capsys.readouterr().out.split() == ["train"]
+
+
+def test_settings_fit_80_columns_and_are_filtered_by_words(colonnade, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, everything, _ = colonnade("settings")
+    assert max(map(len, everything.splitlines())) <= 80
+    assert "train.batch_size = 4096" in everything
+    _, some, _ = colonnade("settings", "learning rate")
+    assert "dense.lr = 0.001" in some and "train.batch_size" not in some
+
+
+def test_every_option_of_data_is_described(colonnade):
+    options = {name for opener in SOURCES.values() for name in signature(opener).parameters} - {
+        "path"
+    }
+    assert options == set(MEANINGS)
+    _, shown, _ = colonnade("settings", "data.options.csv")
+    assert "data.options.shuffle_window = 0" in shown and "data.options.null_values" in shown
+    _, shown, _ = colonnade("settings", "data.options")
+    assert "movielens: data.options.seed" in shown
+
+
+def test_an_outcome_begins_with_the_metric_and_fits_80_columns(colonnade, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    status, shown, said = colonnade("train", "--run", str(tmp_path / "run"), *SMALL)
+    assert status == 0, said
+    lines = shown.splitlines()
+    outcome = lines[next(i for i, line in enumerate(lines) if line.startswith("epoch 1")) + 1 :]
+    assert outcome[0].startswith("test auc: ")
+    assert "ssd" not in shown and " 0%" not in shown  # all rows are in memory, nothing is a zero
+    assert max(map(len, (line for line in lines if str(tmp_path) not in line))) <= 80
 
 
 def test_a_run_its_evaluation_and_going_back(colonnade, tmp_path):
@@ -107,8 +178,11 @@ def test_a_run_its_evaluation_and_going_back(colonnade, tmp_path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 6 and 0 < summary["metrics"]["test_auc"] < 1
 
-    status, again, _ = colonnade("train", "--run", folder, *SMALL)  # nothing is left to do
-    assert status == 0 and "test auc" in again
+    before = contents(tmp_path)
+    status, again, _ = colonnade("train", "--run", folder, *SMALL)
+    assert status == 0 and "is finished at step 6" in again and "train.epochs=N" in again
+    assert f"test auc: {summary['metrics']['test_auc']:.4f}" in again
+    assert contents(tmp_path) == before
 
     status, evaluated, _ = colonnade("evaluate", folder)
     assert f"auc: {summary['metrics']['test_auc']:.4f}" in evaluated
@@ -116,6 +190,22 @@ def test_a_run_its_evaluation_and_going_back(colonnade, tmp_path):
     assert status == 2 and "has no commit of step 3" in said
     status, back, _ = colonnade("evaluate", folder, "--at", "4")
     assert status == 0 and "step 4" in back
+
+
+def test_a_finished_run_goes_on_with_more_epochs(colonnade, tmp_path):
+    folder = str(tmp_path / "run")
+    assert colonnade("train", "--run", folder, *SMALL)[0] == 0
+    assert colonnade("train", "--run", folder, *SMALL, "--set", "train.epochs=2")[0] == 0
+    before, summary = contents(tmp_path), json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["step"], summary["steps"]) == (12, 6)
+    status, text, _ = colonnade("train", "--run", folder, *SMALL)  # fewer than it has trained
+    assert status == 0 and "is finished at step 12" in text and contents(tmp_path) == before
+
+
+def contents(folder):
+    """Every file under a folder: content and time of its last change."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
 def test_a_refused_command_changes_nothing(colonnade, tmp_path):
@@ -136,7 +226,15 @@ def test_a_refused_command_changes_nothing(colonnade, tmp_path):
 def test_doctor_says_what_follows(colonnade):
     status, said, _ = colonnade("doctor")
     assert status == 0
-    for words in ("native path", "huge pages", "io_uring", "memory", "what follows", "gloo"):
+    for words in (
+        "native path",
+        "huge pages",
+        "io_uring",
+        "memory",
+        "what follows",
+        "gloo",
+        "127.0.0.1",
+    ):
         assert words in said
 
 
@@ -166,13 +264,14 @@ def test_help_needs_no_torch():
 
 def test_settings_lists_every_field_with_its_words(colonnade, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    _, said, _ = colonnade("settings")
+    lines = colonnade("settings")[1].splitlines()
     for section, part in RunConfig.model_fields.items():
         for name, field in part.annotation.model_fields.items():
-            line = next(line for line in said.splitlines() if line.startswith(f"{section}.{name} "))
-            assert not field.description or field.description.split("\n")[0][:40] in line
-    _, said, _ = colonnade("settings", "plan.memory.dram")
-    assert "bytes | none" in said and len(said.splitlines()) == 2
+            number = next(
+                i for i, line in enumerate(lines) if line.split()[0] == f"{section}.{name}"
+            )
+            words = " ".join((field.description or "").split())
+            assert lines[number + 1].strip().startswith(words[:40])
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.3, 0.6, 1.2])
@@ -253,7 +352,7 @@ def test_a_state_of_another_commit_is_no_part_of_this_one(colonnade, tmp_path):
     status, said, err = colonnade("verify", str(folder))
     assert status == 2 and f"{newer}: got the state dense of step 4" in said
     status, _, err = colonnade("evaluate", str(folder))
-    assert status == 2 and f"{newer}: got the state dense of step 4" in err
+    assert status == 2 and "dense is not what this run committed there" in err
 
 
 def test_verify_finds_directories_that_moved(colonnade, tmp_path):
@@ -288,7 +387,7 @@ def test_from_a_run_to_scores_and_pages(colonnade, tmp_path):
     second = str(tmp_path / "second")
     assert colonnade("train", "--run", second, *SMALL, "--set", "rows.lr=0.05")[0] == 0
     page = tmp_path / "page.html"
-    status, said, _ = colonnade("compare", folder, second, "--html", str(page))
+    status, said, _ = colonnade("compare", folder, second, "--output", str(page))
     assert status == 0 and "rows.lr" in said and "model.dim" not in said and page.exists()
 
 
@@ -298,7 +397,7 @@ def test_outputs_that_cannot_be_written_are_one_line(colonnade, tmp_path):
     beyond = str(tmp_path / "no" / "such.html")
     for command in (
         ["report", folder, "--output", beyond],
-        ["compare", folder, folder, "--html", beyond],
+        ["compare", folder, folder, "--output", beyond],
         ["predict", folder, "--part", "test", "--output", str(tmp_path / "no" / "x.csv")],
         ["predict", folder, "--part", "test", "--output", str(tmp_path / "x.doc")],
         ["export", folder, folder],

@@ -16,7 +16,7 @@ from colonnade import Mesh
 from colonnade.config import build_config, override
 from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.store.manifest import describe, files_of
-from colonnade.train.commits import committed_steps
+from colonnade.train.commit_header import committed_steps
 from colonnade.train.export import export_run
 from colonnade.train.run import open_run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 
@@ -20,7 +21,7 @@ from colonnade.errors import CheckpointError, ConfigError, DataError, WorldError
 from colonnade.models.build import build_model
 from colonnade.report.reading import read_run, sums_of
 from colonnade.report.run_page import run_page
-from colonnade.train.commits import committed_steps
+from colonnade.train.commit_header import committed_steps
 from colonnade.train.run import open_run
 
 
@@ -79,6 +80,34 @@ def test_a_run_goes_on_to_the_same_bits_and_its_commits_can_be_read(tmp_path):
     assert_same(read, model)
     best = Net()
     assert colonnade.load_run(best, tmp_path / "run", at="best") == found.outcome.best_step
+
+
+def test_a_finished_run_gives_what_it_recorded_and_its_weights(tmp_path):
+    settings = {"batch_size": 50, "epochs": 2, "quiet": True, "run": tmp_path / "run"}
+    trained, again = Net(), Net(seed=7)
+    first = colonnade.fit(trained, splits(), **settings)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+    second = colonnade.fit(again, splits(), **settings)
+    assert second.outcome == first.outcome and second.metrics == first.metrics
+    assert second.resumed_at == 24
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in before} == before
+    assert_same(trained, again)
+
+
+def finished_on_two_ranks(mesh, folder):
+    run = open_run(build_config(CONFIG), mesh, folder)
+    outcome = run.train()
+    run.close()
+    again = open_run(build_config(CONFIG), mesh, folder)
+    is_finished, repeated = again.final_summary is not None, again.train()
+    again.close()
+    return is_finished, repeated.metrics == outcome.metrics, (folder / "summary.json").read_text()
+
+
+def test_two_ranks_agree_that_a_run_is_finished(tmp_path):
+    for is_finished, is_same, summary in run_ranks(2, finished_on_two_ranks, tmp_path / "run"):
+        assert is_finished and is_same and json.loads(summary)["steps"] > 0
 
 
 def on_two_ranks(mesh, folder):

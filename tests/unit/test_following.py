@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from exports import small_blocks
 from ranks import run_ranks
 from small_run import CONFIG, opened
 
@@ -27,10 +28,12 @@ from colonnade.errors import (
     StorageError,
 )
 from colonnade.predict import following
+from colonnade.store.checksums import CheckedFile
 from colonnade.store.disk import Disk
+from colonnade.store.durable import read_verified, write_durably
 from colonnade.train import carriage, publication
 from colonnade.train.commit_clock import word as due_word
-from colonnade.train.commits import committed_steps
+from colonnade.train.commit_header import committed_steps
 from colonnade.train.export import export_run
 from colonnade.train.publication import WORD, change_name, read_change, read_word
 from colonnade.train.run import open_run
@@ -428,6 +431,112 @@ def test_follows_by_itself_while_the_run_goes_on(tmp_path, monkeypatch):
         assert isinstance(predictor.problem, ColonnadeError) and WORD in str(predictor.problem)
         assert "remove the publication's folder" in str(predictor.problem)
         assert equal(scores(predictor, samples), told)
+
+
+def without_bases(word: dict) -> None:
+    word["bases"] = []
+
+
+def with_a_field(word: dict) -> None:
+    word["more"] = 1
+
+
+def with_a_word_for_a_number(word: dict) -> None:
+    word["number"] = "7"
+
+
+def without_a_run(word: dict) -> None:
+    del word["run"]
+
+
+def of_format_one(word: dict) -> None:
+    word["version"] = 1
+
+
+def test_no_damage_ends_a_follower(snapshots, tmp_path, monkeypatch):
+    """Named, counted and tried again; it goes on when the publication is right again."""
+    folder, live = tmp_path / "run", tmp_path / "live"
+    train(Mesh(), folder, tmp_path / "published", {"train.max_steps": 12})
+    steps = committed_steps(folder)
+    lay(snapshots[steps[0]], live)
+    with Predictor.open(live) as predictor:
+        predictor.follow(0.01)
+        for damage in (
+            without_bases, with_a_field, with_a_word_for_a_number, without_a_run, of_format_one, None,
+        ):  # fmt: skip
+            failures = predictor.num_failures
+            word = json.loads(read_verified(live / WORD))
+            content = (live / WORD).read_bytes()
+            if damage is None:
+                monkeypatch.setattr(following, "read_word", panics)
+            else:
+                damage(word)
+                write_durably(Disk(), live / WORD, json.dumps(word).encode())
+            wait_until(lambda before=failures: predictor.num_failures > before + 1)
+            problem = predictor.problem
+            assert isinstance(problem, Panic if damage is None else ColonnadeError)
+            assert damage is None or WORD in str(problem)
+            monkeypatch.setattr(following, "read_word", read_word)
+            (live / f"{WORD}.new").write_bytes(content)
+            os.replace(live / f"{WORD}.new", live / WORD)
+            wait_until(lambda: predictor.problem is None)
+        assert predictor.step == steps[0]
+        flipped = dict(snapshots[steps[1]])
+        name = change_name(1)
+        flipped[name] = flipped[name][:90] + bytes([flipped[name][90] ^ 1]) + flipped[name][91:]
+        lay(flipped, live)
+        wait_until(lambda: predictor.problem is not None)
+        assert name in str(predictor.problem) and predictor.step == steps[0]
+        lay(snapshots[steps[-1]], live)
+        wait_until(lambda: predictor.step == steps[-1])
+        told = wanted(folder, steps[-1], batches({})[:2], tmp_path / "out")
+        assert equal(scores(predictor, batches({})[:2]), told)
+
+
+def test_a_copy_that_is_damaged_under_a_follower_heals(tmp_path):
+    """Its base is cut short while rows of it are mapped: no score until it was carried again."""
+    folder, published, copy = tmp_path / "run", tmp_path / "published", tmp_path / "copy"
+    train(Mesh(), folder, published, {"train.max_steps": 8})
+    samples = batches({})[:2]
+    with Predictor.open(f"file://{published}", copy=copy) as predictor:
+        told = scores(predictor, samples)
+        predictor.rows._scrub.join()
+        victim = predictor.rows.tables[3].file.path
+        os.truncate(victim, 0)
+        with pytest.raises(CorruptionError, match=victim.name):
+            scores(predictor, samples)
+        assert victim.name in str(predictor.problem)
+        predictor.refresh()
+        assert predictor.problem is None and equal(scores(predictor, samples), told)
+
+
+def test_a_base_that_was_checked_is_not_checked_again(tmp_path, monkeypatch):
+    small_blocks(monkeypatch)
+    folder, published = tmp_path / "run", tmp_path / "published"
+    train(Mesh(), folder, published, {"train.max_steps": 4})
+    with Predictor.open(published, verify="full") as predictor:
+        before = predictor.rows.tables
+        assert all(table.file.file.checked.all() for table in before)
+        monkeypatch.setattr(CheckedFile, "check", None)
+        predictor._following.distrust()
+        predictor.refresh()
+        assert predictor.rows.tables is not before
+        assert all(table.file.file.checked.all() for table in predictor.rows.tables)
+
+
+def wait_until(is_done) -> None:
+    deadline = time.monotonic() + 20
+    while not is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it: no Exception."""
+
+
+def panics(folder):
+    raise Panic("of a library")
 
 
 def refused(folder):

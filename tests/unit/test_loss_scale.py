@@ -19,7 +19,7 @@ from colonnade.report.reading import read_run
 from colonnade.report.run_page import headline
 from colonnade.train import loss_scale as module
 from colonnade.train.loss_scale import LossScale, loss_scale
-from colonnade.train.record import FILE_NAME, read_lines
+from colonnade.train.metrics_file import FILE_NAME, read_lines
 from colonnade.train.run import open_run
 
 SHORT = {"train.epochs": 1, "train.max_steps": 9, "train.commit_steps": 0}

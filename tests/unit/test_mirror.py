@@ -12,7 +12,7 @@ from own_model import Net, assert_same, splits
 import colonnade
 from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.store import manifest as manifests
-from colonnade.train.commits import committed_steps
+from colonnade.train.commit_header import committed_steps
 from colonnade.train.mirror import mirrored_steps, open_url
 
 FAST = {"batch_size": 50, "quiet": True, "threads": 1}

@@ -20,8 +20,9 @@ from colonnade.data.contract import Position
 from colonnade.report.reading import read_run, sums_of
 from colonnade.store.tier_counts import TierCounts
 from colonnade.train.machine import machine_facts
+from colonnade.train.metrics_file import forget_after, read_lines
 from colonnade.train.progress import Progress, _columns
-from colonnade.train.record import Counters, TiersGained, forget_after, read_lines
+from colonnade.train.record import Counters, TiersGained
 from colonnade.train.run import open_run
 
 

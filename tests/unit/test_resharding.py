@@ -25,7 +25,7 @@ from colonnade.topology.sharding import (
 )
 from colonnade.topology.world import World
 from colonnade.train import run as runs
-from colonnade.train.commits import committed_steps, read_header
+from colonnade.train.commit_header import committed_steps, read_header
 from colonnade.train.export import export_run
 from colonnade.train.stores import homes
 from colonnade.train.verification import verify_commit

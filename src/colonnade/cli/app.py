@@ -54,7 +54,6 @@ app = typer.Typer(
     epilog="First time here: [bold]colonnade demo[/bold], then [bold]colonnade report[/bold] with the folder it "
     "names. Every verb has its own [bold]--help[/bold] with examples.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -99,15 +98,22 @@ for _name, _verb in VERBS.items():
 app.command("rank", hidden=True)(ranks.rank)
 
 
-@app.callback()
-def common(
-    version: bool = typer.Option(False, "--version", help="Say the version and end."),
-) -> None:
-    if version:
+def print_version(is_wanted: bool) -> None:
+    """Print the version and end, if `--version` was among the options."""
+    if is_wanted:
         from colonnade import __version__
 
         print(f"colonnade {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=print_version, help="Print the version."
+    ),
+) -> None:
+    """Take the options that stand before a verb."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -152,15 +158,33 @@ def usage_words(error: Any) -> str:
     verb = "" if context is None else context.info_name
     shown = f"colonnade {verb} --help" if verb and verb != "colonnade" else "colonnade --help"
     if type(error).__name__ == "NoSuchOption" and context is not None:
-        known = [
+        options = [
             option
             for p in context.command.get_params(context)
             for option in p.opts
             if option.startswith("-")
         ]
-        return f"unknown option {name!r}; {nearest(name, known)} See `{shown}`"
+        hint = nearest_setting(name, options) if "--set" in options else ""
+        return f"unknown option {name!r}; {hint or nearest(name, options)} See `{shown}`"
     message = " ".join(error.format_message().split()).rstrip(".")
     return f"{message[:1].lower()}{message[1:]}. See `{shown}`"
+
+
+def nearest_setting(option: str, options: Sequence[str]) -> str:
+    """Name the setting that an unknown option is meant to be, as `--set` takes it; "" where an option is as near."""
+    wanted = option.lstrip("-").replace("-", "_")
+    if difflib.get_close_matches(option, options, n=1, cutoff=0.8):
+        return ""
+    names = [name for name in settings.setting_names() if ".NAME." not in name]
+    meant = [name for name in names if wanted in (name, name.rpartition(".")[2])]
+    if not meant:
+        by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+        meant = difflib.get_close_matches(wanted, names, n=1, cutoff=0.8)
+        meant = meant or [
+            by_last[m] for m in difflib.get_close_matches(wanted, by_last, n=1, cutoff=0.8)
+        ]
+    shown = " or ".join(f"--set {name}=VALUE" for name in meant[:3])
+    return f"did you mean {shown}?" if shown else ""
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

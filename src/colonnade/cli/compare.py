@@ -11,13 +11,13 @@ from colonnade.errors import ConfigError
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade compare runs/a runs/b\n\n"
-    "  colonnade compare runs/* --html compared.html"
+    "  colonnade compare runs/* --output compared.html"
 )
 
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Two run folders or more.")],
-    html: Annotated[
+    output: Annotated[
         Path | None, typer.Option(help="Write a page with the curves of all runs here.")
     ] = None,
 ) -> None:
@@ -55,6 +55,6 @@ def compare(
             ]
             grid.add_row(Text(line.name), *cells)
         console.print(grid)
-    if html is not None:
-        write_page(compare_page(records), html)
-        console.print(f"page: {html}", markup=False)
+    if output is not None:
+        write_page(compare_page(records), output)
+        console.print(f"report: {output}", markup=False, soft_wrap=True)

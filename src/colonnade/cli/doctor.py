@@ -60,7 +60,9 @@ _GPU = {
     False: "the dense network trains on the processor",
 }
 _GLOO = {
-    True: "several ranks (--ranks) work",
+    True: "several ranks (--ranks) work; they listen on 127.0.0.1, where other users of this machine can connect. "
+    "torchrun's ranks and store listen to the network, and its c10d rendezvous (also --standalone) lets whoever "
+    "connects run commands as you: docs/howto/failures.md",
     False: "this torch trains on one rank only; install one with torch.distributed",
 }
 _HUGE_PAGES = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,7 +74,7 @@ def _run(path: Path) -> None:
 
 
 def _commit(path: Path) -> None:
-    from colonnade.train.commits import read_header
+    from colonnade.train.commit_header import read_header
     from colonnade.train.stores import shardings_of
 
     if not path.stem.isdecimal() or path.parent.name != "commits":
@@ -88,7 +87,7 @@ def _commit(path: Path) -> None:
         {
             "commit of step": f"{header['step']:,}",
             "ranks": header["num_ranks"],
-            "written by": f"colonnade {header.get('version', '-')}",
+            "written by": f"colonnade {header.get('colonnade', '-')}",
             "dense weights": f"{sum(_product(s) for s in model['dense'].values()):,} in {len(model['dense'])} tensors",
             "features": len(model["features"]),
         }
@@ -112,25 +111,20 @@ def _commit(path: Path) -> None:
 
 def _export(path: Path) -> None:
     from colonnade.report.words import bytes_words, count_words
+    from colonnade.train.exported import read_export
 
-    try:
-        said = json.loads((path / "model.json").read_text(encoding="utf-8"))
-        tables = said["tables"]
-        rows = [
-            (t["name"], str(t["dim"]), "any id" if t["rows"] is None else f"{t['rows']:,}", t["dtype"],
-             count_words(t["count"]), bytes_words((path / t["file"]).stat().st_size))
-            for t in tables
-        ]  # fmt: skip
-        facts = {
-            "exported model": str(path),
-            "step": f"{said['step']:,}",
-            "written by": f"colonnade {said['colonnade']}",
-            "on disk": bytes_words(_size(path)),
-        }
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path / 'model.json'}: not an exported model ({error}); export again"
-        ) from None
+    export = read_export(path)
+    rows = [
+        (t.name, str(t.dim), "any id" if t.rows is None else f"{t.rows:,}", t.dtype, count_words(t.count),
+         bytes_words(export.files[t.file].bytes))
+        for t in export.tables
+    ]  # fmt: skip
+    facts = {
+        "exported model": str(path),
+        "step": f"{export.step:,}",
+        "written by": f"colonnade {export.colonnade}",
+        "on disk": bytes_words(_size(path)),
+    }
     _facts(facts)
     _table(("table", "dim", "ids", "dtype", "trained rows", "file"), rows)
 

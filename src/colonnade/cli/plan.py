@@ -30,7 +30,7 @@ EXAMPLES = (
     "  colonnade plan --data synthetic --dram 16MiB\n\n"
     "  colonnade plan mine.yaml --dram 8GiB --set plan.memory.ssd=/fast:200GiB --target 100000\n\n"
     "  colonnade plan mine.yaml --world 4x2 --uplink 10Gbit --table item\n\n"
-    "  torchrun --standalone --nproc-per-node 2 -m -- colonnade plan mine.yaml\n\n"
+    "  torchrun --nproc-per-node 2 -m -- colonnade plan mine.yaml\n\n"
     "  colonnade plan mine.yaml --dram 64MiB --simulate 100e12 --host 480GiB:8TiB --world 1x16 --uplink 100Gbit\n\n"
     "  colonnade plan mine.yaml --dram 8GiB --json > plan.json"
 )
@@ -115,7 +115,10 @@ def plan(
         raise ConfigError(
             f"--uplink: got {uplink} for one host, which sends nothing over it; say how many, e.g. --world 2x1"
         )
-    chosen = override(choose_config(config, data, path, dram, set_), _left_open(config, set_))
+    chosen = override(
+        choose_config(config, data, path, {"plan.memory.dram": dram}, set_),
+        _left_open(config, set_),
+    )
     if simulate is not None:
         from colonnade.cli.plan_simulation import as_values as simulated_values
         from colonnade.cli.plan_simulation import room_of, show_simulation, simulated

@@ -1,14 +1,12 @@
-"""Running a training on one process or, under torchrun, on several; and what torchrun runs on each rank."""
+"""Training on one process, on several of this machine, or as one rank of torchrun's; and what each rank runs."""
 
 from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -42,17 +40,31 @@ def train(
                 "got --at with torchrun --max-restarts, which would go back there again after every restart; go back "
                 "without restarts first"
             )
+        _die_with_parent()
         return _train_as_rank(config, folder, at)
     if ranks == 1:
         return _train_here(config, folder, Mesh(), console, at)
-    with tempfile.TemporaryDirectory() as place:
-        wanted, summary = Path(place) / "config.yaml", Path(place) / "summary.json"
-        wanted.write_text(dump_config(config), encoding="utf-8")
-        arguments = [str(wanted), str(folder), str(summary), str(-1 if at is None else at)]
-        _run_torchrun(["-m", "colonnade", "rank", "--", *arguments], ranks, folder)
-        if not summary.exists():
-            raise KeyboardInterrupt
-        return json.loads(summary.read_text(encoding="utf-8"))
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError(
+            f"got --ranks {ranks} on {sys.platform}, wanted Linux; train on one rank, or start ranks with torchrun"
+        )
+    from colonnade.cli.launch import memory_file, run_ranks
+
+    with memory_file("colonnade-config") as wanted, memory_file("colonnade-summary") as summary:
+        Path(wanted).write_text(dump_config(config), encoding="utf-8")
+        arguments = [wanted, str(folder), summary, str(-1 if at is None else at), str(os.getpid())]
+        command = [sys.executable, "-u", "-m", "colonnade", "rank", "--", *arguments]
+        failures = run_ranks(command, ranks, [wanted, summary])
+        if failures:
+            ended = ", ".join(f"rank {r} with status {code}" for r, code in failures.items())
+            raise WorldError(
+                f"a rank failed ({ended}); its own words are above. The run goes on from its newest commit: "
+                f"train again with --run {folder}"
+            )
+        text = Path(summary).read_text(encoding="utf-8")
+    if not text:  # stopped before the first step
+        raise KeyboardInterrupt
+    return json.loads(text)
 
 
 def _train_here(
@@ -64,6 +76,8 @@ def _train_here(
 
     run = open_run(config, mesh, folder, console=console, at=at)
     try:
+        if run.final_summary is not None:
+            return {**run.final_summary, "ended_before": True}
         if console is not None:
             collection = run.trainer.collection
             show_plan(console, collection.plan, collection.tables)
@@ -75,34 +89,16 @@ def _train_here(
         run.close()
 
 
-def _run_torchrun(command: list[str], ranks: int, folder: Path) -> None:
-    """Start the ranks and wait for them. Ctrl-C goes on to them: they commit and end."""
-    import torch.distributed.run as torchrun
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    arguments = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0", *command]
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    try:
-        torchrun.main(arguments)
-    except SignalException:
-        return  # the ranks were told; what they committed is what counts
-    except ChildFailedError as error:
-        ended = ", ".join(f"rank {r} with status {f.exitcode}" for r, f in error.failures.items())
-        raise WorldError(
-            f"a rank failed ({ended}); its own words are above. The run goes on from its newest commit: "
-            f"train again with --run {folder}"
-        ) from None
-
-
 def is_under_torchrun() -> bool:
     """Whether somebody has started this process as one of several ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def rank(config: Path, folder: Path, summary: Path, at: int) -> None:
-    """What torchrun runs on every rank; `at` -1: the newest commit."""
+def rank(config: Path, folder: Path, summary: Path, at: int, launcher: int) -> None:
+    """Train as one of the ranks that process `launcher` started; `at` -1: the newest commit."""
+    _die_with_parent()
+    if os.getppid() != launcher:  # it was killed before that call
+        os._exit(3)
     from colonnade.config import load_config
 
     found = _train_as_rank(load_config(config), folder, None if at < 0 else at)
@@ -118,7 +114,6 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
     from colonnade.topology.mesh import close_mesh, open_mesh
     from colonnade.topology.presence import words_of
 
-    _die_with_parent()
     mesh = None
     try:
         mesh = open_mesh(timeout=timedelta(seconds=config.train.timeout), verb="train")

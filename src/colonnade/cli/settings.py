@@ -13,45 +13,93 @@ from colonnade.sizes import Said
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade settings\n\n  colonnade settings train\n\n"
-    "  colonnade settings plan.memory.dram"
+    '  colonnade settings plan.memory.dram\n\n  colonnade settings "learning rate"\n\n'
+    "  colonnade settings data.options.csv   (what --data csv takes)"
 )
+OPTIONS = "data.options"
 
 
 def settings(
-    of: Annotated[
+    which: Annotated[
         str | None,
-        typer.Argument(help="A section (train) or one setting (plan.memory.dram); default: all."),
+        typer.Argument(
+            help="A section (train), a setting (plan.memory.dram), data.options with or without a kind of data, or "
+            "words to look for; default: all settings."
+        ),
     ] = None,
 ) -> None:
-    """List settings: name, default, what may stand there, what it means."""
+    """List settings: name, default, possible values, meaning."""
     from rich.console import Console
-    from rich.table import Table as Grid
+    from rich.padding import Padding
     from rich.text import Text
 
+    console = Console(highlight=False)
+    for name, default, values, meaning in _chosen_lines(which):
+        title = Text(name, style="bold")
+        title.append(f" = {default}" if default else "", style="not bold")
+        title.append(f"  ({values})" if values else "", style="not bold dim")
+        console.print(title)
+        console.print(Padding(Text(meaning), (0, 0, 0, 4), expand=False))
+
+
+def setting_names() -> list[str]:
+    """Dotted names of all settings, sections inside sections included."""
+    from colonnade.config import RunConfig
+
+    return [name for name, _ in _lines(RunConfig)]
+
+
+def _chosen_lines(which: str | None) -> list[tuple[str, str, str, str]]:
+    """Return (name, default, values, meaning) of what is asked for. Raises ConfigError if nothing is."""
     from colonnade.cli.app import nearest
     from colonnade.config import RunConfig
 
-    lines = list(_lines(RunConfig))
-    names = [name for name, _ in lines]
-    if of is not None:
-        chosen = [(n, f) for n, f in lines if n == of or n.startswith(f"{of}.")]
-        if not chosen:
-            sections = list(RunConfig.model_fields)
-            raise ConfigError(
-                f"unknown setting or section {of!r}; {nearest(of, [*sections, *names])}"
-            )
-        lines = chosen
-    grid = Grid(show_lines=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
-    for title in ("setting", "default", "values", "meaning"):
-        grid.add_column(title, overflow="fold", no_wrap=title in ("setting",))
-    for name, field in lines:
-        grid.add_row(
-            Text(name, style="bold"),
-            Text(_shown(field.get_default(call_default_factory=True))),
-            Text(_said(field) or _values(field.annotation)),
-            Text(field.description or ""),
+    if which is not None and (which == OPTIONS or which.startswith(f"{OPTIONS}.")):
+        return _option_lines(which[len(OPTIONS) + 1 :])
+    lines = [
+        (
+            name,
+            _shown(field.get_default(call_default_factory=True)),
+            _said(field) or _values(field.annotation),
+            " ".join((field.description or "").split()),
         )
-    Console(highlight=False).print(grid)
+        for name, field in _lines(RunConfig)
+    ]
+    if which is None:
+        return lines
+    chosen = [line for line in lines if line[0] == which or line[0].startswith(f"{which}.")]
+    words = which.lower().split()
+    chosen = chosen or [
+        line for line in lines if all(word in f"{line[0]} {line[3]}".lower() for word in words)
+    ]
+    if not chosen:
+        sections = list(RunConfig.model_fields)
+        raise ConfigError(
+            f"no setting, section or description has {which!r}; "
+            f"{nearest(which, [*sections, *(line[0] for line in lines)])}"
+        )
+    return chosen
+
+
+def _option_lines(kind: str) -> list[tuple[str, str, str, str]]:
+    """Return the options of one kind of data, or of all."""
+    from inspect import signature
+
+    from colonnade.cli.app import nearest
+    from colonnade.cli.data_options import MEANINGS
+    from colonnade.data import SOURCES
+
+    if kind and kind not in SOURCES:
+        raise ConfigError(f"unknown kind of data {kind!r}; {nearest(kind, sorted(SOURCES))}")
+    lines = []
+    for name in [kind] if kind else sorted(SOURCES):
+        for option in signature(SOURCES[name]).parameters.values():
+            if option.name != "path":
+                default = "none" if option.default is None else str(option.default).lower()
+                default = default if len(default) < 40 else f"{default[:37]}..."
+                where = f"{OPTIONS}.{option.name}" if kind else f"{name}: {OPTIONS}.{option.name}"
+                lines.append((where, default, "", MEANINGS[option.name]))
+    return lines
 
 
 def _lines(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table as Grid
+from rich.text import Text
 
 from colonnade.plan.plan import Plan, explain
 from colonnade.report.tiers import TIER_LINES, tier_words
@@ -15,105 +17,94 @@ from colonnade.report.traffic import COLUMNS, flat, table_lines
 from colonnade.report.words import bytes_words
 from colonnade.store.tier_counts import TierCounts
 from colonnade.table import Table
+from colonnade.train.finished import describe_end
 from colonnade.train.progress import SHOWN_METRICS
 
 MAX_LINES = 12
 
 
 def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
-    """One line per table; of many tables the largest."""
+    """Print the plan: one line per table, of many tables the largest. Columns that agree are said once."""
     late = plan.latest
     staleness = (
         "unbounded" if late == "unbounded" else f"bounded({late})" if late else "synchronous"
     ) + (" by table" if len(set(plan.bounds)) > 1 else "")
     memory = "no limit" if plan.dram_bytes is None else f"{plan.dram_bytes / 2**20:,.0f} MiB"
     wire = plan.codecs
-    coded = "" if wire.is_exact else f"values {wire.values}, gradients {wire.gradients}, "
-    coded += "" if wire.dense == "exact" else f"dense gradients {wire.dense}, "
-    rows_only = f" ({len(plan.servers)} of them for rows only)" if plan.servers else ""
-    grid = Grid(
-        title=f"plan: {plan.num_ranks} rank(s){rows_only}, exchange {', '.join(plan.exchanges)}, {coded}{staleness}, "
-        f"lookahead {plan.lookahead}, memory for rows {memory}",
-        title_justify="left",
-    )
+    facts = [
+        f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
+        + (f" ({len(plan.servers)} of them for rows only)" if plan.servers else ""),
+        f"exchange {', '.join(plan.exchanges)}" if plan.num_ranks > 1 else "",
+        "" if wire.is_exact else f"values {wire.values}, gradients {wire.gradients}",
+        "" if wire.dense == "exact" else f"dense gradients {wire.dense}",
+        staleness,
+        f"lookahead {plan.lookahead}",
+        f"memory for rows {memory}",
+    ]
     order = sorted(range(len(tables)), key=lambda t: -plan.tables[t].capacity_rows)
     lines = explain(plan, tables)
+    values = {name: {line[name] for line in lines} for name in lines[0] if name != "table"}
+    common = {name: min(each) for name, each in values.items() if len(each) == 1}
+    if len(tables) > 1:
+        facts += [f"{name} {value}" for name, value in common.items() if value not in ("-", "")]
+    else:
+        common = {name: value for name, value in common.items() if value in ("-", "")}
+    console.print(f"plan: {', '.join(fact for fact in facts if fact)}", soft_wrap=False)
+    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in lines[0]:
-        grid.add_column(name, justify="left" if name == "table" else "right")
+        if name not in common:
+            grid.add_column(name, justify="left" if name == "table" else "right", overflow="fold")
     for t in order[:MAX_LINES]:
-        grid.add_row(*lines[t].values())
-    console.print(grid)
+        grid.add_row(*(Text(v) for name, v in lines[t].items() if name not in common))
+    console.print(Padding(grid, (0, 0, 0, 2), expand=False))
     if len(order) > MAX_LINES:
         console.print(f"  and {len(order) - MAX_LINES} smaller tables")
 
 
-def _tiers(said: Mapping[str, Mapping[str, Any]]) -> Grid:
-    """One column per tier, from the top: that fits any terminal."""
-    grid = Grid(title="tiers (this rank)", title_justify="left")
-    for name in ("", *said):
+def _tiers(by_name: Mapping[str, Mapping[str, Any]]) -> Grid:
+    """Build a table with one column per tier, from the top: that fits any terminal."""
+    grid = Grid(title="tiers (this rank)", title_justify="left", box=None, pad_edge=False)
+    for name in ("", *by_name):
         grid.add_column(name, justify="right" if name else "left")
-    by_tier = [tier_words(TierCounts.of(values)) for values in said.values()]
+    by_tier = [tier_words(TierCounts.of(values)) for values in by_name.values()]
     for name, *values in zip(TIER_LINES, *by_tier, strict=True):
         grid.add_row(name, *values)
     return grid
 
 
-def _sent(said: Mapping[str, Any], steps: int) -> Grid:
-    grid = Grid(title="what was sent to other ranks (this rank)", title_justify="left")
+def _sent(sent: Mapping[str, Any], steps: int) -> Grid:
+    grid = Grid(title="sent to other ranks (this rank)", title_justify="left", box=None)
     for column, name in enumerate(COLUMNS):
         grid.add_column(name, justify="left" if column < 2 else "right")
-    for line in table_lines(flat(said["bytes"]), flat(said["messages"]), steps):
+    for line in table_lines(flat(sent["bytes"]), flat(sent["messages"]), steps):
         grid.add_row(*line)
     return grid
 
 
+SOURCES = {
+    "resident": "already in memory",
+    "read": "read from files",
+    "copied": "not yet in files",
+    "born": "new (first value)",
+}
+LEAST_SHARE = 0.005  # of the whole: what is less is left out
+
+
+def _shares(amounts: Mapping[str, float], whole: float) -> str:
+    """Join names with their percentages, largest first."""
+    shown = sorted(amounts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{n} {a / whole:.0%}" for n, a in shown if a >= LEAST_SHARE * whole)
+
+
 def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | None) -> None:
-    """Where rows came from, where the time went, and what was reached."""
-    sources, total = summary["row_sources"], 0
-    grid = Grid(title="where rows came from (this rank)", title_justify="left")
-    for name in ("source", "rows", "share"):
-        grid.add_column(name, justify="left" if name == "source" else "right")
-    names = {
-        "resident": "already in memory",
-        "read": "read from files",
-        "copied": "not yet in files",
-        "born": "new (first value)",
+    """Print what was reached, then the speed, where the time went and where rows came from."""
+    metrics = {
+        name: value
+        for name, value in summary["metrics"].items()
+        if name.split("@")[0].endswith(SHOWN_METRICS) and value == value  # NaN: undefined
     }
-    total = sum(sources[name] for name in names) or 1
-    for name, words in names.items():
-        grid.add_row(words, f"{sources[name]:,}", f"{sources[name] / total:.1%}")
-    evicted = sources["evicted_clean"] + sources["evicted_dirty"]
-    grid.add_row("(evicted meanwhile)", f"{evicted:,}", "")
-    console.print(grid)
-    if len(summary.get("tiers") or {}) > 1:
-        console.print(_tiers(summary["tiers"]))
-    grid = Grid(title="where the time went (training thread)", title_justify="left")
-    for name in ("phase", "seconds", "share"):
-        grid.add_column(name, justify="left" if name == "phase" else "right")
-    seconds = summary["seconds"] or 1e-9
-    phases = dict(summary["phases_seconds"])
-    phases["everything else"] = max(0.0, seconds - sum(phases.values()))
-    for name, spent in sorted(phases.items(), key=lambda item: -item[1]):
-        grid.add_row(name, f"{spent:.2f}", f"{spent / seconds:.1%}")
-    console.print(grid)
-    if summary["sent"]["bytes"]:
-        console.print(_sent(summary["sent"], summary["steps"]))
-    console.print(
-        f"{summary['steps']:,} steps, {summary['samples_per_second']:,.0f} samples/s while training"
-    )
-    if "prediction_error" in summary:
-        console.print(
-            f"the plan foretold {summary['predicted_samples_per_second']:,.0f} samples/s: "
-            f"{summary['prediction_error']:+.0%} of what was measured"
-        )
-    if "sent_error" in summary:
-        console.print(
-            f"the plan foretold {bytes_words(summary['predicted_sent_bytes'])} sent by a rank per step for rows and "
-            f"gradients: {summary['sent_error']:+.1%} of what was counted"
-        )
-    for name, value in summary["metrics"].items():
-        if name.split("@")[0].endswith(SHOWN_METRICS) and value == value:  # NaN: undefined here
-            console.print(f"{name.replace('_', ' ')}: {value:.4f}")
+    for name, value in metrics.items():
+        console.print(f"[bold]{name.replace('_', ' ')}: {value:.4f}[/bold]")
     if summary["stopped_early"]:
         console.print(
             f"stopped early: scores no longer got better; the best step is {summary['best_step']}"
@@ -122,6 +113,35 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
         console.print(
             "stopped as asked; everything is committed, the same command goes on from here"
         )
+    seconds = summary["seconds"] or 1e-9
+    console.print(
+        f"{summary['steps']:,} steps in {seconds:,.1f} s, {summary['samples_per_second']:,.0f} samples/s while training"
+    )
+    phases = dict(summary["phases_seconds"])
+    phases["everything else"] = max(0.0, seconds - sum(phases.values()))
+    console.print(f"where the time went: {_shares(phases, seconds)}")
+    sources = summary["row_sources"]
+    total = sum(sources[name] for name in SOURCES)
+    if total:
+        rows = {words: sources[name] for name, words in SOURCES.items()}
+        console.print(f"where rows came from: {_shares(rows, total)}")
+    if sources["read"] or sources["evicted_dirty"]:
+        console.print(_tiers(summary["tiers"]))
+    if summary["sent"]["bytes"]:
+        console.print(_sent(summary["sent"], summary["steps"]))
+    if "prediction_error" in summary:
+        console.print(
+            f"the plan predicted {summary['predicted_samples_per_second']:,.0f} samples/s: "
+            f"{summary['prediction_error']:+.0%} of what was measured"
+        )
+    if "sent_error" in summary:
+        console.print(
+            f"the plan predicted {bytes_words(summary['predicted_sent_bytes'])} sent by a rank per step for rows and "
+            f"gradients: {summary['sent_error']:+.1%} of what was counted"
+        )
+    if folder is not None and summary.get("ended_before"):
+        console.print(describe_end(folder, summary["step"]), markup=False, soft_wrap=True)
+    elif folder is not None:
+        console.print(f"run folder: {folder}", markup=False, soft_wrap=True)
     if folder is not None:
-        console.print(f"run folder: {folder}", markup=False)
         console.print(f"to see it drawn: colonnade report {folder}", markup=False, soft_wrap=True)

@@ -209,7 +209,7 @@ def _predict(
     from colonnade.plan.towers.forecast import PAPER, RATIOS, forecast
     from colonnade.report.words import seconds_words
     from colonnade.topology.links import planned_world
-    from colonnade.train.commits import committed_steps, read_header
+    from colonnade.train.commit_header import committed_steps, read_header
     from colonnade.train.run import load_run_config
 
     seconds = None if latency is None else latency * 1e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ from colonnade.errors import ConfigError
 if TYPE_CHECKING:
     from colonnade.config import RunConfig
 
+SHORT = "Settings with an option of their own"
 EXAMPLES = (
     "[bold]Settings[/bold] have a section and a name, as in [bold]train.epochs[/bold]. Give them in a YAML file "
     "(CONFIG), or one by one with --set, which wins. Without a file they start from what suits --data. Sizes take "
@@ -21,10 +23,10 @@ EXAMPLES = (
     "[bold]colonnade settings[/bold] lists all of them.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade train --data movielens --path ml-1m --run runs/films\n\n"
-    "  colonnade train --data criteo --path train.txt --dram 2GiB --set train.epochs=2\n\n"
+    "  colonnade train --data criteo --path train.txt --dram 2GiB --epochs 2\n\n"
     "  colonnade train mine.yaml --ranks 2\n\n"
     "  colonnade train --data movielens --run runs/films --set train.epochs=8   (goes on)\n\n"
-    "  torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m -- colonnade train mine.yaml --run runs/films"
+    "  torchrun --nproc-per-node 2 --max-restarts 3 -m -- colonnade train mine.yaml --run runs/films"
 )
 
 
@@ -50,14 +52,42 @@ def train(
             help="Run folder. One that holds commits is resumed. Default: runs/<data>-<time>."
         ),
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Network, e.g. deepfm: model.name.", rich_help_panel=SHORT)
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(help="Passes over the data: train.epochs.", rich_help_panel=SHORT),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Samples per step over all ranks: train.batch_size.", rich_help_panel=SHORT
+        ),
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Learning rate of rows and of the dense network: rows.lr and dense.lr.",
+            rich_help_panel=SHORT,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of first values: train.seed.", rich_help_panel=SHORT)
+    ] = None,
     ranks: Annotated[
-        int, typer.Option(min=1, help="Processes on this machine (torchrun underneath).")
+        int,
+        typer.Option(min=1, help="Processes on this machine; no port is open to other machines."),
     ] = 1,
     at: Annotated[
         int | None, typer.Option(help="Go back to this committed step of the run folder first.")
     ] = None,
     dram: Annotated[
-        str | None, typer.Option(help="Memory for rows on each rank, e.g. 2GiB: plan.memory.dram.")
+        str | None,
+        typer.Option(
+            help="Memory for rows on each rank, e.g. 2GiB: plan.memory.dram.",
+            rich_help_panel=SHORT,
+        ),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -68,7 +98,16 @@ def train(
     ] = None,
 ) -> None:
     """Train, evaluate after every epoch, commit to the run folder; Ctrl-C commits and ends cleanly."""
-    chosen = choose_config(config, data, path, dram, set_)
+    short = {
+        "model.name": model,
+        "train.epochs": epochs,
+        "train.batch_size": batch_size,
+        "rows.lr": lr,
+        "dense.lr": lr,
+        "train.seed": seed,
+        "plan.memory.dram": dram,
+    }
+    chosen = choose_config(config, data, path, short, set_)
     train_run(chosen, run_folder(run, chosen.data.name), ranks, at)
 
 
@@ -87,10 +126,14 @@ def choose_config(
     config: Path | None,
     data: str | None,
     path: str | None,
-    dram: str | None,
+    short: Mapping[str, Any],
     set_: list[str] | None,
 ) -> RunConfig:
-    """What a command line says. Raises ConfigError."""
+    """Build the configuration of a command line.
+
+    short: settings that have an option of their own, None where it is left out; --set wins over them.
+    Raises ConfigError.
+    """
     from colonnade.config import OPTIMIZER_SETTINGS, load_config, override
     from colonnade.train.presets import preset
 
@@ -98,9 +141,8 @@ def choose_config(
         raise ConfigError(
             "got both a config file and --data; the file's data section says what to read"
         )
-    settings = parse_settings(set_ or [])
-    if dram is not None:
-        settings["plan.memory.dram"] = dram
+    settings = {name: value for name, value in short.items() if value is not None}
+    settings |= parse_settings(set_ or [])
     if config is not None:
         chosen = load_config(config)
     else:

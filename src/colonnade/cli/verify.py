@@ -1,4 +1,4 @@
-"""`colonnade verify`: is every byte of a run's commit as it was written?"""
+"""`colonnade verify`: is every byte of a run's commit, an export or a publication as it was written?"""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from typing import Annotated
 
 import typer
 
-from colonnade.errors import CorruptionError
+from colonnade.errors import ConfigError, CorruptionError
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade verify runs/mine\n\n  colonnade verify runs/mine --at 2000\n\n"
-    "  colonnade verify runs/mine --directory /nvme1/rows"
+    "  colonnade verify runs/mine --directory /nvme1/rows\n\n  colonnade verify exported"
 )
 
 
 def verify(
-    run: Annotated[Path, typer.Argument(help="Run folder with at least one commit.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="Run folder with at least one commit, an exported folder or a publication (train.publish)."
+        ),
+    ],
     at: Annotated[str | None, typer.Option(help="best, last or a committed step.")] = None,
     directory: Annotated[
         list[Path] | None,
@@ -25,15 +30,29 @@ def verify(
         ),
     ] = None,
 ) -> None:
-    """Read a commit whole, rows included, and name every file that is not as it was written. Changes nothing."""
+    """Read a commit, an export or a publication whole, rows included, and name every file that is not as it was
+    written. Changes nothing."""
     from colonnade.report.words import bytes_words
     from colonnade.train.commits import resolve
+    from colonnade.train.exported import MODEL, verify_export
+    from colonnade.train.publication import WORD, verify_publication
     from colonnade.train.verification import verify_commit
 
-    step = resolve(run, at)
+    if (run / MODEL).exists() or (run / WORD).exists():
+        if at is not None or directory:
+            raise ConfigError(
+                f"{run} holds one commit and no stores; leave --at and --directory out"
+            )
+        subject = str(run)
+        files = verify_export(run) if (run / MODEL).exists() else verify_publication(run)
+        remedy = "Restore them from a copy, or export the run again"
+    else:
+        step = resolve(run, at)
+        subject, files = f"{run}, step {step}", verify_commit(run, step, directory or ())
+        remedy = "Restore them from a copy, or go back to an older commit (--at STEP)"
     num_files = num_bytes = 0
     damaged: list[Path] = []
-    for file in verify_commit(run, step, directory or ()):
+    for file in files:
         num_files += 1
         num_bytes += file.num_bytes
         if file.problem:
@@ -44,7 +63,6 @@ def verify(
             typer.echo(f"damaged  {words}")
     if damaged:
         raise CorruptionError(
-            f"{run}, step {step}: {len(damaged):,} of {num_files:,} files are damaged or missing. Restore them from a "
-            "copy, or go back to an older commit (--at STEP)"
+            f"{subject}: {len(damaged):,} of {num_files:,} files are damaged or missing. {remedy}"
         )
-    typer.echo(f"{run}, step {step}: whole; {num_files:,} files, {bytes_words(num_bytes)} read")
+    typer.echo(f"{subject}: whole; {num_files:,} files, {bytes_words(num_bytes)} read")

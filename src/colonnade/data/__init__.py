@@ -2,42 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from difflib import get_close_matches
-from inspect import signature
-from pathlib import Path
-from typing import Any
+from importlib import import_module
 
-from colonnade.data.batches import open_batches
-from colonnade.data.contract import Column, Position, Schema, Source, Splits, num_steps
-from colonnade.data.processes import ProcessSource
-from colonnade.data.sets.criteo import open_criteo
-from colonnade.data.sets.fb15k237 import open_fb15k237
-from colonnade.data.sets.gowalla import open_gowalla
-from colonnade.data.sets.graph import open_graph
-from colonnade.data.sets.movielens import open_movielens
-from colonnade.data.sets.movielens_retrieval import open_movielens_retrieval
-from colonnade.data.sets.power_law import open_power_law
-from colonnade.data.sets.synthetic import open_synthetic
-from colonnade.data.sets.triples import open_triples
-from colonnade.data.tabular.csv import open_csv
-from colonnade.data.tabular.declaration import Declaration, load_declaration
-from colonnade.data.tabular.fields import (
-    Bag,
-    Bucket,
-    Category,
-    Cross,
-    Group,
-    Key,
-    Label,
-    Number,
-    Sequence,
-    Weight,
-)
-from colonnade.data.tabular.parquet import open_parquet
-from colonnade.data.tabular.tables import infer_schema
-from colonnade.data.tensors import TensorSource, open_tensors
-from colonnade.errors import ColonnadeError, ConfigError
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from colonnade.data.batches import open_batches
+    from colonnade.data.contract import Column, Position, Schema, Source, Splits, num_steps
+    from colonnade.data.processes import ProcessSource
+    from colonnade.data.sets.criteo import open_criteo
+    from colonnade.data.sets.fb15k237 import open_fb15k237
+    from colonnade.data.sets.gowalla import open_gowalla
+    from colonnade.data.sets.graph import open_graph
+    from colonnade.data.sets.movielens import open_movielens
+    from colonnade.data.sets.movielens_retrieval import open_movielens_retrieval
+    from colonnade.data.sets.power_law import open_power_law
+    from colonnade.data.sets.synthetic import open_synthetic
+    from colonnade.data.sets.triples import open_triples
+    from colonnade.data.sources import SOURCES, open_source
+    from colonnade.data.tabular.csv import open_csv
+    from colonnade.data.tabular.declaration import Declaration, load_declaration
+    from colonnade.data.tabular.fields import (
+        Bag,
+        Bucket,
+        Category,
+        Cross,
+        Group,
+        Key,
+        Label,
+        Number,
+        Sequence,
+        Weight,
+    )
+    from colonnade.data.tabular.parquet import open_parquet
+    from colonnade.data.tabular.tables import infer_schema
+    from colonnade.data.tensors import TensorSource, open_tensors
+
+_HOMES = {
+    "batches": ("open_batches",),
+    "contract": ("Column", "Position", "Schema", "Source", "Splits", "num_steps"),
+    "processes": ("ProcessSource",),
+    "sets.criteo": ("open_criteo",),
+    "sets.fb15k237": ("open_fb15k237",),
+    "sets.gowalla": ("open_gowalla",),
+    "sets.graph": ("open_graph",),
+    "sets.movielens": ("open_movielens",),
+    "sets.movielens_retrieval": ("open_movielens_retrieval",),
+    "sets.power_law": ("open_power_law",),
+    "sets.synthetic": ("open_synthetic",),
+    "sets.triples": ("open_triples",),
+    "sources": ("SOURCES", "open_source"),
+    "tabular.csv": ("open_csv",),
+    "tabular.declaration": ("Declaration", "load_declaration"),
+    "tabular.fields": (
+        "Bag", "Bucket", "Category", "Cross", "Group", "Key", "Label", "Number", "Sequence", "Weight",
+    ),
+    "tabular.parquet": ("open_parquet",),
+    "tabular.tables": ("infer_schema",),
+    "tensors": ("TensorSource", "open_tensors"),
+}  # fmt: skip
+"""Names by module. They are imported at first use, so that `colonnade inspect` needs no torch."""
+
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "SOURCES",
@@ -78,40 +105,14 @@ __all__ = [
     "open_triples",
 ]
 
-SOURCES: dict[str, Callable[..., Splits]] = {
-    "criteo": open_criteo,
-    "csv": open_csv,
-    "fb15k237": open_fb15k237,
-    "gowalla": open_gowalla,
-    "movielens": open_movielens,
-    "movielens_retrieval": open_movielens_retrieval,
-    "parquet": open_parquet,
-    "power_law": open_power_law,
-    "synthetic": open_synthetic,
-}
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'colonnade.data' has no attribute {name!r}")
+    value = getattr(import_module(f"colonnade.data.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
 
 
-def open_source(name: str, path: str | Path | None = None, **options: Any) -> Splits:
-    """Open the data set `name` of SOURCES. Its opener's keyword arguments are the options.
-
-    Raises ConfigError for an unknown name or option, DataError for files that are absent or at fault.
-    """
-    if name not in SOURCES:
-        raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
-    opener = SOURCES[name]
-    known = set(signature(opener).parameters)
-    if path is not None:
-        options = {"path": path, **options}
-    for option in options.keys() - known:
-        nearest = get_close_matches(option, known, n=1)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ConfigError(
-            f"source {name!r} has no option {option!r}; {hint}It takes {', '.join(sorted(known))}"
-        )
-    try:
-        return opener(**options)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ColonnadeError):
-            raise
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise ConfigError(f"source {name!r} cannot use its options ({given}): {error}") from None
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from colonnade.batch import Batch
 from colonnade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from colonnade.batch import Batch
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -314,7 +314,8 @@ class RowsExchange(Owner):
 
     def read(self, batch: Batch, rows: MappedRows, device: torch.device = CPU) -> dict[str, Tensor]:
         """Prediction, in a world of one: what `values` gives, of rows that nobody changes. No plan, no ticket, no
-        graph. Raises IdRangeError, DataError as `route` does."""
+        graph. Raises IdRangeError, DataError as `route` does, CorruptionError and StorageError where a file of rows is
+        damaged."""
         lookups = collect(batch, self.declaration, self.consumption)
         try:
             slots = rows.find(lookups.ids, lookups.feature_offsets, self.consumption.tables)
@@ -322,6 +323,7 @@ class RowsExchange(Owner):
             self.ask(batch)  # says which
             raise
         pooled = self.native.pool(lookups, (*rows.places(), slots, None))
+        rows.check()
         return found(self.declaration, self.outputs, pooled, device, batch.dense)
 
     def drop(self, ticket: Ticket) -> None:

@@ -46,6 +46,7 @@ from colonnade.retention import (
     RandomAdmission,
 )
 from colonnade.retention_config import AdmissionConfig, EvictionConfig, OpenTableConfig
+from colonnade.store.untrusted import read_regular
 from colonnade.table import Feature, Pooling, Table, Uniform
 from colonnade.topology.towers import Partition, striped
 
@@ -137,7 +138,7 @@ def partition_of(said: int | str | Sequence[Sequence[str]], features: Sequence[s
             return striped(features, said)
         if not isinstance(said, str):
             return Partition(tuple(map(tuple, said)))
-        return Partition.from_json(Path(said).read_text(encoding="utf-8"))
+        return Partition.from_json(read_regular(Path(said)).decode())
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(

@@ -8,9 +8,19 @@ from pathlib import Path
 from torch import Tensor
 
 from colonnade.errors import CheckpointError, StorageError
+from colonnade.store.untrusted import folder_inside
 from colonnade.table import Table
 from colonnade.train.carriage import Place, carry, place_of
-from colonnade.train.publication import Base, ChangeSet, Published, read_change, read_word
+from colonnade.train.exported import MODEL
+from colonnade.train.publication import (
+    WORD,
+    Base,
+    ChangeSet,
+    Published,
+    TableChange,
+    read_change,
+    read_word,
+)
 
 TRIES = 3  # to open a base while the run replaces it
 
@@ -49,10 +59,11 @@ class Following:
         Raises StorageError, CorruptionError, CheckpointError naming what is wrong with it.
         """
         change = read_change(self.folder, self.number + 1)
+        header = change.header
         path = f"{self.folder}: change {self.number + 1}"
-        if (change.run, change.number, change.before) != (self.run, self.number + 1, self.tag):
+        if (header.run, header.number, header.before) != (self.run, self.number + 1, self.tag):
             raise CheckpointError(
-                f"{path}: got one of run {change.run} that applies to commit {change.before}, wanted run {self.run} "
+                f"{path}: got one of run {header.run} that applies to commit {header.before}, wanted run {self.run} "
                 f"and commit {self.tag}: it is another publication's. Publish to a folder of its own"
             )
         got = [(len(c.ids), tuple(c.weights.shape), str(c.weights.dtype)) for c in change.tables]
@@ -60,22 +71,44 @@ class Following:
             (count, (count, table.width), f"torch.{table.dtype}")
             for (count, _, _), table in zip(got, tables, strict=False)
         ]
-        shapes = {name: tuple(value.shape) for name, value in change.dense.items()}
         if (
             len(got) != len(tables)
             or got != wanted
-            or shapes != {name: tuple(value.shape) for name, value in dense.items()}
+            or not all(map(_are_ids_inside, change.tables, tables))
+            or _shapes(change.dense) != _shapes(dense)
         ):
             raise CheckpointError(
                 f"{path}: got rows or weights of other shapes than this network's; it is another model's"
             )
         return change
 
+    def distrust(self) -> None:
+        """After damage of the base that is open: open it again at the next look, from a copy that is carried again
+        where the folder is one."""
+        self.base = self.tag = ""
+        if self.source is not None:
+            distrust_copy(self.folder)
+
     def opened(self, base: Base) -> None:
         self.base, self.number, self.tag = base.folder, base.number, base.tag
 
     def applied(self, change: ChangeSet) -> None:
-        self.number, self.tag = change.number, change.tag
+        self.number, self.tag = change.header.number, change.header.tag
+
+
+def distrust_copy(folder: Path) -> None:
+    """After something damaged was read in a copy: let the next look carry again what the source has otherwise."""
+    (folder / WORD).unlink(missing_ok=True)
+
+
+def _are_ids_inside(change: TableChange, table: Table) -> bool:
+    """Ascending ids are all in a vocabulary table if the first and the last are."""
+    ends = [ids[end] for ids in (change.ids, change.gone) if len(ids) for end in (0, -1)]
+    return table.rows is None or all(0 <= int(id) < table.rows for id in ends)
+
+
+def _shapes(weights: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], object]]:
+    return {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
 
 
 def published(folder: Path) -> Published:
@@ -92,8 +125,8 @@ def newest_base(folder: Path) -> tuple[Path, Published]:
     """An export that is there, and the word that names it. Raises StorageError where a base that is named is gone."""
     for _ in range(TRIES):
         word = published(folder)
-        place = folder / word.bases[-1].folder
-        if (place / "model.json").is_file():
+        place = folder_inside(folder, word.bases[-1].folder)
+        if (place / MODEL).exists():
             return place, word
     raise StorageError(
         f"{place}: missing, but {folder} names it; let the run publish to another folder"

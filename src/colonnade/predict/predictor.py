@@ -10,36 +10,34 @@ Legend: B samples, T tasks.
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.config import RunConfig, build_config
-from colonnade.data import load_declaration, open_source
-from colonnade.data.contract import Column, Schema
+from colonnade.data.contract import Schema
 from colonnade.embedding import EmbeddingCollection
-from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
+from colonnade.errors import CheckpointError, ConfigError, CorruptionError, StorageError
 from colonnade.models.build import build_model
 from colonnade.models.knowledge import KnowledgeGraph
 from colonnade.models.retriever import Retriever
 from colonnade.ops.memory import keep_freed_memory
-from colonnade.predict.following import Following, newest_base
+from colonnade.predict.following import Following, distrust_copy, newest_base
 from colonnade.predict.serving import exported
 from colonnade.store.mapped import MappedRows, open_mapped
-from colonnade.train.carriage import carry, is_url, place_of
+from colonnade.store.untrusted import folder_inside
+from colonnade.train.carriage import Place, carry, is_url, place_of
+from colonnade.train.exported import Export, check_lengths, read_dense, read_export
 from colonnade.train.fingerprint import dense_weights, load_dense
 from colonnade.train.publication import WORD, Base
 from colonnade.train.run import OWN
 
-FORMAT = "colonnade export"
 AHEAD = 2
 """Batches read ahead of scoring."""
 T = TypeVar("T")
@@ -61,12 +59,16 @@ class Predictor:
         config: RunConfig | None,
         step: int,
         folder: Path,
+        is_full: bool = False,
     ) -> None:
         self.model, self.rows = model, rows
         self.schema, self.config = schema, config
         self.step, self.folder = step, folder
-        self.problem: ColonnadeError | OSError | None = None
-        """Why `follow` could not go on the last time it tried."""
+        self.num_failures = 0
+        """Of `follow`: how many looks at the publication failed, since the predictor was opened."""
+        self._is_full = is_full
+        self._failure: BaseException | None = None  # of the newest look
+        self._torn: BaseException | None = None  # why rows and weights are of no one commit
         self._following: Following | None = None
         self._lock = threading.Lock()  # of rows and weights
         self._turn = threading.Lock()  # of `refresh`
@@ -81,26 +83,46 @@ class Predictor:
         model: nn.Module | None = None,
         at: int | str | None = None,
         copy: str | Path | None = None,
+        verify: Literal["lazy", "full"] = "lazy",
     ) -> Predictor:
         """Open an exported folder, or a run folder: its commit (newest, or step `at`) is then exported first, once,
         to RUN/serving. Of a folder that a run publishes to, the newest commit there. Of a URL that a run publishes to,
         the same: `copy` is a folder of this host that it is brought to, which other predictors may follow as it is.
 
         `model`: the network, not yet used, where it is your own; default: built from the run's configuration.
-        Raises CheckpointError where there is no such commit or it is another model's, StorageError for files
-        that cannot be read.
+        `verify`: "full" reads every byte before anything is scored; "lazy" checks lengths, ids and dense weights now,
+        rows at their first use and, in a thread, the others. Raises CheckpointError where there is no such commit or it
+        is another model's, CorruptionError for files that are not as they were written, StorageError for files that
+        cannot be read.
         """
-        source, following = None, None
-        if is_url(path):
-            if copy is None:
-                raise ConfigError(
-                    f"{path} is a URL, and rows are mapped from files; say which folder it is brought to: "
-                    "Predictor.open(url, copy=folder)"
-                )
-            source, path = place_of(path), copy
-            carry(source, place_of(path))
-        path = Path(path)
-        if (path / WORD).is_file():
+        if verify not in ("lazy", "full"):
+            raise ConfigError(f"got verify={verify!r}, choose from 'lazy', 'full'")
+        if not is_url(path):
+            return cls._open(Path(path), None, model, at, verify == "full")
+        if copy is None:
+            raise ConfigError(
+                f"{path} is a URL, and rows are mapped from files; say which folder it is brought to: "
+                "Predictor.open(url, copy=folder)"
+            )
+        source, copy = place_of(path), Path(copy)
+        carry(source, place_of(copy))
+        try:
+            return cls._open(copy, source, model, at, verify == "full")
+        except CorruptionError:
+            distrust_copy(copy)
+            raise
+
+    @classmethod
+    def _open(
+        cls,
+        path: Path,
+        source: Place | None,
+        model: nn.Module | None,
+        at: int | str | None,
+        is_full: bool,
+    ) -> Predictor:
+        following = None
+        if (path / WORD).exists():
             if at is not None:
                 raise ConfigError(
                     f"{path} is a publication and holds the newest commit; leave --at out"
@@ -109,27 +131,20 @@ class Predictor:
             following = Following(path, word.run, word.bases[-1], source)
         else:
             folder = exported(path, at=at)
-        said = _read_model(folder)
-        config = build_config(said["config"]) if said.get("config") else None
-        schema = _schema(said, config)
+        export = read_export(folder)
+        check_lengths(folder, export)
+        config = build_config(export.config) if export.config else None
         if model is None:
-            if config is None or config.data.name == OWN or schema is None:
-                raise CheckpointError(
-                    f"{folder} does not say how its network is built, since it was not trained by `colonnade train`; "
-                    "give the network: Predictor.open(path, model=...)"
-                )
-            model = build_model(schema, config)
-        collection = _collection(model)
-        _check(collection, said, folder)
+            model = _build(export, config, folder)
         keep_freed_memory()
-        _load_dense(model, folder / "dense.safetensors")
-        paths = [folder / table["file"] for table in said["tables"]]
-        rows = open_mapped(collection.tables, paths, seed=collection.seed)
-        collection.serve(rows)
+        dense, rows = _load(folder, export, model, is_full)
+        load_dense(model, dense)
+        _collection(model).serve(rows)
         model.eval().requires_grad_(False)
         opened = cls(
-            model, rows, schema=schema, config=config, step=int(said["step"]), folder=folder
-        )
+            model, rows, schema=export.schema, config=config, step=export.step, folder=folder,
+            is_full=is_full,
+        )  # fmt: skip
         if following is not None:
             opened._following = following
             opened.refresh()
@@ -140,10 +155,15 @@ class Predictor:
         """One per task."""
         return ("label",) if self.schema is None else self.schema.labels
 
+    @property
+    def problem(self) -> BaseException | None:
+        """Why `follow` could not go on the last time it tried, or damage that was met in the background."""
+        return self._failure or self.rows.problem
+
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
-        """Probabilities (B, T) float64. Raises IdRangeError, DataError for a batch that does not fit, ConfigError
-        of a model of retrieval or of links."""
+        """Probabilities (B, T) float64. Raises IdRangeError, DataError for a batch that does not fit, CorruptionError,
+        StorageError where a file of rows is damaged, ConfigError of a model of retrieval or of links."""
         if isinstance(self.model, Retriever):
             raise ConfigError(
                 f"{type(self.model).__name__} gives no logits but vectors to search with; use "
@@ -156,6 +176,11 @@ class Predictor:
                 "`colonnade evaluate`"
             )
         with self._lock:
+            if self._torn is not None:
+                raise StorageError(
+                    f"{self.folder}: got a commit that was taken in part only ({self._torn}), so nothing is scored; "
+                    "it is taken again, or open the predictor anew"
+                )
             logits = self.model(batch)
         return torch.sigmoid(logits.double())
 
@@ -184,18 +209,25 @@ class Predictor:
             )
         with self._turn:
             began = following.number
-            base, word = following.behind()
-            while following.tag != word.tag:
-                if base is None:
-                    self._take(following)
-                else:
-                    self._open_base(following, base)
+            if self.rows.problem is not None and (following.source or self.rows.is_replaced):
+                following.distrust()
+            try:
                 base, word = following.behind()
+                while following.tag != word.tag:
+                    if base is None:
+                        self._take(following)
+                    else:
+                        self._open_base(following, base)
+                    base, word = following.behind()
+            except CorruptionError:
+                if following.source is not None:
+                    distrust_copy(following.folder)
+                raise
             return following.number - began
 
     def follow(self, seconds: float = 1.0) -> None:
-        """Refresh every so many seconds from now on, in a thread, until `close`. What goes wrong is `problem`, and is
-        tried again."""
+        """Refresh every so many seconds from now on, in a thread, until `close`. Whatever goes wrong is `problem`, is
+        counted in `num_failures`, and is tried again."""
         if self._following is None or self._thread is not None:
             self.refresh()  # says why, or goes on following as before
             return
@@ -215,29 +247,36 @@ class Predictor:
         while not self._stop.wait(seconds):
             try:
                 self.refresh()
-                self.problem = None
-            except (ColonnadeError, OSError) as error:  # of a folder that is away for a while, too
-                self.problem = error
+                self._failure = None
+            except (
+                BaseException
+            ) as error:  # whatever it is: nobody else would start this thread again
+                self._failure = error
+                self.num_failures += 1
 
     def _take(self, following: Following) -> None:
         change = following.next_change(_collection(self.model).tables, dense_weights(self.model))
         with self._lock, torch.inference_mode():
-            for t, each in enumerate(change.tables):
-                self.rows.change(t, each.ids, each.weights, each.gone)
-            load_dense(self.model, change.dense)
-            self.step = change.step
+            try:
+                for t, each in enumerate(change.tables):
+                    self.rows.change(t, each.ids, each.weights, each.gone)
+                load_dense(self.model, change.dense)
+            except BaseException as error:
+                self._torn = error
+                raise
+            self.step, self._torn = change.header.step, None
         following.applied(change)
 
     def _open_base(self, following: Following, base: Base) -> None:
-        folder, collection = following.folder / base.folder, _collection(self.model)
-        said = _read_model(folder)
-        _check(collection, said, folder)
-        paths = [folder / table["file"] for table in said["tables"]]
-        rows = open_mapped(collection.tables, paths, seed=collection.seed)  # while others predict
+        folder = folder_inside(following.folder, base.folder)
+        export = read_export(folder)
+        check_lengths(folder, export)
+        # While others predict.
+        dense, rows = _load(folder, export, self.model, self._is_full, self.rows)
         with self._lock:
-            _load_dense(self.model, folder / "dense.safetensors")
+            load_dense(self.model, dense)
             self.rows.become(rows)
-            self.step, self.folder = int(said["step"]), folder
+            self.step, self.folder, self._torn = export.step, folder, None
         following.opened(base)
 
     def __enter__(self) -> Predictor:
@@ -285,38 +324,34 @@ def _ahead(items: Iterable[T]) -> Any:
         thread.join()
 
 
-def _read_model(folder: Path) -> dict[str, Any]:
-    path = folder / "model.json"
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}; export again") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not a model: {error}; export again") from None
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not an exported model; write one with `colonnade export`")
-    if said.get("version") != 1:
-        raise CheckpointError(
-            f"{path}: got version {said.get('version')}, this Colonnade reads 1; it was written by "
-            f"{said.get('colonnade')}"
-        )
-    return said
-
-
-def _schema(said: Mapping[str, Any], config: RunConfig | None) -> Schema | None:
-    """What the model says of its data; else its configuration; else the data itself."""
-    values = said.get("schema")
-    if values:
-        return Schema(
-            dense=tuple(values["dense"]),
-            categorical=tuple(Column(**column) for column in values["categorical"]),
-            labels=tuple(values["labels"]),
-        )
+def _build(export: Export, config: RunConfig | None, folder: Path) -> nn.Module:
+    """Build the network, once its shapes on no device fit the files. Raises CheckpointError where they do not, or the
+    export does not say how."""
     if config is None or config.data.name == OWN:
-        return None
-    if "schema" in config.data.options:
-        return load_declaration(config.data.options["schema"]).schema
-    return open_source(config.data.name, config.data.path, **config.data.options).train.schema
+        raise CheckpointError(
+            f"{folder} does not say how its network is built, since it was not trained by `colonnade train`; "
+            "give the network: Predictor.open(path, model=...)"
+        )
+    with torch.device("meta"):
+        shapes = build_model(export.schema, config)
+    _check(_collection(shapes), export, folder)
+    _check_dense(shapes, read_dense(folder, export), folder)
+    return build_model(export.schema, config)
+
+
+def _load(
+    folder: Path, export: Export, model: nn.Module, is_full: bool, known: MappedRows | None = None
+) -> tuple[dict[str, Tensor], MappedRows]:
+    """Read the dense weights and map the rows of an export of this network. Raises CheckpointError for another
+    network's, CorruptionError, StorageError."""
+    collection = _collection(model)
+    _check(collection, export, folder)
+    dense = read_dense(folder, export)
+    _check_dense(model, dense, folder)
+    files, seed = export.row_files, collection.seed
+    rows = open_mapped(collection.tables, folder, files, seed=seed, full=is_full, known=known)
+    rows.scrub()
+    return dense, rows
 
 
 def _collection(model: nn.Module) -> EmbeddingCollection:
@@ -328,9 +363,9 @@ def _collection(model: nn.Module) -> EmbeddingCollection:
     return found[0]
 
 
-def _check(collection: EmbeddingCollection, said: Mapping[str, Any], folder: Path) -> None:
+def _check(collection: EmbeddingCollection, export: Export, folder: Path) -> None:
     wanted = [(t.name, t.width, t.rows, t.dtype) for t in collection.tables]
-    got = [(t["name"], t["dim"], t["rows"], t["dtype"]) for t in said["tables"]]
+    got = [(t.name, t.dim, t.rows, t.dtype) for t in export.tables]
     if got != wanted:
         first = next((pair for pair in zip(got, wanted, strict=False) if pair[0] != pair[1]), None)
         detail = f"{len(got)} tables, {len(wanted)} in this network"
@@ -341,19 +376,13 @@ def _check(collection: EmbeddingCollection, said: Mapping[str, Any], folder: Pat
         )
 
 
-def _load_dense(model: nn.Module, path: Path) -> None:
-    try:
-        weights = load_file(path)
-    except Exception as error:  # safetensors raises its own kind for bytes, OSError for files
-        raise CheckpointError(
-            f"{path}: cannot be read: {' '.join(str(error).split())}; export again"
-        ) from None
+def _check_dense(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
     mine = dense_weights(model)
     for name in [*mine, *weights]:
         got = tuple(weights[name].shape) if name in weights else None
         wanted = tuple(mine[name].shape) if name in mine else None
         if got != wanted:
             raise CheckpointError(
-                f"{path}: got {name} of shape {got}, this network has {wanted}; give the network it was trained as"
+                f"{folder}: got dense weights {name} of shape {got}, this network has {wanted}; give the network it "
+                "was trained as"
             )
-    load_dense(model, weights)

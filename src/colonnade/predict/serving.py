@@ -1,6 +1,6 @@
 """Where a run's exports for prediction lie: each commit is written once and then mapped by whoever predicts.
 
-run/serving/<step>-<tag>/     as `train/export.py` writes it; the tag tells commits of one step apart
+run/serving/<step>-<tag>-v<version>/     as `train/export.py` writes it; the tag tells commits of one step apart
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import time
 from pathlib import Path
 
 from colonnade.errors import CheckpointError, ConfigError, StorageError
-from colonnade.train.commits import committed_steps
-from colonnade.train.export import export_run, resolve
+from colonnade.train.commit_header import committed_steps
+from colonnade.train.commits import resolve
+from colonnade.train.export import export_run
+from colonnade.train.exported import MODEL, VERSION
+from colonnade.train.wholeness import read_commit
 
 FOLDER = "serving"
 ABANDONED_SECONDS = 3600.0
@@ -22,7 +25,7 @@ def exported(path: Path, *, at: int | str | None = None) -> Path:
 
     Raises CheckpointError where it is neither, or has no such commit.
     """
-    if (path / "model.json").is_file():
+    if (path / MODEL).exists():
         if at is not None:
             raise ConfigError(
                 f"{path} is an exported model and holds one commit; leave --at out, or give the run folder"
@@ -38,7 +41,8 @@ def exported(path: Path, *, at: int | str | None = None) -> Path:
             "train first, or give another folder"
         )
     step = resolve(path, at)
-    destination = path / FOLDER / f"{step}-{_tag(path, step)}"
+    read_commit(path, step)  # an export made before the commit was damaged does not speak for it
+    destination = path / FOLDER / _name(path, step)
     if destination.is_dir():
         return destination
     try:
@@ -50,14 +54,15 @@ def exported(path: Path, *, at: int | str | None = None) -> Path:
     return destination
 
 
-def _tag(path: Path, step: int) -> str:
+def _name(path: Path, step: int) -> str:
     """A run that went back and trained again commits the same step anew."""
-    return f"{(path / 'commits' / f'{step:012d}.json').stat().st_mtime_ns:x}"
+    tag = (path / "commits" / f"{step:012d}.json").stat().st_mtime_ns
+    return f"{step}-{tag:x}-v{VERSION}"
 
 
 def _drop_old(path: Path) -> None:
     """Exports of commits that are no more, and what killed ones left behind. Who has mapped one keeps it."""
-    current = {f"{step}-{_tag(path, step)}" for step in committed_steps(path)}
+    current = {_name(path, step) for step in committed_steps(path)}
     for place in (path / FOLDER).iterdir():
         is_left = _is_abandoned(place) if place.name.startswith(".") else place.name not in current
         if place.is_dir() and is_left:

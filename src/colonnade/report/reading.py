@@ -23,8 +23,8 @@ from colonnade.report.sound import (
     sound_line,
     sound_summary,
 )
-from colonnade.train.commits import committed_steps
-from colonnade.train.record import FILE_NAME, ROWS_FILE_NAME, read_lines
+from colonnade.train.commit_header import committed_steps
+from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_lines
 
 QUIET_SECONDS = 120.0
 """A run without a summary that wrote nothing for so long has probably ended."""

@@ -6,13 +6,15 @@ eight lower-case hexadecimal digits.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 
 from colonnade import _native
 from colonnade.errors import CorruptionError, StorageError
-from colonnade.store.disk import Disk, storage_error
+from colonnade.store.disk import Disk
+from colonnade.store.untrusted import read_regular
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -40,12 +42,8 @@ def write_durably(disk: Disk, path: Path, content: bytes, *, checked: bool = Tru
 
 
 def read_verified(path: Path) -> bytes:
-    """The content of a durable file. Raises CorruptionError if a byte differs, StorageError if unreadable."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise storage_error(error, "read", path) from error
-    return checked_content(path, data)
+    """Return the content of a durable file. Raises CorruptionError if a byte differs, StorageError if unreadable."""
+    return checked_content(path, read_regular(path))
 
 
 def checked_content(path: Path, data: bytes) -> bytes:
@@ -59,6 +57,17 @@ def checked_content(path: Path, data: bytes) -> bytes:
             "go back to an older commit"
         )
     return content
+
+
+def checksum_of(path: Path) -> str:
+    """Read the checksum that a durable file states in its last line; "" where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-len(trailer(b"")), os.SEEK_END)
+            last_line = file.read()
+    except OSError:  # shorter than that, or unreadable: reading it says why
+        return ""
+    return last_line[-9:-1].decode("latin-1")
 
 
 def trailer(content: bytes | np.ndarray) -> bytes:

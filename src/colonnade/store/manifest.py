@@ -15,6 +15,7 @@ from colonnade.store.contract import Manifest, SegmentEntry
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
 from colonnade.store.stripes import Stripes
+from colonnade.store.untrusted import check_file_name
 
 FORMAT = "colonnade store manifest"
 VERSION = 2
@@ -79,6 +80,8 @@ def describe(directory: Path, step: int) -> dict[str, Any]:
         )
     fields = json.loads(read_verified(path))
     _check_version(path, fields)
+    for name in (fields["live"]["file"], *(part["file"] for part in fields["segments"])):
+        check_file_name(name, path)
     return fields
 
 

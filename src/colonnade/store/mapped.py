@@ -10,11 +10,8 @@ their own: 23 bytes beside a row. Legend: N rows of a file or of a change, T tab
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
-import os
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +20,15 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import CorruptionError, StorageError
+from colonnade.store.checksums import AGAIN, FileChecksums, Scrub
 from colonnade.store.dram import open_dram
+from colonnade.store.file_mapping import FileMapping
+from colonnade.store.row_file import RowFile, open_row_file
 from colonnade.table import Table
 
-MAP_FIXED = 0x10  # the mmap module has no name for it
-INDEX_RUN = 1 << 20  # ids put into the index at a time
 SPARSE = 16
 """A vocabulary table with fewer than one exported row in so many is indexed by hash."""
 GONE = 1 << 40  # no slot: a row of the file that is none any more
-DTYPES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16"}
 
 
 class MappedRows:
@@ -39,13 +36,18 @@ class MappedRows:
 
     def __init__(self, tables: Sequence[MappedTable]) -> None:
         self.tables = tuple(tables)
+        self._num_damaged = 0  # mappings of this process, of which none is among these
+        self._scrub: Scrub | None = None
+        self._failure: CorruptionError | None = None  # of a mapping
 
     def find(self, ids: Tensor, offsets: Tensor, tables: Tensor) -> Tensor:
         """The slot of each lookup, (E,) int32, valid until the next call.
 
         ids (E,) column by column, offsets (C + 1,), tables (C,): the table of each column. IndexError
-        for an id outside its vocabulary table.
+        for an id outside its vocabulary table; CorruptionError where a row's block of its file is damaged,
+        StorageError where it cannot be read.
         """
+        _native.handle_faults()  # others may have installed their handlers meanwhile
         slots, lookups = np.empty(len(ids), np.int32), ids.numpy()
         bounds = offsets.tolist()
         absent: dict[int, list[np.ndarray]] = {}
@@ -66,6 +68,35 @@ class MappedRows:
             torch.tensor([table.stride for table in self.tables], dtype=torch.int64),
         )
 
+    def check(self) -> None:
+        """Raise CorruptionError if rows were read that their file no longer holds: what was computed from them is
+        void. To be called after rows were read, before anything is returned."""
+        count = _native.num_damaged()
+        if count == self._num_damaged:
+            return
+        for table in self.tables:
+            if table.is_damaged:
+                self._failure = CorruptionError(
+                    f"{table.file.path}: got a file that was cut short, or that its disk cannot read, while its rows "
+                    f"were served. {AGAIN}, and open it anew; write exports to new folders, never over one in use"
+                )
+                raise self._failure
+        self._num_damaged = count
+
+    def scrub(self) -> None:
+        """Check what no lookup has read yet, in a thread."""
+        self._scrub = Scrub([table.file.file for table in self.tables])
+
+    @property
+    def problem(self) -> StorageError | None:
+        """Damage that was met in the background, or under a lookup."""
+        return self._failure or (self._scrub.problem if self._scrub else None)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a file was written anew since it was opened."""
+        return any(table.file.file.is_replaced for table in self.tables)
+
     def change(self, t: int, ids: Tensor, weights: Tensor, gone: Tensor) -> None:
         """Rows of table t are these from now on: ids (N,) unique, weights (N, width) of the table's dtype; gone (G,):
         ids that read as their first value again."""
@@ -74,9 +105,11 @@ class MappedRows:
     def become(self, other: MappedRows) -> None:
         """Serve the rows of another file of each table instead; `other` is used up."""
         self.close()
-        self.tables = other.tables
+        self.tables, self._scrub, self._failure = other.tables, other._scrub, None
 
     def close(self) -> None:
+        if self._scrub is not None:
+            self._scrub.stop()
         for table in self.tables:
             table.close()
 
@@ -84,14 +117,14 @@ class MappedRows:
 class MappedTable:
     """One table's file and the memory behind it."""
 
-    def __init__(
-        self, number: int, table: Table, file: RowFile, index: SlotIndex, births: _native.Dram
-    ) -> None:
-        self.number, self.table, self.file, self.index = number, table, file, index
-        self.stride = table.width * table.itemsize
+    def __init__(self, number: int, file: RowFile, births: _native.Dram) -> None:
+        """Raises CorruptionError, StorageError where its ids are damaged."""
+        self.number, self.table, self.file = number, file.table, file
+        self.index = SlotIndex(file)
+        self.stride = file.stride
         self.base = 0
         self._births = births
-        self._mapping = _Mapping(file, self.stride)
+        self._mapping = _Mapping(file)
         self._capacity = self._room = 0
         self._newer: _native.RowIndex | None = (
             None  # id -> slot, or GONE, where it is not as in the file
@@ -99,7 +132,8 @@ class MappedTable:
         self._num_newer = 0
 
     def find(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Fills slots (E,); returns the positions of ids that the file does not hold."""
+        """Fills slots (E,); returns the positions of ids that the file does not hold. Raises CorruptionError,
+        StorageError where a row is damaged."""
         self.index.get(ids, slots)
         if self._newer is not None and len(ids):
             places = np.empty(len(ids), np.int64)
@@ -108,6 +142,7 @@ class MappedTable:
             slots[known] = (
                 np.where(places[known] == GONE, -1, places[known]).astype(np.uint32).view(np.int32)
             )
+        self.file.check_rows(slots)
         return np.flatnonzero(slots == -1) if slots.size and slots.min() < 0 else slots[:0]
 
     def bear(self, ids: np.ndarray) -> np.ndarray:
@@ -150,41 +185,37 @@ class MappedTable:
         if newer is not None:
             self._mapping.behind(0, self._num_newer)[:] = newer
 
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the file could not be read under a lookup."""
+        return self._mapping.is_damaged
+
     def close(self) -> None:
         self._mapping.close()
-
-
-class RowFile:
-    """A safetensors file with `ids` (N,) int64 ascending and `weights` (N, width)."""
-
-    def __init__(self, path: Path, ids: np.ndarray, weights_begin: int, weights_bytes: int) -> None:
-        self.path, self.ids = path, ids
-        self.weights_begin, self.weights_bytes = weights_begin, weights_bytes
 
 
 class SlotIndex:
     """id -> number of the row in its file, -1 where it is not there."""
 
-    def __init__(self, rows: int | None, ids: np.ndarray) -> None:
-        """`rows` of a vocabulary table."""
-        self.rows = rows
-        self.is_all = rows == len(ids)
+    def __init__(self, file: RowFile) -> None:
+        """Raises CorruptionError, StorageError where the file's ids are damaged."""
+        self.rows = file.table.rows
+        self.is_all = (
+            self.rows == file.num_rows
+        )  # ascending and in range, so they are 0 .. rows - 1
         self._direct: np.ndarray | None = None
         self._hashed: _native.RowIndex | None = None
-        self._ids = ids
-
-    def build(self) -> SlotIndex:
-        if self.is_all:
-            return self
-        if self.rows is not None and self.rows <= SPARSE * len(self._ids) + (1 << 16):
-            self._direct = np.full(self.rows, -1, np.int32)
-            self._direct[self._ids] = np.arange(len(self._ids), dtype=np.int32)
-            return self
-        self._hashed = _native.RowIndex()
-        for start in range(0, len(self._ids), INDEX_RUN):
-            part = np.ascontiguousarray(self._ids[start : start + INDEX_RUN])
-            self._hashed.put(part, np.arange(start, start + len(part), dtype=np.int64))
-        return self
+        if self.rows is not None and self.rows <= SPARSE * file.num_rows + (1 << 16):
+            self._direct = None if self.is_all else np.full(self.rows, -1, np.int32)
+        else:
+            self._hashed = _native.RowIndex()
+        first = 0
+        for ids in file.ids():
+            if self._direct is not None:
+                self._direct[ids] = np.arange(first, first + len(ids), dtype=np.int32)
+            elif self._hashed is not None:
+                self._hashed.put(ids, np.arange(first, first + len(ids), dtype=np.int64))
+            first += len(ids)
 
     def get(self, ids: np.ndarray, slots: np.ndarray) -> None:
         """slots (E,) int32, written. IndexError for an id outside the vocabulary."""
@@ -206,39 +237,24 @@ class SlotIndex:
 class _Mapping:
     """A file's rows, and room behind them, at neighbouring addresses."""
 
-    def __init__(self, file: RowFile, stride: int) -> None:
-        self.file, self.stride = file, stride
+    def __init__(self, file: RowFile) -> None:
+        self.file, self.stride = file, file.stride
         self.first_free = 0  # slot
         self._base = 0
-        self._unmap: Callable[[], object] = lambda: None
-        self._library = ctypes.CDLL(None, use_errno=True)
-        self._library.mmap.restype = ctypes.c_void_p
-        self._library.mmap.argtypes = (
-            ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
-        )  # fmt: skip
-        self._library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        self._pages: FileMapping | None = None
 
     def map(self, capacity: int) -> int:
         """Map anew, with room for `capacity` rows behind those of the file; the address of slot 0."""
         self.close()
         begin, page = self.file.weights_begin, mmap.PAGESIZE
-        first = begin // page * page if self.file.weights_bytes else begin
-        length = begin - first + self.file.weights_bytes
+        first = begin // page * page if self.file.num_rows else begin
+        length = begin - first + self.file.num_rows * self.stride
         end = -(-length // page) * page
         self.first_free = -(-(end - (begin - first)) // self.stride)
-        size = end + (capacity + 1) * self.stride
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        address = self._call(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-        self._unmap = unmap = weakref.finalize(self, self._library.munmap, address, size)
-        unmap.atexit = False  # the system does that
-        self._base = address + begin - first
-        if self.file.weights_bytes:
-            fd = os.open(self.file.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                flags = mmap.MAP_SHARED | MAP_FIXED
-                self._call(address, length, mmap.PROT_READ, flags, fd, first)
-            finally:
-                os.close(fd)
+        room = (capacity + 1) * self.stride
+        offset = first if length else 0
+        self._pages = FileMapping(self.file.file.file, length, offset=offset, room=room)
+        self._base = self._pages.address + begin - first
         return self._base
 
     def behind(self, first: int, count: int) -> np.ndarray:
@@ -246,79 +262,42 @@ class _Mapping:
         start = self._base + (self.first_free + first) * self.stride
         return np.ctypeslib.as_array((ctypes.c_uint8 * (count * self.stride)).from_address(start))
 
+    @property
+    def is_damaged(self) -> bool:
+        return self._pages is not None and self._pages.is_damaged
+
     def close(self) -> None:
         """As when nobody holds the object any more."""
-        self._unmap()
-
-    def _call(self, *arguments: int | None) -> int:
-        address = self._library.mmap(*arguments)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            number = ctypes.get_errno()
-            raise StorageError(
-                number, f"{self.file.path}: could not map: {os.strerror(number)}. Raise the limit on address "
-                "space (`ulimit -v`), or on mappings (vm.max_map_count)",
-            )  # fmt: skip
-        return int(address)
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
 
 
-def open_mapped(tables: Sequence[Table], paths: Sequence[Path], *, seed: int) -> MappedRows:
-    """One file per table. Raises StorageError, CorruptionError naming the file that cannot be read.
+def open_mapped(
+    tables: Sequence[Table],
+    folder: Path,
+    files: Sequence[tuple[str, FileChecksums]],
+    *,
+    seed: int,
+    full: bool = False,
+    known: MappedRows | None = None,
+) -> MappedRows:
+    """Map one file of `folder` per table. Raises StorageError, CorruptionError naming the file that is damaged.
 
-    seed: the collection's; it decides first values.
+    seed: the collection's; it decides first values. Headers and ids are checked now; rows when they are first read, or
+    now where `full`. known: other rows, files of which may be among these and are not checked again.
     """
+    opened = [
+        open_row_file(folder, name, checksums, table)
+        for table, (name, checksums) in zip(tables, files, strict=True)
+    ]
+    for before, file in zip(known.tables if known else (), opened, strict=False):
+        file.file.take_over(before.file.file)
+    if full:
+        for file in opened:
+            file.file.check_all()
     births = open_dram(tables, [1] * len(tables), seed=seed).native
-    found = []
-    for number, (table, path) in enumerate(zip(tables, paths, strict=True)):
-        file = open_row_file(path, table)
-        mapped = MappedTable(number, table, file, SlotIndex(table.rows, file.ids).build(), births)
-        mapped.reserve(0)
-        found.append(mapped)
-    return MappedRows(found)
-
-
-def open_row_file(path: Path, table: Table) -> RowFile:
-    """Raises StorageError, CorruptionError where the file is not one of this table's rows."""
-    try:
-        with path.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            size = path.stat().st_size
-            is_sane = 0 < length <= min(size, 100 << 20)
-            text = opened.read(length) if is_sane else b""
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"{path}: cannot be read: {error.strerror}; export the run again"
-        ) from None
-    if not is_sane:
-        raise _wrong(path, f"a header of {length} bytes in a file of {size}")
-    try:
-        header = json.loads(text)
-    except ValueError:
-        raise _wrong(path, "a header that is not JSON") from None
-    try:
-        ids, weights = header["ids"], header["weights"]
-        num_rows = int(weights["shape"][0])
-        wanted = [("I64", [num_rows]), (DTYPES[table.dtype], [num_rows, table.width])]
-        got = [(part["dtype"], part["shape"]) for part in (ids, weights)]
-        begins = [int(part["data_offsets"][0]) for part in (ids, weights)]
-        sizes = [int(part["data_offsets"][1]) - b for part, b in zip((ids, weights), begins, strict=True)]  # fmt: skip
-    except (KeyError, TypeError, ValueError):
-        raise _wrong(path, "a header without ids (N,) and weights (N, width)") from None
-    if got != wanted:
-        raise _wrong(path, f"ids and weights {got}, wanted {wanted} for table {table.name!r}")
-    if (
-        sizes != [8 * num_rows, num_rows * table.width * table.itemsize]
-        or max(b + s for b, s in zip(begins, sizes, strict=True)) + 8 + length > size
-    ):
-        raise _wrong(path, f"{size} bytes, fewer than its header says")
-    start = 8 + length
-    empty = np.empty(0, np.int64)
-    mapped = np.memmap(path, np.int64, "r", start + begins[0], (num_rows,)) if num_rows else empty
-    if num_rows > 1 and not bool((mapped[1:] > mapped[:-1]).all()):
-        raise _wrong(path, "ids that do not ascend")
-    return RowFile(path, mapped, start + begins[1], sizes[1])
-
-
-def _wrong(path: Path, got: str) -> CorruptionError:
-    return CorruptionError(
-        f"{path}: got {got}; it is no file of exported rows. Export the run again"
-    )
+    mapped = [MappedTable(number, file, births) for number, file in enumerate(opened)]
+    for table in mapped:
+        table.reserve(0)
+    return MappedRows(mapped)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from colonnade.store.dram import DramStore
-from colonnade.store.hbm import HbmStore
-from colonnade.store.log import LogBacking
+if TYPE_CHECKING:  # reports read these values without torch
+    from colonnade.store.dram import DramStore
+    from colonnade.store.hbm import HbmStore
+    from colonnade.store.log import LogBacking
 
 LEVELS = ("held_bytes", "live_bytes")
 """Counts of what is there now; the others only grow."""
@@ -89,6 +90,9 @@ class TierCounts:
 def tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
     """By tier, from the top: "hbm" where rows lie on a device, "dram", then those of its backings. Costs microseconds a
     table."""
+    from colonnade.store.hbm import HbmStore
+    from colonnade.store.log import LogBacking
+
     if isinstance(store, HbmStore):
         others = tier_counts(store.below)
         missed = others["dram"].hits + others["dram"].misses

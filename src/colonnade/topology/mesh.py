@@ -34,10 +34,11 @@ from torch import Tensor
 
 from colonnade.errors import ConfigError, WorldError
 from colonnade.ops.memory import empty
+from colonnade.topology.heartbeats import FileHeartbeats, Heartbeats, StoreHeartbeats
 from colonnade.topology.loops import group_beside
 from colonnade.topology.mates import Mates, Post, readable
 from colonnade.topology.presence import PATIENCE, Presence, words_of
-from colonnade.topology.rendezvous import Peer, connect, meet, myself, serves_store
+from colonnade.topology.rendezvous import HEARTBEATS, Peer, connect, meet, myself, serves_store
 from colonnade.topology.rooms import OthersRooms, Rooms
 from colonnade.topology.traffic import Traffic, ring_sum, tree_children
 from colonnade.topology.waiting import waiting
@@ -281,7 +282,8 @@ _mesh: Mesh | None = None  # the world of this process, once it was joined
 def open_mesh(
     *, timeout: timedelta | None = None, ranks_per_host: int | None = None, verb: str = ""
 ) -> Mesh:
-    """Join the world torchrun describes in the environment; without torchrun, a world of one rank.
+    """Join the world that `colonnade train --ranks` or torchrun describes in the environment; without one, a world of
+    one rank.
 
     Collective: every rank calls it first. `timeout` (default: 5 minutes): how long a rank is waited for, here and in
     every call, before it is lost. `verb`: of the command line, whose ranks join no other verb's. Where this process
@@ -307,11 +309,8 @@ def open_mesh(
             f"got {num_ranks} ranks, {local} on each host, wanted as many on every host; "
             "give torchrun the same --nproc-per-node everywhere"
         )
-    presence = Presence(
-        dist.PrefixStore(token, server.clone()), peers, rank, limit,  # type: ignore[attr-defined]
-        place=f"{server.host}:{server.port}",
-        serves=serves_store(rank),
-    )  # fmt: skip
+    heartbeats = _open_heartbeats(server, token)
+    presence = Presence(heartbeats, peers, rank, limit, serves=serves_store(rank))
     presence.start()
     # Longer than anybody waits: a call that is given up is so by its rank, which can say whose fault it is.
     longest = limit * (PATIENCE + 1)
@@ -337,6 +336,13 @@ def open_mesh(
     _mesh = replace(_mesh, mates=_open_mates(_mesh))
     atexit.register(_leave)  # gloo's threads abort a process that ends without it
     return _mesh
+
+
+def _open_heartbeats(store: dist.Store, token: str) -> Heartbeats:
+    if not isinstance(store, dist.TCPStore):
+        return FileHeartbeats(os.environ[HEARTBEATS])
+    place = f"{store.host}:{store.port}"
+    return StoreHeartbeats(dist.PrefixStore(token, store.clone()), place)  # type: ignore[attr-defined]
 
 
 def _open_mates(mesh: Mesh) -> Mates | None:

@@ -1,6 +1,6 @@
 """What every rank is doing, as the others can read it, so that a lost one can be named.
 
-A thread of each rank writes a line into the rendezvous' store once a second: the step, the calls it made and the one it
+A thread of each rank writes a line (`heartbeats.py`) once a second: the step, the calls it made and the one it
 waits in. Nobody reads them until a call takes long or breaks. A rank whose lines stop coming is cut off, stopped or
 gone; one whose lines come is alive, and the numbers of its calls tell whether it is the one waited for.
 """
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from colonnade.errors import PeerLost
 from colonnade.topology.disagreement import SHOWN, rank_words
+from colonnade.topology.heartbeats import Heartbeats
 from colonnade.topology.rendezvous import Peer, first_line
 
 BEAT_SECONDS = 1.0
@@ -132,23 +133,20 @@ class Presence:
 
     def __init__(
         self,
-        store: dist.Store,
+        heartbeats: Heartbeats,
         peers: Sequence[Peer],
         rank: int,
         timeout: timedelta,
         *,
-        place: str,
         serves: bool = False,
     ) -> None:
-        """`store` is the thread's own: its calls may hang. `place`: where it is, in words. `serves`: it is
-        this process's."""
+        """`serves`: this process serves the store that the heartbeats are in."""
         self.rank, self.peers, self.timeout = rank, tuple(peers), timeout.total_seconds()
-        self.place, self._serves = place, serves
+        self._heartbeats, self._serves = heartbeats, serves
         self.step = 0
         self.lost = ""  # why no call is made any more
         self.lost_ranks: tuple[int, ...] = ()
         self.only: dict[str, Collection[int]] = {}  # who takes part, by purpose, where not all do
-        self._store = store
         self._calls: dict[str, int] = {}
         self._waiting: dict[str, float] = {}
         self._idle = time.monotonic()
@@ -230,10 +228,7 @@ class Presence:
                 self.lost_ranks, why = self._answer.ranks, self._answer.why
                 why = why or "every rank is alive and in this call: the network between them failed"
             else:
-                why = (
-                    f"the rendezvous at {self.place} does not answer, so nobody can be named: the process or host that "
-                    f"serves it ended, is stopped or cut off, or this one is{self._store_error}"
-                )
+                why = f"{self._heartbeats.silence}{self._store_error}"
             whom = rank_words(self.lost_ranks) if self.lost_ranks else "a peer"
             heard = f" (gloo: {_plain(first_line(error))})" if error is not None else ""
             lost = (
@@ -303,16 +298,14 @@ class Presence:
             "follows": self._follows,
             "lost": self.lost_ranks,
         }
-        self._store.set(f"line/{self.rank}", json.dumps(line))
+        self._heartbeats.write(self.rank, json.dumps(line))
         if line["left"] == self._left:
             self._written.set()
 
     def _look(self) -> None:
         now = time.monotonic()
         others = [r for r in range(len(self.peers)) if r != self.rank]
-        there = [r for r in others if r in self._seen or self._store.check([f"line/{r}"])]
-        lines = self._store.multi_get([f"line/{r}" for r in there]) if there else []
-        for rank, text in zip(there, lines, strict=True):
+        for rank, text in self._heartbeats.read(others).items():
             line = json.loads(text)
             before = self._seen.get(rank)
             if before is None or before[0] != line["beat"]:

@@ -1,4 +1,5 @@
-"""How ranks find each other: by keys in the store that torchrun, or rank 0, serves at MASTER_ADDR:MASTER_PORT.
+"""Rendezvous of the ranks, by keys in a store: a file that ranks of one host inherit (`colonnade train --ranks`), or
+what torchrun, or rank 0, serves at MASTER_ADDR:MASTER_PORT.
 
 torchrun serves one store for all its restarts, so keys of ranks that are gone lie in it: torch's own groups read their
 addresses there and wait for them. Here every attempt has a token that nobody had before it, under which all else lies:
@@ -28,6 +29,8 @@ from colonnade.errors import PeerLost, WorldError
 from colonnade.topology.disagreement import disagreements, joined, rank_words
 
 ROOT = "colonnade"
+STORE, HEARTBEATS = "COLONNADE_STORE", "COLONNADE_HEARTBEATS"
+"""Variables that name the files in which ranks of one host meet, and write their heartbeats (`cli/launch.py`)."""
 LOOK_SECONDS = 0.05  # between two looks at who has come
 
 
@@ -66,16 +69,19 @@ def myself(local_ranks: int, verb: str = "") -> Peer:
 
 def serves_store(rank: int) -> bool:
     """Whether the store ends with this process."""
-    return rank == 0 and not _served_by_torchrun()
+    return rank == 0 and STORE not in os.environ and not _served_by_torchrun()
 
 
 def _served_by_torchrun() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def connect(rank: int, num_ranks: int, timeout: timedelta) -> dist.TCPStore:
-    """The store that the environment names. Without torchrun rank 0 serves it: at MASTER_ADDR alone if that is a
-    number, else on all of its host's addresses. Raises WorldError, PeerLost."""
+def connect(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
+    """Open the store that the environment names: the file COLONNADE_STORE, which no port leads to, or the server at
+    MASTER_ADDR:MASTER_PORT. Without torchrun rank 0 serves that: at MASTER_ADDR alone if it is a number, else on all of
+    its host's addresses. Raises WorldError, PeerLost."""
+    if path := os.environ.get(STORE):
+        return _open_file(path, timeout)
     address, text = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not text.isdecimal() or not 0 < int(text) < 2**16:
         raise WorldError(
@@ -96,6 +102,19 @@ def connect(rank: int, num_ranks: int, timeout: timedelta) -> dist.TCPStore:
             f"rank {rank} of {num_ranks} found nobody at MASTER_ADDR={address}, MASTER_PORT={port}, where {where} "
             f"should be: start all ranks, and let this host reach that port. ({first_line(error)})"
         ) from None
+
+
+def _open_file(path: str, timeout: timedelta) -> dist.FileStore:
+    for name in (STORE, HEARTBEATS):
+        file = os.environ.get(name, "")
+        if not os.access(file, os.R_OK | os.W_OK):
+            raise WorldError(
+                f"got {name}={file!r}, wanted a file that this process may read and write; "
+                "colonnade train --ranks sets it"
+            )
+    store = dist.FileStore(path)  # without a number of ranks: none of them removes the file
+    store.set_timeout(timeout)
+    return store
 
 
 def meet(
@@ -155,9 +174,10 @@ def _welcome(store: dist.Store, token: str, num_ranks: int, deadline: float) -> 
 def _wait(store: dist.Store, keys: list[str], deadline: float, words) -> None:
     try:
         store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
-    except dist.DistStoreError:
-        raise PeerLost(words()) from None
     except RuntimeError as error:
+        # A FileStore's timeout has no type of its own; its file cannot go away.
+        if isinstance(error, dist.DistStoreError) or STORE in os.environ:
+            raise PeerLost(words()) from None
         raise PeerLost(
             f"the rendezvous at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} went away while ranks "
             f"met: the process that serves it ended. ({first_line(error)})"
@@ -187,10 +207,9 @@ def _check(peers: Sequence[Peer]) -> None:
 
 
 def _missing(ranks: Sequence[int], num_ranks: int) -> str:
-    return (
-        f"{rank_words(ranks)} of {num_ranks} did not come in time: not started, cannot reach "
-        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, or another program"
-    )
+    server = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    unreachable = "" if STORE in os.environ else f" cannot reach {server},"
+    return f"{rank_words(ranks)} of {num_ranks} did not come in time: not started,{unreachable} or another program"
 
 
 def _here(token: str, rank: int) -> str:

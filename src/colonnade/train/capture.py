@@ -12,16 +12,16 @@ import torch
 from colonnade import __version__
 from colonnade.exchange.cached_state import state
 from colonnade.exchange.settling import Before
+from colonnade.formats import stamp
 from colonnade.store.policies import RowRetention
 from colonnade.store.slices import RecordShape
+from colonnade.train.commit_header import FORMAT
 from colonnade.train.fingerprint import dense_weights, fingerprint
 from colonnade.train.retained import retentions
 
 if TYPE_CHECKING:
     from colonnade.embedding import EmbeddingCollection
     from colonnade.train.trainer import Trainer
-
-FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ def header_of(
 ) -> dict[str, Any]:
     """Say what a commit of this step holds, whose it is and which model it fits."""
     return {
-        "format": FORMAT,
-        "version": __version__,
+        **stamp(FORMAT),
+        "colonnade": __version__,
         "step": step,
         "num_ranks": collection.mesh.num_ranks,
         "shardings": _shardings(collection),

@@ -1,25 +1,42 @@
 """A publication carried to another place, by URL: for predictors on hosts that do not see the run's file system.
 
 What the word names travels first and the word last, so whoever follows the other place finds one whole commit at every
-moment; then goes what the word names no longer. A file that was cut short is known by its size and carried again, and
-where the word itself is torn, which tells nobody anything, all changes are: unless bases lie there of which the source
-has none, which another run may have published.
+moment; then goes what the word names no longer. A base's files are compared with the checksums of its model.json on
+their way. Where the word itself is torn or was removed, which tells nobody anything, what lies there is read and
+carried again unless it is right: unless bases lie there of which the source has none, which another run may have
+published.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+
+from colonnade import _native
 from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, StorageError
+from colonnade.store.checksums import FileChecksums
 from colonnade.store.durable import checked_content
+from colonnade.store.untrusted import folder_inside, open_inside
+from colonnade.train.exported import MODEL, parse_model
 from colonnade.train.mirror import open_url
-from colonnade.train.publication import WORD, Published, change_name, check_owner, parse_word
+from colonnade.train.publication import (
+    REMEDY,
+    WORD,
+    Base,
+    Published,
+    change_name,
+    check_owner,
+    parse_word,
+)
+
+COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +47,27 @@ class Place:
     root: str
 
     def path(self, name: str) -> str:
+        """Of a file or folder; `name` is one that was checked, or of this module's making."""
         return f"{self.root}/{name}"
+
+    def open(self, name: str) -> Any:
+        """Open a file for reading. Raises CorruptionError where it leads out of a folder of this machine."""
+        path = Path(self.path(name))
+        if isinstance(self.files, LocalFileSystem):
+            folder = path.parent
+            if folder != Path(self.root):
+                folder = folder_inside(Path(self.root), folder.name)
+            file = open_inside(folder, path.name)
+            return os.fdopen(os.dup(file.fd), "rb")
+        return self.files.open(str(self.path(name)), "rb")
+
+    def read(self, name: str) -> bytes:
+        with self.open(name) as file:
+            return file.read()
 
     def word(self) -> bytes | None:
         """As it lies there; None where nothing is published."""
-        path = self.path(WORD)
-        return self.files.cat_file(path) if self.files.exists(path) else None
+        return self.read(WORD) if self.files.exists(self.path(WORD)) else None
 
     def size(self, name: str) -> int | None:
         """Bytes; None where it is not there."""
@@ -75,8 +107,14 @@ def carry(source: Place, target: Place) -> None:
                     raise
             else:
                 check_owner(Path(target.root), there, said.run)
-        for name, is_same in _needed(source, said, there):
-            _copy(source, target, name, is_same)
+        _carry_base(source, target, said.bases[-1], is_known=there is not None)
+        is_one_base = there is not None and there.bases[-1] == said.bases[-1]
+        known = there.number if there is not None and is_one_base else said.bases[-1].number
+        for number in range(said.bases[-1].number + 1, said.number + 1):
+            name = change_name(number)
+            size = source.size(name)
+            if number > known or size is None or target.size(name) != size:
+                _copy(source, target, name, None)
         target.files.makedirs(target.root, exist_ok=True)
         target.files.pipe_file(target.path(f"{WORD}.part"), content)
         target.files.mv(target.path(f"{WORD}.part"), target.path(WORD))
@@ -97,29 +135,51 @@ def _said(content: bytes, place: Place) -> Published:
     return parse_word(checked_content(path, content), path)
 
 
-def _needed(source: Place, said: Published, there: Published | None) -> Iterator[tuple[str, bool]]:
-    """What followers of the newest base read; and whether a file of that name and size at the target is the same: a
-    base's name says its content, a change's does within what followed one base."""
-    base = said.bases[-1]
-    model = json.loads(source.files.cat_file(source.path(f"{base.folder}/model.json")))
-    for name in ["dense.safetensors", *(table["file"] for table in model["tables"]), "model.json"]:
-        yield f"{base.folder}/{name}", True
-    known = there.number if there is not None and there.bases[-1] == base else base.number
-    for number in range(base.number + 1, said.number + 1):
-        yield change_name(number), number <= known
+def _carry_base(source: Place, target: Place, base: Base, *, is_known: bool) -> None:
+    """Copy a base's files that the target does not have, model.json last. Where `is_known`, those of the same length
+    are right: a base's name says its content. Raises CorruptionError for files that are not as model.json says."""
+    name = f"{base.folder}/{MODEL}"
+    content = source.read(name)
+    export = parse_model(content, Path(source.path(name)))
+    for file, checksums in export.files.items():
+        path = f"{base.folder}/{file}"
+        is_there = target.size(path) == checksums.bytes
+        if not is_there or not (is_known or _is_whole(target, path, checksums)):
+            _copy(source, target, path, checksums)
+    if target.size(name) is None or target.read(name) != content:
+        target.files.makedirs(target.path(base.folder), exist_ok=True)
+        target.files.pipe_file(target.path(name), content)
 
 
-def _copy(source: Place, target: Place, name: str, is_same: bool) -> None:
-    size = source.size(name)
-    if is_same and size is not None and target.size(name) == size:
-        return
+def _is_whole(place: Place, name: str, checksums: FileChecksums) -> bool:
+    crc = 0
+    with place.open(name) as file:
+        while piece := file.read(COPY_BYTES):
+            crc = _native.crc32c(np.frombuffer(piece, np.uint8), crc)
+    return f"{crc:08x}" == checksums.crc32c
+
+
+def _copy(source: Place, target: Place, name: str, checksums: FileChecksums | None) -> None:
     target.files.makedirs(target.path(name).rpartition("/")[0], exist_ok=True)
-    with source.files.open(source.path(name), "rb") as here:
+    crc = num_bytes = 0
+    if target.size(name) is not None:
+        target.files.rm(target.path(name))  # not over a file that somebody has mapped
+    with source.open(name) as here:
         with target.files.open(target.path(name), "wb") as there:
-            shutil.copyfileobj(here, there, 1 << 20)
-    if size is not None and target.size(name) != size:
+            while piece := here.read(COPY_BYTES):
+                there.write(piece)
+                num_bytes += len(piece)
+                if checksums is not None:
+                    crc = _native.crc32c(np.frombuffer(piece, np.uint8), crc)
+    if checksums is not None and (num_bytes, f"{crc:08x}") != (checksums.bytes, checksums.crc32c):
+        target.files.rm(target.path(name))
+        raise CorruptionError(
+            f"{source.path(name)}: got {num_bytes:,} bytes of checksum {crc:08x}, wanted {checksums.bytes:,} of "
+            f"{checksums.crc32c} by its {MODEL}: it is torn or altered; {REMEDY}"
+        )
+    if target.size(name) != num_bytes:
         raise StorageError(
-            f"{target.path(name)}: got fewer bytes than {size:,}; it is carried again"
+            f"{target.path(name)}: got fewer bytes than {num_bytes:,}; it is carried again"
         )
 
 

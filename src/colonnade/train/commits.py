@@ -4,7 +4,7 @@ run/rows/<home>/<table>/              each rank's stores (stores.py), committed 
 run/commits/<step>/rank-<r>           each rank's random state, held reads, residuals of coded dense gradients
 run/commits/<step>/retention-<r>      what each rank's admission and eviction remember, where there are any
 run/commits/<step>/dense              dense weights, optimizer states, position (rank 0)
-run/commits/<step>.json               written last, by rank 0: from here on the step is committed
+run/commits/<step>.json               header (commit_header.py), written last, by rank 0: now the step is committed
 
 A commit is captured between two steps and written while training goes on: `begin`, later `finish`.
 """
@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colonnade.data.contract import Position
-from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, StorageError
+from colonnade.errors import CheckpointError, ColonnadeError, StorageError
 from colonnade.exchange.cached import CachedExchange
 from colonnade.exchange.cached_state import is_taken_up, load
 from colonnade.exchange.held import tables_held
 from colonnade.sizes import Place
 from colonnade.store.absent import AbsentRows
 from colonnade.store.disk import Disk
-from colonnade.store.durable import read_verified, write_durably
+from colonnade.store.durable import write_durably
 from colonnade.store.log import LogBacking
 from colonnade.store.shards import Shards
 from colonnade.store.slices import Joined, Laid, Rejoined, Sliced, lay_out
@@ -40,7 +40,8 @@ from colonnade.store.writer import LogWriter
 from colonnade.table import Table
 from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding, row_wise_in
-from colonnade.train.capture import FORMAT, Captured, capture, settings_of
+from colonnade.train.capture import Captured, capture, settings_of
+from colonnade.train.commit_header import committed_steps, header_path, read_header, state_folder
 from colonnade.train.fingerprint import check_model, load_dense
 from colonnade.train.retained import restore_retentions
 from colonnade.train.schedules import restore_schedule
@@ -54,7 +55,7 @@ from colonnade.train.stores import (
     shardings_of,
     to_adopt,
 )
-from colonnade.train.wholeness import check_whole, marks
+from colonnade.train.wholeness import check_whole, describe_files
 
 if TYPE_CHECKING:
     from colonnade.embedding import EmbeddingCollection
@@ -132,8 +133,9 @@ class Commits:
     ) -> None:
         """Collective, on the purpose `commit`: write what was captured and the rows of the store's `begin_commit`."""
         step, store = captured.step, collection.store
-        place = self.folder / "commits" / f"{step:012d}"
+        place = state_folder(self.folder, step)
         problem: Exception | None = None
+        written: list[str] = []
         try:
             self.disk.make_dir(place)
             # First: until it is copied, training notes what changes of it.
@@ -149,15 +151,16 @@ class Commits:
             for name, state in states.items():
                 if state is not None:
                     write_durably(self.disk, place / name, dump(state, self.run, place / name))
+                    written.append(name)
         except (ColonnadeError, OSError) as error:
             problem = error
             store.abandon_commit()
         self._agree(problem, step)
-        captured.header["rows"] = marks(self.folder, self.backings, step, self.mesh)
+        files = describe_files(self.folder, self.backings, step, written, self.mesh)
         if self.mesh.rank == 0:
             try:
-                content = json.dumps(captured.header, indent=2, default=str).encode()
-                write_durably(self.disk, _header_path(self.folder, step), content)
+                content = json.dumps(captured.header | files, indent=2, default=str).encode()
+                write_durably(self.disk, header_path(self.folder, step), content)
             except (ColonnadeError, OSError) as error:
                 problem = error
         self._agree(problem, step)
@@ -220,7 +223,7 @@ class Commits:
         self.mesh.barrier("commit")
         if self.mesh.rank == 0:
             for step in dropped:
-                self.disk.unlink(_header_path(self.folder, step))
+                self.disk.unlink(header_path(self.folder, step))
             # A commit's word must be gone for good before its bytes go.
             self.disk.sync_dir(self.folder / "commits")
         self.mesh.barrier("commit")
@@ -251,12 +254,6 @@ def slow_words(writers: Sequence[LogWriter]) -> str:
         f"waiting for a commit: {left:,} bytes of rows wait in memory to be written{rate}. A second Ctrl-C or SIGTERM "
         "gives it up: the commit before it stays"
     )
-
-
-def committed_steps(folder: Path) -> list[int]:
-    """Steps that every rank has committed, ascending."""
-    found = (folder / "commits").glob("*.json")
-    return sorted(int(path.stem) for path in found if path.stem.isdigit())
 
 
 def kept_steps(folder: Path, keep: int) -> list[int]:
@@ -298,7 +295,7 @@ def open_commits(
         steps = [other for other in steps if other <= at]
         if newer and mesh.rank == 0 and not read_only:
             for other in newer:
-                disk.unlink(_header_path(folder, other))
+                disk.unlink(header_path(folder, other))
             disk.sync_dir(folder / "commits")
         mesh.barrier()
     newest = torch.tensor(steps[-1] if steps else -1)
@@ -347,7 +344,7 @@ def _give_up_overwritten(
     if taken and mesh.rank == 0:
         for step in older:
             if taken & used_homes(folder, [step]):
-                disk.unlink(_header_path(folder, step))
+                disk.unlink(header_path(folder, step))
         disk.sync_dir(folder / "commits")
     mesh.barrier()
 
@@ -373,7 +370,7 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     the dense gradients are laid out, which take up what rounding had kept."""
     header = read_header(folder, step)
     check_model(folder, header, trainer.collection.declaration, trainer.model)
-    place = folder / "commits" / f"{step:012d}"
+    place = state_folder(folder, step)
     dense = load_state(place / "dense", header["run"])
     load_dense(trainer.model, dense["model"])
     # What was learned comes from the commit; learning rates and the like are this run's configuration.
@@ -482,21 +479,3 @@ def lost_words(commits: Commits) -> list[str]:
         "commit is intact; to keep the older one too, bring the directory back"
         for step, path in sorted(found.items(), key=lambda item: int(item[0]))
     ]
-
-
-def _header_path(folder: Path, step: int) -> Path:
-    return folder / "commits" / f"{step:012d}.json"
-
-
-def read_header(folder: Path, step: int) -> dict[str, Any]:
-    path = _header_path(folder, step)
-    try:
-        header = json.loads(read_verified(path))
-    except ValueError as error:
-        raise CorruptionError(f"{path}: not a commit: {error}") from None
-    if header.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path}: got format {header.get('format')}, this version reads {FORMAT}; "
-            f"it was written by Colonnade {header.get('version')}"
-        )
-    return header

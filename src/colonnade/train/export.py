@@ -1,6 +1,6 @@
 """A commit as files that other programs read: model.json, the dense weights and every table's rows in safetensors.
 
-DESTINATION/model.json                    config, schema of the data, tables and features
+DESTINATION/model.json                    config, schema of the data, tables, features; checksums of all files
 DESTINATION/dense.safetensors             the dense network's state_dict
 DESTINATION/rows-<table number>.safetensors   ids (N,) int64 ascending; weights (N, width) of the table's dtype
 
@@ -13,27 +13,32 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 from safetensors.torch import save
+from torch import Tensor
 
 from colonnade import __version__
-from colonnade.errors import ConfigError, StorageError
+from colonnade.errors import ConfigError, NonFiniteError, StorageError
+from colonnade.store.checksums import compute_checksums
 from colonnade.store.contract import RowBatch
 from colonnade.store.disk import Disk, storage_error
 from colonnade.store.log import LogBacking
+from colonnade.store.row_file import DTYPES
 from colonnade.store.slices import Joined
-from colonnade.train.commits import read_header, resolve
+from colonnade.table import ITEM_BYTES
+from colonnade.train.commits import resolve
+from colonnade.train.exported import DENSE, MODEL, model_bytes
 from colonnade.train.states import load_state
 from colonnade.train.stores import open_recorded_stores
+from colonnade.train.wholeness import read_commit
 
-FORMAT = "colonnade export"
-VERSION = 1
-SAFETENSORS_DTYPES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16"}
-ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+GO_BACK = "Export an older commit (--at STEP), and train on from there with a smaller learning rate"
 
 
 def export_run(
@@ -44,7 +49,7 @@ def export_run(
     `at`: a committed step, "best", "last" or None, which is the last. Needs neither the data nor the model's
     code, and memory for the ids of one table (16 bytes per row), not for its weights. All or nothing: the
     folder appears when it is whole. Raises CheckpointError without such a commit, ConfigError where the
-    destination exists, StorageError for a disk that fails.
+    destination exists, NonFiniteError for NaN or inf among the weights, StorageError for a disk that fails.
     """
     run_folder, destination = Path(run_folder), Path(destination)
     step = resolve(run_folder, at)
@@ -69,12 +74,11 @@ def export_run(
 
 
 def _write(run_folder: Path, step: int, place: Path) -> dict[str, Any]:
-    header = read_header(run_folder, step)
+    header = read_commit(run_folder, step)
     config = run_folder / "config.yaml"
     model: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
         "colonnade": __version__,
+        "run": header["run"],
         "step": step,
         "config": yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else None,
         "schema": header.get("schema"),
@@ -88,19 +92,41 @@ def _write(run_folder: Path, step: int, place: Path) -> dict[str, Any]:
         stores = open_recorded_stores(run_folder, header, number)
         table = _table(number, name, said)
         try:
-            table["count"] = write_rows(
-                place / table["file"], stores, width=table["dim"], dtype=table["dtype"]
-            )
+            table["count"] = write_rows(place / table["file"], stores, table, header["run"], step)
         finally:
             for store in stores:
                 store.close()
         model["tables"].append(table)
     dense = load_state(run_folder / "commits" / f"{step:012d}" / "dense", header["run"])["model"]
+    check_dense(dense)
     # Not safetensors' own file: only its owner may read that, and a full disk is no OSError there.
-    content = save({k: v.contiguous().clone() for k, v in dense.items()}, metadata={"format": "pt"})
-    (place / "dense.safetensors").write_bytes(content)
-    (place / "model.json").write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
-    return model
+    said = {"format": "pt", "commit": f"{header['run']}@{step}"}
+    content = save({k: v.contiguous().clone() for k, v in dense.items()}, metadata=said)
+    (place / DENSE).write_bytes(content)
+    names = [DENSE, *(table["file"] for table in model["tables"])]
+    model["files"] = {name: asdict(compute_checksums(place / name)) for name in names}
+    text = model_bytes(model)
+    (place / MODEL).write_bytes(text)
+    return json.loads(text)
+
+
+def check_dense(weights: dict[str, Tensor]) -> None:
+    """Raises NonFiniteError naming a weight that is NaN or inf."""
+    for name, value in weights.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise NonFiniteError(
+                f"dense weights {name}: got NaN or inf, which scores nothing. {GO_BACK}"
+            )
+
+
+def check_rows(table: str, ids: Tensor, weights: Tensor) -> None:
+    """Raises NonFiniteError naming table and id of a row that is NaN or inf."""
+    is_finite = torch.isfinite(weights).all(dim=1)
+    if not bool(is_finite.all()):
+        row = int((~is_finite).to(torch.uint8).argmax())
+        raise NonFiniteError(
+            f"table {table!r}: got NaN or inf in the row of id {int(ids[row])}, which scores nothing. {GO_BACK}"
+        )
 
 
 def _table(number: int, name: str, said: dict[str, Any]) -> dict[str, Any]:
@@ -121,11 +147,14 @@ def _table(number: int, name: str, said: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_rows(path: Path, stores: Sequence[LogBacking | Joined], *, width: int, dtype: str) -> int:
-    """Every live row of one table's shards, ids ascending; returns how many.
+def write_rows(
+    path: Path, stores: Sequence[LogBacking | Joined], table: dict[str, Any], run: str, step: int
+) -> int:
+    """Every live row of one table's shards, ids ascending; returns how many. Raises NonFiniteError.
 
     Two scans: the first finds each row's place, the second puts it there through a memory map.
     """
+    width, dtype = table["dim"], table["dtype"]
     row_bytes = width * ITEM_BYTES[dtype]
     ids = np.empty(sum(len(store) for store in stores), np.int64)
     start = 0
@@ -133,8 +162,10 @@ def write_rows(path: Path, stores: Sequence[LogBacking | Joined], *, width: int,
         ids[start : start + len(batch.ids)] = batch.ids.numpy()
         start += len(batch.ids)
     ids.sort()
-    shapes = {"ids": ("I64", [len(ids)]), "weights": (SAFETENSORS_DTYPES[dtype], [len(ids), width])}
-    begin = _write_header(path, shapes, [ids.nbytes, len(ids) * row_bytes])
+    shapes = {"ids": ("I64", [len(ids)]), "weights": (DTYPES[dtype], [len(ids), width])}
+    # So that no two tables' files begin alike: one in the other's place is noticed when it is opened.
+    said = {"format": "pt", "table": table["name"], "commit": f"{run}@{step}"}
+    begin = _write_header(path, said, shapes, [ids.nbytes, len(ids) * row_bytes])
     if not len(ids):
         return 0
     out = np.memmap(path, np.uint8, "r+", offset=begin)
@@ -142,7 +173,9 @@ def write_rows(path: Path, stores: Sequence[LogBacking | Joined], *, width: int,
     weights = out[ids.nbytes :].reshape(len(ids), row_bytes)
     for batch in _scan(stores):
         places = np.searchsorted(ids, batch.ids.numpy())
-        weights[places] = batch.records[:, :row_bytes].numpy()
+        rows = batch.records[:, :row_bytes].contiguous()
+        check_rows(table["name"], batch.ids, rows.view(getattr(torch, dtype)))
+        weights[places] = rows.numpy()
     out.flush()
     return len(ids)
 
@@ -153,10 +186,13 @@ def _scan(stores: Sequence[LogBacking | Joined]) -> Iterator[RowBatch]:
 
 
 def _write_header(
-    path: Path, shapes: dict[str, tuple[str, list[int]]], num_bytes: list[int]
+    path: Path,
+    metadata: dict[str, str],
+    shapes: dict[str, tuple[str, list[int]]],
+    num_bytes: list[int],
 ) -> int:
     """A safetensors file with its space reserved and nothing but its header written; where the data begins."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for (name, (dtype, shape)), size in zip(shapes.items(), num_bytes, strict=True):
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}

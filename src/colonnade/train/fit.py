@@ -22,7 +22,8 @@ from colonnade.plan.plan import build_plan
 from colonnade.plan_config import PlanConfig
 from colonnade.topology.mesh import Mesh, open_mesh
 from colonnade.train.agreement import agree_on_config
-from colonnade.train.commits import open_commits, read_header, resolve
+from colonnade.train.commit_header import read_header
+from colonnade.train.commits import open_commits, resolve
 from colonnade.train.fingerprint import check_model, load_dense
 from colonnade.train.interrupt import stop_on_signals
 from colonnade.train.objective import Objective, objective_of
@@ -91,7 +92,8 @@ def fit(
                      memory.dram), of DenseConfig with dense_ (dense_lr, dense_clip_norm) and, of rows,
                      rows_clip_norm, rows_clip_value; rows' optimizers are declared with the tables
 
-    Ctrl-C commits and ends (`outcome.stopped`); the same call goes on from there.
+    Ctrl-C commits and ends (`outcome.stopped`); the same call goes on from there. A run that is finished is opened for
+    reading: the model gets its weights, the result is what it recorded, and nothing is written.
     Raises ConfigError, DataError, CheckpointError before the first step, NonFiniteError, StorageError while training.
     """
     chosen = {"data.name": OWN, **_dotted(settings)}

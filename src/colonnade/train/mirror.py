@@ -32,6 +32,8 @@ from colonnade.store.manifest import (
     files_of,
     live_file,
 )
+from colonnade.store.untrusted import check_file_name
+from colonnade.train.commit_header import parse_header, read_header
 from colonnade.train.stores import homes
 
 BESIDE = ("config.yaml", "plan.json", "metrics.jsonl")  # of the run, not of a commit
@@ -67,7 +69,7 @@ class Mirror:
 
     def _copy(self, files: Any, root: str, step: int, is_new: bool, sizes: dict[str, int]) -> None:
         place = f"{root}/commits/{step:012d}"
-        header = json.loads(read_verified(self.folder / "commits" / f"{step:012d}.json"))
+        header = read_header(self.folder, step)
         small = [p for p in (self.folder / "commits" / f"{step:012d}").iterdir() if p.is_file()]
         small += [self.folder / name for name in BESIDE if (self.folder / name).exists()]
         for shard in _shards(self.folder, header):
@@ -118,14 +120,17 @@ def _fetch_commit(
     disk = Disk()
     small = f"{root}/commits/{step:012d}/files"
     for path in files.find(small):
-        _get(disk, files, path, folder / _inside(small, path))
+        name = _inside(small, path)
+        for part in name.split("/"):
+            check_file_name(part, path)
+        _get(disk, files, path, folder / name)
     local_header = folder / "commits" / f"{step:012d}.json"
     header_bytes = files.cat_file(f"{root}/commits/{step:012d}.json")
     # Under another name first: the rows it speaks of are not there yet.
     waiting = local_header.with_suffix(".fetched")
     disk.make_dir(waiting.parent)
     write_durably(disk, waiting, header_bytes, checked=False)
-    header = json.loads(read_verified(waiting))
+    header = parse_header(local_header, read_verified(waiting))
     for shard in _shards(folder, header):
         for file in shard.files:
             path = shard.place / file.path.name

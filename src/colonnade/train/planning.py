@@ -41,7 +41,7 @@ from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
 from colonnade.train.choosing import choose_for, hot_of, link_costs, loads_of
-from colonnade.train.commits import committed_steps, read_header
+from colonnade.train.commit_header import committed_steps, read_header
 from colonnade.train.objective import Objective
 from colonnade.train.rehearsal import rehearse
 from colonnade.train.stores import shardings_of

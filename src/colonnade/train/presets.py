@@ -1,4 +1,4 @@
-"""Settings that suit each data set that `--data` names. Figures that were reached with them are in docs/results.md."""
+"""Settings that suit each data set that `--data` names; docs/decisions/earlier_figures.md has what they reached."""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,17 @@ from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, Corru
 from colonnade.store.difference import Difference, Incomparable, difference
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
-from colonnade.train.export import ITEM_BYTES, export_run
+from colonnade.store.untrusted import STRICT, FileName, folder_inside, parse_json, parse_versioned
+from colonnade.store.verification import Verified, verify_file
+from colonnade.table import ITEM_BYTES
+from colonnade.train.commit_header import header_path, read_header
+from colonnade.train.export import check_dense, check_rows, export_run
+from colonnade.train.exported import Count, verify_export
 from colonnade.train.states import load_state
 from colonnade.train.stores import holders
 
 FORMAT = "colonnade publication"
-VERSION = 1
+VERSION = 2
 WORD = "published.json"
 LEAST_BYTES = 1 << 20  # changes smaller than this together are never worth another base
 REMEDY = "remove the publication's folder, and let the run publish a new one"
@@ -45,26 +51,44 @@ OLD_BASES = 1  # that stay beside the newest: somebody may be reading one
 class Base:
     """A whole export, and the number of the change that led to its commit."""
 
-    folder: str
-    number: int
+    __pydantic_config__ = STRICT
+
+    folder: FileName
+    number: Count
     tag: str
-    num_bytes: int
+    num_bytes: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
     """What a publication's word says."""
 
+    __pydantic_config__ = STRICT
+
     run: str
-    number: int
+    number: Count
     """Of the newest change, or base."""
-    step: int
+    step: Count
     tag: str
     """Of the newest commit."""
     bases: tuple[Base, ...]
     """Ascending numbers; the last is the newest."""
-    change_bytes: int
+    change_bytes: Count
     """Of all changes since the newest base."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeHeader:
+    """Commits between which a change leads, as its file says."""
+
+    __pydantic_config__ = STRICT
+
+    run: str
+    number: Count
+    before: str
+    """Tag of the commit it applies to."""
+    tag: str
+    step: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +104,7 @@ class TableChange:
 class ChangeSet:
     """From one commit to a later one."""
 
-    run: str
-    number: int
-    before: str
-    """Tag of the commit it applies to."""
-    tag: str
-    step: int
+    header: ChangeHeader
     tables: tuple[TableChange, ...]
     dense: dict[str, Tensor]
 
@@ -100,7 +119,7 @@ class Publication:
     def send(self, step: int, kept: Sequence[int], say: Callable[[str], None]) -> None:
         """Publish the commit of `step`, which is there, as the one that was published last may still be."""
         try:
-            self._send(step, _header(self.run_folder, step))
+            self._send(step, read_header(self.run_folder, step))
             self.problem = None
         except (ColonnadeError, OSError) as error:
             self.problem = error
@@ -166,23 +185,26 @@ def change_bytes(
     run_folder: Path, word: Published, step: int, header: Mapping[str, Any], number: int, tag: str
 ) -> bytes:
     """A change's file: from the commit that the word names to that of `step`. Raises Incomparable, CheckpointError
-    where nothing tells what changed between the two."""
+    where nothing tells what changed between the two, NonFiniteError for weights that are NaN or inf."""
     if word.step >= step or tag_of(run_folder, word.step) != word.tag:
         raise CheckpointError(f"{run_folder} has no commit of step {word.step} as it was published")
-    earlier = _header(run_folder, word.step)
+    earlier = read_header(run_folder, word.step)
     for name in ("shardings", "num_ranks", "model"):
         if earlier.get(name) != header.get(name):
             raise Incomparable(f"{run_folder}: {name} changed after step {word.step}")
     tensors: dict[str, Tensor] = {}
     for t, of_table in enumerate(header["model"]["tables"].values()):
         change = _table_change(run_folder, header, t, of_table, word.step, step)
+        check_rows(list(header["model"]["tables"])[t], change.ids, change.weights)
         tensors[f"rows/{t}/ids"], tensors[f"rows/{t}/gone"] = change.ids, change.gone
         tensors[f"rows/{t}/weights"] = change.weights
     place = run_folder / "commits" / f"{step:012d}" / "dense"
-    for name, value in load_state(place, header["run"])["model"].items():
+    dense = load_state(place, header["run"])["model"]
+    check_dense(dense)
+    for name, value in dense.items():
         tensors[f"dense/{name}"] = value.contiguous().clone()
-    said = {"run": word.run, "number": number, "before": word.tag, "tag": tag, "step": step}
-    return save(tensors, metadata={"change": json.dumps(said)})
+    said = ChangeHeader(word.run, number, word.tag, tag, step)
+    return save(tensors, metadata={"change": json.dumps(asdict(said))})
 
 
 def _table_change(
@@ -233,16 +255,12 @@ def read_word(folder: Path) -> Published | None:
 
 
 def parse_word(content: bytes, path: Path) -> Published:
-    """Of the word's content, which lies at `path`. Raises CheckpointError for another version."""
-    said = json.loads(content)
-    got = (said.pop("format", None), said.pop("version", None))
-    if got != (FORMAT, VERSION):
-        raise CheckpointError(
-            f"{path}: got {got[0]} {got[1]}, this Colonnade reads {FORMAT} {VERSION}; publish to another folder, or "
-            "read it with the Colonnade that wrote it"
-        )
-    bases = tuple(Base(**base) for base in said.pop("bases"))
-    return Published(bases=bases, **said)
+    """Of the word's content, which lies at `path`. Raises CheckpointError for another version, CorruptionError for
+    anything that is no publication's word."""
+    said = parse_versioned(Published, content, path, FORMAT, VERSION, REMEDY)
+    if not said.bases:
+        raise CorruptionError(f"{path}: got a publication without a base; {REMEDY}")
+    return said
 
 
 def check_owner(folder: Path, word: Published, run: str) -> None:
@@ -264,20 +282,41 @@ def read_change(folder: Path, number: int) -> ChangeSet:
     content = _whole(path)
     try:
         end = 8 + int.from_bytes(content[:8], "little")
-        said = json.loads(json.loads(content[8:end])["__metadata__"]["change"])
+        text = str(json.loads(content[8:end])["__metadata__"]["change"])
         tensors = load(content)
-        num_tables = sum(name.endswith("/gone") for name in tensors)
-        tables = tuple(
-            TableChange(*(tensors[f"rows/{t}/{what}"] for what in ("ids", "weights", "gone")))
-            for t in range(num_tables)
-        )
+        tables: list[TableChange] = []
+        while f"rows/{len(tables)}/gone" in tensors:
+            names = (f"rows/{len(tables)}/{part}" for part in ("ids", "weights", "gone"))
+            tables.append(TableChange(*(tensors.pop(name) for name in names)))
+        for table in tables:
+            _check_ids(table.ids)
+            _check_ids(table.gone)
+        dense = {name.removeprefix("dense/"): value for name, value in tensors.items()}
+        if not all(name.startswith("dense/") for name in tensors):
+            raise ValueError(f"tensors {sorted(tensors)}")
     except Exception as error:  # safetensors raises its own kind
         raise CorruptionError(
             f"{path}: got a file that is no change of a publication ({' '.join(str(error).split())}); {REMEDY}"
         ) from None
-    named = {name: value for name, value in tensors.items() if name.startswith("dense/")}
-    dense = {name.removeprefix("dense/"): value for name, value in named.items()}
-    return ChangeSet(**said, tables=tables, dense=dense)
+    header = parse_json(ChangeHeader, text.encode(), path, REMEDY)
+    return ChangeSet(header, tuple(tables), dense)
+
+
+def _check_ids(ids: Tensor) -> None:
+    if ids.dtype != torch.int64 or ids.dim() != 1 or not bool((ids[1:] > ids[:-1]).all()):
+        raise ValueError("ids that are not int64 (N,), ascending")
+
+
+def verify_publication(folder: Path) -> Iterator[Verified]:
+    """Read every byte that followers of the newest base need and yield each file. Raises CheckpointError,
+    CorruptionError, StorageError where the word or a base's model.json cannot be read."""
+    word = read_word(folder)
+    if word is None:
+        raise CheckpointError(f"{folder} holds no publication")
+    yield verify_file(folder / WORD, lambda: None)
+    yield from verify_export(folder_inside(folder, word.bases[-1].folder))
+    for number in range(word.bases[-1].number + 1, word.number + 1):
+        yield verify_file(folder / change_name(number), partial(read_change, folder, number))
 
 
 def _whole(path: Path) -> bytes:
@@ -293,12 +332,8 @@ def tag_of(run_folder: Path, step: int) -> str:
     return hashlib.blake2b(_content(run_folder, step), digest_size=8).hexdigest()
 
 
-def _header(run_folder: Path, step: int) -> dict[str, Any]:
-    return json.loads(_content(run_folder, step))
-
-
 def _content(run_folder: Path, step: int) -> bytes:
-    path = run_folder / "commits" / f"{step:012d}.json"
+    path = header_path(run_folder, step)
     if not path.exists():
         raise CheckpointError(f"{run_folder} has no commit of step {step}")
     return read_verified(path)

@@ -48,11 +48,9 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.store.tier_counts import TierCounts, tier_counts
 from colonnade.topology.mesh import Mesh
 from colonnade.train.loss_scale import LossScale
+from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, forget_after
 from colonnade.train.phases import WAITING, Phases
 
-FILE_NAME = "metrics.jsonl"
-ROWS_FILE_NAME = "metrics-rows.jsonl"
-"""Where some ranks are servers: what the first of them writes of its rows."""
 OF_ROWS = ("rows", "tiers", "tables")
 """Kinds of lines that are about the rows of the rank that writes them."""
 Part = Literal["all", "but rows", "rows"]
@@ -309,32 +307,6 @@ def table_sizes(collection: EmbeddingCollection) -> dict[str, dict[str, int]]:
         before = found.get(table.origin[0], dict.fromkeys(said, 0))  # of another slice
         found[table.origin[0]] = {name: before[name] + said[name] for name in said}
     return found
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, oldest first; [] where there is none. A line that was cut short is left out."""
-    if not path.is_file():
-        return []
-    found = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
-            found.append(line)
-    return found
-
-
-def forget_after(path: Path, step: int) -> None:
-    """Drop the lines of steps that were not committed: they are about to happen again."""
-    if not path.exists():
-        return
-    lines = read_lines(path)
-    kept = [line for line in lines if line["step"] <= step]
-    whole = path.read_bytes().endswith(b"\n") or not path.stat().st_size
-    if len(kept) < len(lines) or not whole:
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
 
 def _short(value: float, least: float = 1.0) -> str:

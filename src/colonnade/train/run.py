@@ -42,16 +42,11 @@ from colonnade.topology.world import World
 from colonnade.train.agreement import agree_on_config, agree_on_model, agree_on_plan, flatten
 from colonnade.train.checking import checked, mean_sent, rows_of_first_owner
 from colonnade.train.choosing import placed_in_towers
-from colonnade.train.commits import (
-    Commits,
-    committed_steps,
-    lost_words,
-    open_commits,
-    resolve,
-    restore,
-)
+from colonnade.train.commit_header import committed_steps
+from colonnade.train.commits import Commits, lost_words, open_commits, resolve, restore
 from colonnade.train.dense import DenseGradients
 from colonnade.train.destinations import open_destinations
+from colonnade.train.finished import outcome_of, read_final_summary
 from colonnade.train.loss_scale import loss_scale
 from colonnade.train.machine import machine_facts
 from colonnade.train.mirror import explained, fetch_run, mirrored_steps, open_url
@@ -95,9 +90,13 @@ class Run:
     """What the first rank that has rows says of them: once trained."""
     samples: int = 0
     """That all ranks trained on, whose shares may differ: once trained."""
+    final_summary: dict[str, Any] | None = None
+    """Of a run that had nothing left to train when it was opened: what it recorded. It is open for reading."""
 
     def train(self) -> Outcome:
         """Collective. Writes the run folder's summary on rank 0."""
+        if self.final_summary is not None:
+            return outcome_of(self.final_summary)
         self.trainer.progress.open(self.trainer.collection.step, self.trainer)
         try:
             outcome = self.trainer.train()
@@ -116,11 +115,14 @@ class Run:
     def summary(self, outcome: Outcome) -> dict[str, Any]:
         """Plain values, once trained: metrics, time by phase and what was sent by purpose and link (this rank's), rows
         by source and tier."""
+        if self.final_summary is not None:
+            return self.final_summary
         collection, phases = self.trainer.collection, self.trainer.phases.seconds
         trained = outcome.seconds - phases.get("evaluate", 0.0) - phases.get("commit", 0.0)
         rate = self.samples / max(trained, 1e-9)
         return {
             **asdict(outcome),
+            "step": collection.step,
             "samples": self.samples,
             "samples_per_second": rate,
             **checked(collection.plan, rate, self.config.train.batch_size, self.sent),
@@ -198,7 +200,7 @@ def prepare(
     at: int | str | None = None,
 ) -> Run:
     """Collective: the one way from a model and its data to a run, whoever built them; as `open_run`."""
-    collection = find_collection(model)
+    collection, mesh_of_all = find_collection(model), mesh
     if collection.is_open and collection.mesh.world.has_servers:
         mesh = collection.mesh
     elif not read_only:  # reading a run needs no servers because it was trained with some
@@ -207,6 +209,14 @@ def prepare(
         model, collection, data, mesh,
         objective=type(objective).__name__, monitor=objective.monitor, at=at, has_folder=folder is not None,
     )  # fmt: skip
+    final_summary = None
+    if folder is not None and not read_only:
+        _check_same_run(folder, config)
+        if at is None:
+            num_epochs = len(data.days) if config.train.progressive else config.train.epochs
+            final_summary = read_final_summary(folder, config.train, num_epochs, mesh)
+        if final_summary is not None:  # open it for reading
+            read_only, mesh = True, mesh_of_all
     tells_next_use = config.data.next_use and not read_only
     if not read_only:
         check_data(data, config, objective)
@@ -244,7 +254,6 @@ def prepare(
     if folder is not None:
         if not read_only:
             check_shared(folder, mesh)
-            _check_same_run(folder, config)
             _fetch_if_bare(folder, config, mesh, console)
     device = None
     is_chosen = plan is not None and not is_settled(laid.plan, collection.tables, mesh.world)
@@ -334,7 +343,7 @@ def prepare(
             write_durably(disk, folder / "machine.json", facts, checked=False)
         if commits is not None:
             commits.destinations = open_destinations(config.train, folder, commits, step, disk)
-    return Run(config, mesh, trainer, folder, commits, step)
+    return Run(config, mesh, trainer, folder, commits, step, final_summary=final_summary)
 
 
 @contextmanager

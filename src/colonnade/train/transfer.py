@@ -5,19 +5,20 @@ Legend: N rows, D width of a table.
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, DataError, IdRangeError
 from colonnade.store.records import fresh_records
+from colonnade.store.row_file import open_row_file
 from colonnade.store.slices import RecordShape
 from colonnade.table import Table
+from colonnade.train.exported import ExportedTable, read_dense, read_export
 from colonnade.train.fingerprint import dense_weights
 
 RUN = 65536  # rows at a time
@@ -90,58 +91,47 @@ def trained_ids(collection: EmbeddingCollection, table: str) -> Tensor:
 def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path | str) -> None:
     """Collective: take dense weights and rows from a folder that `export_run` wrote, a run of rows at a time.
 
-    Everything must be there and fit, which is checked first, else CheckpointError with nothing changed, or ConfigError
-    as `load_rows`; to take what agrees of another model, warm-start a run from its commits instead.
+    Everything must be there, fit and be as it was written, which is checked first, else CheckpointError,
+    CorruptionError or StorageError with nothing changed, or ConfigError as `load_rows`; to take what agrees of another
+    model, warm-start a run from its commits instead.
     """
     collection.ensure_open()
     folder = Path(folder)
-    try:
-        said = json.loads((folder / "model.json").read_text(encoding="utf-8"))
-        tables = {table["name"]: table for table in said["tables"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder} is no exported model: {error}; give a folder that `colonnade export` wrote"
-        ) from None
+    export = read_export(folder)
+    tables = {table.name: table for table in export.tables}
     for t, kind in enumerate(collection.tables):
         _check_owned(collection, t)
         got = tables.get(kind.name)
-        if got is None or got["dim"] != kind.width or (got["rows"] or 0) > (kind.rows or 2**63):
+        if got is None or got.dim != kind.width or (got.rows or 0) > (kind.rows or 2**63):
             raise CheckpointError(
                 f"{folder} has {_words(got)} for table {kind.name!r}, wanted width {kind.width} and "
                 f"{'any' if kind.rows is None else kind.rows} rows"
             )
-    try:
-        with safe_open(folder / "dense.safetensors", "pt") as file:
-            dense = {name: file.get_tensor(name) for name in file.keys()}
-        own = dense_weights(model)
-        got_shapes = {name: tuple(value.shape) for name, value in dense.items()}
-        wanted = {name: tuple(value.shape) for name, value in own.items()}
-        if got_shapes != wanted:
-            name = next(n for n in {**wanted, **got_shapes} if got_shapes.get(n) != wanted.get(n))
-            raise CheckpointError(
-                f"{folder}: got dense weights {name} {got_shapes.get(name)}, wanted {wanted.get(name)}"
-            )
-        for kind in collection.tables:
-            _check_file(folder, tables[kind.name], kind)
-        for name, value in own.items():
-            value.copy_(dense[name])
-        for kind in collection.tables:
-            with safe_open(folder / tables[kind.name]["file"], "pt") as file:
-                ids, weights = file.get_slice("ids"), file.get_slice("weights")
-                for start in range(0, tables[kind.name]["count"], RUN):
-                    part = slice(start, start + RUN)
-                    load_rows(collection, kind.name, weights[part], ids[part])
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: could not read it: {error}") from None
-
-
-def _check_file(folder: Path, said: dict, table: Table) -> None:
-    """Raises CheckpointError, SafetensorError where a file of rows is not what model.json says of it."""
-    with safe_open(folder / said["file"], "pt") as file:
-        shapes = [file.get_slice(name).get_shape() for name in ("ids", "weights")]
-    wanted = [[said["count"]], [said["count"], table.width]]
-    if shapes != wanted:
-        raise CheckpointError(f"{folder / said['file']}: got shapes {shapes}, wanted {wanted}")
+    dense = read_dense(folder, export)
+    own = dense_weights(model)
+    got_shapes = {name: tuple(value.shape) for name, value in dense.items()}
+    wanted = {name: tuple(value.shape) for name, value in own.items()}
+    if got_shapes != wanted:
+        name = next(n for n in {**wanted, **got_shapes} if got_shapes.get(n) != wanted.get(n))
+        raise CheckpointError(
+            f"{folder}: got dense weights {name} {got_shapes.get(name)}, wanted {wanted.get(name)}"
+        )
+    files = []
+    for kind in collection.tables:
+        said = tables[kind.name]
+        stored = replace(kind, dtype=said.dtype, master=False)
+        files.append(open_row_file(folder, said.file, export.files[said.file], stored))
+    for file in files:
+        for _ in file.ids():
+            pass
+        file.file.check_all()
+    for name, value in own.items():
+        value.copy_(dense[name])
+    for kind, file in zip(collection.tables, files, strict=True):
+        for start in range(0, file.num_rows, RUN):
+            end = min(start + RUN, file.num_rows)
+            ids = torch.from_numpy(file.read_ids(start, end))
+            load_rows(collection, kind.name, file.read_weights(start, end), ids)
 
 
 def put_records(collection: EmbeddingCollection, t: int, ids: Tensor, records: Tensor) -> None:
@@ -208,8 +198,7 @@ def _check(table: Table, weights: Tensor, ids: Tensor) -> None:
         raise DataError(f"table {table.name!r}: got id {twice} more than once, wanted each once")
 
 
-def _words(table: dict | None) -> str:
+def _words(table: ExportedTable | None) -> str:
     if table is None:
         return "nothing"
-    rows = "any" if table["rows"] is None else table["rows"]
-    return f"width {table['dim']} and {rows} rows"
+    return f"width {table.dim} and {'any' if table.rows is None else table.rows} rows"

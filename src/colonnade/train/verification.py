@@ -7,22 +7,35 @@ from functools import partial
 from pathlib import Path
 
 from colonnade.store.verification import Verified, verify_durable, verify_file, verify_store
-from colonnade.train.commits import read_header
+from colonnade.train.commit_header import header_path, read_header, state_folder
 from colonnade.train.states import load_state
 from colonnade.train.stores import homes
+from colonnade.train.wholeness import find_problems
 
 
 def verify_commit(folder: Path, step: int, places: Sequence[Path] = ()) -> Iterator[Verified]:
-    """Files as they are read: the commit's word, each rank's state, the dense network, then every rank's rows.
+    """Files as they are read: the commit's header, each rank's state, the dense network, then every rank's rows; last,
+    what is whole by itself and not this commit's.
 
     places: where directories of `plan.memory.ssd` lie now, if they moved. Raises CheckpointError, CorruptionError
-    where the word of the commit itself cannot be read, which names all others.
+    where the header of the commit itself cannot be read, which names all others.
     """
+    damaged: list[Path] = []
     header = read_header(folder, step)
-    yield verify_durable(folder / "commits" / f"{step:012d}.json")
-    num_ranks, state = header["num_ranks"], folder / "commits" / f"{step:012d}"
-    states = [state / "dense", *(state / f"rank-{rank}" for rank in range(num_ranks))]
-    for path in [*states, *sorted(state.glob("retention-*[0-9]"))]:
+    for file in _files(folder, header, places):
+        if file.problem:
+            damaged.append(file.path)
+        yield file
+    for path, problem in find_problems(folder, header):
+        if not any(each == path or path in each.parents for each in damaged):
+            yield Verified(path, 0, problem)
+
+
+def _files(folder: Path, header: dict, places: Sequence[Path]) -> Iterator[Verified]:
+    step = header["step"]
+    yield verify_durable(header_path(folder, step))
+    for name in header["states"]:
+        path = state_folder(folder, step) / name
         yield verify_file(path, partial(load_state, path, header["run"]))
     for each in homes(header):
         moved = [place / f"colonnade-{header['run']}" / each.path for place in places]

@@ -15,11 +15,13 @@ from colonnade.errors import CheckpointError, ConfigError
 from colonnade.store.records import fresh_records
 from colonnade.table import Table
 from colonnade.train.capture import parameter_names
-from colonnade.train.commits import read_header, resolve
+from colonnade.train.commit_header import read_header
+from colonnade.train.commits import resolve
 from colonnade.train.fingerprint import dense_weights, identity_of, load_dense, tower_words
 from colonnade.train.states import load_state
 from colonnade.train.stores import open_recorded_stores
 from colonnade.train.transfer import put_records
+from colonnade.train.wholeness import read_commit
 
 if TYPE_CHECKING:
     from colonnade.train.trainer import Trainer
@@ -68,7 +70,7 @@ def plan_warm_start(
     """
     folder, step = parse_source(source)
     own_tables = {table.name: table for table in tables}
-    said, own = read_header(folder, step)["model"], dense_weights(model)
+    said, own = read_commit(folder, step)["model"], dense_weights(model)
     theirs = said["tables"]
     dense = _dense_state(folder, step)["model"]
     if unknown := sorted(set(skip) - {*theirs, *dense, *own_tables, *own}):

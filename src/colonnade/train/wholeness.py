@@ -1,8 +1,10 @@
 """Whether all that a commit names is there, of one run, and seen by every rank: checked before anything is opened.
 
-A commit's word holds a digest of what every rank's manifests said, by the folder of its rows ("1-of-2"). Manifests name
-segments by checksums, and each store by an id of its own: so a folder that is missing, or is another run's or another
-rank's, is found without reading a row.
+A commit's header holds a digest of what every rank's manifests said, by the folder of its rows ("1-of-2"), and the
+checksum of each state file. Manifests name segments by checksums, and each store by an id of its own: so a file that is
+missing, or is another commit's, run's or rank's, is found without reading a row.
+
+`find_problems` is the one judge: resume, predict, evaluate, export, publish, warm start and verify all ask it.
 """
 
 from __future__ import annotations
@@ -11,53 +13,107 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from colonnade.errors import CheckpointError, ColonnadeError, WorldError
-from colonnade.store.durable import read_verified
+from colonnade.store.durable import checksum_of, read_verified
 from colonnade.store.log import LogBacking
 from colonnade.store.manifest import file_name
 from colonnade.topology.disagreement import SHOWN, rank_words
 from colonnade.topology.mesh import Mesh
+from colonnade.train.commit_header import REMEDY, read_header, state_folder
 
 SEEN_SECONDS = 10.0  # that a file of another host may take to be seen: network file systems remember what was not there
 
 
-def marks(
-    folder: Path, backings: Sequence[Any], step: int, mesh: Mesh
-) -> dict[str, list[list[str]]]:
-    """Collective, on the purpose `commit`, when every rank's stores have committed: by folder of rows, of each rank
-    that has tables in it, these tables' folders and a digest of their manifests."""
+def describe_files(
+    folder: Path, backings: Sequence[Any], step: int, states: Sequence[str], mesh: Mesh
+) -> dict[str, Any]:
+    """Collective, on the purpose `commit`, when every rank's stores and state files are written: what the header says
+    of them. By folder of rows, for each rank with tables in it, these tables' folders and a digest of their manifests;
+    by name, the checksums of the ranks' state files (`states`: this rank's)."""
     tables: dict[str, list[str]] = {}
     for backing in backings:
         if isinstance(backing, LogBacking):
             home, table = backing.directory.relative_to(folder / "rows").parts
             tables.setdefault(home, []).append(table)
     mine = {
-        home: [*names, _digest(folder / "rows" / home, names, step)]
-        for home, names in sorted(tables.items())
+        "rows": {
+            home: [*names, _digest(folder / "rows" / home, names, step)]
+            for home, names in sorted(tables.items())
+        },
+        "states": {name: checksum_of(state_folder(folder, step) / name) for name in states},
     }
-    found: dict[str, list[list[str]]] = {}
-    for said in mesh.all_gather_bytes("commit", json.dumps(mine).encode()):
-        for home, mark in json.loads(said).items():
-            found.setdefault(home, []).append(mark)
-    return found
+    rows: dict[str, list[list[str]]] = {}
+    checksums: dict[str, str] = {}
+    for text in mesh.all_gather_bytes("commit", json.dumps(mine).encode()):
+        of_rank = json.loads(text)
+        checksums |= of_rank["states"]
+        for home, mark in of_rank["rows"].items():
+            rows.setdefault(home, []).append(mark)
+    return {"rows": rows, "states": checksums}
+
+
+def read_commit(folder: Path, step: int) -> dict[str, Any]:
+    """Read a commit's header and check that all it names is present. Raises CheckpointError, CorruptionError."""
+    header = read_header(folder, step)
+    _refuse(folder, step, [text for _, text in find_problems(folder, header)])
+    return header
 
 
 def check_whole(folder: Path, step: int | None, mesh: Mesh) -> None:
-    """Collective. Raises CheckpointError on every rank, naming what is missing, or not what was committed; nothing to
-    check of a new run (None). Each rank looks at some of the folders."""
-    problems = [] if step is None else _problems(folder, step, mesh)
-    heard = mesh.all_gather_bytes("control", json.dumps(problems).encode())
+    """Collective `read_commit`: raises CheckpointError on every rank, naming what is missing, or not what was
+    committed; nothing to check of a new run (None). Each rank looks at some of the files."""
+    problems: list[str] = []
+    if step is not None:
+        try:
+            header = read_header(folder, step)
+            every = slice(mesh.rank, None, mesh.num_ranks)
+            problems = [text for _, text in find_problems(folder, header, every)]
+        except (ColonnadeError, OSError) as error:
+            problems = [str(error)]
+    gathered = mesh.all_gather_bytes("control", json.dumps(problems).encode())
     # In every rank's order: what several see is said once.
-    found = list(dict.fromkeys(problem for said in heard for problem in json.loads(said)))
-    if found:
-        left = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
+    _refuse(folder, step, dict.fromkeys(text for each in gathered for text in json.loads(each)))
+
+
+def find_problems(
+    folder: Path, header: Mapping[str, Any], share: slice = slice(None)
+) -> Iterator[tuple[Path, str]]:
+    """Files and folders that a commit names and that are missing or not the commit's, with what is wrong. share: of all
+    that it names, what to look at. Reads manifests and the last lines of state files."""
+    step = header["step"]
+    for name, checksum in list(header["states"].items())[share]:
+        path = state_folder(folder, step) / name
+        shown = f"commits/{path.parent.name}/{name}"
+        if not path.is_file():
+            yield path, f"{shown} is missing"
+        elif checksum_of(path) != checksum:
+            yield (
+                path,
+                f"{shown} is not what this run committed there: of another commit, or cut short",
+            )
+    marks = [(name, mark) for name, of in header["rows"].items() for mark in of]
+    for name, (*tables, digest) in marks[share]:
+        rows = folder / "rows" / name
+        if not rows.is_dir():
+            yield rows, f"rows/{name} is missing"
+        elif not any(rows.glob(f"*/{file_name(step)}")):
+            yield rows, f"rows/{name} has no commit of step {step}"
+        elif _digest(rows, tables, step) != digest:
+            yield rows, _damaged(rows, tables, step) or (
+                f"rows/{name} is not what this run committed there: of another run or rank, or cut short"
+            )  # fmt: skip
+
+
+def _refuse(folder: Path, step: int | None, problems: Iterable[str]) -> None:
+    if texts := list(problems):
+        left = f" (and {len(texts) - SHOWN} more)" if len(texts) > SHOWN else ""
         raise CheckpointError(
-            f"{folder}: the commit of step {step} is not whole: {'; '.join(found[:SHOWN])}{left}. Restore it from a "
-            "copy, or go back to an older commit (--at STEP)"
+            f"{folder}: the commit of step {step} is not whole: {'; '.join(texts[:SHOWN])}{left}. "
+            f"{REMEDY[:1].upper()}{REMEDY[1:]}"
         )
 
 
@@ -94,31 +150,6 @@ def check_shared(folder: Path, mesh: Mesh) -> None:
             "give all ranks one folder, on a file system that all hosts share. Rows may rest on each host's own disks "
             "(plan.memory.ssd)"
         )
-
-
-def _problems(folder: Path, step: int, mesh: Mesh) -> list[str]:
-    word = folder / "commits" / f"{step:012d}.json"
-    try:
-        header = json.loads(read_verified(word))
-    except (ColonnadeError, OSError, ValueError) as error:
-        return [f"rank {mesh.rank} cannot read {word.name} ({error})"]
-    place = word.with_suffix("")
-    states = ["dense", *(f"rank-{rank}" for rank in range(header["num_ranks"]))]
-    found = [
-        f"commits/{place.name}/{name} is missing" for name in states if not (place / name).is_file()
-    ]
-    wanted = [(name, mark) for name, of in header.get("rows", {}).items() for mark in of]
-    for name, (*tables, digest) in wanted[mesh.rank :: mesh.num_ranks]:
-        rows = folder / "rows" / name
-        if not rows.is_dir():
-            found.append(f"rows/{name} is missing")
-        elif not any(rows.glob(f"*/{file_name(step)}")):
-            found.append(f"rows/{name} has no commit of step {step}")
-        elif _digest(rows, tables, step) != digest:
-            found.append(_damaged(rows, tables, step) or (
-                f"rows/{name} is not what this run committed there: of another run or rank, or cut short"
-            ))  # fmt: skip
-    return found
 
 
 def _damaged(rows: Path, tables: Sequence[str], step: int) -> str | None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from colonnade.batch import Batch, Ids
+if TYPE_CHECKING:
+    from colonnade.batch import Batch, Ids
 
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -62,6 +63,10 @@ class Chunk:
 
     def to_batch(self, names: Sequence[str]) -> Batch:
         """`names` of the categorical columns. Shares memory."""
+        import torch  # not before a batch is made: `colonnade inspect` needs none
+
+        from colonnade.batch import Batch
+
         label, weight, group, key, _ = self._single()
         return Batch(
             size=self.size,
@@ -125,6 +130,10 @@ def _join_ids(parts: list[Longs | Bags]) -> Longs | Bags:
 
 
 def _tensors(ids: Longs | Bags) -> Ids:
+    import torch
+
+    from colonnade.batch import Ids
+
     if isinstance(ids, Bags):
         return Ids(torch.from_numpy(ids.values), torch.from_numpy(ids.offsets))
     return Ids(torch.from_numpy(ids))

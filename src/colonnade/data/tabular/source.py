@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colonnade.batch import Batch
 from colonnade.data.contract import START, Position, Schema, Splits, spans
 from colonnade.data.counter import mix64, stream_key
 from colonnade.data.tabular.chunk import Chunk, join
@@ -19,6 +19,9 @@ from colonnade.data.tabular.declaration import Declaration
 from colonnade.data.tabular.files import Files
 from colonnade.data.tabular.window import Windows, windows
 from colonnade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from colonnade.batch import Batch
 
 SPLIT_KEY = 0x53504C49
 """Which split a key goes to does not depend on the run's seed."""

@@ -1,0 +1,336 @@
+"""Write the figures of README.md and docs/results.md from the files in bench/results.
+
+    python docs/figures.py           rewrite every block between <!-- figures: NAME --> and <!-- end of figures -->
+    python docs/figures.py --check   exit with status 1 where a page differs from what would be written
+
+A figure is shown only if its file can be trusted: the file names a clean commit that is an ancestor of this one, and,
+for a time or a rate, other processes used at most 5 % of the machine. Rows without such a file leave the page, and the
+page names the files and why.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+BEGIN, END = "<!-- figures: {} -->", "<!-- end of figures -->"
+MAX_OTHERS_SHARE = 0.05
+"""Share of the machine that other processes may have used while times were taken."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best median of a case, over all systems whose name matches: the largest rate, or the shortest time."""
+
+    file: str
+    case: str
+    system: str = "colonnade"
+    digits: int = 0
+    is_timing = True
+
+    def text(self) -> str:
+        medians = {
+            c["median"]: c["unit"]
+            for c in read_results(self.file)["cases"]
+            if c["case"] == self.case and fnmatchcase(c["system"], self.system)
+        }
+        if not medians:
+            raise LookupError(f"{self.file}.json has no {self.case!r} of {self.system!r}")
+        is_rate = set(medians.values()) == {"samples/s"}
+        return f"{(max if is_rate else min)(medians):,.{self.digits}f}"
+
+
+@dataclass(frozen=True)
+class UplinkOfBest:
+    """Megabytes a host sends to other hosts a step, by the fastest system whose name matches."""
+
+    file: str
+    case: str
+    system: str
+    digits: int = 1
+    is_timing = True
+
+    def text(self) -> str:
+        cases = read_results(self.file)["cases"]
+        times = {
+            c["system"]: c["median"]
+            for c in cases
+            if c["case"] == self.case and fnmatchcase(c["system"], self.system)
+        }
+        fastest = min(times, key=times.__getitem__)
+        (sent,) = [
+            c["median"]
+            for c in cases
+            if c["case"] == f"{self.case} uplink" and c["system"] == fastest
+        ]
+        return f"{sent:,.{self.digits}f}"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One of the ratios that a bench writes."""
+
+    file: str
+    name: str
+    digits: int = 2
+    is_timing: bool = True
+
+    def text(self) -> str:
+        return f"{read_results(self.file)['ratios'][self.name]:,.{self.digits}f}"
+
+
+Figure = Best | UplinkOfBest | Ratio
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells, each a text or a figure."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str | Figure, ...], ...]
+
+
+@cache
+def read_results(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def find_distrust(results: dict[str, Any], is_timing: bool, commit_is_ancestor: bool) -> str:
+    """Say why a result file cannot be trusted; "" if it can."""
+    commit = results["commit"]
+    if commit == "unknown" or commit.endswith("-dirty"):
+        return f"its commit is {commit!r}"
+    if not commit_is_ancestor:
+        return f"its commit {commit} is no ancestor of this one"
+    share = results["machine"].get("others_share")
+    if is_timing and (share is None or share > MAX_OTHERS_SHARE):
+        return f"others used {'an unknown share' if share is None else share} of the machine"
+    return ""
+
+
+@cache
+def distrust_of(name: str, is_timing: bool) -> str:
+    results = read_results(name)
+    is_ancestor = not run_git("merge-base", "--is-ancestor", results["commit"], "HEAD").returncode
+    return find_distrust(results, is_timing, is_ancestor)
+
+
+def run_git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def has_history() -> bool:
+    """Return whether commits can be looked up: a full clone, not a shallow one nor an archive."""
+    return run_git("rev-parse", "--is-shallow-repository").stdout.strip() == "false"
+
+
+def render(table: Table) -> str:
+    """Render a table as Markdown, without rows whose figures cannot be trusted."""
+    lines = [format_row(table.header), format_row(["---", *["---:"] * (len(table.header) - 1)])]
+    omitted: dict[str, str] = {}
+    for row in table.rows:
+        reasons = {
+            cell.file: reason
+            for cell in row
+            if not isinstance(cell, str) and (reason := distrust_of(cell.file, cell.is_timing))
+        }
+        omitted.update(reasons)
+        if not reasons:
+            lines.append(format_row(cell if isinstance(cell, str) else cell.text() for cell in row))
+    if len(lines) == 2:
+        lines = []
+    if omitted:
+        reasons_text = "; ".join(f"`{file}.json`, {why}" for file, why in omitted.items())
+        lines += ["", f"Rows that wait for a new run: {reasons_text}."]
+    return "\n".join(lines).strip("\n")
+
+
+def format_row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+def rewrite(text: str) -> str:
+    """Replace the figures of a page's text. Raises LookupError for an unknown block."""
+    for name in names_in(text):
+        begin = BEGIN.format(name)
+        before, rest = text.split(begin, 1)
+        _, after = rest.split(END, 1)
+        text = f"{before}{begin}\n\n{render(TABLES[name])}\n\n{END}{after}"
+    return text
+
+
+def names_in(text: str) -> list[str]:
+    prefix, suffix = BEGIN.split("{}")
+    return [part.split(suffix, 1)[0] for part in text.split(prefix)[1:]]
+
+
+LINKS = {"0.2": "200 Mbit/s", "1": "1 Gbit/s", "10": "10 Gbit/s"}
+
+
+def train_rows() -> Iterable[tuple[str | Figure, ...]]:
+    for label, case, systems in (
+        ("DLRM, D=16", "D=16", 3),
+        ("DLRM, D=64", "D=64", 3),
+        ("DeepFM, D=16", "DeepFM D=16", 2),
+        ("DCN-v2, D=16", "DCN-v2 D=16", 2),
+        ("embeddings of DLRM alone, D=16", "D=16 sparse only", 3),
+        ("embeddings of DLRM alone, D=64", "D=64 sparse only", 3),
+    ):
+        figures = [Best("train", case, name) for name in ("colonnade", "torch", "torchrec")]
+        yield (label, *figures[:systems], *[""] * (3 - systems))
+
+
+def partials_rows() -> Iterable[tuple[str | Figure, ...]]:
+    files = {(500, 16): "substitute_k500_d16"}
+    for model, ids, dim in (
+        ("LR+FM", 26, 16), ("LR+FM", 100, 16), ("LR+FM", 500, 8), ("LR+FM", 500, 16),
+        ("Wide&Deep", 26, 16), ("Wide&Deep", 100, 16), ("Wide&Deep", 500, 8),
+        ("DeepFM", 26, 16), ("DeepFM", 100, 16), ("DeepFM", 500, 8),
+    ):  # fmt: skip
+        file = files.get((ids, dim), "substitute")
+        case = f"2x2 {model} K={ids} D={dim} 1 Gbit/s"
+        cells: list[Figure] = []
+        for system in ("rows *", "pooled *", "substitute *"):
+            cells += [UplinkOfBest(file, case, system), Best(file, case, system)]
+        yield (f"{model}, {ids}, {dim}", *cells, Best(file, case, "auto"), Best(file, case, "torchrec *"))  # fmt: skip
+
+
+def tower_rows() -> Iterable[tuple[str | Figure, ...]]:
+    for file, shape, net in (
+        ("towers", "2x2 D=64", "D=64"), ("towers", "2x2 20-hot D=64", "20 ids a field, D=64"),
+        ("towers_d128", "2x2 D=128", "D=128"), ("towers", "4x2 D=64", "D=64, 4 hosts of 2"),
+    ):  # fmt: skip
+        for link in ("0.2", "1"):
+            case = f"{shape} {link} Gbit/s"
+            flat = Best(file, case, "auto"), Best(file, case, "rows *")
+            modules = [Best(file, case, f"towers*CR {ratio} lossy") for ratio in (2, 4, 8)]
+            torchrec = Best(file, case, "torchrec *")
+            yield (f"{net}, {LINKS[link]}", torchrec, *flat, *modules)
+
+
+def hybrid_rows() -> Iterable[tuple[str | Figure, ...]]:
+    for units in (32, 96, 256):
+        for link in ("0.2", "1", "10"):
+            case = f"2x2 {units} units {link} Gbit/s"
+            systems = ("[rp]o[wo]*", "bounded(4) *", "bounded(1) *", "torchrec *")
+            yield (
+                f"{units} units, {LINKS[link]}",
+                *(Best("hybrid", case, system) for system in systems),
+            )
+
+
+def cached_rows() -> Iterable[tuple[str | Figure, ...]]:
+    for label, system in (
+        ("no cache (HET without one)", "no cache"),
+        ("`rows`, the default", "rows row-wise"),
+        ("`row_clock(100)`, all rows cached", "row_clock(100) 100 %"),
+        ("`row_clock(10)`, all rows cached", "row_clock(10) 100 %"),
+        ("`row_clock(100)`, a tenth cached", "row_clock(100) 10 %"),
+    ):
+        yield (label, *(Best("staleness", f"2x2 mixed {link} Gbit/s", system) for link in LINKS))
+
+
+def missed_rows() -> Iterable[tuple[str | Figure, ...]]:
+    """Yield the ratios that do not reach what is wanted of them; a smaller error or regret is a better one."""
+    for label, file, name, wanted in (
+        ("late reads: time won of what overlap can win, worst case", "hybrid", "overlap_won", 0.7),
+        ("towers, compression 8, against the best flat exchange, worst case", "towers", "towers_cr8_vs_best_flat", 1.3),
+        ("towers: error of predicted seconds, worst case", "towers", "predicted_time_error", 0.15),
+        ("partials: the chosen plan's time over the best plan's, worst case", "substitute", "chooser_regret", 1.05),
+        ("embeddings in one process against PERSIA: samples/s", "sparse", "sparse_vs_persia", 26.7),
+        ("embeddings on several ranks against PERSIA, worst case",
+         "sparse", "sparse_across_processes_vs_persia_min", 5.0),
+        ("cached rows against no cache, 200 Mbit/s", "staleness", "row_clock_vs_no_cache", 2.5),
+    ):  # fmt: skip
+        reached, is_smaller_better = (
+            read_results(file)["ratios"][name],
+            "error" in name or "regret" in name,
+        )
+        if (reached > wanted) if is_smaller_better else (reached < wanted):
+            yield (label, Ratio(file, name), f"{wanted:g}")
+
+
+def readme_rows() -> Iterable[tuple[str | Figure, ...]]:
+    for dim in (16, 64):
+        yield (
+            f"DLRM, D={dim}, one process: samples/s",
+            Best("train", f"D={dim}"),
+            Best("train", f"D={dim}", "torchrec"),
+            "TorchRec",
+        )
+    yield (
+        "DLRM, D=64, one process: samples/s",
+        Best("train", "D=64"), Best("train", "D=64", "torch"), "`nn.EmbeddingBag`",
+    )  # fmt: skip
+    for label, link, units in (("1 Gbit/s", "1", 32), ("10 Gbit/s", "10", 32)):
+        case = f"2x2 {units} units {link} Gbit/s"
+        yield (
+            f"26 fields and a small network, 2 hosts of 2 ranks, {label}, synchronous: ms a step",
+            Best("hybrid", case, "[rp]o[wo]*"), Best("hybrid", case, "torchrec *"), "TorchRec's best",
+        )  # fmt: skip
+    yield (
+        "the same, 1 Gbit/s, reads four steps late: ms a step",
+        Best("hybrid", "2x2 32 units 1 Gbit/s", "bounded(4) *"),
+        Best("hybrid", "2x2 32 units 1 Gbit/s", "torchrec *"), "TorchRec's best",
+    )  # fmt: skip
+    case = "2x2 LR+FM K=500 D=16 1 Gbit/s"
+    for system, peer in (("rows *", "rows from owners"), ("pooled *", "pooled by owners")):
+        yield (
+            "LR and FM, 500 ids a sample, partial results: MB over the uplink a step",
+            UplinkOfBest("substitute_k500_d16", case, "substitute *"),
+            UplinkOfBest("substitute_k500_d16", case, system), peer,
+        )  # fmt: skip
+    yield (
+        "an eighth of 33.8 million rows in memory, D=64, embeddings alone: samples/s",
+        Best("tiers", "D=64 skew 1.1 1/8 sparse only"),
+        Best("tiers", "D=64 skew 1.1 1/8 sparse only", "rocksdb"), "RocksDB",
+    )  # fmt: skip
+
+
+TABLES = {
+    "readme": Table(("question", "Colonnade", "beside it", "which is"), tuple(readme_rows())),
+    "train": Table(
+        ("", "Colonnade", "`nn.EmbeddingBag(sparse=True)`, Adagrad", "TorchRec 1.8.0, row-wise Adagrad"),
+        tuple(train_rows()),
+    ),
+    "hybrid": Table(("", "synchronous", "`bounded(4)`", "`bounded(1)`", "TorchRec's best"), tuple(hybrid_rows())),
+    "partials": Table(
+        ("operators, ids a sample, D", "rows: MB", "ms", "pooled: MB", "ms", "partials: MB", "ms",
+         "chosen: ms", "TorchRec's best: ms"),
+        tuple(partials_rows()),
+    ),
+    "towers": Table(
+        ("", "TorchRec table-wise", "chosen flat plan", "`rows`", "towers, CR 2", "CR 4", "CR 8"),
+        tuple(tower_rows()),
+    ),
+    "cached": Table(("", *LINKS.values()), tuple(cached_rows())),
+    "missed": Table(("measure", "reached", "wanted"), tuple(missed_rows())),
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str]) -> int:
+    pages = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    changed = {page: text for page, old in pages.items() if (text := rewrite(old)) != old}
+    if "--check" in arguments:
+        for page in changed:
+            print(f"{page.relative_to(ROOT)}: figures differ from bench/results; run make figures")
+        return bool(changed)
+    for page, text in changed.items():
+        page.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,59 @@
+"""Data sets by name, and the one function that opens any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from colonnade.data.contract import Splits
+from colonnade.data.sets.criteo import open_criteo
+from colonnade.data.sets.fb15k237 import open_fb15k237
+from colonnade.data.sets.gowalla import open_gowalla
+from colonnade.data.sets.movielens import open_movielens
+from colonnade.data.sets.movielens_retrieval import open_movielens_retrieval
+from colonnade.data.sets.power_law import open_power_law
+from colonnade.data.sets.synthetic import open_synthetic
+from colonnade.data.tabular.csv import open_csv
+from colonnade.data.tabular.parquet import open_parquet
+from colonnade.errors import ColonnadeError, ConfigError
+
+SOURCES: dict[str, Callable[..., Splits]] = {
+    "criteo": open_criteo,
+    "csv": open_csv,
+    "fb15k237": open_fb15k237,
+    "gowalla": open_gowalla,
+    "movielens": open_movielens,
+    "movielens_retrieval": open_movielens_retrieval,
+    "parquet": open_parquet,
+    "power_law": open_power_law,
+    "synthetic": open_synthetic,
+}
+
+
+def open_source(name: str, path: str | Path | None = None, **options: Any) -> Splits:
+    """Open the data set `name` of SOURCES. Its opener's keyword arguments are the options.
+
+    Raises ConfigError for an unknown name or option, DataError for files that are absent or at fault.
+    """
+    if name not in SOURCES:
+        raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
+    opener = SOURCES[name]
+    known = set(signature(opener).parameters)
+    if path is not None:
+        options = {"path": path, **options}
+    for option in options.keys() - known:
+        nearest = get_close_matches(option, known, n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise ConfigError(
+            f"source {name!r} has no option {option!r}; {hint}It takes {', '.join(sorted(known))}"
+        )
+    try:
+        return opener(**options)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ColonnadeError):
+            raise
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ConfigError(f"source {name!r} cannot use its options ({given}): {error}") from None

@@ -1,0 +1,141 @@
+"""Checks of what comes out of files before it is used: names that become paths, JSON that becomes values."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Hashable
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
+
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+
+from colonnade.errors import CheckpointError, CorruptionError, StorageError
+from colonnade.store.disk import DiskFile, storage_error
+
+T = TypeVar("T")
+STRICT = ConfigDict(extra="forbid", strict=True)
+"""`__pydantic_config__` of dataclasses that are read from files: no other fields, no other types."""
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]{0,254}")
+WANTED = "one file name of letters, digits and _ . = - that does not begin with a dot"
+
+
+def check_file_name(name: str, path: Path | str) -> str:
+    """Return `name`, which the file at `path` holds, if it can be joined to a folder without leaving it.
+
+    Raises CorruptionError.
+    """
+    if NAME.fullmatch(name) is None:
+        raise CorruptionError(
+            f"{path}: got the file name {name[:300]!r} in it, wanted {WANTED}. The file was altered: restore it from "
+            "a copy, or have it written again"
+        )
+    return name
+
+
+def _validate_name(name: str) -> str:
+    if NAME.fullmatch(name) is None:
+        raise ValueError(f"wanted {WANTED}")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_validate_name)]
+"""Type of fields that hold a file name."""
+
+
+def parse_json(kind: type[T], content: bytes, path: Path, remedy: str) -> T:
+    """Read a value of this type from JSON. Raises CorruptionError naming path and field for anything else: other
+    types, unknown or missing fields, no JSON."""
+    try:
+        return _adapter(cast(Hashable, kind)).validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise CorruptionError(
+            f"{path}: got {f'{field!r}: ' if field else ''}{first['msg']}; {remedy}"
+        ) from None
+
+
+def parse_versioned(
+    kind: type[T], content: bytes, path: Path, name: str, version: int, remedy: str
+) -> T:
+    """Read a value from a JSON object that says `format` and `version` beside its fields.
+
+    Raises CheckpointError for another format or version, which is told first; CorruptionError as `parse_json`.
+    """
+    fields = parse_json(dict[str, Any], content, path, remedy)
+    got = (fields.pop("format", None), fields.pop("version", None))
+    if got != (name, version):
+        raise CheckpointError(
+            f"{path}: got {str(got[0])[:80]!r} version {str(got[1])[:80]}, this Colonnade reads {name!r} version "
+            f"{version}; {remedy}, or read it with the Colonnade that wrote it"
+        )
+    return parse_json(kind, json.dumps(fields).encode(), path, remedy)
+
+
+@lru_cache(maxsize=32)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def open_regular(path: Path, *, follow_links: bool = True) -> DiskFile:
+    """Open a file for reading. Raises StorageError where it cannot be read or is no regular file, on which `open` or
+    `read` may wait for ever."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        file = DiskFile(path, os.open(path, flags if follow_links else flags | os.O_NOFOLLOW))
+        mode = os.fstat(file.fd).st_mode
+    except OSError as error:
+        if not follow_links and path.is_symlink():
+            raise _is_link(path) from None
+        raise storage_error(error, "read", path) from error
+    if not stat.S_ISREG(mode):
+        file.close()
+        raise StorageError(
+            f"{path}: got {_kind(mode)}, wanted a regular file. Remove it, and have the file written again"
+        )
+    return file
+
+
+def open_inside(folder: Path, name: str) -> DiskFile:
+    """Open a file whose name comes from a file. Raises CorruptionError for a name or a link that leads out of
+    `folder`; StorageError as `open_regular`."""
+    return open_regular(folder / check_file_name(name, folder), follow_links=False)
+
+
+def folder_inside(folder: Path, name: str) -> Path:
+    """Path of a folder whose name comes from a file. Raises CorruptionError as `open_inside`."""
+    path = folder / check_file_name(name, folder)
+    if path.is_symlink():
+        raise _is_link(path)
+    return path
+
+
+def read_regular(path: Path) -> bytes:
+    """Read a whole file. Raises StorageError as `open_regular`."""
+    file = open_regular(path)
+    try:
+        with os.fdopen(os.dup(file.fd), "rb") as stream:
+            return stream.read()
+    except OSError as error:
+        raise storage_error(error, "read", path) from error
+    finally:
+        file.close()
+
+
+def _is_link(path: Path) -> CorruptionError:
+    return CorruptionError(
+        f"{path}: got a symbolic link, wanted a file or folder that lies in {path.parent} itself. Put a copy there"
+    )
+
+
+def _kind(mode: int) -> str:
+    kinds = (
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a pipe (FIFO)"),
+        (stat.S_ISSOCK, "a socket"),
+    )
+    return next((words for is_kind, words in kinds if is_kind(mode)), "a device")

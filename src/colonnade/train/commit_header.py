@@ -1,0 +1,114 @@
+"""Header of a commit: `commits/<step>.json`, written last, which names everything that the commit consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from colonnade.errors import CheckpointError, CorruptionError
+from colonnade.formats import check_stamp, parse_object
+from colonnade.store.durable import read_verified
+from colonnade.store.untrusted import FileName
+
+FORMAT = "colonnade commit"
+REMEDY = "restore it from a copy, or go back to an older commit (--at STEP)"
+
+Count = Annotated[int, Field(ge=0)]
+StateName = Annotated[str, Field(pattern=r"^(dense|(rank|retention)-\d+)$")]
+
+
+class _Table(TypedDict):
+    dim: int | dict[str, int]
+    rows: int | None
+    optimizer: str
+    dtype: str
+
+
+class _Model(TypedDict):
+    tables: dict[str, _Table]
+    features: dict[str, tuple[str, str]]
+    dense: dict[str, list[int]]
+
+
+class _Sharding(TypedDict):
+    kind: str
+    ranks: list[tuple[Count, Count]]
+
+
+class _Header(TypedDict):
+    """Fields that readers rely on; a header has others beside them."""
+
+    step: Count
+    num_ranks: Annotated[int, Field(ge=1)]
+    run: FileName  # folders of `plan.memory.ssd` are called so
+    best_step: int | None
+    model: _Model
+    shardings: dict[str, _Sharding]
+    states: dict[StateName, str]
+    rows: dict[FileName, list[list[FileName]]]
+
+
+_HEADER = TypeAdapter(_Header)
+
+
+def header_path(folder: Path, step: int) -> Path:
+    return folder / "commits" / f"{step:012d}.json"
+
+
+def state_folder(folder: Path, step: int) -> Path:
+    """Return the folder of a commit's state files."""
+    return folder / "commits" / f"{step:012d}"
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """List the steps that every rank has committed, ascending."""
+    paths = (folder / "commits").glob("*.json")
+    return sorted(int(path.stem) for path in paths if path.stem.isdecimal())
+
+
+def read_header(folder: Path, step: int) -> dict[str, Any]:
+    """Read the header of a commit. `wholeness.read_commit` also checks that all it names is present.
+
+    Raises CheckpointError (absent, another version), CorruptionError (altered, another step's, not a header).
+    """
+    path = header_path(folder, step)
+    if not path.exists():
+        raise CheckpointError(f"{folder} has no commit of step {step}")
+    return parse_header(path, read_verified(path))
+
+
+def parse_header(path: Path, content: bytes) -> dict[str, Any]:
+    """Parse and check a header's content; the name of `path` says of which step it must be."""
+    header = parse_object(path, content)
+    check_stamp(path, header, FORMAT)
+    try:
+        _HEADER.validate_python(header)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CorruptionError(
+            f"{path}: got a commit's header with a bad {where}: {first['msg']}; {REMEDY}"
+        ) from None
+    if header["step"] != int(path.stem):
+        raise CorruptionError(
+            f"{path}: got the header of step {header['step']:,}, wanted that of step {int(path.stem):,}: the file is "
+            f"another commit's; {REMEDY}"
+        )
+    _check_ranks(path, header)
+    return header
+
+
+def _check_ranks(path: Path, header: Mapping[str, Any]) -> None:
+    """Check before anything is allocated or looped over by number of ranks: each rank has a state file."""
+    num_ranks = header["num_ranks"]
+    num_states = sum(name.startswith("rank-") for name in header["states"])
+    last = max((run[1] for s in header["shardings"].values() for run in s["ranks"]), default=0)
+    if num_states != num_ranks or last >= num_ranks:
+        raise CorruptionError(
+            f"{path}: got {num_ranks:,} ranks, state files of {num_states:,} and rows on rank {last:,}, which do not "
+            f"agree; {REMEDY}"
+        )

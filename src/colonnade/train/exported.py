@@ -1,0 +1,176 @@
+"""Exports as they are read: model.json, which lists every file with its checksums, the dense weights and row files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+from safetensors.torch import load
+from torch import Tensor
+
+from colonnade import _native
+from colonnade.data.contract import Schema
+from colonnade.errors import CorruptionError
+from colonnade.store.checksums import FileChecksums, open_checked
+from colonnade.store.untrusted import (
+    STRICT,
+    FileName,
+    check_file_name,
+    parse_versioned,
+    read_regular,
+)
+from colonnade.store.verification import Verified, verify_file
+from colonnade.table import ITEM_BYTES
+
+FORMAT = "colonnade export"
+VERSION = 2
+MODEL = "model.json"
+DENSE = "dense.safetensors"
+REMEDY = "export the run again, or restore the folder from a copy"
+LAST_LINES = b',\n  "crc32c": "%08x"\n}\n'
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedPart:
+    """Some columns of a table."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    column: Count
+    dim: Positive
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedTable:
+    """One table, and the file that holds its `count` trained rows."""
+
+    __pydantic_config__ = STRICT
+
+    number: Count
+    name: str
+    dim: Positive
+    rows: Positive | None
+    parts: tuple[ExportedPart, ...]
+    dtype: Literal["float32", "float64", "bfloat16", "float16"]
+    optimizer: str
+    file: FileName
+    count: Count
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedFeature:
+    """A column of ids, and the table it looks rows up in."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    table: str
+    pooling: str
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Content of model.json."""
+
+    __pydantic_config__ = STRICT
+
+    colonnade: str
+    """Version that wrote it."""
+    run: str
+    step: Count
+    config: dict[str, Any] | None
+    schema: Schema
+    features: tuple[ExportedFeature, ...]
+    tables: tuple[ExportedTable, ...]
+    files: dict[FileName, FileChecksums]
+    crc32c: str
+
+    def __post_init__(self) -> None:
+        names = [DENSE, *(table.file for table in self.tables)]
+        if sorted(names) != sorted(self.files):
+            raise ValueError(f"got files {sorted(self.files)}, wanted {sorted(names)}")
+
+    @property
+    def row_files(self) -> list[tuple[str, FileChecksums]]:
+        """Name and checksums of each table's file."""
+        return [(table.file, self.files[table.file]) for table in self.tables]
+
+
+def model_bytes(fields: dict[str, Any]) -> bytes:
+    """Return the content of model.json, whose last field is the checksum of all bytes before it."""
+    said = {"format": FORMAT, "version": VERSION, **fields}
+    content = json.dumps(said, indent=2).encode().removesuffix(b"\n}")
+    return content + LAST_LINES % _native.crc32c(np.frombuffer(content, np.uint8))
+
+
+def parse_model(content: bytes, path: Path) -> Export:
+    """Read an export's model.json, which lies at `path`.
+
+    Raises CheckpointError where it is another format's or version's, CorruptionError where it is damaged.
+    """
+    export = parse_versioned(Export, content, path, FORMAT, VERSION, REMEDY)
+    length = max(len(content) - len(LAST_LINES % 0), 0)
+    body, rest = content[:length], content[length:]
+    wanted = LAST_LINES % _native.crc32c(np.frombuffer(body, np.uint8))
+    if rest != wanted:
+        raise CorruptionError(
+            f"{path}: got a last line {rest[-40:]!r}, wanted {wanted!r} for the {length:,} bytes before it: the file "
+            f"is torn or altered; {REMEDY}"
+        )
+    return export
+
+
+def read_export(folder: Path) -> Export:
+    """Read an export's model.json; its other files are neither opened nor looked for.
+
+    Raises CheckpointError, CorruptionError as `parse_model`, StorageError where it cannot be read.
+    """
+    return parse_model(read_regular(folder / MODEL), folder / MODEL)
+
+
+def check_lengths(folder: Path, export: Export) -> None:
+    """Compare every file's length with what model.json says, and each table's size with its file's, before anything as
+    large is allocated. Raises CorruptionError, StorageError."""
+    for name, checksums in export.files.items():
+        open_checked(folder, name, checksums).file.close()
+    for table in export.tables:
+        size = table.count * (8 + table.dim * ITEM_BYTES[table.dtype])
+        if size > export.files[table.file].bytes:
+            raise CorruptionError(
+                f"{folder / MODEL}: got {table.count:,} rows of width {table.dim:,} of table {table.name!r}, which "
+                f"take {size:,} bytes, wanted at most the {export.files[table.file].bytes:,} of {table.file}; {REMEDY}"
+            )
+
+
+def read_dense(folder: Path, export: Export) -> dict[str, Tensor]:
+    """Read the dense weights, all of them checked. Raises CorruptionError, StorageError."""
+    file = open_checked(folder, DENSE, export.files[DENSE])
+    content = file.read(0, file.num_bytes).tobytes()
+    try:
+        return load(content)
+    except Exception as error:  # safetensors raises its own kind
+        raise CorruptionError(
+            f"{file.path}: got {' '.join(str(error).split())}; {REMEDY}"
+        ) from None
+
+
+def verify_export(folder: Path) -> Iterator[Verified]:
+    """Read every byte of an export and yield each file. Raises CheckpointError, CorruptionError, StorageError where
+    model.json cannot be read, which names all others."""
+    export = read_export(folder)
+    yield verify_file(folder / MODEL, lambda: None)
+    for name, checksums in export.files.items():
+
+        def check(name: str = name, checksums: FileChecksums = checksums) -> None:
+            open_checked(folder, name, checksums).check_all()
+
+        yield verify_file(folder / check_file_name(name, folder / MODEL), check)

@@ -1,0 +1,37 @@
+"""Lines of a run's metrics files: read, and cut back to a commit. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "metrics.jsonl"
+ROWS_FILE_NAME = "metrics-rows.jsonl"
+"""Written by the first server of a run that has servers, about its rows."""
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of a metrics file, oldest first, without those that were cut short; [] if there is no file."""
+    if not path.is_file():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
+            lines.append(line)
+    return lines
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the lines after a step: those steps were not committed, and are about to happen again."""
+    if not path.exists():
+        return
+    lines = read_lines(path)
+    committed = [line for line in lines if line["step"] <= step]
+    is_whole = path.read_bytes().endswith(b"\n") or not path.stat().st_size
+    if len(committed) < len(lines) or not is_whole:
+        path.write_text("".join(json.dumps(line) + "\n" for line in committed), encoding="utf-8")
