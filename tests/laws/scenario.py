@@ -37,6 +37,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.plan_config import CacheTier
+from colonnade.row_state import dense_state_dict
 from colonnade.store.absent import AbsentRows
 from colonnade.store.log import open_log
 from colonnade.store.slices import lay_out
@@ -294,7 +295,9 @@ def train(
                 loss_of(model, share_of(global_batch(999, 31), mesh.rank, mesh.num_ranks))
             model.train()
     found = Trained(
-        losses, {k: v.cpu().clone() for k, v in model.state_dict().items()}, all_rows(collection)
+        losses,
+        {k: v.cpu().clone() for k, v in dense_state_dict(model).items()},
+        all_rows(collection),
     )
     for backing in backings:
         backing.close()

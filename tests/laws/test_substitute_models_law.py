@@ -34,6 +34,7 @@ from colonnade.models.linear import LR
 from colonnade.models.nfm import NFM
 from colonnade.models.scorer import Scorer
 from colonnade.models.wide_deep import WideDeep
+from colonnade.row_state import dense_state_dict
 from colonnade.topology.sharding import table_wise
 
 ROWS, DIM, NAMES = 30, 6, "abcd"
@@ -152,7 +153,7 @@ def trained(mesh, name):
         **settings,
     )
     rows = {t.name: model.embeddings.rows(t.name, torch.arange(ROWS)) for t in tables}
-    dense = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    dense = dense_state_dict(model)
     assert any(bool(each.any()) for each in dense.values())
     return rows, dense, found.metrics, (found.outcome.steps, found.outcome.skipped)
 

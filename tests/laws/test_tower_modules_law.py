@@ -10,6 +10,7 @@ from colonnade import Adam, Feature, Ids, Mesh, Table, Uniform, build_plan, fit
 from colonnade.data import Splits, open_tensors
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.dlrm import DLRM
+from colonnade.row_state import dense_state_dict
 from colonnade.topology.sharding import column_wise, table_wise
 from colonnade.topology.towers import Partition, tower_ranks
 
@@ -67,7 +68,7 @@ def trained(mesh, name, said):
     data = Splits(train=source(), test=source())
     found = fit(model, data, mesh=mesh, batch_size=48, dense_lr=0.05, quiet=True)
     rows = {each: model.embeddings.rows(each, torch.arange(ROWS)) for each in NAMES}
-    dense = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    dense = dense_state_dict(model)
     assert sum("interactions.tower" in name for name in dense) == 8
     if exchange == "towers" and mesh.num_ranks > 1:
         inside = ("tower0",) if columns else ("tower0", "tower1")

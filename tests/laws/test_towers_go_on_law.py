@@ -16,6 +16,7 @@ from colonnade import Adam, EmbeddingCollection, Feature, Mesh, Table, Uniform, 
 from colonnade.data import Splits
 from colonnade.errors import CheckpointError
 from colonnade.interaction import FieldsLinear, TowerModule
+from colonnade.row_state import dense_state_dict
 from colonnade.topology.sharding import row_wise, table_wise
 
 CLIP = 0.3
@@ -60,7 +61,7 @@ def goes_on(mesh, folder, steps, drops=0.0, late=0, exchange="towers"):
 def weights_of(model):
     """Rows, and dense weights."""
     rows = {each: model.embeddings.rows(each, torch.arange(ROWS)) for each in NAMES}
-    return rows, {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    return rows, dense_state_dict(model)
 
 
 class Beside(nn.Module):

@@ -23,6 +23,7 @@ from colonnade import Batch, Feature, Ids, Table  # noqa: E402
 from colonnade.models.dcnv2 import DCNv2  # noqa: E402
 from colonnade.models.deepfm import DeepFM  # noqa: E402
 from colonnade.models.dlrm import DLRM  # noqa: E402
+from colonnade.row_state import dense_state_dict  # noqa: E402
 
 ROWS = [7, 50, 3, 1000]
 BOTTOM, TOP = [16, 8], [12]
@@ -86,7 +87,7 @@ def load_dense(network: torch.nn.Module, model: torch.nn.Module, taken: Callable
     """The model's dense weights, random ones where they start at zero; `taken`: as the network names them."""
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    dense = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    dense = dense_state_dict(model)
     dense = taken(dense)
     network.load_state_dict({k.replace("layers.0.", ""): v for k, v in dense.items()}, strict=True)
 

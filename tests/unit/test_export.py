@@ -15,6 +15,7 @@ from small_run import CONFIG
 from colonnade import Mesh
 from colonnade.config import build_config, override
 from colonnade.errors import CheckpointError, ConfigError, StorageError
+from colonnade.row_state import dense_state_dict
 from colonnade.store.manifest import describe, files_of
 from colonnade.train.commit_header import committed_steps
 from colonnade.train.export import export_run
@@ -29,7 +30,7 @@ def train(mesh, folder, settings):
         table.name: collection.rows(table.name, torch.arange(table.rows))
         for table in collection.tables
     }
-    dense = {k: v.clone() for k, v in run.trainer.model.state_dict().items()}
+    dense = {k: v.clone() for k, v in dense_state_dict(run.trainer.model).items()}
     run.close()
     return rows, dense
 

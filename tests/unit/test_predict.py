@@ -26,6 +26,7 @@ from colonnade.data import Column, Schema, open_tensors
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, DataError, IdRangeError
 from colonnade.models.build import build_model
 from colonnade.models.dlrm import DLRM
+from colonnade.row_state import dense_state_dict, load_dense_state_dict
 from colonnade.store.checksums import compute_checksums
 from colonnade.store.dram import open_dram
 from colonnade.store.mapped import open_mapped
@@ -201,7 +202,7 @@ def test_a_network_of_ones_own_is_served(tmp_path):
     users = torch.randn(50, 4, generator=generator)
     save_file({"ids": torch.arange(50), "weights": users}, tmp_path / "user.safetensors")
     twin = Own()
-    twin.load_state_dict(model.state_dict())
+    load_dense_state_dict(twin, dense_state_dict(model))
     twin.embeddings.open()
     for t, (known, rows) in enumerate(((ids, weights), (torch.arange(50), users))):
         store, table = twin.embeddings.store, collection.tables[t]

@@ -21,6 +21,7 @@ from colonnade.models.build import build_model, lasting_towers
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.dlrm import DLRM
 from colonnade.models.tower_facts import words_of
+from colonnade.row_state import dense_state_dict
 from colonnade.topology.towers import Partition, striped
 from colonnade.train.export import export_run
 from colonnade.train.run import load_run_config, open_run
@@ -159,7 +160,7 @@ def test_what_a_partition_must_be(model):
 
 
 def weights(model) -> dict[str, torch.Tensor]:
-    return {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    return dense_state_dict(model)
 
 
 @pytest.mark.parametrize("model", [DLRM, DCNv2])
