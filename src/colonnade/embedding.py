@@ -27,6 +27,7 @@ from colonnade.exchange.changing import change
 from colonnade.exchange.contract import Pushed, RowSource, Ticket
 from colonnade.exchange.layout import declare
 from colonnade.exchange.lent import lent_end
+from colonnade.exchange.one_caller import one_at_a_time
 from colonnade.exchange.recording import all_finite
 from colonnade.exchange.rows import RowsExchange
 from colonnade.exchange.slices import slices_of
@@ -90,8 +91,7 @@ class EmbeddingCollection(nn.Module):
         self.step = 0  # updates, with those under way
         # Batches, by updates that reads missed: a read for each bound of tables; without what a commit held.
         self.missed: Counter[int] = Counter()
-        # (run, step) of the newest commit of the rows
-        self.committed: tuple[str, int] | None = None
+        self.committed: tuple[str, int] | None = None  # (run, step) of the rows' newest commit
         self._expected: tuple[str, int] | None = None  # that of a state_dict loaded before opening
         self._opened = False
         self._served: MappedRows | None = None
@@ -238,6 +238,7 @@ class EmbeddingCollection(nn.Module):
             )
         return self.__dict__
 
+    @one_at_a_time
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self._served is not None:
             rows, device = self.slices.looked_up(batch), self.place.device

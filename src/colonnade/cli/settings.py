@@ -24,12 +24,12 @@ def settings(
     ] = None,
 ) -> None:
     """List settings: name, default, what may stand there, what it means."""
-    from rich.console import Console
     from rich.table import Table as Grid
     from rich.text import Text
 
     from colonnade.cli.app import nearest
     from colonnade.config import RunConfig
+    from colonnade.terminal import Terminal
 
     lines = list(_lines(RunConfig))
     names = [name for name, _ in lines]
@@ -51,7 +51,7 @@ def settings(
             Text(_said(field) or _values(field.annotation)),
             Text(field.description or ""),
         )
-    Console(highlight=False).print(grid)
+    Terminal().print(grid)
 
 
 def _lines(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
