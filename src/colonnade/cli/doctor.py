@@ -15,18 +15,18 @@ def doctor(
     ] = Path("runs"),
 ) -> None:
     """Processor, memory, huge pages, io_uring, disk, GPU, libraries; and what each means for training."""
-    from rich.console import Console
     from rich.table import Table as Grid
     from rich.text import Text
 
+    from colonnade.terminal import Terminal
     from colonnade.train.machine import machine_facts
 
     grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("what", "here", "what follows"):
         grid.add_column(title, overflow="fold")
     for what, here, follows in findings(machine_facts(place)):
-        grid.add_row(Text(what, style="bold"), Text(here), Text(follows))
-    Console(highlight=False).print(grid)
+        grid.add_row(Text(what, style="bold"), here, follows)
+    Terminal().print(grid)
 
 
 def findings(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.terminal import say
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade inspect runs/mine\n\n  colonnade inspect served\n\n"
@@ -70,7 +71,7 @@ def _run(path: Path) -> None:
     _table(("table (rank 0)", "rows in memory", "rows in files", "memory", "files"), rows)
     if run.commits:
         newest = path / "commits" / f"{run.commits[-1]:012d}.json"
-        typer.echo(f"newest commit: colonnade inspect {newest}")
+        say(f"newest commit: colonnade inspect {newest}")
 
 
 def _commit(path: Path) -> None:
@@ -148,8 +149,10 @@ def _data(path: Path) -> None:
     import pyarrow.csv
     import pyarrow.parquet
 
+    from colonnade.data.location import check_regular
     from colonnade.report.words import bytes_words
 
+    check_regular(path)
     try:
         if path.suffix == ".parquet":
             file = pa.parquet.ParquetFile(path)
@@ -176,35 +179,33 @@ def _suggest(path: Path, columns: Sequence[str]) -> None:
     try:
         suggested = infer_schema(path)
     except (ConfigError, DataError) as error:
-        typer.echo(f"no schema suggested: {error}")
+        say(f"no schema suggested: {error}")
         return
-    typer.echo(
-        "suggested schema (save, correct and give it with --set data.options.schema=FILE):\n"
-    )
-    typer.echo(suggested.to_yaml())
+    say("suggested schema (save, correct and give it with --set data.options.schema=FILE):\n")
+    say(suggested.to_yaml())
     left_out = [name for name in columns if name not in suggested.columns]
     if left_out:
-        typer.echo(f"left out, because no field reads their type: {', '.join(left_out)}")
+        say(f"left out, because no field reads their type: {', '.join(left_out)}")
 
 
 def _facts(values: dict[str, Any]) -> None:
     width = max(map(len, values))
     for name, value in values.items():
-        typer.echo(f"{name:>{width}}  {value}")
+        say(f"{name:>{width}}  {value}")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
     from rich.table import Table as Grid
-    from rich.text import Text
+
+    from colonnade.terminal import Terminal
 
     if not rows:
         return
-    grid, console = Grid(), Console(highlight=False)
+    grid, console = Grid(), Terminal()
     for number, name in enumerate(columns):
         grid.add_column(name, justify="right" if number else "left", overflow="fold")
     for row in rows[:MAX_LINES]:
-        grid.add_row(*map(Text, row))
+        grid.add_row(*row)
     console.print(grid)
     if len(rows) > MAX_LINES:
         console.print(f"  and {len(rows) - MAX_LINES:,} more")

@@ -39,6 +39,7 @@ from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
 from colonnade.store.places import check_tiers
 from colonnade.table import Table
+from colonnade.terminal import Terminal
 from colonnade.topology.mesh import Mesh, with_servers
 from colonnade.topology.world import World
 from colonnade.train.agreement import agree_on_config, agree_on_model, agree_on_plan, flatten
@@ -313,7 +314,7 @@ def prepare(
         lr_schedules=[schedule for schedule in schedules if schedule is not None],
         progress=Progress(
             total_steps=run_steps,
-            console=console or Console(quiet=True),
+            console=console or Terminal(quiet=True),
             folder=None if part is None or read_only else folder,
             part=part or "all",
             is_quiet=console is None or mesh.rank > 0,

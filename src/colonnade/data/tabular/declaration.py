@@ -39,6 +39,7 @@ from colonnade.data.tabular.fields import (
 )
 from colonnade.data.tabular.hashing import HASH_VERSION
 from colonnade.errors import ConfigError
+from colonnade.formats import parse_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +169,9 @@ class Declaration:
     def from_yaml(text: str) -> Declaration:
         """Raises ConfigError, also for a key that is there twice."""
         try:
-            values = yaml.load(text, Loader=_Loader)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
+            values = parse_yaml(text, _Loader)
+        except ValueError as error:
+            raise ConfigError(f"not YAML: {error}") from None
         return Declaration.from_dict(values)
 
 

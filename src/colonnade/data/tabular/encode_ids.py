@@ -14,7 +14,14 @@ from colonnade.data.tabular.arrow import is_list, is_text, typed
 from colonnade.data.tabular.chunk import Bags, Longs, gather
 from colonnade.data.tabular.encode_numbers import Fault, missing_fault, parse
 from colonnade.data.tabular.fields import Bag, Category, Group, Key, Sequence
-from colonnade.data.tabular.hashing import MISSING_ID, hash_texts, ids_apart, rows_of, text_buffers
+from colonnade.data.tabular.hashing import (
+    MAX_TEXT_BYTES,
+    MISSING_ID,
+    hash_texts,
+    ids_apart,
+    rows_of,
+    text_buffers,
+)
 
 
 def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
@@ -22,6 +29,7 @@ def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
     if pa.types.is_dictionary(array.type):
         return _encode_dictionary(field, array)
     array = _as_integers(field, array)
+    _check_lengths(field, array)
     missing = _is_missing(array)
     if missing is not None and field.missing == "error":
         raise missing_fault(field, int(missing.argmax()))
@@ -73,6 +81,18 @@ def _encode_dictionary(field: Category | Bag | Sequence, array: pa.DictionaryArr
     except Fault:
         return encode_ids(field, array.dictionary_decode())
     return by_entry.take(array.indices.to_numpy(zero_copy_only=False))
+
+
+def _check_lengths(field: Category | Bag | Sequence | Group | Key, array: pa.Array) -> None:
+    """Refuse texts that are longer than an id may be: hashing takes a microsecond for each byte of the longest."""
+    if not (is_text(array.type) and len(array)):
+        return
+    lengths = np.diff(text_buffers(array)[0])
+    row = int(lengths.argmax())
+    if lengths[row] > MAX_TEXT_BYTES:
+        raise Fault(row, field.column, f"a text of {lengths[row]:,} bytes",
+                    f"at most {MAX_TEXT_BYTES:,} bytes, as an id",
+                    "Leave the column out of the schema, or hash such texts yourself")  # fmt: skip
 
 
 def _is_missing(array: pa.Array) -> NDArray[np.bool_] | None:
@@ -167,6 +187,7 @@ def encode_name(field: Group | Key, array: pa.Array) -> Longs:
     missing = _is_missing(array)
     if missing is not None:
         raise Fault(int(missing.argmax()), field.column, "nothing", "a value")
+    _check_lengths(field, array)
     return open_ids(array)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from colonnade.data.location import check_regular
 from colonnade.data.tabular.chunk import Chunk, Longs
 from colonnade.data.tabular.declaration import Declaration
 from colonnade.data.tabular.encode import encode
@@ -136,7 +137,7 @@ def find_days(
         return [[given]]
     if given.is_dir():
         days = [
-            [child] if child.is_file() else _files_below(child, endings)
+            _files_below(child, endings) if child.is_dir() else [check_regular(child)]
             for child in sorted(given.iterdir(), key=natural)
             if child.is_dir() or child.name.lower().endswith(endings)
             if child.name[0] not in "._"
@@ -150,12 +151,12 @@ def find_days(
         return days
     if glob.has_magic(str(given)):
         matches = sorted(map(Path, glob.glob(str(given), recursive=True)), key=natural)
-        days = [[m] if m.is_file() else _files_below(m, endings) for m in matches]
+        days = [_files_below(m, endings) if m.is_dir() else [check_regular(m)] for m in matches]
         days = [day for day in days if day]
         if not days:
             raise DataError(f"{given}: no file matches this pattern. Check the path")
         return days
-    raise DataError(f"{given}: no such file or folder. Check the path given with --path")
+    return [[check_regular(given)]]
 
 
 def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
@@ -163,10 +164,10 @@ def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
         file
         for file in folder.rglob("*")
         if file.name.lower().endswith(endings)
-        and file.is_file()
+        and not file.is_dir()
         and not any(part[0] in "._" for part in file.relative_to(folder).parts)
     ]
-    return sorted(found, key=natural)
+    return sorted(map(check_regular, found), key=natural)
 
 
 def natural(path: Path) -> list[tuple[int, str]]:

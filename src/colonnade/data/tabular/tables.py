@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,5 +54,5 @@ def lasting_options(options: Mapping[str, Any], splits: Splits) -> dict[str, Any
         kept["schema"] = splits.train.declaration.to_dict()
         for name in ("validation", "test"):
             if kept.get(name) is not None:
-                kept[name] = str(Path(kept[name]).expanduser().resolve())
+                kept[name] = os.path.realpath(Path(kept[name]).expanduser())
     return kept
