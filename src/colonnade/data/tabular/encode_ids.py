@@ -52,6 +52,8 @@ def _as_integers(field: Category | Bag | Sequence | Group | Key, array: pa.Array
     """Where the schema says integers: texts that spell them, and floats that are whole, as pandas makes them."""
     if field.dtype == "integer" and is_text(array.type):
         return _parse_integers(field, array)
+    if field.dtype == "integer" and pa.types.is_decimal(array.type):
+        array = array.cast(pa.float64())
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), None, array)
         try:
@@ -171,13 +173,20 @@ def encode_name(field: Group | Key, array: pa.Array) -> Longs:
 
 
 def _parse_integers(field: Category | Bag | Sequence | Group | Key, array: pa.Array) -> pa.Array:
-    """Texts that spell integers, "31.0" too: so pandas writes integers beside missing ones."""
+    """Texts that spell integers, "31.0", "1e+15" and "true" too, as pandas and pyarrow write them."""
     try:
         return parse(field, array, pa.int64(), "an integer")
     except Fault:
-        trimmed = pc.utf8_trim_whitespace(array.cast(pa.string()))
-        whole = pc.replace_substring_regex(trimmed, r"^(-?[0-9]+)\.0+$", r"\1")
-        return parse(field, whole, pa.int64(), "an integer")
+        texts = pc.utf8_lower(pc.utf8_trim_whitespace(array.cast(pa.string())))
+        texts = pc.replace_substring_regex(texts, r"^(-?[0-9]+)\.0*$", r"\1")
+        for word, number in (("true", "1"), ("false", "0"), ("nan", None)):
+            texts = pc.if_else(pc.equal(texts, word), number, texts)
+        is_float = pc.match_substring_regex(texts, r"^[+-]?[0-9.]+e[+-]?[0-9]+$")
+        whole = parse(field, pc.if_else(is_float, None, texts), pa.int64(), "an integer")
+        if not pc.any(is_float).as_py():
+            return whole
+        floats = parse(field, pc.if_else(is_float, texts, None), pa.float64(), "an integer")
+        return pc.coalesce(whole, _as_integers(field, floats))
 
 
 def encode_key(field: Key, array: pa.Array) -> NDArray:
@@ -188,8 +197,10 @@ def encode_key(field: Key, array: pa.Array) -> NDArray:
     missing = _is_missing(array)
     if missing is not None:
         raise Fault(int(missing.argmax()), field.column, "nothing", "a value")
-    if is_text(array.type) or pa.types.is_integer(array.type):
+    if is_text(array.type):
         return array.to_numpy(zero_copy_only=False)
+    if pa.types.is_integer(array.type):
+        return np.array(array)  # a copy: torch wants to be able to write
     return open_ids(array)
 
 

@@ -1,4 +1,4 @@
-"""Files of samples as one run of blocks: what CSV and Parquet have in common.
+"""Files of samples as one run of blocks: what all kinds of files have in common.
 
 A block is what is read at once: a row group, or some megabytes of text. Blocks are numbered through all
 files, in the natural order of the files' paths (day_2 before day_10).
@@ -17,11 +17,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from colonnade.data.tabular.arrow import typed
 from colonnade.data.tabular.chunk import Chunk, Longs
 from colonnade.data.tabular.declaration import Declaration
 from colonnade.data.tabular.encode import encode
 from colonnade.data.tabular.encode_ids import encode_part
-from colonnade.data.tabular.encode_numbers import Fault
+from colonnade.data.tabular.encode_numbers import Fault, check_times
+from colonnade.data.tabular.fields import Dtype, Number
 from colonnade.errors import ConfigError, DataError
 
 T = TypeVar("T")
@@ -34,8 +36,34 @@ class TableFile(Protocol):
     def path(self) -> Path: ...
 
     @property
+    def names(self) -> Sequence[str]:
+        """Names of the columns."""
+        ...
+
+    @property
+    def header_types(self) -> Mapping[str, str]:
+        """Types of columns that the header gives (infer.TYPES), by name."""
+        ...
+
+    @property
     def lengths(self) -> NDArray[np.int64]:
         """(blocks,) samples of each block, 1 or more."""
+        ...
+
+    def dtype_of(self, column: str) -> Dtype | None:
+        """Return what ids of the column are in this kind of file; None where they may be either."""
+        ...
+
+    def declared(self) -> Declaration | None:
+        """Return the schema that the file itself holds."""
+        ...
+
+    def head(self, num_rows: int) -> Mapping[str, pa.Array]:
+        """Return about so many first rows, all columns. Raises DataError."""
+        ...
+
+    def bind(self, declaration: Declaration, split_by: str | None) -> TableFile:
+        """Return the file as it is read under a settled declaration. Raises DataError for types that do not suit it."""
         ...
 
     def read(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
@@ -71,6 +99,12 @@ class Files:
         assert self.split_by is not None
         column = self.split_by
         return self._read(block, (column,), lambda read, _: encode_part(column, read[column]))
+
+    def read_times(self, block: int, field: Number) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return a column's times in microseconds, and which are missing."""
+        return self._read(
+            block, (field.column,), lambda read, _: check_times(field, typed(read[field.column]))
+        )
 
     def _read(
         self,
