@@ -33,8 +33,10 @@ if TYPE_CHECKING:
         Label,
         Number,
         Sequence,
+        Time,
         Weight,
     )
+    from colonnade.data.tabular.libsvm import open_libsvm
     from colonnade.data.tabular.parquet import open_parquet
     from colonnade.data.tabular.tables import infer_schema
     from colonnade.data.tensors import TensorSource, open_tensors
@@ -56,8 +58,9 @@ _HOMES = {
     "tabular.csv": ("open_csv",),
     "tabular.declaration": ("Declaration", "load_declaration"),
     "tabular.fields": (
-        "Bag", "Bucket", "Category", "Cross", "Group", "Key", "Label", "Number", "Sequence", "Weight",
+        "Bag", "Bucket", "Category", "Cross", "Group", "Key", "Label", "Number", "Sequence", "Time", "Weight",
     ),
+    "tabular.libsvm": ("open_libsvm",),
     "tabular.parquet": ("open_parquet",),
     "tabular.tables": ("infer_schema",),
     "tensors": ("TensorSource", "open_tensors"),
@@ -85,6 +88,7 @@ __all__ = [
     "Source",
     "Splits",
     "TensorSource",
+    "Time",
     "Weight",
     "infer_schema",
     "load_declaration",
@@ -95,6 +99,7 @@ __all__ = [
     "open_fb15k237",
     "open_gowalla",
     "open_graph",
+    "open_libsvm",
     "open_movielens",
     "open_movielens_retrieval",
     "open_parquet",

@@ -86,12 +86,18 @@ def check_types(path: Path, types: Mapping[str, pa.DataType], declaration: Decla
     """`declaration` settled. Raises DataError for a column whose type its field cannot read."""
     for field in declaration.fields:
         for column in field.columns:
-            wanted, fix = _wanted(field, types[column])
+            is_weights = isinstance(field, Bag) and column == field.weights
+            wanted, fix = (_wanted_weights if is_weights else _wanted)(field, types[column])
             if wanted:
                 raise DataError(
                     f"{path}, column {column}: got {types[column]}, wanted {wanted}, because the field "
                     f"{field.name!r} is a {type(field).__name__.lower()}. {fix}"
                 )
+
+
+def _wanted_weights(_: Field, kind: pa.DataType) -> tuple[str, str]:
+    suits = is_text(kind) or (is_list(kind) and is_number(kind.value_type))
+    return ("", "") if suits else ("lists of numbers", "Read another column")
 
 
 def _wanted(field: Field, kind: pa.DataType) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from colonnade.data.lines import excerpt, field_error
 from colonnade.data.tabular.arrow import one_array
+from colonnade.data.tabular.columns import check_names
 from colonnade.data.tabular.declaration import Declaration
 from colonnade.data.tabular.fields import (
     Bag,
@@ -109,6 +110,7 @@ class CsvTable:
         return {name: one_array(whole.column(name)) for name in self.names}
 
     def bind(self, declaration: Declaration, split_by: str | None) -> CsvTable:
+        check_names(self.path, self.names, declaration, split_by)
         types = text_types(declaration)
         if split_by is not None:
             types.setdefault(split_by, pa.string())

@@ -25,7 +25,7 @@ from colonnade.data.tabular.encode_numbers import (
     encode_weight,
     number_fault,
 )
-from colonnade.data.tabular.fields import Bucket, Category, Cross, Group, Key, Time, Weight
+from colonnade.data.tabular.fields import Bag, Bucket, Category, Cross, Group, Key, Time, Weight
 from colonnade.data.tabular.hashing import cross_ids, rows_of
 
 
@@ -58,7 +58,8 @@ def encode(
         elif isinstance(each, Category):
             ids[each.name] = encode_ids(each, array)
         else:
-            ids[each.name] = encode_several(each, array)
+            weights = columns[each.weights] if isinstance(each, Bag) and each.weights else None
+            ids[each.name] = encode_several(each, array, weights)
     for each in declaration.categorical:
         if isinstance(each, Cross):
             crossed = cross_ids([ids[part] for part in each.of])  # type: ignore[misc]

@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from colonnade.data.tabular.arrow import is_list, is_text, typed
-from colonnade.data.tabular.chunk import Bags, Longs, gather
-from colonnade.data.tabular.encode_numbers import Fault, missing_fault, parse
+from colonnade.data.tabular.chunk import Bags, Floats, Longs, gather
+from colonnade.data.tabular.encode_numbers import Fault, missing_fault, parse, read_numbers
 from colonnade.data.tabular.fields import Bag, Category, Group, Key, Sequence
 from colonnade.data.tabular.hashing import MISSING_ID, hash_texts, ids_apart, rows_of, text_buffers
 
@@ -129,11 +129,12 @@ def _look_up(
     return ids
 
 
-def encode_several(field: Bag | Sequence, array: pa.Array) -> Bags:
-    """Lists, or texts cut at the separator; a missing one has no element."""
+def encode_several(field: Bag | Sequence, array: pa.Array, weights: pa.Array | None = None) -> Bags:
+    """Encode lists, or texts cut at the separator; a missing one has no element."""
     lists = _lists(field, array)
-    lengths = np.array(pc.fill_null(pc.list_value_length(lists), 0).to_numpy()).astype(np.int64)
+    lengths = _lengths(lists)
     elements = typed(lists.flatten())  # skips what lies under a null list
+    numbers = None if weights is None else _weights(field, weights, lengths)
     ends = np.cumsum(lengths)
     begins = ends - lengths
     if field.max_length is not None and len(lengths) and lengths.max() > field.max_length:
@@ -141,13 +142,40 @@ def encode_several(field: Bag | Sequence, array: pa.Array) -> Bags:
         begins = begins if field.keep == "first" else ends - kept
         places = gather(np.arange(len(elements)), begins, kept)
         elements, offsets = elements.take(pa.array(places.values)), places.offsets
+        numbers = None if numbers is None else numbers.take(places.values)
     else:
         offsets = np.append(begins, ends[-1:] if len(ends) else [0])
     try:
-        return Bags(encode_ids(field, elements), offsets)
+        return Bags(encode_ids(field, elements), offsets, numbers)
     except Fault as fault:
         fault.row = int(np.searchsorted(offsets, fault.row, side="right")) - 1
         raise
+
+
+def _lengths(lists: pa.Array) -> Longs:
+    return np.array(pc.fill_null(pc.list_value_length(lists), 0).to_numpy()).astype(np.int64)
+
+
+def _weights(field: Bag | Sequence, array: pa.Array, lengths: Longs) -> Floats:
+    """Return (E,) the weights of all ids. Raises Fault where a sample has not one for each id, all of them finite."""
+    assert isinstance(field, Bag)
+    lists = _lists(field, array)
+    counts = _lengths(lists)
+    if (counts != lengths).any():
+        row = int((counts != lengths).argmax())
+        raise Fault(
+            row, field.weights, f"{counts[row]} weights", f"one for each of {lengths[row]} ids"
+        )
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    try:
+        weights = read_numbers(field, typed(lists.flatten())).astype(np.float32)
+    except Fault as fault:
+        raise Fault(int(rows[fault.row]), field.weights, fault.got, fault.wanted) from None
+    bad = ~np.isfinite(weights)
+    if bad.any():
+        at = int(bad.argmax())
+        raise Fault(int(rows[at]), field.weights, f"{weights[at]:g}", "a finite weight")
+    return weights
 
 
 def _lists(field: Bag | Sequence, array: pa.Array) -> pa.Array:

@@ -215,6 +215,13 @@ class _Several(_Ids):
 class Bag(_Several):
     """Any number of ids per sample, in no order: a list column, or text with a separator."""
 
+    weights: Name = ""
+    """A column of as many numbers, which multiply the rows of the ids before these are pooled."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column, self.weights) if self.weights else (self.column,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence(_Several):

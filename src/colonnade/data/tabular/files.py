@@ -59,15 +59,15 @@ class TableFile(Protocol):
         ...
 
     def head(self, num_rows: int) -> Mapping[str, pa.Array]:
-        """Return about so many first rows, all columns. Raises DataError."""
+        """Return about so many first rows, all columns. Raises DataError, or Fault with the row of the file."""
         ...
 
     def bind(self, declaration: Declaration, split_by: str | None) -> TableFile:
-        """Return the file as it is read under a settled declaration. Raises DataError for types that do not suit it."""
+        """Return the file as a settled declaration reads it. Raises DataError for columns that do not suit it."""
         ...
 
     def read(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
-        """Arrays of lengths[block] values. Called from any thread. Raises DataError."""
+        """Return arrays of lengths[block] values. Called from any thread. Raises DataError, Fault."""
         ...
 
     def place(self, block: int, row: int) -> str:
@@ -114,19 +114,33 @@ class Files:
     ) -> T:
         number = int(np.searchsorted(self.bounds, block, side="right")) - 1
         file, local = self.files[number], block - int(self.bounds[number])
-        columns = file.read(local, names)
         try:
-            return make(columns, int(file.lengths[local]))
+            return make(file.read(local, names), int(file.lengths[local]))
         except Fault as fault:
-            place = file.place(local, fault.row)
-            raise DataError(
-                f"{file.path}, {place}, column {fault.column}: got {fault.got}, wanted {fault.wanted}. {fault.fix}"
-            ) from None
+            raise locate_fault(file, local, fault) from None
         except pa.ArrowException as error:
             raise DataError(
                 f"{file.path}, from {file.place(local, 0)} on: cannot be read as declared "
                 f"({str(error).splitlines()[0]})"
             ) from None
+
+
+def read_first(file: TableFile, num_rows: int) -> Mapping[str, pa.Array]:
+    """Return about so many first rows of a file that has some, all columns. Raises DataError."""
+    try:
+        return file.head(num_rows)
+    except Fault as fault:
+        block = int(np.searchsorted(np.cumsum(file.lengths), fault.row, side="right"))
+        fault.row -= int(file.lengths[:block].sum())
+        raise locate_fault(file, block, fault) from None
+
+
+def locate_fault(file: TableFile, block: int, fault: Fault) -> DataError:
+    """Return the error that names file, row and column."""
+    return DataError(
+        f"{file.path}, {file.place(block, fault.row)}, column {fault.column}: got {fault.got}, wanted {fault.wanted}. "
+        f"{fault.fix}"
+    )
 
 
 def bind_files(

@@ -46,6 +46,10 @@ LOG_ABOVE = 20.0
 UNIQUE_ROWS = 100
 UNIQUE_SHARE = 0.999
 """A column of at least so many values, this share of them different, is unique."""
+WEIGHTS = "weights: "
+"""Begins the type of a column of ids that have weights; the column of these follows."""
+VALUES = "values"
+"""Type of a column of such weights."""
 UNNAMED = "unnamed"
 """Type of a column whose header cell is empty, as pandas writes its index."""
 TYPES = {
@@ -223,6 +227,10 @@ def _typed_fields(kind: str, name: str, array: pa.Array) -> list[Field] | str:
     if kind in ("sequence", "token_seq"):
         separator = "|" if kind == "sequence" else " "
         return [Sequence(word, column=name, dtype="text", separator=separator)]
+    if kind == VALUES:
+        return []
+    if kind.startswith(WEIGHTS):
+        return [Bag(word, column=name, dtype="integer", weights=kind.removeprefix(WEIGHTS))]
     if kind == "key":
         return [Key(word, column=name, dtype=dtype)]
     if kind == "group":

@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.data.contract import Splits
-from colonnade.data.tabular.columns import check_names, refuse_repeated, settle
+from colonnade.data.tabular.columns import refuse_repeated, settle
 from colonnade.data.tabular.declaration import Declaration, load_declaration
 from colonnade.data.tabular.fields import NEWEST, Dtype, Number
-from colonnade.data.tabular.files import Files, TableFile, bind_files, find_days, find_files
+from colonnade.data.tabular.files import (
+    Files,
+    TableFile,
+    bind_files,
+    find_days,
+    find_files,
+    read_first,
+)
 from colonnade.data.tabular.infer import INFER_ROWS, Inferred, infer
 from colonnade.data.tabular.source import Splitting
 from colonnade.data.tabular.times import format_time
@@ -68,7 +75,7 @@ def infer_tables(files: Sequence[TableFile], label: str | None) -> Inferred:
     declared = first.declared() if label is None else None
     if declared is not None:
         return Inferred(declared, {})
-    return infer(first.path, first.head(INFER_ROWS), label, first.header_types)
+    return infer(first.path, read_first(first, INFER_ROWS), label, first.header_types)
 
 
 def settle_files(
@@ -85,7 +92,6 @@ def bind_tables(
     """Raise DataError for the first file whose columns are not what the declaration reads."""
     dtypes: dict[str, Dtype | None] = {}
     for file in files:
-        check_names(file.path, file.names, declaration, split_by)
         for column in declaration.columns:
             dtypes[column] = dtypes.get(column) or file.dtype_of(column)
     declaration = settle(declaration, dtypes)

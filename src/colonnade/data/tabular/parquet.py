@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
 from colonnade.data.tabular.arrow import dtype_in, one_array
-from colonnade.data.tabular.columns import check_types, refuse_repeated
+from colonnade.data.tabular.columns import check_names, check_types, refuse_repeated
 from colonnade.data.tabular.declaration import Declaration
 from colonnade.data.tabular.fields import Dtype
 from colonnade.data.tabular.opening import Format, open_tables
@@ -110,7 +110,7 @@ class ParquetTable:
         return {}
 
     def dtype_of(self, column: str) -> Dtype | None:
-        return dtype_in(self.types[column])
+        return dtype_in(self.types[column]) if column in self.types else None
 
     def declared(self) -> Declaration | None:
         """Return what the footer declares (`colonnade convert` writes it)."""
@@ -133,6 +133,7 @@ class ParquetTable:
         return {name: one_array(table.column(name)) for name in table.column_names}
 
     def bind(self, declaration: Declaration, split_by: str | None) -> ParquetTable:
+        check_names(self.path, self.names, declaration, split_by)
         check_types(self.path, self.types, declaration)
         return self
 

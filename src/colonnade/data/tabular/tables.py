@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 
 from colonnade.data.contract import Splits
-from colonnade.data.tabular import csv, parquet
+from colonnade.data.tabular import csv, libsvm, parquet
 from colonnade.data.tabular.declaration import Declaration
-from colonnade.data.tabular.files import find_files
+from colonnade.data.tabular.files import find_files, read_first
 from colonnade.data.tabular.infer import INFER_ROWS
 from colonnade.data.tabular.opening import Format, infer_tables, settle_files
 from colonnade.data.tabular.source import Splitting, TableSource
@@ -21,11 +21,13 @@ from colonnade.errors import ConfigError
 FORMATS: dict[str, Callable[..., Format]] = {
     "csv": csv.csv_format,
     "parquet": parquet.parquet_format,
+    "libsvm": libsvm.libsvm_format,
 }
 """By name in SOURCES: from the options of reading, which are keyword arguments, to the format."""
 ENDINGS = {
     "csv": (*csv.ENDINGS, ".txt"),
     "parquet": parquet.ENDINGS,
+    "libsvm": libsvm.ENDINGS,
 }
 
 
@@ -77,7 +79,7 @@ def read_head(
         kind,
         sum(int(file.lengths.sum()) for file in files),
         sum(file.stat().st_size for file in paths),
-        first.head(INFER_ROWS) if len(first.lengths) else {},
+        read_first(first, INFER_ROWS) if len(first.lengths) else {},
         declaration,
         left_out,
         problem,
