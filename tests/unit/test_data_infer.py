@@ -126,7 +126,7 @@ def test_unix_seconds_are_times_where_the_name_says_so(name, tmp_path):
     assert list(assert_same(tmp_path, durations)) == ["label", name]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_table_has_one_schema(data, tmp_path_factory):
     """Of every type at once, with missing values anywhere."""

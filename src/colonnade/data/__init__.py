@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from colonnade.data.tabular.libsvm import open_libsvm
     from colonnade.data.tabular.parquet import open_parquet
     from colonnade.data.tabular.tables import infer_schema
+    from colonnade.data.tabular.tfrecord import open_tfrecord
     from colonnade.data.tensors import TensorSource, open_tensors
 
 _HOMES = {
@@ -62,6 +63,7 @@ _HOMES = {
     ),
     "tabular.libsvm": ("open_libsvm",),
     "tabular.parquet": ("open_parquet",),
+    "tabular.tfrecord": ("open_tfrecord",),
     "tabular.tables": ("infer_schema",),
     "tensors": ("TensorSource", "open_tensors"),
 }  # fmt: skip
@@ -107,6 +109,7 @@ __all__ = [
     "open_source",
     "open_synthetic",
     "open_tensors",
+    "open_tfrecord",
     "open_triples",
 ]
 

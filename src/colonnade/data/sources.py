@@ -19,6 +19,7 @@ from colonnade.data.sets.synthetic import open_synthetic
 from colonnade.data.tabular.csv import open_csv
 from colonnade.data.tabular.libsvm import open_libsvm
 from colonnade.data.tabular.parquet import open_parquet
+from colonnade.data.tabular.tfrecord import open_tfrecord
 from colonnade.errors import ColonnadeError, ConfigError
 
 SOURCES: dict[str, Callable[..., Splits]] = {
@@ -32,6 +33,7 @@ SOURCES: dict[str, Callable[..., Splits]] = {
     "parquet": open_parquet,
     "power_law": open_power_law,
     "synthetic": open_synthetic,
+    "tfrecord": open_tfrecord,
 }
 
 

@@ -31,6 +31,7 @@ from colonnade.data.tabular.fields import (
     Weight,
 )
 from colonnade.data.tabular.fields import Sequence as SequenceField
+from colonnade.data.tabular.files import read_blocks
 from colonnade.data.tabular.infer import TYPES, UNNAMED
 from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, open_rows, row_ends
 from colonnade.errors import ConfigError, DataError
@@ -99,15 +100,7 @@ class CsvTable:
 
     def head(self, num_rows: int) -> Mapping[str, pa.Array]:
         """Return the rows as texts."""
-        texts = dict.fromkeys(self.names, pa.string())
-        tables: list[pa.Table] = []
-        for block in range(len(self.lengths)):
-            table = self.parse(self.rows.read(block), block, None, texts)
-            tables.append(table.slice(0, num_rows - sum(map(len, tables))))
-            if sum(map(len, tables)) == num_rows:
-                break
-        whole = pa.concat_tables(tables)
-        return {name: one_array(whole.column(name)) for name in self.names}
+        return read_blocks(replace(self, types=dict.fromkeys(self.names, pa.string())), num_rows)
 
     def bind(self, declaration: Declaration, split_by: str | None) -> CsvTable:
         check_names(self.path, self.names, declaration, split_by)

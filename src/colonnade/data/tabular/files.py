@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from colonnade.data.tabular.arrow import typed
+from colonnade.data.tabular.arrow import one_array, typed
 from colonnade.data.tabular.chunk import Chunk, Longs
 from colonnade.data.tabular.declaration import Declaration
 from colonnade.data.tabular.encode import encode
@@ -59,7 +59,7 @@ class TableFile(Protocol):
         ...
 
     def head(self, num_rows: int) -> Mapping[str, pa.Array]:
-        """Return about so many first rows, all columns. Raises DataError, or Fault with the row of the file."""
+        """Return the first rows, all columns. Raises DataError."""
         ...
 
     def bind(self, declaration: Declaration, split_by: str | None) -> TableFile:
@@ -125,14 +125,19 @@ class Files:
             ) from None
 
 
-def read_first(file: TableFile, num_rows: int) -> Mapping[str, pa.Array]:
-    """Return about so many first rows of a file that has some, all columns. Raises DataError."""
-    try:
-        return file.head(num_rows)
-    except Fault as fault:
-        block = int(np.searchsorted(np.cumsum(file.lengths), fault.row, side="right"))
-        fault.row -= int(file.lengths[:block].sum())
-        raise locate_fault(file, block, fault) from None
+def read_blocks(file: TableFile, num_rows: int) -> Mapping[str, pa.Array]:
+    """Return the first rows of a file that has some, all columns. Raises DataError."""
+    parts: list[pa.Table] = []
+    for block in range(len(file.lengths)):
+        try:
+            part = pa.table(dict(file.read(block, file.names)))
+        except Fault as fault:
+            raise locate_fault(file, block, fault) from None
+        parts.append(part.slice(0, num_rows - sum(map(len, parts))))
+        if sum(map(len, parts)) == num_rows:
+            break
+    whole = pa.concat_tables(parts, promote_options="permissive")
+    return {name: one_array(whole.column(name)) for name in file.names}
 
 
 def locate_fault(file: TableFile, block: int, fault: Fault) -> DataError:

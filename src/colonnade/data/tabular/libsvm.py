@@ -25,7 +25,7 @@ from colonnade.data.tabular.columns import check_names
 from colonnade.data.tabular.declaration import Declaration
 from colonnade.data.tabular.encode_numbers import FIX, Fault
 from colonnade.data.tabular.fields import Dtype
-from colonnade.data.tabular.files import locate_fault
+from colonnade.data.tabular.files import locate_fault, read_blocks
 from colonnade.data.tabular.infer import VALUES, WEIGHTS
 from colonnade.data.tabular.opening import Format, open_tables
 from colonnade.data.tabular.source import Splitting
@@ -117,8 +117,7 @@ class LibsvmTable:
         return None
 
     def head(self, num_rows: int) -> Mapping[str, pa.Array]:
-        """Return the first block."""
-        return self.read(0, self.names)
+        return read_blocks(self, num_rows)
 
     def bind(self, declaration: Declaration, split_by: str | None) -> LibsvmTable:
         # A field may be absent from this file's first lines.

@@ -17,7 +17,6 @@ from colonnade.data.tabular.files import (
     bind_files,
     find_days,
     find_files,
-    read_first,
 )
 from colonnade.data.tabular.infer import INFER_ROWS, Inferred, infer
 from colonnade.data.tabular.source import Splitting
@@ -75,7 +74,7 @@ def infer_tables(files: Sequence[TableFile], label: str | None) -> Inferred:
     declared = first.declared() if label is None else None
     if declared is not None:
         return Inferred(declared, {})
-    return infer(first.path, read_first(first, INFER_ROWS), label, first.header_types)
+    return infer(first.path, first.head(INFER_ROWS), label, first.header_types)
 
 
 def settle_files(

@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 
 from colonnade.data.contract import Splits
-from colonnade.data.tabular import csv, libsvm, parquet
+from colonnade.data.tabular import csv, libsvm, parquet, tfrecord
 from colonnade.data.tabular.declaration import Declaration
-from colonnade.data.tabular.files import find_files, read_first
+from colonnade.data.tabular.files import find_files
 from colonnade.data.tabular.infer import INFER_ROWS
 from colonnade.data.tabular.opening import Format, infer_tables, settle_files
 from colonnade.data.tabular.source import Splitting, TableSource
@@ -22,27 +22,22 @@ FORMATS: dict[str, Callable[..., Format]] = {
     "csv": csv.csv_format,
     "parquet": parquet.parquet_format,
     "libsvm": libsvm.libsvm_format,
+    "tfrecord": tfrecord.tfrecord_format,
 }
 """By name in SOURCES: from the options of reading, which are keyword arguments, to the format."""
-ENDINGS = {
-    "csv": (*csv.ENDINGS, ".txt"),
-    "parquet": parquet.ENDINGS,
-    "libsvm": libsvm.ENDINGS,
-}
+KINDS = {ending: kind for kind, make in FORMATS.items() for ending in make().endings}
+"""By ending."""
 
 
 def kind_of(path: str | Path) -> str:
     """Return the name in SOURCES by the first file's name. Raises ConfigError, DataError."""
-    endings = tuple(
-        ending for endings in ENDINGS.values() for ending in endings if ending != ".txt"
-    )
-    file = find_files(path, endings)[0]
-    for kind, endings in ENDINGS.items():
-        if file.name.lower().endswith(endings):
-            return kind
+    file = find_files(path, tuple(KINDS))[0]
+    ending = file.suffix.lower()
+    if ending in KINDS or ending == ".txt":
+        return KINDS.get(ending, "csv")
     raise ConfigError(
-        f"{file}: got a name that ends in none of {', '.join(endings)}; say which kind it is with "
-        + " or ".join(f"--data {kind}" for kind in ENDINGS)
+        f"{file}: got a name that ends in none of {', '.join(KINDS)}; say which kind it is with "
+        + " or ".join(f"--data {kind}" for kind in FORMATS)
     )
 
 
@@ -79,7 +74,7 @@ def read_head(
         kind,
         sum(int(file.lengths.sum()) for file in files),
         sum(file.stat().st_size for file in paths),
-        read_first(first, INFER_ROWS) if len(first.lengths) else {},
+        first.head(INFER_ROWS) if len(first.lengths) else {},
         declaration,
         left_out,
         problem,
