@@ -107,7 +107,7 @@ LIBSVM = {
     "a query": ("1 qid:1 1:1\n", "line 1, column features: got 'qid:1', wanted an integer"),
     "a value in words": ("1 1:1\n1 2:x\n", "line 2, column features: got '2:x', wanted a number"),
     "an infinite value": ("1 1:2\n1 2:inf\n", "line 2, column values: got inf, wanted a finite weight"),
-    "an empty line": ("1 1:1\n\n1 1:1\n", "line 2, column label: got nothing, wanted a label"),
+    "an empty line": ("1 1:1\n\n1 1:1\n", "line 2, column label: got an empty line"),
     "a label in words": ("yes 1:1\n", "column label: got string as the label"),
     "no text": ("1 1:1\n1 2:\xff\n", "line 2, column features: got"),
     "empty": ("", "got an empty file"),

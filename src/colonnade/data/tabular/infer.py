@@ -102,7 +102,9 @@ def infer(
     left_out = {}
     for name, array in others.items():
         kind = types.get(name) if name else UNNAMED
-        made = _infer_fields(name, array) if kind is None else _typed_fields(kind, name, array)
+        made = (
+            _infer_fields(name, array) if kind is None else _typed_fields(path, kind, name, array)
+        )
         if isinstance(made, str):
             left_out[name] = made
         else:
@@ -207,13 +209,13 @@ def _infer_fields(name: str, array: pa.Array) -> list[Field] | str:
     return [_number(name, array)]
 
 
-def _typed_fields(kind: str, name: str, array: pa.Array) -> list[Field] | str:
+def _typed_fields(path: Path, kind: str, name: str, array: pa.Array) -> list[Field] | str:
     """Return the fields of a column whose type its header gives, or why there are none."""
     word, dtype = _word(name), _id_dtype(array) or "text"
     if kind == "number":
         if not (is_number(array.type) or pa.types.is_null(array.type)):
             raise ConfigError(
-                f"column {name}: got {array.type}, wanted numbers as its header says. Write {name}:category, or "
+                f"{path}, column {name}: got {array.type}, wanted numbers as its header says. Write {name}:category, or "
                 "repair the column"
             )
         return [_number(name, array)]

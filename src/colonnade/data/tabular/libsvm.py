@@ -212,6 +212,10 @@ def split_text(text: bytes, num_parts: int) -> Tokens:
     is_pair[np.cumsum(lengths) - lengths] = False
     pairs = tokens.filter(pa.array(is_pair))
     parts = pc.split_pattern(pairs, ":")
+    empty = pc.equal(pc.list_element(lists, 0), "").to_numpy(zero_copy_only=False)
+    if empty.any():
+        row = int(empty.argmax())
+        raise Fault(row, "label", "an empty line", "a label and pairs", "Remove the line")
     read = Tokens(pc.list_element(lists, 0), lengths - 1, pairs, parts)
     wrong = pc.list_value_length(parts).to_numpy() != num_parts
     if wrong.any():
