@@ -215,8 +215,8 @@ def _typed_fields(path: Path, kind: str, name: str, array: pa.Array) -> list[Fie
     if kind == "number":
         if not (is_number(array.type) or pa.types.is_null(array.type)):
             raise ConfigError(
-                f"{path}, column {name}: got {array.type}, wanted numbers as its header says. Write {name}:category, or "
-                "repair the column"
+                f"{path}, column {name}: got {array.type}, wanted numbers as its header says. Write {name}:category, "
+                "or repair the column"
             )
         return [_number(name, array)]
     if kind == "category":
