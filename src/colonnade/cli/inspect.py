@@ -183,9 +183,9 @@ def _data(path: Path, kind: str | None, delimiter: str | None, names: Sequence[s
 
     if kind is not None and kind not in FORMATS:
         raise ConfigError(f"got --data {kind}, wanted a kind of file: {', '.join(sorted(FORMATS))}")
-    given: dict[str, Any] = {"delimiter": delimiter, "names": names}
+    options: dict[str, Any] = {"delimiter": delimiter, "names": names}
     head = read_head(
-        path, kind, **{name: value for name, value in given.items() if value is not None}
+        path, kind, **{name: value for name, value in options.items() if value is not None}
     )
     columns = {name: (array, narrow(array)) for name, array in head.columns.items()}
     num_read = max((len(array) for array in head.columns.values()), default=0)

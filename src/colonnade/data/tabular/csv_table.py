@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from colonnade.data.tabular.fields import (
 from colonnade.data.tabular.fields import Sequence as SequenceField
 from colonnade.data.tabular.files import read_blocks
 from colonnade.data.tabular.infer import TYPES, UNNAMED
+from colonnade.data.tabular.narrow import casts
 from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, open_rows, row_ends
 from colonnade.errors import ConfigError, DataError
 
@@ -83,6 +85,9 @@ class CsvTable:
     types: dict[str, pa.DataType]
 
     header_types: dict[str, str]
+    as_text: set[str] = dataclasses.field(default_factory=set)
+    """Columns of integers that a block spells otherwise: 31.0 beside missing ones (pandas), true. `encode_ids` reads
+    them."""
 
     @property
     def path(self) -> Path:
@@ -110,16 +115,17 @@ class CsvTable:
         return replace(self, types=types)
 
     def read(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
-        types = {name: self.types[name] for name in columns}
+        types = {n: pa.string() if n in self.as_text else self.types[n] for n in columns}
         text = self.rows.read(block)
         try:
             table = self.parse(text, block, columns, types)
         except DataError:
-            # 31.0 is an integer too, as pandas writes it beside missing ones: `encode_ids` looks closer.
             loose = {n: pa.string() if pa.types.is_integer(t) else t for n, t in types.items()}
             if loose == types:
                 raise
             table = self.parse(text, block, columns, loose)
+            integers = [name for name in loose if loose[name] != types[name]]
+            self.as_text.update(n for n in integers if not casts(table.column(n), pa.int64()))
         return {name: one_array(table.column(name)) for name in columns}
 
     def parse(
