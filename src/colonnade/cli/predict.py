@@ -59,8 +59,9 @@ def predict(
         TimeRemainingColumn,
     )
 
+    from colonnade.data.tabular.tables import FORMATS
     from colonnade.predict import Predictor
-    from colonnade.predict.inputs import TABLES, open_inputs
+    from colonnade.predict.inputs import open_inputs
     from colonnade.predict.scores import ScoreFile
     from colonnade.terminal import Terminal
 
@@ -72,7 +73,7 @@ def predict(
     with Predictor.open(model, at=at) as predictor:
         config = predictor.config
         assert config is not None  # of a model that could be built
-        both_tables = data in TABLES and config.data.name in TABLES  # one schema reads either
+        both_tables = data in FORMATS and config.data.name in FORMATS  # one schema reads either
         source = open_inputs(
             data or config.data.name,
             config.data.path if path is None else path,

@@ -32,6 +32,7 @@ from colonnade.data.tabular.fields import (
     Label,
     Number,
     Sequence,
+    Time,
     Weight,
     field_from_dict,
     field_to_dict,
@@ -235,7 +236,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _check_parts(field: Cross, by_name: Mapping[str, Field]) -> None:
-    crossable = [name for name, f in by_name.items() if isinstance(f, Category | Bucket)]
+    crossable = [name for name, f in by_name.items() if isinstance(f, Category | Bucket | Time)]
     for part in field.of:
         if part not in by_name:
             raise ConfigError(
@@ -244,7 +245,7 @@ def _check_parts(field: Cross, by_name: Mapping[str, Field]) -> None:
         if part not in crossable:
             kind = type(by_name[part]).__name__.lower()
             raise ConfigError(
-                f"field {field.name!r}, of: got {part!r}, a {kind}, wanted categories and buckets"
+                f"field {field.name!r}, of: got {part!r}, a {kind}, wanted categories, buckets and times"
             )
 
 
