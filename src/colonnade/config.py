@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 
-from colonnade.errors import ConfigError
-from colonnade.formats import parse_yaml
+from colonnade.errors import CheckpointError, ConfigError
+from colonnade.formats import check_stamp, parse_yaml, stamp
 from colonnade.plan_config import (
     RENAMED,
     CacheConfig,
@@ -377,6 +377,7 @@ class RunConfig(Section):
         return self
 
 
+FORMAT = "colonnade config"
 OPEN_SECTIONS = (
     ["data", "options"],
     ["plan", "memory", "tables"],
@@ -397,9 +398,12 @@ BY_NAME: Mapping[str, type[Section]] = {
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:
-    """Raises ConfigError: one line per problem, unknown keys with the nearest known one."""
+    """Raises ConfigError: one line per problem, unknown keys with the nearest known one; CheckpointError for another
+    version of a file that states one."""
+    check_stamp("config", values, FORMAT, is_needed=False)
+    settings = {name: value for name, value in values.items() if name not in stamp(FORMAT)}
     try:
-        return RunConfig.model_validate(values)
+        return RunConfig.model_validate(settings)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
 
@@ -421,8 +425,8 @@ def load_config(path: str | Path) -> RunConfig:
         )
     try:
         return build_config(values)
-    except ConfigError as error:
-        raise ConfigError(f"config {path}: {error}") from None
+    except (ConfigError, CheckpointError) as error:
+        raise type(error)(f"{path}: {error}") from None
 
 
 def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
@@ -448,7 +452,7 @@ def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    return yaml.safe_dump(config.model_dump(), sort_keys=False)
+    return yaml.safe_dump({**stamp(FORMAT), **config.model_dump()}, sort_keys=False)
 
 
 def _explain(problem: Any) -> str:

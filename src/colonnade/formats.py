@@ -1,6 +1,6 @@
 """Names and versions of the file formats that Colonnade writes, and what to say of a file that has another one.
 
-The binary files of a store have their versions in their headers (`store/segment.py`, `key_list.py`, `live.py`).
+`store/format.md` has a table of all of them. The binary files of a store state their versions in their headers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,20 @@ from colonnade.errors import CheckpointError, CorruptionError
 
 VERSIONS = {
     "colonnade commit": 3,
+    "colonnade state": 1,
+    "colonnade store manifest": 2,
+    "colonnade stripe": 1,
+    "colonnade segment": 2,
+    "colonnade key list": 2,
+    "colonnade live bitmaps": 2,
+    "colonnade config": 1,
+    "colonnade plan": 1,
+    "colonnade device": 1,
+    "colonnade profile": 1,
+    "colonnade towers": 1,
+    "colonnade summary": 1,
+    "colonnade machine": 1,
+    "colonnade metrics": 1,
 }
 """Version of each format, as the files state it under `format` and `version`."""
 
@@ -27,14 +41,37 @@ def stamp(name: str) -> dict[str, Any]:
     return {"format": name, "version": VERSIONS[name]}
 
 
-def check_stamp(where: Path | str, fields: Mapping[str, Any], name: str) -> None:
-    """Raise CheckpointError, which gives both versions, unless `fields` state format `name` in the version known."""
+def check_stamp(
+    where: Path | str, fields: Mapping[str, Any], name: str, *, is_needed: bool = True
+) -> None:
+    """Raise CheckpointError, which gives both versions, unless `fields` state format `name` in the version known.
+
+    is_needed: False for files that people write by hand, which may state none.
+    """
     got, wanted = (fields.get("format"), fields.get("version")), (name, VERSIONS[name])
+    if got == (None, None) and not is_needed:
+        return
     if got != wanted:
-        raise CheckpointError(
-            f"{where}: got format {got[0]!r} version {got[1]!r}, this Colonnade reads {name!r} version {wanted[1]}; "
-            f"{REMEDY}"
-        )
+        raise _another_version(where, f"format {got[0]!r} version {got[1]!r}", name)
+
+
+def check_version(where: Path | str, name: str, version: int) -> None:
+    """Check the version in a binary file's header as `check_stamp` does."""
+    if version != VERSIONS[name]:
+        raise _another_version(where, f"{name!r} version {version}", name)
+
+
+def _another_version(where: Path | str, got: str, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: got {got}, this Colonnade reads {name!r} version {VERSIONS[name]}; {REMEDY}"
+    )
+
+
+def read_stamped(where: Path | str, text: str | bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON object of format `name`, without its stamp. Raises CorruptionError, CheckpointError."""
+    fields = parse_object(where, text)
+    check_stamp(where, fields, name)
+    return {key: value for key, value in fields.items() if key not in ("format", "version")}
 
 
 def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:

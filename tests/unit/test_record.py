@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -17,12 +19,13 @@ from small_run import CONFIG
 from colonnade import Batch, Mesh
 from colonnade.config import build_config, override
 from colonnade.data.contract import Position
+from colonnade.errors import StorageError
 from colonnade.report.reading import read_run, sums_of
 from colonnade.store.tier_counts import TierCounts
 from colonnade.train.machine import machine_facts
 from colonnade.train.metrics_file import forget_after, read_lines
 from colonnade.train.progress import Progress, _columns
-from colonnade.train.record import Counters, TiersGained
+from colonnade.train.record import Counters, Record, TiersGained
 from colonnade.train.run import open_run
 
 
@@ -125,7 +128,8 @@ def test_traffic_and_tables_are_counted(finished):
         assert found["rows_in_memory"] == store.native.num_rows(t)
         assert found["bytes_in_memory"] == found["rows_in_memory"] * table.record_bytes
     assert record.summary["tables"]["C4"]["rows_in_files"] > 0
-    assert set(json.loads((folder / "machine.json").read_text())) == set(machine_facts(folder))
+    facts = json.loads((folder / "machine.json").read_text())
+    assert set(facts) == {"format", "version", *machine_facts(folder)}
 
 
 def test_lines_are_json_for_anyone(finished):
@@ -212,6 +216,40 @@ def test_a_step_costs_microseconds(tmp_path):
         best = min(best, (time.perf_counter() - started) / 999)
     found.close()
     assert best < 50e-6  # 1 % of a step of 5 ms; measured 2 us
+
+
+def test_tensorboard_reads_what_was_recorded(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first in (
+        0,
+        2,
+    ):  # the second call goes on from step 2: what the first said of step 3 is void
+        record = Record(tmp_path)
+        record.open(first)
+        for step in range(first + 1, 4):
+            record.write(step, "train", {"loss": step + first / 10, "lr": {"item": 0.5}})
+        record.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    values = [(e.step, round(e.value, 3)) for e in board.Scalars("train/loss")]
+    assert values == [(1, 1.0), (2, 2.0), (3, 3.2)]
+    assert board.Scalars("train/lr/item")[0].value == 0.5
+
+
+def test_a_full_disk_names_the_file_and_no_thread_speaks(tmp_path, capfd):
+    record = Record(tmp_path)
+    record.open(0)
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, most[1]))
+    try:
+        with pytest.raises(StorageError, match=r"metrics\.jsonl: could not write"):
+            for step in range(1, 100):
+                record.write(step, "train", {"loss": 0.5})
+        with suppress(StorageError):
+            record.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_tensorboard_is_imported_only_where_there_is_a_folder():

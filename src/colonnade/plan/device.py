@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from colonnade import _native
+from colonnade.formats import read_stamped, stamp
 from colonnade.optimizers import RowWiseAdagrad
 from colonnade.processors import usable_processors
 from colonnade.store.disk import storage_error
@@ -101,11 +102,11 @@ class Device:
     directories: tuple[DirectoryRate, ...]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
+        return json.dumps({**stamp("colonnade device"), **asdict(self)}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Device:
-        values = json.loads(text)
+        values = read_stamped("device.json", text, "colonnade device")
         directories = tuple(
             DirectoryRate(**{**each, "reads": tuple(ReadRate(**rate) for rate in each["reads"])})
             for each in values["directories"]

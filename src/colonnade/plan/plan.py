@@ -21,6 +21,7 @@ from colonnade.exchange.cached import TableCache
 from colonnade.exchange.codec import CODECS, EXACT, Codecs
 from colonnade.exchange.lending import Lending
 from colonnade.exchange.letters import ROUTES, IdRoute
+from colonnade.formats import read_stamped, stamp
 from colonnade.plan.caching import caches_of, check_caches
 from colonnade.plan.chosen import Choice
 from colonnade.plan.forcing import forced_by, route_of, settled
@@ -148,11 +149,11 @@ class Plan:
         return tuple(sorted({table.exchange for table in self.tables}))
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
+        return json.dumps({**stamp("colonnade plan"), **asdict(self)}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        values = json.loads(text)
+        values = read_stamped("plan.json", text, "colonnade plan")
         tables = tuple(
             TablePlan(
                 **{

@@ -25,6 +25,7 @@ from colonnade.exchange.packing import (
     listed_head_bytes,
     measured_bytes,
 )
+from colonnade.formats import read_stamped, stamp
 from colonnade.plan.popularity import Popularity, from_spectrum
 from colonnade.table import Feature, Table
 
@@ -119,11 +120,11 @@ class Profile:
         return min(ratio * of.unique(each * samples), each * samples)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps({**stamp("colonnade profile"), **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        values = json.loads(text)
+        values = read_stamped("profile", text, "colonnade profile")
         tables = tuple(TableProfile(**_tuples(table)) for table in values.pop("tables"))
         features = tuple(FeatureProfile(**feature) for feature in values.pop("features"))
         return cls(tables=tables, features=features, **values)

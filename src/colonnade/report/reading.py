@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.errors import CheckpointError
-from colonnade.formats import parse_yaml
+from colonnade.formats import check_stamp, parse_yaml, stamp
 from colonnade.report.sound import (
     is_number,
     sound_config,
@@ -89,16 +89,16 @@ def read_run(folder: Path) -> RunRecord:
     if of_rows := read_lines(folder / ROWS_FILE_NAME):  # another rank's
         lines += [line for line in map(sound_line, of_rows) if line is not None]
         lines.sort(key=lambda line: line.get("time") or 0.0)
-    summary = sound_summary(_load(folder / "summary.json"))
+    summary = sound_summary(_load(folder / "summary.json", "colonnade summary"))
     if summary and lines:
         written = (folder / "summary.json").stat().st_mtime
         if float(lines[-1].get("time") or 0) > written + 1:  # of an earlier call
             summary = {}
     return RunRecord(
         folder,
-        sound_config(_load(folder / "config.yaml")),
-        sound_facts(_load(folder / "plan.json")),
-        sound_facts(_load(folder / "machine.json")),
+        sound_config(_load(folder / "config.yaml", "colonnade config")),
+        sound_facts(_load(folder / "plan.json", "colonnade plan")),
+        sound_facts(_load(folder / "machine.json", "colonnade machine")),
         summary,
         tuple(lines),
         tuple(committed_steps(folder)),
@@ -203,8 +203,9 @@ def _mean(values: list[Any]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """A JSON or YAML file of the folder; {} where it is absent. A run that was killed may have left half of one."""
+def _load(path: Path, name: str) -> dict[str, Any]:
+    """Read a JSON or YAML file of the folder, of format `name`; {} where it is absent. A run that was killed may
+    have left half of one."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -217,4 +218,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: got broken {path.suffix[1:].upper()} ({error}); restore it from a copy, or remove it"
         ) from None
-    return loaded if isinstance(loaded, dict) else {}
+    if not isinstance(loaded, dict):
+        return {}
+    check_stamp(path, loaded, name, is_needed=False)
+    return {key: value for key, value in loaded.items() if key not in stamp(name)}

@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from colonnade.errors import CorruptionError
+from colonnade.formats import VERSIONS, check_version
 from colonnade.store.disk import DiskFile, storage_error
 from colonnade.store.durable import checked_content, trailer, with_trailer
 from colonnade.store.segment import missing
 
 MAGIC = b"CLNDKEYS"
-VERSION = 2
+FORMAT = "colonnade key list"
+VERSION = VERSIONS[FORMAT]
 HEADER = struct.Struct(
     "<8sIIQQqII"
 )  # magic, version, number, N, checksum of the segment, base, width, zero
@@ -88,11 +90,13 @@ def open_key_list(path: Path) -> DiskFile:
 
 
 def read_key_list(file: DiskFile, number: int, num_records: int, checksum: int) -> Keys:
-    """Raises CorruptionError (torn, altered, of another segment), StorageError."""
+    """Raises CorruptionError (torn, altered, of another segment), CheckpointError (version), StorageError."""
     data = _read(file)
     content = checked_content(file.path, data)
     said = HEADER.unpack_from(content.ljust(HEADER.size, b"\0"))
     base, width = said[5:7]
+    if said[0] == MAGIC:
+        check_version(file.path, FORMAT, said[1])
     wanted = (MAGIC, VERSION, number, num_records, checksum, base, width, 0)
     length = HEADER.size + width * num_records
     if said != wanted or width > ID_BYTES or len(content) != length:

@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from colonnade.errors import CorruptionError
+from colonnade.formats import VERSIONS, check_version
 
 MAGIC = b"CLNDLIVE"
-VERSION = 2
+FORMAT = "colonnade live bitmaps"
+VERSION = VERSIONS[FORMAT]
 HEADER = struct.Struct("<8sIIQ")  # magic, version, number of segments, step
 ENTRY = struct.Struct("<IIII")  # segment, records, live records, zero
 _COUNTS = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
@@ -52,11 +54,12 @@ def live_bytes(step: int, parts: Sequence[LiveRecords]) -> bytes:
 
 
 def parse_live(path: Path, content: bytes, step: int) -> list[LiveRecords]:
-    """Raises CorruptionError where the content is not that of `step`."""
+    """Raises CorruptionError where the content is not that of `step`, CheckpointError for another version."""
     try:
         magic, version, count, said_step = HEADER.unpack_from(content)
-        if (magic, version, said_step) != (MAGIC, VERSION, step):
-            raise ValueError(f"magic {magic!r}, version {version}, step {said_step}")
+        if (magic, said_step) != (MAGIC, step):
+            raise ValueError(f"magic {magic!r}, step {said_step}")
+        check_version(path, FORMAT, version)
         offset, parts = HEADER.size, []
         for _ in range(count):
             segment, num_records, num_live, _ = ENTRY.unpack_from(content, offset)

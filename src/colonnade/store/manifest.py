@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.errors import CheckpointError, CorruptionError
+from colonnade.formats import check_stamp, parse_object, stamp
 from colonnade.store import key_list, live, segment
 from colonnade.store.contract import Manifest, SegmentEntry
 from colonnade.store.disk import Disk
@@ -18,7 +19,6 @@ from colonnade.store.stripes import Stripes
 from colonnade.store.untrusted import check_file_name
 
 FORMAT = "colonnade store manifest"
-VERSION = 2
 FILE_NAME = re.compile(r"manifest-(0|[1-9]\d*)\.json")
 
 
@@ -39,8 +39,7 @@ def write_manifest(
 ) -> None:
     """Durable when this returns."""
     fields = {
-        "format": FORMAT,
-        "version": VERSION,
+        **stamp(FORMAT),
         "step": manifest.step,
         "table": manifest.table,
         "identity": identity,
@@ -78,8 +77,8 @@ def describe(directory: Path, step: int) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: missing, but its run's commit names it. Restore it from a copy"
         )
-    fields = json.loads(read_verified(path))
-    _check_version(path, fields)
+    fields = parse_object(path, read_verified(path))
+    check_stamp(path, fields, FORMAT)
     for name in (fields["live"]["file"], *(part["file"] for part in fields["segments"])):
         check_file_name(name, path)
     return fields
@@ -193,12 +192,3 @@ def read_live(directory: Path, manifest: Manifest) -> list[live.LiveRecords]:
             f"{path}: got other segments than {file_name(manifest.step)} lists. Go back to an older commit"
         )
     return parts
-
-
-def _check_version(path: Path, fields: dict[str, Any]) -> None:
-    for name, value in (("format", FORMAT), ("version", VERSION)):
-        if fields.get(name) != value:
-            raise CheckpointError(
-                f"{path}: got {name} {fields.get(name)!r}, wanted {value!r}. Open it with the Colonnade that "
-                "wrote it, or start a new run"
-            )

@@ -20,10 +20,12 @@ import numpy as np
 
 from colonnade import _native
 from colonnade.errors import CheckpointError, CorruptionError
+from colonnade.formats import VERSIONS, check_version
 from colonnade.store.disk import DiskFile, storage_error
 
 MAGIC = b"CLNDROWS"
-VERSION = 2
+FORMAT = "colonnade segment"
+VERSION = VERSIONS[FORMAT]
 HEADER = struct.Struct("<8sIIQ32sII")  # magic, version, number, record_bytes, owner, birth, crc
 CRC = struct.Struct("<I")  # before each record's payload
 assert HEADER.size == 64
@@ -129,10 +131,7 @@ def check_header(path: Path, head: bytes, shape: SegmentShape) -> None:
             f"{path}: its header is altered or belongs to another file (magic {magic!r}, number {number}, "
             f"crc {crc:08x}, wanted {wanted_crc:08x}). Restore it from a copy, or go back to an older commit"
         )
-    if version != VERSION:
-        raise CheckpointError(
-            f"{path}: got segment format {version}, wanted {VERSION}. Open it with the Colonnade that wrote it"
-        )
+    check_version(path, FORMAT, version)
     if width != shape.record_bytes or owner != shape.owner:
         raise CheckpointError(
             f"{path}: got records of {width} bytes of owner {owner.hex()[:12]}, wanted {shape.record_bytes} bytes "

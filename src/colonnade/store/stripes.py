@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colonnade.errors import CheckpointError
+from colonnade.formats import check_stamp, parse_object, stamp
 from colonnade.store.disk import Disk, DiskFile
 from colonnade.store.durable import read_verified, write_durably
 from colonnade.store.space import Space, no_room
@@ -20,7 +21,6 @@ from colonnade.store.space import Space, no_room
 LOCK_NAME = "LOCK"
 MARK_NAME = "stripe.json"
 FORMAT = "colonnade stripe"
-VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def _enter(
             return None
         stripes.store_id = stripes.store_id or secrets.token_hex(16)
         number = 1 + max([*stripes.directories, *known])
-        said = {"format": FORMAT, "version": VERSION, "store": stripes.store_id, "number": number}
+        said = {**stamp(FORMAT), "store": stripes.store_id, "number": number}
         said["home"] = str(stripes.home.absolute())  # for people
         write_durably(disk, directory / MARK_NAME, json.dumps(said, indent=1).encode())
     else:
@@ -180,15 +180,11 @@ def _mark(directory: Path) -> tuple[str, int] | None:
     path = directory / MARK_NAME
     if not path.exists():
         return None
-    said = json.loads(read_verified(path))
-    if said.get("format") != FORMAT or said.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path}: got {said.get('format')!r} version {said.get('version')!r}, wanted {FORMAT!r} version "
-            f"{VERSION}. Give another directory"
-        )
+    said = parse_object(path, read_verified(path))
+    check_stamp(path, said, FORMAT)
     return said["store"], said["number"]
 
 
 def _is_of(directory: Path, home: Path) -> bool:
-    said = json.loads(read_verified(directory / MARK_NAME))
+    said = parse_object(directory / MARK_NAME, read_verified(directory / MARK_NAME))
     return said["home"] == str(home.absolute())

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colonnade.errors import ConfigError
+from colonnade.formats import check_stamp, stamp
 from colonnade.topology.world import World
 
 
@@ -47,19 +48,26 @@ class Partition:
         raise KeyError(feature)
 
     def to_json(self) -> str:
-        return json.dumps({"towers": [list(tower) for tower in self.towers]}, indent=2)
+        return json.dumps(
+            {**stamp("colonnade towers"), "towers": [list(tower) for tower in self.towers]},
+            indent=2,
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Partition:
-        """Raises ConfigError."""
+        """Raises ConfigError, CheckpointError for another version."""
         try:
-            towers = json.loads(text)["towers"]
+            fields = json.loads(text)
+            towers = fields["towers"]
+            check_stamp(
+                "partition", fields, "colonnade towers", is_needed=False
+            )  # people write them, too
             if not all(
                 isinstance(tower, list) for tower in towers
             ):  # letters of a name are no features
                 raise TypeError
             named = tuple(tuple(map(str, tower)) for tower in towers)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(
                 'got a partition that cannot be read, wanted {"towers": [["feature", ...], ...]}, as `colonnade '
                 "towers` writes it"

@@ -10,7 +10,7 @@ from typing import Any
 
 from colonnade.config import TrainConfig
 from colonnade.errors import ColonnadeError
-from colonnade.formats import parse_object
+from colonnade.formats import read_stamped
 from colonnade.topology.mesh import Mesh
 from colonnade.train.commit_header import committed_steps, read_header, state_folder
 from colonnade.train.states import load_state
@@ -51,7 +51,7 @@ def _final_summary(folder: Path, config: TrainConfig, num_epochs: int) -> dict[s
     steps, path = committed_steps(folder), folder / "summary.json"
     if not steps or not path.is_file():
         return None
-    summary = parse_object(path, path.read_bytes())
+    summary = read_stamped(path, path.read_bytes(), "colonnade summary")
     is_newest = summary.get("step") == steps[-1] and not summary.get("stopped")
     if not is_newest or not {each.name for each in fields(Outcome)} <= set(summary):
         return None

@@ -6,22 +6,31 @@ import json
 from pathlib import Path
 from typing import Any
 
+from colonnade.formats import check_stamp, stamp
+
 FILE_NAME = "metrics.jsonl"
+FORMAT = "colonnade metrics"
+FIRST_LINE = json.dumps(stamp(FORMAT)) + "\n"
 ROWS_FILE_NAME = "metrics-rows.jsonl"
 """Written by the first server of a run that has servers, about its rows."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics file, oldest first, without those that were cut short; [] if there is no file."""
+    """Read the lines of a metrics file, oldest first, without those that were cut short; [] if there is no file.
+
+    Raises CheckpointError where the first line states another version.
+    """
     if not path.is_file():
         return []
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
+        if isinstance(line, dict) and "format" in line:
+            check_stamp(path, line, FORMAT)
+        elif isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
             lines.append(line)
     return lines
 
@@ -34,4 +43,5 @@ def forget_after(path: Path, step: int) -> None:
     committed = [line for line in lines if line["step"] <= step]
     is_whole = path.read_bytes().endswith(b"\n") or not path.stat().st_size
     if len(committed) < len(lines) or not is_whole:
-        path.write_text("".join(json.dumps(line) + "\n" for line in committed), encoding="utf-8")
+        text = "".join(json.dumps(line) + "\n" for line in committed)
+        path.write_text(FIRST_LINE + text, encoding="utf-8")

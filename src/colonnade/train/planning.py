@@ -79,7 +79,7 @@ def measured_before(folder: Path | None, places: Sequence[str]) -> Device | None
         return None
     try:
         device = Device.from_json((folder / "device.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ColonnadeError, OSError, ValueError, KeyError, TypeError):
         return None  # it is measured anew
     return device if [each.path for each in device.directories] == list(places) else None
 

@@ -35,7 +35,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -45,10 +46,12 @@ from torch.optim import Optimizer
 
 from colonnade.batch import Batch
 from colonnade.embedding import EmbeddingCollection
+from colonnade.store.disk import storage_error
 from colonnade.store.tier_counts import TierCounts, tier_counts
 from colonnade.topology.mesh import Mesh
+from colonnade.train.board import Board
 from colonnade.train.loss_scale import LossScale
-from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, forget_after
+from colonnade.train.metrics_file import FILE_NAME, FIRST_LINE, ROWS_FILE_NAME, forget_after
 from colonnade.train.phases import WAITING, Phases
 
 OF_ROWS = ("rows", "tiers", "tables")
@@ -85,37 +88,49 @@ class Record:
 
     def __init__(self, folder: Path, part: Part = "all") -> None:
         self.folder, self.part = folder, part
+        self.path = folder / (ROWS_FILE_NAME if part == "rows" else FILE_NAME)
         self._lines: Any = None
-        self._board: Any = None
+        self._board: Board | None = None
 
     def open(self, done_steps: int) -> None:
-        """Lines of later steps are dropped: those steps are about to happen again."""
-        from torch.utils.tensorboard import SummaryWriter  # takes a while to import
-
-        path = self.folder / (ROWS_FILE_NAME if self.part == "rows" else FILE_NAME)
-        forget_after(path, done_steps)
-        self._lines = path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=done_steps)
+        """Lines of later steps are dropped: those steps are about to happen again. Raises StorageError."""
+        with self._explained():
+            forget_after(self.path, done_steps)
+            self._lines = self.path.open("a", encoding="utf-8")
+            if not self._lines.tell():
+                self._lines.write(FIRST_LINE)
+            self._board = Board(self.folder / "tensorboard", first_step=done_steps + 1)
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        """One line, on disk for other processes when this returns (not through a power failure)."""
+        """Write one line, on disk for other processes when this returns (not through a power failure). Raises
+        StorageError."""
         if self._lines is None or (
             self.part != "all" and (kind in OF_ROWS) != (self.part == "rows")
         ):
             return
         line = {"step": step, "kind": kind, "time": round(time.time(), 3), **_finite(values)}
-        self._lines.write(json.dumps(line, allow_nan=False) + "\n")
-        self._lines.flush()
         numbers = _flat(values, kind)
-        if len(numbers) <= MAX_BOARD_NAMES:
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, step)
+        with self._explained():
+            self._lines.write(json.dumps(line, allow_nan=False) + "\n")
+            self._lines.flush()
+            if self._board is not None and len(numbers) <= MAX_BOARD_NAMES:
+                self._board.add(step, numbers)
 
     def close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
-            self._board.close()
-        self._lines = None
+        """Raises StorageError."""
+        lines, board = self._lines, self._board
+        self._lines = self._board = None
+        with self._explained():
+            for file in (lines, board):
+                if file is not None:
+                    file.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise storage_error(error, "write", self.path) from error
 
 
 @dataclass(frozen=True, slots=True)

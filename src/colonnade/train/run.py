@@ -25,6 +25,7 @@ from colonnade.data.next_use import splits_with_next_use
 from colonnade.data.processes import read_ahead
 from colonnade.data.tabular.tables import lasting_options
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, StorageError
+from colonnade.formats import stamp
 from colonnade.interaction import TowerModule
 from colonnade.models.build import build_model, lasting_towers
 from colonnade.models.tower_facts import words_of
@@ -111,7 +112,7 @@ class Run:
         for destination in self.commits.destinations if self.commits is not None else ():
             destination.close()
         if self.folder is not None and self.mesh.rank == 0:
-            text = json.dumps(self.summary(outcome), indent=2)
+            text = json.dumps({**stamp("colonnade summary"), **self.summary(outcome)}, indent=2)
             write_durably(Disk(), self.folder / "summary.json", text.encode(), checked=False)
         return outcome
 
@@ -342,7 +343,9 @@ def prepare(
             if device is not None:
                 device_text = device.to_json()
                 write_durably(disk, folder / "device.json", device_text.encode(), checked=False)
-            facts = json.dumps(machine_facts(folder), indent=2).encode()
+            facts = json.dumps(
+                {**stamp("colonnade machine"), **machine_facts(folder)}, indent=2
+            ).encode()
             write_durably(disk, folder / "machine.json", facts, checked=False)
         if commits is not None:
             commits.destinations = open_destinations(config.train, folder, commits, step, disk)

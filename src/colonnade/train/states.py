@@ -10,21 +10,35 @@ from typing import Any
 import torch
 
 from colonnade.errors import CorruptionError
+from colonnade.formats import check_stamp, stamp
 from colonnade.store.durable import read_verified
+
+FORMAT = "colonnade state"
 
 
 def dump(state: dict[str, Any], run: str, path: Path) -> bytes:
     """What the state file at `path` of a commit of `run` holds."""
     buffer = io.BytesIO()
-    torch.save({"of": _words(run, path), "state": state}, buffer)
+    torch.save({**stamp(FORMAT), "of": _words(run, path), "state": state}, buffer)
     return buffer.getvalue()
 
 
 def load_state(path: Path, run: str) -> dict[str, Any]:
-    """Raises CorruptionError (torn, altered, another commit's or another file), StorageError."""
+    """Read a state file. Raises CorruptionError (torn, altered, another commit's or another file), CheckpointError
+    (another version), StorageError."""
     # On the CPU wherever it was: a commit made beside a GPU is read on machines without one.
     data = io.BytesIO(read_verified(path))
-    saved = torch.load(data, weights_only=True, map_location="cpu")
+    try:
+        saved = torch.load(data, weights_only=True, map_location="cpu")
+    except Exception:  # torch advises to load such files without a check: never
+        saved = None
+    if not isinstance(saved, dict):
+        raise CorruptionError(
+            f"{path}: got a file that holds more than tensors and plain values, or none of them, wanted a commit's "
+            "state. It is not what was committed, and nothing in it was run. Restore it from a copy, or go back to an "
+            "older commit"
+        )
+    check_stamp(path, saved, FORMAT)
     if saved["of"] != _words(run, path):
         raise CorruptionError(
             f"{path}: got the state {saved['of']}, wanted {_words(run, path)}: the file is another's. Restore it "

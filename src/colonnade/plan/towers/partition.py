@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
+from colonnade.formats import stamp
 from colonnade.plan.towers.affinity import DISTANCES, Distance, distances, within_and_between
 from colonnade.plan.towers.plane import place
 from colonnade.plan.towers.transport import assign, overflow
@@ -90,6 +91,7 @@ class TowerMap:
         """Also a `Partition`, for whoever reads no more."""
         return json.dumps(
             {
+                **stamp("colonnade towers"),
                 "towers": [list(tower) for tower in self.partition.towers],
                 "distance": self.distance,
                 "places": self.places,
