@@ -17,7 +17,9 @@ EXAMPLES = (
 
 def verify(
     run: Annotated[Path, typer.Argument(help="Run folder with at least one commit.")],
-    at: Annotated[str | None, typer.Option(help="best, last or a committed step.")] = None,
+    at: Annotated[
+        str | None, typer.Option(help="best, last or a committed step; default: last.")
+    ] = None,
     directory: Annotated[
         list[Path] | None,
         typer.Option(
@@ -30,7 +32,7 @@ def verify(
     from colonnade.train.commits import resolve
     from colonnade.train.verification import verify_commit
 
-    step = resolve(run, at)
+    step = resolve(run, at or "last")
     num_files = num_bytes = 0
     damaged: list[Path] = []
     for file in verify_commit(run, step, directory or ()):

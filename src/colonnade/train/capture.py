@@ -60,6 +60,7 @@ def capture(trainer: Trainer, held: Sequence[dict], run: str, before: Sequence[B
         "shardings": _shardings(trainer.collection),
         "run": run,
         "best_step": trainer.best.step,
+        "monitor": trainer.best.monitor,
         "model": fingerprint(trainer.collection.declaration, trainer.model),
         "schema": asdict(trainer.data.train.schema),
     }
