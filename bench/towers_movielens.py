@@ -60,7 +60,8 @@ def config_of(system: System, towers: Towers | int | None, *, seed: int, epochs:
     config = override(
         preset(DATA, MODEL),
         {
-            "train.seed": seed, "data.options": {"seed": seed}, "train.epochs": epochs, "train.threads": 1,
+            "train.seed": seed, "data.options": {"seed": seed}, "train.epochs": epochs, "train.patience": 0,
+            "train.threads": 1,
         },
     )  # fmt: skip
     if towers is None:

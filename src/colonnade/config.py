@@ -29,6 +29,7 @@ from colonnade.retention_config import AdmissionConfig, EvictionConfig, OpenTabl
 from colonnade.section import Section
 
 Width = Annotated[int, Field(ge=1)]
+DEFAULT_BATCH_SIZE = 4096
 
 
 class DataConfig(Section):
@@ -256,20 +257,25 @@ def _loss_scale(value: Any) -> Any:
 
 
 class TrainConfig(Section):
-    batch_size: int = Field(4096, ge=1)
-    """Samples per step over all ranks: the same number trains the same model on any number of ranks."""
-    epochs: int = Field(1, ge=0)
-    """Passes over the training data."""
+    batch_size: int | None = Field(None, ge=1)
+    """Samples per step over all ranks: the same number trains the same model on any number of ranks. Default: by the
+    number of training samples for csv, parquet and criteo (train/defaults.py); else 4096."""
+    epochs: int | None = Field(None, ge=0)
+    """Passes over the training data. Default: by the number of training samples for csv, parquet and criteo; else 1."""
     max_steps: int | None = Field(None, ge=0)
     """Stop after this many steps even if the epochs are not over."""
     accumulate: int = Field(1, ge=1)
     """Micro-batches per step, of batch_size / accumulate samples each: less memory, the same model to rounding."""
     evaluate_steps: int = Field(0, ge=0)
     """Steps between evaluations; 0: at the end of each epoch only."""
-    patience: int = Field(0, ge=0)
-    """Stop early after this many evaluations without a better score on the validation part; 0: never."""
+    monitor: str | None = None
+    """Metric of the validation part that chooses the best step and ends the run by patience, e.g. auc, log_loss.
+    Default: the objective's (auc, ndcg@20, mrr, loss)."""
+    patience: int | None = Field(None, ge=0)
+    """Stop early after this many evaluations without a better monitor on the validation part; 0: never. Default: 3 for
+    csv, parquet and criteo where a part validates; else 0."""
     min_delta: float = Field(0.0, ge=0)
-    """A score is better only if it is so by more than this."""
+    """A value of the monitor is better only if it is so by more than this."""
     progressive: bool = False
     """Epoch e trains on day e of the data set's days, and is tested on the next day before training on it."""
     commit_steps: int = Field(0, ge=0)
@@ -281,7 +287,9 @@ class TrainConfig(Section):
     mirror: str | None = None
     """URL (s3://, gs://, file:// ...) that commits are copied to; a run folder without commits is fetched from it."""
     publish: str | None = None
-    """Folder or URL that each commit is published to, as what changed since the one before, for predictors."""
+    """Folder or URL that commits are published to, as what changed since the one before, for predictors."""
+    publish_at: Literal["best", "last"] = "best"
+    """Which commits are published where a validation part chooses: the best so far, or each (last)."""
     warm_start: str | None = None
     """Run folder, or FOLDER@best, @last or @step, whose weights a new run starts from where names and widths agree."""
     warm_start_skip: list[str] = []
@@ -305,17 +313,29 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        if self.batch_size % self.accumulate:
+        if (self.batch_size or 0) % self.accumulate:
             raise ValueError(
                 f"got accumulate={self.accumulate}, wanted a divisor of batch_size={self.batch_size}"
             )
-        if self.progressive and self.epochs > 1:
+        if self.progressive and (self.epochs or 0) > 1:
             raise ValueError(
                 f"got epochs={self.epochs} with progressive, which trains on each day once; leave epochs out"
             )
         if self.progressive and self.patience:
             raise ValueError("got patience with progressive, which has no score to wait for")
         return self
+
+    @property
+    def samples_per_step(self) -> int:
+        """`batch_size`, or what it is where nothing says it: a multiple of `accumulate`."""
+        if self.batch_size is not None:
+            return self.batch_size
+        return -(-DEFAULT_BATCH_SIZE // self.accumulate) * self.accumulate
+
+    @property
+    def num_epochs(self) -> int:
+        """`epochs`, or 1 where nothing says it."""
+        return 1 if self.epochs is None else self.epochs
 
 
 class RunConfig(Section):

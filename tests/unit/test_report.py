@@ -151,7 +151,35 @@ def test_headline_takes_the_test_value_of_the_best_validated_step(tmp_path):
                 "test_auc": test,
             }
             lines.write(json.dumps(line) + "\n")
-    assert ("test AUC", "0.6000", "step 200") in headline(read_run(folder))
+    assert ("test AUC", "0.6000", "step 200, best of validation AUC") in headline(read_run(folder))
+
+
+def test_headline_never_takes_the_best_of_the_test_part(tmp_path):
+    folder = write_run(tmp_path / "run", evaluations=0)
+    scores = ((100, 0.9), (200, 0.6), (300, 0.7))
+    lines = [{"step": step, "kind": "evaluate", "test_auc": auc} for step, auc in scores]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(folder)
+    assert ("test AUC", "0.7000", "last step, 300; no validation part") in headline(run)
+    assert "0.9000 at step" not in run_page(run)
+    assert {line.name: line.values for line in figure_lines([run])}["test AUC, chosen"] == (
+        "0.7000",
+    )
+
+
+def test_headline_goes_by_the_metric_that_the_run_monitored(tmp_path):
+    folder = write_run(tmp_path / "run", evaluations=0)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["train"]["monitor"] = "log_loss"
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = [
+        {"step": 100, "kind": "evaluate", "validation_auc": 0.7, "validation_log_loss": 0.4, "test_auc": 0.6},
+        {"step": 200, "kind": "evaluate", "validation_auc": 0.8, "validation_log_loss": 0.9, "test_auc": 0.9},
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert ("test AUC", "0.6000", "step 100, best of validation log loss") in headline(
+        read_run(folder)
+    )
 
 
 def test_hostile_names_are_text(tmp_path):
@@ -193,13 +221,13 @@ def test_comparison_shows_only_what_differs_and_marks_the_best(tmp_path):
     assert different_settings([runs[0], runs[0]]) == []
     lines = {line.name: line for line in figure_lines(runs)}
     assert lines["steps"].values == ("400", "800")
-    assert lines["test AUC, best"].best == ()  # equal
+    assert lines["test AUC, chosen"].best == ()  # equal
     drawn = figures_in(compare_page(runs))
     for figure in drawn:
         assert [trace["name"] for trace in figure["data"]] == ["a/run", "b/run"]
     empty = read_run(write_run(tmp_path / "c", steps=0, finished=False))
     assert (
-        "-" in {line.name: line for line in figure_lines([*runs, empty])}["test AUC, best"].values
+        "-" in {line.name: line for line in figure_lines([*runs, empty])}["test AUC, chosen"].values
     )
     assert "3 runs compared" in compare_page([*runs, empty])
 

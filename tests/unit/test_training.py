@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from own_model import OPTIMIZERS, Net, assert_same, rows_of, source, splits
@@ -19,7 +20,7 @@ from colonnade.data import Splits
 from colonnade.errors import CheckpointError, ConfigError, NonFiniteError
 from colonnade.train.best import Best
 from colonnade.train.commit_header import committed_steps
-from colonnade.train.commits import kept_steps, resolve
+from colonnade.train.commits import describe_choice, kept_steps, resolve
 from colonnade.train.schedules import factor
 from colonnade.train.trainer import pooled_days
 
@@ -63,7 +64,7 @@ def test_early_stopping_names_the_best_step(tmp_path):
     assert found.outcome.steps == 72 and script.heard == 6
     assert found.metrics["validation_auc"] == 0.7
     assert committed_steps(tmp_path) == [36, 60, 72]  # the best beside the newest two
-    assert [resolve(tmp_path, at) for at in ("best", "last", "60", None)] == [36, 72, 60, 72]
+    assert [resolve(tmp_path, at) for at in ("best", "last", "60", None)] == [36, 72, 60, 36]
     with pytest.raises(CheckpointError, match=r"no commit of step 12; it has \[36, 60, 72\]"):
         resolve(tmp_path, 12)
 
@@ -81,12 +82,71 @@ def test_patience_goes_on_where_it_was(tmp_path):
     again = colonnade.fit(
         Net(), validated(), objective=Scripted([]), run=tmp_path, epochs=9, patience=3, **FAST
     )
-    assert again.outcome.steps == 0 and again.outcome.stopped_early
-    assert again.metrics == found.metrics
+    assert again.outcome == found.outcome  # as recorded
     more = colonnade.fit(
         Net(), validated(), objective=Scripted([0.9]), run=tmp_path, epochs=6, patience=4, **FAST
     )
     assert (more.outcome.steps, more.outcome.best_step) == (12, 72)
+
+
+class TwoScores(Scripted):
+    """`scores`: (auc, log loss) of each evaluation of the validation part."""
+
+    def evaluate(self, model, source, batch_size, mesh):
+        auc, log_loss = self.scores[self.heard]
+        self.heard += 1
+        return {"auc": auc, "log_loss": log_loss, "num_samples": 1.0}
+
+
+TWO_SCORES = [(0.5, 0.6), (0.6, 0.5), (0.7, 0.55), (0.8, 0.58), (0.9, 0.9)]
+
+
+@pytest.mark.parametrize(
+    ("monitor", "min_delta", "best", "steps"),
+    [(None, 0.0, 60, 60), ("auc", 0.0, 60, 60), ("log_loss", 0.0, 24, 48), ("log_loss", 0.2, 12, 36)],
+)  # fmt: skip
+def test_monitor_chooses_the_best_step_and_ends_the_run(tmp_path, monitor, min_delta, best, steps):
+    fitted = colonnade.fit(
+        Net(), validated(), objective=TwoScores(TWO_SCORES), run=tmp_path, epochs=5, patience=2,
+        monitor=monitor, min_delta=min_delta, **FAST,
+    )  # fmt: skip
+    assert (fitted.outcome.best_step, fitted.outcome.steps) == (best, steps)
+    assert resolve(tmp_path, None) == best
+    assert describe_choice(tmp_path, best) == f"best of validation {monitor or 'auc'}".replace(
+        "_", " "
+    )
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["train"]["monitor"] == (
+        monitor or "auc"
+    )
+
+
+def test_an_unknown_monitor_is_refused_with_the_metrics_there_are():
+    message = r"monitor=f1, wanted a metric of the validation part: auc, expected_calibration_error, .*log_loss"
+    with pytest.raises(ConfigError, match=message):  # before training
+        colonnade.fit(Net(), validated(), monitor="f1", **FAST)
+    with pytest.raises(ConfigError, match=r"monitor=num_samples, wanted .*: auc, log_loss$"):
+        colonnade.fit(
+            Net(), validated(), objective=TwoScores(TWO_SCORES), monitor="num_samples", **FAST
+        )
+
+
+def test_scores_of_another_monitor_are_forgotten(tmp_path):
+    colonnade.fit(
+        Net(), validated(), objective=TwoScores(TWO_SCORES[:2]), run=tmp_path, epochs=2, **FAST
+    )
+    more = colonnade.fit(
+        Net(), validated(), objective=TwoScores(TWO_SCORES[2:3]), run=tmp_path, epochs=3,
+        monitor="log_loss", **FAST,
+    )  # fmt: skip
+    assert more.outcome.best_step == 36  # 0.55 is not compared with an AUC of 0.6
+
+
+def test_no_validation_part_means_the_last_step(tmp_path):
+    fitted = colonnade.fit(
+        Net(), Splits(train=source(600, 1), test=source(50, 2)), run=tmp_path, epochs=2, **FAST
+    )
+    assert fitted.outcome.best_step is None and resolve(tmp_path, None) == 24
+    assert describe_choice(tmp_path, 24) == "last; no validation part"
 
 
 def test_min_delta_and_less_is_better():

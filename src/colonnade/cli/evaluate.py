@@ -1,4 +1,4 @@
-"""`colonnade evaluate`: score a run's newest commit."""
+"""`colonnade evaluate`: score a run's best commit, or another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.errors import ConfigError, DataError
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade evaluate runs/mine\n\n"
@@ -19,22 +19,24 @@ def evaluate(
     run: Annotated[Path, typer.Argument(help="Run folder with at least one commit.")],
     at: Annotated[
         str | None,
-        typer.Option(help="best, last or a committed step; best goes by the validation part."),
+        typer.Option(
+            help="A committed step, best or last; default: best where a validation part chose one, else last."
+        ),
     ] = None,
     part: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
 ) -> None:
     """AUC and log loss of a run's commit, made by any number of ranks; changes nothing in the folder."""
     from colonnade.terminal import Terminal
     from colonnade.topology.mesh import Mesh
+    from colonnade.train.commits import describe_choice, resolve
     from colonnade.train.run import load_run_config, open_run
 
     parts = ("train", "validation", "test")
     if part not in parts:
         raise ConfigError(f"unknown part {part!r}; choose from {', '.join(parts)}")
-    opened = open_run(load_run_config(run), Mesh(), run, read_only=True, at=at)
+    config, step = load_run_config(run), resolve(run, at)
+    opened = open_run(config, Mesh(), run, read_only=True, at=step)
     try:
-        if opened.resumed_at is None:
-            raise CheckpointError(f"{run} holds no commit yet; train it first")
         source = getattr(opened.trainer.data, part)
         if source is None:
             raise ConfigError(f"this data set has no {part} part; choose another with --part")
@@ -46,7 +48,7 @@ def evaluate(
             f"got no samples in the {part} part, wanted some; choose another with --part"
         )
     console = Terminal()
-    console.print(f"{run}, step {opened.resumed_at}, {part}:")
+    console.print(f"{run}, step {step} ({describe_choice(run, step)}), {part}:")
     for name, value in metrics.items():
         shown = f"{value:,.0f}" if name.startswith("num") else f"{value:.4f}"
         console.print(f"  {name.replace('_', ' ')}: {shown}")

@@ -19,16 +19,20 @@ def export(
     run: Annotated[Path, typer.Argument(help="Run folder with at least one commit.")],
     destination: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
     at: Annotated[
-        str | None, typer.Option(help="A committed step, best or last; default: last.")
+        str | None,
+        typer.Option(
+            help="A committed step, best or last; default: best where a validation part chose one, else last."
+        ),
     ] = None,
 ) -> None:
     """Write weights as safetensors: dense.safetensors, one file of ids and rows per table, model.json."""
+    from colonnade.train.commits import describe_choice
     from colonnade.train.export import export_run
 
     said = export_run(run, destination, at=at)
     rows = sum(table["count"] for table in said["tables"])
     size = sum(path.stat().st_size for path in destination.iterdir())
     say(
-        f"step {said['step']}: {len(said['tables'])} tables, {rows:,} trained rows, {size / 2**20:,.1f} MiB\n"
-        f"export: {destination}"
+        f"step {said['step']} ({describe_choice(run, said['step'])}): {len(said['tables'])} tables, "
+        f"{rows:,} trained rows, {size / 2**20:,.1f} MiB\nexport: {destination}"
     )

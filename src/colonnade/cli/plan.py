@@ -130,11 +130,11 @@ def plan(
                 "--table: got a table beside --simulate, which has no choices to show; leave one of them out"
             )
         found, tables = plan_run(chosen, run, planned_world("1"), lookups=sample)
-        work, cases = simulated(found, tables, chosen.train.batch_size, simulate, room, here)
+        work, cases = simulated(found, tables, chosen.train.samples_per_step, simulate, room, here)
         if as_json:
             print(json.dumps(simulated_values(simulate, work, cases), indent=2))
         else:
-            show_simulation(simulate, chosen.train.batch_size, work, cases)
+            show_simulation(simulate, chosen.train.samples_per_step, work, cases)
         return
     found, tables = plan_run(chosen, run, here, lookups=sample, table=table)
     if as_json:

@@ -43,7 +43,10 @@ def predict(
         typer.Option(help="Reader of --path; default: the one the model was trained with."),
     ] = None,
     at: Annotated[
-        str | None, typer.Option(help="A committed step, best or last; default: last.")
+        str | None,
+        typer.Option(
+            help="A committed step, best or last; default: best where a validation part chose one, else last."
+        ),
     ] = None,
     batch_size: Annotated[
         int | None,
@@ -64,6 +67,7 @@ def predict(
     from colonnade.predict.inputs import open_inputs
     from colonnade.predict.scores import ScoreFile
     from colonnade.terminal import Terminal
+    from colonnade.train.commits import describe_choice
 
     if path is None and part is None:
         raise ConfigError(
@@ -80,7 +84,7 @@ def predict(
             config.data.options if data in (None, config.data.name) or both_tables else {},
             part=part,
         )
-        size = batch_size or config.train.batch_size
+        size = batch_size or config.train.samples_per_step
         bars = Progress(
             TextColumn("score"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn(compact=True),
             console=console, disable=not console.is_terminal, transient=True,
@@ -92,7 +96,9 @@ def predict(
                 file.add(batch, scores)
                 bars.update(task, completed=file.num_samples)
         seconds = time.perf_counter() - started
+        is_run = (model / "commits").is_dir()
+        chosen = f" ({describe_choice(model, predictor.step)})" if is_run else ""
         say(
-            f"step {predictor.step}: {file.num_samples:,} samples scored, "
+            f"step {predictor.step}{chosen}: {file.num_samples:,} samples scored, "
             f"{file.num_samples / max(seconds, 1e-9):,.0f} samples/s\nscores: {output}"
         )

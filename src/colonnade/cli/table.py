@@ -95,6 +95,14 @@ def _shares(amounts: Mapping[str, float], whole: float) -> str:
     return ", ".join(f"{n} {a / whole:.0%}" for n, a in shown if a >= LEAST_SHARE * whole)
 
 
+def describe_chosen_step(summary: Mapping[str, Any]) -> str:
+    """Say at which step the metrics were measured, and which part chose it."""
+    if summary["best_step"] is None:
+        return f"at the last step, {summary['step']:,}; no validation part"
+    monitor = str(summary.get("monitor", "validation")).replace("_", " ")
+    return f"at step {summary['best_step']:,}, the best of {monitor}"
+
+
 def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | None) -> None:
     """Print what was reached, then the speed, where the time went and where rows came from."""
     metrics = {
@@ -104,10 +112,10 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
     }
     for name, value in metrics.items():
         console.print(f"{name.replace('_', ' ')}: {value:.4f}", style="bold")
+    if metrics:
+        console.print(describe_chosen_step(summary))
     if summary["stopped_early"]:
-        console.print(
-            f"stopped early: scores no longer got better; the best step is {summary['best_step']}"
-        )
+        console.print("stopped early: it no longer got better (train.patience)")
     if summary["stopped"]:
         console.print(
             "stopped as asked; everything is committed, the same command goes on from here"

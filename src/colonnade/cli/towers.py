@@ -119,7 +119,7 @@ def _partition(
         if source is None:
             raise ConfigError(f"this data set has no {part} part; choose another with --part")
         collection = opened.trainer.collection
-        affinity, loads = probe(collection, source, config.train.batch_size, batches)
+        affinity, loads = probe(collection, source, config.train.samples_per_step, batches)
     finally:
         opened.close()
     found = tower_map(
@@ -220,7 +220,7 @@ def _predict(
     tables, features = model["tables"], model["features"]
     widths = {name: each["dim"] for name, each in tables.items()}
     floats = sum(_width(widths[table]) for table, _ in features.values())
-    samples = batch_size or load_run_config(run).train.batch_size
+    samples = batch_size or load_run_config(run).train.samples_per_step
     console = Terminal()
     grid = Grid(
         title=f"prediction: exchange of a step, {len(features)} features, {floats:,} floats a sample, {samples:,} "

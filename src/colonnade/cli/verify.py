@@ -23,7 +23,9 @@ def verify(
             help="Run folder with at least one commit, an exported folder or a publication (train.publish)."
         ),
     ],
-    at: Annotated[str | None, typer.Option(help="best, last or a committed step.")] = None,
+    at: Annotated[
+        str | None, typer.Option(help="best, last or a committed step; default: last.")
+    ] = None,
     directory: Annotated[
         list[Path] | None,
         typer.Option(
@@ -48,7 +50,7 @@ def verify(
         files = verify_export(run) if (run / MODEL).exists() else verify_publication(run)
         remedy = "Restore them from a copy, or export the run again"
     else:
-        step = resolve(run, at)
+        step = resolve(run, at or "last")
         subject, files = f"{run}, step {step}", verify_commit(run, step, directory or ())
         remedy = "Restore them from a copy, or go back to an older commit (--at STEP)"
     num_files = num_bytes = 0

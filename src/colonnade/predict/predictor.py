@@ -85,7 +85,8 @@ class Predictor:
         copy: str | Path | None = None,
         verify: Literal["lazy", "full"] = "lazy",
     ) -> Predictor:
-        """Open an exported folder, or a run folder: its commit (newest, or step `at`) is then exported first, once,
+        """Open an exported folder, or a run folder: its commit (step `at`, "best", "last"; None: the best where a
+        validation part chose one, else the last) is then exported first, once,
         to RUN/serving. Of a folder that a run publishes to, the newest commit there. Of a URL that a run publishes to,
         the same: `copy` is a folder of this host that it is brought to, which other predictors may follow as it is.
 

@@ -14,6 +14,8 @@ from colonnade.report.page import Page
 from colonnade.report.reading import (
     RunRecord,
     best_of,
+    choice_of,
+    chosen_value,
     flatten,
     is_constant,
     is_judged,
@@ -50,9 +52,11 @@ def names_of(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def figure_lines(runs: Sequence[RunRecord]) -> list[Line]:
-    """Metrics first (best, then last), then speed and size. A run without a figure shows "-"."""
+    """Metrics first (at the chosen step, then last), then speed and size. A run without a figure shows "-"."""
     found: list[Line] = []
-    evaluated = [metrics_of(run) for run in runs]
+    evaluated, choices = [metrics_of(run) for run in runs], [choice_of(run) for run in runs]
+    if any(choices):
+        found.append(Line("chosen step", tuple(c.words if c else "-" for c in choices)))
     pairs = dict.fromkeys(
         (metric, part) for each in evaluated for metric, parts in each.items() for part in parts
     )
@@ -60,8 +64,11 @@ def figure_lines(runs: Sequence[RunRecord]) -> list[Line]:
         points = [each.get(metric, {}).get(part, []) for each in evaluated]
         name = f"{part} {metric_words(metric)}"
         if is_judged(metric):
-            best = [best_of(metric, p)[1] if p else None for p in points]
-            found.append(_judged(f"{name}, best", metric, best))
+            chosen = [
+                chosen_value(c, p)[1] if c and p else None
+                for c, p in zip(choices, points, strict=True)
+            ]
+            found.append(_judged(f"{name}, chosen", metric, chosen))
         elif is_constant(metric):
             continue
         if any(len(p) > 1 for p in points) or not is_judged(metric):

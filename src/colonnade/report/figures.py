@@ -13,7 +13,8 @@ from typing import Any
 from colonnade.report.reading import (
     RunRecord,
     TableFigures,
-    best_of,
+    choice_of,
+    chosen_value,
     is_constant,
     is_judged,
     metrics_of,
@@ -78,8 +79,9 @@ def losses(run: RunRecord) -> Figure | None:
 
 
 def metric_charts(run: RunRecord) -> list[Figure]:
-    """One chart for each metric that was evaluated more than once, its best marked."""
+    """One chart for each metric that was evaluated more than once, the chosen step marked."""
     found: list[Figure] = []
+    choice = choice_of(run)
     order = ("test", "validation", "train")
     for metric, parts in metrics_of(run).items():
         if is_constant(metric) or len(found) == MAX_METRICS:
@@ -91,16 +93,16 @@ def metric_charts(run: RunRecord) -> list[Figure]:
             points = parts[part]
             steps, values = [p[0] for p in points], [p[1] for p in points]
             data.append(curve(steps, values, part, COLORS[number % len(COLORS)], markers=True))
-            if is_judged(metric):
-                step, value = best_of(metric, points)
-                note.append(f"best {part} {metric_value(metric, value)} at step {step:,}")
+            if is_judged(metric) and choice is not None:
+                step, value = chosen_value(choice, points)
+                note.append(f"{part} {metric_value(metric, value)} at step {step:,}")
                 data.append(
                     {
                         "type": "scatter",
                         "mode": "markers",
                         "x": [step],
                         "y": [value],
-                        "name": f"best {part}",
+                        "name": f"chosen {part}",
                         "showlegend": False,
                         "hoverinfo": "skip",
                         "marker": {

@@ -22,13 +22,13 @@ from colonnade.report.sound import (
     sound_line,
     sound_summary,
 )
+from colonnade.report.words import metric_words
+from colonnade.train.best import is_judged, is_less_better
 from colonnade.train.commit_header import committed_steps
 from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_lines
 
 QUIET_SECONDS = 120.0
 """A run without a summary that wrote nothing for so long has probably ended."""
-LESS_IS_BETTER = ("loss", "entropy", "error")
-NOT_JUDGED = ("num_", "positive_rate", "calibration")
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,6 @@ def metrics_of(run: RunRecord) -> dict[str, dict[str, list[tuple[int, float]]]]:
     return {metric: dict(parts) for metric, parts in found.items()}
 
 
-def is_judged(metric: str) -> bool:
-    """Whether more or less of it is better. Of several tasks the label's name ends a metric's."""
-    return "error" in metric or not any(word in metric for word in NOT_JUDGED)
-
-
 def is_constant(metric: str) -> bool:
     """Whether it tells of the data, not of the model."""
     return metric.startswith(("num_", "positive_rate"))
@@ -128,8 +123,41 @@ def is_constant(metric: str) -> bool:
 
 def best_of(metric: str, points: list[tuple[int, float]]) -> tuple[int, float]:
     """The (step, value) that is best; the first of equals."""
-    sign = -1 if any(word in metric for word in LESS_IS_BETTER) else 1
+    sign = -1 if is_less_better(metric) else 1
     return max(points, key=lambda point: sign * point[1])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The evaluation that a run is judged by, and why: never one that the test part chose."""
+
+    step: int
+    words: str
+    monitor: str | None
+    """Metric of the validation part that chose; None: there is no such part, so it is the last."""
+
+
+def choice_of(run: RunRecord) -> Choice | None:
+    """None: nothing was evaluated."""
+    lines, metrics = run.of_kind("evaluate"), metrics_of(run)
+    judged = [m for m, parts in metrics.items() if "validation" in parts and is_judged(m)]
+    train = run.config.get("train")
+    monitor = train.get("monitor") if isinstance(train, Mapping) else None
+    if monitor not in judged:  # older runs did not record it
+        monitor = judged[0] if judged else None
+    if monitor is not None:
+        step = best_of(monitor, metrics[monitor]["validation"])[0]
+        return Choice(step, f"step {step:,}, best of validation {metric_words(monitor)}", monitor)
+    if not lines:
+        return None
+    step = lines[-1]["step"]
+    return Choice(step, f"last step, {step:,}; no validation part", None)
+
+
+def chosen_value(choice: Choice, points: list[tuple[int, float]]) -> tuple[int, float]:
+    """The (step, value) of a metric at the chosen step; where it has none then, the last one before, else the first."""
+    earlier = [point for point in points if point[0] <= choice.step]
+    return earlier[-1] if earlier else points[0]
 
 
 def sums_of(run: RunRecord, kind: str) -> dict[str, float]:

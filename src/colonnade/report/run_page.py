@@ -13,7 +13,8 @@ from colonnade.report.page import Page
 from colonnade.report.reading import (
     RunRecord,
     TableFigures,
-    best_of,
+    choice_of,
+    chosen_value,
     is_constant,
     is_judged,
     metrics_of,
@@ -85,18 +86,15 @@ def run_page(run: RunRecord) -> str:
 
 
 def headline(run: RunRecord) -> list[tuple[str, str, str]]:
-    """(name, value, unit): the metrics judged first, then speed and size."""
+    """(name, value, unit): the metrics at the chosen step first, then speed and size."""
     found = []
-    judged = {m: p for m, p in metrics_of(run).items() if is_judged(m)}
+    choice = choice_of(run)
+    judged = {m: p for m, p in metrics_of(run).items() if is_judged(m) and choice is not None}
     for metric, parts in list(judged.items())[:MAX_METRIC_TILES]:
+        assert choice is not None
         part = "test" if "test" in parts else next(iter(parts))
-        at, value = best_of(metric, parts[part])
-        if part == "test" and "validation" in parts:  # the test value of the best validated epoch
-            at = best_of(metric, parts["validation"])[0]
-            value = dict(parts["test"]).get(at, value)
-        found.append(
-            (f"{part} {metric_words(metric)}", metric_value(metric, value), f"step {at:,}")
-        )
+        value = chosen_value(choice, parts[part])[1]
+        found.append((f"{part} {metric_words(metric)}", metric_value(metric, value), choice.words))
     rates = [v for line in run.of_kind("train") if (v := line.get("samples_per_second"))]
     if rates:
         found.append(("throughput", count_words(statistics.median(rates)), "samples/s"))
@@ -147,7 +145,7 @@ def _lead(run: RunRecord) -> str:
 
 
 def _evaluations(page: Page, run: RunRecord) -> None:
-    """A line for each, the best of each column marked; of very many the newest."""
+    """A line for each, the chosen one marked; of very many the newest."""
     lines = run.of_kind("evaluate")
     if not lines:
         page.charts([], "No evaluation yet: metrics come at the end of an epoch.")
@@ -155,22 +153,22 @@ def _evaluations(page: Page, run: RunRecord) -> None:
     metrics = metrics_of(run)
     shown = [(part, metric) for metric, parts in metrics.items() for part in parts]
     shown = [pair for pair in shown if not is_constant(pair[1])][:MAX_COLUMNS]
-    best = {
-        pair: best_of(pair[1], metrics[pair[1]][pair[0]])[0] for pair in shown if is_judged(pair[1])
-    }
+    choice = choice_of(run)
+    assert choice is not None
     rows: list[list[str]] = []
     marked: dict[int, list[int]] = {}
     for line in lines[-MAX_TABLE_LINES:]:
         values = [metric_value(m, line.get(f"{part}_{m}")) for part, m in shown]
-        marked[len(rows)] = [2 + i for i, p in enumerate(shown) if best.get(p) == line["step"]]
+        if line["step"] == choice.step:
+            marked[len(rows)] = [2 + i for i, pair in enumerate(shown) if is_judged(pair[1])]
         rows.append([f"{line['step']:,}", str(line.get("epoch", "-")), *values])
-    left_out = f"The newest {len(rows)} of {len(lines)}." if len(rows) < len(lines) else ""
+    left_out = f" The newest {len(rows)} of {len(lines)}." if len(rows) < len(lines) else ""
     names = [f"{part} {metric_words(m)}" for part, m in shown]
     page.numbers(
         ["step", "epoch", *names],
         rows,
         title="Evaluations",
-        note=left_out,
+        note=f"Marked: {choice.words}.{left_out}",
         best=marked,
         wide=range(5, 2 + len(shown)),
     )

@@ -1,11 +1,34 @@
-"""Which evaluation was best, and how long ago: what early stopping and `--at best` go by."""
+"""Best evaluation of a run, by one metric of the validation part: early stopping and `--at best` go by it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from colonnade.errors import ConfigError
+
+LESS_IS_BETTER = ("loss", "entropy", "error", "mean rank")
+NOT_JUDGED = ("num_", "positive_rate", "calibration")
+
+
+def is_less_better(metric: str) -> bool:
+    return any(word in metric for word in LESS_IS_BETTER)
+
+
+def is_judged(metric: str) -> bool:
+    """Whether more or less of it is better. Of several tasks the label's name ends a metric's."""
+    return "error" in metric or not any(word in metric for word in NOT_JUDGED)
+
+
+def check_monitor(monitor: str, metrics: Iterable[str]) -> None:
+    """Raise ConfigError where `train.monitor` is none of the metrics that can be better or worse."""
+    judged = sorted(metric for metric in metrics if is_judged(metric))
+    if monitor not in judged:
+        raise ConfigError(
+            f"got train.monitor={monitor}, wanted a metric of the validation part: {', '.join(judged)}"
+        )
 
 
 @dataclass(slots=True)
@@ -13,7 +36,7 @@ class Best:
     """A small state that every rank keeps alike, because every rank hears the same metrics."""
 
     monitor: str
-    """The metric that decides; less is better if its name ends in "loss"."""
+    """Name of the metric that decides, with its part: "validation_auc"."""
     min_delta: float = 0.0
     score: float | None = None
     step: int | None = None
@@ -30,7 +53,7 @@ class Best:
             if self.step is None:
                 self.metrics = dict(metrics)
             return False
-        sign = -1.0 if self.monitor.endswith("loss") else 1.0
+        sign = -1.0 if is_less_better(self.monitor) else 1.0
         better = not math.isnan(score) and (
             self.score is None or sign * (score - self.score) > self.min_delta
         )

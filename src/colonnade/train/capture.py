@@ -53,7 +53,11 @@ def capture(trainer: Trainer, held: Sequence[dict], run: str, before: Sequence[B
         "cache": None if cached is None else state(cached, before),
     }
     header = header_of(trainer.collection, trainer.model, run, step)
-    header |= {"best_step": trainer.best.step, "schema": asdict(trainer.data.train.schema)}
+    header |= {
+        "best_step": trainer.best.step,
+        "monitor": trainer.best.monitor,
+        "schema": asdict(trainer.data.train.schema),
+    }
     dense = copy.deepcopy(_dense_state(trainer)) if mesh.rank == 0 else None
     remembered = retentions(trainer.collection)
     for policy in remembered.values():

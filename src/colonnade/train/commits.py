@@ -378,7 +378,10 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     trainer.dense_optimizer.load_state_dict(dense["dense_optimizer"])
     for group, settings in zip(trainer.dense_optimizer.param_groups, chosen, strict=True):
         group.update(settings)
-    trainer.best.restore(dense["best"])
+    if (
+        header.get("monitor", trainer.best.monitor) == trainer.best.monitor
+    ):  # else scores do not compare
+        trainer.best.restore(dense["best"])
     trainer.days = dense["days"]
     trainer.loss_scale.restore(dense.get("loss_scale"))
     groups = {"rows": dense["row_groups"], "dense": dense["dense_optimizer"]["param_groups"]}
@@ -437,15 +440,19 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
 
 
 def resolve(folder: Path, at: int | str | None) -> int:
-    """The committed step that `at` names: a step, "best" (by the validation part) or "last", which is also None.
+    """Find the committed step that `at` means: a step, "last", "best" (by the validation part), or None: the best where
+    a validation part chose one that is still committed, else the last.
 
     Raises CheckpointError where there is no such commit, naming those there are.
     """
     steps = committed_steps(folder)
     if not steps:
         raise CheckpointError(f"{folder} holds no commit; train it first (`colonnade train --run`)")
-    if at is None or at == "last":
+    if at == "last":
         return steps[-1]
+    if at is None:
+        best = read_header(folder, steps[-1]).get("best_step")
+        return best if best in steps else steps[-1]
     if at == "best":
         best = read_header(folder, steps[-1]).get("best_step")
         if best is None:
@@ -461,6 +468,18 @@ def resolve(folder: Path, at: int | str | None) -> int:
             f"{folder} has no commit of step {at}; it has {steps}, also called best and last"
         )
     return int(at)
+
+
+def describe_choice(folder: Path, step: int) -> str:
+    """Say how a committed step came to be taken: "best of validation auc", "last; no validation part", ..."""
+    steps = committed_steps(folder)
+    header = read_header(folder, steps[-1])
+    best = header.get("best_step")
+    if step == best:
+        return f"best of {header.get('monitor', 'validation').replace('_', ' ')}"
+    if step != steps[-1]:
+        return "an earlier commit"
+    return "last; no validation part" if best is None else f"last; step {best} was best"
 
 
 def lost_words(commits: Commits) -> list[str]:

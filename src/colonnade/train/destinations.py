@@ -70,7 +70,7 @@ def open_destinations(
     if config.mirror is not None:
         found.append(Mirror(folder, config.mirror))
     if publishes is not None:
-        published = Publication(folder, publishes, disk)
+        published = Publication(folder, publishes, disk, only_best=config.publish_at == "best")
         found.append(Carried(published, str(config.publish)) if at_url else published)
         if step is not None:
             found[-1].send(step, [step], print)

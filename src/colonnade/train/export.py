@@ -46,10 +46,11 @@ def export_run(
 ) -> dict[str, Any]:
     """Write a commit of a run, made by any number of ranks, to a new folder; returns what model.json says.
 
-    `at`: a committed step, "best", "last" or None, which is the last. Needs neither the data nor the model's
-    code, and memory for the ids of one table (16 bytes per row), not for its weights. All or nothing: the
-    folder appears when it is whole. Raises CheckpointError without such a commit, ConfigError where the
-    destination exists, NonFiniteError for NaN or inf among the weights, StorageError for a disk that fails.
+    `at`: a committed step, "best", "last" or None: the best where a validation part chose one, else the last.
+    Needs neither the data nor the model's code, and memory for the ids of one table (16 bytes per row), not for its
+    weights. All or nothing: the folder appears when it is whole. Raises CheckpointError without such a commit,
+    ConfigError where the destination exists, NonFiniteError for NaN or inf among the weights, StorageError for a disk
+    that fails.
     """
     run_folder, destination = Path(run_folder), Path(destination)
     step = resolve(run_folder, at)

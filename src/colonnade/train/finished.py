@@ -60,6 +60,6 @@ def _final_summary(folder: Path, config: TrainConfig, num_epochs: int) -> dict[s
     is_over = (
         state["position"][0] >= num_epochs
         or (config.max_steps is not None and steps[-1] >= config.max_steps)
-        or 0 < config.patience <= state["best"]["num_since"]
+        or 0 < (config.patience or 0) <= state["best"]["num_since"]
     )
     return summary if is_over else None

@@ -141,8 +141,9 @@ def load_run(
 ) -> int:
     """Collective: give a model just built the dense weights and rows of a run's commit; returns its step.
 
-    `at`: a committed step, "best", or "last" (None). Rows are read from the run folder, which nothing here changes;
-    the model is put in eval mode. Raises CheckpointError where the commit is another model's.
+    `at`: a committed step, "best", "last", or None: the best where a validation part chose one, else the last. Rows
+    are read from the run folder, which nothing here changes; the model is put in eval mode. Raises CheckpointError
+    where the commit is another model's.
     """
     folder, mesh = Path(run), mesh or open_mesh()
     collection, step = find_collection(model), resolve(folder, at)
@@ -162,6 +163,7 @@ class MeanLoss:
     """A loss of one's own, sample by sample: trained for and scored by its weighted mean."""
 
     monitor = "loss"
+    metrics = ("loss",)
 
     def __init__(self, sample_loss: SampleLoss) -> None:
         self.sample_loss = sample_loss

@@ -17,15 +17,17 @@ from colonnade.models.retriever import Contrast, Retriever
 from colonnade.topology.gather import gather
 from colonnade.topology.mesh import Mesh
 from colonnade.train.evaluate import evaluate
-from colonnade.train.link_prediction import evaluate_links
-from colonnade.train.retrieval import evaluate_retrieval
+from colonnade.train.link_prediction import HITS, evaluate_links
+from colonnade.train.retrieval import PLACES, evaluate_retrieval
 
 
 class Objective(Protocol):
     """Stateless: what is learned lives in the model."""
 
     monitor: str
-    """The metric that says which epoch is best; more is better unless its name ends in "loss"."""
+    """Metric that chooses the best step unless `train.monitor` names another; more is better unless its name has loss,
+    entropy, error or mean rank in it. An objective may have `metrics` too: names that `train.monitor` may have, which
+    are then checked before training."""
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
         """This rank's part of the mean over the global batch: the ranks' losses add up to it."""
@@ -42,6 +44,7 @@ class Probability:
     """`model(batch)` gives one logit per label, (B, tasks), of its being 1: binary cross entropy."""
 
     monitor = "auc"
+    metrics = ("auc", "log_loss", "normalized_entropy", "expected_calibration_error", "group_auc")
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
         return weighted_loss(model(batch), batch)
@@ -56,6 +59,7 @@ class Retrieval:
     """The model is a `Retriever`: softmax cross entropy of each positive against candidates of all ranks."""
 
     monitor = "ndcg@20"
+    metrics = tuple(f"{metric}@{k}" for k in PLACES for metric in ("recall", "ndcg"))
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
         assert isinstance(model, Retriever)
@@ -72,6 +76,7 @@ class LinkPrediction:
     """The model is a `KnowledgeGraph`: each true triple against wrong ones, whose head or tail is any candidate."""
 
     monitor = "mrr"
+    metrics = ("mrr", *(f"hits@{k}" for k in HITS), "mean rank")
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
         assert isinstance(model, KnowledgeGraph) and isinstance(batch.key, Known)

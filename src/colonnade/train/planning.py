@@ -125,7 +125,7 @@ def plan_from_sample(
     sample or what is said of shardings cannot be, StorageError where a directory cannot be measured."""
     owners, trainers = len(world.owners), world.num_trainers
     even = plan_of(config.plan, collection.tables, world)
-    sample = read_sample(data.train, config.train.batch_size, lookups)
+    sample = read_sample(data.train, config.train.samples_per_step, lookups)
     declared = collection.declaration
     lookups_of = [stacked(batch, declared) for batch in sample]
     found = profile(collection.tables, declared.features, lookups_of)
@@ -191,14 +191,14 @@ def plan_from_sample(
     if costs is None:
         mine = sample
         if trainers > 1:  # a rank's own share: what travels between ranks is not foretold
-            mine = read_sample(data.train, config.train.batch_size, 1, trainers)
+            mine = read_sample(data.train, config.train.samples_per_step, 1, trainers)
         costs = rehearse(
             model,
             [batch for batch in mine if batch.size == mine[0].size][:REHEARSED],
             data.train.schema,
             objective,
             make_optimizer,
-            batch_size=config.train.batch_size,
+            batch_size=config.train.samples_per_step,
             place=Path(places[0]) if places else None,
             reads={each.name: each.reads for each in placed},
         )
@@ -298,7 +298,11 @@ def _steps(config: RunConfig, source: Source) -> int | None:
     """Of the whole run; None: nobody knows."""
     train = config.train
     known = source.num_samples
-    steps = None if known is None else num_steps(known, train.batch_size) * max(train.epochs, 1)
+    steps = (
+        None
+        if known is None
+        else num_steps(known, train.samples_per_step) * max(train.num_epochs, 1)
+    )
     if train.max_steps is not None:
         return train.max_steps if steps is None else min(steps, train.max_steps)
     return steps

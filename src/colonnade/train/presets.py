@@ -31,7 +31,7 @@ PRESETS: dict[str, RunConfig] = {
             "model": {"name": "dlrm", "dim": 16, "top": [128, 64], "keep_fields": True},
             "rows": {"lr": 0.1, "initial_accumulator": 1e-6, "init_scale": 0.01},
             "dense": {"lr": 2e-3},
-            "train": {"batch_size": 4096, "epochs": 5},
+            "train": {"batch_size": 4096, "epochs": 5, "patience": 2},
         }
     ),
     "movielens_retrieval": build_config(
@@ -49,7 +49,7 @@ PRESETS: dict[str, RunConfig] = {
             },
             "rows": {"optimizer": "adam", "lr": 0.003, "init_scale": 0.05},
             "dense": {"lr": 1e-3},
-            "train": {"batch_size": 1024, "epochs": 20},
+            "train": {"batch_size": 1024, "epochs": 20, "patience": 3},
         }
     ),
     "gowalla": build_config(
@@ -58,7 +58,7 @@ PRESETS: dict[str, RunConfig] = {
             "model": {"name": "two_tower", "dim": 64, "temperature": 0.1},
             "rows": {"optimizer": "adam", "lr": 0.005, "init_scale": 0.05},
             "dense": {"lr": 1e-3},
-            "train": {"batch_size": 2048, "epochs": 15},
+            "train": {"batch_size": 2048, "epochs": 15, "patience": 3},
         }
     ),
     "power_law": build_config(
@@ -67,7 +67,7 @@ PRESETS: dict[str, RunConfig] = {
             "model": {"name": "graphsage", "dim": 32, "temperature": 0.1},
             "rows": {"optimizer": "adam", "lr": 0.005, "init_scale": 0.1},
             "dense": {"lr": 2e-3},
-            "train": {"batch_size": 1024, "epochs": 10},
+            "train": {"batch_size": 1024, "epochs": 10, "patience": 3},
         }
     ),
     "fb15k237": build_config(
@@ -87,7 +87,7 @@ PRESETS: dict[str, RunConfig] = {
                 "init_scale": 0.05,
                 "schedule": {"name": "linear"},
             },
-            "train": {"batch_size": 1024, "epochs": 10},
+            "train": {"batch_size": 1024, "epochs": 10, "patience": 3},
         }
     ),
     "criteo": build_config(

@@ -112,14 +112,22 @@ class ChangeSet:
 class Publication:
     """Rank 0's writer. A failure is said and made up for at the next commit; the run's commits do not depend on it."""
 
-    def __init__(self, run_folder: Path, folder: Path, disk: Disk) -> None:
+    def __init__(
+        self, run_folder: Path, folder: Path, disk: Disk, *, only_best: bool = True
+    ) -> None:
+        """only_best: where a validation part chooses, commits that are not the best so far are left out."""
         self.run_folder, self.folder, self.disk = run_folder, folder, disk
+        self.only_best = only_best
         self.problem: ColonnadeError | OSError | None = None  # of the newest commit
 
     def send(self, step: int, kept: Sequence[int], say: Callable[[str], None]) -> None:
         """Publish the commit of `step`, which is there, as the one that was published last may still be."""
         try:
-            self._send(step, read_header(self.run_folder, step))
+            header = read_header(self.run_folder, step)
+            best = header.get("best_step")
+            if self.only_best and best is not None and best != step:
+                step, header = best, read_header(self.run_folder, best)
+            self._send(step, header)
             self.problem = None
         except (ColonnadeError, OSError) as error:
             self.problem = error

@@ -11,6 +11,7 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.plan.consumers import check_bags
 from colonnade.plan.plan import Plan
+from colonnade.train.best import check_monitor
 from colonnade.train.mirror import open_url
 from colonnade.train.objective import Objective, Retrieval
 
@@ -44,9 +45,16 @@ def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
                     "that part out (test_fraction=0), or use data that has one (movielens_retrieval, gowalla, "
                     "power_law)"
                 )
+    monitor = config.train.monitor or objective.monitor
+    known = getattr(objective, "metrics", None)
+    if known is not None and monitor != objective.monitor:
+        tasks = data.train.schema.labels[1:]
+        check_monitor(
+            monitor, [*known, *(f"{metric}_{task}" for task in tasks for metric in known)]
+        )
     if config.train.patience and data.validation is None:
         raise ConfigError(
-            f"train.patience={config.train.patience} waits for a better {objective.monitor} on the validation part, "
+            f"train.patience={config.train.patience} waits for a better {monitor} on the validation part, "
             "and this data set has none; give it one, or set patience to 0"
         )
 

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade import _native
 from colonnade.config import RunConfig, dump_config, load_config, override
-from colonnade.data import Splits, num_steps, open_source
+from colonnade.data import Splits, num_steps
 from colonnade.data.next_use import splits_with_next_use
 from colonnade.data.processes import read_ahead
 from colonnade.data.tabular.tables import lasting_options
@@ -48,6 +48,7 @@ from colonnade.train.checking import checked, mean_sent, rows_of_first_owner
 from colonnade.train.choosing import placed_in_towers
 from colonnade.train.commit_header import committed_steps
 from colonnade.train.commits import Commits, lost_words, open_commits, resolve, restore
+from colonnade.train.defaults import open_data, settle, warn_of_few_steps
 from colonnade.train.dense import DenseGradients
 from colonnade.train.destinations import open_destinations
 from colonnade.train.finished import outcome_of, read_final_summary
@@ -127,9 +128,10 @@ class Run:
         return {
             **asdict(outcome),
             "step": collection.step,
+            "monitor": self.trainer.best.monitor,
             "samples": self.samples,
             "samples_per_second": rate,
-            **checked(collection.plan, rate, self.config.train.batch_size, self.sent),
+            **checked(collection.plan, rate, self.config.train.samples_per_step, self.sent),
             "num_ranks": self.mesh.num_ranks,
             "num_trainers": self.mesh.world.num_trainers,
             "phases_seconds": dict(self.trainer.phases.seconds),
@@ -166,7 +168,9 @@ def open_run(
         )
     set_threads(config.train.threads, mesh)
     if data is None:
-        data = open_source(config.data.name, config.data.path, **config.data.options)
+        config, data, chosen = open_data(config, folder)
+        if console is not None and chosen:
+            console.print(chosen, highlight=False)
         # What the run folder records opens the same data tomorrow: an inferred schema is written out.
         lasting = {"data.options": lasting_options(config.data.options, data)}
         config = override(config, lasting)
@@ -204,6 +208,7 @@ def prepare(
     at: int | str | None = None,
 ) -> Run:
     """Collective: the one way from a model and its data to a run, whoever built them; as `open_run`."""
+    config = settle(config, objective)
     collection, mesh_of_all = find_collection(model), mesh
     if collection.is_open and collection.mesh.world.has_servers:
         mesh = collection.mesh
@@ -211,13 +216,13 @@ def prepare(
         mesh = with_servers(mesh, config.plan.servers)
     agree_on_model(
         model, collection, data, mesh,
-        objective=type(objective).__name__, monitor=objective.monitor, at=at, has_folder=folder is not None,
+        objective=type(objective).__name__, monitor=config.train.monitor, at=at, has_folder=folder is not None,
     )  # fmt: skip
     final_summary = None
     if folder is not None and not read_only:
         _check_same_run(folder, config)
         if at is None:
-            num_epochs = len(data.days) if config.train.progressive else config.train.epochs
+            num_epochs = len(data.days) if config.train.progressive else config.train.num_epochs
             final_summary = read_final_summary(folder, config.train, num_epochs, mesh)
         if final_summary is not None:  # open it for reading
             read_only, mesh = True, mesh_of_all
@@ -225,7 +230,7 @@ def prepare(
     if not read_only:
         check_data(data, config, objective)
     if tells_next_use:
-        splits_with_next_use(data, config.train.epochs)  # refused before anything is opened
+        splits_with_next_use(data, config.train.num_epochs)  # refused before anything is opened
     if not read_only and not mesh.is_server:  # nor a GPU
         move_network(model, config.train.device, mesh)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -233,6 +238,8 @@ def prepare(
     make = dense_optimizer or partial(_dense_optimizer, config=config)
     optimizer = make(parameters or [nn.Parameter(torch.empty(0))])
     run_steps = total_steps(config, data)
+    if console is not None and not read_only:
+        warn_of_few_steps(config, run_steps, console)
     schedules = [
         row_schedule(rows) if row_schedule else build_schedule(rows, config.rows.schedule, run_steps),
         dense_schedule(optimizer) if dense_schedule else build_schedule(optimizer, config.dense.schedule, run_steps),
@@ -306,7 +313,7 @@ def prepare(
     trainer = Trainer(
         model,
         collection,
-        splits_with_next_use(data, config.train.epochs) if tells_next_use else data,
+        splits_with_next_use(data, config.train.num_epochs) if tells_next_use else data,
         _schedule(config),
         objective=objective,
         dense_optimizer=optimizer,
@@ -386,7 +393,7 @@ def plan_run(
         )
     config = override(config, {"plan.placement": "profiled"})
     set_threads(config.train.threads, Mesh())
-    data = open_source(config.data.name, config.data.path, **config.data.options)
+    config, data, _ = open_data(config, None)
     model = build_model(data.train.schema, config)
     collection = find_collection(model)
     names = [each.name for each in collection.tables]
@@ -510,12 +517,13 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
 def _schedule(config: RunConfig) -> Schedule:
     train = config.train
     return Schedule(
-        batch_size=train.batch_size,
-        epochs=train.epochs,
+        batch_size=train.samples_per_step,
+        epochs=train.num_epochs,
         max_steps=train.max_steps,
         accumulate=train.accumulate,
         evaluate_steps=train.evaluate_steps,
-        patience=train.patience,
+        monitor=train.monitor,
+        patience=train.patience or 0,
         min_delta=train.min_delta,
         progressive=train.progressive,
         rows_clip_norm=config.rows.clip_norm,
@@ -537,9 +545,9 @@ def _dense_optimizer(
 def total_steps(config: RunConfig, data: Splits) -> int | None:
     """Of the whole run; None: nobody knows before the end."""
     most, train = config.train.max_steps, config.train
-    parts = data.days if train.progressive else (data.train,) * train.epochs
+    parts = data.days if train.progressive else (data.train,) * train.num_epochs
     counts = [part.num_samples for part in parts]
-    steps = sum(num_steps(count, train.batch_size) for count in counts if count is not None)
+    steps = sum(num_steps(count, train.samples_per_step) for count in counts if count is not None)
     if any(count is None for count in counts):
         return most
     return steps if most is None else min(steps, most)

@@ -24,7 +24,7 @@ from colonnade.exchange.changing import capped
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.topology.presence import telling
 from colonnade.topology.reads import announced
-from colonnade.train.best import Best
+from colonnade.train.best import Best, check_monitor
 from colonnade.train.commit_clock import CommitClock
 from colonnade.train.commits import Commits
 from colonnade.train.dense import DenseGradients
@@ -43,6 +43,7 @@ class Schedule:
     max_steps: int | None = None
     accumulate: int = 1
     evaluate_steps: int = 0
+    monitor: str | None = None  # None: the objective's
     patience: int = 0
     min_delta: float = 0.0
     progressive: bool = False
@@ -99,7 +100,8 @@ class Trainer:
         self.phases = Phases()
         self.position = Position()  # of the next batch to train on, in steps of `batch_size`
         self.held: list = []  # reads a resumed run must use as they were
-        self.best = Best(f"validation_{objective.monitor}", schedule.min_delta)
+        monitor = schedule.monitor or objective.monitor
+        self.best = Best(f"validation_{monitor}", schedule.min_delta)
         self.days: list[dict[str, float]] = []  # progressive validation: what each day gave
         self.stop_asked = False
         # The step after which weights that some ranks alone train last went to all.
@@ -350,7 +352,10 @@ class Trainer:
             self.days.append({"day": self.position.epoch, **day})
             found |= _prefixed("day", day) | pooled_days(self.days)
         if self.data.validation is not None:
-            found |= _prefixed("validation", self.evaluate(self.data.validation))
+            validated = self.evaluate(self.data.validation)
+            if self.schedule.monitor not in (None, self.objective.monitor):
+                check_monitor(self.schedule.monitor, validated)
+            found |= _prefixed("validation", validated)
         if self.data.test is not None:
             found |= _prefixed("test", self.evaluate(self.data.test))
         step = self.collection.step
