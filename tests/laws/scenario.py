@@ -35,6 +35,7 @@ from colonnade import (
     Table,
     Uniform,
     build_plan,
+    dense_state_dict,
 )
 from colonnade.plan_config import CacheTier
 from colonnade.store.absent import AbsentRows
@@ -294,7 +295,9 @@ def train(
                 loss_of(model, share_of(global_batch(999, 31), mesh.rank, mesh.num_ranks))
             model.train()
     found = Trained(
-        losses, {k: v.cpu().clone() for k, v in model.state_dict().items()}, all_rows(collection)
+        losses,
+        {k: v.cpu().clone() for k, v in dense_state_dict(model).items()},
+        all_rows(collection),
     )
     for backing in backings:
         backing.close()

@@ -24,6 +24,7 @@ from colonnade import (
     TargetAttention,
     Uniform,
     build_plan,
+    dense_state_dict,
     fit,
 )
 from colonnade.data import Splits, open_tensors
@@ -152,7 +153,7 @@ def trained(mesh, name):
         **settings,
     )
     rows = {t.name: model.embeddings.rows(t.name, torch.arange(ROWS)) for t in tables}
-    dense = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    dense = dense_state_dict(model)
     assert any(bool(each.any()) for each in dense.values())
     return rows, dense, found.metrics, (found.outcome.steps, found.outcome.skipped)
 

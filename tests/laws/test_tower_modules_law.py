@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from colonnade import Adam, Feature, Ids, Mesh, Table, Uniform, build_plan, fit
+from colonnade import Adam, Feature, Ids, Mesh, Table, Uniform, build_plan, dense_state_dict, fit
 from colonnade.data import Splits, open_tensors
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.dlrm import DLRM
@@ -67,7 +67,7 @@ def trained(mesh, name, said):
     data = Splits(train=source(), test=source())
     found = fit(model, data, mesh=mesh, batch_size=48, dense_lr=0.05, quiet=True)
     rows = {each: model.embeddings.rows(each, torch.arange(ROWS)) for each in NAMES}
-    dense = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    dense = dense_state_dict(model)
     assert sum("interactions.tower" in name for name in dense) == 8
     if exchange == "towers" and mesh.num_ranks > 1:
         inside = ("tower0",) if columns else ("tower0", "tower1")

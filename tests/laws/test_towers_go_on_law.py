@@ -12,7 +12,17 @@ from ranks import run_ranks
 from test_tower_modules_law import DIM, MODELS, NAMES, ROWS, TOWERS, source
 from torch import nn
 
-from colonnade import Adam, EmbeddingCollection, Feature, Mesh, Table, Uniform, build_plan, fit
+from colonnade import (
+    Adam,
+    EmbeddingCollection,
+    Feature,
+    Mesh,
+    Table,
+    Uniform,
+    build_plan,
+    dense_state_dict,
+    fit,
+)
 from colonnade.data import Splits
 from colonnade.errors import CheckpointError
 from colonnade.interaction import FieldsLinear, TowerModule
@@ -60,7 +70,7 @@ def goes_on(mesh, folder, steps, drops=0.0, late=0, exchange="towers"):
 def weights_of(model):
     """Rows, and dense weights."""
     rows = {each: model.embeddings.rows(each, torch.arange(ROWS)) for each in NAMES}
-    return rows, {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    return rows, dense_state_dict(model)
 
 
 class Beside(nn.Module):

@@ -19,7 +19,7 @@ from plain_models import PlainDeepFM  # noqa: E402
 from workers.loop import PHASES, Case  # noqa: E402
 from workers.network import DCNv2Network, DeepFMNetwork, DenseNetwork  # noqa: E402
 
-from colonnade import Batch, Feature, Ids, Table  # noqa: E402
+from colonnade import Batch, Feature, Ids, Table, dense_state_dict  # noqa: E402
 from colonnade.models.dcnv2 import DCNv2  # noqa: E402
 from colonnade.models.deepfm import DeepFM  # noqa: E402
 from colonnade.models.dlrm import DLRM  # noqa: E402
@@ -43,7 +43,7 @@ def test_the_peers_network_is_the_models(dim: int) -> None:
     tables = [Table(name, dim, rows=rows) for name, rows in zip(names, ROWS, strict=True)]
     model = DLRM(tables, [Feature(n, n) for n in names], num_dense=5, bottom=BOTTOM, top=TOP)
     network = DenseNetwork(len(ROWS), dim, num_dense=5, bottom=BOTTOM, top=TOP)
-    dense = {k: v for k, v in model.state_dict().items() if not k.startswith("embeddings.")}
+    dense = dense_state_dict(model)
     network.load_state_dict(dense, strict=True)
     batch = random_batch(33, 5)
     fields = model.eval().embeddings(batch)["fields"].detach()
@@ -86,7 +86,7 @@ def load_dense(network: torch.nn.Module, model: torch.nn.Module, taken: Callable
     """The model's dense weights, random ones where they start at zero; `taken`: as the network names them."""
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    dense = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    dense = dense_state_dict(model)
     dense = taken(dense)
     network.load_state_dict({k.replace("layers.0.", ""): v for k, v in dense.items()}, strict=True)
 

@@ -8,10 +8,11 @@ import shutil
 import pytest
 import torch
 from own_loop import Loop, assert_same_state
-from scenario import STAYS, global_batch
+from ranks import run_ranks
+from scenario import STAYS, Net, all_rows, global_batch, loss_of, share_of
 
 import colonnade
-from colonnade import build_plan
+from colonnade import Mesh, RowOptimizer, build_plan
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, CorruptionError
 from colonnade.train.commits import committed_steps
 from colonnade.train.verification import verify_commit
@@ -178,3 +179,51 @@ def test_a_moved_folder_loads(tmp_path):
     loop.collection.save(tmp_path / "a", 1)
     shutil.move(tmp_path / "a", tmp_path / "b")
     assert_same_state(loaded(tmp_path / "b", dense_of(loop)), loop)
+
+
+def on_ranks(mesh, folder, source=None):
+    """Train two steps, save; or load what was saved, train two more. Return the rows then."""
+    model = Net(seed=3 if source is None else 9)
+    collection, rows = model.embeddings, RowOptimizer(model.embeddings)
+    first = 0
+    if source is None:
+        collection.open(build_plan(collection.tables, mesh.num_ranks), mesh)
+    else:
+        first = collection.load(source, mesh=mesh)
+    torch.manual_seed(0)  # the dense network stays as it is
+    for parameter in model.parameters():
+        torch.nn.init.uniform_(parameter, -1, 1)
+    for step in range(first, first + 2):
+        batch = share_of(global_batch(step, 24), mesh.rank, mesh.num_ranks)
+        loss_of(model, batch).backward()
+        rows.step()
+    collection.save(folder, first + 2)
+    return all_rows(collection)
+
+
+def test_any_number_of_ranks_loads(tmp_path):
+    run_ranks(2, on_ranks, tmp_path / "two")
+    for ranks in (1, 3):
+        folder = tmp_path / f"{ranks}"
+        if ranks == 1:
+            later = on_ranks(Mesh(), folder, tmp_path / "two")
+        else:
+            later = run_ranks(ranks, on_ranks, folder, tmp_path / "two")[0]
+        alone = Net().embeddings
+        assert alone.load(folder) == 4
+        for name, rows in all_rows(alone).items():
+            assert torch.equal(rows, later[name]), name
+    one, three = (Net().embeddings for _ in range(2))
+    one.load(tmp_path / "1")
+    three.load(tmp_path / "3")
+    for name, rows in all_rows(one).items():
+        torch.testing.assert_close(rows, all_rows(three)[name], rtol=1e-10, atol=1e-14)
+
+
+def test_a_world_that_changes_saves_on_in_its_folder(tmp_path):
+    run_ranks(2, on_ranks, tmp_path)
+    later = on_ranks(Mesh(), tmp_path, tmp_path)
+    alone = Net().embeddings
+    assert alone.load(tmp_path) == 4
+    for name, rows in all_rows(alone).items():
+        assert torch.equal(rows, later[name]), name

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from small_run import CONFIG
 
-from colonnade import Mesh
+from colonnade import Mesh, dense_state_dict
 from colonnade.config import build_config, override
 from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.store.manifest import describe, files_of
@@ -29,7 +29,7 @@ def train(mesh, folder, settings):
         table.name: collection.rows(table.name, torch.arange(table.rows))
         for table in collection.tables
     }
-    dense = {k: v.clone() for k, v in run.trainer.model.state_dict().items()}
+    dense = {k: v.clone() for k, v in dense_state_dict(run.trainer.model).items()}
     run.close()
     return rows, dense
 

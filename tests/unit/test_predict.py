@@ -20,7 +20,19 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 from small_run import CONFIG
 
-from colonnade import Batch, Concat, EmbeddingCollection, Feature, Ids, Mesh, Predictor, Table, fit
+from colonnade import (
+    Batch,
+    Concat,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    Mesh,
+    Predictor,
+    Table,
+    dense_state_dict,
+    fit,
+    load_dense_state_dict,
+)
 from colonnade.config import build_config, override
 from colonnade.data import Column, Schema, open_tensors
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, DataError, IdRangeError
@@ -201,7 +213,7 @@ def test_a_network_of_ones_own_is_served(tmp_path):
     users = torch.randn(50, 4, generator=generator)
     save_file({"ids": torch.arange(50), "weights": users}, tmp_path / "user.safetensors")
     twin = Own()
-    twin.load_state_dict(model.state_dict())
+    load_dense_state_dict(twin, dense_state_dict(model))
     twin.embeddings.open()
     for t, (known, rows) in enumerate(((ids, weights), (torch.arange(50), users))):
         store, table = twin.embeddings.store, collection.tables[t]

@@ -9,7 +9,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import colonnade
-from colonnade import Batch, EmbeddingCollection, Feature, Ids, Mesh, Table
+from colonnade import Batch, EmbeddingCollection, Feature, Ids, Mesh, Table, dense_state_dict
 from colonnade.cli.app import app
 from colonnade.config import build_config, override
 from colonnade.data.contract import Column, Schema
@@ -159,7 +159,7 @@ def test_what_a_partition_must_be(model):
 
 
 def weights(model) -> dict[str, torch.Tensor]:
-    return {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    return dense_state_dict(model)
 
 
 @pytest.mark.parametrize("model", [DLRM, DCNv2])
