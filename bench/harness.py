@@ -24,6 +24,8 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from colonnade.processors import WAIT_SETTINGS
+
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 STDERR_TAIL_LINES = 15
@@ -118,12 +120,28 @@ class Measurable(Protocol):
     def answer(self) -> dict[str, Any]: ...
 
 
-def open_worker(name: str, python: str, module: str) -> Worker:
-    """Run `python -m module` in the bench folder: so `workers` is found and its torch.py does not shadow torch."""
+def open_worker(
+    name: str,
+    python: str,
+    module: str,
+    *,
+    waiting: Mapping[str, str] | None = None,
+    group: Path | None = None,
+) -> Worker:
+    """Run `python -m module` in the bench folder: so `workers` is found and its torch.py does not shadow torch.
+
+    waiting: settings of how OpenMP's threads wait; by default none, so that every system spins as torch does by itself,
+    however this process was started. group: the folder of the control group to run in.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in WAIT_SETTINGS} | (waiting or {})
+    command = [python, "-m", module]
+    if group is not None:
+        command = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
     log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
     process = subprocess.Popen(
-        [python, "-m", module],
+        command,
         cwd=BENCH,
+        env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,

@@ -134,10 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_result(console, measured, result)
 
 
-def write_data(folder: Path, *, num_batches: int) -> list[int]:
+def write_data(
+    folder: Path, *, num_batches: int, max_cardinality: int = MAX_CARDINALITY
+) -> list[int]:
     """Files that `Case.load` reads; returns the rows of each field."""
     num_samples = num_batches * BATCH_SIZE
-    splits = open_synthetic(num_train=num_samples, num_test=0, max_cardinality=MAX_CARDINALITY)
+    splits = open_synthetic(num_train=num_samples, num_test=0, max_cardinality=max_cardinality)
     source = splits.train
     batches = list(source.batches(BATCH_SIZE))
     np.save(folder / "dense.npy", np.stack([batch.dense.numpy() for batch in batches]))

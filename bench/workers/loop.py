@@ -2,7 +2,8 @@
 
     parent                              worker
     the case (see `Case`)               {"ready": versions and other facts}   once the model stands
-    {"steps": K}                        {"seconds": [K], "phases": {name: [K]}, "loss": mean over K}
+    {"steps": K}                        {"seconds": [K], "phases": {name: [K]}, "loss": mean over K,
+                                         "processor_seconds": per step, of all threads}
     end of file                         leaves
 
 A worker waits without spinning while others run. Legend: N batches, B samples, F fields.
@@ -119,10 +120,16 @@ def open_channel() -> TextIO:
 def _block(step: Step, num_steps: int) -> dict:
     phases: dict[str, list[float]] = {name: [] for name in PHASES}
     losses = []
+    started = time.process_time()
     for _ in range(num_steps):
         laps = Laps()
         losses.append(step(laps).detach())
         for name, spent in laps.seconds.items():
             phases[name].append(spent)
     seconds = [sum(parts) for parts in zip(*phases.values(), strict=True)]
-    return {"seconds": seconds, "phases": phases, "loss": float(torch.stack(losses).mean())}
+    return {
+        "seconds": seconds,
+        "phases": phases,
+        "loss": float(torch.stack(losses).mean()),
+        "processor_seconds": (time.process_time() - started) / num_steps,
+    }

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from colonnade.processors import wait_passively
+
+wait_passively()  # before torch is loaded: it counts only then
+
 TYPE_CHECKING = False  # typing's own would be the slowest import here
 if TYPE_CHECKING:
     from typing import Any

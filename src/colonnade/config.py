@@ -16,6 +16,7 @@ import yaml
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 
 from colonnade.errors import ConfigError
+from colonnade.formats import parse_yaml
 from colonnade.plan_config import (
     RENAMED,
     CacheConfig,
@@ -300,7 +301,7 @@ class TrainConfig(Section):
     """Seconds that a rank which does not come is waited for before it is lost; for commits and starts 12 times that."""
     threads: int = Field(0, ge=0)
     """Threads per rank, torch's and Colonnade's; 0: OMP_NUM_THREADS, which torchrun sets to 1 if nobody did, else the
-    machine's processors shared among its ranks."""
+    machine's usable processors (affinity and control groups' quotas) shared among its ranks."""
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -407,12 +408,11 @@ def load_config(path: str | Path) -> RunConfig:
     """Read a YAML file. Raises ConfigError naming the file."""
     path = Path(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}; give an existing YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        detail = " ".join(str(error).split())
-        raise ConfigError(f"config {path}: not YAML: {detail}") from None
+    except ValueError as error:  # UnicodeDecodeError too
+        raise ConfigError(f"config {path}: not YAML: {error}") from None
     if values is None:
         values = {}
     if not isinstance(values, dict):
@@ -463,15 +463,51 @@ def _explain(problem: Any) -> str:
             )
         return _unknown(name, section.model_fields, name)
     if problem["type"] in ("model_type", "dict_type"):
-        return f"{name}: got {problem['input']!r}, wanted settings of it by name, such as {name}.NAME=VALUE"
+        return f"{name}: got {_excerpt(problem['input'])}, wanted settings of it by name, such as {name}.NAME=VALUE"
+    if wanted := _wanted(problem):
+        return f"{name}: got {_excerpt(problem['input'])}, {wanted}"
     said = problem["msg"].removeprefix("Value error, ")
     if not name or said.startswith("unknown setting"):  # a check of several settings together
         return said
     return (
         f"{name}: {said}"
         if said.startswith("got ")
-        else f"{name}: got {problem['input']!r}: {said}"
+        else f"{name}: got {_excerpt(problem['input'])}: {said}"
     )
+
+
+def _excerpt(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]} ... ({len(text):,} characters)"
+
+
+WANTED = {
+    "int": "wanted a whole number",
+    "float": "wanted a number",
+    "bool": "wanted true or false",
+    "string": "wanted text",
+    "list": "wanted a list",
+    "tuple": "wanted a list",
+}
+
+
+def _wanted(problem: Any) -> str | None:
+    """Say what a value of the wrong kind should have been; None where pydantic's own words say it."""
+    if problem["type"] == "literal_error":
+        return _suggest(problem["input"], problem["ctx"]["expected"])
+    kind, _, _ = problem["type"].partition("_")
+    if problem["type"].endswith(("_type", "_parsing", "_from_float")) and kind in WANTED:
+        return WANTED[kind]
+    words = problem["msg"]
+    return words.replace("Input should be", "wanted", 1) if words.startswith("Input") else None
+
+
+def _suggest(value: Any, expected: str) -> str:
+    """Name the nearest of some words, else all. expected: as pydantic lists them, "'a', 'b' or 'c'"."""
+    known = [word.strip(" '") for word in expected.replace(" or ", ", ").split(",")]
+    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.6)
+    every = f"choose from {', '.join(known)}"
+    return f"did you mean {near[0]}? Else {every}" if near else every
 
 
 def _unknown(name: str, known: Mapping[str, Any], path: str) -> str:

@@ -27,6 +27,7 @@ from colonnade.exchange.changing import change
 from colonnade.exchange.contract import Pushed, RowSource, Ticket
 from colonnade.exchange.layout import declare
 from colonnade.exchange.lent import lent_end
+from colonnade.exchange.one_caller import one_at_a_time
 from colonnade.exchange.recording import all_finite
 from colonnade.exchange.rows import RowsExchange
 from colonnade.exchange.slices import slices_of
@@ -211,6 +212,7 @@ class EmbeddingCollection(StatefulRows):
         return self
 
     @run_eagerly
+    @one_at_a_time
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self._served is not None:
             rows, device = self.slices.looked_up(batch), self.place.device

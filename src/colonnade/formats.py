@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from colonnade.errors import CheckpointError, CorruptionError
 
 VERSIONS = {
@@ -35,13 +37,24 @@ def check_stamp(where: Path | str, fields: Mapping[str, Any], name: str) -> None
         )
 
 
+def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
+    """Parse YAML. Raises ValueError, which says why in one line, for text that is none or is nested too deeply."""
+    try:
+        return yaml.load(text, Loader=loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+        raise ValueError(" ".join(str(error).split())) from None
+    except RecursionError:
+        raise ValueError("values are nested too deeply") from None
+
+
 def parse_object(where: Path | str, content: str | bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises CorruptionError for anything else."""
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise CorruptionError(
-            f"{where}: got text that is no JSON ({str(error)[:200]}); restore it from a copy"
+            f"{where}: got text that is no JSON ({why}), wanted an object; restore it from a copy"
         ) from None
     if not isinstance(fields, dict):
         raise CorruptionError(

@@ -32,18 +32,19 @@ class SparseOptimizer:
         for setting in fields(self):
             value = getattr(self, setting.name)
             limit = 1.0 if setting.name in ("momentum", "betas") else math.inf
-            numbers = value if isinstance(value, tuple) else (value,)
+            numbers = value if isinstance(value, tuple) and setting.name == "betas" else (value,)
             if not all(isinstance(n, int | float) and 0 <= n < limit for n in numbers):
                 raise ConfigError(
-                    f"{type(self).__name__}: got {setting.name}={value}, wanted "
+                    f"{type(self).__name__}: got {setting.name}={value!r}, wanted "
                     + (
                         "numbers of 0 or more, below 1"
                         if limit == 1
                         else "a finite number, 0 or more"
                     )
                 )
-        if len(getattr(self, "betas", (0, 0))) != 2:
-            raise ConfigError(f"{type(self).__name__}: got betas={self.settings()['betas']}, wanted two")  # fmt: skip
+        betas = getattr(self, "betas", (0.0, 0.0))
+        if not isinstance(betas, tuple) or len(betas) != 2:
+            raise ConfigError(f"{type(self).__name__}: got betas={betas!r}, wanted two, as a tuple")  # fmt: skip
 
     def state_floats(self, dim: int) -> int:
         """Scalars of optimizer state that lie with each row."""

@@ -6,14 +6,16 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import NoneType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, NonFiniteError
+from colonnade.exchange.one_caller import caller_of
 from colonnade.exchange.settling import Before, settled
 
 # Columns of `_native.update`'s settings: those of one number by name, then the others.
@@ -73,6 +75,11 @@ class RowOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with caller_of(self.collection):
+            self._step(agreed)
+        return loss
+
+    def _step(self, agreed: bool) -> None:
         self.collection.ensure_open()
         error: ConfigError | None = None
         try:
@@ -85,7 +92,6 @@ class RowOptimizer(Optimizer):
             raise error
         self.collection.push(self._kinds, settings)
         self._gradient_scale = 1.0
-        return loss
 
     @torch.no_grad()
     def scaled_step(self, scaler: torch.amp.GradScaler, *dense: Optimizer) -> bool:
@@ -283,10 +289,12 @@ class RowOptimizer(Optimizer):
         for group in self.param_groups:
             row = [0.0] * NUM_SETTINGS
             for column, name in enumerate(SETTINGS):
-                row[column] = group.get(name) or 0.0
-            row[BETAS : BETAS + 2] = group.get("betas") or (group.get("momentum", 0.0), 0.0)
+                row[column] = _read_number(group, name, group.get(name, 0.0))
+            betas = group.get("betas") or (group.get("momentum", 0.0), 0.0)
+            row[BETAS : BETAS + 2] = [_read_number(group, "betas", value) for value in betas]
             for column, name in LIMITS:
-                row[column] = math.inf if group[name] is None else group[name]
+                value = math.inf if group[name] is None else group[name]
+                row[column] = _read_number(group, name, value)
             limits = row[LIMITS[0][0] : LIMITS[-1][0] + 1]
             if not (
                 all(number >= 0 for number in row)
@@ -314,6 +322,15 @@ class RowOptimizer(Optimizer):
                 )
             settings.append(row)
         return torch.tensor(settings, dtype=torch.float64)
+
+
+def _read_number(group: dict, name: str, value: Any) -> float:
+    """Return a setting as a number. Raises ConfigError for None, text and what else is none."""
+    if isinstance(value, int | float | Tensor | np.number):
+        return float(value)
+    raise ConfigError(
+        f"param group {group['name']!r}: got {name}={value!r}, wanted a number; no row changed"
+    )
 
 
 def _is_plain(value: object) -> bool:

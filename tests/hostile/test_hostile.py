@@ -8,6 +8,7 @@ from pathlib import Path
 import command_cases
 import config_cases
 import criteo_cases
+import format_cases
 import movielens_cases
 import pytest
 import table_cases
@@ -17,7 +18,14 @@ from colonnade.cli import main
 
 CASES = [
     case
-    for module in (criteo_cases, movielens_cases, table_cases, config_cases, command_cases)
+    for module in (
+        criteo_cases,
+        movielens_cases,
+        table_cases,
+        format_cases,
+        config_cases,
+        command_cases,
+    )
     for case in module.cases()
 ]
 

@@ -35,9 +35,9 @@ from colonnade import (
     Table,
     Uniform,
     build_plan,
-    dense_state_dict,
 )
 from colonnade.plan_config import CacheTier
+from colonnade.row_state import dense_state_dict
 from colonnade.store.absent import AbsentRows
 from colonnade.store.log import open_log
 from colonnade.store.slices import lay_out

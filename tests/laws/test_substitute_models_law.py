@@ -24,7 +24,6 @@ from colonnade import (
     TargetAttention,
     Uniform,
     build_plan,
-    dense_state_dict,
     fit,
 )
 from colonnade.data import Splits, open_tensors
@@ -35,6 +34,7 @@ from colonnade.models.linear import LR
 from colonnade.models.nfm import NFM
 from colonnade.models.scorer import Scorer
 from colonnade.models.wide_deep import WideDeep
+from colonnade.row_state import dense_state_dict
 from colonnade.topology.sharding import table_wise
 
 ROWS, DIM, NAMES = 30, 6, "abcd"

@@ -6,10 +6,11 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from colonnade import Adam, Feature, Ids, Mesh, Table, Uniform, build_plan, dense_state_dict, fit
+from colonnade import Adam, Feature, Ids, Mesh, Table, Uniform, build_plan, fit
 from colonnade.data import Splits, open_tensors
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.dlrm import DLRM
+from colonnade.row_state import dense_state_dict
 from colonnade.topology.sharding import column_wise, table_wise
 from colonnade.topology.towers import Partition, tower_ranks
 

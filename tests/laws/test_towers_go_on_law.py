@@ -12,20 +12,11 @@ from ranks import run_ranks
 from test_tower_modules_law import DIM, MODELS, NAMES, ROWS, TOWERS, source
 from torch import nn
 
-from colonnade import (
-    Adam,
-    EmbeddingCollection,
-    Feature,
-    Mesh,
-    Table,
-    Uniform,
-    build_plan,
-    dense_state_dict,
-    fit,
-)
+from colonnade import Adam, EmbeddingCollection, Feature, Mesh, Table, Uniform, build_plan, fit
 from colonnade.data import Splits
 from colonnade.errors import CheckpointError
 from colonnade.interaction import FieldsLinear, TowerModule
+from colonnade.row_state import dense_state_dict
 from colonnade.topology.sharding import row_wise, table_wise
 
 CLIP = 0.3

@@ -479,3 +479,80 @@ def test_a_rank_whose_launcher_is_killed_commits_only_where_nobody_starts_it_aga
         == signal.SIGTERM
     )
     assert death_signal({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}) == signal.SIGKILL
+
+
+# --- inspect, of data files --------------------------------------------------------------------------------
+
+
+def write_clicks(path, delimiter=",", header=",label,user_id,city,created_at,note\n"):
+    rows = [f"{i},{i % 2},{i % 7},c{i % 3},2024-03-{i + 1:02}," for i in range(9)]
+    path.write_text((header + "\n".join(rows) + "\n").replace(",", delimiter))
+    return path
+
+
+def test_inspect_shows_rows_counts_and_a_schema(colonnade, tmp_path):
+    path = write_clicks(tmp_path / "a.csv")
+    status, out, err = colonnade("inspect", str(path))
+    assert status == 0 and err == ""
+    lines = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    assert lines["rows"] == ["rows", "9"]
+    assert lines["column"] == "column type missing distinct row 1 row 2 row 3".split()
+    assert lines["user_id"] == ["user_id", "integer", "0", "7", "0", "1", "2"]
+    assert lines["city"] == ["city", "text", "0", "3", "c0", "c1", "c2"]
+    assert lines["note"][:4] == ["note", "empty", "9", "-"]
+    assert "column_0: {type: key, dtype: integer}" in out
+    assert "created_at_weekday: {type: time, column: created_at, part: weekday}" in out
+    assert "left out: note (no value in the first rows)" in out
+    assert max(map(len, out.split("suggested schema")[0].splitlines())) <= 80
+
+
+def test_inspect_takes_the_options_of_reading(colonnade, tmp_path):
+    path = write_clicks(tmp_path / "a.dat", delimiter="\t", header="")
+    status, _, err = colonnade("inspect", str(path))
+    assert status == 2 and "--data csv" in err
+    names = "row,label,user_id,city,day,note"
+    options = ("--data", "csv", "--delimiter", "tab", "--names", names)
+    status, out, _ = colonnade("inspect", str(path), *options)
+    assert status == 0 and "user_id: {type: category, dtype: integer}" in out
+    (tmp_path / "days").mkdir()
+    write_clicks(tmp_path / "days" / "b.csv")
+    status, out, _ = colonnade("inspect", str(tmp_path / "days"), "--data", "csv")
+    assert status == 0 and "city: {type: category" in out
+    status, _, err = colonnade("inspect", str(path), "--data", "criteo")
+    assert status == 2 and "wanted a kind of file: csv" in err
+
+
+def test_inspect_shows_no_control_characters(colonnade, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("label,[/x],a\x1b[31m\n1,\x1b[2J,2\n0,b,3\n")
+    status, out, _ = colonnade("inspect", str(path))
+    assert status == 0 and "\x1b" not in out and "[/x]" in out and "\\x1b[2J" in out
+
+
+INSPECT = """
+import sys
+from colonnade.cli.app import run
+assert run(["inspect", sys.argv[1]]) == 0
+assert "torch" not in sys.modules, "torch was imported"
+"""
+
+
+def test_inspect_imports_no_torch(tmp_path):
+    path = write_clicks(tmp_path / "a.csv")
+    subprocess.run(
+        [sys.executable, "-c", INSPECT, str(path)], check=True, stdout=subprocess.DEVNULL
+    )
+
+
+def test_inspect_takes_less_than_a_second_of_processor_time(tmp_path):
+    if os.getloadavg()[0] > (os.cpu_count() or 1):
+        pytest.skip("other processes compute")
+    path = write_clicks(tmp_path / "a.csv")
+
+    def measure() -> float:
+        before = os.times()
+        test_inspect_imports_no_torch(path.parent)
+        after = os.times()
+        return sum(after[2:4]) - sum(before[2:4])
+
+    assert min(measure() for _ in range(3)) < 1.0

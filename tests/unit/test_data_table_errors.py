@@ -181,8 +181,8 @@ CSV = {
     ),
     "binary": (b"a\0b\n1\n", NUMBER, "got a binary file"),
     "empty": ("", NUMBER, "got an empty file, wanted a header and rows"),
-    "only a header": ("a,b\n", NUMBER, "got no row after the header"),
-    "only a header without newline": ("a,b", NUMBER, "got no row after the header"),
+    "only a header": ("a,b\n", NUMBER, "got no row, wanted at least one"),
+    "only a header without newline": ("a,b", NUMBER, "got no row, wanted at least one"),
     "an empty header": ("\n1\n", NUMBER, "line 1: got an empty line, wanted a header"),
     "no such column": (
         "price,b\n1,2\n",
@@ -274,7 +274,7 @@ PARQUET = {
     "text for a number": (
         {"a": ["x"]},
         NUMBER,
-        "column a: got string, wanted numbers, because the field 'a' is a number. Declare a category",
+        "row 0, column a: got 'x', wanted a number. Repair or remove the row, or declare a category",
     ),
     "a list for a number": ({"a": [[1.0]]}, NUMBER, "wanted numbers"),
     "fractions for a category": (
@@ -301,7 +301,7 @@ PARQUET = {
     "text for a label": (
         {"a": [1.0], "y": ["yes"]},
         [*NUMBER, Label("y")],
-        "column y: got string, wanted numbers",
+        "row 0, column y: got 'yes', wanted a number. Repair or remove the row, or say which",
     ),
     "text for cardinality": (
         {"a": ["x"]},

@@ -12,9 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from small_run import CONFIG
 
-from colonnade import Mesh, dense_state_dict
+from colonnade import Mesh
 from colonnade.config import build_config, override
 from colonnade.errors import CheckpointError, ConfigError, StorageError
+from colonnade.row_state import dense_state_dict
 from colonnade.store.manifest import describe, files_of
 from colonnade.train.commit_header import committed_steps
 from colonnade.train.export import export_run

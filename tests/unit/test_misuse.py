@@ -65,6 +65,50 @@ def test_ids_that_do_not_fit(changes, words):
         collection()(batch(changes=changes))
 
 
+@pytest.mark.parametrize("given", [{"k": torch.tensor([1])}, [1, 2], None])
+def test_what_is_no_batch(given):
+    with pytest.raises(DataError, match=r"wanted a colonnade\.Batch"):
+        collection()(given)
+
+
+def test_threads_that_call_at_once_are_refused_and_the_collection_still_works():
+    embeddings = collection()
+    rows, inside, leave = RowOptimizer(embeddings), threading.Event(), threading.Event()
+    errors: list[Exception] = []
+    prepare = embeddings.prepare
+
+    def slow_prepare(*arguments, **options):
+        inside.set()
+        leave.wait(10)
+        return prepare(*arguments, **options)
+
+    def call():
+        try:
+            embeddings(batch())
+        except Exception as error:
+            errors.append(error)
+
+    embeddings.prepare = slow_prepare
+    first = threading.Thread(target=call)
+    first.start()
+    assert inside.wait(10)
+    others = [threading.Thread(target=call) for _ in range(7)]
+    for thread in others:
+        thread.start()
+    for thread in others:
+        thread.join()
+    with pytest.raises(ConfigError, match="wanted one at a time"):
+        rows.step()
+    leave.set()
+    first.join()
+    embeddings.prepare = prepare
+    assert len(errors) == 7
+    assert all(isinstance(e, ConfigError) and "wanted one at a time" in str(e) for e in errors)
+    rows.zero_grad()
+    step(rows, embeddings, batch())
+    assert embeddings.rows("known", torch.tensor([1, 2])).tolist() == [[1.0, 1.0]] * 2
+
+
 @pytest.mark.parametrize("bad", [9, -1, 2**63 - 1, -(2**63)])
 def test_ids_outside_a_vocabulary(bad):
     with pytest.raises(IdRangeError, match=rf"'k'.*id {bad}, wanted 0 \.\. 8"):

@@ -26,7 +26,7 @@ from plain_models import (
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
-from colonnade import SGD, Batch, Feature, Ids, RowOptimizer, Table, Uniform, dense_state_dict
+from colonnade import SGD, Batch, Feature, Ids, RowOptimizer, Table, Uniform
 from colonnade.errors import ConfigError
 from colonnade.models.dcn import DCN
 from colonnade.models.dcnv2 import DCNv2
@@ -37,6 +37,7 @@ from colonnade.models.mlp import mlp
 from colonnade.models.nfm import NFM
 from colonnade.models.wide_deep import WideDeep
 from colonnade.ops.linear import ONEDNN, linear
+from colonnade.row_state import dense_state_dict
 from colonnade.topology.towers import Partition
 
 ROWS, DIM, LR_ROWS = 20, 4, 0.5
@@ -177,8 +178,7 @@ def twin_of(case: str, model, num_dense: int, tasks: int):
     """The plain model with the same dense weights and the same rows."""
     _, kind, _, make = CASES[case]
     plain = make(tables(kind, tasks), FEATURES, num_dense, tasks).double()
-    dense = dense_state_dict(model)
-    left = plain.load_state_dict(plain.taken(dense), strict=False)
+    left = plain.load_state_dict(plain.taken(dense_state_dict(model)), strict=False)
     assert not left.unexpected_keys and all(key.startswith("bags.") for key in left.missing_keys)
     with torch.no_grad():
         for name, bag in plain.bags.items():

@@ -20,24 +20,13 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 from small_run import CONFIG
 
-from colonnade import (
-    Batch,
-    Concat,
-    EmbeddingCollection,
-    Feature,
-    Ids,
-    Mesh,
-    Predictor,
-    Table,
-    dense_state_dict,
-    fit,
-    load_dense_state_dict,
-)
+from colonnade import Batch, Concat, EmbeddingCollection, Feature, Ids, Mesh, Predictor, Table, fit
 from colonnade.config import build_config, override
 from colonnade.data import Column, Schema, open_tensors
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, DataError, IdRangeError
 from colonnade.models.build import build_model
 from colonnade.models.dlrm import DLRM
+from colonnade.row_state import dense_state_dict, load_dense_state_dict
 from colonnade.store.checksums import compute_checksums
 from colonnade.store.dram import open_dram
 from colonnade.store.mapped import open_mapped

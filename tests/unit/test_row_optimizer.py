@@ -411,6 +411,21 @@ def test_settings_that_no_rule_can_use(change, words):
     assert torch.equal(rows_of(embeddings), before)
 
 
+@pytest.mark.parametrize("value", [None, "0.1", [0.1]])
+def test_a_rate_that_is_no_number_is_refused_and_nothing_changes(value):
+    embeddings = collection(table(Adagrad(lr=0.5)))
+    rows = RowOptimizer(embeddings)
+    backward(embeddings, [1, 2], torch.ones(2, DIM))
+    before = rows_of(embeddings).clone()
+    rows.param_groups[0]["lr"] = value
+    with pytest.raises(ConfigError, match=r"param group 'item': got lr=.*wanted a number"):
+        rows.step()
+    assert torch.equal(rows_of(embeddings), before)
+    rows.param_groups[0]["lr"] = 0.5
+    rows.step()
+    assert not torch.equal(rows_of(embeddings), before)
+
+
 def test_ftrl_refuses_a_rate_of_zero():
     embeddings = collection(table(FTRL(lr=0.1)))
     rows = RowOptimizer(embeddings)

@@ -23,9 +23,11 @@ def folder(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("start") / "run")
 
 
-@pytest.mark.parametrize("verb", ["report", "compare", "inspect", "settings"])
+@pytest.mark.parametrize("verb", ["report", "compare", "inspect", "settings", "doctor"])
 def test_a_verb_that_reads_files_does_not_import_torch(verb, folder):
-    arguments = {"compare": [str(folder)] * 2, "settings": []}.get(verb, [str(folder)])
+    arguments = {"compare": [str(folder)] * 2, "settings": [], "doctor": []}.get(
+        verb, [str(folder)]
+    )
     done = subprocess.run(
         [sys.executable, "-c", RUN_VERB, verb, *arguments],
         capture_output=True,

@@ -9,7 +9,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import colonnade
-from colonnade import Batch, EmbeddingCollection, Feature, Ids, Mesh, Table, dense_state_dict
+from colonnade import Batch, EmbeddingCollection, Feature, Ids, Mesh, Table
 from colonnade.cli.app import app
 from colonnade.config import build_config, override
 from colonnade.data.contract import Column, Schema
@@ -21,6 +21,7 @@ from colonnade.models.build import build_model, lasting_towers
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.dlrm import DLRM
 from colonnade.models.tower_facts import words_of
+from colonnade.row_state import dense_state_dict
 from colonnade.topology.towers import Partition, striped
 from colonnade.train.export import export_run
 from colonnade.train.run import load_run_config, open_run

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from colonnade.cli import (
@@ -30,6 +29,7 @@ from colonnade.cli import (
     verify,
 )
 from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.terminal import Terminal, printable
 
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -145,8 +145,8 @@ def run(arguments: Sequence[str]) -> int:
 def say_error(text: str) -> None:
     """One line, whatever file names and values are in it."""
     line = "; ".join(part for part in text.split("\n") if part)
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, emoji=False)
+    line = printable(line).replace("\t", "\\t")
+    console = Terminal(stderr=True, soft_wrap=True)
     console.print(f"error: {line}", style="red")
     sys.stderr.flush()
 

@@ -22,7 +22,6 @@ def compare(
     ] = None,
 ) -> None:
     """Final and best metrics, throughput, and the settings that differ (only those)."""
-    from rich.console import Console
     from rich.table import Table as Grid
     from rich.text import Text
 
@@ -34,11 +33,12 @@ def compare(
     )
     from colonnade.report.page import write_page
     from colonnade.report.reading import read_run
+    from colonnade.terminal import Terminal, printable
 
     if len(runs) < 2:
         raise ConfigError(f"got {len(runs)} run, wanted at least two: colonnade compare RUN RUN")
     records = [read_run(run) for run in runs]
-    console, names = Console(highlight=False), names_of(records)
+    console, names = Terminal(), names_of(records)
     different = different_settings(records)
     for title, lines in (("figures", figure_lines(records)), ("settings that differ", different)):
         if not lines:
@@ -47,13 +47,13 @@ def compare(
         grid = Grid(title=title, title_justify="left")
         grid.add_column("")
         for name in names:
-            grid.add_column(Text(name), justify="right", overflow="fold")
+            grid.add_column(name, justify="right", overflow="fold")
         for line in lines:
             cells = [
-                Text(value, style="bold green" if i in line.best else "")
+                Text(printable(value), style="bold green" if i in line.best else "")
                 for i, value in enumerate(line.values)
             ]
-            grid.add_row(Text(line.name), *cells)
+            grid.add_row(line.name, *cells)
         console.print(grid)
     if output is not None:
         write_page(compare_page(records), output)

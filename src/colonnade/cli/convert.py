@@ -95,7 +95,6 @@ TAB = {"\\t": "\t", "tab": "\t"}
 
 def bars() -> Progress:
     """Rows done of rows there are."""
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -104,19 +103,21 @@ def bars() -> Progress:
         TimeRemainingColumn,
     )
 
+    from colonnade.terminal import Terminal
+
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn(),
-        console=Console(highlight=False), transient=True,
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("rows"),
+        TimeRemainingColumn(),
+        console=Terminal(), transient=True,
     )  # fmt: skip
 
 
 def run(conversion: Conversion, target: Path, rows_per_group: int, force: bool) -> None:
     """Write it under a progress bar, and say what came of it."""
-    from rich.console import Console
-
     from colonnade.data.convert import write_parquet
+    from colonnade.terminal import Terminal
 
-    console = Console(highlight=False)
+    console = Terminal()
     started = time.perf_counter()
     with bars() as progress:
         task = progress.add_task(target.name, total=conversion.num_rows)

@@ -24,16 +24,15 @@ def demo(
     ] = 3_000_000,
 ) -> None:
     """Train a DLRM on a Criteo-shaped stream made on the spot: no download, no GPU."""
-    from rich.console import Console
-
     from colonnade.cli.report import report
     from colonnade.cli.train import run_folder, train_run
     from colonnade.config import override
     from colonnade.data import open_source
+    from colonnade.terminal import Terminal
     from colonnade.train.metrics import ceiling
     from colonnade.train.presets import preset
 
-    console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
+    console = Terminal(quiet=os.environ.get("RANK", "0") != "0")
     settings = {"data.options.num_train": samples}
     config = override(preset("synthetic"), settings)
     folder = run_folder(run, "demo")
@@ -46,7 +45,8 @@ def demo(
     assert data.test is not None
     best = ceiling(data.test.batches(EVALUATION_BATCH))["auc"]
     console.print(
-        f"[bold]test AUC {summary['metrics']['test_auc']:.4f}[/bold], the best any model could reach on "
-        f"this stream is {best:.4f}; {time.perf_counter() - started:.0f} s in all"
+        f"test AUC {summary['metrics']['test_auc']:.4f}, the best any model could reach on "
+        f"this stream is {best:.4f}; {time.perf_counter() - started:.0f} s in all",
+        style="bold",
     )
     report(folder)

@@ -15,18 +15,18 @@ def doctor(
     ] = Path("runs"),
 ) -> None:
     """Processor, memory, huge pages, io_uring, disk, GPU, libraries; and what each means for training."""
-    from rich.console import Console
     from rich.table import Table as Grid
     from rich.text import Text
 
+    from colonnade.terminal import Terminal
     from colonnade.train.machine import machine_facts
 
     grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("what", "here", "what follows"):
         grid.add_column(title, overflow="fold")
     for what, here, follows in findings(machine_facts(place)):
-        grid.add_row(Text(what, style="bold"), Text(here), Text(follows))
-    Console(highlight=False).print(grid)
+        grid.add_row(Text(what, style="bold"), here, follows)
+    Terminal().print(grid)
 
 
 def findings(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -44,9 +44,9 @@ def findings(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("memory", _memory(facts), _memory_follows(facts)),
         ("huge pages", pages or "cannot tell", pages_follow),
         ("disk", _disk(facts), "rows beyond memory and commits rest here" + _rotates(facts)),
-        ("io_uring", facts["io_uring"], "not used: a few threads read files, on any kernel"),
+        ("io_uring", facts["io_uring"], _IO_URING[facts["io_uring"] == "yes"]),
         ("GPU", ", ".join(gpus) or "none", _GPU[bool(gpus)]),
-        ("gloo", "yes" if facts["gloo"] else "no", _GLOO[facts["gloo"]]),
+        ("ranks", "gloo", _RANKS),
     ]
 
 
@@ -59,12 +59,15 @@ _GPU = {
     True: "the dense network can run there, and rows lie there with plan.memory.hbm, copies with plan.cache.tier=hbm",
     False: "the dense network trains on the processor",
 }
-_GLOO = {
-    True: "several ranks (--ranks) work; they listen on 127.0.0.1, where other users of this machine can connect. "
-    "torchrun's ranks and store listen to the network, and its c10d rendezvous (also --standalone) lets whoever "
-    "connects run commands as you: docs/howto/failures.md",
-    False: "this torch trains on one rank only; install one with torch.distributed",
+_IO_URING = {
+    True: "rows beyond memory are read with it",
+    False: "rows beyond memory are read by a few threads instead",
 }
+_RANKS = (
+    "--ranks listens on 127.0.0.1, where other users of this machine can connect. torchrun's ranks and store listen to "
+    "the network, and its c10d rendezvous (also --standalone) lets whoever connects run commands as you: "
+    "docs/howto/failures.md"
+)
 _HUGE_PAGES = {
     "always": "tables use them",
     "madvise": "tables use them",

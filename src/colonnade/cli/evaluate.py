@@ -24,8 +24,7 @@ def evaluate(
     part: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
 ) -> None:
     """AUC and log loss of a run's commit, made by any number of ranks; changes nothing in the folder."""
-    from rich.console import Console
-
+    from colonnade.terminal import Terminal
     from colonnade.topology.mesh import Mesh
     from colonnade.train.run import load_run_config, open_run
 
@@ -46,7 +45,7 @@ def evaluate(
         raise DataError(
             f"got no samples in the {part} part, wanted some; choose another with --part"
         )
-    console = Console(highlight=False)
+    console = Terminal()
     console.print(f"{run}, step {opened.resumed_at}, {part}:")
     for name, value in metrics.items():
         shown = f"{value:,.0f}" if name.startswith("num") else f"{value:.4f}"

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from colonnade.terminal import say
+
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade export runs/mine served\n\n"
     "  colonnade export runs/mine served-2000 --at 2000"
@@ -26,7 +28,7 @@ def export(
     said = export_run(run, destination, at=at)
     rows = sum(table["count"] for table in said["tables"])
     size = sum(path.stat().st_size for path in destination.iterdir())
-    typer.echo(
+    say(
         f"step {said['step']}: {len(said['tables'])} tables, {rows:,} trained rows, {size / 2**20:,.1f} MiB\n"
         f"export: {destination}"
     )

@@ -8,22 +8,50 @@ from typing import Annotated, Any
 
 import typer
 
+from colonnade.cli.convert import TAB
 from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.terminal import say
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade inspect runs/mine\n\n  colonnade inspect served\n\n"
-    "  colonnade inspect runs/mine/commits/000000002000.json\n\n  colonnade inspect clicks.parquet"
+    "  colonnade inspect runs/mine/commits/000000002000.json\n\n  colonnade inspect clicks.parquet\n\n"
+    "  colonnade inspect ratings.dat --data csv --delimiter : --names user,item,label"
 )
 MAX_LINES = 30
-DELIMITERS = {".tsv": "\t", ".csv": ",", ".txt": "\t"}
+MAX_COLUMNS = 200
+"""Of a data file."""
+SAMPLES = 3
+"""Rows shown."""
 
 
 def inspect(
     path: Annotated[
-        Path, typer.Argument(help="Run folder, exported folder, commit (.json) or data file.")
+        Path,
+        typer.Argument(
+            help="Run folder, exported folder, commit (.json), or data as --path takes it."
+        ),
     ],
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="Kind of data file: csv, parquet, ... Default: by its name."),
+    ] = None,
+    delimiter: Annotated[
+        str | None, typer.Option("--delimiter", help="One character, or tab. Default: by its name.")
+    ] = None,
+    names: Annotated[
+        str | None,
+        typer.Option("--names", help="Column names of a file without a header: label,user,item."),
+    ] = None,
 ) -> None:
-    """Say what is in there: steps, tables, rows, bytes, identity; or columns and types. Changes nothing."""
+    """Show what is in there: steps, tables, rows, bytes; or columns, first rows and a schema. Changes nothing."""
+    if data is not None or delimiter is not None or names is not None:
+        _data(
+            path,
+            data,
+            TAB.get(delimiter or "", delimiter),
+            None if names is None else names.split(","),
+        )
+        return
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give a run folder, an export or a file")
     if path.is_dir():
@@ -34,14 +62,14 @@ def inspect(
         else:
             raise CheckpointError(
                 f"{path} is neither a run folder (config.yaml) nor an export (model.json); "
-                "give one of these, or a file"
+                "give one of these, a file, or a folder of data files with --data"
             )
     elif path.suffix == ".json":
         _commit(path)
     elif path.suffix == ".safetensors":
         _safetensors(path)
     else:
-        _data(path)
+        _data(path, None, None, None)
 
 
 def _run(path: Path) -> None:
@@ -70,7 +98,7 @@ def _run(path: Path) -> None:
     _table(("table (rank 0)", "rows in memory", "rows in files", "memory", "files"), rows)
     if run.commits:
         newest = path / "commits" / f"{run.commits[-1]:012d}.json"
-        typer.echo(f"newest commit: colonnade inspect {newest}")
+        say(f"newest commit: colonnade inspect {newest}")
 
 
 def _commit(path: Path) -> None:
@@ -143,71 +171,99 @@ def _safetensors(path: Path) -> None:
     _table(("tensor", "dtype", "shape"), rows)
 
 
-def _data(path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.csv
-    import pyarrow.parquet
-
+def _data(path: Path, kind: str | None, delimiter: str | None, names: Sequence[str] | None) -> None:
+    from colonnade.data.location import check_regular
+    from colonnade.data.tabular.narrow import narrow
+    from colonnade.data.tabular.tables import FORMATS, read_head
     from colonnade.report.words import bytes_words
 
-    try:
-        if path.suffix == ".parquet":
-            file = pa.parquet.ParquetFile(path)
-            schema, num_rows = file.schema_arrow, f"{file.metadata.num_rows:,}"
-        else:
-            delimiter = DELIMITERS.get(path.suffix, ",")
-            options = pa.csv.ParseOptions(delimiter=delimiter)
-            with pa.csv.open_csv(path, parse_options=options) as reader:
-                schema, num_rows = reader.schema, "not counted; the first line was taken as names"
-    except (pa.ArrowException, OSError, ValueError) as error:
-        detail = " ".join(str(error).split())
-        raise DataError(
-            f"{path}: cannot be read as {path.suffix or 'text'}: {detail}. Wanted Parquet (.parquet), .csv or .tsv"
-        ) from None
-    _facts({"file": str(path), "rows": num_rows, "on disk": bytes_words(path.stat().st_size)})
-    _table(("column", "type"), [(field.name, str(field.type)) for field in schema])
-    _suggest(path, schema.names)
-
-
-def _suggest(path: Path, columns: Sequence[str]) -> None:
-    """The schema that training would infer; why there is none, where it would refuse."""
-    from colonnade.data import infer_schema
-
-    try:
-        suggested = infer_schema(path)
-    except (ConfigError, DataError) as error:
-        typer.echo(f"no schema suggested: {error}")
-        return
-    typer.echo(
-        "suggested schema (save, correct and give it with --set data.options.schema=FILE):\n"
+    if kind is not None and kind not in FORMATS:
+        raise ConfigError(f"got --data {kind}, wanted a kind of file: {', '.join(sorted(FORMATS))}")
+    if not path.is_dir():
+        check_regular(path)
+    options: dict[str, Any] = {"delimiter": delimiter, "names": names}
+    head = read_head(
+        path, kind, **{name: value for name, value in options.items() if value is not None}
     )
-    typer.echo(suggested.to_yaml())
-    left_out = [name for name in columns if name not in suggested.columns]
-    if left_out:
-        typer.echo(f"left out, because no field reads their type: {', '.join(left_out)}")
+    columns = {name: (array, narrow(array)) for name, array in head.columns.items()}
+    num_read = max((len(array) for array in head.columns.values()), default=0)
+    facts = {
+        "file": str(path),
+        "rows": f"{head.num_rows:,}",
+        "on disk": bytes_words(head.num_bytes),
+    }
+    if num_read < head.num_rows:
+        facts["read"] = f"the first {num_read:,} rows"
+    _facts(facts)
+    lines = [
+        (
+            _shown(name), _type_words(narrowed.type), f"{narrowed.null_count:,}", _distinct(narrowed),
+            *(_shown(array[row], 11) for row in range(min(SAMPLES, num_read))),
+        )
+        for name, (array, narrowed) in columns.items()
+    ]  # fmt: skip
+    samples = [f"row {row + 1}" for row in range(min(SAMPLES, num_read))]
+    _table(("column", "type", "missing", "distinct", *samples), lines, most=MAX_COLUMNS)
+    if head.declaration is None:
+        say(f"no schema suggested: {_shown(head.problem, 2000)}")
+        return
+    say("suggested schema (save, correct and give it with --set data.options.schema=FILE):\n")
+    say(head.declaration.to_yaml())
+    for name, why in head.left_out.items():
+        say(f"left out: {_shown(name)} ({why})")
+
+
+def _type_words(kind: Any) -> str:
+    words = {
+        "int64": "integer",
+        "double": "fraction",
+        "string": "text",
+        "bool": "true, false",
+        "null": "empty",
+    }
+    return words.get(str(kind), "time" if str(kind).startswith("timestamp") else str(kind))
+
+
+def _distinct(array: Any) -> str:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        return f"{pc.count_distinct(array).as_py():,}"
+    except pa.ArrowException:  # lists
+        return "-"
+
+
+def _shown(value: Any, most: int = 40) -> str:
+    """Return a value on one line, without control characters."""
+    value = value.as_py() if hasattr(value, "as_py") else value
+    text = "" if value is None else str(value)
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: most + 1])
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _facts(values: dict[str, Any]) -> None:
     width = max(map(len, values))
     for name, value in values.items():
-        typer.echo(f"{name:>{width}}  {value}")
+        say(f"{name:>{width}}  {value}")
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], most: int = MAX_LINES) -> None:
     from rich.table import Table as Grid
-    from rich.text import Text
+
+    from colonnade.terminal import Terminal
 
     if not rows:
         return
-    grid, console = Grid(), Console(highlight=False)
+    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    console = Terminal()
     for number, name in enumerate(columns):
         grid.add_column(name, justify="right" if number else "left", overflow="fold")
-    for row in rows[:MAX_LINES]:
-        grid.add_row(*map(Text, row))
+    for row in rows[:most]:
+        grid.add_row(*row)
     console.print(grid)
-    if len(rows) > MAX_LINES:
-        console.print(f"  and {len(rows) - MAX_LINES:,} more")
+    if len(rows) > most:
+        console.print(f"  and {len(rows) - most:,} more")
 
 
 def _size(path: Path) -> int:

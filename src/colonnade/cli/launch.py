@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from colonnade.processors import usable_processors
 from colonnade.topology.rendezvous import HEARTBEATS, STORE
 from colonnade.train.interrupt import REPEAT_SECONDS
 
@@ -51,7 +52,7 @@ def run_ranks(
         memory_file("colonnade-heartbeats") as heartbeats,
         _record_signals() as signals,
     ):
-        threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
+        threads = str(max(1, usable_processors() // num_ranks))
         environment = {
             "OMP_NUM_THREADS": threads,
             **os.environ,

@@ -171,13 +171,12 @@ def _world(
 def _left_open(config: Path | None, set_: list[str] | None) -> dict[str, str]:
     """What nobody said of shardings, exchanges and the way of ids is chosen: that is what the command is for. Copies of
     rows (`plan.cache`) ask for exchange rows and whole rows, so beside them only the way of ids is."""
-    import yaml
-
     from colonnade.cli.train import parse_settings
+    from colonnade.formats import parse_yaml
 
     said: dict[str, Any] = {}
     if config is not None:
-        values = yaml.safe_load(config.read_text(encoding="utf-8"))
+        values = parse_yaml(config.read_text(encoding="utf-8"))
         said |= {f"plan.{name}": each for name, each in ((values or {}).get("plan") or {}).items()}
     said |= parse_settings(set_ or [])
     if said.keys() & {"plan.exchange", "plan.sharding"}:

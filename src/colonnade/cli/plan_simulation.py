@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-
 from colonnade.errors import ConfigError
 from colonnade.plan.capacity import PERSIA, Machine, Simulated, Work, simulate
 from colonnade.report.words import bytes_words
 from colonnade.sizes import positive_bytes
 from colonnade.table import Table
+from colonnade.terminal import Terminal
 from colonnade.topology.world import World
 from colonnade.train.planning import Planned
 
@@ -63,7 +62,7 @@ def show_simulation(
     parameters: float, batch_size: int, work: Work, cases: Sequence[Simulated]
 ) -> None:
     """A line of what was measured, one for each place of rows, one of what was published."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     console.print(
         f"SIMULATION of {parameters:,.0f} parameters, run by nobody: rates of one rank of this machine "
         f"({1 / work.seconds:,.0f} samples/s, {work.rows:.1f} rows of {work.row_floats:.0f} floats a sample, "

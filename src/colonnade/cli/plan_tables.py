@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table as Grid
-from rich.text import Text
 
 from colonnade.models.work import FLOPS_PER_PRODUCT
 from colonnade.plan.caching import kept_bytes
@@ -17,6 +16,7 @@ from colonnade.plan.towers.forecast import PAPER
 from colonnade.report.words import bytes_words, count_words, seconds_words
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
+from colonnade.terminal import Terminal
 from colonnade.topology.sharding import Sharding
 from colonnade.train.planning import Planned
 
@@ -33,7 +33,7 @@ def show(
     found: Planned, tables: Sequence[Table], target: float | None, table: str | None = None
 ) -> None:
     """`target`: samples/s that bytes per second are said for; `table`: show this one's choices."""
-    console = Console(highlight=False)
+    console = Terminal()
     if table is not None:
         _show_choices(console, found, next(t for t in found.choice.tables if t.name == table))
         return
@@ -89,7 +89,7 @@ def _show_memory(console: Console, found: Planned, tables: Sequence[Table], rate
         ]))  # fmt: skip
     lines.sort(key=lambda line: (-line[0], -line[1]))
     for *_, cells in lines[:MAX_LINES]:
-        grid.add_row(*map(Text, cells))
+        grid.add_row(*cells)
     console.print(grid)
     if len(lines) > MAX_LINES:
         console.print(f"  and {len(lines) - MAX_LINES} more, which read less")
@@ -107,12 +107,12 @@ def _show_exchanges(console: Console, found: Planned) -> None:
     lines = sorted(found.choice.tables, key=lambda table: -table.chosen.seconds)
     for table in lines[:MAX_LINES]:
         best, other = table.chosen, table.others[0] if table.others else None
-        grid.add_row(*map(Text, [
+        grid.add_row(
             table.name, _words(best, found) + ("!" if table.is_forced else ""),
             bytes_words(best.bytes_over("local")), bytes_words(best.bytes_over("remote")),
             seconds_words(best.seconds), "-" if other is None else _kind_words(other),
             "-" if other is None else _more(other.more),
-        ]))  # fmt: skip
+        )  # fmt: skip
     console.print(grid)
     if len(lines) > MAX_LINES:
         console.print(f"  and {len(lines) - MAX_LINES} more, which take less")
@@ -148,11 +148,11 @@ def _show_choices(console: Console, found: Planned, table: TableChoice) -> None:
             bytes_words(cost.sent[purpose, "local"] + cost.sent[purpose, "remote"])
             for purpose in ("route", "fetch", "push")
         ]
-        grid.add_row(*map(Text, [
+        grid.add_row(
             _words(cost, found), *by_purpose, bytes_words(cost.bytes_over("local")),
             bytes_words(cost.bytes_over("remote")), seconds_words(cost.seconds),
             "chosen" if cost is table.chosen else _more(cost.more),
-        ]))  # fmt: skip
+        )  # fmt: skip
     console.print(grid)
     how = "as it was said" if table.is_forced else "the fewest seconds of the whole step"
     name = table.name.removesuffix("[cold]").removesuffix("[hot]")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from colonnade.errors import ConfigError
+from colonnade.terminal import say
 
 EXAMPLES = (
     "Scores are probabilities, one column per label, in the order of the input; the output appears when it is whole. "
@@ -50,7 +51,6 @@ def predict(
     ] = None,
 ) -> None:
     """Score files: same bits as evaluation of the same commit, with rows mapped read-only and no training state."""
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -59,19 +59,21 @@ def predict(
         TimeRemainingColumn,
     )
 
+    from colonnade.data.tabular.tables import FORMATS
     from colonnade.predict import Predictor
-    from colonnade.predict.inputs import TABLES, open_inputs
+    from colonnade.predict.inputs import open_inputs
     from colonnade.predict.scores import ScoreFile
+    from colonnade.terminal import Terminal
 
     if path is None and part is None:
         raise ConfigError(
             "nothing to score: give --path FILE, or --part test for the model's own data"
         )
-    console = Console(stderr=True, highlight=False)
+    console = Terminal(stderr=True)
     with Predictor.open(model, at=at) as predictor:
         config = predictor.config
         assert config is not None  # of a model that could be built
-        both_tables = data in TABLES and config.data.name in TABLES  # one schema reads either
+        both_tables = data in FORMATS and config.data.name in FORMATS  # one schema reads either
         source = open_inputs(
             data or config.data.name,
             config.data.path if path is None else path,
@@ -90,7 +92,7 @@ def predict(
                 file.add(batch, scores)
                 bars.update(task, completed=file.num_samples)
         seconds = time.perf_counter() - started
-        typer.echo(
+        say(
             f"step {predictor.step}: {file.num_samples:,} samples scored, "
             f"{file.num_samples / max(seconds, 1e-9):,.0f} samples/s\nscores: {output}"
         )

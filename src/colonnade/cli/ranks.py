@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import ColonnadeError, ConfigError, PeerLost, WorldError
+from colonnade.terminal import Terminal, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,7 +110,6 @@ def rank(config: Path, folder: Path, summary: Path, at: int, launcher: int) -> N
 def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str, Any]:
     """Ends the process where the run cannot go on: what comes then is up to torchrun."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts there is nothing to save
-    from rich.console import Console
 
     from colonnade.topology.mesh import close_mesh, open_mesh
     from colonnade.topology.presence import words_of
@@ -117,15 +117,15 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
     mesh = None
     try:
         mesh = open_mesh(timeout=timedelta(seconds=config.train.timeout), verb="train")
-        console = Console(highlight=False) if mesh.rank == 0 else None
+        console = Terminal() if mesh.rank == 0 else None
         found = _train_here(config, folder, mesh, console, at)
         close_mesh(mesh)
     except PeerLost as lost:
-        print(f"error: {lost}", file=sys.stderr, flush=True)
+        print(printable(f"error: {lost}"), file=sys.stderr, flush=True)
         os._exit(3)
     except ColonnadeError as error:
         number = os.environ.get("RANK", "0") if mesh is None else mesh.rank
-        print(f"error: rank {number}: {error}", file=sys.stderr, flush=True)
+        print(printable(f"error: rank {number}: {error}"), file=sys.stderr, flush=True)
         if mesh is not None and mesh.presence is not None:
             mesh.presence.tell(words_of(error))
         # Peers may wait for this rank in a collective; leaving at once is what tells them.

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from colonnade.terminal import say
+
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade report runs/mine\n\n"
     "  colonnade report runs/mine --output mine.html\n\n"
@@ -29,4 +31,4 @@ def report(
 
     place = output or run / "report.html"
     write_page(run_page(read_run(run)), place)
-    typer.echo(f"report: {place}")
+    say(f"report: {place}")

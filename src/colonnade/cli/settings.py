@@ -29,11 +29,12 @@ def settings(
     ] = None,
 ) -> None:
     """List settings: name, default, possible values, meaning."""
-    from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
 
-    console = Console(highlight=False)
+    from colonnade.terminal import Terminal
+
+    console = Terminal()
     for name, default, values, meaning in _chosen_lines(which):
         title = Text(name, style="bold")
         title.append(f" = {default}" if default else "", style="not bold")

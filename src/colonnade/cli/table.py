@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table as Grid
-from rich.text import Text
 
 from colonnade.plan.plan import Plan, explain
 from colonnade.report.tiers import TIER_LINES, tier_words
@@ -55,7 +54,7 @@ def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
         if name not in common:
             grid.add_column(name, justify="left" if name == "table" else "right", overflow="fold")
     for t in order[:MAX_LINES]:
-        grid.add_row(*(Text(v) for name, v in lines[t].items() if name not in common))
+        grid.add_row(*(value for name, value in lines[t].items() if name not in common))
     console.print(Padding(grid, (0, 0, 0, 2), expand=False))
     if len(order) > MAX_LINES:
         console.print(f"  and {len(order) - MAX_LINES} smaller tables")
@@ -104,7 +103,7 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
         if name.split("@")[0].endswith(SHOWN_METRICS) and value == value  # NaN: undefined
     }
     for name, value in metrics.items():
-        console.print(f"[bold]{name.replace('_', ' ')}: {value:.4f}[/bold]")
+        console.print(f"{name.replace('_', ' ')}: {value:.4f}", style="bold")
     if summary["stopped_early"]:
         console.print(
             f"stopped early: scores no longer got better; the best step is {summary['best_step']}"

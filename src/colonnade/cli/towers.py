@@ -159,13 +159,12 @@ def parse_capacity(said: Sequence[str]) -> Capacity:
 
 
 def _show(run: Path, found: TowerMap, out: Path | None) -> None:
-    from rich.console import Console
     from rich.table import Table as Grid
-    from rich.text import Text
 
     from colonnade.report import tower_map as report
+    from colonnade.terminal import Terminal
 
-    console = Console(highlight=False)
+    console = Terminal()
     console.print(
         f"{run}, step {found.made['step']:,}: {found.distance} towers from {found.made['samples']:,} samples",
         markup=False,
@@ -176,7 +175,7 @@ def _show(run: Path, found: TowerMap, out: Path | None) -> None:
             name, justify="left" if name in ("tower", "which") else "right", overflow="fold"
         )
     for line, features in zip(report.load_lines(found), found.partition.towers, strict=True):
-        grid.add_row(*map(Text, line), Text(" ".join(features)))
+        grid.add_row(*line, " ".join(features))
     console.print(grid)
     grid = Grid(title="mean |cosine| of two features", title_justify="left")
     for name in report.AFFINITY_COLUMNS:
@@ -203,11 +202,11 @@ def _predict(
     compute: float,
     batch_size: int | None,
 ) -> None:
-    from rich.console import Console
     from rich.table import Table as Grid
 
     from colonnade.plan.towers.forecast import PAPER, RATIOS, forecast
     from colonnade.report.words import seconds_words
+    from colonnade.terminal import Terminal
     from colonnade.topology.links import planned_world
     from colonnade.train.commit_header import committed_steps, read_header
     from colonnade.train.run import load_run_config
@@ -222,7 +221,7 @@ def _predict(
     widths = {name: each["dim"] for name, each in tables.items()}
     floats = sum(_width(widths[table]) for table, _ in features.values())
     samples = batch_size or load_run_config(run).train.batch_size
-    console = Console(highlight=False)
+    console = Terminal()
     grid = Grid(
         title=f"prediction: exchange of a step, {len(features)} features, {floats:,} floats a sample, {samples:,} "
         "samples a rank",

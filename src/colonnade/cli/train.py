@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -154,18 +155,19 @@ def choose_config(
         settings["data.path"] = path
     chosen = override(chosen, settings)
     if chosen.data.path is not None:  # the folder is read from other places later
-        chosen = override(chosen, {"data.path": str(Path(chosen.data.path).expanduser().resolve())})
+        chosen = override(
+            chosen, {"data.path": os.path.realpath(Path(chosen.data.path).expanduser())}
+        )
     return chosen
 
 
 def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None) -> dict[str, Any]:
     """Train to the end and show what came of it; returns the run's summary."""
-    from rich.console import Console
-
     from colonnade.cli import ranks as launch
     from colonnade.cli.table import show_outcome
+    from colonnade.terminal import Terminal
 
-    console = Console(highlight=False)
+    console = Terminal()
     summary = launch.train(config, folder, ranks, console, at)
     if summary:
         show_outcome(console, summary, folder)
@@ -177,11 +179,11 @@ WORDS = {"true": True, "false": False, "none": None, "null": None, "~": None, ""
 
 def _as_yaml(text: str) -> Any:
     """`[user, item]` without quotes, as in a YAML file; text where it is no YAML."""
-    import yaml
+    from colonnade.formats import parse_yaml
 
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text)
+    except ValueError:
         return text
 
 
@@ -195,6 +197,11 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
             raise ConfigError(f"--set got {pair!r}, wanted name=value, e.g. --set train.epochs=3")
         try:
             settings[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+        except (
+            ValueError,
+            SyntaxError,
+            RecursionError,
+            MemoryError,
+        ):  # the last two: nested too deeply
             settings[name] = _as_yaml(text) if text[:1] in "[{" else WORDS.get(text.lower(), text)
     return settings

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from colonnade.errors import ConfigError, CorruptionError
+from colonnade.terminal import say
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade verify runs/mine\n\n  colonnade verify runs/mine --at 2000\n\n"
@@ -60,9 +61,9 @@ def verify(
             words = (
                 file.problem if str(file.path) in file.problem else f"{file.path}: {file.problem}"
             )
-            typer.echo(f"damaged  {words}")
+            say(f"damaged  {words}")
     if damaged:
         raise CorruptionError(
             f"{subject}: {len(damaged):,} of {num_files:,} files are damaged or missing. {remedy}"
         )
-    typer.echo(f"{subject}: whole; {num_files:,} files, {bytes_words(num_bytes)} read")
+    say(f"{subject}: whole; {num_files:,} files, {bytes_words(num_bytes)} read")

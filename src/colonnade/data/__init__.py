@@ -33,10 +33,13 @@ if TYPE_CHECKING:
         Label,
         Number,
         Sequence,
+        Time,
         Weight,
     )
+    from colonnade.data.tabular.libsvm import open_libsvm
     from colonnade.data.tabular.parquet import open_parquet
     from colonnade.data.tabular.tables import infer_schema
+    from colonnade.data.tabular.tfrecord import open_tfrecord
     from colonnade.data.tensors import TensorSource, open_tensors
 
 _HOMES = {
@@ -56,9 +59,11 @@ _HOMES = {
     "tabular.csv": ("open_csv",),
     "tabular.declaration": ("Declaration", "load_declaration"),
     "tabular.fields": (
-        "Bag", "Bucket", "Category", "Cross", "Group", "Key", "Label", "Number", "Sequence", "Weight",
+        "Bag", "Bucket", "Category", "Cross", "Group", "Key", "Label", "Number", "Sequence", "Time", "Weight",
     ),
+    "tabular.libsvm": ("open_libsvm",),
     "tabular.parquet": ("open_parquet",),
+    "tabular.tfrecord": ("open_tfrecord",),
     "tabular.tables": ("infer_schema",),
     "tensors": ("TensorSource", "open_tensors"),
 }  # fmt: skip
@@ -85,6 +90,7 @@ __all__ = [
     "Source",
     "Splits",
     "TensorSource",
+    "Time",
     "Weight",
     "infer_schema",
     "load_declaration",
@@ -95,6 +101,7 @@ __all__ = [
     "open_fb15k237",
     "open_gowalla",
     "open_graph",
+    "open_libsvm",
     "open_movielens",
     "open_movielens_retrieval",
     "open_parquet",
@@ -102,6 +109,7 @@ __all__ = [
     "open_source",
     "open_synthetic",
     "open_tensors",
+    "open_tfrecord",
     "open_triples",
 ]
 

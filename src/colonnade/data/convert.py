@@ -17,7 +17,9 @@ from colonnade.data.lines import LineFile, open_lines
 from colonnade.data.location import locate
 from colonnade.data.sets.criteo import CATEGORIES, DENSE, FILE, FOLDER, parse_columns
 from colonnade.data.tabular.columns import refuse_repeated
-from colonnade.data.tabular.csv import CsvTable, build_dialect, open_text
+from colonnade.data.tabular.csv_table import CsvTable, build_dialect, open_text
+from colonnade.data.tabular.infer import INFER_ROWS, UNNAMED, infer
+from colonnade.data.tabular.narrow import BLANKS, narrowest
 from colonnade.data.tabular.parquet import SCHEMA_KEY
 from colonnade.errors import DataError, StorageError
 
@@ -115,39 +117,20 @@ def open_csv_conversion(
         on_rows(int(table.lengths[block]), total)
     types = {name: _TYPES[rank] for name, rank in zip(table.names, ranks, strict=True)}
     schema = pa.schema([pa.field(name, type_) for name, type_ in types.items()])
-    return Conversion(table.path, schema, total, _csv_tables(table, types), {})
+    typed = any(kind != UNNAMED for kind in table.header_types.values())
+    declared = (
+        infer(table.path, table.head(INFER_ROWS), None, table.header_types) if typed else None
+    )
+    metadata = {} if declared is None else {SCHEMA_KEY: declared.declaration.to_yaml().encode()}
+    return Conversion(table.path, schema, total, _csv_tables(table, types), metadata)
 
 
-_TYPES = (pa.int64(), pa.float64(), pa.string())
-_BLANKS = " \t"
-_INTEGER = r"^-?(0|[1-9][0-9]{0,18})$"
-_NUMBER = r"^[+-]?(((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[nN][aA][nN])$"
-_LONG = r"^[+-]?[0-9]{16,}$"
+_TYPES = [pa.int64(), pa.float64(), pa.string()]
 
 
 def _narrowest(column: pa.ChunkedArray) -> int:
-    """Index into _TYPES of the first type that holds these texts without changing what they say."""
-    texts = pc.utf8_trim(column.drop_null(), _BLANKS)
-    if _all(pc.match_substring_regex(texts, _INTEGER)) and _casts(texts, pa.int64()):
-        return 0
-    is_number = _all(pc.match_substring_regex(texts, _NUMBER)) and _casts(texts, pa.float64())
-    return 1 if is_number and not _any(pc.match_substring_regex(texts, _LONG)) else 2
-
-
-def _all(found: pa.ChunkedArray) -> bool:
-    return pc.all(found, min_count=0).as_py()
-
-
-def _any(found: pa.ChunkedArray) -> bool:
-    return pc.any(found, min_count=0).as_py()
-
-
-def _casts(texts: pa.ChunkedArray, kind: pa.DataType) -> bool:
-    try:
-        texts.cast(kind)
-    except pa.ArrowInvalid:
-        return False
-    return True
+    """Return the index into _TYPES of the first type that holds these texts without changing what they say."""
+    return _TYPES.index(narrowest(pc.utf8_trim(column, BLANKS)))
 
 
 def _csv_tables(table: CsvTable, types: dict[str, pa.DataType]) -> Iterator[pa.Table]:

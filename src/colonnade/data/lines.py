@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from colonnade.data.location import check_regular
 from colonnade.errors import DataError
 
 STRIDE = 256
@@ -89,6 +90,8 @@ def open_lines(path: str | Path) -> LineFile:
     path = Path(path)
     kept: list[NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
     num_newlines, num_bytes, last = 0, 0, NEWLINE
+    if path.exists() and not path.is_dir():
+        check_regular(path)
     try:
         with path.open("rb") as file:
             while block := file.read(SCAN_BYTES):

@@ -10,6 +10,18 @@ from colonnade.errors import DataError
 VARIABLE = "COLONNADE_DATA"
 
 
+def check_regular(path: Path) -> Path:
+    """Return the path of a regular file. Raises DataError: a pipe would hang, and skipping one would lose samples."""
+    if path.exists() or path.is_symlink():
+        if path.is_file():
+            return path
+        raise DataError(
+            f"{path}: got a folder, a pipe, a device or a broken link, wanted a regular file. Write the samples to a "
+            "file, or take this out of the data"
+        )
+    raise DataError(f"{path}: no such file or folder. Check the path given with --path")
+
+
 def locate(path: str | Path | None, *, folder: str, file: str) -> Path:
     """The file `file` of the data set kept in `folder`.
 

@@ -17,7 +17,9 @@ from colonnade.data.sets.movielens_retrieval import open_movielens_retrieval
 from colonnade.data.sets.power_law import open_power_law
 from colonnade.data.sets.synthetic import open_synthetic
 from colonnade.data.tabular.csv import open_csv
+from colonnade.data.tabular.libsvm import open_libsvm
 from colonnade.data.tabular.parquet import open_parquet
+from colonnade.data.tabular.tfrecord import open_tfrecord
 from colonnade.errors import ColonnadeError, ConfigError
 
 SOURCES: dict[str, Callable[..., Splits]] = {
@@ -25,11 +27,13 @@ SOURCES: dict[str, Callable[..., Splits]] = {
     "csv": open_csv,
     "fb15k237": open_fb15k237,
     "gowalla": open_gowalla,
+    "libsvm": open_libsvm,
     "movielens": open_movielens,
     "movielens_retrieval": open_movielens_retrieval,
     "parquet": open_parquet,
     "power_law": open_power_law,
     "synthetic": open_synthetic,
+    "tfrecord": open_tfrecord,
 }
 
 

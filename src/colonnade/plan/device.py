@@ -23,6 +23,7 @@ import torch
 
 from colonnade import _native
 from colonnade.optimizers import RowWiseAdagrad
+from colonnade.processors import usable_processors
 from colonnade.store.disk import storage_error
 from colonnade.store.dram import open_dram
 from colonnade.table import Table
@@ -143,11 +144,8 @@ def measure(
 ) -> Device:
     """About `seconds` for each of a dozen rates of each directory. Raises StorageError naming a directory that cannot
     be written or has no room for a few megabytes."""
-    processors = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    )
     return Device(
-        processors or 1,
+        usable_processors(),
         tuple(measure_rows(width, seconds) for width in widths),
         tuple(measure_directory(place, scratch_bytes, seconds) for place in directories),
     )

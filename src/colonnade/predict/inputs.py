@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from colonnade.batch import Batch
 from colonnade.data import SOURCES, open_source
-from colonnade.data.contract import START, Position, Schema, Source, Splits
+from colonnade.data.contract import START, Position, Schema, Source
 from colonnade.data.lines import LineFile, open_lines
 from colonnade.data.location import locate
 from colonnade.data.sets.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
-from colonnade.data.tabular.csv import ENDINGS as CSV
-from colonnade.data.tabular.csv import open_csv
 from colonnade.data.tabular.declaration import load_declaration
-from colonnade.data.tabular.parquet import ENDINGS as PARQUET
-from colonnade.data.tabular.parquet import open_parquet
-from colonnade.data.tabular.tables import kind_of
+from colonnade.data.tabular.tables import FORMATS, KINDS, kind_of
 from colonnade.errors import ConfigError
 
-TABLES = ("csv", "parquet")
 PARTS = ("train", "validation", "test")
 
 
@@ -42,13 +38,15 @@ def open_inputs(
         return source
     if name not in SOURCES:
         raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
-    if name in TABLES and path is not None and str(path).lower().endswith((*CSV, *PARQUET)):
+    if name in FORMATS and path is not None and Path(path).suffix.lower() in KINDS:
         name = kind_of(path)  # a model trained on one kind scores the other
-    if name not in WHOLE:
+    if name in FORMATS:
+        return open_table_whole(name, path, options)
+    if name != "criteo":
         raise ConfigError(
             f"the {name} reader has no files of samples by themselves; score a part of it with --part test"
         )
-    return WHOLE[name](path, options)
+    return open_criteo_whole(path, options)
 
 
 def open_criteo_whole(path: str | Path | None, options: Mapping[str, Any]) -> Source:
@@ -63,38 +61,18 @@ def open_criteo_whole(path: str | Path | None, options: Mapping[str, Any]) -> So
     return source if has_label else Unlabelled(source)
 
 
-def open_table_whole(
-    opener: Callable[..., Splits], path: str | Path | None, options: Mapping[str, Any]
-) -> Source:
+def open_table_whole(name: str, path: str | Path | None, options: Mapping[str, Any]) -> Source:
     """Every row under the schema the model was trained with; columns of labels and weights need not be there."""
     if path is None or "schema" not in options:
         raise ConfigError(
             "got no schema for these files, wanted the one the model was trained with: score with the reader it was "
             "trained with (leave --data out)"
         )
-    kept = {name: value for name, value in options.items() if name in READING}
+    # Options that say how files are read, not how they are parted.
+    reading = {"threads", *signature(FORMATS[name]).parameters}
+    values = {option: value for option, value in options.items() if option in reading}
     schema = load_declaration(options["schema"]).inputs()
-    return opener(path, **{**kept, "schema": schema}).train
-
-
-def open_csv_whole(path: str | Path | None, options: Mapping[str, Any]) -> Source:
-    return open_table_whole(open_csv, path, options)
-
-
-def open_parquet_whole(path: str | Path | None, options: Mapping[str, Any]) -> Source:
-    kept = {name: value for name, value in options.items() if name not in READING_TEXT}
-    return open_table_whole(open_parquet, path, kept)
-
-
-READING_TEXT = ("delimiter", "quote", "names", "null_values")
-READING = ("threads", *READING_TEXT)
-"""Options that say how files are read, not how they are parted."""
-WHOLE: dict[str, Callable[[str | Path | None, Mapping[str, Any]], Source]] = {
-    "criteo": open_criteo_whole,
-    "csv": open_csv_whole,
-    "parquet": open_parquet_whole,
-}
-"""By reader: how its files are read whole and in order."""
+    return open_source(name, path, **{**values, "schema": schema}).train
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from colonnade.errors import CheckpointError
+from colonnade.formats import parse_yaml
 from colonnade.report.sound import (
     is_number,
     sound_config,
@@ -213,10 +212,9 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}; restore it from a copy") from None
     try:
-        loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        detail = " ".join(str(error).split())
+        loaded = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: got broken {path.suffix[1:].upper()} ({detail}); restore it from a copy, or remove it"
+            f"{path}: got broken {path.suffix[1:].upper()} ({error}); restore it from a copy, or remove it"
         ) from None
     return loaded if isinstance(loaded, dict) else {}

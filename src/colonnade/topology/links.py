@@ -6,7 +6,6 @@ links of a planned world are what a person says of them.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from colonnade.errors import ConfigError
+from colonnade.processors import usable_processors
 from colonnade.sizes import parse_rate
 from colonnade.topology.mesh import Mesh, host_mesh
 from colonnade.topology.world import World
@@ -72,11 +72,8 @@ def measure_links(mesh: Mesh) -> World:
 
 def crowding(mesh: Mesh) -> float:
     """Collective: `World.crowding` of the fullest host, as torch's threads are set now."""
-    processors = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    )
     threads = mesh.world.ranks_per_host * torch.get_num_threads()
-    mine = torch.tensor(max(1.0, threads / (processors or 1)), dtype=torch.float64)
+    mine = torch.tensor(max(1.0, threads / usable_processors()), dtype=torch.float64)
     return max(float(each) for each in mesh.all_gather(PURPOSE, mine))
 
 

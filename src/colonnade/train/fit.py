@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from colonnade.batch import Batch
@@ -20,6 +19,7 @@ from colonnade.data.contract import Source, Splits
 from colonnade.errors import ConfigError, DataError
 from colonnade.plan.plan import build_plan
 from colonnade.plan_config import PlanConfig
+from colonnade.terminal import Terminal
 from colonnade.topology.mesh import Mesh, open_mesh
 from colonnade.train.agreement import agree_on_config
 from colonnade.train.commit_header import read_header
@@ -119,7 +119,7 @@ def fit(
         dense_optimizer=dense_optimizer,
         dense_schedule=dense_schedule,
         row_schedule=row_schedule,
-        console=None if quiet or mesh.rank > 0 else Console(highlight=False),
+        console=None if quiet or mesh.rank > 0 else Terminal(),
     )
     try:
         model.train()

@@ -11,10 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from colonnade import _native
+from colonnade.processors import usable_processors
 
 FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
 LIBRARIES = ("colonnade", "torch", "numpy", "pyarrow")
@@ -34,10 +32,8 @@ def machine_facts(place: Path) -> dict[str, Any]:
         "processor": processor["name"],
         "features": processor["features"],
         "processors": os.cpu_count(),
-        "usable_processors": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "threads": torch.get_num_threads(),
+        "usable_processors": usable_processors(),
+        "threads": _native.num_threads(),
         "isa": _native.isa(),
         "isas": list(_native.available_isas()),
         "memory_bytes": _memory("MemTotal"),
@@ -49,11 +45,19 @@ def machine_facts(place: Path) -> dict[str, Any]:
         "disk_bytes": disk[0],
         "disk_free_bytes": disk[1],
         "disk_rotates": _rotates(place),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "gpus": _gpus(),
         "python": sys.version.split()[0],
         "versions": {name: _version(name) for name in LIBRARIES},
     }
+
+
+def _gpus() -> list[str]:
+    """Names of NVIDIA's GPUs, as their driver lists them. Asking torch would take two seconds to import it."""
+    names = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        fields = dict(line.partition(":")[::2] for line in (_read(path) or "").splitlines())
+        names.append(fields.get("Model", "unknown model").strip())
+    return names
 
 
 def _processor() -> dict[str, Any]:

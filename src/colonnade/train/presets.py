@@ -100,7 +100,9 @@ PRESETS: dict[str, RunConfig] = {
         }
     ),
     "csv": build_config({"data": {"name": "csv"}, **TABLES}),
+    "libsvm": build_config({"data": {"name": "libsvm"}, **TABLES}),
     "parquet": build_config({"data": {"name": "parquet"}, **TABLES}),
+    "tfrecord": build_config({"data": {"name": "tfrecord"}, **TABLES}),
 }
 
 SEQUENCES: dict[str, Any] = {

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 
@@ -34,6 +33,7 @@ from colonnade.store.budget import slot_bytes
 from colonnade.store.disk import Disk
 from colonnade.store.dram import RowSources
 from colonnade.store.log import LogBacking
+from colonnade.terminal import Terminal
 from colonnade.topology.mesh import Mesh
 from colonnade.train.dense import DenseGradients
 from colonnade.train.objective import Objective
@@ -203,7 +203,7 @@ class _Rehearsal:
             dense_optimizer=self.make_optimizer(parameters),
             rows=RowOptimizer(collection),
             dense=dense,
-            progress=Progress(total_steps=None, console=Console(quiet=True), is_quiet=True),
+            progress=Progress(total_steps=None, console=Terminal(quiet=True), is_quiet=True),
         )
         dense.attach()
         return trainer, backings

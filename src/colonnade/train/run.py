@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 from rich.console import Console
 from torch import nn
@@ -32,11 +33,13 @@ from colonnade.plan.forcing import is_settled
 from colonnade.plan.plan import plan_of
 from colonnade.plan.towers.advice import advised
 from colonnade.plan_config import MemoryConfig
+from colonnade.processors import usable_processors
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
 from colonnade.store.places import check_tiers
 from colonnade.table import Table
+from colonnade.terminal import Terminal
 from colonnade.topology.mesh import Mesh, with_servers
 from colonnade.topology.world import World
 from colonnade.train.agreement import agree_on_config, agree_on_model, agree_on_plan, flatten
@@ -311,7 +314,7 @@ def prepare(
         lr_schedules=[schedule for schedule in schedules if schedule is not None],
         progress=Progress(
             total_steps=run_steps,
-            console=console or Console(quiet=True),
+            console=console or Terminal(quiet=True),
             folder=None if part is None or read_only else folder,
             part=part or "all",
             is_quiet=console is None or mesh.rank > 0,
@@ -444,11 +447,13 @@ def move_network(model: nn.Module, device: str, mesh: Mesh) -> None:
 
 
 def set_threads(wanted: int, mesh: Mesh) -> None:
-    """Threads per rank: `wanted`, what OMP_NUM_THREADS says of each, or this machine's processors, shared."""
+    """Set the threads of this rank: `wanted`, what OMP_NUM_THREADS says, or its share of the usable processors."""
     if wanted:
         torch.set_num_threads(wanted)
-    elif mesh.world.ranks_per_host > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // mesh.world.ranks_per_host))
+    elif "OMP_NUM_THREADS" not in os.environ:
+        share = max(1, usable_processors() // mesh.world.ranks_per_host)
+        torch.set_num_threads(min(share, torch.get_num_threads()))
+        pa.set_cpu_count(min(share, pa.cpu_count()))
     # OpenMP keeps what torch is told for this thread alone: the lookahead's and a commit's would take OMP_NUM_THREADS.
     _native.set_num_threads(torch.get_num_threads())
 

@@ -1,1 +1,1 @@
-"""CSV and Parquet under a declared schema."""
+"""Tables of any kind of file under a declared schema."""

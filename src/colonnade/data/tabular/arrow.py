@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pyarrow as pa
 
-from colonnade.data.tabular.fields import Dtype
+if TYPE_CHECKING:
+    from colonnade.data.tabular.fields import Dtype
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -26,6 +29,10 @@ def is_number(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+
+
+def is_time(kind: pa.DataType) -> bool:
+    return pa.types.is_timestamp(kind) or pa.types.is_date(kind)
 
 
 def is_list(kind: pa.DataType) -> bool:

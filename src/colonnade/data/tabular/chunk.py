@@ -25,6 +25,7 @@ class Bags:
 
     values: Longs  # (E,)
     offsets: Longs  # (S + 1,)
+    weights: Floats | None = None  # (E,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,24 +100,26 @@ def _cut_ids(ids: Longs | Bags, begin: int, end: int) -> Longs | Bags:
     if not isinstance(ids, Bags):
         return ids[begin:end]
     offsets = ids.offsets[begin : end + 1]
-    return Bags(ids.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+    first, last = offsets[0], offsets[-1]
+    weights = None if ids.weights is None else ids.weights[first:last]
+    return Bags(ids.values[first:last], offsets - first, weights)
 
 
 def _take_ids(ids: Longs | Bags, rows: Longs) -> Longs | Bags:
     if not isinstance(ids, Bags):
         return ids.take(rows)
     begins = ids.offsets.take(rows)
-    return gather(ids.values, begins, ids.offsets.take(rows + 1) - begins)
+    return gather(ids.values, begins, ids.offsets.take(rows + 1) - begins, ids.weights)
 
 
-def gather(values: Longs, begins: Longs, lengths: Longs) -> Bags:
+def gather(values: Longs, begins: Longs, lengths: Longs, weights: Floats | None = None) -> Bags:
     """Bags of `values[begins[i] : begins[i] + lengths[i]]`, copied."""
     offsets = np.zeros(len(begins) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     # Id j of bag b lies at begins[b] + (j - offsets[b]): repeat the shift, add j.
     places = np.repeat(begins - offsets[:-1], lengths)
     places += np.arange(len(places))
-    return Bags(values.take(places), offsets)
+    return Bags(values.take(places), offsets, None if weights is None else weights.take(places))
 
 
 def _join_ids(parts: list[Longs | Bags]) -> Longs | Bags:
@@ -126,7 +129,9 @@ def _join_ids(parts: list[Longs | Bags]) -> Longs | Bags:
     lengths = np.concatenate([np.diff(bag.offsets) for bag in bags])
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    return Bags(np.concatenate([bag.values for bag in bags]), offsets)
+    weights = [bag.weights for bag in bags if bag.weights is not None]
+    values = np.concatenate([bag.values for bag in bags])
+    return Bags(values, offsets, np.concatenate(weights) if weights else None)
 
 
 def _tensors(ids: Longs | Bags) -> Ids:
@@ -135,5 +140,6 @@ def _tensors(ids: Longs | Bags) -> Ids:
     from colonnade.batch import Ids
 
     if isinstance(ids, Bags):
-        return Ids(torch.from_numpy(ids.values), torch.from_numpy(ids.offsets))
+        weights = None if ids.weights is None else torch.from_numpy(ids.weights)
+        return Ids(torch.from_numpy(ids.values), torch.from_numpy(ids.offsets), weights)
     return Ids(torch.from_numpy(ids))

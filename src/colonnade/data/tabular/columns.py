@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from colonnade.data.tabular.arrow import dtype_in, is_integer, is_list, is_number, is_text
+from colonnade.data.tabular.arrow import dtype_in, is_integer, is_list, is_number, is_text, is_time
 from colonnade.data.tabular.declaration import Declaration
 from colonnade.data.tabular.fields import (
     Bag,
@@ -20,6 +20,7 @@ from colonnade.data.tabular.fields import (
     Key,
     Label,
     Number,
+    Time,
     Weight,
     nearest,
 )
@@ -85,12 +86,18 @@ def check_types(path: Path, types: Mapping[str, pa.DataType], declaration: Decla
     """`declaration` settled. Raises DataError for a column whose type its field cannot read."""
     for field in declaration.fields:
         for column in field.columns:
-            wanted, fix = _wanted(field, types[column])
+            is_weights = isinstance(field, Bag) and column == field.weights
+            wanted, fix = (_wanted_weights if is_weights else _wanted)(field, types[column])
             if wanted:
                 raise DataError(
                     f"{path}, column {column}: got {types[column]}, wanted {wanted}, because the field "
                     f"{field.name!r} is a {type(field).__name__.lower()}. {fix}"
                 )
+
+
+def _wanted_weights(_: Field, kind: pa.DataType) -> tuple[str, str]:
+    suits = is_text(kind) or (is_list(kind) and is_number(kind.value_type))
+    return ("", "") if suits else ("lists of numbers", "Read another column")
 
 
 def _wanted(field: Field, kind: pa.DataType) -> tuple[str, str]:
@@ -100,10 +107,13 @@ def _wanted(field: Field, kind: pa.DataType) -> tuple[str, str]:
     if isinstance(field, Label) and field.positive is not None:
         is_named = is_text(kind) or is_integer(kind)
         return ("", "") if is_named else ("texts or integers", "Leave positive out")
+    if isinstance(field, Time) or (isinstance(field, Number) and field.days_before is not None):
+        suits = is_time(kind) or is_text(kind) or is_number(kind)
+        return ("", "") if suits else ("times", "Read another column")
     if isinstance(field, Number | Bucket | Label | Weight):
-        if is_number(kind):
+        if is_number(kind) or is_text(kind):
             return "", ""
-        fix = "Declare a category" if is_text(kind) else "Convert the column"
+        fix = "Declare a time, or give days_before" if is_time(kind) else "Convert the column"
         return "numbers", f"{fix}, or read another column"
     assert isinstance(field, Named)
     several = isinstance(field, Bag | SequenceField)
@@ -116,7 +126,8 @@ def _wanted(field: Field, kind: pa.DataType) -> tuple[str, str]:
     holds = dtype_in(kind)
     if holds is None:
         values = kind.value_type if is_list(kind) else kind
-        if pa.types.is_floating(values) and field.dtype == "integer":
+        is_real = pa.types.is_floating(values) or pa.types.is_decimal(values)
+        if is_real and field.dtype == "integer":
             return "", ""  # each is checked to be whole
         fix = "Numbers become ids with a bucket field or, if all are whole, with `dtype: integer`"
         return "text or integers", fix

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,10 +17,28 @@ from numpy.typing import NDArray
 
 from colonnade.data.lines import excerpt, field_error
 from colonnade.data.tabular.arrow import one_array
+from colonnade.data.tabular.columns import check_names
+from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.fields import (
+    Bag,
+    Bucket,
+    Category,
+    Dtype,
+    Group,
+    Key,
+    Label,
+    Number,
+    Time,
+    Weight,
+)
+from colonnade.data.tabular.fields import Sequence as SequenceField
+from colonnade.data.tabular.files import read_blocks
+from colonnade.data.tabular.infer import TYPES, UNNAMED
+from colonnade.data.tabular.narrow import casts
 from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, open_rows, row_ends
 from colonnade.errors import ConfigError, DataError
 
-TABBED = (".tsv", ".tab")
+TABBED = (".tsv", ".tab", ".inter")
 INTEGER = re.compile(r"[ \t]*-?[0-9]+[ \t]*")
 NUMBER = re.compile(
     r"[ \t]*[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?[ \t]*|[ \t]*[+-]?(nan|inf|infinity)[ \t]*",
@@ -65,6 +84,11 @@ class CsvTable:
     dialect: Dialect
     types: dict[str, pa.DataType]
 
+    header_types: dict[str, str]
+    as_text: set[str] = dataclasses.field(default_factory=set)
+    """Columns of integers that a block spells otherwise: 31.0 beside missing ones (pandas), true. `encode_ids` reads
+    them."""
+
     @property
     def path(self) -> Path:
         return self.rows.path
@@ -73,17 +97,35 @@ class CsvTable:
     def lengths(self) -> NDArray[np.int64]:
         return self.rows.lengths
 
+    def dtype_of(self, column: str) -> Dtype | None:
+        return None
+
+    def declared(self) -> Declaration | None:
+        return None
+
+    def head(self, num_rows: int) -> Mapping[str, pa.Array]:
+        """Return the rows as texts."""
+        return read_blocks(replace(self, types=dict.fromkeys(self.names, pa.string())), num_rows)
+
+    def bind(self, declaration: Declaration, split_by: str | None) -> CsvTable:
+        check_names(self.path, self.names, declaration, split_by)
+        types = text_types(declaration)
+        if split_by is not None:
+            types.setdefault(split_by, pa.string())
+        return replace(self, types=types)
+
     def read(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
-        types = {name: self.types[name] for name in columns}
+        types = {n: pa.string() if n in self.as_text else self.types[n] for n in columns}
         text = self.rows.read(block)
         try:
             table = self.parse(text, block, columns, types)
         except DataError:
-            # 31.0 is an integer too, as pandas writes it beside missing ones: `encode_ids` looks closer.
             loose = {n: pa.string() if pa.types.is_integer(t) else t for n, t in types.items()}
             if loose == types:
                 raise
             table = self.parse(text, block, columns, loose)
+            integers = [name for name in loose if loose[name] != types[name]]
+            self.as_text.update(n for n in integers if not casts(table.column(n), pa.int64()))
         return {name: one_array(table.column(name)) for name in columns}
 
     def parse(
@@ -235,7 +277,8 @@ def open_text(path: Path, dialect: Dialect) -> CsvTable:
         )
     rows = open_rows(path, dialect.quote, has_header=dialect.names is None, block_bytes=BLOCK_BYTES)
     if dialect.names is not None:
-        return CsvTable(rows, list(dialect.names), dialect, {})
+        names, header_types = read_header(path, dialect.names)
+        return CsvTable(rows, names, dialect, {}, header_types)
     try:
         header = rows.head.decode().rstrip("\r\n")
     except UnicodeDecodeError:
@@ -243,7 +286,7 @@ def open_text(path: Path, dialect: Dialect) -> CsvTable:
             path, 1, None, got=excerpt(rows.head), wanted="UTF-8",
             fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
         ) from None  # fmt: skip
-    table = CsvTable(rows, [], dialect, {})
+    table = CsvTable(rows, [], dialect, {}, {})
     try:
         names = table._fields(header)
     except csv.Error as error:
@@ -256,7 +299,56 @@ def open_text(path: Path, dialect: Dialect) -> CsvTable:
             path, 1, None, got="an empty line", wanted="a header with the names of the columns",
             fix="Add one, or give names",
         )  # fmt: skip
-    return CsvTable(rows, names, dialect, {})
+    names, header_types = read_header(path, names)
+    return CsvTable(rows, names, dialect, {}, header_types)
+
+
+def read_header(path: Path, cells: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the columns, and the types of those that have one.
+
+    An empty cell becomes column_0, column_1, ... by its place. Cells that all read `name:type` are typed. Raises
+    DataError for an unknown type.
+    """
+    names = [cell or f"column_{number}" for number, cell in enumerate(cells)]
+    types = {name: UNNAMED for name, cell in zip(names, cells, strict=True) if not cell}
+    pairs = [cell.rpartition(":") for cell in cells]
+    if (
+        types
+        or not all(name for name, _, _ in pairs)
+        or not any(kind in TYPES for *_, kind in pairs)
+    ):
+        return names, types
+    for name, _, kind in pairs:
+        if kind not in TYPES:
+            raise field_error(
+                path, 1, name, got=f"the type {excerpt(kind.encode())} in the header",
+                wanted=f"one of {', '.join(TYPES)}", fix="Repair it, or give no column a type",
+            )  # fmt: skip
+        types[name] = TYPES[kind]
+    return [name for name, _, _ in pairs], types
+
+
+def text_types(declaration: Declaration) -> dict[str, pa.DataType]:
+    """Choose what each column is parsed as; where fields want different things of it, what serves all."""
+    wanted: dict[str, set[Dtype | str]] = {}
+    for field in declaration.fields:
+        for column in field.columns:
+            kinds = wanted.setdefault(column, set())
+            if isinstance(field, Time) or (isinstance(field, Number) and field.days_before):
+                kinds.add("text")
+            elif isinstance(field, Number | Bucket | Weight):
+                kinds.add("number")
+            elif isinstance(field, Label):
+                kinds.add("text")  # numbers, or true and false
+            elif isinstance(field, Bag | SequenceField):
+                kinds.add("text")  # of which the elements are parsed
+            elif isinstance(field, Category | Group | Key):
+                kinds.add(field.dtype or "text")
+    types = {"text": pa.string(), "integer": pa.int64(), "number": pa.float64()}
+    return {
+        column: next(types[kind] for kind in types if kind in kinds)
+        for column, kinds in wanted.items()
+    }
 
 
 def _is_utf8(field: bytes) -> bool:

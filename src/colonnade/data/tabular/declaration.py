@@ -32,6 +32,7 @@ from colonnade.data.tabular.fields import (
     Label,
     Number,
     Sequence,
+    Time,
     Weight,
     field_from_dict,
     field_to_dict,
@@ -39,6 +40,7 @@ from colonnade.data.tabular.fields import (
 )
 from colonnade.data.tabular.hashing import HASH_VERSION
 from colonnade.errors import ConfigError
+from colonnade.formats import parse_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +170,9 @@ class Declaration:
     def from_yaml(text: str) -> Declaration:
         """Raises ConfigError, also for a key that is there twice."""
         try:
-            values = yaml.load(text, Loader=_Loader)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
+            values = parse_yaml(text, _Loader)
+        except ValueError as error:
+            raise ConfigError(f"not YAML: {error}") from None
         return Declaration.from_dict(values)
 
 
@@ -234,7 +236,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _check_parts(field: Cross, by_name: Mapping[str, Field]) -> None:
-    crossable = [name for name, f in by_name.items() if isinstance(f, Category | Bucket)]
+    crossable = [name for name, f in by_name.items() if isinstance(f, Category | Bucket | Time)]
     for part in field.of:
         if part not in by_name:
             raise ConfigError(
@@ -243,7 +245,7 @@ def _check_parts(field: Cross, by_name: Mapping[str, Field]) -> None:
         if part not in crossable:
             kind = type(by_name[part]).__name__.lower()
             raise ConfigError(
-                f"field {field.name!r}, of: got {part!r}, a {kind}, wanted categories and buckets"
+                f"field {field.name!r}, of: got {part!r}, a {kind}, wanted categories, buckets and times"
             )
 
 

@@ -21,10 +21,11 @@ from colonnade.data.tabular.encode_numbers import (
     encode_bucket,
     encode_label,
     encode_number,
+    encode_time,
     encode_weight,
     number_fault,
 )
-from colonnade.data.tabular.fields import Bucket, Category, Cross, Group, Key, Weight
+from colonnade.data.tabular.fields import Bag, Bucket, Category, Cross, Group, Key, Time, Weight
 from colonnade.data.tabular.hashing import cross_ids, rows_of
 
 
@@ -52,10 +53,13 @@ def encode(
         array = columns[each.column]
         if isinstance(each, Bucket):
             ids[each.name] = encode_bucket(each, array)
+        elif isinstance(each, Time):
+            ids[each.name] = encode_time(each, array)
         elif isinstance(each, Category):
             ids[each.name] = encode_ids(each, array)
         else:
-            ids[each.name] = encode_several(each, array)
+            weights = columns[each.weights] if isinstance(each, Bag) and each.weights else None
+            ids[each.name] = encode_several(each, array, weights)
     for each in declaration.categorical:
         if isinstance(each, Cross):
             crossed = cross_ids([ids[part] for part in each.of])  # type: ignore[misc]

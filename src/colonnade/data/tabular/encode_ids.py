@@ -11,10 +11,17 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from colonnade.data.tabular.arrow import is_list, is_text, typed
-from colonnade.data.tabular.chunk import Bags, Longs, gather
-from colonnade.data.tabular.encode_numbers import Fault, missing_fault, parse
+from colonnade.data.tabular.chunk import Bags, Floats, Longs, gather
+from colonnade.data.tabular.encode_numbers import Fault, missing_fault, parse, read_numbers
 from colonnade.data.tabular.fields import Bag, Category, Group, Key, Sequence
-from colonnade.data.tabular.hashing import MISSING_ID, hash_texts, ids_apart, rows_of, text_buffers
+from colonnade.data.tabular.hashing import (
+    MAX_TEXT_BYTES,
+    MISSING_ID,
+    hash_texts,
+    ids_apart,
+    rows_of,
+    text_buffers,
+)
 
 
 def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
@@ -22,6 +29,7 @@ def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
     if pa.types.is_dictionary(array.type):
         return _encode_dictionary(field, array)
     array = _as_integers(field, array)
+    _check_lengths(field, array)
     missing = _is_missing(array)
     if missing is not None and field.missing == "error":
         raise missing_fault(field, int(missing.argmax()))
@@ -52,6 +60,8 @@ def _as_integers(field: Category | Bag | Sequence | Group | Key, array: pa.Array
     """Where the schema says integers: texts that spell them, and floats that are whole, as pandas makes them."""
     if field.dtype == "integer" and is_text(array.type):
         return _parse_integers(field, array)
+    if field.dtype == "integer" and pa.types.is_decimal(array.type):
+        array = array.cast(pa.float64())
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), None, array)
         try:
@@ -73,6 +83,18 @@ def _encode_dictionary(field: Category | Bag | Sequence, array: pa.DictionaryArr
     except Fault:
         return encode_ids(field, array.dictionary_decode())
     return by_entry.take(array.indices.to_numpy(zero_copy_only=False))
+
+
+def _check_lengths(field: Category | Bag | Sequence | Group | Key, array: pa.Array) -> None:
+    """Refuse texts that are longer than an id may be: hashing takes a microsecond for each byte of the longest."""
+    if not (is_text(array.type) and len(array)):
+        return
+    lengths = np.diff(text_buffers(array)[0])
+    row = int(lengths.argmax())
+    if lengths[row] > MAX_TEXT_BYTES:
+        raise Fault(row, field.column, f"a text of {lengths[row]:,} bytes",
+                    f"at most {MAX_TEXT_BYTES:,} bytes, as an id",
+                    "Leave the column out of the schema, or hash such texts yourself")  # fmt: skip
 
 
 def _is_missing(array: pa.Array) -> NDArray[np.bool_] | None:
@@ -127,11 +149,12 @@ def _look_up(
     return ids
 
 
-def encode_several(field: Bag | Sequence, array: pa.Array) -> Bags:
-    """Lists, or texts cut at the separator; a missing one has no element."""
+def encode_several(field: Bag | Sequence, array: pa.Array, weights: pa.Array | None = None) -> Bags:
+    """Encode lists, or texts cut at the separator; a missing one has no element."""
     lists = _lists(field, array)
-    lengths = np.array(pc.fill_null(pc.list_value_length(lists), 0).to_numpy()).astype(np.int64)
+    lengths = _lengths(lists)
     elements = typed(lists.flatten())  # skips what lies under a null list
+    numbers = None if weights is None else _weights(field, weights, lengths)
     ends = np.cumsum(lengths)
     begins = ends - lengths
     if field.max_length is not None and len(lengths) and lengths.max() > field.max_length:
@@ -139,13 +162,40 @@ def encode_several(field: Bag | Sequence, array: pa.Array) -> Bags:
         begins = begins if field.keep == "first" else ends - kept
         places = gather(np.arange(len(elements)), begins, kept)
         elements, offsets = elements.take(pa.array(places.values)), places.offsets
+        numbers = None if numbers is None else numbers.take(places.values)
     else:
         offsets = np.append(begins, ends[-1:] if len(ends) else [0])
     try:
-        return Bags(encode_ids(field, elements), offsets)
+        return Bags(encode_ids(field, elements), offsets, numbers)
     except Fault as fault:
         fault.row = int(np.searchsorted(offsets, fault.row, side="right")) - 1
         raise
+
+
+def _lengths(lists: pa.Array) -> Longs:
+    return np.array(pc.fill_null(pc.list_value_length(lists), 0).to_numpy()).astype(np.int64)
+
+
+def _weights(field: Bag | Sequence, array: pa.Array, lengths: Longs) -> Floats:
+    """Return (E,) the weights of all ids. Raises Fault where a sample has not one for each id, all of them finite."""
+    assert isinstance(field, Bag)
+    lists = _lists(field, array)
+    counts = _lengths(lists)
+    if (counts != lengths).any():
+        row = int((counts != lengths).argmax())
+        raise Fault(
+            row, field.weights, f"{counts[row]} weights", f"one for each of {lengths[row]} ids"
+        )
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    try:
+        weights = read_numbers(field, typed(lists.flatten())).astype(np.float32)
+    except Fault as fault:
+        raise Fault(int(rows[fault.row]), field.weights, fault.got, fault.wanted) from None
+    bad = ~np.isfinite(weights)
+    if bad.any():
+        at = int(bad.argmax())
+        raise Fault(int(rows[at]), field.weights, f"{weights[at]:g}", "a finite weight")
+    return weights
 
 
 def _lists(field: Bag | Sequence, array: pa.Array) -> pa.Array:
@@ -167,17 +217,25 @@ def encode_name(field: Group | Key, array: pa.Array) -> Longs:
     missing = _is_missing(array)
     if missing is not None:
         raise Fault(int(missing.argmax()), field.column, "nothing", "a value")
+    _check_lengths(field, array)
     return open_ids(array)
 
 
 def _parse_integers(field: Category | Bag | Sequence | Group | Key, array: pa.Array) -> pa.Array:
-    """Texts that spell integers, "31.0" too: so pandas writes integers beside missing ones."""
+    """Texts that spell integers, "31.0", "1e+15" and "true" too, as pandas and pyarrow write them."""
     try:
         return parse(field, array, pa.int64(), "an integer")
     except Fault:
-        trimmed = pc.utf8_trim_whitespace(array.cast(pa.string()))
-        whole = pc.replace_substring_regex(trimmed, r"^(-?[0-9]+)\.0+$", r"\1")
-        return parse(field, whole, pa.int64(), "an integer")
+        texts = pc.utf8_lower(pc.utf8_trim_whitespace(array.cast(pa.string())))
+        texts = pc.replace_substring_regex(texts, r"^(-?[0-9]+)\.0*$", r"\1")
+        for word, number in (("true", "1"), ("false", "0"), ("nan", None)):
+            texts = pc.if_else(pc.equal(texts, word), number, texts)
+        is_float = pc.match_substring_regex(texts, r"^[+-]?[0-9.]+e[+-]?[0-9]+$")
+        whole = parse(field, pc.if_else(is_float, None, texts), pa.int64(), "an integer")
+        if not pc.any(is_float).as_py():
+            return whole
+        floats = parse(field, pc.if_else(is_float, texts, None), pa.float64(), "an integer")
+        return pc.coalesce(whole, _as_integers(field, floats))
 
 
 def encode_key(field: Key, array: pa.Array) -> NDArray:
@@ -188,8 +246,10 @@ def encode_key(field: Key, array: pa.Array) -> NDArray:
     missing = _is_missing(array)
     if missing is not None:
         raise Fault(int(missing.argmax()), field.column, "nothing", "a value")
-    if is_text(array.type) or pa.types.is_integer(array.type):
+    if is_text(array.type):
         return array.to_numpy(zero_copy_only=False)
+    if pa.types.is_integer(array.type):
+        return np.array(array)  # a copy: torch wants to be able to write
     return open_ids(array)
 
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from colonnade.data.tabular.arrow import is_text
 from colonnade.data.tabular.chunk import Floats, Longs
-from colonnade.data.tabular.fields import Bucket, Field, Label, Number, Weight
+from colonnade.data.tabular.fields import Bucket, Field, Label, Number, Time, Weight
+from colonnade.data.tabular.times import DAY, MICROS, parse_time, read_times
 
 FIX = "Repair or remove the row"
 
@@ -57,7 +58,10 @@ def number_fault(field: Number, array: pa.Array, row: int) -> Fault:
 
 
 def read_numbers(field: Field, array: pa.Array) -> NDArray[np.float64]:
-    """(S,) float64, NaN where missing. Text must spell numbers."""
+    """(S,) float64, NaN where missing. Text must spell numbers; of times, the days before `days_before`."""
+    if isinstance(field, Number) and field.days_before is not None:
+        times, missing = check_times(field, array)
+        return np.where(missing, np.nan, (parse_time(field.days_before) - times) / DAY)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if is_text(array.type):
@@ -86,7 +90,12 @@ def parse(field: Field, array: pa.Array, kind: pa.DataType, wanted: str) -> pa.A
             try:
                 text.cast(kind)
             except pa.ArrowInvalid:
-                raise Fault(row, field.column, repr(text.as_py())[:60], wanted) from None
+                fix = FIX
+                if isinstance(field, Label):
+                    fix += ", or say which value is 1: `positive: 'yes'`"
+                elif isinstance(field, Number | Bucket):
+                    fix += ", or declare a category"
+                raise Fault(row, field.column, repr(text.as_py())[:60], wanted, fix) from None
         raise
 
 
@@ -100,6 +109,35 @@ def encode_bucket(field: Bucket, array: pa.Array) -> Longs:
             raise missing_fault(field, int(missing.argmax()))
         ids[missing] = len(field.boundaries) + 1
     return ids
+
+
+def encode_time(field: Time, array: pa.Array) -> Longs:
+    """Return (S,) hours of the day or weekdays."""
+    times, missing = check_times(field, array)
+    hours = times // (3600 * MICROS)
+    # 1970 began on a Thursday.
+    ids = hours % 24 if field.part == "hour" else (hours // 24 + 3) % 7
+    if missing.any():
+        if field.missing == "error":
+            raise missing_fault(field, int(missing.argmax()))
+        ids[missing] = field.num_values
+    return ids
+
+
+def check_times(
+    field: Number | Time, array: pa.Array
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return microseconds since 1970 (S,) and which are missing (S,). Raises Fault for the first that is no time."""
+    try:
+        return read_times(array)
+    except pa.ArrowInvalid:
+        for row in range(len(array)):
+            try:
+                read_times(array.slice(row, 1))
+            except pa.ArrowInvalid:
+                raise Fault(row, field.column, repr(str(array[row]))[:60],
+                            "a time such as 2024-05-31T12:00:00, or Unix seconds") from None  # fmt: skip
+        raise
 
 
 def missing_fault(field: Field, row: int) -> Fault:

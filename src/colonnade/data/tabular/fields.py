@@ -18,12 +18,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import AllowInfNan, Strict, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, BeforeValidator, Strict, TypeAdapter, ValidationError
 from pydantic import Field as Limits
 
+from colonnade.data.tabular.times import parse_time
 from colonnade.errors import ConfigError
 
 Count = Annotated[int, Strict(), Limits(ge=1, lt=2**62)]
@@ -33,6 +35,11 @@ Value = Annotated[str, Strict()] | Annotated[int, Strict(), Limits(ge=-(2**63), 
 Name = Annotated[str, Strict()]
 Missing = Literal["row", "error"]
 Dtype = Literal["text", "integer"]
+Moment = Annotated[
+    str, Strict(), BeforeValidator(lambda v: v.isoformat() if isinstance(v, date) else v)
+]
+"""An ISO time; YAML reads one without quotes as a date."""
+NEWEST = "newest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +174,18 @@ class Number(Field):
     """Subtracted after the transform."""
     std: Annotated[Real, Limits(gt=0)] = 1.0
     """Divides after that."""
+    days_before: Moment | None = None
+    """Given: the column holds times, and the number is the days from each to this ISO time (UTC). `newest`: the newest
+    time of the training samples, which takes its place when the files are opened."""
 
     def _check(self) -> None:
+        if self.days_before not in (None, NEWEST):
+            try:
+                parse_time(self.days_before)
+            except ValueError:
+                raise self._refusal(
+                    "days_before", f"Wanted {NEWEST!r} or a time such as '2024-05-31T12:00:00'"
+                ) from None
         if self.clip is not None and self.clip[0] > self.clip[1]:
             raise self._refusal("clip", "Wanted the lower bound first")
 
@@ -197,6 +214,13 @@ class _Several(_Ids):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bag(_Several):
     """Any number of ids per sample, in no order: a list column, or text with a separator."""
+
+    weights: Name = ""
+    """A column of as many numbers, which multiply the rows of the ids before these are pooled."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column, self.weights) if self.weights else (self.column,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,8 +252,33 @@ class Bucket(Field):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Time(Field):
+    """A time's hour (0 .. 23) or weekday (0: Monday .. 6), in UTC, as an id.
+
+    The column holds timestamps, dates, ISO texts or Unix seconds. A time without a zone is taken as UTC.
+    """
+
+    name: str = dataclasses.field(kw_only=False)
+    part: Literal["hour", "weekday"]
+    missing: Missing = "row"
+    """What a missing value is: a row of its own (the last id), or an error."""
+    table: Name = ""
+
+    def _check(self) -> None:
+        object.__setattr__(self, "table", self.table or self.name)
+
+    @property
+    def num_values(self) -> int:
+        return 24 if self.part == "hour" else 7
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_values + (self.missing == "row")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cross(Field):
-    """One id for each combination of the ids of other fields (categories and buckets) of a sample."""
+    """One id for each combination of the ids of other fields (categories, buckets, times) of a sample."""
 
     name: str = dataclasses.field(kw_only=False)
     of: tuple[Name, ...]
@@ -296,11 +345,11 @@ class Key(Field):
 
 FIELDS: dict[str, type[Field]] = {
     kind.__name__.lower(): kind
-    for kind in (Number, Category, Bag, Sequence, Bucket, Cross, Label, Weight, Group, Key)
+    for kind in (Number, Category, Bag, Sequence, Bucket, Time, Cross, Label, Weight, Group, Key)
 }
 """By the `type` that YAML names."""
 
-Categorical = Category | Bag | Sequence | Bucket | Cross
+Categorical = Category | Bag | Sequence | Bucket | Time | Cross
 """Fields that become ids of a table."""
 
 

@@ -1,4 +1,4 @@
-"""Files of samples as one run of blocks: what CSV and Parquet have in common.
+"""Files of samples as one run of blocks: what all kinds of files have in common.
 
 A block is what is read at once: a row group, or some megabytes of text. Blocks are numbered through all
 files, in the natural order of the files' paths (day_2 before day_10).
@@ -17,11 +17,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from colonnade.data.location import check_regular
+from colonnade.data.tabular.arrow import one_array, typed
 from colonnade.data.tabular.chunk import Chunk, Longs
 from colonnade.data.tabular.declaration import Declaration
 from colonnade.data.tabular.encode import encode
 from colonnade.data.tabular.encode_ids import encode_part
-from colonnade.data.tabular.encode_numbers import Fault
+from colonnade.data.tabular.encode_numbers import Fault, check_times
+from colonnade.data.tabular.fields import Dtype, Number
 from colonnade.errors import ConfigError, DataError
 
 T = TypeVar("T")
@@ -34,12 +37,38 @@ class TableFile(Protocol):
     def path(self) -> Path: ...
 
     @property
+    def names(self) -> Sequence[str]:
+        """Names of the columns."""
+        ...
+
+    @property
+    def header_types(self) -> Mapping[str, str]:
+        """Types of columns that the header gives (infer.TYPES), by name."""
+        ...
+
+    @property
     def lengths(self) -> NDArray[np.int64]:
         """(blocks,) samples of each block, 1 or more."""
         ...
 
+    def dtype_of(self, column: str) -> Dtype | None:
+        """Return what ids of the column are in this kind of file; None where they may be either."""
+        ...
+
+    def declared(self) -> Declaration | None:
+        """Return the schema that the file itself holds."""
+        ...
+
+    def head(self, num_rows: int) -> Mapping[str, pa.Array]:
+        """Return the first rows, all columns. Raises DataError."""
+        ...
+
+    def bind(self, declaration: Declaration, split_by: str | None) -> TableFile:
+        """Return the file as a settled declaration reads it. Raises DataError for columns that do not suit it."""
+        ...
+
     def read(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
-        """Arrays of lengths[block] values. Called from any thread. Raises DataError."""
+        """Return arrays of lengths[block] values. Called from any thread. Raises DataError, Fault."""
         ...
 
     def place(self, block: int, row: int) -> str:
@@ -72,6 +101,12 @@ class Files:
         column = self.split_by
         return self._read(block, (column,), lambda read, _: encode_part(column, read[column]))
 
+    def read_times(self, block: int, field: Number) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return a column's times in microseconds, and which are missing."""
+        return self._read(
+            block, (field.column,), lambda read, _: check_times(field, typed(read[field.column]))
+        )
+
     def _read(
         self,
         block: int,
@@ -80,19 +115,38 @@ class Files:
     ) -> T:
         number = int(np.searchsorted(self.bounds, block, side="right")) - 1
         file, local = self.files[number], block - int(self.bounds[number])
-        columns = file.read(local, names)
         try:
-            return make(columns, int(file.lengths[local]))
+            return make(file.read(local, names), int(file.lengths[local]))
         except Fault as fault:
-            place = file.place(local, fault.row)
-            raise DataError(
-                f"{file.path}, {place}, column {fault.column}: got {fault.got}, wanted {fault.wanted}. {fault.fix}"
-            ) from None
+            raise locate_fault(file, local, fault) from None
         except pa.ArrowException as error:
             raise DataError(
                 f"{file.path}, from {file.place(local, 0)} on: cannot be read as declared "
                 f"({str(error).splitlines()[0]})"
             ) from None
+
+
+def read_blocks(file: TableFile, num_rows: int) -> Mapping[str, pa.Array]:
+    """Return the first rows of a file that has some, all columns. Raises DataError."""
+    parts: list[pa.Table] = []
+    for block in range(len(file.lengths)):
+        try:
+            part = pa.table(dict(file.read(block, file.names)))
+        except Fault as fault:
+            raise locate_fault(file, block, fault) from None
+        parts.append(part.slice(0, num_rows - sum(map(len, parts))))
+        if sum(map(len, parts)) == num_rows:
+            break
+    whole = pa.concat_tables(parts, promote_options="permissive")
+    return {name: one_array(whole.column(name)) for name in file.names}
+
+
+def locate_fault(file: TableFile, block: int, fault: Fault) -> DataError:
+    """Return the error that names file, row and column."""
+    return DataError(
+        f"{file.path}, {file.place(block, fault.row)}, column {fault.column}: got {fault.got}, wanted {fault.wanted}. "
+        f"{fault.fix}"
+    )
 
 
 def bind_files(
@@ -136,7 +190,7 @@ def find_days(
         return [[given]]
     if given.is_dir():
         days = [
-            [child] if child.is_file() else _files_below(child, endings)
+            _files_below(child, endings) if child.is_dir() else [check_regular(child)]
             for child in sorted(given.iterdir(), key=natural)
             if child.is_dir() or child.name.lower().endswith(endings)
             if child.name[0] not in "._"
@@ -150,12 +204,12 @@ def find_days(
         return days
     if glob.has_magic(str(given)):
         matches = sorted(map(Path, glob.glob(str(given), recursive=True)), key=natural)
-        days = [[m] if m.is_file() else _files_below(m, endings) for m in matches]
+        days = [_files_below(m, endings) if m.is_dir() else [check_regular(m)] for m in matches]
         days = [day for day in days if day]
         if not days:
             raise DataError(f"{given}: no file matches this pattern. Check the path")
         return days
-    raise DataError(f"{given}: no such file or folder. Check the path given with --path")
+    return [[check_regular(given)]]
 
 
 def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
@@ -163,10 +217,10 @@ def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
         file
         for file in folder.rglob("*")
         if file.name.lower().endswith(endings)
-        and file.is_file()
+        and not file.is_dir()
         and not any(part[0] in "._" for part in file.relative_to(folder).parts)
     ]
-    return sorted(found, key=natural)
+    return sorted(map(check_regular, found), key=natural)
 
 
 def natural(path: Path) -> list[tuple[int, str]]:

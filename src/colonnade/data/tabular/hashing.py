@@ -21,6 +21,9 @@ HASH_VERSION = 1
 MISSING_ID = -(1 << 63)
 """The id of a missing value where ids are open or hashed."""
 
+MAX_TEXT_BYTES = 1 << 16
+"""Longest text that is an id."""
+
 SLICE = 1 << 14
 """Texts hashed at a time: what is touched stays in cache."""
 

@@ -2,61 +2,129 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from colonnade.data.tabular.arrow import dtype_in, is_integer, is_list, is_number, is_text
+from colonnade.data.tabular.arrow import dtype_in, is_integer, is_list, is_number, is_text, is_time
 from colonnade.data.tabular.declaration import Declaration
 from colonnade.data.tabular.encode_numbers import read_numbers
-from colonnade.data.tabular.fields import Bag, Category, Field, Label, Number, nearest
+from colonnade.data.tabular.fields import (
+    NEWEST,
+    Bag,
+    Category,
+    Dtype,
+    Field,
+    Group,
+    Key,
+    Label,
+    Number,
+    Sequence,
+    Time,
+    Weight,
+    nearest,
+)
+from colonnade.data.tabular.narrow import narrow
+from colonnade.data.tabular.times import DAY
 from colonnade.errors import ConfigError
 
+INFER_ROWS = 1 << 15
+"""First rows of the first file, from which a schema is inferred."""
 LABELS = ("label", "click", "clicked", "target", "y")
 ID_WORDS = ("id", "key", "code", "hash", "uuid")
+TIME_WORDS = ("timestamp", "time", "at", "ts", "date", "datetime", "epoch")
+"""Last words of names whose integers may be Unix seconds."""
+SECONDS = (1e8, 1e10)
+"""Unix seconds of 1973 to 2286."""
 LOG_ABOVE = 20.0
 """Numbers that are never negative and go beyond this are seen through log1p."""
+UNIQUE_ROWS = 100
+UNIQUE_SHARE = 0.999
+"""A column of at least so many values, this share of them different, is unique."""
+WEIGHTS = "weights: "
+"""Begins the type of a column of ids that have weights; the column of these follows."""
+VALUES = "values"
+"""Type of a column of such weights."""
+UNNAMED = "unnamed"
+"""Type of a column whose header cell is empty, as pandas writes its index."""
+TYPES = {
+    "number": "number", "float": "number", "category": "category", "token": "category", "bag": "bag",
+    "sequence": "sequence", "token_seq": "token_seq", "float_seq": "float_seq", "time": "time", "label": "label",
+    "key": "key", "group": "group", "weight": "weight",
+}  # fmt: skip
+"""Types that a header may give (`user:category`), RecBole's among them."""
 
 
-def infer(path: Path, columns: Mapping[str, pa.Array], label: str | None) -> Declaration:
-    """From some rows of a file, by column:
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    """A first guess. `left_out`: why a column is read by no field."""
 
-    floats               a number, through log1p where it is large and never negative, else (x - mean) / std
+    declaration: Declaration
+    left_out: dict[str, str]
+
+
+def infer(
+    path: Path,
+    columns: Mapping[str, pa.Array],
+    label: str | None,
+    types: Mapping[str, str] | None = None,
+) -> Inferred:
+    """Choose fields by the first values of each column, in the narrowest type that holds them (`narrow.py`):
+
+    fractions            a number, through log1p where it is large and never negative, else (x - mean) / std
+    times                hour and weekday as ids, and the age in days before the newest training sample: timestamps,
+                         dates, ISO texts, and Unix seconds in columns named like `timestamp`, `created_at`
     text                 an open category; where many values hold a |, a bag
     integers, booleans   an open category; but a number where more than half of 1,000 or more rows are distinct
                          and the name does not say id, key, code or hash
+    unique in nearly     text, integers named as ids, row numbers: the key. One column at most, one named as an id
+    every row            first; others are left out
     lists of these       an open bag
-    anything else        left out (dates, structs, lists of floats, bytes)
+    anything else        left out (structs, lists of floats, bytes, nothing but missing values)
+
+    types  by column, one of TYPES where the file's header says it, or UNNAMED
 
     Raises ConfigError where no column is the label, or its values are not 0 and 1.
     """
-    if label is None:
-        label = label_of(columns, None)
-        if label is None:
-            raise ConfigError(
-                f"{path}: got no column named {', '.join(LABELS)}, wanted to know the label. Say which column it is "
-                f"with label (--set data.options.label=NAME); the columns are {', '.join(list(columns)[:20])}"
-            )
-    elif label not in columns:
-        raise ConfigError(
-            f"{path}: got no column {label!r}, which label names; {nearest(label, list(columns))}"
+    types = dict(types or {})
+    labels = [name for name, kind in types.items() if kind == "label"] if label is None else []
+    labels = labels or [_label_name(path, columns, label)]
+    narrowed = {name: narrow(array) for name, array in columns.items()}
+    fields: list[Field] = [_label(path, name, narrowed[name]) for name in labels]
+    others = {name: array for name, array in narrowed.items() if name not in labels}
+    if "key" not in types.values() and (key := _choose_key(others, types)) is not None:
+        types[key] = "key"
+    left_out = {}
+    for name, array in others.items():
+        kind = types.get(name) if name else UNNAMED
+        made = (
+            _infer_fields(name, array) if kind is None else _typed_fields(path, kind, name, array)
         )
-    fields: list[Field] = [_label(path, label, columns[label])]
-    for name, array in columns.items():
-        if name != label:
-            field = _field(name, array)
-            if field is not None:
-                fields.append(field)
-    return Declaration(tuple(fields))
+        if isinstance(made, str):
+            left_out[name] = made
+        else:
+            fields += made
+    return Inferred(Declaration(tuple(fields)), left_out)
 
 
-def label_of(columns: Mapping[str, pa.Array], label: str | None) -> str | None:
-    """The column that is the label: the one named, or the first of LABELS that is there."""
+def _label_name(path: Path, columns: Mapping[str, pa.Array], label: str | None) -> str:
     by_name = {name.lower(): name for name in reversed(list(columns))}
-    return label or next((by_name[name] for name in LABELS if name in by_name), None)
+    chosen = label or next((by_name[name] for name in LABELS if name in by_name), None)
+    if chosen is None:
+        raise ConfigError(
+            f"{path}: got no column named {', '.join(LABELS)}, wanted to know the label. Say which column it is "
+            f"with label (--set data.options.label=NAME); the columns are {', '.join(list(columns)[:20])}"
+        )
+    if chosen not in columns:
+        raise ConfigError(
+            f"{path}: got no column {chosen!r}, which label names; {nearest(chosen, list(columns))}"
+        )
+    return chosen
 
 
 def _label(path: Path, name: str, array: pa.Array) -> Label:
@@ -67,46 +135,129 @@ def _label(path: Path, name: str, array: pa.Array) -> Label:
         )
     plain = Label(_word(name), column=name)
     x = read_numbers(plain, array)
-    if not np.isin(x[~np.isnan(x)], (0, 1)).all():
-        raise ConfigError(
-            f"{path}, column {name}: got labels from {np.nanmin(x):g} to {np.nanmax(x):g}, wanted 0 and 1. Declare a "
-            f"schema with `{name}: {{type: label, at_least: {np.nanmedian(x):g}}}`, which says from where on it is 1"
-        )
-    unknown = bool(np.isnan(x).any())
-    return Label(plain.name, column=name, missing="unknown" if unknown else "error")
+    known = x[~np.isnan(x)]
+    if len(known) < len(x):
+        plain = replace(plain, missing="unknown")
+    if np.isin(known, (0, 1)).all():
+        return plain
+    if np.isin(known, (-1, 1)).all():
+        return replace(plain, at_least=1.0)
+    raise ConfigError(
+        f"{path}, column {name}: got labels from {known.min():g} to {known.max():g}, wanted 0 and 1. Declare a "
+        f"schema with `{name}: {{type: label, at_least: {np.median(known):g}}}`, which says from where on it is 1"
+    )
 
 
-def _field(name: str, array: pa.Array) -> Field | None:
+def _choose_key(columns: Mapping[str, pa.Array], types: Mapping[str, str]) -> str | None:
+    """Return the column that predictions are best joined on: an id, else any unique one, else one without a name."""
+    choices = {}
+    for name, array in columns.items():
+        if array.null_count or not name or _id_dtype(array) is None:
+            continue
+        if types.get(name) == UNNAMED:
+            choices[name] = 2
+        elif name not in types and _is_key(name, array):
+            choices[name] = 0 if _is_id(name) else 1
+    return min(choices, key=lambda name: choices[name], default=None)
+
+
+def _is_key(name: str, array: pa.Array) -> bool:
+    """Return whether a column names rows: unique text, ids or row numbers."""
+    if not _is_unique(array) or _is_unix_time(name, array):
+        return False
+    if is_text(array.type):
+        return not _is_barred(array)
+    x = array.drop_null().to_numpy(zero_copy_only=False)
+    return _is_id(name) or bool((np.diff(x) == 1).all())
+
+
+def _is_unique(array: pa.Array) -> bool:
+    count = len(array) - array.null_count
+    return count >= UNIQUE_ROWS and pc.count_distinct(array).as_py() >= UNIQUE_SHARE * count
+
+
+def _id_dtype(array: pa.Array) -> Dtype | None:
+    """Return what keys of these values are; None: they are none."""
+    return None if pa.types.is_boolean(array.type) or is_list(array.type) else dtype_in(array.type)
+
+
+def _infer_fields(name: str, array: pa.Array) -> list[Field] | str:
+    """Return the fields of a column, or why there are none."""
     kind, word = array.type, _word(name)
+    if pa.types.is_null(kind):
+        return "no value in the first rows"
     if is_list(kind):
         dtype = dtype_in(kind)
-        return None if dtype is None else Bag(word, column=name, dtype=dtype)
-    if is_text(kind):
-        try:
-            text = array.cast(pa.string())
-        except pa.ArrowInvalid:  # bytes that are no text
-            return None
-        barred = pc.sum(pc.match_substring(text, "|")).as_py() or 0
-        if barred > 0.1 * max(len(text) - text.null_count, 1):
-            return Bag(word, column=name, dtype="text")
-        return Category(word, column=name, dtype="text")
-    words = word.lower().replace("-", "_").split("_")
-    is_id = any(each in ID_WORDS for each in words) or word.lower().endswith("id")
-    if is_id and pa.types.is_floating(kind):  # integers beside missing ones, as pandas writes them
-        x = array.to_numpy(zero_copy_only=False)
-        x = x[~np.isnan(x)]
-        if (x == np.round(x)).all() and (np.abs(x) < 2.0**53).all():
-            return Category(word, column=name, dtype="integer")
+        return f"no field reads {kind}" if dtype is None else [Bag(word, column=name, dtype=dtype)]
+    if is_time(kind):
+        return _time_fields(name, array)
+    if _id_dtype(array) is not None and _is_key(name, array):
+        return "different in nearly every row"
+    if pa.types.is_boolean(kind):
+        return [Category(word, column=name, dtype="integer")]
+    if kind == pa.string():
+        field = Bag if _is_barred(array) else Category
+        return [field(word, column=name, dtype="text")]
     if is_integer(kind):
-        num_distinct = pc.count_distinct(array).as_py()
-        if is_id or len(array) < 1000 or num_distinct <= len(array) / 2:
-            return Category(word, column=name, dtype="integer")
+        if _is_unix_time(name, array):
+            return _time_fields(name, array)
+        is_few = len(array) < 1000 or pc.count_distinct(array).as_py() <= len(array) / 2
+        if _is_id(name) or (is_few and not _is_unique(array)):
+            return [Category(word, column=name, dtype="integer")]
     elif not is_number(kind):
-        return None
-    return _number(word, name, array)
+        return f"no field reads {kind}"
+    return [_number(name, array)]
 
 
-def _number(word: str, name: str, array: pa.Array) -> Number:
+def _typed_fields(path: Path, kind: str, name: str, array: pa.Array) -> list[Field] | str:
+    """Return the fields of a column whose type its header gives, or why there are none."""
+    word, dtype = _word(name), _id_dtype(array) or "text"
+    if kind == "number":
+        if not (is_number(array.type) or pa.types.is_null(array.type)):
+            raise ConfigError(
+                f"{path}, column {name}: got {array.type}, wanted numbers as its header says. Write {name}:category, "
+                "or repair the column"
+            )
+        return [_number(name, array)]
+    if kind == "category":
+        whole = pa.types.is_boolean(array.type)
+        return [Category(word, column=name, dtype="integer" if whole else dtype)]
+    if kind == "time":
+        return _time_fields(name, array)
+    if kind == "bag":
+        return [Bag(word, column=name, dtype="text")]
+    if kind in ("sequence", "token_seq"):
+        separator = "|" if kind == "sequence" else " "
+        return [Sequence(word, column=name, dtype="text", separator=separator)]
+    if kind == VALUES:
+        return []
+    if kind.startswith(WEIGHTS):
+        return [Bag(word, column=name, dtype="integer", weights=kind.removeprefix(WEIGHTS))]
+    if kind == "key":
+        return [Key(word, column=name, dtype=dtype)]
+    if kind == "group":
+        return [Group(word, column=name, dtype=dtype)]
+    if kind == "weight":
+        return [Weight(word, column=name)]
+    return "no name" if kind == UNNAMED else f"no field reads {kind}"
+
+
+def _time_fields(name: str, array: pa.Array) -> list[Field]:
+    """Return hour (unless all are midnight), weekday and age."""
+    word = _word(name)
+    fields: list[Field] = [
+        Time(f"{word}_weekday", column=name, part="weekday"),
+        Number(f"{word}_age", column=name, missing=0.0, transform="log1p", days_before=NEWEST),
+    ]
+    is_dates = (
+        is_time(array.type)
+        and not (array.drop_null().cast(pa.int64()).to_numpy(zero_copy_only=False) % DAY).any()
+    )
+    return fields if is_dates else [Time(f"{word}_hour", column=name, part="hour"), *fields]
+
+
+def _number(name: str, array: pa.Array) -> Number:
+    word = _word(name)
     x = read_numbers(Number(word, column=name), array)
     x = x[np.isfinite(x)]
     if len(x) and x.min() >= 0 and x.max() > LOG_ABOVE:
@@ -119,5 +270,26 @@ def _number(word: str, name: str, array: pa.Array) -> Number:
     )
 
 
+def _is_barred(texts: pa.Array) -> bool:
+    barred = pc.sum(pc.match_substring(texts, "|")).as_py() or 0
+    return barred > 0.1 * max(len(texts) - texts.null_count, 1)
+
+
+def _is_unix_time(name: str, array: pa.Array) -> bool:
+    if not pa.types.is_integer(array.type) or _words(name)[-1] not in TIME_WORDS:
+        return False
+    low, high = (value.as_py() for value in pc.min_max(array).values())
+    return low is not None and SECONDS[0] <= low and high < SECONDS[1]
+
+
+def _is_id(name: str) -> bool:
+    return any(word in ID_WORDS for word in _words(name)) or name.lower().endswith("id")
+
+
+def _words(name: str) -> list[str]:
+    """Split `created_at`, `created-at` and `createdAt` alike."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-.\s]", "_", name).lower().split("_")
+
+
 def _word(name: str) -> str:
-    return name.replace(".", "_") or "unnamed"
+    return name.replace(".", "_")

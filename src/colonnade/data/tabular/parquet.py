@@ -15,16 +15,14 @@ from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
 from colonnade.data.tabular.arrow import dtype_in, one_array
-from colonnade.data.tabular.columns import check_names, check_types, refuse_repeated, settle
-from colonnade.data.tabular.declaration import Declaration, load_declaration
+from colonnade.data.tabular.columns import check_names, check_types, refuse_repeated
+from colonnade.data.tabular.declaration import Declaration
 from colonnade.data.tabular.fields import Dtype
-from colonnade.data.tabular.files import Files, bind_files, find_days, find_files
-from colonnade.data.tabular.infer import infer
+from colonnade.data.tabular.opening import Format, open_tables
 from colonnade.data.tabular.source import Splitting
 from colonnade.errors import ConfigError, DataError
 
 ENDINGS = (".parquet", ".pq", ".parq")
-INFER_ROWS = 1 << 16
 SCHEMA_KEY = b"colonnade.schema"
 """Of a footer's metadata: a declaration as YAML."""
 
@@ -62,7 +60,7 @@ def open_parquet(
     At most two windows are in memory, each at least a row group. Raises DataError naming file, row (from 0) and
     column: here for what footers say, for values when they are read.
     """
-    how = Splitting(
+    splitting = Splitting(
         test_fraction=test_fraction,
         validation_fraction=validation_fraction,
         split_by=split_by,
@@ -71,61 +69,19 @@ def open_parquet(
         seed=seed,
         threads=threads,
     )
-    days_of_files = find_days(path, ENDINGS)
-    files = [open_table(file) for day in days_of_files for file in day]
-    if schema is None:
-        declaration = infer_parquet(files, label)
-    elif label is not None:
-        raise ConfigError(
-            f"got both schema and label={label!r}; the schema says which field is the label"
-        )
-    else:
-        declaration = load_declaration(schema)
-    declaration = settle_types(files, declaration, split_by)
-    others = [
-        None if each is None else _files(find_files(each, ENDINGS), declaration)
-        for each in (validation, test)
-    ]
-    chosen = bind_files(declaration, files, split_by)
-    return how.split(chosen, days_of_files, *others)
+    return open_tables(
+        path,
+        parquet_format(),
+        schema=schema,
+        label=label,
+        validation=validation,
+        test=test,
+        splitting=splitting,
+    )
 
 
-def _files(paths: list[Path], declaration: Declaration) -> Files:
-    files = [open_table(path) for path in paths]
-    return bind_files(settle_types(files, declaration, None), files)
-
-
-def infer_parquet(files: Sequence[ParquetTable], label: str | None) -> Declaration:
-    """What the first file's footer declares (`colonnade convert` writes it); else from its first `INFER_ROWS` rows."""
-    first = next((file for file in files if len(file.lengths)), None)
-    if first is None:
-        raise DataError(f"{files[0].path}: got no row, wanted at least one to infer a schema from")
-    declared = (first.metadata.metadata or {}).get(SCHEMA_KEY)
-    if declared is None or label is not None:
-        return infer(first.path, first.head(), label)
-    try:
-        return Declaration.from_yaml(declared.decode())
-    except (ConfigError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{first.path}: its footer declares a schema that cannot be read ({error}). Give one with schema"
-        ) from None
-
-
-def settle_types(
-    files: Sequence[ParquetTable], declaration: Declaration, split_by: str | None
-) -> Declaration:
-    """Raises DataError for the first file whose columns are not what the declaration reads."""
-    found: dict[str, Dtype | None] = {}
-    for file in files:
-        check_names(file.path, list(file.types), declaration, split_by)
-        for column in declaration.columns:
-            found[column] = found.get(column) or dtype_in(file.types[column])
-    declaration = settle(declaration, found)
-    for file in files:
-        check_types(file.path, file.types, declaration)
-    if not any(len(file.lengths) for file in files):
-        raise DataError(f"{files[0].path}: got no row, wanted at least one. Was it fully written?")
-    return declaration
+def parquet_format() -> Format:
+    return Format(ENDINGS, open_parquet_file)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,13 +101,41 @@ class ParquetTable:
             table = file.read_row_group(group, columns=list(columns), use_threads=False)
         return {name: one_array(table.column(name)) for name in columns}
 
-    def head(self) -> Mapping[str, pa.Array]:
-        """The first rows of the first row group, all columns."""
+    @property
+    def names(self) -> list[str]:
+        return list(self.types)
+
+    @property
+    def header_types(self) -> dict[str, str]:
+        return {}
+
+    def dtype_of(self, column: str) -> Dtype | None:
+        return dtype_in(self.types[column]) if column in self.types else None
+
+    def declared(self) -> Declaration | None:
+        """Return what the footer declares (`colonnade convert` writes it)."""
+        text = (self.metadata.metadata or {}).get(SCHEMA_KEY)
+        try:
+            return None if text is None else Declaration.from_yaml(text.decode())
+        except (ConfigError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{self.path}: its footer declares a schema that cannot be read ({error}). Give one with schema"
+            ) from None
+
+    def head(self, num_rows: int) -> Mapping[str, pa.Array]:
+        batches: list[pa.RecordBatch] = []
         with self._opened(0) as file:
-            group = int(self.groups[0])
-            batches = file.iter_batches(INFER_ROWS, row_groups=[group], use_threads=False)
-            batch = next(batches)
-        return dict(zip(batch.schema.names, batch.columns, strict=True))
+            for batch in file.iter_batches(num_rows, self.groups.tolist(), use_threads=False):
+                batches.append(batch.slice(0, num_rows - sum(map(len, batches))))
+                if sum(map(len, batches)) == num_rows:
+                    break
+        table = pa.Table.from_batches(batches)
+        return {name: one_array(table.column(name)) for name in table.column_names}
+
+    def bind(self, declaration: Declaration, split_by: str | None) -> ParquetTable:
+        check_names(self.path, self.names, declaration, split_by)
+        check_types(self.path, self.types, declaration)
+        return self
 
     @contextmanager
     def _opened(self, block: int) -> Iterator[pq.ParquetFile]:
@@ -176,7 +160,7 @@ class ParquetTable:
         return f"row {int(self.lengths[:block].sum()) + row}"
 
 
-def open_table(path: Path) -> ParquetTable:
+def open_parquet_file(path: Path) -> ParquetTable:
     """Reads the footer. Raises DataError for what is no Parquet file, or not whole."""
     try:
         with pq.ParquetFile(path) as file:

@@ -174,6 +174,13 @@ class Splitting:
                 "next day before it trains on it"
             )
 
+    def num_train(self, total: int) -> int:
+        """Return how many of the first samples may train: all but those that a fraction holds out at the end."""
+        if self.split_by is not None:
+            return total
+        stop = total - round(total * self.test_fraction)
+        return stop - round(total * self.validation_fraction)
+
     def whole(self, files: Files) -> TableSource:
         """All samples of files that are held out, in their order."""
         return TableSource(files, _pieces(files.lengths, 0, None), threads=self.threads)
@@ -205,9 +212,9 @@ class Splitting:
             train, validating, testing = source.deal(shares)
         else:
             stop = total - round(total * self.test_fraction)
-            middle_ = stop - round(total * self.validation_fraction)
-            train = source.run(0, middle_, shuffled=True)
-            validating = source.run(middle_, stop)
+            num_train = self.num_train(total)
+            train = source.run(0, num_train, shuffled=True)
+            validating = source.run(num_train, stop)
             testing = source.run(stop, total)
         if train.num_samples == 0:
             raise ConfigError(

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.data.lines import GZIP_MAGIC, NEWLINE
+from colonnade.data.location import check_regular
 from colonnade.errors import DataError
 
 BLOCK_BYTES = 4 << 20
@@ -64,6 +65,7 @@ def row_ends(text: bytes, quote: int | None, in_quotes: bool = False) -> NDArray
 
 def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: int) -> TextRows:
     """Read the file once to index it. Raises DataError: empty, packed, another encoding, a quote left open."""
+    check_regular(path)
     code = None if quote is None else ord(quote)
     offsets: list[int] = [0]
     lengths: list[int] = []

@@ -1,0 +1,105 @@
+"""Columns in the narrowest type that holds their values, the same from text and from typed files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from colonnade.data.tabular.arrow import is_text, is_time
+from colonnade.data.tabular.times import ISO, read_times
+
+BLANKS = " \t"
+INTEGER = r"^-?(0|[1-9][0-9]{0,18})$"
+NUMBER = (
+    r"^[+-]?(((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?"
+    r"|[nN][aA][nN]|[iI][nN][fF]([iI][nN][iI][tT][yY])?)$"
+)
+LONG = r"^[+-]?[0-9]{16,}$"
+BOOLEAN = r"^([tT][rR][uU][eE]|[fF][aA][lL][sS][eE])$"
+EXACT = 2.0**53
+"""Whole floats below this are exact integers."""
+
+
+def narrow(array: pa.Array) -> pa.Array:
+    """Convert a column to null, int64, bool, double, timestamp[us] or string, whichever holds all its values.
+
+    Empty texts and NaN become null, whole floats integers, times UTC. Columns of other types stay as they are.
+    """
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if is_text(array.type):
+        try:
+            array = _narrow_texts(array.cast(pa.string()))
+        except pa.ArrowInvalid:  # bytes that are no text
+            return array
+    elif is_time(array.type):
+        array = _times(array)
+    elif pa.types.is_integer(array.type):
+        try:
+            array = array.cast(pa.int64())
+        except pa.ArrowInvalid:  # unsigned, beyond 63 bits
+            return array
+    elif pa.types.is_floating(array.type) or pa.types.is_decimal(array.type):
+        array = array.cast(pa.float64())
+    if pa.types.is_floating(array.type):
+        array = _narrow_floats(array)
+    return pa.nulls(len(array)) if array.null_count == len(array) else array
+
+
+def _narrow_texts(texts: pa.Array) -> pa.Array:
+    blank = pc.equal(texts, "")
+    texts = pc.if_else(blank, None, texts) if pc.any(blank).as_py() else texts
+    trimmed = pc.utf8_trim(texts, BLANKS)
+    kind = narrowest(trimmed)
+    if kind == pa.string():
+        if matches_all(trimmed, BOOLEAN):
+            return pc.utf8_lower(trimmed).cast(pa.bool_())
+        if matches_all(trimmed, ISO):
+            try:
+                return _times(trimmed)
+            except pa.ArrowInvalid:  # month 13
+                return texts
+        return texts
+    return trimmed.cast(kind)
+
+
+def _narrow_floats(array: pa.Array) -> pa.Array:
+    x = array.to_numpy(zero_copy_only=False)
+    missing = np.isnan(x)
+    known = x[~missing]
+    is_whole = bool(((known == np.round(known)) & (np.abs(known) < EXACT)).all())
+    if not is_whole:
+        return pa.array(x, mask=missing)
+    return pa.array(np.where(missing, 0, x).astype(np.int64), mask=missing)
+
+
+def _times(array: pa.Array) -> pa.Array:
+    times, missing = read_times(array)
+    return pa.array(times, mask=missing).cast(pa.timestamp("us"))
+
+
+def narrowest(texts: pa.Array | pa.ChunkedArray) -> pa.DataType:
+    """Return int64, double or string: the first that holds these trimmed texts without changing what they say."""
+    texts = texts.drop_null()
+    if matches_all(texts, INTEGER) and casts(texts, pa.int64()):
+        return pa.int64()
+    is_number = matches_all(texts, NUMBER) and casts(texts, pa.float64())
+    is_long = is_number and pc.any(pc.match_substring_regex(texts, LONG)).as_py()
+    return pa.float64() if is_number and not is_long else pa.string()
+
+
+def matches_all(texts: pa.Array | pa.ChunkedArray, pattern: str) -> bool:
+    """Return whether every text matches; nulls do. A few texts are tried first: most columns are no numbers."""
+    for part in (texts[:64], texts):
+        if not pc.all(pc.match_substring_regex(part, pattern), min_count=0).as_py():
+            return False
+    return True
+
+
+def casts(texts: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> bool:
+    try:
+        texts.cast(kind)
+    except pa.ArrowInvalid:
+        return False
+    return True

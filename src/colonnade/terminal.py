@@ -1,0 +1,33 @@
+"""Terminal output: text of files and users is printed as it is, never as markup or as control characters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+
+class Terminal(Console):
+    """Console without markup, emoji codes and highlighting, which shows control characters as escapes.
+
+    Give it plain strings, in tables too: a `rich.text.Text` is printed unchecked.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **settings)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+def printable(text: str) -> str:
+    """Return the text with its control characters, but for newlines and tabs, as escapes: `\\x1b`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def say(text: str) -> None:
+    """Print to standard output."""
+    print(printable(text), flush=True)

@@ -1,0 +1,306 @@
+"""libsvm, libfm, libffm and TFRecord files, read as the tables that they are."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import pickle
+import random
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colonnade.data import infer_schema, open_source
+from colonnade.data.tabular.example import parse_example
+from colonnade.data.tabular.fields import Bag, Category, Key, Label, Number, Sequence
+from colonnade.data.tabular.tables import kind_of
+from colonnade.data.tabular.tfrecord import masked_crc
+from colonnade.errors import ColonnadeError, ConfigError, DataError
+
+
+def read_all(path, **options):
+    (batch,) = open_source(kind_of(path), path, **options).train.batches(10**6)
+    return batch
+
+
+def fault(path, **options) -> str:
+    """Return the one line that opening and reading end in."""
+    with pytest.raises(ColonnadeError) as caught:
+        list(open_source(kind_of(path), path, **options).train.batches(7))
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 900, text
+    return text
+
+
+def bags(ids):
+    """Return the ids of each sample, with weights where there are any."""
+    values = ids.values.tolist()
+    if ids.weights is not None:
+        values = list(zip(values, ids.weights.tolist(), strict=True))
+    return [values[a:b] for a, b in itertools.pairwise(ids.offsets.tolist())]
+
+
+# --- libsvm ------------------------------------------------------------------------------------------------
+
+
+def test_libsvm_is_a_bag_with_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr("colonnade.data.tabular.libsvm.BLOCK_BYTES", 20)
+    path = tmp_path / "a.libsvm"
+    path.write_text("+1 1:0.5 7:1 9:2.5\n-1  2:1\t7:1 # a comment\r\n-1\n+1 18446744:1e-3")
+    assert infer_schema(path).fields == (
+        Label("label", at_least=1.0),
+        Bag("features", dtype="integer", weights="values"),
+    )
+    batch = read_all(path)
+    assert bags(batch.ids["features"]) == [
+        [(1, 0.5), (7, 1.0), (9, 2.5)], [(2, 1.0), (7, 1.0)], [], [(18446744, np.float32(1e-3))],
+    ]  # fmt: skip
+    assert batch.label.flatten().tolist() == [1, 0, 0, 1]
+    shuffled = open_source("libsvm", path, shuffle_window=3).train
+    assert pickle.loads(pickle.dumps(shuffled)).num_samples == 4
+    seen = [bag for part in shuffled.batches(2) for bag in bags(part.ids["features"])]
+    assert sorted(seen) == sorted(bags(batch.ids["features"]))
+
+
+def test_libfm_of_ones_has_no_weights(tmp_path):
+    path = tmp_path / "a.libfm"
+    path.write_text("5 0:1 3:1\n3 1:1 2:1\n4 1:1 3:1\n")
+    with pytest.raises(ConfigError, match=r"at_least: 4"):
+        open_source("libsvm", path)
+    schema = {"label": {"type": "label", "at_least": 4.0}, "features": {"type": "bag"}}
+    batch = read_all(path, schema={"fields": schema})
+    assert batch.ids["features"].weights is None
+    assert bags(batch.ids["features"]) == [[0, 3], [1, 2], [1, 3]]
+    path.write_text("1 0:1 3:1\n0 1:1 2:1\n0 1:1 2:0.5\n")
+    said = fault(path, schema={"fields": schema})
+    assert "line 3, column features: got '2:0.5', wanted the value 1" in said
+    schema["features"]["weights"] = "values"
+    assert bags(read_all(path, schema={"fields": schema}).ids["features"])[2] == [
+        (1, 1.0),
+        (2, 0.5),
+    ]
+
+
+def test_libffm_is_a_bag_of_each_field(tmp_path):
+    path = tmp_path / "a.ffm"
+    path.write_text("1 0:10:1 2:30:1 2:31:1\n0 2:32:1 0:11:1\n")
+    assert [field.name for field in infer_schema(path).fields] == ["label", "field_0", "field_2"]
+    schema = open_source("libsvm", path).train.declaration
+    batch = read_all(path)
+    assert bags(batch.ids["field_0"]) == [[10], [11]]
+    assert bags(batch.ids["field_2"]) == [[30, 31], [32]]
+    path.write_text("0 0:12:1\n")  # field 2 is absent from this file
+    assert bags(read_all(path, schema=schema).ids["field_2"]) == [[]]
+    path.write_text("0 0:12:3\n0 4:1:1\n")
+    fields = infer_schema(path).fields
+    assert fields[1] == Bag("field_0", dtype="integer", weights="values_0")
+
+
+LIBSVM = {
+    "no value": ("1 1:1\n1 2\n", "line 2, column features: got '2', wanted index:value"),
+    "three parts": ("1 1:1\n1 2:3:4\n", "line 2, column features: got '2:3:4', wanted index:value"),
+    "two parts of libffm": ("1 1:1:1\n1 2:3\n", "line 2, column features: got '2:3', wanted field:index"),
+    "an index in words": ("1 1:1\n1 x:1\n", "line 2, column features: got 'x:1', wanted an integer"),
+    "a query": ("1 qid:1 1:1\n", "line 1, column features: got 'qid:1', wanted an integer"),
+    "a value in words": ("1 1:1\n1 2:x\n", "line 2, column features: got '2:x', wanted a number"),
+    "an infinite value": ("1 1:2\n1 2:inf\n", "line 2, column values: got inf, wanted a finite weight"),
+    "an empty line": ("1 1:1\n\n1 1:1\n", "line 2, column label: got an empty line"),
+    "a label in words": ("yes 1:1\n", "column label: got string as the label"),
+    "no text": ("1 1:1\n1 2:\xff\n", "line 2, column features: got"),
+    "empty": ("", "got an empty file"),
+    "binary": ("\0\1\2", "binary file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIBSVM)
+def test_libsvm_at_fault(name, tmp_path):
+    content, said = LIBSVM[name]
+    path = tmp_path / "a.libsvm"
+    path.write_bytes(content.encode("latin1"))
+    schema = {"label": "label", "features": {"type": "bag", "weights": "values"}}
+    is_inferred = name in ("a label in words",) or "libffm" in name
+    options = {} if is_inferred else {"schema": {"fields": schema}}
+    assert str(path) in fault(path, **options) and said in fault(path, **options)
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(st.sampled_from("01 :#-.\nx\t"), max_size=40))
+def test_any_libsvm_text_is_read_or_refused(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("svm") / "a.libsvm"
+    path.write_text(text)
+    schema = {"label": "label", "features": {"type": "bag", "weights": "values"}}
+    try:
+        batch = read_all(path, schema={"fields": schema})
+    except (DataError, ConfigError) as error:
+        assert str(path) in str(error)
+    else:
+        assert batch.size == len(text.removesuffix("\n").split("\n"))
+
+
+# --- TFRecord ----------------------------------------------------------------------------------------------
+
+
+def varint(value: int) -> bytes:
+    value %= 1 << 64
+    found = b""
+    while value > 127:
+        found += bytes([value & 127 | 128])
+        value >>= 7
+    return found + bytes([value])
+
+
+def message(number: int, data: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def example(features) -> bytes:
+    """Serialize as TensorFlow does; a feature is a list of texts, floats or integers."""
+    entries = b""
+    for name, values in features.items():
+        if values and isinstance(values[0], str):
+            number, data = 1, b"".join(message(1, value.encode()) for value in values)
+        elif values and isinstance(values[0], float):
+            number, data = 2, message(1, struct.pack(f"<{len(values)}f", *values))
+        else:
+            number, data = 3, message(1, b"".join(map(varint, values)))
+        entries += message(1, message(1, name.encode()) + message(2, message(number, data)))
+    return message(1, entries)
+
+
+def record(data: bytes) -> bytes:
+    head = struct.pack("<Q", len(data))
+    return head + struct.pack("<I", masked_crc(head)) + data + struct.pack("<I", masked_crc(data))
+
+
+def write_records(path, rows):
+    path.write_bytes(b"".join(record(example(row)) for row in rows))
+    return path
+
+
+# What protobuf itself writes.
+REFERENCE = bytes.fromhex(
+    "0a660a130a0463697479120b0a090a07c581c3b364c5ba0a200a0369647312191a170a15f9ffffffffffffffff01ac0280808080808080"
+    "80400a0e0a056c6162656c12051a030a01010a0a0a046e6f6e6512021a000a110a0178120c120a0a080000003f000000c0"
+)
+
+
+def test_an_example_is_what_protobuf_writes():
+    assert parse_example(REFERENCE) == {
+        "city": ("bytes", ["Łódź".encode()]),
+        "ids": ("integers", [-7, 300, 2**62]),
+        "label": ("integers", [1]),
+        "none": ("integers", []),
+        "x": ("floats", [0.5, -2.0]),
+    }
+    unpacked = varint(1 << 3) + varint(5) + varint(1 << 3) + varint(6)
+    feature = message(1, message(1, b"a") + message(2, message(3, unpacked)))
+    assert parse_example(message(1, feature)) == {"a": ("integers", [5, 6])}
+
+
+def test_the_checksum_is_masked_crc32c():
+    assert masked_crc(b"123456789") == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) % 2**32
+
+
+ROWS = [
+    {"label": [i % 2], "user": [100 + i % 5], "x": [i + 0.5], "city": [f"c{i % 3}"],
+     "tags": ["a", "b"][: i % 3], "items": list(range(i % 4)), "rare": [1.0] if i % 2 else []}
+    for i in range(40)
+]  # fmt: skip
+
+
+def test_a_tfrecord_is_a_table(tmp_path, monkeypatch):
+    path = write_records(tmp_path / "a.tfrecord", ROWS)
+    fields = {field.name: field for field in infer_schema(path).fields}
+    assert fields["user"] == Category("user", dtype="integer")
+    assert fields["items"] == Bag("items", dtype="integer")
+    assert fields["tags"] == Bag("tags", dtype="text") and isinstance(fields["x"], Number)
+    monkeypatch.setattr("colonnade.data.tabular.tfrecord.BLOCK_BYTES", 300)
+    schema = [
+        Label("label"), Number("x"), Number("rare", missing=-1.0), Category("user"), Sequence("items"),
+        Bag("tags"), Key("city"),
+    ]  # fmt: skip
+    source = open_source("tfrecord", path, schema=schema, shuffle_window=0).train
+    assert len(source.files.lengths) > 3
+    (batch,) = pickle.loads(pickle.dumps(source)).batches(99)
+    assert batch.dense.tolist() == [[i + 0.5, 1.0 if i % 2 else -1.0] for i in range(40)]
+    assert batch.ids["user"].values.tolist() == [100 + i % 5 for i in range(40)]
+    assert bags(batch.ids["items"]) == [list(range(i % 4)) for i in range(40)]
+    assert batch.key.tolist() == [f"c{i % 3}" for i in range(40)]
+    assert [len(bag) for bag in bags(batch.ids["tags"])] == [min(i % 3, 2) for i in range(40)]
+    from colonnade.data.tabular.hashing import hash_text
+
+    assert bags(batch.ids["tags"])[2] == [hash_text(b"a"), hash_text(b"b")]
+
+
+def test_a_tfrecord_at_fault(tmp_path):
+    path = write_records(tmp_path / "a.tfrecord", ROWS)
+    whole = path.read_bytes()
+    schema = {"schema": [Label("label"), Category("user"), Number("x")]}
+    path.write_bytes(whole[:-3])
+    assert f"{path}, record 39: got 3 bytes less" in fault(path, **schema)
+    size = len(record(example(ROWS[0])))
+    for at, said in (
+        (3, "record 0: got a length that does not fit its checksum"),
+        (size + 2, "record 1: got a length that does not fit its checksum"),
+        (size + 20, "record 1, column -: got bytes that do not fit their checksum"),
+    ):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert f"{path}, {said}" in fault(path, **schema)
+    path.write_bytes(gzip.compress(whole))
+    assert "got a gzip file" in fault(path, **schema)
+    path.write_bytes(b"")
+    assert "got no row" in fault(path)
+    path.write_bytes(record(b"\xff\xff"))
+    assert "record 0, column -: got no tf.train.Example (an integer" in fault(path)
+    other = [*ROWS[:2], {"label": [1], "user": ["x"], "x": [1.0]}]
+    said = fault(write_records(path, other), **schema)
+    assert "record 2, column user: got bytes, wanted integers, as in the first records" in said or (
+        "got text" in said
+    )
+    said = fault(write_records(path, [{"label": [1], "user": [1, 2], "x": [1.0]}]), **schema)
+    assert "column user: got list<item: int64>, wanted one value per row" in said
+    said = fault(write_records(path, [{"label": [1], "x": [1.0]}]), **schema)
+    assert "got no column 'user'" in said
+    said = fault(write_records(path, [*ROWS[:3], {"user": [1], "x": [1.0]}]), **schema)
+    assert "record 3, column label: got nothing, wanted a label" in said
+
+
+def test_a_tfrecord_with_flipped_bits_is_refused(tmp_path):
+    whole = write_records(tmp_path / "a.tfrecord", ROWS[:5]).read_bytes()
+    rng = random.Random(0)
+    for _ in range(60):
+        at = rng.randrange(len(whole))
+        changed = whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :]
+        (tmp_path / "a.tfrecord").write_bytes(changed)
+        assert str(tmp_path) in fault(tmp_path / "a.tfrecord")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.binary(max_size=40))
+def test_any_bytes_are_an_example_or_refused(data):
+    try:
+        parse_example(data)
+    except ValueError as error:
+        assert "\n" not in str(error)
+
+
+def test_a_libsvm_file_trains_and_scores(tmp_path):
+    """End to end, from the command line."""
+    from colonnade.cli.app import run
+
+    rng = random.Random(0)
+    lines = []
+    for _ in range(300):
+        ids = rng.sample(range(50), 3)
+        lines.append(f"{int(ids[0] % 2)} " + " ".join(f"{i}:{rng.random():.2f}" for i in ids))
+    path = tmp_path / "a.libsvm"
+    path.write_text("\n".join(lines) + "\n")
+    folder = str(tmp_path / "run")
+    size = ("--set", "train.batch_size=50", "--set", "model.dim=4")
+    assert run(["train", "--data", "libsvm", "--path", str(path), "--run", folder, *size]) == 0
+    scores = tmp_path / "scores.csv"
+    assert run(["predict", folder, "--path", str(path), "--output", str(scores)]) == 0
+    assert len(scores.read_text().splitlines()) == 301

@@ -1,0 +1,277 @@
+"""Schemas that nobody declared: the same from CSV and Parquet; times, keys, headers."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colonnade.data import infer_schema, open_source
+from colonnade.data.convert import open_csv_conversion, write_parquet
+from colonnade.data.tabular.fields import Category, Group, Key, Label, Number, Sequence, Time
+from colonnade.data.tabular.tables import lasting_options, read_head
+from colonnade.errors import ConfigError, DataError
+
+WHEN = datetime.datetime(2024, 3, 1, 22, 30)
+"""A Friday."""
+
+
+def write_both(folder, table):
+    """Write one table as CSV and as Parquet, in that order."""
+    pa.csv.write_csv(table, folder / "a.csv")
+    pq.write_table(table, folder / "a.parquet", row_group_size=7)
+    return folder / "a.csv", folder / "a.parquet"
+
+
+def assert_same(folder, table):
+    """Assert that both files have one schema and one batch; return the schema."""
+    paths = write_both(folder, table)
+    sources = [open_source(path.suffix[1:], path).train for path in paths]
+    assert sources[0].declaration == sources[1].declaration
+    assert infer_schema(paths[0]) == infer_schema(paths[1]) == sources[0].declaration
+    text, typed = (next(iter(source.batches(len(table)))) for source in sources)
+    torch.testing.assert_close(text.dense, typed.dense, rtol=0, atol=0)
+    torch.testing.assert_close(text.label, typed.label, rtol=0, atol=0, equal_nan=True)
+    for name, ids in typed.ids.items():
+        assert text.ids[name].values.tolist() == ids.values.tolist(), name
+    return {field.name: field for field in sources[0].declaration.fields}
+
+
+def gaps(values):
+    """Every third value is missing."""
+    return [None if i % 3 == 2 else value for i, value in enumerate(values)]
+
+
+COLUMNS = {
+    "integers": ([3, 1, 4, 1], pa.int64(), Category("a", dtype="integer")),
+    "integers with gaps": (gaps([3, 1, 4, 1]), pa.int32(), Category("a", dtype="integer")),
+    "integers beside NaN": ([3.0, 1.0, float("nan"), 7.0], pa.float64(), Category("a", dtype="integer")),
+    "whole floats": ([3.0, -0.0, 1e15, 5.0], pa.float64(), Category("a", dtype="integer")),
+    "fractions": ([3.0, 0.5, 1e18, -2.0], pa.float64(), Number),
+    "fractions with gaps": (gaps([0.5, 2.0, 3.0, 7.0]), pa.float64(), Number),
+    "decimals": ([decimal.Decimal("1.50"), decimal.Decimal("2.00")] * 2, pa.decimal128(8, 2), Number),
+    "whole decimals": ([decimal.Decimal("1.00"), decimal.Decimal("2.00")] * 2, pa.decimal128(8, 2),
+                       Category("a", dtype="integer")),
+    "booleans": ([True, False, True, False], pa.bool_(), Category("a", dtype="integer")),
+    "booleans with gaps": (gaps([True, False, True, False]), pa.bool_(), Category("a", dtype="integer")),
+    "texts": (["Oslo", "", None, "Łódź, a"], pa.string(), Category("a", dtype="text")),
+    "leading zeros": (["007", "12", "7", None], pa.string(), Category("a", dtype="text")),
+    "digits as text": (["17", "12", "7", None], pa.string(), Category("a", dtype="integer")),
+    "fractions as text": (["1.5", "12", ".5", None], pa.string(), Number),
+    "twenty digits": (["1" * 20, "12", "7", None], pa.string(), Category("a", dtype="text")),
+    "nothing": ([None] * 4, pa.int64(), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_csv_and_parquet_infer_one_schema(name, tmp_path):
+    values, kind, expected = COLUMNS[name]
+    fields = assert_same(
+        tmp_path,
+        pa.table({"label": [0, 1, 1, 0], "x": [0.5, 1, 2, 3], "a": pa.array(values, kind)}),
+    )
+    field = fields.get("a")
+    assert type(field) is expected if isinstance(expected, type) else field == expected
+
+
+TIMES = {
+    "seconds": pa.timestamp("s"),
+    "nanoseconds": pa.timestamp("ns"),
+    "a zone": pa.timestamp("us", tz="America/New_York"),
+    "UTC": pa.timestamp("ms", tz="UTC"),
+}
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_times_become_hour_weekday_and_age(name, tmp_path):
+    times = [WHEN, WHEN + datetime.timedelta(hours=36), None, WHEN - datetime.timedelta(days=1)]
+    table = pa.table({"label": [0, 1, 1, 0], "when": pa.array(times, TIMES[name])})
+    assert list(assert_same(tmp_path, table)) == ["label", "when_hour", "when_weekday", "when_age"]
+    for path in write_both(tmp_path, table):
+        (batch,) = open_source(path.suffix[1:], path).train.batches(9)
+        assert batch.ids["when_hour"].values.tolist() == [22, 10, 24, 22]
+        assert batch.ids["when_weekday"].values.tolist() == [4, 6, 7, 3]
+        expected = torch.log1p(torch.tensor([1.5, 0.0, 0.0, 2.5], dtype=torch.float64)).float()
+        assert batch.dense.flatten().tolist() == expected.tolist()
+
+
+def test_dates_have_no_hour(tmp_path):
+    dates = [datetime.date(2024, 3, 1), datetime.date(1969, 12, 31)]
+    for kind in (pa.date32(), pa.date64(), pa.string()):
+        values = list(map(str, dates)) if kind == pa.string() else dates
+        table = pa.table({"label": [0, 1], "day": pa.array(values, kind)})
+        assert list(assert_same(tmp_path, table)) == ["label", "day_weekday", "day_age"]
+        (batch,) = open_source("parquet", tmp_path / "a.parquet").train.batches(9)
+        assert batch.ids["day_weekday"].values.tolist() == [4, 2]
+
+
+@pytest.mark.parametrize("name", ["timestamp", "created_at", "event_time", "clickTime", "ts"])
+def test_unix_seconds_are_times_where_the_name_says_so(name, tmp_path):
+    seconds = [1_709_332_200, 1_709_332_200 + 7200]  # WHEN
+    fields = assert_same(tmp_path, pa.table({"label": [0, 1], name: seconds, "price": seconds}))
+    assert fields[f"{name}_hour"] == Time(f"{name}_hour", column=name, part="hour")
+    assert fields[f"{name}_age"].days_before == "2024-03-02T00:30:00"
+    assert isinstance(fields["price"], Category)
+    (batch,) = open_source("csv", tmp_path / "a.csv").train.batches(9)
+    assert batch.ids[f"{name}_hour"].values.tolist() == [22, 0]
+    durations = pa.table({"label": [0, 1], name: [30, 90]})
+    assert list(assert_same(tmp_path, durations)) == ["label", name]
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_table_has_one_schema(data, tmp_path_factory):
+    """Of every type at once, with missing values anywhere."""
+    size = data.draw(st.integers(1, 12))
+    times = st.datetimes(datetime.datetime(1900, 1, 1), datetime.datetime(2200, 1, 1))
+    kinds = {
+        "i": (pa.int64(), st.integers(-(2**63), 2**63 - 1)),
+        "f": (pa.float64(), st.floats(allow_nan=True, allow_infinity=False, width=32)),
+        "w": (pa.float64(), st.integers(-(2**52), 2**52).map(float)),
+        "b": (pa.bool_(), st.booleans()),
+        "s": (pa.string(), st.text(st.sampled_from("aZ 0,\"'é|-:"), max_size=5)),
+        "z": (pa.string(), st.integers(0, 99).map(lambda i: f"{i:03}")),
+        "t": (pa.timestamp("us"), times),
+        "o": (pa.timestamp("ms", tz="Asia/Kolkata"), times),
+        "d": (pa.date32(), st.dates(datetime.date(1900, 1, 1), datetime.date(2200, 1, 1))),
+    }
+    columns = {"label": [i % 2 for i in range(size)], "x": [i + 0.5 for i in range(size)]}
+    for name, (kind, values) in kinds.items():
+        drawn = data.draw(st.lists(st.none() | values, min_size=size, max_size=size))
+        columns[name] = pa.array(drawn, kind)
+    assert_same(tmp_path_factory.mktemp("both"), pa.table(columns))
+
+
+# --- times that are recorded -------------------------------------------------------------------------------
+
+
+def test_the_newest_time_is_the_training_samples(tmp_path):
+    """It is recorded, so that other files are read with the same one."""
+    times = [WHEN + datetime.timedelta(days=i) for i in range(10)]
+    table = pa.table({"label": [0, 1] * 5, "when": times})
+    for path in write_both(tmp_path, table):
+        options = {"test_fraction": 0.2, "validation_fraction": 0.1}
+        splits = open_source(path.suffix[1:], path, **options)
+        (age,) = splits.train.declaration.numbers
+        assert age.days_before == "2024-03-07T22:30:00"
+        lasting = lasting_options(options, splits)
+        assert lasting["schema"]["fields"]["when_age"]["days_before"] == "2024-03-07T22:30:00"
+        pq.write_table(table.slice(0, 2), tmp_path / "later.parquet")
+        (batch,) = open_source(
+            "parquet", tmp_path / "later.parquet", schema=lasting["schema"]
+        ).train.batches(9)
+        first = next(iter(splits.train.batches(2)))
+        assert batch.dense.tolist() == first.dense.tolist()
+
+
+def test_a_declared_age(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("y,t\n1,2024-03-01T00:00:00+02:00\n0,\n1,1709164800\n")
+    schema = {
+        "y": "label",
+        "t": {"type": "number", "days_before": datetime.date(2024, 3, 1), "missing": -1.0},
+    }
+    (batch,) = open_source("csv", path, schema={"fields": schema}).train.batches(9)
+    assert batch.dense.flatten().tolist() == pytest.approx([2 / 24, -1.0, 1.0])
+    with pytest.raises(ConfigError, match="days_before: got 'soon'"):
+        Number("t", days_before="soon")
+    path.write_text("y,t\n1,2024-03-01\n0,yesterday\n")
+    splits = open_source("csv", path, schema={"fields": schema})
+    with pytest.raises(
+        DataError, match=r"line 3, column t: got 'yesterday', wanted a time such as"
+    ):
+        list(splits.train.batches(9))
+    path.write_text("y,t\n1,\n0,\n")
+    schema["t"]["days_before"] = "newest"
+    with pytest.raises(ConfigError, match="got no time in any training sample"):
+        open_source("csv", path, schema={"fields": schema})
+
+
+# --- keys --------------------------------------------------------------------------------------------------
+
+
+def test_columns_unique_in_nearly_every_row_are_keys(tmp_path):
+    n = 1500
+    rng = np.random.default_rng(0)
+    columns = {
+        "label": rng.integers(0, 2, n), "user_id": rng.integers(0, 90, n), "row": np.arange(n),
+        "session": [f"s{i}" for i in range(n)], "order_id": rng.permutation(n), "views": rng.permutation(n) ** 2,
+        "x": rng.normal(size=n),
+    }  # fmt: skip
+    columns["session"][7] = columns["session"][8]
+    fields = assert_same(tmp_path, pa.table(columns))
+    assert fields["order_id"] == Key("order_id", dtype="integer")
+    assert isinstance(fields["views"], Number) and isinstance(fields["user_id"], Category)
+    assert "session" not in fields and "row" not in fields
+    head = read_head(tmp_path / "a.csv")
+    assert head.left_out == dict.fromkeys(("row", "session"), "different in nearly every row")
+    del columns["order_id"]
+    assert assert_same(tmp_path, pa.table(columns))["row"] == Key("row", dtype="integer")
+    few = pa.table({name: values[:60] for name, values in columns.items()})
+    assert isinstance(assert_same(tmp_path, few)["session"], Category)
+
+
+def test_an_empty_header_cell_is_a_key(tmp_path):
+    """So pandas writes its index."""
+    path = tmp_path / "a.csv"
+    path.write_text(",label,city\n0,1,Oslo\n1,0,Bern\n")
+    splits = open_source("csv", path)
+    assert splits.train.declaration.one(Key) == Key("column_0", dtype="integer")
+    (batch,) = splits.train.batches(9)
+    assert batch.key.tolist() == [0, 1] and list(batch.ids) == ["city"]
+    path.write_text(",label,,city\n0,1,,Oslo\n1,0,,Bern\n")
+    assert [f.name for f in infer_schema(path).fields] == ["label", "column_0", "city"]
+    pq.write_table(pa.table({"": [1, 2], "label": [0, 1], "x": [0.5, 1]}), tmp_path / "a.parquet")
+    assert [f.name for f in infer_schema(tmp_path / "a.parquet").fields] == ["label", "x"]
+
+
+# --- types in the header -----------------------------------------------------------------------------------
+
+
+def test_a_header_may_give_types(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(
+        "user:category,age:number,bought:label,at:time,who:group\n7,30,1,2024-03-01,a\n8,31,0,,b\n"
+    )
+    by_name = {field.name: field for field in infer_schema(path).fields}
+    assert by_name["user"] == Category("user", dtype="integer")
+    assert isinstance(by_name["age"], Number) and by_name["bought"] == Label("bought")
+    assert by_name["who"] == Group("who", dtype="text") and "at_weekday" in by_name
+    (batch,) = open_source("csv", path).train.batches(9)
+    assert batch.ids["user"].values.tolist() == [7, 8] and batch.label.flatten().tolist() == [1, 0]
+    write_parquet(open_csv_conversion(path), tmp_path / "a.parquet")
+    assert infer_schema(tmp_path / "a.parquet") == infer_schema(path)
+
+
+def test_recbole_files_are_read(tmp_path):
+    path = tmp_path / "ml.inter"
+    path.write_text(
+        "user_id:token\titems:token_seq\tlabel:float\tv:float_seq\n1\ta b\t1\t1 2\n2\tb\t0\t3\n"
+    )
+    assert infer_schema(path).fields == (
+        Label("label"),
+        Category("user_id", dtype="integer"),
+        Sequence("items", dtype="text", separator=" "),
+    )
+    (batch,) = open_source("csv", path).train.batches(9)
+    assert batch.ids["items"].offsets.tolist() == [0, 2, 3]
+
+
+def test_a_header_with_an_unknown_type_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("user:category,age:numbr,y:label\n7,30,1\n")
+    with pytest.raises(DataError, match=r"a.csv, line 1, column age: got the type 'numbr'"):
+        open_source("csv", path)
+    path.write_text("user:category,age:number,y:label\n7,old,1\n")
+    with pytest.raises(ConfigError, match="column age: got string, wanted numbers as its header"):
+        open_source("csv", path)
+    path.write_text("12:30,label\n7,1\n8,0\n")  # not every cell has a type: plain names
+    assert [f.name for f in infer_schema(path).fields] == ["label", "12:30"]

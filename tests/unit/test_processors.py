@@ -1,0 +1,101 @@
+"""Processors that a process may use, and that threads which wait do not use them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from colonnade import processors
+from colonnade.processors import read_quota, usable_processors, wait_passively
+
+FIRST = {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}
+UNLIMITED = {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}
+
+
+def write_group(root: Path, folder: str, files: dict[str, str]) -> None:
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (root / folder / name).write_text(text)
+
+
+def test_the_least_quota_of_all_levels_counts(tmp_path):
+    write_group(tmp_path, "a", {"cpu.max": "250000 100000\n"})
+    write_group(tmp_path, "a/b", {"cpu.max": "50000 100000\n"})
+    write_group(tmp_path, "a/b/c", {"cpu.max": "max 100000\n"})
+    assert read_quota("0::/a/b/c\n", str(tmp_path)) == 0.5
+    assert read_quota("0::/a\n", str(tmp_path)) == 2.5
+    assert read_quota("0::/\n", str(tmp_path)) is None
+    assert read_quota("", str(tmp_path)) is None
+
+
+def test_groups_of_version_1_and_a_container_that_sees_its_hosts_path(tmp_path):
+    groups = "4:memory:/x\n2:cpu,cpuacct:/docker/abc\n1:cpuset:/\n0::/\n"
+    write_group(tmp_path, "cpu", FIRST)
+    assert read_quota(groups, str(tmp_path)) == 1.5
+    write_group(tmp_path, "cpu", UNLIMITED)
+    assert read_quota(groups, str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("quota", "wanted"), [(None, 4), (0.25, 1), (1.0, 1), (1.5, 2), (3.0, 3), (64.0, 4)]
+)
+def test_a_quota_bounds_the_processors_rounded_up(monkeypatch, quota, wanted):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(processors, "read_quota", lambda _: quota)
+    assert usable_processors() == wanted
+
+
+def run(code: str) -> list[str]:
+    """Run code in a process without settings of OpenMP; returns its words."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_setting_of_the_user_says_how_threads_wait():
+    for name in processors.WAIT_SETTINGS:
+        environment = {name: "1"}
+        wait_passively(environment)
+        assert environment == {name: "1"}
+    environment = {}
+    wait_passively(environment)
+    assert environment == {"OMP_WAIT_POLICY": "passive"}
+
+
+WAITS = """
+import time
+{imports}
+torch.set_num_threads(2)
+values = torch.zeros(1 << 20)
+values.add_(1.0)
+spent = 0.0
+for _ in range(20):
+    values.add_(1.0)
+    before = time.process_time()
+    time.sleep(0.02)
+    spent += time.process_time() - before
+print(spent)
+"""
+
+
+def test_threads_without_work_sleep_in_processes_that_load_colonnade_first():
+    spent = float(run(WAITS.format(imports="import colonnade, torch"))[0])
+    assert spent < 0.01, f"{spent} s of 0.4 s"  # 0.06 to 0.4 where they spin
+
+
+def test_the_command_and_what_it_starts_wait_passively():
+    """Ranks and readers are children of the command."""
+    code = """
+import os, subprocess, sys
+import colonnade.cli
+assert "torch" not in sys.modules
+child = "import os; print(os.environ['OMP_WAIT_POLICY'])"
+print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout)
+"""
+    assert run(code) == ["passive"]
