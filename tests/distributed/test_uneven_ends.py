@@ -99,7 +99,9 @@ def fitted(mesh: Mesh, data, settings, folder=None, **more):
         **{"batch_size": 3 * SIZE * settings.get("accumulate", 1), **settings, **more},
     )
     weights = {
-        name: value.clone() for name, value in model.state_dict().items() if "weight" in name
+        name: value.clone()
+        for name, value in colonnade.dense_state_dict(model).items()
+        if "weight" in name
     }
     return found.outcome.steps, found.metrics, weights, all_rows(model.embeddings)
 

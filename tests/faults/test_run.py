@@ -15,7 +15,7 @@ import torch
 from ranks import run_ranks
 from small_run import CONFIG, digest
 
-from colonnade import Mesh
+from colonnade import Mesh, dense_state_dict
 from colonnade.config import build_config, override
 from colonnade.data import Splits, open_source
 from colonnade.errors import (
@@ -94,8 +94,9 @@ def test_nan_on_one_rank_stops_all():
 
 
 def assert_same_model(one, other):
-    for name, value in one.trainer.model.state_dict().items():
-        assert torch.equal(value, other.trainer.model.state_dict()[name]), name
+    theirs = dense_state_dict(other.trainer.model)
+    for name, value in dense_state_dict(one.trainer.model).items():
+        assert torch.equal(value, theirs[name]), name
     for table in one.trainer.collection.tables:
         ids = torch.arange(table.rows)
         mine, theirs = (run.trainer.collection.rows(table.name, ids) for run in (one, other))

@@ -8,11 +8,14 @@ import shutil
 import pytest
 import torch
 from own_loop import Loop, assert_same_state
-from scenario import STAYS, global_batch
+from ranks import run_ranks
+from scenario import STAYS, Net, all_rows, global_batch, loss_of, share_of
 
 import colonnade
-from colonnade import build_plan
+from colonnade import Mesh, RowOptimizer, build_plan
+from colonnade.consistency.row_clock import row_clock
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, CorruptionError
+from colonnade.exchange.cached import TableCache
 from colonnade.train.commits import committed_steps
 from colonnade.train.verification import verify_commit
 
@@ -178,3 +181,96 @@ def test_a_moved_folder_loads(tmp_path):
     loop.collection.save(tmp_path / "a", 1)
     shutil.move(tmp_path / "a", tmp_path / "b")
     assert_same_state(loaded(tmp_path / "b", dense_of(loop)), loop)
+
+
+def on_ranks(mesh, folder, source=None):
+    """Train two steps, save; or load what was saved, train two more. Return the rows then."""
+    model = Net(seed=3 if source is None else 9)
+    collection, rows = model.embeddings, RowOptimizer(model.embeddings)
+    first = 0
+    if source is None:
+        collection.open(build_plan(collection.tables, mesh.num_ranks), mesh)
+    else:
+        first = collection.load(source, mesh=mesh)
+    torch.manual_seed(0)  # the dense network stays as it is
+    for parameter in model.parameters():
+        torch.nn.init.uniform_(parameter, -1, 1)
+    for step in range(first, first + 2):
+        batch = share_of(global_batch(step, 24), mesh.rank, mesh.num_ranks)
+        loss_of(model, batch).backward()
+        rows.step()
+    collection.save(folder, first + 2)
+    return all_rows(collection)
+
+
+def test_any_number_of_ranks_loads(tmp_path):
+    run_ranks(2, on_ranks, tmp_path / "two")
+    for ranks in (1, 3):
+        folder = tmp_path / f"{ranks}"
+        if ranks == 1:
+            later = on_ranks(Mesh(), folder, tmp_path / "two")
+        else:
+            later = run_ranks(ranks, on_ranks, folder, tmp_path / "two")[0]
+        alone = Net().embeddings
+        assert alone.load(folder) == 4
+        for name, rows in all_rows(alone).items():
+            assert torch.equal(rows, later[name]), name
+    one, three = (Net().embeddings for _ in range(2))
+    one.load(tmp_path / "1")
+    three.load(tmp_path / "3")
+    for name, rows in all_rows(one).items():
+        torch.testing.assert_close(rows, all_rows(three)[name], rtol=1e-10, atol=1e-14)
+
+
+def test_a_world_that_changes_saves_on_in_its_folder(tmp_path):
+    run_ranks(2, on_ranks, tmp_path)
+    later = on_ranks(Mesh(), tmp_path, tmp_path)
+    alone = Net().embeddings
+    assert alone.load(tmp_path) == 4
+    for name, rows in all_rows(alone).items():
+        assert torch.equal(rows, later[name]), name
+
+
+def with_caches(mesh, folder):
+    """Train two ranks that keep copies of rows; save while gradients wait at copies."""
+    model = Net()
+    collection, rows = model.embeddings, RowOptimizer(model.embeddings)
+    names = [table.name for table in collection.tables]
+    caches = {name: TableCache(100, row_clock(2)) for name in names}
+    collection.open(build_plan(collection.tables, mesh.num_ranks, caches=caches), mesh)
+    batches = (share_of(global_batch(s, 24), mesh.rank, mesh.num_ranks) for s in range(3))
+    for batch in collection.lookahead(batches):
+        loss_of(model, batch).backward()
+        rows.step()
+    with pytest.raises(ConfigError, match=r"plan\.cache"):
+        collection.save(folder, 3)
+    collection.save(folder, 3, optimizer=rows)
+    with rows.settled():
+        return all_rows(collection)
+
+
+def test_gradients_at_copies_are_saved(tmp_path):
+    expected = run_ranks(2, with_caches, tmp_path)[0]
+    alone = Net().embeddings
+    assert alone.load(tmp_path) == 3
+    for name, rows in all_rows(alone).items():
+        assert torch.equal(rows, expected[name]), name
+
+
+def test_rows_on_a_device_are_saved_and_loaded(tmp_path):
+    loop, again, third = Loop(), Loop(), Loop()
+    plan = build_plan(loop.collection.tables, hbm_bytes=20_000)
+    loop.collection.open(plan)
+    loop.train(0, 3, size=8)
+    loop.collection.save(tmp_path, 3)
+    saved, dense = loop.state(), dense_of(loop)
+    losses = loop.train(3, 5, size=8)
+    again.collection.open(plan)
+    again.load(saved)
+    assert again.train(3, 5, size=8) == losses
+    third.collection.load(tmp_path, plan=plan)
+    colonnade.load_dense_state_dict(third.model, dense[0])
+    third.dense.load_state_dict(copy.deepcopy(dense[1]))
+    assert third.train(3, 5, size=8) == losses
+    third.collection.save(tmp_path, 5)
+    assert_same_state(loaded(tmp_path, dense_of(third)), loop)
