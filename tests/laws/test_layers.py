@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "colonnade"
 # A room may import from its own rank's left. Same-rank rooms may not import each other.
 LAYERS = [
     {"errors", "_native", "section", "sizes", "processors", "terminal"},
-    {"retention", "retention_config", "plan_config", "formats"},
+    {"retention", "retention_config", "plan_config", "model_config", "formats"},
     {"optimizers", "batch", "config", "ops"},
     {"table", "topology", "interaction"},
     {"store", "consistency", "data"},

@@ -172,8 +172,7 @@ def open_run(
         if console is not None and chosen:
             console.print(chosen, highlight=False)
         # What the run folder records opens the same data tomorrow: an inferred schema is written out.
-        lasting = {"data.options": lasting_options(config.data.options, data)}
-        config = override(config, lasting)
+        config = override(config, {"data.options": lasting_options(config.data.options, data)})
     config = lasting_towers(data.train.schema, config)
     data = read_ahead(data, config.data.readers)
     model = build_model(data.train.schema, config)
@@ -348,12 +347,10 @@ def prepare(
             write_durably(disk, folder / "config.yaml", dump_config(config).encode(), checked=False)
             write_durably(disk, folder / "plan.json", plan_text.encode(), checked=False)
             if device is not None:
-                device_text = device.to_json()
-                write_durably(disk, folder / "device.json", device_text.encode(), checked=False)
-            facts = json.dumps(
-                {**stamp("colonnade machine"), **machine_facts(folder)}, indent=2
-            ).encode()
-            write_durably(disk, folder / "machine.json", facts, checked=False)
+                text = device.to_json().encode()
+                write_durably(disk, folder / "device.json", text, checked=False)
+            facts = json.dumps(stamp("colonnade machine") | machine_facts(folder), indent=2)
+            write_durably(disk, folder / "machine.json", facts.encode(), checked=False)
         if commits is not None:
             commits.destinations = open_destinations(config.train, folder, commits, step, disk)
     return Run(config, mesh, trainer, folder, commits, step, final_summary=final_summary)
