@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from safetensors.torch import save
 
 from colonnade import __version__
+from colonnade.config import load_config
 from colonnade.errors import ConfigError, StorageError
 from colonnade.store.contract import RowBatch
 from colonnade.store.disk import Disk, storage_error
@@ -77,7 +77,7 @@ def _write(run_folder: Path, step: int, place: Path) -> dict[str, Any]:
         "version": VERSION,
         "colonnade": __version__,
         "step": step,
-        "config": yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else None,
+        "config": load_config(config).model_dump() if config.exists() else None,
         "schema": header.get("schema"),
         "features": [
             {"name": name, "table": table, "pooling": pooling}
