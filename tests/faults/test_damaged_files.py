@@ -21,6 +21,7 @@ DAMAGES = {
     "random": random.Random(0).randbytes(300),
     "list": b"[1, 2]",
     "deep": b"[" * 100_000,
+    "stamped": b'{"format": "colonnade store manifest", "version": 2, "step": 2, "segments": [{"file": "../x"}]}',
     "wrong": b'{"train": 5, "data": [], "step": "x", "tables": 3, "model": 7, "kind": {}, "segments": 5}',
 }
 FILES = (
