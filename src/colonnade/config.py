@@ -352,6 +352,8 @@ BY_NAME: Mapping[str, type[Section]] = {
 def build_config(values: Mapping[str, Any]) -> RunConfig:
     """Raises ConfigError: one line per problem, unknown keys with the nearest known one; CheckpointError for another
     version of a file that states one."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"got a {type(values).__name__}, wanted sections such as `train:`")
     check_stamp("config", values, FORMAT, is_needed=False)
     settings = {name: value for name, value in values.items() if name not in stamp(FORMAT)}
     try:
@@ -371,14 +373,10 @@ def load_config(path: str | Path) -> RunConfig:
         raise ConfigError(f"config {path}: not YAML: {error}") from None
     if values is None:
         values = {}
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"config {path}: got a {type(values).__name__}, wanted sections such as `train:`"
-        )
     try:
         return build_config(values)
     except (ConfigError, CheckpointError) as error:
-        raise type(error)(f"{path}: {error}") from None
+        raise type(error)(f"config {path}: {error}") from None
 
 
 def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from colonnade.errors import CheckpointError, CorruptionError
 from colonnade.formats import check_stamp, parse_object, stamp
@@ -16,10 +19,48 @@ from colonnade.store.contract import Manifest, SegmentEntry
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
 from colonnade.store.stripes import Stripes
-from colonnade.store.untrusted import check_file_name
 
 FORMAT = "colonnade store manifest"
 FILE_NAME = re.compile(r"manifest-(0|[1-9]\d*)\.json")
+
+
+Size = Annotated[int, Field(ge=0)]
+Hexadecimal = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
+
+
+class _Live(TypedDict):
+    file: Annotated[str, Field(pattern=r"^live-\d+\.bits$")]
+    bytes: Size
+    crc: Hexadecimal
+
+
+class _Segment(TypedDict):
+    file: Annotated[str, Field(pattern=r"^segment-\d{8}\.rows$")]
+    stripe: Size
+    bytes: Size
+    keys: Size
+    header: Hexadecimal
+    checksum: Hexadecimal
+    records: Size
+    live_rows: Size
+
+
+class _Fields(TypedDict):
+    """What format.md says of a manifest, beside its format and version."""
+
+    step: int
+    table: str
+    identity: str
+    record_bytes: Size
+    num_rows: Size
+    lifetime_bytes: Size
+    live: _Live
+    store: str
+    stripes: dict[Annotated[str, Field(pattern=r"^\d+$")], str]
+    segments: list[_Segment]
+
+
+_FIELDS = TypeAdapter(_Fields)
 
 
 def file_name(step: int) -> str:
@@ -79,8 +120,15 @@ def describe(directory: Path, step: int) -> dict[str, Any]:
         )
     fields = parse_object(path, read_verified(path))
     check_stamp(path, fields, FORMAT)
-    for name in (fields["live"]["file"], *(part["file"] for part in fields["segments"])):
-        check_file_name(name, path)
+    try:
+        _FIELDS.validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CorruptionError(
+            f"{path}: got a manifest with a bad {where}: {first['msg']}. Restore it from a copy, or go back to an "
+            "older commit"
+        ) from None
     return fields
 
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from safetensors.torch import save
 from torch import Tensor
 
 from colonnade import __version__
+from colonnade.config import load_config
 from colonnade.errors import ConfigError, NonFiniteError, StorageError
 from colonnade.store.checksums import compute_checksums
 from colonnade.store.contract import RowBatch
@@ -81,7 +81,7 @@ def _write(run_folder: Path, step: int, place: Path) -> dict[str, Any]:
         "colonnade": __version__,
         "run": header["run"],
         "step": step,
-        "config": yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else None,
+        "config": load_config(config).model_dump() if config.exists() else None,
         "schema": header.get("schema"),
         "features": [
             {"name": name, "table": table, "pooling": pooling}

@@ -479,7 +479,7 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
     path = folder / "config.yaml"
     if not path.exists() or not committed_steps(folder):
         return
-    if not path.read_text(encoding="utf-8").strip():
+    if not path.read_bytes().strip():
         raise CheckpointError(f"{path} is empty, wanted the run's settings; restore it from a copy")
     fixed = (
         "model.",

@@ -1,0 +1,102 @@
+"""Any file of a run folder, damaged: every verb says so in one line or does without it; none shows a traceback."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+from contextlib import suppress
+
+import pytest
+
+from colonnade.cli import main
+from colonnade.store.durable import with_trailer
+from colonnade.train.commit_header import state_folder
+
+SETTINGS = (
+    "train.batch_size=150", "train.commit_steps=1", "rows.eviction.max_rows=50", "model.name=lr", "train.epochs=2",
+)  # fmt: skip
+DAMAGES = {
+    "empty": b"",
+    "random": random.Random(0).randbytes(300),
+    "list": b"[1, 2]",
+    "deep": b"[" * 100_000,
+    "stamped": b'{"format": "colonnade store manifest", "version": 2, "step": 2, "segments": [{"file": "../x"}]}',
+    "wrong": b'{"train": 5, "data": [], "step": "x", "tables": 3, "model": 7, "kind": {}, "segments": 5}',
+}
+FILES = (
+    "config.yaml", "plan.json", "summary.json", "machine.json", "metrics.jsonl", "commits/000000000002.json",
+    "commits/000000000002/dense", "commits/000000000002/rank-0", "commits/000000000002/retention-0",
+    "rows/0-of-1/000/manifest-2.json", "rows/0-of-1/000/live-2.bits", "rows/0-of-1/000/segment-*.rows",
+    "rows/0-of-1/000/segment-*.keys",
+)  # fmt: skip
+UNCHECKED = (".yaml", ".jsonl", "plan.json", "summary.json", "machine.json")
+
+
+def run(*arguments: object) -> int:
+    """Exit status; any other exception is the test's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["colonnade", *map(str, arguments)])
+        try:
+            main()
+        except SystemExit as ended:
+            return int(ended.code or 0)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    place = tmp_path_factory.mktemp("trained")
+    draw = random.Random(1)
+    lines = [f"{draw.randint(0, 1)},u{draw.randint(0, 90)},0.5" for _ in range(150)]
+    (place / "d.csv").write_text("\n".join(["label,user,price", *lines]) + "\n")
+    assert run(*train(place, place / "run")) == 0
+    assert (state_folder(place / "run", 2) / "retention-0").is_file()
+    return place
+
+
+def train(place, folder, *more):
+    settings = [part for setting in (*SETTINGS, *more) for part in ("--set", setting)]
+    return ("train", "--data", "csv", "--path", place / "d.csv", "--run", folder, *settings)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", FILES)
+def test_no_verb_raises(file, damage, trained, tmp_path, capsys):
+    content = DAMAGES[damage]
+    verbs = {
+        "verify": (),
+        "inspect": (),
+        "report": (),
+        "evaluate": ("--part", "train"),
+        "predict": ("--path", trained / "d.csv", "--output", tmp_path / "scores.csv"),
+    }
+    whole_rows = "rows/" in file or "commits/" in file
+    for is_checked in (False, True) if not file.endswith(UNCHECKED) else (False,):
+        folder = tmp_path / f"run-{is_checked}"
+        shutil.copytree(trained / "run", folder)
+        path = sorted(folder.glob(file))[-1]
+        path.write_bytes(bytes(with_trailer(content)) if is_checked else content)
+        capsys.readouterr()
+        commands = [(verb, folder, *more) for verb, more in verbs.items()]
+        commands.append(train(trained, folder, "train.epochs=3"))
+        for command in commands:
+            status, error = run(*command), capsys.readouterr().err
+            assert status in (0, 2), command
+            assert status == 0 or (error.startswith("error: ") and error.count("\n") == 1), error
+            assert "weights_only" not in error and "Traceback" not in error
+            if whole_rows and command[0] in ("verify", "evaluate", "train"):
+                assert status == 2, command
+        with suppress(FileNotFoundError):
+            (tmp_path / "scores.csv").unlink()
+
+
+def test_a_pickle_in_a_state_file_is_refused_and_not_run(trained, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(trained / "run", folder)
+    pickle = b"cos\nsystem\n(S'touch " + str(tmp_path / "evil").encode() + b"'\ntR."
+    (state_folder(folder, 2) / "dense").write_bytes(with_trailer(pickle))
+    assert run("verify", folder) == 2
+    printed = capsys.readouterr()
+    assert "holds more than tensors and plain values" in printed.out
+    assert "weights_only" not in printed.out + printed.err and not (tmp_path / "evil").exists()
