@@ -163,14 +163,21 @@ class RowsConfig(RowOptimizerConfig):
 class DenseConfig(Section):
     optimizer: Literal["adam", "sgd", "adagrad"] = "adam"
     """The dense network's torch.optim optimizer."""
-    lr: float = Field(1e-3, ge=0)
-    """Learning rate of the dense network."""
-    weight_decay: float = Field(0.0, ge=0)
-    """torch's weight_decay of that optimizer."""
+    lr: float | None = Field(None, ge=0)
+    """Learning rate of the dense network. Default: by the number of training samples for csv, parquet and criteo; else
+    0.001."""
+    weight_decay: float | None = Field(None, ge=0)
+    """torch's weight_decay of that optimizer. Default: by the number of training samples for csv, parquet and criteo;
+    else 0."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Of the dense network's learning rate."""
     clip_norm: float | None = Field(None, gt=0)
     """The dense gradients together are scaled down to this 2-norm."""
+
+    @property
+    def learning_rate(self) -> float:
+        """`lr`, or what it is where nothing says it."""
+        return 1e-3 if self.lr is None else self.lr
 
 
 def _loss_scale(value: Any) -> Any:

@@ -5,7 +5,9 @@ docs/decisions/training.md ("Defaults by size") has the experiments behind the n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +21,18 @@ from colonnade.train.commit_header import committed_steps
 from colonnade.train.objective import Objective
 
 FILES = ("csv", "parquet", "criteo")
-"""Data sets whose size and content only the user knows."""
-HELD_OUT = 0.1
-LEAST_HELD_OUT = 2000
-"""Samples below which none are held out: a tenth of fewer says nothing about where to stop."""
+"""Data sets of which only the user knows how large they are."""
 PATIENCE = 3
 """Evaluations, one after each epoch."""
 UNWATCHED_EPOCHS = 3
-"""Passes over data of which no part validates, from LEAST_HELD_OUT samples on."""
+"""Passes over data of which no part validates, where some could."""
+LARGE_FRACTION = 0.05
+"""Share of the samples that is held out of large data."""
 SHUFFLE_WINDOW = 1 << 17
 """Samples of csv and parquet that are shuffled together."""
-PRIOR = 20.0
-"""Samples that a row's accumulator starts with, as it were: a row seen a few times moves little."""
 ACCUMULATORS = ("adagrad", "rowwise_adagrad")
 FEW_STEPS = 500
-"""Below which a network has hardly begun to learn."""
+"""Steps below which a network has hardly begun to learn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +43,46 @@ class Training:
     epochs: int
     patience: int
     validation_fraction: float
+    dense_lr: float
+    dense_weight_decay: float
+    prior: float
+    """Samples that an embedding counts as seen with before its first one: the more, the less rare ids move."""
+    wide_prior: float
+    """The same of first-order weights."""
 
 
 def choose_training(num_samples: int) -> Training:
-    """Choose settings for `num_samples` training samples, those that are to be held out included.
+    """Choose settings for `num_samples` training samples, those to be held out included.
 
-    batch_size           about 100 steps an epoch: a power of two from 64 to 4,096
-    epochs               30 below 2,000 samples, where nothing is held out and first values and small steps regularise;
-                         above, at most 20, and no more than 8 million samples in all, but one epoch at least
-    patience             3 epochs, where samples are held out
-    validation_fraction  the last tenth, from 2,000 samples on
+    Below 2,000 samples nothing is held out: so few could not say where to stop. About 100 steps, at most 30 epochs,
+    in which rare ids hardly move and weight decay leaves little but first-order effects.
+
+    From 2,000 samples on a tenth is held out (from 20,000 on, a twentieth), and training ends when 3 epochs in a row
+    have not been better there. batch_size is a power of two from 64 to 4,096 that gives 160 to 320 steps an epoch;
+    epochs, an upper bound, 20 or as many as make 8 million samples; dense_lr grows with the root of the batch size;
+    weight decay and priors fade as samples grow.
     """
+    if num_samples < 2000:
+        epochs = min(30, max(3, 6400 // max(num_samples, 1)))
+        return Training(64, epochs, 0, 0.0, 2e-3, 4 / max(num_samples, 1), 20.0, 20.0)
     batch_size = 64
-    while batch_size < 4096 and batch_size * 200 <= num_samples:
+    while batch_size < 4096 and batch_size * 320 <= num_samples:
         batch_size *= 2
-    if num_samples < LEAST_HELD_OUT:
-        return Training(batch_size, 30, 0, 0.0)
-    epochs = min(20, max(1, 8_000_000 // num_samples))
-    return Training(batch_size, epochs, PATIENCE, HELD_OUT)
+    return Training(
+        batch_size,
+        epochs=min(20, max(1, 8_000_000 // num_samples)),
+        patience=PATIENCE,
+        validation_fraction=0.1 if num_samples < 20_000 else LARGE_FRACTION,
+        dense_lr=min(2e-3, 5e-4 * math.sqrt(batch_size / 64)),
+        dense_weight_decay=0.3 / num_samples,
+        prior=min(20.0, max(5.0, 4e6 / num_samples)),
+        wide_prior=min(20.0, max(1.0, 20_000 / num_samples)),
+    )
 
 
-def choose_accumulator(batch_size: int) -> float:
-    """Choose Adagrad's first accumulator: the square of PRIOR samples' gradients in a mean over a batch."""
-    return (PRIOR / batch_size) ** 2
+def choose_accumulator(prior: float, batch_size: int) -> float:
+    """Choose Adagrad's first accumulator: the square of the gradients of `prior` samples, of a batch's mean each."""
+    return float(f"{(prior / batch_size) ** 2:.3g}")
 
 
 def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits, str]:
@@ -80,23 +96,25 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
     if folder is not None and committed_steps(folder):
         config = _with_recorded(config, load_config(folder / "config.yaml"))
         return config, _open(config), ""
-    holds_out, config = _can_hold_out(config), _with_default_order(config)
-    if holds_out:
-        config = override(config, {"data.options.validation_fraction": HELD_OUT})
-    data = _open(config)
-    num_samples = _count(data.train) + (_count(data.validation) if holds_out else 0)
+    config, held_out = _with_default_order(config), 0.0
+    if can_hold_out := _can_hold_out(config):
+        held_out = (
+            LARGE_FRACTION  # large files are read once to be counted, so they are not opened again
+        )
+    data = _open(_holding_out(config, held_out))
+    num_samples = _count(data.train) + (_count(data.validation) if can_hold_out else 0)
     wanted = choose_training(num_samples)
-    if holds_out and not wanted.validation_fraction:
-        config = override(config, {"data.options.validation_fraction": 0.0})
-        data = _open(config)
-    chosen = _fill(config, wanted, data)
-    config = override(config, chosen)
-    if holds_out and wanted.validation_fraction:
-        chosen["data.options.validation_fraction"] = HELD_OUT
+    if can_hold_out and wanted.validation_fraction != held_out:
+        held_out = wanted.validation_fraction
+        data = _open(_holding_out(config, held_out))
+    chosen = fill_in(config, wanted, data)
+    if held_out:
+        chosen["data.options.validation_fraction"] = held_out
     words = ", ".join(
-        f"{name.removeprefix('data.options.')} {value}" for name, value in chosen.items()
+        f"{name}={value:.3g}" for name, value in chosen.items() if name != "train.monitor"
     )
-    return config, data, f"chosen for {num_samples:,} samples: {words}" if chosen else ""
+    line = f"chosen for {num_samples:,} training samples: {words}" if chosen else ""
+    return override(config, chosen), data, line
 
 
 def settle(config: RunConfig, objective: Objective) -> RunConfig:
@@ -109,6 +127,8 @@ def settle(config: RunConfig, objective: Objective) -> RunConfig:
             "train.epochs": train.num_epochs,
             "train.patience": train.patience or 0,
             "train.monitor": train.monitor or objective.monitor,
+            "dense.lr": config.dense.learning_rate,
+            "dense.weight_decay": config.dense.weight_decay or 0.0,
         },
     )
 
@@ -123,25 +143,40 @@ def warn_of_few_steps(config: RunConfig, steps: int | None, console: Console) ->
         )
 
 
-def _fill(config: RunConfig, wanted: Training, data: Splits) -> dict[str, Any]:
-    """Settings that `config` leaves open, by name."""
+def fill_in(config: RunConfig, wanted: Training, data: Splits) -> dict[str, Any]:
+    """Choose the settings that `config` leaves open; returns them by name."""
     train, parts = config.train, config.train.accumulate
     is_watched = data.validation is not None and not _is_by_day(config)
     chosen: dict[str, Any] = {}
     if train.batch_size is None:
         chosen["train.batch_size"] = -(-wanted.batch_size // parts) * parts
     if train.epochs is None:
-        is_open = is_watched or wanted.validation_fraction == 0
-        epochs = wanted.epochs if is_open else min(wanted.epochs, UNWATCHED_EPOCHS)
+        is_bounded = is_watched or wanted.validation_fraction == 0
+        epochs = wanted.epochs if is_bounded else min(wanted.epochs, UNWATCHED_EPOCHS)
         chosen["train.epochs"] = 1 if _is_by_day(config) else epochs
     if train.patience is None and is_watched:
         chosen["train.patience"] = PATIENCE
     if train.monitor is None and is_watched and _is_scorer(config):
         chosen["train.monitor"] = "log_loss"
-    if config.rows.initial_accumulator is None and config.rows.optimizer in ACCUMULATORS:
-        batch_size = chosen.get("train.batch_size") or train.samples_per_step
-        chosen["rows.initial_accumulator"] = choose_accumulator(batch_size)
+    if config.dense.lr is None:
+        chosen["dense.lr"] = wanted.dense_lr
+    if config.dense.weight_decay is None:
+        chosen["dense.weight_decay"] = wanted.dense_weight_decay
+    batch_size = chosen.get("train.batch_size") or train.samples_per_step
+    rows, has = config.rows, KINDS[config.model.name].rows
+    if rows.initial_accumulator is None and rows.optimizer in ACCUMULATORS:
+        prior = wanted.wide_prior if has == "weights" else wanted.prior
+        chosen["rows.initial_accumulator"] = choose_accumulator(prior, batch_size)
+    is_wide = (
+        has == "vector and weights" and (rows.wide.optimizer or rows.optimizer) in ACCUMULATORS
+    )
+    if is_wide and rows.wide.initial_accumulator is None:
+        chosen["rows.wide.initial_accumulator"] = choose_accumulator(wanted.wide_prior, batch_size)
     return chosen
+
+
+def _holding_out(config: RunConfig, fraction: float) -> RunConfig:
+    return override(config, {"data.options.validation_fraction": fraction}) if fraction else config
 
 
 def _can_hold_out(config: RunConfig) -> bool:
@@ -175,9 +210,19 @@ def _with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
     for name in ("batch_size", "epochs", "patience", "monitor"):
         if getattr(config.train, name) is None:
             settings[f"train.{name}"] = getattr(recorded.train, name)
-    if config.rows.initial_accumulator is None:
-        settings["rows.initial_accumulator"] = recorded.rows.initial_accumulator
+    for name in (
+        "dense.lr",
+        "dense.weight_decay",
+        "rows.initial_accumulator",
+        "rows.wide.initial_accumulator",
+    ):
+        if _setting(config, name) is None:
+            settings[name] = _setting(recorded, name)
     return override(config, settings)
+
+
+def _setting(config: RunConfig, name: str) -> Any:
+    return reduce(getattr, name.split("."), config)
 
 
 def _is_by_day(config: RunConfig) -> bool:

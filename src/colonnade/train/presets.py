@@ -8,12 +8,10 @@ from colonnade.config import RunConfig, build_config, override
 from colonnade.errors import ConfigError
 
 TABLES = {
-    "model": {"name": "dlrm", "dim": 16, "keep_fields": True},
+    "model": {"name": "deepfm", "dim": 16},
     "rows": {"lr": 0.05, "init_scale": 0.01},
-    "dense": {"lr": 2e-3},
-    "train": {"batch_size": 4096, "epochs": 1},
 }
-"""For files of which nothing is known but their schema."""
+"""For files of which nothing is known but their schema: train/defaults.py chooses the rest by their size."""
 
 PRESETS: dict[str, RunConfig] = {
     "synthetic": build_config(
@@ -90,15 +88,7 @@ PRESETS: dict[str, RunConfig] = {
             "train": {"batch_size": 1024, "epochs": 10, "patience": 3},
         }
     ),
-    "criteo": build_config(
-        {
-            "data": {"name": "criteo"},
-            "model": {"name": "dlrm", "dim": 16, "bottom": [64], "top": [64, 32]},
-            "rows": {"lr": 0.02, "init_scale": 0.01},
-            "dense": {"lr": 2e-3},
-            "train": {"batch_size": 64, "epochs": 1},
-        }
-    ),
+    "criteo": build_config({"data": {"name": "criteo"}, **TABLES}),
     "csv": build_config({"data": {"name": "csv"}, **TABLES}),
     "libsvm": build_config({"data": {"name": "libsvm"}, **TABLES}),
     "parquet": build_config({"data": {"name": "parquet"}, **TABLES}),

@@ -536,7 +536,9 @@ def _dense_optimizer(
     parameters: Sequence[nn.Parameter], *, config: RunConfig
 ) -> torch.optim.Optimizer:
     chosen = DENSE_OPTIMIZERS[config.dense.optimizer]
-    return chosen(parameters, lr=config.dense.lr, weight_decay=config.dense.weight_decay)
+    return chosen(
+        parameters, lr=config.dense.learning_rate, weight_decay=config.dense.weight_decay or 0.0
+    )
 
 
 def total_steps(config: RunConfig, data: Splits) -> int | None:

@@ -60,11 +60,12 @@ def open_criteo(
     path: str | Path | None = None,
     *,
     test_fraction: float = 0.2,
+    validation_fraction: float = 0.0,
     hash_rows: int | None = None,
     shuffle: bool = False,
     seed: int = 0,
 ) -> Splits:
-    """The last `test_fraction` of the lines test, those before train.
+    """The last `test_fraction` of the lines test, `validation_fraction` of all before them validate, the first train.
 
     path       the file, or the folder with train.txt; default `$COLONNADE_DATA/criteo10k`
     hash_rows  None: open tables. N: a category's id is mix64(id) % N, for vocabulary tables of N rows
@@ -73,8 +74,14 @@ def open_criteo(
     Raises DataError naming file, line and column; here for the first and the last line and the file
     itself, and for the others when they are read.
     """
-    if not 0 <= test_fraction < 1:
-        raise ConfigError(f"got test_fraction={test_fraction}, wanted 0 <= test_fraction < 1")
+    for name, fraction in (("test", test_fraction), ("validation", validation_fraction)):
+        if not 0 <= fraction < 1:
+            raise ConfigError(f"got {name}_fraction={fraction}, wanted 0 <= {name}_fraction < 1")
+    if test_fraction + validation_fraction >= 1:
+        raise ConfigError(
+            f"got test_fraction={test_fraction} and validation_fraction={validation_fraction}, wanted less than 1 "
+            "together: nothing is left to train on"
+        )
     if hash_rows is not None and hash_rows < 1:
         raise ConfigError(
             f"got hash_rows={hash_rows}, wanted at least 1; leave it out for open tables"
@@ -93,10 +100,13 @@ def open_criteo(
             fix="The file looks cut off: fetch it again, or end it with a newline if it is whole",
         )
     split = file.num_lines - round(file.num_lines * test_fraction)
-    train = CriteoSource(file, 0, split, hash_rows=hash_rows)
+    fit = split - round(file.num_lines * validation_fraction)
+    train = CriteoSource(file, 0, fit, hash_rows=hash_rows)
+    validation = CriteoSource(file, fit, split, hash_rows=hash_rows)
     test = CriteoSource(file, split, file.num_lines, hash_rows=hash_rows)
     return Splits(
         train=_load(train, shuffle_key=seed) if shuffle else train,
+        validation=validation if validation.num_samples else None,
         test=test if test.num_samples else None,
     )
 

@@ -1,0 +1,236 @@
+"""Settings that nobody gave: what follows from the number of samples, and how good it is beside logistic regression."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from rich.console import Console
+
+from colonnade import Mesh
+from colonnade.config import RunConfig, override
+from colonnade.data import Splits, TensorSource, open_source
+from colonnade.data.tensors import Columns
+from colonnade.train.commit_header import committed_steps
+from colonnade.train.commits import resolve
+from colonnade.train.defaults import choose_accumulator, choose_training, fill_in, open_data
+from colonnade.train.presets import MODEL_PRESETS, PRESETS, preset
+from colonnade.train.run import open_run
+
+QUICK = {"train.threads": 1}
+
+
+@given(st.integers(1, 10**11))
+def test_settings_follow_the_number_of_samples(num_samples):
+    chosen, larger = choose_training(num_samples), choose_training(num_samples * 2)
+    assert chosen.batch_size in [64 << n for n in range(7)]
+    assert chosen.batch_size <= larger.batch_size and chosen.prior >= larger.prior
+    assert chosen.dense_weight_decay > larger.dense_weight_decay
+    assert 1 <= chosen.epochs <= 30
+    assert (chosen.patience > 0) == (chosen.validation_fraction > 0) == (num_samples >= 2000)
+    if 20_000 <= num_samples < 1_000_000:  # few enough to follow, many enough to learn from
+        steps = num_samples / chosen.batch_size
+        assert 160 <= steps <= 320
+    if num_samples > 8_000_000:
+        assert chosen.epochs == 1
+
+
+def test_a_first_accumulator_does_not_depend_on_the_batch_size():
+    """Gradients are of a batch's mean: the prior of an id is the same number of samples in any batch."""
+    for size in (64, 4096):
+        assert math.sqrt(choose_accumulator(20, size)) * size == pytest.approx(20, rel=1e-3)
+
+
+def write_csv(path: Path, num_samples: int, seed: int = 0) -> Path:
+    """Two categories of 20 values and a number, whose true probabilities have an AUC of 0.72."""
+    random = np.random.RandomState(seed)
+    weights = np.random.RandomState(1).standard_normal((2, 20)) * 0.55
+    user, item = random.randint(0, 20, (2, num_samples))
+    number = random.standard_normal(num_samples)
+    logit = weights[0, user] + weights[1, item] + 0.5 * number
+    label = random.random(num_samples) < 1 / (1 + np.exp(-logit))
+    lines = [
+        f"u{u},i{i},{x:.3f},{int(y)}" for u, i, x, y in zip(user, item, number, label, strict=True)
+    ]
+    path.write_text("user,item,number,label\n" + "\n".join(lines) + "\n")
+    return path
+
+
+def train(config: RunConfig, folder: Path | None, data: Splits | None = None):
+    """(outcome, what was printed)."""
+    console = Console(width=200, record=True, quiet=False, file=io.StringIO())
+    run = open_run(config, Mesh(), folder, console=console, data=data)
+    try:
+        return run.train(), console.export_text()
+    finally:
+        run.close()
+
+
+def test_a_small_csv_is_learnt_without_a_setting(tmp_path):
+    path, test = write_csv(tmp_path / "train.csv", 8000), write_csv(tmp_path / "test.csv", 3000, 2)
+    config = override(
+        preset("csv"), {"data.path": str(path), "data.options.test": str(test), **QUICK}
+    )
+    outcome, printed = train(config, tmp_path / "run")
+    assert outcome.metrics["test_auc"] >= 0.70
+    assert "chosen for 8,000 training samples" in printed and "train.batch_size=64" in printed
+    recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert recorded["train"]["batch_size"] == 64 and recorded["train"]["monitor"] == "log_loss"
+    assert recorded["data"]["options"]["validation_fraction"] == 0.1
+    assert resolve(tmp_path / "run", None) == outcome.best_step
+
+
+def test_a_run_keeps_what_was_chosen_for_it_when_its_data_change(tmp_path):
+    path = write_csv(tmp_path / "train.csv", 2500)
+    config = override(preset("csv"), {"data.path": str(path), "train.max_steps": 3, **QUICK})
+    train(config, tmp_path / "run")
+    write_csv(path, 1000)  # fewer: nothing would be held out
+    recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    more = {"train.max_steps": 5, "data.options.schema": recorded["data"]["options"]["schema"]}
+    _, printed = train(override(config, more), tmp_path / "run")
+    assert "chosen" not in printed and committed_steps(tmp_path / "run")[-1] == 5
+
+
+@pytest.mark.parametrize(
+    "given", [
+        {"train.batch_size": 100}, {"train.epochs": 2}, {"train.patience": 0}, {"train.patience": 1},
+        {"train.monitor": "auc"}, {"dense.lr": 0.5}, {"dense.weight_decay": 0.0}, {"rows.initial_accumulator": 0.0},
+        {"data.options.validation_fraction": 0.3}, {"data.options.shuffle_window": 0},
+    ],
+)  # fmt: skip
+def test_what_a_user_says_wins(tmp_path, given):
+    path = write_csv(tmp_path / "train.csv", 2500)
+    config = override(preset("csv"), {"data.path": str(path), **given})
+    opened, data, _ = open_data(config, None)
+    values = opened.model_dump()
+    for name, value in given.items():
+        place = values
+        for part in name.split(".")[:-1]:
+            place = place[part]
+        assert place[name.split(".")[-1]] == value
+    assert (data.validation is None) == (given == {"train.patience": 0})
+
+
+def test_tiny_data_are_trained_on_whole_and_the_run_says_that_it_is_short(tmp_path):
+    path = write_csv(tmp_path / "train.csv", 300)
+    config = override(preset("csv"), {"data.path": str(path), **QUICK})
+    outcome, printed = train(config, tmp_path / "run")
+    assert outcome.best_step is None and "validation_fraction" not in printed
+    assert f"at most {outcome.steps} steps: below 500" in " ".join(printed.split())
+
+
+def test_every_preset_stops_early_where_a_part_validates():
+    for data, config in PRESETS.items():
+        if data in ("synthetic", "csv", "parquet", "criteo"):  # no such part; chosen by size
+            continue
+        for model in (None, *MODEL_PRESETS.get(data, {})):
+            assert preset(data, model).train.patience, (data, model)
+        assert config.train.epochs is not None
+
+
+# ---- beside logistic regression: run in pieces, `pytest -m slow tests/unit/test_defaults.py -k criteo10k-0.1`
+
+
+def columns_of(name: str, folder: Path) -> tuple[object, Columns]:
+    """All samples of a data set."""
+    if name == "criteo10k":
+        whole = open_source("criteo", folder / name, test_fraction=0.0, shuffle=True).train
+    else:
+        whole = open_source("movielens", folder / name).train
+    assert isinstance(whole, TensorSource)
+    held = whole.columns
+    return whole.schema, Columns(dense=held.dense, ids=held.ids, label=held.label)
+
+
+def encode(columns: Columns, schema, rows: NDArray, vocabularies: dict):
+    """One-hot categories (bags: shares) and numbers as they are; ids that training had not are left out."""
+    from scipy import sparse
+
+    batch, blocks = columns.take(torch.from_numpy(rows)), []
+    for column in schema.categorical:
+        ids = batch.ids[column.name]
+        counts = np.ones(batch.size, int) if ids.offsets is None else ids.offsets.diff().numpy()
+        sample, value = np.repeat(np.arange(batch.size), counts), ids.values.numpy()
+        share = np.repeat(1 / np.maximum(counts, 1), counts)
+        known = vocabularies.setdefault(column.name, np.unique(value))
+        place = np.searchsorted(known, value).clip(max=len(known) - 1)
+        right = known[place] == value
+        blocks.append(
+            sparse.csr_matrix(
+                (share[right], (sample[right], place[right])), (batch.size, len(known))
+            )
+        )
+    return batch.dense.numpy(), sparse.hstack(blocks).tocsr(), batch.label[:, 0].numpy()
+
+
+def logistic_regression(schema, columns: Columns, train_rows: NDArray, test_rows: NDArray):
+    """(AUC, log loss) of scikit-learn's, with its C by cross validation."""
+    from scipy import sparse
+    from sklearn.linear_model import LogisticRegressionCV
+    from sklearn.metrics import log_loss, roc_auc_score
+    from sklearn.preprocessing import StandardScaler
+
+    vocabularies: dict = {}
+    numbers, x, y = encode(columns, schema, train_rows, vocabularies)
+    test_numbers, test_x, test_y = encode(columns, schema, test_rows, vocabularies)
+    if numbers.shape[1]:
+        scaler = StandardScaler().fit(numbers)
+        x = sparse.hstack([scaler.transform(numbers), x]).tocsr()
+        test_x = sparse.hstack([scaler.transform(test_numbers), test_x]).tocsr()
+    is_small = len(y) < 20_000
+    cs = np.logspace(-4, 2, 13) if is_small else np.logspace(-1, 0.5, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = LogisticRegressionCV(
+            Cs=cs, cv=5 if is_small else 3, scoring="neg_log_loss", max_iter=500
+        )
+        scores = model.fit(x, y).predict_proba(test_x)[:, 1]
+    return roc_auc_score(test_y, scores), log_loss(test_y, scores)
+
+
+def compare(name: str, share: float, split: int, folder: Path) -> tuple[float, float]:
+    """(AUC, log loss) of the default, less those of logistic regression, on the same samples."""
+    schema, columns = columns_of(name, folder)
+    order = np.random.RandomState(1000 + split).permutation(columns.num_samples)
+    num_train = int(0.8 * len(order))
+    rows, test_rows = order[: int(num_train * share)], order[num_train:][:20_000]
+    wanted = choose_training(len(rows))
+    num_fit = len(rows) - round(len(rows) * wanted.validation_fraction)
+
+    def part(rows: NDArray, shuffle_key: int | None = None) -> TensorSource | None:
+        if not len(rows):
+            return None
+        return TensorSource(schema, columns, rows=torch.from_numpy(rows), shuffle_key=shuffle_key)
+
+    data = Splits(part(rows[:num_fit], 0), part(rows[num_fit:]), part(test_rows))
+    config = preset("csv")
+    config = override(config, fill_in(config, wanted, data) | QUICK | {"train.seed": split})
+    outcome, _ = train(config, None, data)
+    auc, log_loss = logistic_regression(schema, columns, rows, test_rows)
+    return outcome.metrics["test_auc"] - auc, outcome.metrics["test_log_loss"] - log_loss
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("name", "share", "num_splits"),
+    [
+        ("criteo10k", 0.01, 10), ("criteo10k", 0.1, 10), ("criteo10k", 1.0, 10),
+        ("ml-1m", 0.01, 10), ("ml-1m", 0.1, 10), ("ml-1m", 1.0, 2),
+    ],
+)  # fmt: skip
+def test_the_default_is_not_below_logistic_regression(name, share, num_splits, shared_data):
+    pytest.importorskip("sklearn")
+    found = np.array([compare(name, share, split, shared_data) for split in range(num_splits)])
+    auc, log_loss = found.mean(0)
+    print(f"{name} {share:.0%}: AUC {auc:+.4f}, log loss {log_loss:+.4f} over {num_splits} splits")
+    assert auc >= -0.005 and log_loss <= 0.01, found
