@@ -30,6 +30,8 @@ VERSIONS = {
     "colonnade summary": 1,
     "colonnade machine": 1,
     "colonnade metrics": 1,
+    "colonnade export": 2,
+    "colonnade publication": 2,
 }
 """Version of each format, as the files state it under `format` and `version`."""
 

@@ -28,8 +28,8 @@ from colonnade.store.durable import checked_content, read_verified, with_trailer
 from colonnade.store.verification import verify_store
 from colonnade.topology.towers import Partition
 from colonnade.train.commit_header import committed_steps, read_header
+from colonnade.train.metrics_file import read_lines
 from colonnade.train.publication import read_word
-from colonnade.train.record import read_lines
 from colonnade.train.states import load_state
 from colonnade.train.verification import verify_commit
 

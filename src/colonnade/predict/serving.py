@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 from colonnade.errors import CheckpointError, ConfigError, StorageError
+from colonnade.formats import VERSIONS
 from colonnade.train.commit_header import committed_steps
 from colonnade.train.commits import resolve
 from colonnade.train.export import export_run
-from colonnade.train.exported import MODEL, VERSION
+from colonnade.train.exported import FORMAT, MODEL
 from colonnade.train.wholeness import read_commit
 
 FOLDER = "serving"
@@ -57,7 +58,7 @@ def exported(path: Path, *, at: int | str | None = None) -> Path:
 def _name(path: Path, step: int) -> str:
     """A run that went back and trained again commits the same step anew."""
     tag = (path / "commits" / f"{step:012d}.json").stat().st_mtime_ns
-    return f"{step}-{tag:x}-v{VERSION}"
+    return f"{step}-{tag:x}-v{VERSIONS[FORMAT]}"
 
 
 def _drop_old(path: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
-from colonnade.errors import CheckpointError, CorruptionError, StorageError
+from colonnade.errors import CorruptionError, StorageError
+from colonnade.formats import read_stamped
 from colonnade.store.disk import DiskFile, storage_error
 
 T = TypeVar("T")
@@ -59,20 +60,12 @@ def parse_json(kind: type[T], content: bytes, path: Path, remedy: str) -> T:
         ) from None
 
 
-def parse_versioned(
-    kind: type[T], content: bytes, path: Path, name: str, version: int, remedy: str
-) -> T:
-    """Read a value from a JSON object that says `format` and `version` beside its fields.
+def parse_stamped(kind: type[T], content: bytes, path: Path, name: str, remedy: str) -> T:
+    """Read a value from a JSON object of format `name`, which states it beside the value's fields.
 
     Raises CheckpointError for another format or version, which is told first; CorruptionError as `parse_json`.
     """
-    fields = parse_json(dict[str, Any], content, path, remedy)
-    got = (fields.pop("format", None), fields.pop("version", None))
-    if got != (name, version):
-        raise CheckpointError(
-            f"{path}: got {str(got[0])[:80]!r} version {str(got[1])[:80]}, this Colonnade reads {name!r} version "
-            f"{version}; {remedy}, or read it with the Colonnade that wrote it"
-        )
+    fields = read_stamped(path, content, name)
     return parse_json(kind, json.dumps(fields).encode(), path, remedy)
 
 

@@ -16,19 +16,19 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.data.contract import Schema
 from colonnade.errors import CorruptionError
+from colonnade.formats import stamp
 from colonnade.store.checksums import FileChecksums, open_checked
 from colonnade.store.untrusted import (
     STRICT,
     FileName,
     check_file_name,
-    parse_versioned,
+    parse_stamped,
     read_regular,
 )
 from colonnade.store.verification import Verified, verify_file
 from colonnade.table import ITEM_BYTES
 
 FORMAT = "colonnade export"
-VERSION = 2
 MODEL = "model.json"
 DENSE = "dense.safetensors"
 REMEDY = "export the run again, or restore the folder from a copy"
@@ -107,7 +107,7 @@ class Export:
 
 def model_bytes(fields: dict[str, Any]) -> bytes:
     """Return the content of model.json, whose last field is the checksum of all bytes before it."""
-    said = {"format": FORMAT, "version": VERSION, **fields}
+    said = {**stamp(FORMAT), **fields}
     content = json.dumps(said, indent=2).encode().removesuffix(b"\n}")
     return content + LAST_LINES % _native.crc32c(np.frombuffer(content, np.uint8))
 
@@ -117,7 +117,7 @@ def parse_model(content: bytes, path: Path) -> Export:
 
     Raises CheckpointError where it is another format's or version's, CorruptionError where it is damaged.
     """
-    export = parse_versioned(Export, content, path, FORMAT, VERSION, REMEDY)
+    export = parse_stamped(Export, content, path, FORMAT, REMEDY)
     length = max(len(content) - len(LAST_LINES % 0), 0)
     body, rest = content[:length], content[length:]
     wanted = LAST_LINES % _native.crc32c(np.frombuffer(body, np.uint8))

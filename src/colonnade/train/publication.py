@@ -27,10 +27,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, CorruptionError
+from colonnade.formats import stamp
 from colonnade.store.difference import Difference, Incomparable, difference
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
-from colonnade.store.untrusted import STRICT, FileName, folder_inside, parse_json, parse_versioned
+from colonnade.store.untrusted import STRICT, FileName, folder_inside, parse_json, parse_stamped
 from colonnade.store.verification import Verified, verify_file
 from colonnade.table import ITEM_BYTES
 from colonnade.train.commit_header import header_path, read_header
@@ -40,7 +41,6 @@ from colonnade.train.states import load_state
 from colonnade.train.stores import holders
 
 FORMAT = "colonnade publication"
-VERSION = 2
 WORD = "published.json"
 LEAST_BYTES = 1 << 20  # changes smaller than this together are never worth another base
 REMEDY = "remove the publication's folder, and let the run publish a new one"
@@ -177,7 +177,7 @@ class Publication:
 
     def _write(self, said: Published) -> None:
         """The word, and then nothing that it does not need."""
-        fields = {"format": FORMAT, "version": VERSION, **asdict(said)}
+        fields = {**stamp(FORMAT), **asdict(said)}
         write_durably(self.disk, self.folder / WORD, json.dumps(fields, indent=2).encode())
         kept = {base.folder for base in said.bases}
         for path in self.folder.iterdir():
@@ -265,7 +265,7 @@ def read_word(folder: Path) -> Published | None:
 def parse_word(content: bytes, path: Path) -> Published:
     """Of the word's content, which lies at `path`. Raises CheckpointError for another version, CorruptionError for
     anything that is no publication's word."""
-    said = parse_versioned(Published, content, path, FORMAT, VERSION, REMEDY)
+    said = parse_stamped(Published, content, path, FORMAT, REMEDY)
     if not said.bases:
         raise CorruptionError(f"{path}: got a publication without a base; {REMEDY}")
     return said
