@@ -84,13 +84,15 @@ def traced(tmp_path_factory):
     config = override(build_config(CONFIG), settings)
     run = open_run(config, Mesh(), folder, disk=disk)
     digests: dict[int, str] = {}
-    write = run.commits._write
+    write = run.commits.make_durable
 
-    def write_and_digest(trainer, captured):  # on the commit's thread: training goes on meanwhile
-        write(trainer, captured)
+    def write_and_digest(
+        collection, captured, say
+    ):  # on the commit's thread: training goes on meanwhile
+        write(collection, captured, say)
         digests[captured.step] = digest(folder)
 
-    run.commits._write = write_and_digest
+    run.commits.make_durable = write_and_digest
     run.train()
     run.close()
     return folder, disk.changes, digests

@@ -42,7 +42,7 @@ BAD_VALUES = {
     "rows.tables.C1.rows": ["0", "many"],
     "rows.tables.C1.hashes": ["0", "17"],
     "plan.exchange": ["poled", "rwos"],
-    "train.batch_size": ["0", "-8", "1.5", "many", "none"],
+    "train.batch_size": ["0", "-8", "1.5", "many"],
     "train.epochs": ["-1", "0.5"],
     "train.max_steps": ["-1", "x"],
     "train.commit_steps": ["-1"],
