@@ -35,7 +35,7 @@ def test_settings_follow_the_number_of_samples(num_samples):
     assert chosen.batch_size in [64 << n for n in range(7)]
     assert chosen.batch_size <= larger.batch_size and chosen.prior >= larger.prior
     assert chosen.dense_weight_decay > larger.dense_weight_decay
-    assert 1 <= chosen.epochs <= 30
+    assert 1 <= chosen.epochs <= 20
     assert (chosen.patience > 0) == (chosen.validation_fraction > 0) == (num_samples >= 2000)
     if 20_000 <= num_samples < 1_000_000:  # few enough to follow, many enough to learn from
         steps = num_samples / chosen.batch_size
