@@ -11,7 +11,7 @@ from colonnade.cli import main
 from colonnade.data.tabular.hashing import MAX_TEXT_BYTES
 from colonnade.terminal import Terminal, printable
 
-SMALL = ("--set", "train.batch_size=100", "--set", "model.top=[4]", "--set", "model.bottom=[4]")
+SMALL = ("--set", "train.batch_size=100", "--set", "model.top=[4]")
 HEADER = "label,user,item,price\n"
 LINES = "".join(f"{i % 2},u{i % 40},i{i % 9},0.5\n" for i in range(300))
 

@@ -142,7 +142,7 @@ def test_settings_fit_80_columns_and_are_filtered_by_words(colonnade, monkeypatc
     assert max(map(len, everything.splitlines())) <= 80
     assert "train.keep_commits = 2" in everything
     _, some, _ = colonnade("settings", "learning rate")
-    assert "dense.lr = 0.001" in some and "train.batch_size" not in some
+    assert "rows.lr = 0.02" in some and "train.batch_size" not in some
 
 
 def test_every_option_of_data_is_described(colonnade):

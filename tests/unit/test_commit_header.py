@@ -21,6 +21,8 @@ from colonnade.train.wholeness import read_commit
 SETTINGS = (
     "train.batch_size=500",
     "train.commit_steps=4",
+    "train.epochs=1",
+    "data.options.validation_fraction=0",
     "rows.eviction.max_rows=50",
     "model.top=[8]",
 )

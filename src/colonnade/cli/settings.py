@@ -29,18 +29,19 @@ def settings(
     ] = None,
 ) -> None:
     """List settings: name, default, possible values, meaning."""
+    from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
 
     from colonnade.terminal import Terminal
 
-    console = Terminal()
+    blocks: list[Any] = []
     for name, default, values, meaning in _chosen_lines(which):
         title = Text(name, style="bold")
         title.append(f" = {default}" if default else "", style="not bold")
         title.append(f"  ({values})" if values else "", style="not bold dim")
-        console.print(title)
-        console.print(Padding(Text(meaning), (0, 0, 0, 4), expand=False))
+        blocks += [title, Padding(Text(meaning), (0, 0, 0, 4), expand=False)]
+    Terminal().print(Group(*blocks))  # written at once: a reader that leaves early is no error
 
 
 def setting_names() -> list[str]:

@@ -20,7 +20,7 @@ from colonnade.models.scorer import Scorer
 from colonnade.train.commit_header import committed_steps
 from colonnade.train.objective import Objective
 
-FILES = ("csv", "parquet", "criteo")
+FILES = ("csv", "parquet", "libsvm", "tfrecord", "criteo")
 """Data sets of which only the user knows how large they are."""
 PATIENCE = 3
 """Evaluations, one after each epoch."""
