@@ -169,7 +169,7 @@ def open_run(
     set_threads(config.train.threads, mesh)
     if data is None:
         config, data, chosen = open_data(config, folder)
-        if console is not None and chosen:
+        if console and chosen:
             console.print(chosen, highlight=False)
         # What the run folder records opens the same data tomorrow: an inferred schema is written out.
         config = override(config, {"data.options": lasting_options(config.data.options, data)})
@@ -343,14 +343,13 @@ def prepare(
     dense.attach()
     if folder is not None and not read_only:
         if mesh.rank == 0:
-            plan_text = collection.plan.to_json()
-            write_durably(disk, folder / "config.yaml", dump_config(config).encode(), checked=False)
-            write_durably(disk, folder / "plan.json", plan_text.encode(), checked=False)
+            write = partial(write_durably, disk, checked=False)
+            write(folder / "config.yaml", dump_config(config).encode())
+            write(folder / "plan.json", collection.plan.to_json().encode())
             if device is not None:
-                text = device.to_json().encode()
-                write_durably(disk, folder / "device.json", text, checked=False)
+                write(folder / "device.json", device.to_json().encode())
             facts = json.dumps(stamp("colonnade machine") | machine_facts(folder), indent=2)
-            write_durably(disk, folder / "machine.json", facts.encode(), checked=False)
+            write(folder / "machine.json", facts.encode())
         if commits is not None:
             commits.destinations = open_destinations(config.train, folder, commits, step, disk)
     return Run(config, mesh, trainer, folder, commits, step, final_summary=final_summary)
@@ -482,18 +481,9 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
     if not path.read_bytes().strip():
         raise CheckpointError(f"{path} is empty, wanted the run's settings; restore it from a copy")
     fixed = (
-        "model.",
-        "rows.optimizer",
-        "rows.wide.optimizer",
-        "rows.admission",
-        "rows.eviction",
-        "rows.tables",
-        "dense.optimizer",
-        "data.name",
-        "data.options",
-        "train.seed",
-        "train.progressive",
-    )
+        "model.", "rows.optimizer", "rows.wide.optimizer", "rows.admission", "rows.eviction", "rows.tables",
+        "dense.optimizer", "data.name", "data.options", "train.seed", "train.progressive",
+    )  # fmt: skip
     free = ["model.compile", "data.options.threads"]
     before, now = flatten(load_config(path).model_dump()), flatten(config.model_dump())
     if before.get("model.tower_dim") is now["model.tower_dim"] is None:
