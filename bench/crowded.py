@@ -2,10 +2,10 @@
 
 DLRM on Criteo-shaped ids, one process, as many threads as there are processors; four systems in turns:
 
-    colonnade           OMP_WAIT_POLICY=passive, which every process that Colonnade starts has
+    colonnade           as every process that Colonnade starts: a thread that waits spins about a millisecond
     colonnade spinning  OpenMP's default: a thread that waits spins for milliseconds
     torch               the same network on nn.EmbeddingBag, by default, which spins
-    torch passive       the same with OMP_WAIT_POLICY=passive
+    torch passive       the same with OMP_WAIT_POLICY=passive: a thread that waits sleeps at once
 
 beside 0, 1, 2 and 4 processes that compute; and alone under quotas of 1 and 1.5 processors, where Colonnade takes as
 many threads as the quota has processors, rounded up, and torch as many as the machine has.
@@ -50,14 +50,13 @@ from train import BATCH_SIZE, BOTTOM, DENSE_LR, ROWS_LR, TOP, write_data
 from workers.loop import Case
 
 import colonnade
-from colonnade.processors import usable_processors
+from colonnade.processors import WAITING, usable_processors
 
-PASSIVE = {"OMP_WAIT_POLICY": "passive"}
 SYSTEMS = {
-    "colonnade": ("colonnade", PASSIVE),
+    "colonnade": ("colonnade", WAITING),
     "colonnade spinning": ("colonnade", {}),
     "torch": ("torch", {}),
-    "torch passive": ("torch", PASSIVE),
+    "torch passive": ("torch", {"OMP_WAIT_POLICY": "passive"}),
 }
 """By name: the worker's module and its settings of how threads wait."""
 NEIGHBOURS = (0, 1, 2, 4)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from colonnade.processors import wait_passively
+from colonnade.processors import limit_spinning
 
-wait_passively()  # before torch is loaded: it counts only then
+limit_spinning()  # before torch is loaded: it counts only then
 
 TYPE_CHECKING = False  # typing's own would be the slowest import here
 if TYPE_CHECKING:

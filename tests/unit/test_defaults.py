@@ -20,8 +20,7 @@ from colonnade import Mesh
 from colonnade.config import RunConfig, override
 from colonnade.data import Splits, TensorSource, open_source
 from colonnade.data.tensors import Columns
-from colonnade.train.commit_header import committed_steps
-from colonnade.train.commits import resolve
+from colonnade.train.commit_header import committed_steps, resolve
 from colonnade.train.defaults import FILES, choose_accumulator, choose_training, fill_in, open_data
 from colonnade.train.presets import MODEL_PRESETS, PRESETS, preset
 from colonnade.train.run import open_run

@@ -145,7 +145,7 @@ def test_a_run_of_before_goes_on(folder):
     run = folder / "run"
     assert committed_steps(run) == [STEP]
     assert [file.problem for file in verify_commit(run, STEP) if file.problem] == []
-    assert all(not file.problem for file in verify_store(folder / ROWS, STEP, table="user"))
+    assert all(not file.problem for file in verify_store(folder / ROWS, STEP))
     model = Net()
     assert colonnade.load_run(model, run) == STEP
     settings = {"batch_size": 20, "keep_commits": 1, "quiet": True, "threads": 1}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from run_records import write_run
 
+FORMATS = Path(__file__).parents[1] / "fixtures/formats"
 RUN_VERB = """
 import resource, sys
 from colonnade.cli.app import run
@@ -23,11 +25,20 @@ def folder(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("start") / "run")
 
 
-@pytest.mark.parametrize("verb", ["report", "compare", "inspect", "settings", "doctor"])
-def test_a_verb_that_reads_files_does_not_import_torch(verb, folder):
-    arguments = {"compare": [str(folder)] * 2, "settings": [], "doctor": []}.get(
-        verb, [str(folder)]
-    )
+@pytest.mark.parametrize(
+    ("verb", "arguments"),
+    [
+        ("report", ["RUN"]),
+        ("compare", ["RUN", "RUN"]),
+        ("inspect", ["RUN"]),
+        ("settings", []),
+        ("doctor", []),
+        ("verify", [str(FORMATS / "run")]),
+        ("verify", [str(FORMATS / "export")]),
+    ],
+)
+def test_a_verb_that_reads_files_does_not_import_torch(verb, arguments, folder):
+    arguments = [argument.replace("RUN", str(folder)) for argument in arguments]
     done = subprocess.run(
         [sys.executable, "-c", RUN_VERB, verb, *arguments],
         capture_output=True,

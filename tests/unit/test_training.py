@@ -19,8 +19,8 @@ from colonnade.config import ScheduleConfig, build_config
 from colonnade.data import Splits
 from colonnade.errors import CheckpointError, ConfigError, NonFiniteError
 from colonnade.train.best import Best
-from colonnade.train.commit_header import committed_steps
-from colonnade.train.commits import describe_choice, kept_steps, resolve
+from colonnade.train.commit_header import committed_steps, describe_choice, resolve
+from colonnade.train.commits import kept_steps
 from colonnade.train.schedules import factor
 from colonnade.train.trainer import pooled_days
 

@@ -28,7 +28,7 @@ def evaluate(
     """AUC and log loss of a run's commit, made by any number of ranks; changes nothing in the folder."""
     from colonnade.terminal import Terminal
     from colonnade.topology.mesh import Mesh
-    from colonnade.train.commits import describe_choice, resolve
+    from colonnade.train.commit_header import describe_choice, resolve
     from colonnade.train.run import load_run_config, open_run
 
     parts = ("train", "validation", "test")

@@ -26,7 +26,7 @@ def export(
     ] = None,
 ) -> None:
     """Write weights as safetensors: dense.safetensors, one file of ids and rows per table, model.json."""
-    from colonnade.train.commits import describe_choice
+    from colonnade.train.commit_header import describe_choice
     from colonnade.train.export import export_run
 
     said = export_run(run, destination, at=at)

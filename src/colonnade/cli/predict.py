@@ -67,7 +67,7 @@ def predict(
     from colonnade.predict.inputs import open_inputs
     from colonnade.predict.scores import ScoreFile
     from colonnade.terminal import Terminal
-    from colonnade.train.commits import describe_choice
+    from colonnade.train.commit_header import describe_choice
 
     if path is None and part is None:
         raise ConfigError(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from colonnade.errors import ConfigError, CorruptionError
 from colonnade.terminal import say
+
+if TYPE_CHECKING:
+    from colonnade.store.verification import Verified
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade verify runs/mine\n\n  colonnade verify runs/mine --at 2000\n\n"
@@ -36,19 +40,18 @@ def verify(
     """Read a commit, an export or a publication whole, rows included, and name every file that is not as it was
     written. Changes nothing."""
     from colonnade.report.words import bytes_words
-    from colonnade.train.commits import resolve
+    from colonnade.train.commit_header import resolve
     from colonnade.train.exported import MODEL, verify_export
-    from colonnade.train.publication import WORD, verify_publication
     from colonnade.train.verification import verify_commit
 
-    if (run / MODEL).exists() or (run / WORD).exists():
+    is_export = (run / MODEL).exists()
+    if is_export or _is_publication(run):
         if at is not None or directory:
             raise ConfigError(
                 f"{run} holds one commit and no stores; leave --at and --directory out"
             )
-        subject = str(run)
-        files = verify_export(run) if (run / MODEL).exists() else verify_publication(run)
-        remedy = "Restore them from a copy, or export the run again"
+        subject, remedy = str(run), "Restore them from a copy, or export the run again"
+        files = verify_export(run) if is_export else _publication_files(run)
     else:
         step = resolve(run, at or "last")
         subject, files = f"{run}, step {step}", verify_commit(run, step, directory or ())
@@ -69,3 +72,17 @@ def verify(
             f"{subject}: {len(damaged):,} of {num_files:,} files are damaged or missing. {remedy}"
         )
     say(f"{subject}: whole; {num_files:,} files, {bytes_words(num_bytes)} read")
+
+
+def _is_publication(folder: Path) -> bool:
+    if (folder / "commits").is_dir():
+        return False  # a run: it starts without torch, which the other module imports
+    from colonnade.train.publication import WORD
+
+    return (folder / WORD).exists()
+
+
+def _publication_files(folder: Path) -> Iterator[Verified]:
+    from colonnade.train.publication import verify_publication
+
+    return verify_publication(folder)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.formats import VERSIONS
-from colonnade.train.commit_header import committed_steps
-from colonnade.train.commits import resolve
+from colonnade.train.commit_header import committed_steps, resolve
 from colonnade.train.export import export_run
 from colonnade.train.exported import FORMAT, MODEL
 from colonnade.train.wholeness import read_commit

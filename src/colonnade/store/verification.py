@@ -1,6 +1,6 @@
 """Every byte of a commit of one store, compared with what its checksums say: file by file, on past what is damaged.
 
-Nothing needs to be known of the table but its name: manifests say the rest. Opening a store checks beyond this that
+Nothing needs to be known of the table: manifests say it. Opening a store checks beyond this that
 no id is live twice.
 """
 
@@ -43,9 +43,7 @@ def verify_file(path: Path, read: Callable[[], object]) -> Verified:
         return Verified(path, path.stat().st_size if path.is_file() else 0, said)
 
 
-def verify_store(
-    directory: Path, step: int, *, table: str, places: Sequence[Path] = ()
-) -> Iterator[Verified]:
+def verify_store(directory: Path, step: int, *, places: Sequence[Path] = ()) -> Iterator[Verified]:
     """The files of a commit of one table's shard as they are read: manifest, bitmaps, then segments and key lists.
 
     places: where directories of the store lie now that are not where the manifest says. Raises nothing of the files.
@@ -55,7 +53,7 @@ def verify_store(
 
     def read_manifest() -> None:
         said = manifest.describe(directory, step)
-        identity, width = said["identity"], said["record_bytes"]
+        table, identity, width = said["table"], said["identity"], said["record_bytes"]
         whole, store_id, known = manifest.read_manifest(
             directory, step, table=table, identity=identity, record_bytes=width
         )

@@ -27,8 +27,8 @@ from colonnade.store.log import LogBacking
 from colonnade.store.policies import RowPolicy
 from colonnade.topology.mesh import Mesh
 from colonnade.train.capture import Captured, header_of, settings_of
-from colonnade.train.commit_header import committed_steps, read_header
-from colonnade.train.commits import Commits, open_commits, resolve
+from colonnade.train.commit_header import committed_steps, read_header, resolve
+from colonnade.train.commits import Commits, open_commits
 from colonnade.train.fingerprint import check_model, dense_weights, load_dense
 from colonnade.train.retained import restore_retentions, retentions
 from colonnade.train.states import load_state

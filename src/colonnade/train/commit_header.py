@@ -112,3 +112,46 @@ def _check_ranks(path: Path, header: Mapping[str, Any]) -> None:
             f"{path}: got {num_ranks:,} ranks, state files of {num_states:,} and rows on rank {last:,}, which do not "
             f"agree; {REMEDY}"
         )
+
+
+def resolve(folder: Path, at: int | str | None) -> int:
+    """Find the committed step that `at` means: a step, "last", "best" (by the validation part), or None: the best where
+    a validation part chose one that is still committed, else the last.
+
+    Raises CheckpointError where there is no such commit, naming those there are.
+    """
+    steps = committed_steps(folder)
+    if not steps:
+        raise CheckpointError(f"{folder} holds no commit; train it first (`colonnade train --run`)")
+    if at == "last":
+        return steps[-1]
+    if at is None:
+        best = read_header(folder, steps[-1]).get("best_step")
+        return best if best in steps else steps[-1]
+    if at == "best":
+        best = read_header(folder, steps[-1]).get("best_step")
+        if best is None:
+            raise CheckpointError(
+                f"{folder}: no commit is known to be the best: the data had no validation part, or it was "
+                "not evaluated yet. Ask for the last"
+            )
+        at = best
+    if isinstance(at, str) and at.isdecimal():
+        at = int(at)
+    if at not in steps:
+        raise CheckpointError(
+            f"{folder} has no commit of step {at}; it has {steps}, also called best and last"
+        )
+    return int(at)
+
+
+def describe_choice(folder: Path, step: int) -> str:
+    """Say how a committed step came to be taken: "best of validation auc", "last; no validation part", ..."""
+    steps = committed_steps(folder)
+    header = read_header(folder, steps[-1])
+    best = header.get("best_step")
+    if step == best:
+        return f"best of {header.get('monitor', 'validation').replace('_', ' ')}"
+    if step != steps[-1]:
+        return "an earlier commit"
+    return "last; no validation part" if best is None else f"last; step {best} was best"

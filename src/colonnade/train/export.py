@@ -32,7 +32,7 @@ from colonnade.store.log import LogBacking
 from colonnade.store.row_file import DTYPES
 from colonnade.store.slices import Joined
 from colonnade.table import ITEM_BYTES
-from colonnade.train.commits import resolve
+from colonnade.train.commit_header import resolve
 from colonnade.train.exported import DENSE, MODEL, model_bytes
 from colonnade.train.states import load_state
 from colonnade.train.stores import open_recorded_stores

@@ -6,12 +6,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
-from safetensors.torch import load
-from torch import Tensor
 
 from colonnade import _native
 from colonnade.data.contract import Schema
@@ -27,6 +25,9 @@ from colonnade.store.untrusted import (
 )
 from colonnade.store.verification import Verified, verify_file
 from colonnade.table import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = "colonnade export"
 MODEL = "model.json"
@@ -153,6 +154,8 @@ def check_lengths(folder: Path, export: Export) -> None:
 
 def read_dense(folder: Path, export: Export) -> dict[str, Tensor]:
     """Read the dense weights, all of them checked. Raises CorruptionError, StorageError."""
+    from safetensors.torch import load  # here: who verifies an export has no use for torch
+
     file = open_checked(folder, DENSE, export.files[DENSE])
     content = file.read(0, file.num_bytes).tobytes()
     try:

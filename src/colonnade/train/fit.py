@@ -22,8 +22,8 @@ from colonnade.plan_config import PlanConfig
 from colonnade.terminal import Terminal
 from colonnade.topology.mesh import Mesh, open_mesh
 from colonnade.train.agreement import agree_on_config
-from colonnade.train.commit_header import read_header
-from colonnade.train.commits import open_commits, resolve
+from colonnade.train.commit_header import read_header, resolve
+from colonnade.train.commits import open_commits
 from colonnade.train.fingerprint import check_model, load_dense
 from colonnade.train.interrupt import stop_on_signals
 from colonnade.train.objective import Objective, objective_of

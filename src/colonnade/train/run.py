@@ -46,8 +46,8 @@ from colonnade.topology.world import World
 from colonnade.train.agreement import agree_on_config, agree_on_model, agree_on_plan, flatten
 from colonnade.train.checking import checked, mean_sent, rows_of_first_owner
 from colonnade.train.choosing import placed_in_towers
-from colonnade.train.commit_header import committed_steps
-from colonnade.train.commits import Commits, lost_words, open_commits, resolve, restore
+from colonnade.train.commit_header import committed_steps, resolve
+from colonnade.train.commits import Commits, lost_words, open_commits, restore
 from colonnade.train.defaults import open_data, settle, warn_of_few_steps
 from colonnade.train.dense import DenseGradients
 from colonnade.train.destinations import open_destinations

@@ -15,8 +15,7 @@ from colonnade.errors import CheckpointError, ConfigError
 from colonnade.store.records import fresh_records
 from colonnade.table import Table
 from colonnade.train.capture import parameter_names
-from colonnade.train.commit_header import read_header
-from colonnade.train.commits import resolve
+from colonnade.train.commit_header import read_header, resolve
 from colonnade.train.fingerprint import dense_weights, identity_of, load_dense, tower_words
 from colonnade.train.states import load_state
 from colonnade.train.stores import open_recorded_stores

@@ -15,30 +15,30 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import CheckpointError, ColonnadeError, WorldError
 from colonnade.store.durable import checksum_of, read_verified
-from colonnade.store.log import LogBacking
 from colonnade.store.manifest import file_name
 from colonnade.topology.disagreement import SHOWN, rank_words
-from colonnade.topology.mesh import Mesh
 from colonnade.train.commit_header import REMEDY, read_header, state_folder
+
+if TYPE_CHECKING:
+    from colonnade.topology.mesh import Mesh
 
 SEEN_SECONDS = 10.0  # that a file of another host may take to be seen: network file systems remember what was not there
 
 
 def describe_files(
-    folder: Path, backings: Sequence[Any], step: int, states: Sequence[str], mesh: Mesh
+    folder: Path, stores: Iterable[Path], step: int, states: Sequence[str], mesh: Mesh
 ) -> dict[str, Any]:
     """Collective, on the purpose `commit`, when every rank's stores and state files are written: what the header says
     of them. By folder of rows, for each rank with tables in it, these tables' folders and a digest of their manifests;
     by name, the checksums of the ranks' state files (`states`: this rank's)."""
     tables: dict[str, list[str]] = {}
-    for backing in backings:
-        if isinstance(backing, LogBacking):
-            home, table = backing.directory.relative_to(folder / "rows").parts
-            tables.setdefault(home, []).append(table)
+    for store in stores:
+        home, table = store.relative_to(folder / "rows").parts
+        tables.setdefault(home, []).append(table)
     mine = {
         "rows": {
             home: [*names, _digest(folder / "rows" / home, names, step)]
