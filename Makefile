@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ONLY_PORTABLE := ON
 
-.PHONY: setup demo test test-all lint format docs figures wheel wheel-check native-test native-sanitize native-tsan native-aarch64 clean
+.PHONY: setup demo test test-native test-bench test-all lint format docs figures wheel wheel-check native-test native-sanitize native-tsan native-aarch64 clean
 
 setup: $(STAMP)
 
@@ -21,15 +21,24 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find native -nam
 demo: setup
 	$(BIN)/colonnade demo
 
-# Everything that is not marked slow, and the native tests without Python: plain and under sanitizers. Threads that spin
-# while they wait would keep the tests' other processes from the processor: half the time.
-test: setup native-test native-sanitize
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not slow" -n 2
+# Threads that spin while they wait would keep the tests' other processes from the processor: half the time.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 
-# Also what is slow, the thread sanitizer, and the core for another processor.
+# Everything in Python that is not marked slow, but the tests of benches.
+test: setup
+	$(PYTEST) -m "not slow" -n 2 --durations 40
+
+# The core without Python: plain and under sanitizers.
+test-native: native-test native-sanitize
+
+# What benches compute, not how fast anything is.
+test-bench: setup
+	$(PYTEST) -m "not slow" -n 2 tests/bench
+
+# All of these, what is slow, the thread sanitizer, and the core for another processor.
 test-all: ONLY_PORTABLE := OFF
-test-all: setup native-test native-sanitize native-tsan native-aarch64
-	$(BIN)/python -m pytest
+test-all: test-native native-tsan native-aarch64
+	$(PYTEST) tests
 
 # In the folder of the extension's own build: the core is compiled already.
 native-test: setup

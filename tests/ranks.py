@@ -23,10 +23,11 @@ from colonnade import close_mesh, open_mesh
 from colonnade.topology.rendezvous import HEARTBEATS, STORE
 
 HERE = Path(__file__).resolve().parent
-ROOMS = ("", "laws", "contracts", "faults", "unit", "distributed")
+ROOMS = ("", "laws", "contracts", "faults", "unit", "bench", "distributed")
 # torch imports the last one when an optimizer is made: two seconds of every rank.
 IMPORTED = [
     "torch", "torch.distributed", "pytest", "colonnade.train.run", "colonnade.train.fit", "torch._dynamo",
+    "colonnade.cli.app", "pandas", "pyarrow.parquet",
 ]  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def run_ranks(
             **store_in(place),
             "OMP_NUM_THREADS": "1",
         }
-        context = _imported_before()
+        context = preloaded_context()
         children = [
             context.Process(
                 target=_rank,
@@ -94,8 +95,11 @@ def run_ranks(
         return [pickle.loads((place / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
 
 
-def _imported_before() -> multiprocessing.context.ForkServerContext:
-    """OpenMP reads its threads once, when torch is imported; the server lives as long as the tests' own process."""
+def preloaded_context() -> multiprocessing.context.ForkServerContext:
+    """Return a context whose processes are forked with torch imported. Its server lives as long as this process.
+
+    OpenMP reads its number of threads once, when torch is imported.
+    """
     before = os.environ.get("OMP_NUM_THREADS")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
@@ -135,7 +139,7 @@ def start_child(
     """A process that does `function(*arguments)`, of a test module's top, and ends. output: a file of its own."""
     call = function.__module__, function.__name__, arguments
     paths = [str(HERE / room) for room in ROOMS]
-    process = _imported_before().Process(
+    process = preloaded_context().Process(
         target=_program, args=(output, dict(environment), paths, call)
     )
     process.start()

@@ -1,6 +1,6 @@
 """The dense network of every peer: the same function as colonnade.models.dlrm after the embeddings, in plain torch.
 
-Imports torch only, so that a peer's environment need not hold Colonnade. tests/unit/test_bench.py holds the
+Imports torch only, so that a peer's environment need not hold Colonnade. tests/bench/test_bench.py holds the
 two together. Legend: B samples, n dense columns, F fields, D dim.
 """
 

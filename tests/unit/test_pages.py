@@ -12,11 +12,11 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import typer
+from forked_command import colonnade_on_path
 from torch.distributed.run import get_args_parser
 
 from colonnade.cli import plan, train
@@ -40,6 +40,13 @@ def blocks_of(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """PATH with `colonnade` in it."""
+    with colonnade_on_path(tmp_path_factory.mktemp("bin")) as path:
+        yield path
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -47,7 +54,7 @@ def blocks_of(page: Path) -> list[tuple[str, str]]:
         for page in PAGES[1:]
     ],
 )
-def test_blocks_run(page, tmp_path, monkeypatch):
+def test_blocks_run(page, tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "page"}
     for language, text in blocks_of(page):
@@ -59,11 +66,10 @@ def test_blocks_run(page, tmp_path, monkeypatch):
             assert first.startswith("# file: "), "a yaml block names its file in its first line"
             Path(first.removeprefix("# file: ")).write_text(content, encoding="utf-8")
         elif language == "sh":
-            run_shell(text)
+            run_shell(text, path)
 
 
-def run_shell(text: str) -> str:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+def run_shell(text: str, path: str) -> str:
     ended = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
         env={**os.environ, "PATH": path, "COLUMNS": "120"},
@@ -76,8 +82,8 @@ def run_shell(text: str) -> str:
     return ended.stdout
 
 
-def test_the_readme_trains_something(capsys, tmp_path, monkeypatch):
-    test_blocks_run(README, tmp_path, monkeypatch)
+def test_the_readme_trains_something(capsys, tmp_path, monkeypatch, path):
+    test_blocks_run(README, tmp_path, monkeypatch, path)
     assert "AUC 0." in capsys.readouterr().out
 
 
