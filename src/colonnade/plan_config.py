@@ -234,16 +234,18 @@ def _cache_size(value: Any) -> CacheSize:
     )
 
 
-def _refuse_exact(value: Any) -> Any:
+def _cache_staleness(value: Any) -> Any:
     if value == "exact":
         raise ValueError(
             "got 'exact', which was removed; use 0, whose reads miss no update either, or leave plan.cache out"
         )
+    if value is not None and not (_is_count(value) and value < 2**31 - 1):
+        raise ValueError(f"got {value!r}, wanted a number of batches, 0 .. {2**31 - 2}")
     return value
 
 
 Bound = Annotated[int, Field(ge=0, le=2**31 - 2)]
-Staleness = Annotated[Bound | None, BeforeValidator(_refuse_exact)]
+Staleness = Annotated[int | None, PlainValidator(_cache_staleness)]
 SizeOfCache = Annotated[
     CacheSize, PlainValidator(_cache_size), PlainSerializer(str), Said("part, bytes or rows")
 ]
