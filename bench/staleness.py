@@ -55,8 +55,8 @@ def steps_of(system: str) -> Steps:
     them at once."""
     if system.startswith(CLOCK):
         bound = next(s for s in BOUNDS if system.startswith(f"{CLOCK}({s})"))
-        return Steps(HISTORY, race.WARM_UP_STEPS, max(BLOCK, bound // 2 + 1))
-    return Steps(0, race.WARM_UP_STEPS, BLOCK)
+        return Steps(HISTORY, max(BLOCK, bound // 2 + 1))
+    return Steps(0, BLOCK)
 
 
 def copies(staleness: int, size: str) -> dict[str, Any]:
