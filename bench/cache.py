@@ -6,8 +6,6 @@ bytes are counted, not measured. workers/cache_traffic.py says how; fp32, payloa
     row_clock   staleness s = 10 and 100, by policy, caches of 3, 10, 15 and 100 % of the rows on each rank
     optimum     Belady's choice with the whole future, under the same bounds: what a cache of that size can save
     HET         its protocol with light LFU, as published
-    exact       synchronous, plan.cache.staleness=exact with its window, and with one of 40 batches; forced: what
-                synchronous semantics let anybody save
 
 Streams: 26 lookups a sample, 128 and 2048 samples a batch, Zipf 1.05 and shaped like Criteo. The first half of each
 fills the caches and is not counted. `lookahead` sees as many batches as use `WINDOW_TURNS` times the rows of the cache,
@@ -36,10 +34,7 @@ from harness import (
 )
 from rich.console import Console
 from tables.cache import (
-    BOUND,
     DIMS,
-    EXACT,
-    EXACT_FAR,
     HET,
     HET_POLICY,
     OPTIMUM,
@@ -56,8 +51,6 @@ from workers.cache_traffic import (
     NextUses,
     Policy,
     Traffic,
-    exact,
-    forced,
     foreseen,
     het,
     row_clock,
@@ -65,7 +58,6 @@ from workers.cache_traffic import (
 
 import colonnade
 from colonnade.cache.directory import HIT, UNBOUNDED, Directory
-from colonnade.plan.lending import WINDOW
 
 SHAPES = (
     Shape("zipf", 128, 100_000, warm=300, measured=180, tail=120),
@@ -79,7 +71,6 @@ QUICK_SHAPES = (
 )
 SHARES = (0.03, 0.1, 0.15, 1.0)
 WINDOW_TURNS = 12
-EXACT_WINDOWS = {EXACT: WINDOW, EXACT_FAR: 40}
 CHANGES = (Shape("zipf", 128, 100_000, 150, 50, 0), Shape("zipf", 2048, 400_000, 60, 40, 0))
 QUICK_CHANGES = (Shape("zipf", 32, 20_000, 100, 40, 0),)
 RECOVERED = 0.95
@@ -163,13 +154,6 @@ def count_traffic(stream: Stream, next_uses: NextUses, to: Figures) -> None:
             add(share, staleness, HET, het(stream, policies[HET_POLICY], capacity, staleness))
             if share < 1:
                 to.windows[point] = window
-    bound = forced(stream)
-    for share in (0.1, 1.0):
-        point = add(share, 0, BOUND, bound)
-        capacity = int(share * stream.num_rows)
-        for system, window in EXACT_WINDOWS.items():
-            for dim in DIMS:
-                to.saved[point, dim, system] = exact(stream, window, capacity, dim).saved(dim)
 
 
 def count_recovery(shape: Shape, to: Figures) -> None:

@@ -1,4 +1,4 @@
-"""How much faster is a step between hosts where ranks keep copies of rows, late by row clocks or not at all?
+"""How much faster is a step between hosts where ranks keep copies of rows, late by row clocks?
 
 Hosts are network namespaces on this machine, 2 of 2 ranks, uplinks of 200 Mbit/s, 1 and 10 Gbit/s. Wide & Deep with 13
 dense columns and an MLP of 64, 32 over 26 one-hot fields of Criteo's cardinalities, cut; D = 64, SGD, 1024 samples a
@@ -9,18 +9,14 @@ rank; a step is all of it, the sums of dense gradients over the ranks included.
     rows row-wise      the same with ids of coming batches ahead: our default
     auto               what is foretold to be fastest between these links, without copies
     row_clock(s) N %   plan.cache.staleness=s, copies of N % of each table's rows on each rank, policy lfu
-    exact N %          plan.cache.staleness=exact, as many rows lent
 
 Two streams, both Zipf 1.1: "mixed", where all ranks draw from all rows, and "own", where in the fields of many rows
 each rank has rows of its own (samples dealt out by user or region; at 200 Mbit/s alone). Copies are filled before
 anything is timed, and every block is as long as the period after which copies are asked for and sent, many of them in
-the same batch; rows that are lent come back where a lookahead ends, so enough steps come before each block that they
-are lent again.
+the same batch.
 
-    row_clock_vs_no_cache, exact_vs_no_cache      of times of a step: no cache over the fastest of the kind
-    row_clock_vs_sync_best, exact_vs_sync_best    likewise, the fastest that keeps no copies over it
-    exact_bound    bytes of rows and ids that are read and written without a cache, over those that synchronous
-                   semantics force, counted from the batches: as much faster a step would be that does nothing else
+    row_clock_vs_no_cache     of times of a step: no cache over the fastest row clock
+    row_clock_vs_sync_best    likewise, the fastest that keeps no copies over it
 
 All ranks share this machine's cores: what a step costs in processor time is printed beside it.
 """
@@ -36,12 +32,10 @@ import numpy as np
 from cluster import race
 from cluster.hosts import NoHosts
 from cluster.race import Extent, Question, Steps
-from harness import BenchError, Measured
+from harness import BenchError
 from numpy.typing import NDArray
 from tables import clock as tables
-from tables.clock import CLOCK, EXACT, FORCED, NO_CACHE
-from workers.cache_streams import Shape, Stream
-from workers.cache_traffic import forced
+from tables.clock import CLOCK, NO_CACHE
 from workers.staleness_colonnade import WideDeepCase
 
 from colonnade.data.sets.synthetic import CRITEO_CARDINALITIES
@@ -52,11 +46,8 @@ ROWS = 50_000
 LARGE = 10_000
 """Rows of a field from which on ranks may have ids of their own."""
 BOUNDS = (10, 100)
-HISTORY, BACK, BLOCK = 153, 20, 12
-"""Steps: those that fill copies, those until rows are lent again that came back where a lookahead ended, those of a
-block; each at most `Extent.max_steps`."""
-COUNTED = 80, 40
-"""Batches whose bytes are forced: those before, and those counted."""
+HISTORY, BLOCK = 153, 12
+"""Steps: those that fill copies, those of a block; each at most `Extent.max_steps`."""
 
 
 def steps_of(system: str) -> Steps:
@@ -64,14 +55,12 @@ def steps_of(system: str) -> Steps:
     them at once."""
     if system.startswith(CLOCK):
         bound = next(s for s in BOUNDS if system.startswith(f"{CLOCK}({s})"))
-        return Steps(HISTORY, race.WARM_UP_STEPS, max(BLOCK, bound // 2 + 1))
-    return Steps(0, BACK if system.startswith(EXACT) else race.WARM_UP_STEPS, BLOCK)
+        return Steps(HISTORY, max(BLOCK, bound // 2 + 1))
+    return Steps(0, BLOCK)
 
 
-def copies(staleness: int | str, size: str) -> dict[str, Any]:
-    cache = {"staleness": staleness, "size": size}
-    if staleness != "exact":
-        cache["policy"] = "lfu"
+def copies(staleness: int, size: str) -> dict[str, Any]:
+    cache = {"staleness": staleness, "size": size, "policy": "lfu"}
     return {"exchange": "rows", "sharding": "row_wise", "cache": cache}
 
 
@@ -79,7 +68,6 @@ COLONNADE: dict[str, dict[str, Any]] = {
     NO_CACHE: {"exchange": "rows", "sharding": "row_wise", "lookahead": 0},
     "rows row-wise": {"exchange": "rows", "sharding": "row_wise"},
     **{f"{CLOCK}({s}) {size[:-1]} %": copies(s, size) for s in BOUNDS for size in ("10%", "100%")},
-    **{f"{EXACT} {size[:-1]} %": copies("exact", size) for size in ("10%", "100%")},
 }
 
 
@@ -125,19 +113,9 @@ def give_own(ids: NDArray[np.int64], rows: list[int], least: int) -> None:
                 mine[:] = np.where(own < count, own, rank)
 
 
-def counted(name: str, case: WideDeepCase) -> list[Measured]:
-    warm, measured = COUNTED
-    ids = np.load(case.ids, mmap_mode="r")[: warm + measured]  # (N, R, F, B)
-    starts = np.cumsum([0, *case.rows])
-    batches = [[np.unique(of_rank + starts[:-1, None]) for of_rank in step] for step in ids]
-    shape = Shape(name, case.batch_size, int(starts[-1]), warm, measured, tail=0)
-    saved = forced(Stream(shape, int(starts[-1]), batches)).saved(case.width)
-    return [Measured(name + FORCED, NO_CACHE, "of its bytes", [1 - saved])]
-
-
 QUESTION = Question(
     "staleness", {"colonnade": COLONNADE}, write_case, tables.ratios_of, tables.print_result,
-    {"skew": SKEW, "dim": DIM}, counted, steps_of,
+    {"skew": SKEW, "dim": DIM}, steps_of=steps_of,
 )  # fmt: skip
 
 

@@ -333,14 +333,10 @@ void Dram::pack_blocks(std::span<const std::uint32_t> slots, std::span<const std
 }
 
 void Dram::unpack_blocks(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
-                         std::span<const std::int64_t> widths, std::span<const std::byte> message,
-                         std::span<const std::int64_t> clocks) {
-  if (!clocks.empty() && clocks.size() != slots.size())
-    refuse("clocks: got " + std::to_string(clocks.size()) + " of " + std::to_string(slots.size()) + " rows");
+                         std::span<const std::int64_t> widths, std::span<const std::byte> message) {
   for_each_block(slots, counts, widths, message.size(),
                  [&](const auto& layout, auto row, std::span<std::byte> record, auto byte, auto width) {
                    std::memcpy(record.data(), message.data() + byte, width);
-                   if (!clocks.empty()) std::memcpy(record.data() + record.size() - 8, &clocks[row], 8);
                    layout.unpack(slots[row], record.data());
                  });
 }

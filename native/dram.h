@@ -50,13 +50,11 @@ class Dram {
   void pack(std::int64_t table, std::span<const std::uint32_t> slots, std::byte* records) const;
   void unpack(std::int64_t table, std::span<const std::uint32_t> slots, const std::byte* records);
   // The first widths[t] bytes of records, one after another in `message`, of rows listed in blocks: block b is counts[b]
-  // rows of table b % T. Unpacked, zeros are what was not sent of a record, and clocks are these, by row as listed, if
-  // any are given.
+  // rows of table b % T. Unpacked, zeros are what was not sent of a record.
   void pack_blocks(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
                    std::span<const std::int64_t> widths, std::span<std::byte> message) const;
   void unpack_blocks(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
-                     std::span<const std::int64_t> widths, std::span<const std::byte> message,
-                     std::span<const std::int64_t> clocks = {});
+                     std::span<const std::int64_t> widths, std::span<const std::byte> message);
   std::vector<std::int64_t> clocks(std::int64_t table, std::span<const std::uint32_t> slots) const;
 
   // Weights of resident rows to out; the positions of the others.

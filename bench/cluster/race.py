@@ -57,10 +57,9 @@ AUTO = tables.AUTO
 
 @dataclass(frozen=True)
 class Steps:
-    """Of one system: `history` once, when it is opened; of each block `warm_up`, and then `block` that are timed."""
+    """Of one system: `history` once, when it is opened; `block` that are timed in each block."""
 
     history: int
-    warm_up: int
     block: int
 
 
@@ -119,13 +118,12 @@ class Turn:
     name: str
     fleet: Fleet
     steps: int = 1
-    warm_up_steps: int = WARM_UP_STEPS
     blocks: list[list[dict[str, Any]]] = field(default_factory=list)  # by block, by rank
 
     def block(self, steps: int, *, keep: bool) -> float:
         """Seconds per step."""
         try:
-            self.fleet.send({"system": self.name, "warm_up": self.warm_up_steps, "steps": steps})
+            self.fleet.send({"system": self.name, "warm_up": WARM_UP_STEPS, "steps": steps})
             answers = self.fleet.answers()
         except BenchError as error:
             raise Broken(self.name, str(error)) from None
@@ -318,7 +316,6 @@ class Bench:
             for turn in turns:
                 said = self.question.steps_of(turn.name)
                 turn.steps = min(said.block, self.extent.max_steps)
-                turn.warm_up_steps = min(said.warm_up, self.extent.max_steps)
             blocks_of(turns, rounds)
             return
         first = {}

@@ -11,11 +11,7 @@ from rich.table import Table as Grid
 
 from tables.exchange import CLOCK, PROCESSOR, UPLINK, names_of, steps_of
 
-NO_CACHE, EXACT = "no cache", "exact"
-FORCED = " forced"
-"""Of a stream: what synchronous semantics make travel, as a share of what travels without a cache."""
-KINDS = {"row_clock": CLOCK, "exact": EXACT}
-"""By ratio: what the names of systems begin with."""
+NO_CACHE = "no cache"
 WANTED = 2.5
 """`row_clock_vs_no_cache`, at the slowest rate."""
 
@@ -29,8 +25,7 @@ def best_of(steps: Mapping[str, float], kind: str) -> str | None:
 
 def best_synchronous(steps: Mapping[str, float]) -> str | None:
     """The fastest that keeps no copies."""
-    others = {n: ms for n, ms in steps.items() if not n.startswith(tuple(KINDS.values()))}
-    return best_of(others, "")
+    return best_of({n: ms for n, ms in steps.items() if not n.startswith(CLOCK)}, "")
 
 
 def stream_of(case: str) -> str:
@@ -39,22 +34,18 @@ def stream_of(case: str) -> str:
 
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
-    """By case; under the bare names of row clocks, that of the first case: the first stream, the slowest rate."""
+    """By case; under the bare names, that of the first case: the first stream, the slowest rate."""
     ratios: dict[str, float] = {}
     for case in names_of(measured):
         steps = steps_of(measured, case)
         sync = best_synchronous(steps)
         bases = {"no_cache": steps.get(NO_CACHE), "sync_best": sync and steps[sync]}
-        for kind, begin in KINDS.items():
-            best = best_of(steps, begin)
-            for base, ms in bases.items():
-                if best is not None and ms:
-                    name = f"{kind}_vs_{base}"
-                    ratios.setdefault(name, ms / steps[best])
-                    ratios[f"{name} {case}"] = ms / steps[best]
-    for each in measured:
-        if each.case.endswith(FORCED):
-            ratios[f"exact_bound {each.case.removesuffix(FORCED)}"] = 1 / each.median
+        best = best_of(steps, CLOCK)
+        for base, ms in bases.items():
+            if best is not None and ms:
+                name = f"row_clock_vs_{base}"
+                ratios.setdefault(name, ms / steps[best])
+                ratios[f"{name} {case}"] = ms / steps[best]
     return ratios
 
 

@@ -164,7 +164,6 @@ void bind_plan(nb::module_& m);
 void bind_dram(nb::module_& m);
 void bind_pool(nb::module_& m);
 void bind_retention(nb::module_& m);
-void bind_sight(nb::module_& m);
 void bind_tiered(nb::module_& m);
 void bind_update(nb::module_& m);
 void bind_files(nb::module_& m);

@@ -211,17 +211,15 @@ void bind_dram(nb::module_& m) {
           "slots"_a, "counts"_a, "widths"_a, "message"_a)
       .def(
           "unpack_blocks",
-          [](Dram& self, In slots, In counts, In widths, In message, std::optional<In> clocks) {
+          [](Dram& self, In slots, In counts, In widths, In message) {
             const auto s = slots_in(slots);
             const auto c = elements<const int64_t>(counts, "counts", {-1});
             const auto w = elements<const int64_t>(widths, "widths", {-1});
             const auto m = elements<const uint8_t>(message, "message", {-1});
-            std::span<const int64_t> k;
-            if (clocks) k = elements<const int64_t>(*clocks, "clocks", {length(s)});
             nb::gil_scoped_release release;
-            self.unpack_blocks(s, c, w, std::as_bytes(m), k);
+            self.unpack_blocks(s, c, w, std::as_bytes(m));
           },
-          "slots"_a, "counts"_a, "widths"_a, "message"_a, "clocks"_a = nb::none())
+          "slots"_a, "counts"_a, "widths"_a, "message"_a)
       .def(
           "read",
           [](const Dram& self, int64_t table, In ids, Out out) {

@@ -73,7 +73,6 @@ NB_MODULE(_native, m) {
   bind_dram(m);
   bind_pool(m);
   bind_retention(m);
-  bind_sight(m);
   bind_update(m);
   bind_files(m);
   bind_interaction(m);

@@ -238,16 +238,8 @@ class Dram:
     def pack_blocks(self, slots: Array, counts: Array, widths: Array, message: Array) -> None:
         """The first widths[t] bytes (T,) int64 of records, one after another in message (uint8), of rows that are
         listed block by block: counts[b] (N * T,) int64 rows of table b % T. ValueError where these do not fit."""
-    def unpack_blocks(
-        self,
-        slots: Array,
-        counts: Array,
-        widths: Array,
-        message: Array,
-        clocks: Array | None = None,
-    ) -> None:
-        """Likewise; what was not sent of a record becomes zeros, and clocks (N,) int64, of rows as listed, are these
-        where they are given."""
+    def unpack_blocks(self, slots: Array, counts: Array, widths: Array, message: Array) -> None:
+        """Likewise; what was not sent of a record becomes zeros."""
     def read(self, table: int, ids: Array, out: Array) -> Array:
         """Copy weights of resident rows to out (N, D); returns the positions (M,) int32 of the others. No trace."""
     def birth_values(self, table: int, ids: Array, out: Array) -> None:
@@ -388,36 +380,6 @@ class Directory:
     ) -> None:
         """What `rows` gave, into a directory without copies. ValueError for an id or a slot twice."""
     def __len__(self) -> int: ...
-
-class SightDecision:
-    """`colonnade.cache.sight.Decided` as numpy arrays."""
-
-    has: Array  # (U,) bool
-    keeps: Array  # (U,) bool
-    copied: Array  # (U,) bool
-    reader: Array  # (U,) int16
-    recalled: Array  # (M,) int64
-    tables: Array  # (M,) int64
-    holders: Array  # (M,) int64
-    recopied: Array  # (M,) bool
-
-class Sight:
-    """See `colonnade.cache.sight.Sight`. One thread at a time."""
-
-    def __init__(
-        self,
-        num_ranks: int,
-        quotas: Array,  # (T,) int64
-        least: Array,  # (T,) int64
-        chances: Array,  # (T,) float64
-        passes: Array,  # (T,) bool
-        holds: bool,
-        many: int,
-    ) -> None: ...
-    def see(self, counts: Array, plan: Plan) -> None:
-        """counts (N, T) int64. ValueError for a plan of other rows, or of several owners: nothing changed."""
-    def decide(self, is_over: bool) -> SightDecision:
-        """ValueError where no batch waits."""
 
 class CountMinSketch:
     """How often ids were seen: see `colonnade.retention.CountMinAdmission`. Another thread may call `saved`; all else

@@ -313,11 +313,6 @@ class RunConfig(Section):
                     "got plan.cache.tier=hbm with train.device=cpu, which has no memory of its own; set "
                     "train.device=cuda on a machine with a GPU, or leave tier out"
                 )
-            if self.plan.cache.staleness == "exact" and self.rows.clip_norm is not None:
-                raise ValueError(
-                    f"got rows.clip_norm={self.rows.clip_norm} with plan.cache.staleness=exact, where gradients do not "
-                    "all come to the rows' owners, who sum up the norm; set rows.clip_value, or leave one of them out"
-                )
         if self.plan.memory.hbm is not None and self.train.device == "cpu":
             raise ValueError(
                 "got plan.memory.hbm with train.device=cpu, which has no memory of its own; set train.device=cuda on a "

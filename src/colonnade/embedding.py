@@ -26,7 +26,6 @@ from colonnade.exchange.cached import cached_end, without_copies
 from colonnade.exchange.changing import change
 from colonnade.exchange.contract import Pushed, RowSource, Ticket
 from colonnade.exchange.layout import declare
-from colonnade.exchange.lent import lent_end
 from colonnade.exchange.one_caller import one_at_a_time
 from colonnade.exchange.recording import all_finite
 from colonnade.exchange.rows import RowsExchange
@@ -178,16 +177,15 @@ class EmbeddingCollection(StatefulRows):
             ]
             self.store = open_hbm(memory, slots, self.place.device, seed=self.seed)
         self.cached = cached_end(self.exchange, memory)
-        self.lent = lent_end(self.exchange, memory)
         own = open_policies([each.table for each in laid], self.shards, seed=self.seed)
         given = {self._slices(name): policy for name, policy in (policies or {}).items()}
         check_policies(
-            given, own, [each.table for each in laid], is_lent=self.lent is not None,
+            given, own, [each.table for each in laid],
             has_copies=self.cached.has_copies if self.cached else [],
         )  # fmt: skip
         self.policies: dict[int, RowPolicy] = {**own, **{t: each for (t,), each in given.items()}}
         self.updates = Updates(self.exchange, self.store, self.policies, self.missed)
-        heard = self.cached or self.lent or self.policies or self.exchange.pushed_parameters
+        heard = self.cached or self.policies or self.exchange.pushed_parameters
         is_alone = self.mesh.num_ranks == 1 or not self.consistency.is_exact
         self._lands_late = self.bounds[0] >= LATE and not (is_alone or heard)
         self._window = Window(
@@ -257,10 +255,9 @@ class EmbeddingCollection(StatefulRows):
             self.mesh.num_ranks, self.exchange, self.store, depth, self.consistency.reads_ahead,
             never=list(self.policies),
         )  # fmt: skip
-        sees = self.lent or self.cached
         self.updates.settle()
         found = Lookahead(
-            batches if sees is None else sees.in_sight(batches, self.slices, self.step),
+            batches if self.cached is None else self.cached.in_sight(batches, self.slices),
             prepare=self.prepare,
             fetch=self.fetch,
             drop=self.drop,
@@ -280,8 +277,7 @@ class EmbeddingCollection(StatefulRows):
         """Collective, any one thread: ids travel, owners make the rows resident and pin them. While a lookahead
         closes, rows that have no room are left out: the ticket is good for `drop` alone."""
         self.ensure_open()
-        routed = batch.ticket if self.lent is not None else None  # `in_sight`
-        ticket = routed or self.slices.route(self.exchange, batch, self.step, purpose)
+        ticket = self.slices.route(self.exchange, batch, self.step, purpose)
         batch.world_weight, batch.foreseen = ticket.weight, None
         owned = ticket.owned_ids, ticket.owned_offsets, ticket.next_use
         try:
@@ -369,7 +365,7 @@ class EmbeddingCollection(StatefulRows):
         """Collective: push what backward recorded, apply it once, release the rows.
 
         Where reads are `LATE` steps early or more it only begins (`exchange.updates`), unless gradients were waited for
-        (clipping), or a policy, a cache or a loan must hear of each update. optimizers (P,) int32, settings (P, 16)
+        (clipping), or a policy or a cache must hear of each update. optimizers (P,) int32, settings (P, 16)
         float64 by declared part: see `_native.update`."""
         optimizers, settings = map(self.slices.by_part, (optimizers, settings))
         update = Update(self.step, self.collect(), self.live, optimizers, settings.clone())
@@ -443,7 +439,7 @@ class EmbeddingCollection(StatefulRows):
         self.ensure_open()
         self.updates.settle()
         self.changes()
-        for t in without_copies(self.cached or self.lent, self._slices(table)):
+        for t in without_copies(self.cached, self._slices(table)):
             mine = ids[self.shards[t].owns(ids, self.slices.laid[t].table.rows)].unique()
             self.store.delete(t, mine)
             policy = self.policies.get(t)

@@ -235,22 +235,17 @@ def _cache_size(value: Any) -> CacheSize:
 
 
 def _cache_staleness(value: Any) -> Any:
-    if value != "exact" and not (_is_count(value) and value < 2**31 - 1):
-        raise ValueError(f"got {value!r}, wanted a number of batches, 0 .. {2**31 - 2}, or exact")
-    return value
-
-
-def _is_for_all(value: Any) -> Any:
     if value == "exact":
         raise ValueError(
-            "got 'exact', which is for all tables (plan.cache.staleness=exact) or for none; wanted a number of "
-            "batches, 0 or more"
+            "got 'exact', which was removed; use 0, whose reads miss no update either, or leave plan.cache out"
         )
+    if value is not None and not (_is_count(value) and value < 2**31 - 1):
+        raise ValueError(f"got {value!r}, wanted a number of batches, 0 .. {2**31 - 2}")
     return value
 
 
 Bound = Annotated[int, Field(ge=0, le=2**31 - 2)]
-ExactOrBound = Annotated[int | Literal["exact"], PlainValidator(_cache_staleness)]
+Staleness = Annotated[int | None, PlainValidator(_cache_staleness)]
 SizeOfCache = Annotated[
     CacheSize, PlainValidator(_cache_size), PlainSerializer(str), Said("part, bytes or rows")
 ]
@@ -263,7 +258,7 @@ class TableCacheConfig(Section):
 
     size: SizeOfCache | None = None
     """Rows of it that each rank keeps copies of: a part of its rows such as 10%, bytes such as 64MiB, or a number."""
-    staleness: Annotated[Bound | None, BeforeValidator(_is_for_all)] = None
+    staleness: Staleness = None
     """Batches of each other rank that a read misses at most: read_bound + write_bound."""
     read_bound: Bound | None = None
     """Batches that a copy is used for without asking its owner. Default: half of the staleness."""
@@ -275,16 +270,14 @@ class TableCacheConfig(Section):
 
 
 class CacheConfig(Section):
-    """Rows that lie on the ranks that use them (exchange rows): between ranks alone, one rank has no use for it."""
+    """Copies of rows on the ranks that use them (exchange rows): between ranks alone, one rank has no use for it."""
 
     size: SizeOfCache = CacheSize("10%", part=0.1)
     """Rows of each table that each rank keeps copies of: a part of its rows, bytes such as 64MiB, or a number."""
-    staleness: ExactOrBound | None = None
-    """Batches of each other rank that a read misses at most: read_bound + write_bound; exact: none is missed, rows stay
-    with a rank for as long as no other uses them. Default: 0."""
+    staleness: Staleness = None
+    """Batches of each other rank that a read misses at most: read_bound + write_bound. Default: 0."""
     window: Annotated[int, Field(ge=0)] | None = None
-    """Batches in sight beyond the one that is decided about: of policy=lookahead the rank's own, 64 by default; of
-    staleness=exact all ranks', 16 by default."""
+    """Batches that a rank reads beyond the one it decides about, for policy=lookahead. Default: 64."""
     read_bound: Bound | None = None
     """Batches that a copy is used for without asking its owner. Default: half of the staleness."""
     write_bound: Bound | None = None
@@ -301,7 +294,7 @@ class CacheConfig(Section):
 
 def _staleness_of(said: CacheConfig | TableCacheConfig) -> int:
     """Batches that a read may miss by these bounds."""
-    if isinstance(said.staleness, int):
+    if said.staleness is not None:
         return said.staleness
     return (said.read_bound or 0) + (said.write_bound or 0)
 
@@ -388,10 +381,6 @@ class PlanConfig(Section):
         if isinstance(self.staleness_steps, str):
             raise ValueError(
                 "got plan.staleness_by_step with staleness_steps=unbounded, which promises nothing; give a number"
-            )
-        if self.cache is not None and self.cache.staleness == "exact":
-            raise ValueError(
-                "got plan.staleness_by_step with plan.cache.staleness=exact, whose reads are never late; leave one out"
             )
         late = [self.staleness_steps, *(each.staleness_steps or 0 for each in self.tables.values())]
         if self.cache is not None:

@@ -107,7 +107,7 @@ class RowOptimizer(Optimizer):
                 "scaled_step: got exchange substitute, which adds gradients of dense weights when rows are pushed,"
                 " after they were divided by the scale; choose pooled, or train in bfloat16 without a scale"
             )
-        if scaler.is_enabled() and (self.collection.lent or self.collection.cached):
+        if scaler.is_enabled() and self.collection.cached:
             raise ConfigError(
                 "scaled_step: got a plan with plan.cache, where no batch may be skipped, and a scale that skips steps; "
                 "leave plan.cache out, or train in bfloat16 without a scale"
@@ -204,13 +204,10 @@ class RowOptimizer(Optimizer):
     def settled(self) -> Iterator[list[Before]]:
         """Collective, between steps: while it is open, owners' rows have what waits at copies of them (`Plan`'s
         caches), one update of each with the settings of now; evaluate, read rows or commit. Afterwards they are as
-        before. By slice, the rows that change for it, as they were; none where there is no cache. Rows that are lent
-        become what they are where they lie, and nothing changes back."""
+        before. By slice, the rows that change for it, as they were; none where there is no cache."""
         self.collection.ensure_open()
         self.collection.updates.settle()
-        cached, lent = self.collection.cached, self.collection.lent
-        if lent is not None:
-            lent.settle()
+        cached = self.collection.cached
         if cached is None:
             yield []
             return

@@ -109,6 +109,7 @@ YAML = {
     "a key that is a list": (b"? [1, 2]\n: 3\n", "not YAML"),
     "a date": (b"train:\n  epochs: 2020-01-01\n", "train.epochs"),
     "a null name": (b"data:\n  name: null\n", "data.name"),
+    "a staleness that was removed": (b"plan:\n  cache: {staleness: exact}\n", "was removed; use 0"),
     "a nested option": (b"data:\n  options: {num_train: {a: 1}}\n", "num_train"),
 }
 

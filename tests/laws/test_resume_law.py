@@ -45,9 +45,6 @@ OF_TWO = {
         },
         "plan.memory.dram": 60_000,
     },
-    "lent": {
-        "plan.cache": {"size": 60, "staleness": "exact", "window": 3}, "plan.memory.dram": 60_000,
-    },
     "pooled": {
         "plan.exchange": "pooled", "plan.staleness_steps": 1, "plan.memory.dram": 90_000,
         "plan.tables": {"C1": {"sharding": "table_wise"}}, "plan.wire.dense": "int8",
@@ -61,9 +58,6 @@ OF_TWO = {
         "plan.memory.dram": 120_000,
     },
 }  # fmt: skip
-
-ALIKE = {"lent": "tiered"}
-"""Whose bits are those of another one."""
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +114,6 @@ def test_killed_at_random_moments(undisturbed, variant, tmp_path):
         ("substitute", 150),
         pytest.param("towers", 150, marks=pytest.mark.slow),
         pytest.param("cached", 150, marks=pytest.mark.slow),
-        pytest.param("lent", 150, marks=pytest.mark.slow),
         pytest.param("stale", 90, marks=pytest.mark.slow),
     ],
 )
@@ -129,7 +122,7 @@ def test_one_of_two_ranks_killed(undisturbed, variant, kill_at, tmp_path):
     finish(children)
     assert children[0].code == -signal.SIGKILL
     run_to_end(tmp_path, (VARIANTS | OF_TWO)[variant], num_ranks=2)
-    assert digest(tmp_path) == undisturbed(ALIKE.get(variant, variant), 2)
+    assert digest(tmp_path) == undisturbed(variant, 2)
 
 
 @pytest.mark.slow

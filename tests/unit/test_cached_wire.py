@@ -1,18 +1,15 @@
-"""What ranks with copies say of rows, and records in messages."""
+"""What ranks with copies say of rows."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from colonnade.errors import WorldError
 from colonnade.exchange.cached_wire import (
     FAR,
     Named,
-    by_table,
     read_notes,
-    records_layout,
     with_notes,
     without_notes,
 )
@@ -43,16 +40,3 @@ def test_notes_come_back(high):
     for message in ([1], [9, 0, 0, 0], [255, 255, 255, 255]):
         with pytest.raises(WorldError, match="rank 0 sent"):
             without_notes([np.array(message, np.uint8)])
-
-
-def test_records_lie_rank_by_rank_and_come_back_table_by_table():
-    counts, widths = np.array([[2, 0, 1], [1, 3, 0]]), np.array([3, 2, 5])
-    layout = records_layout(counts, widths)
-    message = torch.zeros(layout.layout.num_elements, dtype=torch.uint8)
-    whole = [torch.arange(n * 7, dtype=torch.uint8).view(n, 7) + 1 for n in counts.sum(0)]
-    for t, records in enumerate(whole):
-        layout.fill(message, t, records)
-    assert (message > 0).all()
-    for t, records in enumerate(whole):
-        assert torch.equal(layout.of(message, t), records[:, : widths[t]])
-    assert [rows.tolist() for rows in by_table(counts)] == [[0, 1, 3], [4, 5, 6], [2]]

@@ -19,11 +19,8 @@ from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.cached_state import is_taken_up
 from colonnade.exchange.codec import Codecs
-from colonnade.exchange.lending import Lending
 from colonnade.plan.caching import BOOKKEEPING, LOOKAHEAD_WINDOW, caches_of, copy_bytes
-from colonnade.plan.lending import WINDOW
 from colonnade.plan.plan import Plan
-from colonnade.store.budget import slot_bytes
 from colonnade.topology.sharding import column_wise, replicated
 
 TABLES = [Table("item", 8, rows=1000), Table("user", 4)]
@@ -230,62 +227,20 @@ def test_two_kinds_of_lateness_are_refused_on_one_rank_too(late):
         build_config({"plan": {"cache": {}, **late}})
 
 
-def test_rows_that_are_lent_are_configured_for_all_tables():
-    found = caches_of(configured(staleness="exact", size=7, tables__user__size=9), TABLES)
-    assert found == {"item": Lending(7, WINDOW), "user": Lending(9, WINDOW)}
-    sizes = {"size": "5%", "tables__user__size": "1KiB"}
-    found = caches_of(configured(staleness="exact", window=0, **sizes), TABLES)
-    assert found == {"item": Lending(50, 0), "user": Lending(1024 // slot_bytes(TABLES[1]), 0)}
-    plan = build_plan(TABLES, 2, caches=found)
-    assert [table.exchange for table in plan.tables] == ["lent", "lent"]
-    assert Plan.from_json(plan.to_json()) == plan
-    assert [t.exchange for t in build_plan(TABLES, 1, caches=found).tables] == ["rows", "rows"]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"read_bound": 2},
-        {"write_bound": 0},
-        {"policy": "lfu"},
-        {"tables__item__staleness": 4},
-        {"tables__item__policy": "lru"},
-    ],
-)
-def test_what_means_nothing_of_rows_that_are_lent_is_refused(settings):
-    with pytest.raises(ConfigError, match="with staleness=exact, which is for all tables"):
-        caches_of(configured(staleness="exact", size=7, **settings), TABLES)
-
-
-def test_what_does_not_go_with_rows_that_are_lent_is_refused():
-    with pytest.raises(ConfigError, match="got window=3 with staleness=5 and policy=lru"):
+def test_a_window_is_for_the_policy_that_looks_ahead():
+    with pytest.raises(ConfigError, match="got window=3 with policy=lru, wanted policy=lookahead"):
         caches_of(configured(staleness=5, size=7, window=3), TABLES)
-    with pytest.raises(ConfigError, match=r"got rows\.clip_norm=1\.0 with plan\.cache"):
-        override(build_config({}), {"plan.cache.staleness": "exact", "rows.clip_norm": 1.0})
-    for bad in ("exactly", -1, 2.5, True):
-        with pytest.raises(ConfigError, match="wanted a number of batches, 0 "):
-            configured(staleness=bad)
-    with pytest.raises(
-        ConfigError, match=r"tables\.item\.staleness: got 'exact', which is for all"
-    ):
-        configured(tables__item__staleness="exact")
-    one = Lending(4, 2)
-    for caches in ({"item": one}, {"item": one, "user": ONE}):
-        with pytest.raises(ConfigError, match="'item' that are lent, and those of 'user' not"):
-            build_plan(TABLES, 2, caches=caches)
-    for other in (Lending(4, 3), Lending(-1, 2)):
-        with pytest.raises(ConfigError, match="wanted one window for all tables"):
-            build_plan(TABLES, 2, caches={"item": one, "user": other})
-    both = {"item": one, "user": one}
-    for words, settings in {
-        "wire.values=bf16": {"codecs": Codecs("bf16")},
-        "servers=": {"servers": (1,)},
-        "exchange=pooled": {"exchange": "pooled"},
-        "staleness_steps=2": {"staleness_steps": 2},
-        "got tier=hbm with rows that are lent": {"cache_tier": "hbm"},
-    }.items():
-        with pytest.raises(ConfigError, match=words):
-            build_plan(TABLES, 2, caches=both, **settings)
+
+
+@pytest.mark.parametrize("name", ["staleness", "tables__item__staleness"])
+def test_staleness_is_a_number_of_batches_and_exact_was_removed(name):
+    with pytest.raises(ConfigError, match="got 'exact', which was removed; use 0"):
+        configured(**{name: "exact"})
+    for bad in ("exactly", -1, 2.5, True, 2**31 - 1):
+        with pytest.raises(
+            ConfigError, match=f"staleness: got {bad!r}, wanted a number of batches"
+        ):
+            configured(**{name: bad})
 
 
 def test_copies_on_a_device_need_one_that_has_room_for_them():

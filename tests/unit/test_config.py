@@ -124,7 +124,6 @@ def test_bounds_by_step():
         ({"staleness_steps": 4}, "reads are at most 4 late"),
         ({"cache": {"staleness": 4}}, "reads are at most 4 late"),
         ({"staleness_steps": "unbounded"}, "which promises nothing"),
-        ({"cache": {"staleness": "exact"}}, "whose reads are never late"),
     ):
         with pytest.raises(ConfigError, match=words):
             build_config({"plan": {**plan, "staleness_by_step": {7: 5}}})

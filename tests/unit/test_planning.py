@@ -19,6 +19,7 @@ from colonnade.config import build_config, override
 from colonnade.data import open_source, open_tensors
 from colonnade.errors import BudgetExceeded, DataError
 from colonnade.models.build import build_model
+from colonnade.plan.caching import copy_bytes
 from colonnade.plan.device import Device
 from colonnade.plan.prediction import StepCosts
 from colonnade.store.budget import slot_bytes
@@ -279,15 +280,14 @@ def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick
     assert app.run([*command, "--set", "plan.cache.staleness=10"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "beside it for plan.cache" in said and "plan.cache is not foretold" in said
-    exact = ["--set", "plan.cache.staleness=exact", "--set", "plan.cache.size=7"]
-    assert app.run([*command, *exact, "--json"]) == 0
+    assert app.run([*command, "--set", "plan.cache.size=7", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert len(said["left_out"]) == 1 and "plan.cache" in said["left_out"][0]
     kinds = {(each["cache"]["rows"], each["exchange"]) for each in said["plan"]["tables"]}
-    assert kinds == {(7, "lent")}
+    assert kinds == {(7, "cached")}
     config = override(build_config({}), {"model.dim": 4})
     tables = find_collection(build_model(open_source("synthetic").train.schema, config)).tables
-    assert said["cache_bytes"] == sum(min(7, table.rows) * slot_bytes(table) for table in tables)
+    assert said["cache_bytes"] == sum(min(7, table.rows) * copy_bytes(table) for table in tables)
 
 
 def test_only_copies_that_there_are_leave_exchanges_alone(tmp_path):

@@ -129,17 +129,6 @@ def test_copies_of_rows_are_shown_where_there_are_some(tmp_path):
     assert "How old rows were" in html and "32 to 63" in html and "15.0%" in html
 
 
-def test_rows_that_were_lent_are_counted_where_there_are_some(tmp_path):
-    folder = write_run(tmp_path / "run")
-    assert "Rows lent" not in run_page(read_run(folder))
-    counts = {"asked": 60, "borrowed": 10, "stayed": 30, "returned": 7}
-    with (folder / "metrics.jsonl").open("a") as lines:
-        lines.write("\n" + json.dumps({"step": 400, "kind": "cache", "time": 0.0, **counts}) + "\n")
-    html = run_page(read_run(folder))
-    assert "Rows lent to rank 0" in html and "30.0%" in html and "7 whole rows went back" in html
-    assert "Copies of rows" not in html
-
-
 def test_headline_takes_the_test_value_of_the_best_validated_step(tmp_path):
     folder = write_run(tmp_path / "run", evaluations=0)
     with (folder / "metrics.jsonl").open("a") as lines:

@@ -12,8 +12,6 @@ from colonnade.exchange.codec import EXACT, Codecs
 from colonnade.exchange.coding import Coding
 from colonnade.exchange.contract import Exchange
 from colonnade.exchange.layout import Declaration
-from colonnade.exchange.lending import Lending
-from colonnade.exchange.lent import LentExchange
 from colonnade.exchange.letters import IdRoute, by_towers
 from colonnade.exchange.pooled import PooledExchange
 from colonnade.exchange.replicated import ReplicatedExchange
@@ -69,12 +67,12 @@ def open_exchange(
     seed: int = 0,
     reads_ahead: Sequence[int] | None = None,
     towers: int | None = None,
-    caches: Sequence[TableCache | Lending | None] = (),
+    caches: Sequence[TableCache | None] = (),
     copies_on: torch.device | None = None,
     route: IdRoute = "straight",
 ) -> Exchange:
-    """One rank's end of what travels. By table: `exchanges`, keys of EXCHANGES, "cached" or "lent", default "rows";
-    `caches` of the latter two, copies in memory or in that of `copies_on`; `shardings`, default row_wise;
+    """One rank's end of what travels. By table: `exchanges`, keys of EXCHANGES or "cached", default "rows";
+    `caches` of the latter, copies in memory or in that of `copies_on`; `shardings`, default row_wise;
     `reads_ahead`, steps between reading a row and its use, default 0. seed: the run's, of the random bits that codecs
     round gradients with and updates rows. towers: groups of ranks that `towers` goes by, default one for each host;
     `route`: whether ids of all exchanges go by them, too.
@@ -102,11 +100,7 @@ def open_exchange(
         if name == "substitute":
             return SubstituteExchange(part, mesh, shardings, coding, reads_ahead=late)
         if name == "cached":
-            copies = [each if isinstance(each, TableCache) else None for each in caches]
-            return CachedExchange(part, mesh, shardings, copies, copies_on)
-        if name == "lent":
-            lendings = [each for each in caches if isinstance(each, Lending)]
-            return LentExchange(part, mesh, shardings, lendings, seed)
+            return CachedExchange(part, mesh, shardings, caches, copies_on)
         if name == "tower_rows" and mesh.num_ranks > 1:
             return TowerRowsExchange(
                 part, mesh, shardings, coding, num_towers=towers, reads_ahead=late

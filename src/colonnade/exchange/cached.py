@@ -44,7 +44,6 @@ from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource
 from colonnade.exchange.foreseeing import Planned, Seen, in_sight, rows_of
 from colonnade.exchange.kernels import Kernels
 from colonnade.exchange.layout import Declaration
-from colonnade.exchange.lent import LentExchange
 from colonnade.exchange.owner import listed, soonest, take
 from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.recording import summed_backwards
@@ -132,7 +131,7 @@ class CachedExchange(RowsExchange):
 
     # ---- route
 
-    def in_sight(self, batches: Iterable[Batch], slices: Slices, step: int) -> Iterator[Batch]:
+    def in_sight(self, batches: Iterable[Batch], slices: Slices) -> Iterator[Batch]:
         """The same batches, one lookahead's, with what is known of coming ones where a table's policy looks ahead."""
         if not self.window:
             return iter(batches)
@@ -450,9 +449,7 @@ class CachedExchange(RowsExchange):
                 self.counts.add(joined(decisions), -1)
 
 
-def without_copies(
-    cached: CachedExchange | LentExchange | None, tables: Sequence[int]
-) -> Sequence[int]:
+def without_copies(cached: CachedExchange | None, tables: Sequence[int]) -> Sequence[int]:
     """These numbers. Raises ConfigError for a table whose copies would outlive its rows."""
     for t in tables:
         if cached is not None and cached.has_copies[t]:

@@ -1,4 +1,4 @@
-"""What a rank that keeps copies says of the rows it names to their owners, and records on their way to it.
+"""What a rank that keeps copies says of the rows it names to their owners.
 
 A message of `cached`, one from each rank to each:
     4 bytes       little-endian: bytes of what follows, before the request
@@ -16,12 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import WorldError
-from colonnade.exchange.wire import RowLayout, row_layout
 
 HEAD_BYTES = 4
 FAR = 2**16 - 1
@@ -39,14 +36,9 @@ class Named:
 
     def counted(self, mine: np.ndarray) -> np.ndarray:
         """(N, T): rows of `mine` (W,) bool."""
-        return blocks_of(mine, self.counts)
-
-
-def blocks_of(mine: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """(N, T): how many of `mine` (W,) bool lie in each block of rows listed rank by rank, table by table."""
-    before = np.concatenate([[0], np.cumsum(mine)])
-    ends = counts.ravel().cumsum()
-    return (before[ends] - before[ends - counts.ravel()]).reshape(counts.shape)
+        before = np.concatenate([[0], np.cumsum(mine)])
+        ends = self.counts.ravel().cumsum()
+        return (before[ends] - before[ends - self.counts.ravel()]).reshape(self.counts.shape)
 
 
 def with_notes(named: Named, requests: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -98,38 +90,6 @@ def _no_message(rank: int, size: int) -> WorldError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
-    """Where the first bytes of records lie in a message: rank by rank, table by table."""
-
-    layout: RowLayout
-    widths: np.ndarray  # (T,) int64, bytes
-
-    def blocks(self, message: Tensor, t: int) -> list[Tensor]:
-        """By rank, (rows, bytes) uint8: views of the message."""
-        firsts, counts, width = self.layout.block_elements, self.layout.counts, int(self.widths[t])
-        return [
-            message[first : first + n * width].view(n, width)
-            for first, n in zip(firsts[:, t].tolist(), counts[:, t].tolist(), strict=True)
-        ]
-
-    def fill(self, message: Tensor, t: int, records: Tensor) -> None:
-        """records (rows of table t, whole), listed rank by rank."""
-        blocks, start = self.blocks(message, t), 0
-        for block in blocks:
-            block.copy_(records[start : start + len(block), : block.shape[1]])
-            start += len(block)
-
-    def of(self, message: Tensor, t: int) -> Tensor:
-        """(rows, bytes): those of table t, listed rank by rank."""
-        return torch.cat(self.blocks(message, t))
-
-
-def records_layout(counts: np.ndarray, widths: np.ndarray) -> Records:
-    """counts (N, T) rows, widths (T,) bytes of each."""
-    return Records(row_layout(counts, widths), widths)
-
-
 def tables_of(counts: np.ndarray) -> np.ndarray:
     """counts (N, T) of rows listed rank by rank, table by table: (rows,) int64, the table of each."""
     return np.repeat(_tables(*counts.shape), counts.ravel())
@@ -139,29 +99,6 @@ def tables_of(counts: np.ndarray) -> np.ndarray:
 def _tables(num_ranks: int, num_tables: int) -> np.ndarray:
     """Of each block, the same in every step; read only."""
     return np.tile(np.arange(num_tables), num_ranks)
-
-
-def ranks_of(counts: np.ndarray) -> np.ndarray:
-    """Likewise: (rows,) int64, the rank of each."""
-    return np.repeat(np.arange(len(counts)), counts.sum(1))
-
-
-def table_major(counts: np.ndarray) -> np.ndarray:
-    """Likewise: (rows,) int64, their places, table by table, then rank by rank."""
-    sizes = counts.ravel()
-    firsts = (sizes.cumsum() - sizes).reshape(counts.shape)
-    return ranges(firsts.T.ravel(), counts.T.ravel())
-
-
-def by_table(counts: np.ndarray) -> list[np.ndarray]:
-    """Likewise: by table, where its rows are, ascending."""
-    return np.split(table_major(counts), counts.sum(0).cumsum()[:-1])
-
-
-def ranges(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """One after another, int64: so many numbers from each of firsts (n,) on."""
-    ends = sizes.cumsum()
-    return np.repeat(firsts - (ends - sizes), sizes) + np.arange(ends[-1] if len(ends) else 0)
 
 
 @dataclass(frozen=True, slots=True)

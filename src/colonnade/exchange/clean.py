@@ -66,14 +66,9 @@ def clean_rows(rows: Rows, in_flight: Sequence[Rows], never: Sequence[int]) -> T
 
 def pack_marks(marks: np.ndarray, counts: np.ndarray) -> tuple[Tensor, list[int]]:
     """marks (R,) bool of counts (N,) rows of each rank -> bits, each rank's in bytes of its own; bytes by rank."""
-    parts = packed_by_rank(marks, counts)
-    return torch.from_numpy(np.concatenate(parts)), [len(part) for part in parts]
-
-
-def packed_by_rank(marks: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
-    """Likewise, by rank."""
     ends = counts.cumsum().tolist()
-    return [np.packbits(marks[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+    parts = [np.packbits(marks[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+    return torch.from_numpy(np.concatenate(parts)), [len(part) for part in parts]
 
 
 def mark_bytes(counts: np.ndarray) -> list[int]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +20,12 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.errors import BudgetExceeded
 from colonnade.exchange.cached import CachedExchange
-from colonnade.exchange.cached_wire import Named, Serving, records_layout
+from colonnade.exchange.cached_wire import Named, Serving
 from colonnade.exchange.owner import listed, take
 from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.routing import exchanged
 from colonnade.exchange.rows import RowsExchange
+from colonnade.exchange.wire import RowLayout, row_layout
 from colonnade.table import CLOCK_BYTES
 
 GROUP = "evaluate"
@@ -122,7 +122,9 @@ def hand_over(exchange: CachedExchange, chosen: Sequence[np.ndarray]) -> None:
         exchange.copies.clear(t, each)
 
 
-def _waiting(exchange: CachedExchange, dirty: Sequence[np.ndarray]) -> tuple[Serving, Tensor, Any]:
+def _waiting(
+    exchange: CachedExchange, dirty: Sequence[np.ndarray]
+) -> tuple[Serving, Tensor, RowLayout]:
     """Collective: who owns what waits here at `dirty` slots, and what waits elsewhere for this rank's rows."""
     copies, mesh = exchange.copies, exchange.mesh
     by_id = [copies.ids[t][slots] for t, slots in enumerate(dirty)]
@@ -147,14 +149,17 @@ def _waiting(exchange: CachedExchange, dirty: Sequence[np.ndarray]) -> tuple[Ser
         Named(asked.counts, ~everything, ~everything, everything, none), asked.ids.numpy(),
         _native.make_plan(wanted, exchange.table_rows, exchange.undealt), wanted,
     )  # fmt: skip
-    going = records_layout(lasts - firsts, exchange.widths)
-    send = torch.empty(going.layout.num_elements, dtype=copies.pending[0].dtype)
+    going = row_layout(lasts - firsts, exchange.widths)
+    send = torch.empty(going.num_elements, dtype=copies.pending[0].dtype)
     unique = np.asarray(plan.unique_ids)
     for t, slots in enumerate(dirty):
         # Rank by rank, as the plan lists them.
         ids = unique[blocks[t * mesh.num_ranks] : blocks[(t + 1) * mesh.num_ranks]]
-        going.fill(send, t, copies.waiting_of(t, slots[np.searchsorted(by_id[t], ids)]))
-    return serving, send, going.layout
+        sums = copies.waiting_of(t, slots[np.searchsorted(by_id[t], ids)])
+        blocks = sums.split(going.counts[:, t].tolist())
+        for first, block in zip(going.block_elements[:, t].tolist(), blocks, strict=True):
+            send[first : first + block.numel()] = block.flatten()
+    return serving, send, going
 
 
 def _acquired(exchange: CachedExchange, ids: Tensor, offsets: Tensor) -> list[Tensor]:

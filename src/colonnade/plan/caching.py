@@ -9,8 +9,6 @@ from colonnade.consistency.row_clock import row_clock
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.codec import EXACT, Codecs
-from colonnade.exchange.lending import Lending
-from colonnade.plan.lending import check_lendings, lendings_of
 from colonnade.plan_config import (
     CacheConfig,
     CachePolicy,
@@ -18,7 +16,6 @@ from colonnade.plan_config import (
     CacheTier,
     TableCacheConfig,
 )
-from colonnade.store.budget import slot_bytes
 from colonnade.table import ITEM_BYTES, Table
 from colonnade.topology.sharding import Sharding
 
@@ -36,16 +33,15 @@ def copy_bytes(table: Table) -> int:
     return table.record_bytes + table.width * ITEM_BYTES[table.compute_dtype] + BOOKKEEPING
 
 
-def kept_bytes(kept: TableCache | Lending | None, table: Table) -> int:
-    """That copies of a table's rows take on a rank once all have come, or rows it has in their owners' place; beside
-    the rows that it owns."""
+def kept_bytes(kept: TableCache | None, table: Table) -> int:
+    """That copies of a table's rows take on a rank once all have come; beside the rows that it owns."""
     if kept is None:
         return 0
     rows = kept.rows if table.rows is None else min(kept.rows, table.rows)
-    return rows * (slot_bytes(table) if isinstance(kept, Lending) else copy_bytes(table))
+    return rows * copy_bytes(table)
 
 
-def rows_of(size: CacheSize, table: Table, row_bytes: int) -> int:
+def rows_of(size: CacheSize, table: Table) -> int:
     """Raises ConfigError for a part of an open table."""
     if size.part is not None:
         if table.rows is None:
@@ -55,14 +51,12 @@ def rows_of(size: CacheSize, table: Table, row_bytes: int) -> int:
             )
         return int(size.part * table.rows)
     if size.num_bytes is not None:
-        return size.num_bytes // row_bytes
+        return size.num_bytes // copy_bytes(table)
     assert size.rows is not None
     return size.rows
 
 
-def caches_of(
-    config: CacheConfig | None, tables: Sequence[Table]
-) -> Mapping[str, TableCache | Lending]:
+def caches_of(config: CacheConfig | None, tables: Sequence[Table]) -> Mapping[str, TableCache]:
     """By name. Raises ConfigError."""
     if config is None:
         return {}
@@ -71,17 +65,11 @@ def caches_of(
         raise ConfigError(
             f"plan.cache.tables: got {unknown[0]!r}, wanted a table of this model: {', '.join(names)}"
         )
-    if isinstance(config.staleness, str):  # exact
-        own_sizes = {name: own.size for name, own in config.tables.items()}
-        return lendings_of(
-            config, tables,
-            {t.name: rows_of(own_sizes.get(t.name) or config.size, t, slot_bytes(t)) for t in tables},
-        )  # fmt: skip
     policies = {name: own.policy or config.policy for name, own in config.tables.items()}
     if config.window is not None and LOOKAHEAD not in {config.policy, *policies.values()}:
         raise ConfigError(
-            f"plan.cache: got window={config.window} with staleness={config.staleness} and policy={config.policy}, "
-            "wanted staleness=exact or policy=lookahead, which look so many batches ahead; leave window out"
+            f"plan.cache: got window={config.window} with policy={config.policy}, wanted "
+            "policy=lookahead, which looks so many batches ahead; leave window out"
         )
     window = LOOKAHEAD_WINDOW if config.window is None else config.window
     found = {}
@@ -98,7 +86,7 @@ def caches_of(
             clock = row_clock(staleness, read_bound, write_bound)
         except ConfigError as error:
             raise ConfigError(f"plan.cache: table {table.name!r}: {error}") from None
-        rows = rows_of(size, table, copy_bytes(table))
+        rows = rows_of(size, table)
         policy = policies.get(table.name, config.policy)
         ahead = window if policy == LOOKAHEAD else 0
         found[table.name] = TableCache(rows, clock, policy, ahead)
@@ -106,7 +94,7 @@ def caches_of(
 
 
 def check_caches(
-    caches: Mapping[str, TableCache | Lending],
+    caches: Mapping[str, TableCache],
     tables: Sequence[Table],
     shardings: Sequence[Sharding],
     exchanges: Sequence[str],
@@ -136,13 +124,12 @@ def check_caches(
             raise ConfigError(
                 f"plan.cache: got plan.{name}={got} with it; {advice}, or leave plan.cache out"
             )
-    check_lendings(caches, tables, tier)
     _check_windows(caches)
     for table, sharding, exchange in zip(tables, shardings, exchanges, strict=True):
         if table.name not in caches:
             continue
         kept = caches[table.name]
-        if isinstance(kept, TableCache) and kept.policy not in POLICIES:
+        if kept.policy not in POLICIES:
             raise ConfigError(
                 f"plan.cache: got policy {kept.policy!r} for table {table.name!r}, wanted "
                 f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
@@ -164,16 +151,15 @@ def check_caches(
             )
 
 
-def _check_windows(caches: Mapping[str, TableCache | Lending]) -> None:
+def _check_windows(caches: Mapping[str, TableCache]) -> None:
     """Raises ConfigError."""
-    kept = {name: each for name, each in caches.items() if isinstance(each, TableCache)}
-    windows = sorted({each.window for each in kept.values() if each.policy == LOOKAHEAD})
+    windows = sorted({each.window for each in caches.values() if each.policy == LOOKAHEAD})
     if len(windows) > 1 or min(windows, default=1) < 1:
         raise ConfigError(
             f"plan.cache: got windows of {windows} batches with policy=lookahead; wanted one for all such tables, "
             "1 or more"
         )
-    for name, each in kept.items():
+    for name, each in caches.items():
         if each.window and each.policy != LOOKAHEAD:
             raise ConfigError(
                 f"plan.cache: got window={each.window} with policy {each.policy!r} for table {name!r}, wanted "

@@ -19,7 +19,6 @@ from colonnade.errors import ConfigError
 from colonnade.exchange import EXCHANGES, implied_exchange
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.codec import CODECS, EXACT, Codecs
-from colonnade.exchange.lending import Lending
 from colonnade.exchange.letters import ROUTES, IdRoute
 from colonnade.formats import read_stamped, stamp
 from colonnade.plan.caching import caches_of, check_caches
@@ -63,11 +62,11 @@ class TablePlan:
     hbm_rows: int = 0
     """Rows that may be in device memory at once, above those in memory; 0: there is no such tier."""
     exchange: str = "rows"
-    """What of it travels between ranks: a key of `exchange.EXCHANGES`, "cached" or "lent"."""
+    """What of it travels between ranks: a key of `exchange.EXCHANGES`, or "cached"."""
     staleness_steps: int | None = None
     """How late its reads are; None: as the plan says."""
-    cache: TableCache | Lending | None = None
-    """Copies that each rank keeps, of exchange "cached"; or rows it may have in their owners' place, of "lent"."""
+    cache: TableCache | None = None
+    """Copies that each rank keeps, of exchange "cached"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,15 +181,8 @@ def _sharding_from(said: dict[str, Any]) -> Sharding:
     return Sharding(said["kind"], tuple(said["ranks"]), said.get("slices", 1), hot)
 
 
-def _cache_from(said: dict[str, Any] | None) -> TableCache | Lending | None:
-    if said is None or "clock" not in said:
-        return None if said is None else Lending(**said)
-    return TableCache(**{**said, "clock": RowClock(**said["clock"])})
-
-
-def _kept(cache: TableCache | Lending | None) -> str | None:
-    """The exchange of rows that are kept so."""
-    return None if cache is None else "lent" if isinstance(cache, Lending) else "cached"
+def _cache_from(said: dict[str, Any] | None) -> TableCache | None:
+    return None if said is None else TableCache(**{**said, "clock": RowClock(**said["clock"])})
 
 
 def build_plan(
@@ -215,7 +207,7 @@ def build_plan(
     servers: Sequence[int] = (),
     towers: int | None = None,
     route: IdRoute = "straight",
-    caches: Mapping[str, TableCache | Lending] | None = None,
+    caches: Mapping[str, TableCache] | None = None,
     cache_tier: CacheTier = "dram",
 ) -> Plan:
     """Every table alike (`plan.placement` prefers some). Pure. Raises ConfigError for numbers that cannot work.
@@ -226,9 +218,8 @@ def build_plan(
     (on one rank they mean nothing). `servers`: the only ranks that rows may lie on. `towers`: how many groups of
     neighbouring ranks the exchange `towers` goes by, default one for each host; rows are where `shardings` say
     (`plan.towers.placement.in_towers` makes some). `route`: whether ids of all tables go by these groups, too, in fewer
-    slow messages. `caches`: by table, copies of its rows that each rank keeps, or rows it may have in their owners'
-    place (of all tables, or of none); on one rank they mean nothing. `cache_tier`: where copies lie, in memory or
-    (hbm) in that of the device the collection is on when it is opened.
+    slow messages. `caches`: by table, copies of its rows that each rank keeps; on one rank they mean nothing.
+    `cache_tier`: where copies lie, in memory or (hbm) in that of the device the collection is on when it is opened.
     """
     exchanges, shardings = exchanges or {}, shardings or {}
     for said in (exchange, *exchanges.values()):
@@ -347,7 +338,7 @@ def build_plan(
             TablePlan(
                 name=table.name,
                 sharding=sharding,
-                exchange=_kept(caches.get(table.name)) or of_exchanges[t],
+                exchange="cached" if table.name in caches else of_exchanges[t],
                 cache=caches.get(table.name),
                 capacity_rows=rows,
                 fits=fits,

@@ -58,7 +58,6 @@ def run_page(run: RunRecord) -> str:
     _missed(page, run)
     _copies(page, run)
     _copy_ages(page, run)
-    _lent(page, run)
     _traffic(page, run)
     _tiers(page, run)
     page.heading("Tables")
@@ -258,29 +257,6 @@ def _age_words(least: int) -> str:
     if least < 2:
         return "none: with the batch" if least == 0 else "1"
     return f"{least:,} to {2 * least - 1:,}"
-
-
-def _lent(page: Page, run: RunRecord) -> None:
-    """Nothing where rows lie with their owners alone."""
-    words = {
-        "asked": "values came, gradients went",
-        "borrowed": "lent with the batch: the whole row came",
-        "stayed": "lent already: nothing came",
-        "copied": "a copy was here: gradients went",
-    }
-    counts = sums_of(run, "cache")
-    total = sum(counts.get(name, 0.0) for name in words)
-    if total:
-        rows = [
-            [text, f"{counts.get(name, 0):,.0f}", f"{counts.get(name, 0) / total:.1%}"]
-            for name, text in words.items()
-        ]
-        page.numbers(
-            ["rows of batches", "rows", "of all"],
-            rows,
-            title="Rows lent to rank 0",
-            note=f"{counts.get('returned', 0):,.0f} whole rows went back.",
-        )
 
 
 def _traffic(page: Page, run: RunRecord) -> None:

@@ -249,21 +249,14 @@ def check_policies(
     own: Collection[int],
     tables: Sequence[Table],
     *,
-    is_lent: bool,
     has_copies: Sequence[bool],
 ) -> None:
-    """given: numbers of the slices of each table that gets a policy by hand; own: of those that have one; is_lent:
-    whether rows may lie with others than their owners; has_copies: by slice, whether ranks keep copies; [] of none.
-    Raises ConfigError for what one policy cannot see."""
+    """given: numbers of the slices of each table that gets a policy by hand; own: of those that have one; has_copies:
+    by slice, whether ranks keep copies; [] of none. Raises ConfigError for what one policy cannot see."""
     if cut := [tables[numbers[0]].origin[0] for numbers in given if len(numbers) > 1]:
         raise ConfigError(
             f"table {cut[0]!r}: got a policy of your own for rows that are cut by columns, or hot and cold; choose "
             "another sharding"
-        )
-    if is_lent and given:
-        raise ConfigError(
-            "got a policy of your own beside rows that are lent (plan.cache.staleness=exact), whose updates it would "
-            "not hear of; leave one of them out"
         )
     if kept := sorted(tables[t].name for (t,) in given if has_copies and has_copies[t]):
         raise ConfigError(

@@ -241,8 +241,6 @@ def _commit(
             collection.store.begin_commit()
     else:
         collection.updates.settle()
-        if collection.lent is not None:
-            collection.lent.settle()
         captured = _capture(collection, commits.run, step, None)
         collection.store.begin_commit()
     commits.make_durable(collection, captured, lambda _: None)

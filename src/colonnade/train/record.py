@@ -15,8 +15,7 @@ run/metrics.jsonl      {"step", "kind", "time", ...}; what each kind holds:
     missed     where reads may be late, so many batches since the previous such line, by the updates that their reads
                missed ("4"), as this rank applied them
     cache      where ranks keep copies of rows (`exchange.cached_counts.CacheCounts`), rows of its batches since the
-               previous such line: hits, misses, lease_over (of them renewed), pushed by cause, ticks of what is pushed;
-               or, where they are lent, asked, borrowed, stayed, copied, returned (`exchange.lending.LentCounts`)
+               previous such line: hits, misses, lease_over (of them renewed), pushed by cause, ticks of what is pushed
     copy_ages  the same rows by how old the copy was that was read, in batches since its owner was asked ("0": with the
                batch, "1", "2" to 3, "4" to 7, ..): of each other rank a read misses at most so many batches, and those
                that waited there then, `write_bound` at most
@@ -247,11 +246,11 @@ class Counters:
         return {steps: count for steps, count in gained.items() if count}
 
     def cache(self) -> dict[str, float]:
-        """`CacheCounts` or `LentCounts`; {} where rows lie with their owners alone."""
-        keeping = self._watched.collection.cached or self._watched.collection.lent
-        if keeping is None:
+        """`CacheCounts`; {} where ranks keep no copies."""
+        cached = self._watched.collection.cached
+        if cached is None:
             return {}
-        gained, self._cache = _gained(dict(vars(keeping.counts)), self._cache)
+        gained, self._cache = _gained(dict(vars(cached.counts)), self._cache)
         return gained
 
     def copy_ages(self) -> dict[str, float]:

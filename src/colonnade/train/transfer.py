@@ -158,12 +158,7 @@ def _table(collection: EmbeddingCollection, name: str) -> tuple[int, Table]:
 
 
 def _check_owned(collection: EmbeddingCollection, t: int) -> None:
-    """Raises ConfigError where somebody else than its owner has a row of table t, or may have, and would go by that."""
-    if collection.lent is not None and collection.lent.lends:
-        raise ConfigError(
-            "load_rows: got rows some of which are lent (plan.cache.staleness=exact), whose holders would overwrite "
-            "what is loaded; load before training, or close the lookahead after its last batch"
-        )
+    """Raises ConfigError where ranks may have copies of rows of table t, and would go by them."""
     cached, numbers = collection.cached, collection.slices.of_table[t]
     if cached is not None and cached.number and any(cached.has_copies[each] for each in numbers):
         raise ConfigError(
