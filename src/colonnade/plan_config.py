@@ -24,10 +24,19 @@ from colonnade.section import Section
 from colonnade.sizes import Place, Said, absolute, parse_bytes, parse_place, positive_bytes
 
 RENAMED = {"plan.dram": "plan.memory.dram"}
+REMOVED: Mapping[str, tuple[Any, str]] = {
+    "plan.rows_ahead": (False, "use plan.staleness_steps=1, which reads all rows a step early"),
+}
+"""By name: the value that did nothing, which older files hold, and what to do instead of any other."""
 
 
-def renamed(name: str) -> str:
-    return f"unknown setting {name!r}; it is now {RENAMED[name]}"
+def refusal(name: str) -> str | None:
+    """Say what became of a setting that is no more; None of any other name."""
+    if name in RENAMED:
+        return f"unknown setting {name!r}; it is now {RENAMED[name]}"
+    if name in REMOVED:
+        return f"unknown setting {name!r}; it was removed: {REMOVED[name][1]}"
+    return None
 
 
 def _is_count(value: Any) -> bool:
@@ -313,8 +322,6 @@ class PlanConfig(Section):
     """Which tables get the memory: all alike, or those whose rows are read most, by a profile of a sample."""
     lookahead: Annotated[int | Literal["auto"], PlainValidator(_lookahead)] = 2
     """Batches whose ids travel and whose rows become resident ahead of training; auto: as deep as reads are slow."""
-    rows_ahead: bool = False
-    """Rows that no batch in flight changes travel a batch early (exchange rows): for slow links and idle processors."""
     write_budget: Rate | None = None
     """Bytes per second that rows may be written to files with, on each rank. Default: no limit."""
     staleness_steps: Annotated[int | Literal["unbounded"], PlainValidator(_staleness)] = 0
@@ -407,7 +414,15 @@ class PlanConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _refuse_old_names(cls, values: Any) -> Any:
-        if isinstance(values, Mapping):
-            for old in RENAMED.keys() & {f"plan.{name}" for name in values}:
-                raise ValueError(renamed(old))
-        return values
+        if not isinstance(values, Mapping):
+            return values
+        idle = {name for name in values if _did_nothing(f"plan.{name}", values[name])}
+        for name in values.keys() - idle:
+            if (message := refusal(f"plan.{name}")) is not None:
+                raise ValueError(message)
+        return {name: value for name, value in values.items() if name not in idle}
+
+
+def _did_nothing(name: str, value: Any) -> bool:
+    """Whether a removed setting has the value that it had where nobody used it."""
+    return name in REMOVED and value == REMOVED[name][0]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.cache.sight import Sight
-from colonnade.exchange.clean import Cut
 from colonnade.exchange.loans import Loans
+from colonnade.exchange.marks import Cut
 from colonnade.exchange.packing import Requests
 from colonnade.exchange.said import Back, Said
 

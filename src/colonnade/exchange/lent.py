@@ -25,7 +25,6 @@ from colonnade.cache.sight import Sight, worth_of
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.exchange.borrowed import Borrowed
 from colonnade.exchange.cached_wire import by_table, ranges, ranks_of, records_layout, tables_of
-from colonnade.exchange.clean import cut
 from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.lending import (
@@ -46,6 +45,7 @@ from colonnade.exchange.lent_wire import (
     said_messages,
 )
 from colonnade.exchange.loans import NONE, Loans
+from colonnade.exchange.marks import cut
 from colonnade.exchange.owner import listed, soonest
 from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.recording import summed_backwards
@@ -62,8 +62,6 @@ from colonnade.topology.sharding import Sharding
 
 class LentExchange(RowsExchange):
     """One rank's end, in a world of several. One batch is one step."""
-
-    sends_clean = False
 
     def __init__(
         self,
@@ -277,14 +275,14 @@ class LentExchange(RowsExchange):
         send = self.native.message(source, torch.from_numpy(there[plain]), serving, lender.requests)
         values = empty(early.num_elements + rest.num_elements, dtype=self.declaration.dtype)
         into = values[: early.num_elements]
-        arrival = self._send("fetch", send, serving, early, into, counts_as="fetch")
+        arrival = self._send(send, serving, early, into, counts_as="fetch")
         local = ~borrower.said.plain
         ids = torch.as_tensor(ticket.plan.unique_ids)[torch.from_numpy(borrower.order[local])]
         values[early.num_elements :] = self.native.message(
             RowSource(self.borrowed.store.views(), slots, False), torch.from_numpy(here[local]), rest,
             listed(ids, rest.counts),
         )  # fmt: skip
-        ticket.reads = self._received(ticket, values, borrower.index, [arrival])
+        ticket.reads = self._received(ticket, values, borrower.index, arrival)
         return None
 
     def _take_turn(self, flight: Flight) -> None:

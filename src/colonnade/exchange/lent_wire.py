@@ -23,8 +23,8 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.errors import WorldError
 from colonnade.exchange.cached_wire import ranks_of
-from colonnade.exchange.clean import packed_by_rank
 from colonnade.exchange.loans import NONE, Loans
+from colonnade.exchange.marks import packed_by_rank
 from colonnade.exchange.packing import Requests, unpack_requests
 from colonnade.exchange.said import Back, Said, listed_back
 

@@ -88,8 +88,6 @@ class Plan:
     """Byte-addressable memory that the tables of tier "mapped" lie in."""
     ssd: tuple[Place, ...] = ()
     """Directories that rows rest in, striped; none: the run folder."""
-    rows_ahead: bool = False
-    """Rows of the next batch that no batch in flight changes travel while this one computes."""
     write_budget: int | None = None
     """Bytes per second that may be written on each rank."""
     hbm_bytes: int | None = None
@@ -203,7 +201,6 @@ def build_plan(
     mapped: Place | None = None,
     ssd: Sequence[Place] = (),
     lookahead: int | Literal["auto"] = 2,
-    rows_ahead: bool = False,
     write_budget: int | None = None,
     staleness_steps: int | Literal["unbounded"] = 0,
     staleness: Mapping[str, int] | None = None,
@@ -366,7 +363,6 @@ def build_plan(
         tables=tuple(planned),
         mapped=mapped,
         ssd=tuple(ssd),
-        rows_ahead=rows_ahead,
         write_budget=write_budget,
         hbm_bytes=hbm_bytes,
         codecs=codecs,
@@ -410,7 +406,6 @@ def plan_of(
         mapped=memory.mapped_place,
         ssd=memory.ssd_places,
         lookahead=config.lookahead,
-        rows_ahead=config.rows_ahead,
         write_budget=config.write_budget,
         staleness_steps=config.staleness_steps,
         staleness={

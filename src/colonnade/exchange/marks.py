@@ -1,13 +1,10 @@
-"""Clean rows: those of a coming batch that no batch in flight will change, and a message of rows cut in two by them.
+"""Marks of a message's rows, one bit for each, and the message cut in two by them.
 
-The owner knows them, for it knows what every rank asked for; the others are told one bit for each row they asked of it.
-
-Legend: O rows this rank owns and some rank asked for, N ranks, T tables, R rows of a message.
+Legend: N ranks, T tables, R rows of a message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,15 +13,12 @@ from torch import Tensor
 
 from colonnade.exchange.wire import RowLayout, row_layout
 
-Rows = tuple[Tensor, Tensor]
-"""Rows pinned in a store: slots (n,) int32, offsets (T + 1,) by table."""
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A message of rows as two: clean ones, which travel ahead, and the rest."""
+    """A message of rows as two: marked ones first, then the rest."""
 
-    marks: np.ndarray  # (R,) bool, rank by rank, table by table: is it clean?
+    marks: np.ndarray  # (R,) bool, rank by rank, table by table
     early: RowLayout
     rest: RowLayout
 
@@ -54,16 +48,6 @@ def cut(layout: RowLayout, marks: np.ndarray, dims: np.ndarray) -> Cut:
     return Cut(marks, row_layout(early, dims), row_layout(layout.counts - early, dims))
 
 
-def clean_rows(rows: Rows, in_flight: Sequence[Rows], never: Sequence[int]) -> Tensor:
-    """(O,) bool: rows that none in flight has among its own. `never`: tables whose rows may change without being asked
-    for."""
-    held = [_keys(*each) for each in in_flight]
-    clean = ~np.isin(_keys(*rows), np.concatenate(held)) if held else np.ones(len(rows[0]), bool)
-    for t in never:
-        clean[int(rows[1][t]) : int(rows[1][t + 1])] = False
-    return torch.from_numpy(clean)
-
-
 def pack_marks(marks: np.ndarray, counts: np.ndarray) -> tuple[Tensor, list[int]]:
     """marks (R,) bool of counts (N,) rows of each rank -> bits, each rank's in bytes of its own; bytes by rank."""
     parts = packed_by_rank(marks, counts)
@@ -87,12 +71,6 @@ def unpack_marks(data: Tensor, counts: np.ndarray) -> np.ndarray:
     marks, sizes = data.numpy(), counts.tolist()
     bits = [np.unpackbits(marks[a:], count=n) for a, n in zip(firsts, sizes, strict=False)]
     return np.concatenate(bits).view(bool)
-
-
-def _keys(slots: Tensor, offsets: Tensor) -> np.ndarray:
-    """One number for each row, of any table."""
-    counts = offsets.diff().numpy()
-    return (np.repeat(np.arange(len(counts)), counts) << 32) + _elements(slots)
 
 
 def _elements(numbers: Tensor) -> np.ndarray:

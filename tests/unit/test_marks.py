@@ -1,12 +1,11 @@
-"""Marks of clean rows, and messages cut by them: every row is found where it lies."""
+"""Marks of rows, and messages cut by them: every row is found where it lies."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-from colonnade.exchange.clean import clean_rows, cut, mark_bytes, pack_marks, unpack_marks
+from colonnade.exchange.marks import cut, mark_bytes, pack_marks, unpack_marks
 from colonnade.exchange.wire import row_layout
 
 SHAPES = [(1, 1), (2, 3), (4, 2), (3, 5)]
@@ -41,17 +40,3 @@ def test_marks_travel(counts):
     data, sizes = pack_marks(marks, counts)
     assert sizes == mark_bytes(counts) == [-(-n // 8) for n in counts.tolist()]
     assert unpack_marks(data, counts).tolist() == marks.tolist()
-
-
-def test_clean_are_rows_that_nobody_in_flight_has():
-    def rows(*by_table):
-        slots = [torch.tensor(each, dtype=torch.int32) for each in by_table]
-        ends = torch.tensor([0, *(len(each) for each in slots)]).cumsum(0)
-        return torch.cat(slots), ends
-
-    coming = rows([3, 1, -1], [1, 2], [1])  # -1: slot 2^32 - 1
-    assert clean_rows(coming, [], []).tolist() == [True] * 6
-    held = [rows([1], [], []), rows([-1], [3], [0])]
-    assert clean_rows(coming, held, []).tolist() == [True, False, False, True, True, True]
-    assert clean_rows(coming, held, [1]).tolist() == [True, False, False, False, False, True]
-    assert clean_rows(rows([], [], []), held, [1]).tolist() == []
