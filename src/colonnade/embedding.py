@@ -151,7 +151,6 @@ class EmbeddingCollection(StatefulRows):
             seed=self.seed,
             reads_ahead=[late[each.number] for each in laid],
             towers=self.plan.towers,
-            route=self.plan.route,
             caches=[planned[each.number].cache for each in laid],
             copies_on=self.place.device if self.plan.cache_tier == "hbm" else None,
         )

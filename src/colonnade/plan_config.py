@@ -26,6 +26,7 @@ from colonnade.sizes import Place, Said, absolute, parse_bytes, parse_place, pos
 RENAMED = {"plan.dram": "plan.memory.dram"}
 REMOVED: Mapping[str, tuple[Any, str]] = {
     "plan.rows_ahead": (False, "use plan.staleness_steps=1, which reads all rows a step early"),
+    "plan.route": ("straight", "leave it out; ids go straight to the ranks that own rows"),
 }
 """By name: the value that did nothing, which older files hold, and what to do instead of any other."""
 
@@ -147,7 +148,6 @@ class WireConfig(Section):
     rounding took."""
 
 
-RouteChoice = Literal["straight", "by_towers", "auto"]
 ExchangeChoice = Literal[
     "rows", "pooled", "substitute", "towers", "tower_rows", "replicated", "auto"
 ]
@@ -341,12 +341,8 @@ class PlanConfig(Section):
     wire: WireConfig = WireConfig()
     """What rows and gradients look like while they travel."""
     towers: Annotated[int, Field(ge=1)] | str | None = None
-    """For exchanges towers and tower_rows, and for ids by towers: how many groups of neighbouring ranks, over which
-    tables are dealt, or a file that says which features stand together; default: one for each host."""
-    route: RouteChoice = "straight"
-    """How ids come to the ranks that own rows, whatever the exchange: straight; by way of a rank of the owner's tower,
-    in fewer messages between hosts (by_towers); auto: as is foretold to be faster.
-    Batches of no lookahead go straight."""
+    """For exchanges towers and tower_rows: how many groups of neighbouring ranks, over which tables are dealt, or a
+    file that says which features stand together; default: one for each host."""
     servers: int = Field(0, ge=0)
     """Ranks of each host, its last ones, that have rows and nothing else; 0: the ranks that train have the rows."""
     tables: dict[str, TablePlanConfig] = {}

@@ -69,6 +69,7 @@ MISSPELT = {
     "rows.evictions": "rows.eviction",
     "plan.dramm": "plan.dram",
     "plan.rows_ahead": "plan.staleness_steps=1",
+    "plan.route": "it was removed",
     "data.nam": "data.name",
     "trian.epochs": "train",
     "train": "train",

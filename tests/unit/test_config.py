@@ -35,6 +35,7 @@ from colonnade.train.presets import PRESETS
             {"plan": {"rows_ahead": True}},
             ["plan.rows_ahead", "it was removed", "plan.staleness_steps=1"],
         ),
+        ({"plan": {"route": "auto"}}, ["plan.route", "it was removed", "leave it out"]),
         ({"plan": {"dramm": "2GiB"}}, ["plan.dramm", "did you mean plan.memory.dram"]),
         ({"plan": {"memory": {"drm": 3}}}, ["plan.memory.drm", "did you mean plan.memory.dram"]),
         ({"plan": {"memory": {"ssd": "/a:0"}}}, ["plan.memory.ssd", "/a:0", "at least 1 byte"]),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from colonnade.exchange.letters import IdRoute
 from colonnade.exchange.tower_cut import BY_TOWERS
 from colonnade.plan.flows import ExchangeName
 from colonnade.topology.sharding import Kind, Sharding
@@ -152,8 +151,6 @@ class Choice:
     """What a step would save if values and gradients travelled as 16 bits (which is never chosen: it is not exact)."""
     consumers: tuple[ConsumerChoice, ...] = ()
     """Where the model's are known, in its order."""
-    route: IdRoute = "straight"
-    """How ids come to owners."""
 
     @property
     def shardings(self) -> dict[str, Sharding]:

@@ -100,8 +100,6 @@ class Mesh:
     """`trainers`, where some ranks are servers."""
     called: str = ""
     """What its calls' purposes begin with, as others read of them: "trainers " of a `crew`."""
-    relay: int = 0
-    """Ranks of a tower, where ids go by way of the receivers' towers (`exchange/letters.py`); 0: they go straight."""
     mates: Mates | None = None
     """The ranks of this host, where they can read each other's memory; None: every message travels."""
 
