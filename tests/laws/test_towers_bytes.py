@@ -168,6 +168,7 @@ def test_bytes_are_foretold(everyone):
         )
         assert not choice.seconds.is_fetched_ahead  # what leaves a tower late is waited for
         if case in MODELS:
+            assert {each.name for each in model.consumers if each.is_whole} == {"first", "last"}
             inside = {each.name for each in choice.consumers if each.is_partial}
             assert inside == everyone[0][case][2] == {"first", "last", "wide"}
         assert choice.shardings == place(towers)

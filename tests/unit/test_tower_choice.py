@@ -17,8 +17,9 @@ SLOW = World(num_hosts=2, ranks_per_host=2, remote_bytes_per_second=25e6)
 DIM = 64
 
 
-def model_of(loads, ratio, towers=2, shared=None):
-    """Tables dealt to the modules in turn. shared: a table that each module reads, too."""
+def model_of(loads, ratio, towers=2, shared=None, is_whole=True):
+    """Tables dealt to the modules in turn. shared: a table that each module reads, too. is_whole: else operators that
+    are no modules, and that have no partial."""
     fields = [FieldLoad(load.name, t, t, DIM, 4.0 * DIM, 4.0 * DIM) for t, load in enumerate(loads)]
     consumers = []
     for number in range(towers):
@@ -29,6 +30,7 @@ def model_of(loads, ratio, towers=2, shared=None):
             ConsumerLoad(
                 f"tower{number}", tuple(sorted(mine)), None, inside_width=out,
                 inside_value_bytes=4.0 * out, inside_gradient_bytes=4.0 * out,
+                is_whole=is_whole,
             )
         )  # fmt: skip
     return ModelLoad(tuple(fields), tuple(consumers))
@@ -53,6 +55,13 @@ def test_modules_that_leave_little_are_worth_their_towers(loads):
     more = sum(choice.sent[key] for key in choice.sent if key[1] == "remote")
     less = sum(flat.sent[key] for key in flat.sent if key[1] == "remote")
     assert more < less / 2
+
+
+def test_operators_that_are_no_modules_are_not_worth_a_try(loads):
+    choice = choose(loads, SLOW, model=model_of(loads, 8, is_whole=False))
+    assert not {table.chosen.exchange for table in choice.tables} & {"towers", "tower_rows"}
+    flat = choose(loads, SLOW)
+    assert choice.shardings == flat.shardings and choice.exchanges == flat.exchanges
 
 
 def test_rows_come_together_in_towers_where_many_samples_share_them():

@@ -41,6 +41,8 @@ def test_tables_lie_in_their_towers():
     assert alone == {name: f"table_wise, rank {rank}" for rank, name in enumerate("abcd")}
     own = {"exchange": "towers", "tables": {"a": {"sharding": "table_wise", "ranks": [3]}}}
     assert planned(own)["a"] == "table_wise, rank 3"
+    is_open = {"exchange": "towers", "towers": 4, "tables": {"a": {"sharding": "auto"}}}
+    assert planned(is_open) == alone
     assert planned({"tables": {"b": {"exchange": "towers"}}})["a"] == "row_wise, ranks 0 .. 3"
 
 

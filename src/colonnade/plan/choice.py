@@ -177,9 +177,12 @@ class Search:
     def _possible(
         self, t: int, load: TableLoad, said: Forced, options: Collection[Option]
     ) -> list[Option]:
+        tried = [each for each in OPTIONS if each in options]
+        if said.exchange in BY_TOWERS and said.kind not in (None, "replicated"):
+            tried = [(said.exchange, said.kind)]  # as a person or `towers.placement` laid it out
         found = [
             (exchange, kind)
-            for exchange, kind in OPTIONS
+            for exchange, kind in tried
             if (said.kind is None or kind == said.kind)
             and (said.exchange is None or exchange == said.exchange)
             and self.may_pool(t, exchange)
@@ -188,7 +191,6 @@ class Search:
                 exchange != "substitute" or said.kind or kind == "table_wise" or t not in self.whole
             )
             and (exchange not in BY_TOWERS or said.exchange == exchange)
-            and (exchange, kind) in options
             and (kind != "host_wise" or self.has_hosts or said.kind == kind)
             and (kind != "replicated" or not self.world.has_servers)
             and (kind not in CUT or said.kind == kind or most_slices(load, kind, self.world) > 1)

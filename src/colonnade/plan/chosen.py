@@ -27,18 +27,11 @@ OPTIONS: tuple[Option, ...] = (
     ("substitute", "row_wise"),
     ("substitute", "host_wise"),
     ("substitute", "table_wise"),
-    ("towers", "row_wise"),
-    ("towers", "host_wise"),
     ("towers", "table_wise"),
-    ("towers", "column_wise"),
-    ("towers", "grid"),
-    ("tower_rows", "row_wise"),
-    ("tower_rows", "host_wise"),
     ("tower_rows", "table_wise"),
-    ("tower_rows", "column_wise"),
-    ("tower_rows", "grid"),
     ("replicated", "replicated"),
 )
+"""What is tried; those by towers for a model's tower modules alone. A person may lay tables out in towers otherwise."""
 BY_OWNERS = ("pooled", "substitute", *BY_TOWERS)
 """Exchanges under which bags are pooled before they come to the samples."""
 

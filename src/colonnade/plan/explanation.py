@@ -40,7 +40,7 @@ def explained(search: Search, state: State, later: float | None) -> Choice:
                 continue
             if exchange == "substitute" and not _is_shown(search, t):
                 continue
-            if exchange in BY_TOWERS and search.forced[t].exchange != exchange:
+            if exchange in BY_TOWERS:  # of single tables that says nothing
                 continue
             places = [
                 cost(search, state, t, exchange, place, now)

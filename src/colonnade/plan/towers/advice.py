@@ -109,7 +109,7 @@ def _with_modules(
         consumers.append(
             ConsumerLoad(
                 f"tower{number}", tuple(fields), None, inside_width=leave, inside_value_bytes=values,
-                inside_gradient_bytes=gradients,
+                inside_gradient_bytes=gradients, is_whole=True,
             )
         )  # fmt: skip
     return replace(model, consumers=tuple(consumers)), widths

@@ -118,7 +118,9 @@ def towered(
         return config
     count = num_towers(config, partition, world)
     config = config.model_copy(update={"towers": count})
-    own = {name: said for name, said in config.tables.items() if said.sharding is not None}
+    own = {
+        name: said for name, said in config.tables.items() if said.sharding not in (None, "auto")
+    }
     ranks = tower_ranks(world, count)
     for name, said in own.items():
         if said.sharding != "host_wise" or said.ranks is None:
