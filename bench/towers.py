@@ -7,8 +7,7 @@ gradients over all ranks, and SGD.
 
     torchrec     table-wise, without and with the next batch's ids travelling ahead
     flat         rows and pooled, whose choices know no towers
-    towers       one tower on each host: values cross once, from a rank that has all of its tower (SPTT); ids straight,
-                 or once, too
+    towers       one tower on each host: values cross once, from a rank that has all of its tower (SPTT)
     towers, rows inside   the same, of rows that come together on that rank, each once
     towers CR    and a module lets every CR-th column out: another model, whose outputs are not compared
 
@@ -37,11 +36,6 @@ COLONNADE: dict[str, dict[str, Any]] = {
     "rows table-wise": {"exchange": "rows", "sharding": "table_wise"},
     "pooled table-wise": {"exchange": "pooled", "sharding": "table_wise"},
     "towers table-wise": {"exchange": "towers", "sharding": "table_wise"},
-    "towers table-wise, ids too": {
-        "exchange": "towers",
-        "sharding": "table_wise",
-        "route": "by_towers",
-    },
     "towers, rows inside table-wise": {"exchange": "tower_rows", "sharding": "table_wise"},
     **{
         f"{name} CR {ratio} lossy": {

@@ -160,8 +160,7 @@ def plan_of(tables: list[Table], choice: Mapping[str, Any], case: Case, mesh: Me
     kept = CacheConfig(**choice["cache"]) if "cache" in choice else None
     return build_plan(
         tables, mesh.num_ranks, exchange=choice["exchange"], shardings=by_name, staleness_steps=late,
-        lookahead=choice.get("lookahead", late + 2), route=choice.get("route", "straight"),
-        caches=caches_of(kept, tables),
+        lookahead=choice.get("lookahead", late + 2), caches=caches_of(kept, tables),
     )  # fmt: skip
 
 
@@ -288,8 +287,7 @@ class Chooser:
         tables = collection.plan.tables
         said = {t.name: Forced(t.sharding.kind, t.exchange, t.sharding.ranks) for t in tables}
         model = model_load(collection.declaration, self.loads, world=links)
-        route = collection.plan.route
-        return choose(self.loads, links, rates=self.rates, forced=said, model=model, route=route)
+        return choose(self.loads, links, rates=self.rates, forced=said, model=model)
 
 
 def has_copies(collection: EmbeddingCollection) -> bool:

@@ -19,12 +19,11 @@ from colonnade.errors import CheckpointError, ConfigError
 from colonnade.formats import check_stamp, parse_yaml, stamp
 from colonnade.model_config import ModelConfig
 from colonnade.plan_config import (
-    RENAMED,
     CacheConfig,
     PlanConfig,
     TableCacheConfig,
     TablePlanConfig,
-    renamed,
+    refusal,
 )
 from colonnade.retention_config import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.section import Section
@@ -386,8 +385,8 @@ def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     values = config.model_dump()
     for name, value in settings.items():
         *sections, key = name.split(".")
-        if name in RENAMED:
-            raise ConfigError(renamed(name))
+        if (message := refusal(name)) is not None:
+            raise ConfigError(message)
         place = values
         for depth, section in enumerate(sections):
             if named := BY_NAME.get(".".join(sections[:depth])):

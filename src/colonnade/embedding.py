@@ -21,7 +21,6 @@ from colonnade.consistency import of_tables
 from colonnade.data.lookahead import DEEPEST, LATE, Lookahead, Window
 from colonnade.errors import BudgetExceeded, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
-from colonnade.exchange.ahead import Ahead, open_ahead
 from colonnade.exchange.cached import cached_end, without_copies
 from colonnade.exchange.changing import change
 from colonnade.exchange.contract import Pushed, RowSource, Ticket
@@ -94,7 +93,6 @@ class EmbeddingCollection(StatefulRows):
         self._waiting: dict[str, Any] = {}  # loaded state of rows, until they have a place
         self._opened = False
         self._served: MappedRows | None = None
-        self.ahead: Ahead | None = None  # of the newest lookahead
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -152,7 +150,6 @@ class EmbeddingCollection(StatefulRows):
             seed=self.seed,
             reads_ahead=[late[each.number] for each in laid],
             towers=self.plan.towers,
-            route=self.plan.route,
             caches=[planned[each.number].cache for each in laid],
             copies_on=self.place.device if self.plan.cache_tier == "hbm" else None,
         )
@@ -236,12 +233,7 @@ class EmbeddingCollection(StatefulRows):
                 self.drop(ticket)
                 raise
         self.live.append(ticket)
-        found = self.slices.values(self.exchange, ticket, self.handle, self.place.device)
-        if ticket.leaving is None:
-            self.changes()
-        elif self.ahead is not None:
-            self.ahead.let(self.live)
-        return found
+        return self.slices.values(self.exchange, ticket, self.handle, self.place.device)
 
     def lookahead(self, batches: Iterable[Batch]) -> Lookahead:
         """The same batches in the same order, each ready to use: its ids have travelled, its rows are resident.
@@ -250,11 +242,6 @@ class EmbeddingCollection(StatefulRows):
         as the plan's staleness says, or, unbounded, as soon as they can be. Close the iterator to stop early.
         """
         self.ensure_open()
-        depth = self.plan.lookahead if self.plan.rows_ahead else 0
-        self.ahead = open_ahead(
-            self.mesh.num_ranks, self.exchange, self.store, depth, self.consistency.reads_ahead,
-            never=list(self.policies),
-        )  # fmt: skip
         self.updates.settle()
         found = Lookahead(
             batches if self.cached is None else self.cached.in_sight(batches, self.slices),
@@ -265,7 +252,6 @@ class EmbeddingCollection(StatefulRows):
             depth=self.plan.lookahead,
             bounds=self.bounds,
             is_alone=self.mesh.num_ranks == 1,
-            ahead=self.ahead,
             agree=None if self.consistency.is_exact else self.mesh.least,
             land=self.updates.land,
             change=None if self.cached is None else partial(change, self.cached),
@@ -311,8 +297,6 @@ class EmbeddingCollection(StatefulRows):
         if not (unread := ticket.unread()):
             return
         self.store.wait(ticket.job)
-        if self.ahead is not None:
-            self.ahead.take(ticket)
         in_place = not self.consistency.reads_ahead
         self.exchange.fetch(ticket, RowSource(self.store.views(), ticket.pinned, in_place))
         for each in unread:
@@ -394,8 +378,6 @@ class EmbeddingCollection(StatefulRows):
 
     def drop(self, ticket: Ticket) -> None:
         """Give a prepared batch up: nothing of it is applied, its rows are unpinned."""
-        if ticket.leaving is not None:
-            ticket.leaving.done.wait()
         self.exchange.drop(ticket)
         slots = ticket.slots
         ticket.finish()
@@ -438,19 +420,12 @@ class EmbeddingCollection(StatefulRows):
         its first value. A row that a batch in flight uses is born again in place. Ids never trained are passed over."""
         self.ensure_open()
         self.updates.settle()
-        self.changes()
         for t in without_copies(self.cached, self._slices(table)):
             mine = ids[self.shards[t].owns(ids, self.slices.laid[t].table.rows)].unique()
             self.store.delete(t, mine)
             policy = self.policies.get(t)
             if isinstance(policy, RowRetention):
                 policy.drop(mine)
-
-    def changes(self) -> None:
-        """Between steps, every rank: rows change, or will at the next update, otherwise than by batches of a lookahead.
-        What has left of the next one ahead is not used."""
-        if self.ahead is not None:
-            self.ahead.spoil()
 
     def scan(self, table: str) -> Iterator[Rows]:
         """This rank's trained rows, each once, a run at a time, in memory or below it; of a replicated table every rank

@@ -24,10 +24,20 @@ from colonnade.section import Section
 from colonnade.sizes import Place, Said, absolute, parse_bytes, parse_place, positive_bytes
 
 RENAMED = {"plan.dram": "plan.memory.dram"}
+REMOVED: Mapping[str, tuple[Any, str]] = {
+    "plan.rows_ahead": (False, "use plan.staleness_steps=1, which reads all rows a step early"),
+    "plan.route": ("straight", "leave it out; ids go straight to the ranks that own rows"),
+}
+"""By name: the value that did nothing, which older files hold, and what to do instead of any other."""
 
 
-def renamed(name: str) -> str:
-    return f"unknown setting {name!r}; it is now {RENAMED[name]}"
+def refusal(name: str) -> str | None:
+    """Say what became of a setting that is no more; None of any other name."""
+    if name in RENAMED:
+        return f"unknown setting {name!r}; it is now {RENAMED[name]}"
+    if name in REMOVED:
+        return f"unknown setting {name!r}; it was removed: {REMOVED[name][1]}"
+    return None
 
 
 def _is_count(value: Any) -> bool:
@@ -138,7 +148,6 @@ class WireConfig(Section):
     rounding took."""
 
 
-RouteChoice = Literal["straight", "by_towers", "auto"]
 ExchangeChoice = Literal[
     "rows", "pooled", "substitute", "towers", "tower_rows", "replicated", "auto"
 ]
@@ -306,8 +315,6 @@ class PlanConfig(Section):
     """Which tables get the memory: all alike, or those whose rows are read most, by a profile of a sample."""
     lookahead: Annotated[int | Literal["auto"], PlainValidator(_lookahead)] = 2
     """Batches whose ids travel and whose rows become resident ahead of training; auto: as deep as reads are slow."""
-    rows_ahead: bool = False
-    """Rows that no batch in flight changes travel a batch early (exchange rows): for slow links and idle processors."""
     write_budget: Rate | None = None
     """Bytes per second that rows may be written to files with, on each rank. Default: no limit."""
     staleness_steps: Annotated[int | Literal["unbounded"], PlainValidator(_staleness)] = 0
@@ -327,12 +334,8 @@ class PlanConfig(Section):
     wire: WireConfig = WireConfig()
     """What rows and gradients look like while they travel."""
     towers: Annotated[int, Field(ge=1)] | str | None = None
-    """For exchanges towers and tower_rows, and for ids by towers: how many groups of neighbouring ranks, over which
-    tables are dealt, or a file that says which features stand together; default: one for each host."""
-    route: RouteChoice = "straight"
-    """How ids come to the ranks that own rows, whatever the exchange: straight; by way of a rank of the owner's tower,
-    in fewer messages between hosts (by_towers); auto: as is foretold to be faster.
-    Batches of no lookahead go straight."""
+    """For exchanges towers and tower_rows: how many groups of neighbouring ranks, over which tables are dealt, or a
+    file that says which features stand together; default: one for each host."""
     servers: int = Field(0, ge=0)
     """Ranks of each host, its last ones, that have rows and nothing else; 0: the ranks that train have the rows."""
     tables: dict[str, TablePlanConfig] = {}
@@ -396,7 +399,15 @@ class PlanConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _refuse_old_names(cls, values: Any) -> Any:
-        if isinstance(values, Mapping):
-            for old in RENAMED.keys() & {f"plan.{name}" for name in values}:
-                raise ValueError(renamed(old))
-        return values
+        if not isinstance(values, Mapping):
+            return values
+        idle = {name for name in values if _did_nothing(f"plan.{name}", values[name])}
+        for name in values.keys() - idle:
+            if (message := refusal(f"plan.{name}")) is not None:
+                raise ValueError(message)
+        return {name: value for name, value in values.items() if name not in idle}
+
+
+def _did_nothing(name: str, value: Any) -> bool:
+    """Whether a removed setting has the value that it had where nobody used it."""
+    return name in REMOVED and value == REMOVED[name][0]

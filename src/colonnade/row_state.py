@@ -116,7 +116,6 @@ class StatefulRows(nn.Module):
         def is_open(self) -> bool: ...
         def open(self, plan: Plan | None = None, mesh: Mesh | None = None) -> Any: ...
         def ensure_open(self) -> None: ...
-        def changes(self) -> None: ...
 
     # ---- checkpoint folders
 
@@ -402,7 +401,6 @@ class StatefulRows(nn.Module):
 
     def _put(self, kind: str, state: Any) -> None:
         self.updates.settle()
-        self.changes()
         if kind == "states":
             self._put_states(state)
             return
@@ -503,7 +501,6 @@ class StatefulRows(nn.Module):
             "live": [],
             "pushed": None,
             "missed": Counter(),
-            "ahead": None,
             "_opened": False,
             "_waiting": waiting,
             "_plan": self.plan,

@@ -19,7 +19,6 @@ SETTINGS = {
     "plan.exchange": "towers",
     "plan.sharding": "table_wise",
     "plan.towers": 2,
-    "plan.route": "by_towers",
     "train.epochs": 1,
 }
 

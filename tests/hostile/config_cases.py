@@ -68,6 +68,8 @@ MISSPELT = {
     "rows.eviction.max_row": "rows.eviction.max_rows",
     "rows.evictions": "rows.eviction",
     "plan.dramm": "plan.dram",
+    "plan.rows_ahead": "plan.staleness_steps=1",
+    "plan.route": "it was removed",
     "data.nam": "data.name",
     "trian.epochs": "train",
     "train": "train",

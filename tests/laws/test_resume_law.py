@@ -37,7 +37,7 @@ VARIANTS = {
     },
 }
 OF_TWO = {
-    "tiered": {**VARIANTS["tiered"], "plan.rows_ahead": True},
+    "tiered": VARIANTS["tiered"],
     "stale": VARIANTS["stale"],
     "cached": {
         "plan.cache": {

@@ -76,7 +76,6 @@ MODELS = {
     "modules, whole",
     "modules, split",
     "modules, coded",
-    "modules, split, ids by towers",
     LATE,
 }
 CASES = {
@@ -101,15 +100,7 @@ CASES = {
     "beside others": (beside, 2, EXACT, {"b": "rows", "c": "pooled"}),
     "coded": (split, 2, Codecs("bf16", "int8"), {}),
     "flat": (whole, 2, EXACT, dict.fromkeys(NAMES, "pooled")),
-    "whole, ids by towers": (whole, 2, EXACT, {}),
-    "modules, split, ids by towers": (apart("split"), 2, EXACT, {}),
-    "beside others, ids by towers": (beside, 2, EXACT, {"b": "rows", "c": "pooled"}),
-    "flat, ids by towers": (whole, 2, EXACT, dict.fromkeys(NAMES, "pooled")),
 }
-
-
-def route_of(case):
-    return "by_towers" if case.endswith("ids by towers") else "straight"
 
 
 def exchanges_of(case):
@@ -130,7 +121,7 @@ def counted(mesh):
         exchanges = exchanges_of(case)
         plan = build_plan(
             TABLES, NUM_RANKS, codecs=codecs, shardings=place(towers), exchanges=exchanges,
-            towers=towers, staleness_steps=int(case == LATE), route=route_of(case),
+            towers=towers, staleness_steps=int(case == LATE),
         )  # fmt: skip
         collection = collection_of(case)
         collection.open(plan, alone)
@@ -174,10 +165,10 @@ def test_bytes_are_foretold(everyone):
             towers=towers,
             model=model,
             is_fetched_ahead=case == LATE,
-            route=route_of(case),
         )
         assert not choice.seconds.is_fetched_ahead  # what leaves a tower late is waited for
         if case in MODELS:
+            assert {each.name for each in model.consumers if each.is_whole} == {"first", "last"}
             inside = {each.name for each in choice.consumers if each.is_partial}
             assert inside == everyone[0][case][2] == {"first", "last", "wide"}
         assert choice.shardings == place(towers)
@@ -199,22 +190,3 @@ def test_slow_messages_are_as_many_as_other_towers(everyone):
         for case in ("flat", "whole")
     )
     assert flat == towers  # the same bytes over hosts
-
-
-def test_ids_by_towers_are_as_many_bytes_over_hosts_in_fewer_messages(everyone):
-    for case in CASES:
-        if route_of(case) == "straight":
-            continue
-        straight = case.removesuffix(", ids by towers")
-        sums = {
-            (each, link): sum(rank[each][0].get(("route", link), 0) for rank in everyone)
-            for each in (case, straight)
-            for link in ("local", "remote")
-        }
-        assert sums[case, "remote"] == sums[straight, "remote"]
-        # Half of what crosses is for the rank that it comes to; the other half is handed on.
-        handed_on = sums[case, "local"] - sums[straight, "local"]
-        assert 0 < handed_on < sums[case, "remote"]
-        for rank in everyone:
-            slow = {each: rank[each][1]["route", "remote"] / STEPS for each in (case, straight)}
-            assert slow == {case: 2, straight: 4}  # sizes, and letters

@@ -116,10 +116,7 @@ def over_hosts(towers, num_ranks=NUM_RANKS):
 PLACES = {"whole": whole, "split": split, "cut": cut, "over hosts": over_hosts}
 
 
-def train(
-    mesh, consumers, exchange="pooled", places=None, towers=None, staleness=0, codecs=None,
-    route="straight",
-):  # fmt: skip
+def train(mesh, consumers, exchange="pooled", places=None, towers=None, staleness=0, codecs=None):
     """By step, this rank's outputs; all rows and weights at the end; who was evaluated in a tower; bytes, messages."""
     consumers = copy.deepcopy(consumers)
     declared = tables("float64", "single weights")
@@ -138,7 +135,7 @@ def train(
     )
     plan = build_plan(
         declared, mesh.num_ranks, exchanges=exchanges, shardings=shardings, staleness_steps=staleness,
-        towers=None if mesh.num_ranks == 1 else towers, codecs=codecs or Codecs(), route=route,
+        towers=None if mesh.num_ranks == 1 else towers, codecs=codecs or Codecs(),
     )  # fmt: skip
     collection.open(plan, mesh)
     rows, seen = RowOptimizer(collection), []
@@ -212,9 +209,6 @@ ROWS = {
 OTHERS |= ROWS | {
     "rows beside bags": (MODULES, {"exchange": "beside bags", "places": "split", "towers": 2}),
     "rows late": (MODULES, {"exchange": "tower_rows", "places": "split", "towers": 2, "staleness": 2}),
-    "rows, ids by towers": (
-        MODULES, {"exchange": "tower_rows", "places": "split", "towers": 2, "route": "by_towers"}
-    ),
 }  # fmt: skip
 BITWISE = [name for name in RUNS if name[0] == "values" and name[1] in ("whole", "cut")]
 

@@ -118,10 +118,18 @@ def counted_by_towers(load, sharding: Sharding, world, of_rows):
     return found
 
 
+LAID_OUT_IN_TOWERS = [
+    (exchange, kind)
+    for exchange in BY_TOWERS
+    for kind in ("row_wise", "host_wise", "column_wise", "grid")
+]
+"""By a person alone."""
+
+
 @pytest.mark.parametrize(
     "world", [TWO_BY_TWO, World(num_hosts=3, ranks_per_host=2), World(ranks_per_host=3)]
 )
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", [*OPTIONS, *LAID_OUT_IN_TOWERS])
 def test_seconds_are_those_of_the_busiest_link(world, option):
     exchange, kind = option
     if kind in ("host_wise", "grid") and world.num_hosts == 1:

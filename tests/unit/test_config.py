@@ -31,6 +31,11 @@ from colonnade.train.presets import PRESETS
         ({"model": {"name": "transformer"}}, ["model.name", "dlrm"]),
         ({"train": 3}, ["train", "3"]),
         ({"plan": {"dram": "2GiB"}}, ["plan.dram", "it is now plan.memory.dram"]),
+        (
+            {"plan": {"rows_ahead": True}},
+            ["plan.rows_ahead", "it was removed", "plan.staleness_steps=1"],
+        ),
+        ({"plan": {"route": "auto"}}, ["plan.route", "it was removed", "leave it out"]),
         ({"plan": {"dramm": "2GiB"}}, ["plan.dramm", "did you mean plan.memory.dram"]),
         ({"plan": {"memory": {"drm": 3}}}, ["plan.memory.drm", "did you mean plan.memory.dram"]),
         ({"plan": {"memory": {"ssd": "/a:0"}}}, ["plan.memory.ssd", "/a:0", "at least 1 byte"]),

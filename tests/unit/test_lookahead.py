@@ -275,7 +275,7 @@ def test_who_has_a_batch_is_not_starved_of_it():
     for said in (True, True, False):
         permits.put(said)
     window.starved.set()  # training waits for the first, and is not heard again
-    _run(batches(3, 2), prepare, permits, ready, window, None)
+    _run(batches(3, 2), prepare, permits, ready, window)
     assert starved_then == [True, False] and ready.qsize() == 2
 
 

@@ -29,7 +29,7 @@ def test_it_is_what_the_plan_of_a_model_with_modules_would_save():
         fields = [FieldLoad(load.name, t, t, DIM, 4.0 * DIM, 4.0 * DIM) for t, load in enumerate(loads)]  # fmt: skip
         modules = [
             ConsumerLoad(
-                f"tower{n}", tuple(range(n, 8, 2)), None, inside_width=out, inside_value_bytes=4.0 * out,
+                f"tower{n}", tuple(range(n, 8, 2)), None, is_whole=True, inside_width=out, inside_value_bytes=4.0 * out,
                 inside_gradient_bytes=4.0 * out,
             )
             for n in range(2)

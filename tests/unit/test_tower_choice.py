@@ -11,15 +11,15 @@ from colonnade import World
 from colonnade.plan.choice import choose
 from colonnade.plan.chosen import Forced, Memory
 from colonnade.plan.consumers import ConsumerLoad, FieldLoad, ModelLoad
-from colonnade.plan.flows import FIXED_BYTES, SHARED_BYTES, pair
-from colonnade.plan.towers.paths import CALL_MESSAGES, call_seconds, messages
+from colonnade.plan.flows import FIXED_BYTES, SHARED_BYTES
 
 SLOW = World(num_hosts=2, ranks_per_host=2, remote_bytes_per_second=25e6)
 DIM = 64
 
 
-def model_of(loads, ratio, towers=2, shared=None):
-    """Tables dealt to the modules in turn. shared: a table that each module reads, too."""
+def model_of(loads, ratio, towers=2, shared=None, is_whole=True):
+    """Tables dealt to the modules in turn. shared: a table that each module reads, too. is_whole: else operators that
+    are no modules, and that have no partial."""
     fields = [FieldLoad(load.name, t, t, DIM, 4.0 * DIM, 4.0 * DIM) for t, load in enumerate(loads)]
     consumers = []
     for number in range(towers):
@@ -30,6 +30,7 @@ def model_of(loads, ratio, towers=2, shared=None):
             ConsumerLoad(
                 f"tower{number}", tuple(sorted(mine)), None, inside_width=out,
                 inside_value_bytes=4.0 * out, inside_gradient_bytes=4.0 * out,
+                is_whole=is_whole,
             )
         )  # fmt: skip
     return ModelLoad(tuple(fields), tuple(consumers))
@@ -54,6 +55,13 @@ def test_modules_that_leave_little_are_worth_their_towers(loads):
     more = sum(choice.sent[key] for key in choice.sent if key[1] == "remote")
     less = sum(flat.sent[key] for key in flat.sent if key[1] == "remote")
     assert more < less / 2
+
+
+def test_operators_that_are_no_modules_are_not_worth_a_try(loads):
+    choice = choose(loads, SLOW, model=model_of(loads, 8, is_whole=False))
+    assert not {table.chosen.exchange for table in choice.tables} & {"towers", "tower_rows"}
+    flat = choose(loads, SLOW)
+    assert choice.shardings == flat.shardings and choice.exchanges == flat.exchanges
 
 
 def test_rows_come_together_in_towers_where_many_samples_share_them():
@@ -97,68 +105,11 @@ def test_nothing_is_put_where_there_is_no_room(loads):
     assert "towers" not in {table.chosen.exchange for table in choice.tables}
 
 
-MANY = World(num_hosts=4, ranks_per_host=4)
-ROWS = Forced("row_wise", "rows")
-
-
-def test_ids_go_by_towers_where_messages_cost():
-    world = replace(MANY, message_processor_seconds=1e-3)
-    loads, forced = [load_of("t", 10**6, world)], {"t": ROWS}
-    straight, said, auto = (
-        choose(loads, world, forced=forced, route=route)
-        for route in ("straight", "by_towers", "auto")
-    )
-    assert (straight.route, said.route, auto.route) == ("straight", "by_towers", "by_towers")
-    assert auto.sent == said.sent and auto.seconds == said.seconds
-    assert messages(world, 4) == (3, 3)  # where 15 were
-    saved = straight.seconds.processor - auto.seconds.processor
-    # Of sizes, and of what they are of; but each in two calls instead of one.
-    assert saved == pytest.approx(2 * (15 - 6 - CALL_MESSAGES) * 1e-3 * 15 / (15 + CALL_MESSAGES))
-    few = replace(world, num_hosts=2, ranks_per_host=2)  # a message less is not worth two calls
-    assert choose(loads, few, forced=forced, route="auto").route == "straight"
-    assert auto.sent["route", "remote"] == pytest.approx(straight.sent["route", "remote"])
-    # Of what crosses, three quarters are for another rank than the one that it comes to.
-    handed_on = auto.sent["route", "local"] - straight.sent["route", "local"]
-    assert handed_on == pytest.approx(0.75 * straight.sent["route", "remote"])
-    for key in straight.sent:
-        assert key[0] == "route" or auto.sent[key] == straight.sent[key]
-
-
-def test_ids_go_straight_where_bytes_cost():
-    world = replace(MANY, byte_processor_seconds=1e-8)
-    loads, forced = [load_of("t", 10**6, world)], {"t": ROWS}
-    straight, said, auto = (
-        choose(loads, world, forced=forced, route=route)
-        for route in ("straight", "by_towers", "auto")
-    )
-    assert auto.route == "straight" and auto.seconds == straight.seconds
-    handed_on = 3 * 3 * pair(loads[0], "rows", 16).route  # of three peers, for three mates
-    more = said.seconds.processor - straight.seconds.processor
-    assert more == pytest.approx(2 * handed_on * 1e-8)  # gotten and sent
-    for each in (World(num_hosts=4), World(ranks_per_host=4), World()):  # there is no other way
-        costly = replace(each, message_processor_seconds=1.0)
-        assert choose(loads, costly, route="auto").route == "straight"
-
-
-def test_ids_by_towers_wait_for_fewer_messages():
-    fast = {"local_bytes_per_second": 1e15, "remote_bytes_per_second": 1e15}
-    world = replace(MANY, message_seconds=1e-3, remote_message_seconds=1.0, **fast)
-    loads = [load_of("t", 10**6, world)]
-    for route, wanted in (("straight", world.call_seconds), ("by_towers", call_seconds(world, 4))):
-        choice = choose(loads, world, forced={"t": ROWS}, route=route)
-        assert choice.seconds.route == pytest.approx(wanted)
-        assert choice.seconds.fetch == pytest.approx(world.call_seconds)
-
-
-def test_partials_by_towers_ask_as_many_bytes_over_hosts(loads):
-    model = model_of(loads, 8)
+def test_ids_of_tables_sum_to_those_of_all_but_for_headers(loads):
     forced = {load.name: Forced("table_wise", "towers") for load in loads}
-    choices = [choose(loads, SLOW, forced=forced, model=model, route=r) for r in ("straight", "by_towers")]  # fmt: skip
-    sums = [sum(table.chosen.sent["route", "remote"] for table in each.tables) for each in choices]
-    assert sums[0] == pytest.approx(sums[1])
-    for each in choices:  # tables sum to what is said of all, but for what any letter has
-        local = sum(table.chosen.sent["route", "local"] for table in each.tables)
-        assert 0 < local < each.sent["route", "local"]
+    choice = choose(loads, SLOW, forced=forced, model=model_of(loads, 8))
+    local = sum(table.chosen.sent["route", "local"] for table in choice.tables)
+    assert 0 < local < choice.sent["route", "local"]
 
 
 @pytest.mark.parametrize("ratio", [1, 4])

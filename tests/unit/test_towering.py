@@ -9,7 +9,7 @@ from colonnade.config import build_config
 from colonnade.errors import ConfigError
 from colonnade.plan.forcing import is_settled
 from colonnade.plan.plan import plan_of
-from colonnade.plan.towers.paths import call_seconds
+from colonnade.plan.towers.paths import CALL_MESSAGES, call_seconds, spared_seconds
 from colonnade.plan.towers.placement import in_towers, towered
 from colonnade.topology.towers import Partition
 from colonnade.train.choosing import placed_in_towers
@@ -41,22 +41,14 @@ def test_tables_lie_in_their_towers():
     assert alone == {name: f"table_wise, rank {rank}" for rank, name in enumerate("abcd")}
     own = {"exchange": "towers", "tables": {"a": {"sharding": "table_wise", "ranks": [3]}}}
     assert planned(own)["a"] == "table_wise, rank 3"
+    is_open = {"exchange": "towers", "towers": 4, "tables": {"a": {"sharding": "auto"}}}
+    assert planned(is_open) == alone
     assert planned({"tables": {"b": {"exchange": "towers"}}})["a"] == "row_wise, ranks 0 .. 3"
 
 
 def test_a_number_of_towers_beside_exchanges_that_are_yet_to_be_chosen():
     config = build_config({"plan": {"exchange": "auto", "sharding": "auto", "towers": 4}}).plan
     assert towered(config, TABLES, FEATURES, None, WORLD) is config  # choose() is told of it
-
-
-def test_ids_by_towers_need_no_table_that_is():
-    config = build_config({"plan": {"route": "by_towers", "towers": 2}}).plan
-    assert towered(config, TABLES, FEATURES, None, WORLD) is config
-    plan = plan_of(config, TABLES, WORLD)
-    assert (plan.route, plan.towers) == ("by_towers", 2)
-    config = build_config({"plan": {"route": "auto"}}).plan
-    assert not is_settled(config, TABLES, WORLD) and is_settled(config, TABLES, World())
-    assert plan_of(config, TABLES, WORLD).route == "straight"  # until something was chosen
 
 
 def test_a_partition_of_some_features_leaves_the_other_tables():
@@ -78,7 +70,6 @@ def test_servers_of_a_tower_have_its_rows():
         ({"exchange": "towers", "towers": 3}, None, "3 towers on 4 ranks"),
         ({"exchange": "towers", "towers": 8}, None, "8 towers on 4 ranks"),
         ({"towers": 2}, None, "no table travels by towers"),
-        ({"route": "by_towers", "towers": 3}, None, "3 towers on 4 ranks"),
         ({"exchange": "auto", "towers": 3}, None, "3 towers on 4 ranks"),
         ({"exchange": "auto", "towers": "file"}, PARTITION, "no table travels by towers"),
         ({"exchange": "towers"}, Partition((("a", "b"), ("again",))), "'a' in tower 0 and 'again'"),
@@ -123,3 +114,12 @@ def test_calls_by_towers_have_fewer_slow_messages():
     assert call_seconds(world, 8) == 7 + 7 * 100
     assert call_seconds(world, 64) == world.call_seconds
     assert call_seconds(world, 16) == 3 + 1 + 14 * 100  # halves of hosts
+
+
+def test_processors_have_fewer_messages_in_more_calls():
+    world = World(num_hosts=4, ranks_per_host=4, message_processor_seconds=1e-3)
+    each = 1e-3 * 15 / (15 + CALL_MESSAGES)
+    assert spared_seconds(world, 4) == pytest.approx(2 * (15 - 6 - CALL_MESSAGES) * each)
+    turns = 2 * (15 - 9 - 2 * CALL_MESSAGES) * each
+    assert spared_seconds(world, 4, turns=2) == pytest.approx(turns)
+    assert spared_seconds(world, 16) == spared_seconds(world, 1) == 0.0

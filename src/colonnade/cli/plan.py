@@ -24,7 +24,7 @@ EXAMPLES = (
     "A sample of the data says how often rows are used; the disk and the model are timed; each table gets the memory "
     "that saves most reads. For several ranks each table gets the sharding and exchange that cost least on the links: "
     "those of --world, --uplink and --local, or under torchrun as measured. [bold]colonnade train[/bold] does the same "
-    "with --set plan.placement=profiled and auto for plan.exchange, plan.sharding, plan.route; it says what came of "
+    "with --set plan.placement=profiled and auto for plan.exchange, plan.sharding; it says what came of "
     "the prediction.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade plan --data synthetic --dram 16MiB\n\n"
@@ -169,8 +169,8 @@ def _world(
 
 
 def _left_open(config: Path | None, set_: list[str] | None) -> dict[str, str]:
-    """What nobody said of shardings, exchanges and the way of ids is chosen: that is what the command is for. Copies of
-    rows (`plan.cache`) ask for exchange rows and whole rows, so beside them only the way of ids is."""
+    """What nobody said of shardings and exchanges is chosen: that is what the command is for. Copies of rows
+    (`plan.cache`) ask for exchange rows and whole rows, so beside them nothing is."""
     from colonnade.cli.train import parse_settings
     from colonnade.formats import parse_yaml
 
@@ -181,11 +181,10 @@ def _left_open(config: Path | None, set_: list[str] | None) -> dict[str, str]:
     said |= parse_settings(set_ or [])
     if said.keys() & {"plan.exchange", "plan.sharding"}:
         return {}
-    free = {"plan.exchange", "plan.sharding", "plan.route"} - said.keys()
     of_copies = [said[name] for name in said if f"{name}.".startswith("plan.cache.")]
     if any(each is not None for each in of_copies):
-        free &= {"plan.route"}
-    return dict.fromkeys(sorted(free), "auto")
+        return {}
+    return {"plan.exchange": "auto", "plan.sharding": "auto"}
 
 
 def as_values(found: Planned, tables: Sequence[Table]) -> dict[str, Any]:

@@ -207,10 +207,6 @@ def _show_links(console: Console, choice: Choice, found: Planned) -> None:
     console.print(str(found.world))
     if found.world.origin != "measured":
         console.print("this world does not run here: what is said of its links is taken as it is")
-    if choice.route == "by_towers":
-        console.print(
-            "ids go by way of a rank of their owners' tower, in fewer messages between hosts"
-        )
     total = {
         link: sum(size for (_, over), size in choice.sent.items() if over == link)
         for link in ("local", "remote")

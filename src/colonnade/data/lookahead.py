@@ -26,7 +26,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from colonnade import _native
 from colonnade.batch import Batch
@@ -65,18 +65,6 @@ class Window:
     closing: threading.Event  # batches that are prepared from here on will be dropped
 
 
-class Leaving(Protocol):
-    """Who is told of prepared batches beside training (`exchange.ahead`)."""
-
-    def hand(self, ticket: Any) -> None:
-        """The next one, before training sees it; None: there is no other."""
-        ...
-
-    def end(self) -> None:
-        """Those that training has not asked for yet are not wanted."""
-        ...
-
-
 class Lookahead(Iterator[Batch]):
     """`next()` is the moment of reading: everything applied before it is visible to the batch that is fetched.
 
@@ -97,7 +85,6 @@ class Lookahead(Iterator[Batch]):
         depth: int | Literal["auto"],
         bounds: Sequence[int],
         is_alone: bool = True,
-        ahead: Leaving | None = None,
         agree: Callable[[int], int] | None = None,
         land: Callable[[int], int] = lambda count: 0,
         change: Callable[[Mapping[str, Any], Callable[[], None]], None] | None = None,
@@ -114,7 +101,6 @@ class Lookahead(Iterator[Batch]):
         self.depth = SHALLOW if depth == "auto" else depth
         self._deepens = depth == "auto" and is_alone
         self._is_alone = is_alone
-        self._ahead = ahead
         self._agree = agree
         self._land = land
         self._change = change
@@ -169,13 +155,10 @@ class Lookahead(Iterator[Batch]):
         On one rank, which keeps no copies, it does nothing. Raises as `exchange.changing.change`, and the error of a
         batch that was being made ready.
         """
-        if self._change is None or self._ahead is not None:
+        if self._change is None:
             if self._is_alone:
                 return
-            got = "a plan without copies" if self._change is None else "rows_ahead"
-            raise ConfigError(
-                f"change_caches: got {got}, wanted a plan with caches and without rows_ahead"
-            )
+            raise ConfigError("change_caches: got a plan without copies, wanted a plan with caches")
         self._change(caches, self._rewind)
 
     def __next__(self) -> Batch:
@@ -246,8 +229,6 @@ class Lookahead(Iterator[Batch]):
         source than one without an update under way."""
         self._ended, self._owed = True, 0
         self._permits.put(False)
-        if self._ahead is not None:
-            self._ahead.end()
         if self._handed is not None and self._handed.ticket is not None:
             self._give_back(self._handed)
         for batch in self._line:
@@ -292,21 +273,12 @@ class Lookahead(Iterator[Batch]):
                 self._permits.put(True)
             self._thread = threading.Thread(
                 target=_run,
-                args=(
-                    self._batches,
-                    self._prepare,
-                    self._permits,
-                    self._ready,
-                    self._window,
-                    self._ahead,
-                ),
+                args=(self._batches, self._prepare, self._permits, self._ready, self._window),
                 name="lookahead",
                 daemon=True,
             )
             # The thread does not hold this object: left behind without `close`, it stops the thread.
             weakref.finalize(self, self._permits.put, False)
-            if self._ahead is not None:
-                weakref.finalize(self, self._ahead.end)
             self._thread.start()
         self._adapt()
         try:
@@ -425,7 +397,6 @@ def _run(
     permits: queue.Queue[bool],
     ready: queue.Queue,
     window: Window,
-    ahead: Leaving | None,
 ) -> None:
     """The thread: one batch per permit; None after the last one, or the error."""
     # Its work is hidden behind training's, which should get the processors.
@@ -435,8 +406,6 @@ def _run(
             batch = _next(batches)
             if batch is not None:
                 batch.ticket = prepare(batch)
-                if ahead is not None:
-                    ahead.hand(batch.ticket)
             # Training may be slow to wake and say so itself: the batch after this may wait for this one's rows.
             window.starved.clear()
             ready.put(batch)
@@ -444,9 +413,6 @@ def _run(
                 return
     except BaseException as error:
         ready.put(error)
-    finally:
-        if ahead is not None:
-            ahead.hand(None)
 
 
 def _next(batches: Iterator[Batch]) -> Batch | None:

@@ -12,7 +12,6 @@ from colonnade.exchange.codec import EXACT, Codecs
 from colonnade.exchange.coding import Coding
 from colonnade.exchange.contract import Exchange
 from colonnade.exchange.layout import Declaration
-from colonnade.exchange.letters import IdRoute, by_towers
 from colonnade.exchange.pooled import PooledExchange
 from colonnade.exchange.replicated import ReplicatedExchange
 from colonnade.exchange.rows import RowsExchange
@@ -69,13 +68,11 @@ def open_exchange(
     towers: int | None = None,
     caches: Sequence[TableCache | None] = (),
     copies_on: torch.device | None = None,
-    route: IdRoute = "straight",
 ) -> Exchange:
     """One rank's end of what travels. By table: `exchanges`, keys of EXCHANGES or "cached", default "rows";
     `caches` of the latter, copies in memory or in that of `copies_on`; `shardings`, default row_wise;
     `reads_ahead`, steps between reading a row and its use, default 0. seed: the run's, of the random bits that codecs
-    round gradients with and updates rows. towers: groups of ranks that `towers` goes by, default one for each host;
-    `route`: whether ids of all exchanges go by them, too.
+    round gradients with and updates rows. towers: groups of ranks that `towers` goes by, default one for each host.
     Collective. Raises ConfigError where this cannot work in this world."""
     num_tables = len(declaration.tables)
     shardings = shardings or [row_wise_in(mesh.world)] * num_tables
@@ -86,8 +83,6 @@ def open_exchange(
     ]
     for table, name, sharding in zip(declaration.tables, names, shardings, strict=True):
         check_exchange(table.name, name, sharding, mesh.num_ranks)
-    if route == "by_towers" and mesh.num_ranks > 1:
-        mesh = by_towers(mesh, towers)
     looked_up = {feature.table for feature in declaration.features}
     kinds = list(zip(names, reads_ahead or [0] * num_tables, strict=True))
     tables = {

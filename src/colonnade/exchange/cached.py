@@ -39,11 +39,11 @@ from colonnade.exchange.cached_wire import (
     with_notes,
     without_notes,
 )
-from colonnade.exchange.clean import mark_bytes, pack_marks, unpack_marks
 from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
 from colonnade.exchange.foreseeing import Planned, Seen, in_sight, rows_of
 from colonnade.exchange.kernels import Kernels
 from colonnade.exchange.layout import Declaration
+from colonnade.exchange.marks import mark_bytes, pack_marks, unpack_marks
 from colonnade.exchange.owner import listed, soonest, take
 from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.recording import summed_backwards
@@ -89,8 +89,6 @@ class Flight:
 
 class CachedExchange(RowsExchange):
     """One rank's end, in a world of several. One batch is one step."""
-
-    sends_clean = False
 
     def __init__(
         self,
@@ -335,10 +333,6 @@ class CachedExchange(RowsExchange):
             slots = slots[np.argsort(tables, kind="stable")]
             counts = np.bincount(tables, minlength=len(self.widths))
             self._train_copies(slots, counts, self.copies.waiting(counts, slots), *self.rule)
-
-    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
-        """Nothing: of rows with copies little is sent."""
-        return 0
 
     # ---- push
 

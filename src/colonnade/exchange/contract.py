@@ -3,8 +3,7 @@
 Who calls when, per training step t (every rank, in this order; one issuing thread per method):
 
     route    lookahead thread   ids of batch t travel to their owners
-    ahead    thread "ahead"     values that no batch in flight changes may leave the owners before that: ahead.py
-    fetch    training thread    the other values do (k steps before use under bounded staleness; k is a table's own)
+    fetch    training thread    values travel back (k steps before use under bounded staleness; k is a table's own)
     values   training thread    inside forward
     push     training thread    around RowOptimizer.step: applied once every rank agreed that all is finite, or, where
                                 reads are early by two steps or more, after the next step, before reads that see it
@@ -100,10 +99,6 @@ class Ticket:
     placed: Tensor | None = None  # int32, `slots` by what was asked for, once `place` was called
     by_page: ByPage | None = None  # the same, and `owner_plan` as far as an update needs it
     reads: Any = None  # fetched values, exchange's own form
-    leaving: Any = (
-        None  # exchange.ahead.Leaving, of a ticket whose clean rows may leave before it is fetched
-    )
-    early: Any = None  # those that did, exchange's own form
     dense: Tensor | None = None  # (B, n) of its batch, for operators that take such columns
     seen: int | None = (
         None  # updates applied when it was fetched; None: not yet, or a commit held it
@@ -223,8 +218,8 @@ class Inside:
 
 
 class Exchange(Protocol):
-    """One rank's end. Every method but `place`, `recall`, `values`, `hold` and `squared_norms` is collective in a world
-    of several."""
+    """One rank's end. Every method but `place`, `values`, `hold` and `squared_norms` is collective in a world of
+    several."""
 
     @property
     def exactness(self) -> Exactness: ...
@@ -234,20 +229,6 @@ class Exchange(Protocol):
     def place(self, ticket: Ticket, views: Sequence[RowView]) -> None:
         """Optional, any thread, once `slots` of these views are there: what of `fetch` and the update can be done
         ahead."""
-        ...
-
-    @property
-    def sends_clean(self) -> bool:
-        """Whether `send_clean` sends anything."""
-        ...
-
-    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
-        """Optional, one thread, on the group "ahead": the rows of `clean` (O,) bool are what they will be when `fetch`
-        is called, which then sends the others. Returns how many were sent, once for each rank that asked."""
-        ...
-
-    def recall(self, ticket: Ticket) -> None:
-        """As if `send_clean` had not been called."""
         ...
 
     def fetch(self, ticket: Ticket, source: RowSource) -> None: ...

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.exchange.contract import Asked, Exactness, Inside, RowGradients, RowSource, Ticket
+from colonnade.exchange.contract import Asked, Exactness, Inside, RowGradients, Ticket
 from colonnade.exchange.device_kernels import DeviceKernels, Sums
 from colonnade.exchange.kernels import NOWHERE, Kernels, NativeKernels
 from colonnade.exchange.layout import Consumption, Declaration, Output
@@ -33,7 +33,6 @@ class Owner(Asks):
     """What a model declared; or of it, where a plan has several exchanges, the features of this one."""
     outputs: tuple[Output, ...]
     exactness: Exactness
-    sends_clean = False
 
     @property
     def pushed_parameters(self) -> tuple[nn.Parameter, ...]:
@@ -74,13 +73,6 @@ class Owner(Asks):
     def place(self, ticket: Ticket, views: Sequence[RowView]) -> None:
         """The slot of each lookup, or of each row that was asked of this rank."""
         ticket.placed = take(ticket.pinned, ticket.owner_plan.inverse)
-
-    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
-        """See the contract; nothing, where what travels is more than rows as they are."""
-        return 0
-
-    def recall(self, ticket: Ticket) -> None:
-        """See the contract."""
 
     @abstractmethod
     def pooled(self, ticket: Ticket, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:

@@ -37,8 +37,6 @@ class ReplicatedExchange(RowsExchange):
     (`asked`), and all ranks' as they come here (`serving`).
     """
 
-    sends_clean = False
-
     def __init__(
         self,
         declaration: Declaration,
@@ -110,10 +108,6 @@ class ReplicatedExchange(RowsExchange):
         first = int(ticket.wire.serving.counts[: self.mesh.rank].sum())
         inverse = torch.as_tensor(ticket.owner_plan.inverse)
         return take(rows, inverse[first : first + ticket.plan.num_unique].contiguous())
-
-    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
-        """Nothing: the rows are here."""
-        return 0
 
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
         """Not collective: the rows are here."""

@@ -1,5 +1,5 @@
 """How a batch's lookups come to the owners of their rows: each rank sends each one letter, with what every exchange of
-a plan asks. Which way it goes is `letters.py`'s.
+a plan asks.
 
     8 bytes           float64: the sum of the sender's sample weights
     E messages        one of each exchange, of the sizes that were told: see `packing` and `bags`
@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from colonnade.batch import Batch
+from colonnade.errors import WorldError
 from colonnade.exchange.contract import Asked, Ticket
-from colonnade.exchange.letters import delivered
 from colonnade.topology.mesh import Mesh
 
 WEIGHT = struct.Struct("<d")
@@ -77,14 +79,16 @@ def exchanged(
     sizes = np.array([[len(each) for each in by_rank] for by_rank in messages], np.int32).T
     head = np.frombuffer(WEIGHT.pack(weight), np.uint8)
     letters = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
-    theirs, received = delivered(
-        mesh,
-        np.ascontiguousarray(sizes),
-        np.concatenate(letters),
-        WEIGHT.size,
-        purpose,
-        counted(purpose, "route"),
+    one, counts_as = [1] * mesh.num_ranks, counted(purpose, "route")
+    told, _ = mesh.all_to_all(
+        purpose, torch.from_numpy(np.ascontiguousarray(sizes)), one, one, counts_as=counts_as
     )
+    theirs = _checked(told.numpy())
+    data, _ = mesh.all_to_all(
+        purpose, torch.from_numpy(np.concatenate(letters)), _lengths(sizes), _lengths(theirs),
+        counts_as=counts_as,
+    )  # fmt: skip
+    received = data.numpy()
     found: list[list[np.ndarray]] = [[] for _ in messages]
     at, total = 0, 0.0
     for by_exchange in theirs.tolist():
@@ -94,6 +98,22 @@ def exchanged(
             found[i].append(received[at : at + size].copy())  # begins at a multiple of 8 bytes
             at += size
     return found, total
+
+
+def _lengths(sizes: NDArray[np.int32]) -> list[int]:
+    """Bytes of each rank's letter, from those of its messages: sizes (N, E)."""
+    return (WEIGHT.size + sizes.sum(1, dtype=np.int64)).tolist()
+
+
+def _checked(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """sizes (N, E), of the messages from each rank."""
+    if (sizes < 0).any():
+        rank = int((sizes < 0).any(1).argmax())
+        raise WorldError(
+            f"rank {rank} told sizes {sizes[rank].tolist()} of its messages, wanted 0 or more; all ranks must run one "
+            "version of Colonnade"
+        )
+    return sizes
 
 
 def counted(purpose: str, during: str) -> str:

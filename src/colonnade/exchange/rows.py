@@ -1,8 +1,7 @@
 """`rows`: unique rows travel to the requester; gradients are summed per row before they travel back.
 
 Per rank and step: ids of its unique rows out (and when they are needed next, where a reader says it), their
-values in, one summed gradient per row out; values that no batch in flight changes may come before the others
-(`ahead.py`). In a world of one, synchronous, nothing is copied: lookups read the
+values in, one summed gradient per row out. In a world of one, synchronous, nothing is copied: lookups read the
 owner's rows in place.
 
 Legend: B samples, F features, T tables, N ranks, E lookups, U unique rows of this rank, O rows it owns,
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.exchange.clean import Cut, cut, mark_bytes, pack_marks, unpack_marks
 from colonnade.exchange.codec import CODECS, Block, Codec, Draw, decode, encode
 from colonnade.exchange.coding import AS_IT_IS, Coding
 from colonnade.exchange.contract import (
@@ -92,34 +90,20 @@ class Fetched:
     kernels: Kernels
     placed: Any  # theirs
     keep: Any
-    arrivals: Sequence[Arrival] = ()
+    arrival: Arrival | None = None
     index: Tensor | None = None
     """(U,) int32, where rows were copied: the element of `keep` that each unique row begins with."""
 
     def wait(self) -> None:
-        for arrival in self.arrivals:
-            arrival.wait()
-        self.arrivals = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Early:
-    """Both ends of a ticket whose clean rows have left."""
-
-    asked: Cut
-    index: Tensor  # `asked.index`
-    values: Tensor  # rows that I asked for, the clean ones first
-    arrival: Arrival
-    rest: RowLayout  # of what is asked of me: what has not left
-    requests: _native.Lookups  # of it, as `Wire.requests`
-    slots: Tensor  # (its rows,) int32
+        if self.arrival is not None:
+            self.arrival.wait()
+            self.arrival = None
 
 
 class RowsExchange(Owner):
     """One rank's end."""
 
     exactness = BITWISE
-    sends_clean = True
 
     def __init__(
         self,
@@ -221,90 +205,42 @@ class RowsExchange(Owner):
         wire = ticket.wire or self._local_wire(ticket)
         ticket.wire = wire
         rows = source.rows if self.mesh.num_ranks == 1 else placed
-        counts_as, early = counted(ticket.purpose, "fetch"), ticket.early
-        if early is not None:
-            send = self._room("fetch", early.rest)
-            kernels.message(source, early.slots, early.rest, early.requests, send)
-            into = early.values[early.asked.early.num_elements :]
-            arrival = self._send("fetch", send, early.rest, early.asked.rest, into, counts_as)
-            ticket.reads = self._received(
-                ticket, early.values, early.index, [early.arrival, arrival]
-            )
-            ticket.early = None
-            return
-        send = self._room("fetch", wire.serving)
+        counts_as = counted(ticket.purpose, "fetch")
+        send = self.mesh.room("fetch", wire.serving.num_elements, self.declaration.dtype)
         kernels.message(source, rows, wire.serving, wire.requests, send)
         if self.mesh.num_ranks == 1:
             ticket.reads = self._received(ticket, send, wire.asked_index)
             return
         values = empty(wire.asked.num_elements, dtype=self.declaration.dtype)
-        arrival = self._send("fetch", send, wire.serving, wire.asked, values, counts_as)
-        ticket.reads = self._received(ticket, values, wire.asked_index, [arrival])
-
-    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
-        """Collective on the group "ahead"."""
-        wire, inverse = ticket.wire, torch.as_tensor(ticket.owner_plan.inverse).long()
-        marks = clean[inverse].numpy()
-        serving, asking = wire.serving.counts.sum(1), wire.asked.counts.sum(1)
-        bits, sizes = pack_marks(marks, serving)
-        heard, _ = self.mesh.all_to_all("ahead", bits, sizes, mark_bytes(asking))
-        asked = cut(wire.asked, unpack_marks(heard, asking), self.widths)
-        served = cut(wire.serving, marks, self.widths)
-        slots = torch.zeros(len(marks), dtype=torch.int32)  # a ticket without rows: none is clean
-        if len(source.rows):
-            slots = take(source.rows, ticket.owner_plan.inverse)
-
-        def chosen(mine: Tensor, layout: RowLayout) -> tuple[Tensor, _native.Lookups]:
-            """Slots, and what asked for them."""
-            return slots[mine], listed(ticket.owned_ids[inverse[mine]], layout.counts)
-
-        is_clean = torch.from_numpy(marks)
-        early, requests = chosen(is_clean, served.early)
-        send = self._room("ahead", served.early)
-        self.kernels(source.views).message(source, early, served.early, requests, send)
-        values = empty(wire.asked.num_elements, dtype=self.declaration.dtype)
-        into = values[: asked.early.num_elements]
-        arrival = self._send("ahead", send, served.early, asked.early, into, "fetch")
-        index = asked.index(self.widths)
-        left, requests = chosen(~is_clean, served.rest)
-        ticket.early = Early(asked, index, values, arrival, served.rest, requests, left)
-        return len(early)
-
-    def recall(self, ticket: Ticket) -> None:
-        if ticket.early is not None:
-            ticket.early.arrival.wait()
-            ticket.early = None
-
-    def _room(self, group: str, layout: RowLayout) -> Tensor:
-        """For rows to be sent."""
-        return self.mesh.room(group, layout.num_elements, self.declaration.dtype)
+        arrival = self._send(send, wire.serving, wire.asked, values, counts_as)
+        ticket.reads = self._received(ticket, values, wire.asked_index, arrival)
 
     def _send(
-        self, group: str, send: Tensor, theirs: RowLayout, mine: RowLayout, into: Tensor, counts_as: str
-    ) -> Arrival:  # fmt: skip
+        self, send: Tensor, theirs: RowLayout, mine: RowLayout, into: Tensor, counts_as: str
+    ) -> Arrival:
         """Collective. send: rows laid out as `theirs`; into: room for those of others, laid out as `mine`."""
         codec = CODECS[self.coding.codecs.values]
         if codec.name == "exact":
             _, work = self.mesh.all_to_all(
-                group, send, theirs.rank_elements, mine.rank_elements, wait=False,
+                "fetch", send, theirs.rank_elements, mine.rank_elements, wait=False,
                 counts_as=counts_as, into=into,
             )  # fmt: skip
             return Arrival(work, (send, into))
         coded = encode(codec, send, self._blocks(theirs))
         data, work = self.mesh.all_to_all(
-            group, coded, self._rank_bytes(codec, theirs, send.dtype),
+            "fetch", coded, self._rank_bytes(codec, theirs, send.dtype),
             self._rank_bytes(codec, mine, send.dtype), wait=False, counts_as=counts_as,
         )  # fmt: skip
         return Arrival(work, coded, partial(decode, codec, data, self._blocks(mine), into))
 
     def _received(
-        self, ticket: Ticket, values: Tensor, index: Tensor, arrivals: Sequence[Arrival] = ()
+        self, ticket: Ticket, values: Tensor, index: Tensor, arrival: Arrival | None = None
     ) -> Fetched:
         """Rows in one block of values: index (U,) int32, the element that each begins with."""
         view = RowView(values.data_ptr(), self.itemsize, 1, self.dtype)
         taken = take(index, ticket.plan.inverse)
         placed = self.native.place(ticket.lookups, [view] * len(self.widths), taken)
-        return Fetched(self.native, placed, values, arrivals, index)
+        return Fetched(self.native, placed, values, arrival, index)
 
     def pooled(self, ticket: Ticket, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
         """One tensor per output, filled from the fetched rows."""
@@ -327,7 +263,6 @@ class RowsExchange(Owner):
         return found(self.declaration, self.outputs, pooled, device, batch.dense)
 
     def drop(self, ticket: Ticket) -> None:
-        self.recall(ticket)
         if ticket.reads is not None:
             ticket.reads.wait()
         ticket.reads = None

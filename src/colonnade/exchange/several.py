@@ -130,24 +130,6 @@ class SeveralExchanges:
         for end, part in zip(self.ends, ticket.parts, strict=True):
             end.place(part, views)
 
-    @property
-    def sends_clean(self) -> bool:
-        return any(end.sends_clean for end in self.ends)
-
-    def send_clean(self, ticket: Ticket, source: RowSource, clean: Tensor) -> int:
-        """Collective on the group "ahead". One exchange at most sends anything."""
-        sent = 0
-        for end, part, mine in zip(
-            self.ends, ticket.parts, self._split(ticket, clean), strict=True
-        ):
-            rows = source.rows if part.slots is None else part.slots
-            sent += end.send_clean(part, replace(source, rows=rows), mine)
-        return sent
-
-    def recall(self, ticket: Ticket) -> None:
-        for end, part in zip(self.ends, ticket.parts, strict=True):
-            end.recall(part)
-
     def fetch(self, ticket: Ticket, source: RowSource) -> None:
         """Collective in a world of several. Of a batch that is used in `ticket.steps_left` steps: what is due by then
         and has not been read, the most urgent first."""

@@ -46,7 +46,6 @@ from colonnade.plan.paths import Paths, adds_in_host
 from colonnade.plan.towers.choice import freely, inside_towers
 from colonnade.plan.towers.narrowing import Narrowed, narrowed
 from colonnade.plan.towers.paths import call_seconds, spared_seconds
-from colonnade.plan_config import RouteChoice
 from colonnade.topology.sharding import (
     Kind,
     Sharding,
@@ -84,23 +83,19 @@ def choose(
     is_fetched_ahead: bool = False,
     model: ModelLoad | None = None,
     towers: int | None = None,
-    route: RouteChoice = "straight",
 ) -> Choice:
     """The fastest of `options` for each table, as far as `forced` (by name) leaves one. `rates`: how fast rows are
     gathered and updated and lookups planned and packed, where that was measured; `is_fetched_ahead`: staleness allows
     it; `model`: what takes the tables' fields, without which `substitute` is not considered; `towers`: how many,
-    default one for each host; `route`: how ids come to owners, "auto": as is faster once all else is chosen. Raises
-    ConfigError where what is forced cannot be."""
+    default one for each host. Raises ConfigError where what is forced cannot be."""
     search = Search(
         loads, world, memory or Memory(), rates, forced or {}, options, is_fetched_ahead, model,
-        towers or world.num_hosts, ids_by_towers=route == "by_towers",
+        towers or world.num_hosts,
     )  # fmt: skip
     begun = list(beginnings(search))
     if search.is_large:
         begun = sorted(begun, key=search.objective)[:2]
     found = [search.improved(each) for each in begun]
-    if route == "auto":
-        found = search.rerouted(found)
     best = min(found, key=search.objective)
     search.narrow(best)
     check_joint(best.joint, search.partials.model, loads, best.chosen)
@@ -118,7 +113,7 @@ def choose(
             continue
         other = choose(
             loads, world, memory=memory, rates=rates, forced={**(forced or {}), **inside}, options=options,
-            is_fetched_ahead=is_fetched_ahead, model=model, towers=towers, route=route,
+            is_fetched_ahead=is_fetched_ahead, model=model, towers=towers,
         )  # fmt: skip
         if other.seconds.step < choice.seconds.step:
             choice = freely(other, flat, inside)
@@ -153,7 +148,6 @@ class Search:
         is_fetched_ahead: bool,
         model: ModelLoad | None,
         towers: int,
-        ids_by_towers: bool = False,
     ) -> None:
         self.loads, self.world, self.memory, self.rates = loads, world, memory, rates
         self.is_fetched_ahead = is_fetched_ahead
@@ -172,7 +166,7 @@ class Search:
             for t, (load, said) in enumerate(zip(loads, self.forced, strict=True))
         ]
         self.owners = np.array(world.owners)
-        self.paths, self.num_towers = Paths(world, towers, ids_by_towers=ids_by_towers), towers
+        self.paths, self.num_towers = Paths(world, towers), towers
         self.asks = self.paths.asks
         self.even = sum(load.total_bytes for load in loads) / len(self.owners)
         self.tried = 1 if self.is_large else TRIED
@@ -183,9 +177,12 @@ class Search:
     def _possible(
         self, t: int, load: TableLoad, said: Forced, options: Collection[Option]
     ) -> list[Option]:
+        tried = [each for each in OPTIONS if each in options]
+        if said.exchange in BY_TOWERS and said.kind not in (None, "replicated"):
+            tried = [(said.exchange, said.kind)]  # as a person or `towers.placement` laid it out
         found = [
             (exchange, kind)
-            for exchange, kind in OPTIONS
+            for exchange, kind in tried
             if (said.kind is None or kind == said.kind)
             and (said.exchange is None or exchange == said.exchange)
             and self.may_pool(t, exchange)
@@ -194,7 +191,6 @@ class Search:
                 exchange != "substitute" or said.kind or kind == "table_wise" or t not in self.whole
             )
             and (exchange not in BY_TOWERS or said.exchange == exchange)
-            and (exchange, kind) in options
             and (kind != "host_wise" or self.has_hosts or said.kind == kind)
             and (kind != "replicated" or not self.world.has_servers)
             and (kind not in CUT or said.kind == kind or most_slices(load, kind, self.world) > 1)
@@ -251,11 +247,7 @@ class Search:
             state.links[0] += (sign * inside.asked) * by.owners.back
             state.links[0] += (sign * TABLE_BYTES["rows"]) * self.paths.mates.back
         else:
-            ids = self.paths.asked_to(sharding)
-            state.links[0] += (sign * bytes_.route) * ids.there
-            if self.paths.ids_by_towers:
-                moved = 2 * bytes_.route * self.world.byte_processor_seconds
-                state.processor += (sign * moved) * ids.handed_on
+            state.links[0] += (sign * bytes_.route) * self.paths.asked_to(sharding).there
         if TABLE_BYTES[exchange]:
             more = sign * TABLE_BYTES[exchange] * sharding.slices
             state.links[0] += more * self.paths.asked_of_all.there
@@ -321,9 +313,6 @@ class Search:
             if "tower_rows" in used:
                 computed -= spared_seconds(world, towers)
                 phases[0] += MATES_BYTES * float(self.paths.mates.back.max())
-            if self.paths.ids_by_towers:
-                phases[0] -= less
-                computed -= spared_seconds(world, towers)
         route, fetch, push = phases.tolist()
         # What operators inside towers give leaves when it is used.
         is_ahead = self.is_fetched_ahead and not state.narrowed.inside
@@ -473,17 +462,6 @@ class Search:
             asked = found.asked.get(t, 0.0) / sharding.num_owners
             state.links[0] += asked * self.paths.asked_to(sharding).there
         state.narrowed = found
-
-    def rerouted(self, states: list[State]) -> list[State]:
-        """With ids by towers, where the best of them is faster then; else as they are."""
-        straight, best = self.paths, min(states, key=self.objective)
-        least = self.seconds(best).step * (1 - 1e-6)
-        self.paths = Paths(self.world, self.num_towers, ids_by_towers=True)
-        others = [self.rebuilt(each) for each in states]
-        if self.seconds(min(others, key=self.objective)).step < least:
-            return others
-        self.paths = straight
-        return states
 
     def rebuilt(self, state: State) -> State:
         """The same without what rounding left of tables that came and went."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from colonnade.exchange.letters import IdRoute
 from colonnade.exchange.tower_cut import BY_TOWERS
 from colonnade.plan.flows import ExchangeName
 from colonnade.topology.sharding import Kind, Sharding
@@ -28,18 +27,11 @@ OPTIONS: tuple[Option, ...] = (
     ("substitute", "row_wise"),
     ("substitute", "host_wise"),
     ("substitute", "table_wise"),
-    ("towers", "row_wise"),
-    ("towers", "host_wise"),
     ("towers", "table_wise"),
-    ("towers", "column_wise"),
-    ("towers", "grid"),
-    ("tower_rows", "row_wise"),
-    ("tower_rows", "host_wise"),
     ("tower_rows", "table_wise"),
-    ("tower_rows", "column_wise"),
-    ("tower_rows", "grid"),
     ("replicated", "replicated"),
 )
+"""What is tried; those by towers for a model's tower modules alone. A person may lay tables out in towers otherwise."""
 BY_OWNERS = ("pooled", "substitute", *BY_TOWERS)
 """Exchanges under which bags are pooled before they come to the samples."""
 
@@ -152,8 +144,6 @@ class Choice:
     """What a step would save if values and gradients travelled as 16 bits (which is never chosen: it is not exact)."""
     consumers: tuple[ConsumerChoice, ...] = ()
     """Where the model's are known, in its order."""
-    route: IdRoute = "straight"
-    """How ids come to owners."""
 
     @property
     def shardings(self) -> dict[str, Sharding]:

@@ -76,6 +76,8 @@ class ConsumerLoad:
     """It would have a partial, were it not for how rows of a table are laid out."""
     beside: str = ""
     """A table with hot rows that it takes, too, of which values travel whatever its partial is of."""
+    is_whole: bool = False
+    """One rank evaluates it of all its fields at once: a tower module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ def model_load(
                 float(gradients.row_bytes([inside or 0], compute)),
                 tuple(numbers[each] for each in consumer.features[len(queries) :]) if queries else (),
                 of_query, float(CODECS["exact"].row_bytes([of_query], compute)) if queries else 0.0,
-                is_apart, str(hot) if is_split else "",
+                is_apart, str(hot) if is_split else "", consumer.interaction.merge == "whole",
             )
         )  # fmt: skip
     return ModelLoad(tuple(fields), tuple(consumers))

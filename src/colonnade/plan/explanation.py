@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from colonnade.exchange.letters import IdRoute
 from colonnade.exchange.tower_cut import BY_TOWERS
 from colonnade.plan.chosen import (
     BY_OWNERS,
@@ -41,7 +40,7 @@ def explained(search: Search, state: State, later: float | None) -> Choice:
                 continue
             if exchange == "substitute" and not _is_shown(search, t):
                 continue
-            if exchange in BY_TOWERS and search.forced[t].exchange != exchange:
+            if exchange in BY_TOWERS:  # of single tables that says nothing
                 continue
             places = [
                 cost(search, state, t, exchange, place, now)
@@ -66,8 +65,7 @@ def explained(search: Search, state: State, later: float | None) -> Choice:
     # Half of what a step waits for: values that are fetched ahead cost it nothing as they are.
     halved = (push + (0.0 if seconds.is_fetched_ahead else fetch)) / 2
     consumers = _consumers(search, state, later)
-    route: IdRoute = "by_towers" if search.paths.ids_by_towers else "straight"
-    return Choice(tuple(tables), seconds, sent, halved, consumers, route)
+    return Choice(tuple(tables), seconds, sent, halved, consumers)
 
 
 def _consumers(search: Search, state: State, later: float | None) -> tuple[ConsumerChoice, ...]:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from colonnade.errors import ConfigError
-from colonnade.exchange.letters import IdRoute
 from colonnade.exchange.tower_cut import BY_TOWERS
-from colonnade.plan.chosen import Choice, Forced
+from colonnade.plan.chosen import Forced
 from colonnade.plan.cutting import CUT, everywhere
 from colonnade.plan_config import PlanConfig
 from colonnade.table import Table
@@ -120,16 +119,9 @@ def settled(said: Forced, world: World) -> tuple[Sharding, str] | None:
 
 
 def is_settled(config: PlanConfig, tables: Sequence[Table], world: World) -> bool:
-    """Whether nothing is left to be chosen, hot rows and the way of ids neither. Raises as `forced_by`."""
+    """Whether nothing is left to be chosen, hot rows neither. Raises as `forced_by`."""
     has_hot = any(table.hot_rows for table in config.tables.values())
-    if world.num_ranks > 1 and (has_hot or config.route == "auto"):
+    if world.num_ranks > 1 and has_hot:
         return False
     said = forced_by(config, tables, world).values()
     return all(settled(each, world) is not None for each in said)
-
-
-def route_of(config: PlanConfig, choice: Choice | None) -> IdRoute:
-    """How ids come to owners: as it is said or was chosen; else straight."""
-    if config.route != "auto":
-        return config.route
-    return "straight" if choice is None else choice.route

@@ -6,6 +6,7 @@ each host.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.exchange.tower_cut import BY_TOWERS, tower_of
-from colonnade.plan.towers.paths import Asked, Hop, Towered, mates, relayed, towered
+from colonnade.plan.towers.paths import Hop, Towered, mates, towered
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
@@ -23,13 +24,27 @@ MOST = 4096
 """Shardings whose paths are kept."""
 
 
-class Paths:
-    """Of one world, whose ranks stand in so many towers; ids_by_towers: `exchange/letters.py`."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Of ids, for a byte from each rank that asks to each that owns."""
 
-    def __init__(self, world: World, num_towers: int = 1, *, ids_by_towers: bool = False) -> None:
+    there: Floats
+    """(R,) seconds of every direction of links."""
+    near: float
+    """Bytes that a rank sends to ranks of its host, the mean over ranks."""
+    far: float
+    """And to those of others."""
+
+    @property
+    def by_link(self) -> dict[str, float]:
+        return {"local": self.near, "remote": self.far}
+
+
+class Paths:
+    """Of one world, whose ranks stand in so many towers."""
+
+    def __init__(self, world: World, num_towers: int = 1) -> None:
         self.world, self.num_towers = world, num_towers
-        # As `exchange.letters.by_towers`: where a tower is one rank or all there is no other way.
-        self.ids_by_towers = ids_by_towers and 1 < num_towers < world.num_ranks
         self._by_towers: dict[Any, Towered | None] = {}
         self._asked: dict[Any, Asked] = {}
         self.asks = np.ones(world.num_ranks)  # (N,) 1 for those with samples
@@ -80,13 +95,11 @@ class Paths:
     def asked(self, asks: Floats, owns: Floats) -> Asked:
         """For asks (N,), 1 for each rank that asks, and owns (N,) bytes that each of them sends each owner."""
         world = self.world
-        if self.ids_by_towers:
-            return relayed(world, asks, owns, self.num_towers)
         asking, owning = (each.reshape(world.num_hosts, -1).sum(1) for each in (asks, owns))
         near = float(asking @ owning - asks @ owns) / world.num_ranks
         far = float(asks.sum() * owns.sum() - asking @ owning) / world.num_ranks
         there, _, _ = self.of(asks, owns)
-        return Asked(there, near, far, np.zeros(world.num_ranks))
+        return Asked(there, near, far)
 
     @cached_property
     def asked_of_all(self) -> Asked:

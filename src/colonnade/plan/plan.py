@@ -19,11 +19,10 @@ from colonnade.errors import ConfigError
 from colonnade.exchange import EXCHANGES, implied_exchange
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.codec import CODECS, EXACT, Codecs
-from colonnade.exchange.letters import ROUTES, IdRoute
 from colonnade.formats import read_stamped, stamp
 from colonnade.plan.caching import caches_of, check_caches
 from colonnade.plan.chosen import Choice
-from colonnade.plan.forcing import forced_by, route_of, settled
+from colonnade.plan.forcing import forced_by, settled
 from colonnade.plan.hot import beside_hot, with_hot
 from colonnade.plan.refusals import check_budget, check_staleness
 from colonnade.plan_config import CacheTier, PlanConfig
@@ -87,8 +86,6 @@ class Plan:
     """Byte-addressable memory that the tables of tier "mapped" lie in."""
     ssd: tuple[Place, ...] = ()
     """Directories that rows rest in, striped; none: the run folder."""
-    rows_ahead: bool = False
-    """Rows of the next batch that no batch in flight changes travel while this one computes."""
     write_budget: int | None = None
     """Bytes per second that may be written on each rank."""
     hbm_bytes: int | None = None
@@ -99,8 +96,6 @@ class Plan:
     """Ranks that have rows and nothing else; none: the ranks that train have the rows."""
     towers: int | None = None
     """Groups of neighbouring ranks that the exchange `towers` goes by; None: one for each host."""
-    route: IdRoute = "straight"
-    """How ids come to owners: straight, or by way of a rank of the owner's group."""
     cache_tier: CacheTier = "dram"
     """Where ranks' copies of rows lie: in memory, or in that of each rank's device."""
     placement: str = "even"
@@ -195,7 +190,6 @@ def build_plan(
     mapped: Place | None = None,
     ssd: Sequence[Place] = (),
     lookahead: int | Literal["auto"] = 2,
-    rows_ahead: bool = False,
     write_budget: int | None = None,
     staleness_steps: int | Literal["unbounded"] = 0,
     staleness: Mapping[str, int] | None = None,
@@ -206,7 +200,6 @@ def build_plan(
     codecs: Codecs = EXACT,
     servers: Sequence[int] = (),
     towers: int | None = None,
-    route: IdRoute = "straight",
     caches: Mapping[str, TableCache] | None = None,
     cache_tier: CacheTier = "dram",
 ) -> Plan:
@@ -217,9 +210,9 @@ def build_plan(
     `exchange`; `shardings`, where rows are not dealt to all ranks; `hot`, ids of rows that lie on every rank, in memory
     (on one rank they mean nothing). `servers`: the only ranks that rows may lie on. `towers`: how many groups of
     neighbouring ranks the exchange `towers` goes by, default one for each host; rows are where `shardings` say
-    (`plan.towers.placement.in_towers` makes some). `route`: whether ids of all tables go by these groups, too, in fewer
-    slow messages. `caches`: by table, copies of its rows that each rank keeps; on one rank they mean nothing.
-    `cache_tier`: where copies lie, in memory or (hbm) in that of the device the collection is on when it is opened.
+    (`plan.towers.placement.in_towers` makes some). `caches`: by table, copies of its rows that each rank keeps; on one
+    rank they mean nothing. `cache_tier`: where copies lie, in memory or (hbm) in that of the device the collection is
+    on when it is opened.
     """
     exchanges, shardings = exchanges or {}, shardings or {}
     for said in (exchange, *exchanges.values()):
@@ -227,8 +220,6 @@ def build_plan(
             raise ConfigError(
                 f"unknown exchange {said!r}; choose from {', '.join(sorted(EXCHANGES))}"
             )
-    if route not in ROUTES:
-        raise ConfigError(f"unknown route {route!r}; choose from {', '.join(ROUTES)}")
     for said in (codecs.values, codecs.gradients, codecs.dense):
         if said not in CODECS:
             raise ConfigError(f"unknown codec {said!r}; choose from {', '.join(CODECS)}")
@@ -357,13 +348,11 @@ def build_plan(
         tables=tuple(planned),
         mapped=mapped,
         ssd=tuple(ssd),
-        rows_ahead=rows_ahead,
         write_budget=write_budget,
         hbm_bytes=hbm_bytes,
         codecs=codecs,
         servers=tuple(servers),
         towers=towers,
-        route=route,
         cache_tier=cache_tier,
     )
     if lookahead == "auto" and (num_ranks > 1 or not plan.needs_backing):
@@ -401,7 +390,6 @@ def plan_of(
         mapped=memory.mapped_place,
         ssd=memory.ssd_places,
         lookahead=config.lookahead,
-        rows_ahead=config.rows_ahead,
         write_budget=config.write_budget,
         staleness_steps=config.staleness_steps,
         staleness={
@@ -417,7 +405,6 @@ def plan_of(
         caches=caches_of(config.cache, tables),
         cache_tier="dram" if config.cache is None else config.cache.tier,
         towers=config.towers if isinstance(config.towers, int) and world.num_ranks > 1 else None,
-        route=route_of(config, choice),
     )
 
 

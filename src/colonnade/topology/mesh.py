@@ -2,7 +2,7 @@
 
 A gloo or NCCL group must see the same calls in the same order on every rank, so each purpose that
 may run at its own pace has a group of its own: ids of later batches (`route`) travel while rows
-(`fetch`, and `ahead` those that no batch in flight changes), gradients (`push`) and dense gradients (`dense`) of
+(`fetch`), gradients (`push`) and dense gradients (`dense`) of
 earlier ones do, and a `commit` is written.
 Where there are several hosts of several ranks, `dense in host` joins those of one host, and `dense over hosts`
 those that have the same number in theirs; `fetch` and `push` have such groups, too. Towers of other sizes have groups
@@ -44,8 +44,8 @@ from colonnade.topology.traffic import Traffic, ring_sum, tree_children
 from colonnade.topology.waiting import waiting
 from colonnade.topology.world import World
 
-PURPOSES = ("route", "ahead", "fetch", "push", "dense", "gather", "evaluate", "commit", "control")
-AHEAD = ("route", "ahead", "fetch")
+PURPOSES = ("route", "fetch", "push", "dense", "gather", "evaluate", "commit", "control")
+AHEAD = ("route", "fetch")
 """Purposes of what a step's coming batches send, which have a loop of gloo's of their own."""
 OF_TRAINERS = ("dense", "gather", "evaluate")
 """Purposes of `Mesh.trainers`."""
@@ -100,8 +100,6 @@ class Mesh:
     """`trainers`, where some ranks are servers."""
     called: str = ""
     """What its calls' purposes begin with, as others read of them: "trainers " of a `crew`."""
-    relay: int = 0
-    """Ranks of a tower, where ids go by way of the receivers' towers (`exchange/letters.py`); 0: they go straight."""
     mates: Mates | None = None
     """The ranks of this host, where they can read each other's memory; None: every message travels."""
 

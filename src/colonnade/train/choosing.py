@@ -122,7 +122,6 @@ def choose_for(
             declared=collection.declaration,
         ),
         towers=config.plan.towers if isinstance(config.plan.towers, int) else None,
-        route=config.plan.route,
     )
 
 

@@ -14,7 +14,6 @@ WAITING = "wait for rows"
 """The phase in which the training thread has nothing to do."""
 EXPOSED = {
     "fetch": "exchange: rows",
-    "ahead": "exchange: rows",
     "push": "exchange: row gradients",
     "dense": "exchange: dense gradients",
     "gather": "exchange: samples",

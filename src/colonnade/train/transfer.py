@@ -47,7 +47,6 @@ def load_rows(
         ids = torch.arange(len(values))
     _check(kind, values, ids)
     collection.updates.settle()
-    collection.changes()
     for start in range(0, len(ids), RUN):
         part = slice(start, start + RUN)
         put_records(collection, t, ids[part], fresh_records(kind, values[part]))

@@ -75,7 +75,7 @@ def advised(
                 return ()
             other = choose(
                 loads, world, memory=memory, rates=rates, forced={**as_is, **inside}, model=model, towers=num_towers,
-                is_fetched_ahead=choice.seconds.is_fetched_ahead, route=choice.route,
+                is_fetched_ahead=choice.seconds.is_fetched_ahead,
             )  # fmt: skip
             taken.append(other.seconds.step)
         products = sum(enter * leave for enter, leave in widths)
@@ -109,7 +109,7 @@ def _with_modules(
         consumers.append(
             ConsumerLoad(
                 f"tower{number}", tuple(fields), None, inside_width=leave, inside_value_bytes=values,
-                inside_gradient_bytes=gradients,
+                inside_gradient_bytes=gradients, is_whole=True,
             )
         )  # fmt: skip
     return replace(model, consumers=tuple(consumers)), widths

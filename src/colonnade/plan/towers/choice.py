@@ -78,10 +78,10 @@ def _groups(model: ModelLoad) -> list[set[int]]:
 
 
 def _is_narrow(model: ModelLoad, consumer: ConsumerLoad) -> bool:
-    """Evaluated whole or not at all, and less leaves it than enters."""
+    """A tower module that less leaves than enters."""
     floats = sum(model.fields[f].dim for f in consumer.fields)
     inside = consumer.inside_width
-    return consumer.width is None and inside is not None and inside < floats
+    return consumer.is_whole and inside is not None and inside < floats
 
 
 def _is_free(said: Forced | None) -> bool:

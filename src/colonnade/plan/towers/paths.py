@@ -1,5 +1,5 @@
 """Which links a byte takes that goes by towers: values inside the tower of their owner first, then between ranks of one
-number; ids, where they go by towers, too, the other way.
+number.
 
 Legend: N ranks, T towers of S ranks, R directions of links as `paths.py` lists them.
 """
@@ -56,24 +56,6 @@ class Towered:
     """A block from each rank of a tower to each owner in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Of ids, for a byte from each rank that asks to each that owns."""
-
-    there: Floats
-    """(R,) seconds of every direction of links."""
-    near: float
-    """Bytes that a rank sends to ranks of its host, the mean over ranks; what it hands on for others, too."""
-    far: float
-    """And to those of others."""
-    handed_on: Floats
-    """(N,) bytes that a rank gets and sends which are neither from it nor for it."""
-
-    @property
-    def by_link(self) -> dict[str, float]:
-        return {"local": self.near, "remote": self.far}
-
-
 def towered(world: World, sharding: Sharding, num_towers: int) -> Towered | None:
     """None: some of its rows, or of a slice of them, do not all lie in one tower, and travel as under `pooled`."""
     towers = tower_ranks(world, num_towers)
@@ -109,22 +91,6 @@ def mates(world: World, num_towers: int) -> Hop:
     return _hop_of(world, [(r, o, 1.0) for r in every for o in every if r // size == o // size])
 
 
-def relayed(world: World, asks: Floats, owns: Floats, num_towers: int) -> Asked:
-    """asks (N,), 1 for each rank that asks; owns (N,) bytes that each of them sends each owner: from each asker to the
-    rank of its number in the owner's tower, from there to the owner (`exchange/letters.py`)."""
-    size, ranks = len(tower_ranks(world, num_towers)[0]), np.arange(world.num_ranks)
-    tower, number = ranks // size, ranks % size
-    wanted, asking = np.bincount(tower, owns), np.bincount(number, asks)  # (T,), (S,)
-    peers = number[:, None] + size * np.arange(num_towers)
-    mates = size * tower[:, None] + np.arange(size)
-    senders = np.concatenate([ranks.repeat(num_towers), mates.ravel()])
-    receivers = np.concatenate([peers.ravel(), ranks.repeat(size)])
-    counts = np.concatenate([np.outer(asks, wanted).ravel(), np.outer(owns, asking).ravel()])
-    hop = _hop(world, senders, receivers, counts)
-    handed_on = (asking[number] - asks) * (wanted[tower] - owns)
-    return Asked(hop.back, hop.near, hop.far, handed_on)
-
-
 def messages(world: World, num_towers: int) -> tuple[int, int]:
     """That each rank sends in both hops of an all-to-all by towers: to ranks of its host, and of others."""
     size = world.num_ranks // num_towers
@@ -140,9 +106,9 @@ def call_seconds(world: World, num_towers: int) -> float:
 
 
 def spared_seconds(world: World, num_towers: int, turns: int = 1) -> float:
-    """Of each rank's processor in a step, where something goes by towers: ids, in two rounds, of sizes and of letters;
-    or values and gradients, in two turns each inside a tower. Fewer messages than straight, in more calls; less than 0
-    where these cost more. What is handed on counts by its bytes."""
+    """Of each rank's processor in a step, where values and gradients go by towers, in so many turns each inside a
+    tower. Fewer messages than straight, in more calls; less than 0 where these cost more. What is handed on counts by
+    its bytes."""
     others, size = world.num_ranks - 1, world.num_ranks // num_towers
     if size == 1 or num_towers == 1:  # one call, of as many messages
         return 0.0

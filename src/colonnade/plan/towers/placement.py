@@ -103,14 +103,13 @@ def towered(
 ) -> PlanConfig:
     """`config` with a sharding and ranks for each table that travels by towers and that has none of its own;
     `partition`: that of `config.towers`, where it names one. In a world of one: as it is, and where exchanges are yet
-    to be chosen or ids go by towers, beside a number. Raises ConfigError."""
+    to be chosen, beside a number. Raises ConfigError."""
     if world.num_ranks == 1:
         return config
     by_towers = [table for table in tables if _exchange(config, table.name) in BY_TOWERS]
     if not by_towers:
-        is_used = config.exchange == "auto" or config.route != "straight"
-        if isinstance(config.towers, int) and is_used:
-            tower_ranks(world, config.towers)  # as many as the chooser may fill, or ids go by
+        if isinstance(config.towers, int) and config.exchange == "auto":
+            tower_ranks(world, config.towers)  # as many as the chooser may fill
         elif config.towers is not None:
             raise ConfigError(
                 f"got plan.towers={config.towers} where no table travels by towers; set plan.exchange=towers, or leave "
@@ -119,7 +118,9 @@ def towered(
         return config
     count = num_towers(config, partition, world)
     config = config.model_copy(update={"towers": count})
-    own = {name: said for name, said in config.tables.items() if said.sharding is not None}
+    own = {
+        name: said for name, said in config.tables.items() if said.sharding not in (None, "auto")
+    }
     ranks = tower_ranks(world, count)
     for name, said in own.items():
         if said.sharding != "host_wise" or said.ranks is None:

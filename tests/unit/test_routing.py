@@ -1,0 +1,28 @@
+"""What ranks tell each other before their lookups is checked before it is believed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from colonnade.errors import WorldError
+from colonnade.exchange.routing import exchanged
+
+
+class Told:
+    """A world of two, whose ranks tell these sizes."""
+
+    num_ranks = 2
+
+    def __init__(self, sizes):
+        self.sizes = torch.tensor(sizes, dtype=torch.int32)
+
+    def all_to_all(self, purpose, send, send_rows, receive_rows, *, counts_as):
+        return self.sizes, None
+
+
+def test_sizes_that_are_none_are_refused():
+    messages = [[np.zeros(3, np.uint8)] * 2, [np.zeros(0, np.uint8)] * 2]
+    with pytest.raises(WorldError, match=r"rank 1 told sizes \[3, -1\] of its messages"):
+        exchanged(messages, Told([[3, 0], [3, -1]]), 2.0, "route")
