@@ -19,7 +19,6 @@ from colonnade.errors import CheckpointError, ConfigError
 from colonnade.formats import check_stamp, parse_yaml, stamp
 from colonnade.model_config import ModelConfig
 from colonnade.plan_config import (
-    RENAMED,
     CacheConfig,
     PlanConfig,
     TableCacheConfig,
@@ -341,7 +340,6 @@ OPEN_SECTIONS = (
     ["data", "options"],
     ["plan", "memory", "tables"],
     ["plan", "tables"],
-    ["plan", "staleness_by_step"],
     ["plan", "cache", "tables"],
     ["rows", "tables"],
     ["rows", "by_table"],
@@ -391,8 +389,8 @@ def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     values = config.model_dump()
     for name, value in settings.items():
         *sections, key = name.split(".")
-        if name in RENAMED:
-            raise ConfigError(renamed(name))
+        if (refusal := renamed(name)) is not None:
+            raise ConfigError(refusal)
         place = values
         for depth, section in enumerate(sections):
             if named := BY_NAME.get(".".join(sections[:depth])):

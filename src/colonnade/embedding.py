@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from colonnade.errors import BudgetExceeded, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
 from colonnade.exchange.ahead import Ahead, open_ahead
 from colonnade.exchange.cached import cached_end, without_copies
-from colonnade.exchange.changing import change
 from colonnade.exchange.contract import Pushed, RowSource, Ticket
 from colonnade.exchange.layout import declare
 from colonnade.exchange.lent import lent_end
@@ -271,7 +269,6 @@ class EmbeddingCollection(StatefulRows):
             ahead=self.ahead,
             agree=None if self.consistency.is_exact else self.mesh.least,
             land=self.updates.land,
-            change=None if self.cached is None else partial(change, self.cached),
         )
         self.updates.read_by(found)
         return found

@@ -6,28 +6,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    PlainSerializer,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    model_validator,
-)
-from pydantic.functional_validators import (
-    AfterValidator,
-    BeforeValidator,
-    PlainValidator,
-    WrapValidator,
-)
+from pydantic import Field, PlainSerializer, model_validator
+from pydantic.functional_validators import AfterValidator, BeforeValidator, PlainValidator
 
 from colonnade.section import Section
 from colonnade.sizes import Place, Said, absolute, parse_bytes, parse_place, positive_bytes
 
 RENAMED = {"plan.dram": "plan.memory.dram"}
+REMOVED: dict[str, tuple[Any, str]] = {
+    "plan.staleness_by_step": (
+        {},
+        "bounds are fixed for a run: stop it with train.max_steps and go on from its commit with another "
+        "plan.staleness_steps or plan.cache.staleness",
+    ),
+}
+"""By name: the default that config.yaml files of earlier runs may still have, and what to use instead."""
 
 
-def renamed(name: str) -> str:
-    return f"unknown setting {name!r}; it is now {RENAMED[name]}"
+def renamed(name: str) -> str | None:
+    """Say what became of a setting that is no more; None for every other name."""
+    if name in RENAMED:
+        return f"unknown setting {name!r}; it is now {RENAMED[name]}"
+    for old, (_, instead) in REMOVED.items():
+        if name == old or name.startswith(f"{old}."):
+            return f"unknown setting {name!r}; {old} was removed: {instead}"
+    return None
 
 
 def _is_count(value: Any) -> bool:
@@ -44,16 +47,6 @@ def _lookahead(value: Any) -> Any:
     if not _is_count(value) and value != "auto":
         raise ValueError(f"got {value!r}, wanted a number of batches, 0 or more, or auto")
     return value
-
-
-def _by_step(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return check(value)
-    except ValidationError:
-        raise ValueError(
-            f"got {value!r}, wanted by step how many updates reads may miss, both 0 or more, such as {{1000: 0}}; "
-            "{}: no bounds by step"
-        ) from None
 
 
 LEAST_RATE = 2**20
@@ -82,7 +75,6 @@ def _distinct(texts: list[str]) -> list[str]:
     return texts
 
 
-Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, BeforeValidator(positive_bytes), Said("bytes")]
 Rate = Annotated[int, BeforeValidator(_rate), Said("bytes")]
 PlaceText = Annotated[str, AfterValidator(absolute), Said("directory[:bytes]")]
@@ -299,13 +291,6 @@ class CacheConfig(Section):
     """By name: tables with a size, bounds or policy of their own."""
 
 
-def _staleness_of(said: CacheConfig | TableCacheConfig) -> int:
-    """Batches that a read may miss by these bounds."""
-    if isinstance(said.staleness, int):
-        return said.staleness
-    return (said.read_bound or 0) + (said.write_bound or 0)
-
-
 class PlanConfig(Section):
     memory: MemoryConfig = MemoryConfig()
     """What each rank may use of each tier."""
@@ -320,9 +305,6 @@ class PlanConfig(Section):
     staleness_steps: Annotated[int | Literal["unbounded"], PlainValidator(_staleness)] = 0
     """0: synchronous. k: every read misses exactly the newest k updates of rows; unbounded: as many as happens, for
     comparison."""
-    staleness_by_step: Annotated[dict[Count, Count], WrapValidator(_by_step)] = {}
-    """By step: how many updates reads may miss at most from there on, e.g. {1000: 0}, where staleness_steps, or the
-    staleness of plan.cache, is more."""
     exchange: ExchangeChoice = "rows"
     """What travels between ranks: rows, what owners pool of them (pooled), partials of the model's first operators
     where those are less (substitute), what owners pool by way of a rank of their tower (towers), what such a rank pools
@@ -368,7 +350,6 @@ class PlanConfig(Section):
                     f"got tables.{name}.staleness_steps={table.staleness_steps} with staleness_steps=unbounded, wanted "
                     "0, or a number for all"
                 )
-        self._check_staleness_by_step()
         if self.cache is not None and self.is_late:
             raise ValueError(
                 "got plan.cache with staleness_steps, of the plan or of a table; copies are what is late already: set "
@@ -381,33 +362,17 @@ class PlanConfig(Section):
             )
         return self
 
-    def _check_staleness_by_step(self) -> None:
-        """Raises ValueError."""
-        if not self.staleness_by_step:
-            return
-        if isinstance(self.staleness_steps, str):
-            raise ValueError(
-                "got plan.staleness_by_step with staleness_steps=unbounded, which promises nothing; give a number"
-            )
-        if self.cache is not None and self.cache.staleness == "exact":
-            raise ValueError(
-                "got plan.staleness_by_step with plan.cache.staleness=exact, whose reads are never late; leave one out"
-            )
-        late = [self.staleness_steps, *(each.staleness_steps or 0 for each in self.tables.values())]
-        if self.cache is not None:
-            said: list[CacheConfig | TableCacheConfig] = [self.cache, *self.cache.tables.values()]
-            late += map(_staleness_of, said)
-        if min(self.staleness_by_step.values()) > max(late):
-            raise ValueError(
-                f"got plan.staleness_by_step={self.staleness_by_step} where reads are at most {max(late)} late anyway; "
-                "raise staleness_steps, or plan.cache.staleness, to the largest that you need, or take the bounds by "
-                "step away: plan.staleness_by_step={}"
-            )
-
     @model_validator(mode="before")
     @classmethod
     def _refuse_old_names(cls, values: Any) -> Any:
         if isinstance(values, Mapping):
-            for old in RENAMED.keys() & {f"plan.{name}" for name in values}:
-                raise ValueError(renamed(old))
+            defaults = {name: default for name, (default, _) in REMOVED.items()}
+            values = {
+                name: value
+                for name, value in values.items()
+                if (full := f"plan.{name}") not in defaults or value != defaults[full]
+            }
+            for name in values:
+                if (refusal := renamed(f"plan.{name}")) is not None:
+                    raise ValueError(refusal)
         return values

@@ -1,5 +1,5 @@
-"""A bound of its own for each table: the read for step t sees exactly the updates of steps <= t-1-k, for the table's k;
-and a bound that changes between two steps."""
+"""A bound of its own for each table: the read for step t sees exactly the updates of steps <= t-1-k, for the table's
+k."""
 
 from __future__ import annotations
 
@@ -50,22 +50,20 @@ def batches(num: int):
         yield Batch(1, torch.zeros(1, 0), {feature.name: zero for feature in FEATURES})
 
 
-def seen_by_table(mesh: Mesh, bounds: dict[str, int], changes=(), **plan) -> dict:
-    """By table, how many updates each step's read saw. changes: (step, bound of the line from there on)."""
+def seen_by_table(mesh: Mesh, bounds: dict[str, int], **plan) -> dict:
+    """By table, how many updates each step's read saw."""
     collection = counters()
     collection.open(build_plan(collection.tables, mesh.num_ranks, staleness=bounds, **plan), mesh)
-    rows, changes = RowOptimizer(collection), dict(changes)
+    rows = RowOptimizer(collection)
     seen: dict[str, list[int]] = {name: [] for name in NAMES}
     coming = collection.lookahead(batches(STEPS))
-    for step, batch in enumerate(coming):
+    for batch in coming:
         found = collection(batch)
         for name in NAMES:
             seen[name].append(round(found[name].item()))
         assert found["past"].item() == found["hot"].item(), "one table, one moment"
         (-sum(found[name].sum() for name in NAMES) / mesh.num_ranks).backward()
         rows.step()
-        if step + 1 in changes:
-            coming.bound = changes[step + 1]
     zero = torch.zeros(1, dtype=torch.int64)
     last = {name: round(collection.rows(name, zero).item()) for name in NAMES}
     return {"seen": seen, "last": last, "missed": collection.missed}
@@ -98,10 +96,9 @@ def of_ranks(mesh: Mesh) -> list[dict]:
     others = ({}, dict.fromkeys(("warm", "cold"), "pooled"), {"warm": "substitute"})
     exact = [seen_by_table(mesh, BOUNDS, exchanges=each) for each in others]
     loose = seen_by_table(mesh, {"hot": 0}, staleness_steps="unbounded", lookahead=4)
-    changed = seen_by_table(mesh, BOUNDS, changes=[(3, 0), (8, 4)])
     mixed = dict.fromkeys(("user", "tag"), "pooled")
     trained = [train(mesh, **LATE, exchanges=each, lookahead=3) for each in (None, mixed)]
-    return [*exact, loose, changed, *trained]
+    return [*exact, loose, *trained]
 
 
 LATE = {"staleness": 2, "late": {"item": 0, "tag": 1}}
@@ -119,32 +116,12 @@ def test_each_table_is_as_late_as_it_is_told_on_ranks():
     """By rows, by operators that owners evaluate and by sums; and synchronous ones beside unbounded ones."""
     one = train(Mesh(), **LATE)
     for found in run_ranks(2, of_ranks):
-        *exact, loose, changed, by_rows, mixed = found
+        *exact, loose, by_rows, mixed = found
         assert_close(by_rows, one, rtol=1e-10)
         assert_close(mixed, one, rtol=1e-10)
         for each in exact:
             check(each, BOUNDS)
         assert loose["seen"]["hot"] == promised(0) and loose["last"]["cold"] == STEPS
-        check_changed(changed)
-
-
-def check_changed(found: dict) -> None:
-    """4 steps late, synchronous after 3 steps, 4 steps late again after 8: what was read stays read, and what is read
-    is as late as the bound of that moment says, once there are as many updates."""
-    seen = found["seen"]
-    assert seen["hot"] == promised(0), "it is never late"
-    # Steps 0-6 were read up to 4 steps early; from 7 on at once; 8-12 at once, when the bound is 4 again.
-    assert seen["cold"] == [0, 0, 0, 0, 0, 1, 2, 7, 8, 8, 8, 8]
-    assert seen["warm"] == [0, 0, 1, 2, 3, 4, 5, 7, 8, 8, 9, 10]
-    assert found["last"] == dict.fromkeys(NAMES, STEPS)
-
-
-def test_a_bound_can_change_between_steps():
-    check_changed(seen_by_table(Mesh(), BOUNDS, changes=[(3, 0), (8, 4)]))
-    coming = counters().open(build_plan(counters().tables, staleness_steps=2)).lookahead(batches(1))
-    for wrong in (3, -1):
-        with pytest.raises(ConfigError, match=rf"got {wrong}, wanted 0 \.\. 2"):
-            coming.bound = wrong
 
 
 def test_a_table_that_nobody_reads_has_no_say():
@@ -193,22 +170,6 @@ def test_a_run_that_is_cut_goes_on_to_the_same_bits(tmp_path):
     # Each step reads films at once, and users 3 steps early but for the first ones.
     assert sums_of(run, "missed") == {"0": 12 + 1, "1": 1, "2": 1, "3": 12 - 3}
     assert "How late reads of rows were" in run_page(run)
-
-
-def test_a_run_whose_bound_changes_by_step_can_be_cut_anywhere(tmp_path):
-    """Users are read 3 steps early; from step 4 on at once, but three batches have been read; from step 8 on two."""
-    at = {"staleness_by_step": {4: 0, 8: 2}}
-    whole = fitted(tmp_path / "whole", (3, 0), 12, **at)
-    for name, stops in (
-        ("before", [3, 4, 12]),
-        ("while it drains", [5, 6, 12]),
-        ("after", [8, 9, 12]),
-    ):
-        models = [fitted(tmp_path / name, (3, 0), stop, **at) for stop in stops]
-        assert_same(whole, models[-1])
-    users = [0, 1, 2, 3, 3, 3, 3, 0, 0, 1, 2, 2]
-    wanted = Counter(map(str, users)) + Counter({"0": 12})
-    assert sums_of(read_run(tmp_path / "whole"), "missed") == wanted
 
 
 CHANGES = {

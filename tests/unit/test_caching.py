@@ -60,12 +60,6 @@ def test_bounds_share_the_staleness():
     assert row_clock(5, 0) == RowClock(0, 5)
     assert row_clock(5, write_bound=1) == RowClock(4, 1)
     assert row_clock(5).newest_visible(10) == 4
-    assert [row_clock(9, read).at_most(4) for read in (0, 4, 9)] == [
-        RowClock(0, 4), RowClock(1, 3), RowClock(4, 0)
-    ]  # fmt: skip
-    assert RowClock(3, 1).at_most(4) == RowClock(3, 1) and RowClock(2, 7).at_most(0) == RowClock(
-        0, 0
-    )
     for numbers in ((5, 1, 1), (5, 6), (-1,)):
         with pytest.raises(ConfigError, match="row_clock"):
             row_clock(*numbers)

@@ -194,11 +194,10 @@ from pathlib import Path
 from test_data_processes import Noted
 from test_lookahead import Slow
 from colonnade.data import processes
-from colonnade.data.lookahead import Rewindable
 if __name__ == "__main__":
     processes.RUN_SAMPLES = 1
     lookahead = Slow(0.0, 2).lookahead
-    lookahead._batches = Rewindable(processes.ProcessSource(Noted(Path(sys.argv[1])), 1).batches(1))
+    lookahead._batches = iter(processes.ProcessSource(Noted(Path(sys.argv[1])), 1).batches(1))
     next(lookahead)
     (reader,) = multiprocessing.active_children()
     os.kill(reader.pid, signal.SIGSTOP)

@@ -41,13 +41,6 @@ class RowClock:
         """Whether a read may miss anything."""
         return self.staleness > 0
 
-    def at_most(self, staleness: int) -> RowClock:
-        """Bounds of so many batches together, in the same proportion; these, where they are no more."""
-        if self.staleness <= staleness:
-            return self
-        read_bound = self.read_bound * staleness // self.staleness
-        return RowClock(read_bound, staleness - read_bound)
-
     def newest_visible(self, step: int) -> int:
         """See the contract; of updates by other ranks."""
         return step - 1 - self.staleness
