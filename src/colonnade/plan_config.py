@@ -38,8 +38,12 @@ def _is_count(value: Any) -> bool:
 
 
 def _staleness(value: Any) -> Any:
-    if not _is_count(value) and value != "unbounded":
-        raise ValueError(f"got {value!r}, wanted a number of steps, 0 or more, or unbounded")
+    if value == "unbounded":
+        raise ValueError(
+            "got 'unbounded', which was removed; give the number of steps that reads are late, such as 16"
+        )
+    if not _is_count(value):
+        raise ValueError(f"got {value!r}, wanted a number of steps, 0 or more")
     return value
 
 
@@ -165,7 +169,7 @@ class TablePlanConfig(Section):
     hot_rows: int = Field(0, ge=0)
     """So many rows, the most popular of a sample, lie on every rank, in memory; on one rank it does nothing."""
     staleness_steps: int | None = Field(None, ge=0)
-    """How late its reads are, instead of plan.staleness_steps: 0 for hot tables; beside unbounded, only 0."""
+    """How late its reads are, instead of plan.staleness_steps: 0 for hot tables."""
 
     @model_validator(mode="after")
     def _check(self) -> TablePlanConfig:
@@ -302,9 +306,8 @@ class PlanConfig(Section):
     """Rows that no batch in flight changes travel a batch early (exchange rows): for slow links and idle processors."""
     write_budget: Rate | None = None
     """Bytes per second that rows may be written to files with, on each rank. Default: no limit."""
-    staleness_steps: Annotated[int | Literal["unbounded"], PlainValidator(_staleness)] = 0
-    """0: synchronous. k: every read misses exactly the newest k updates of rows; unbounded: as many as happens, for
-    comparison."""
+    staleness_steps: Annotated[int, PlainValidator(_staleness)] = 0
+    """0: synchronous. k: every read misses exactly the newest k updates of rows."""
     exchange: ExchangeChoice = "rows"
     """What travels between ranks: rows, what owners pool of them (pooled), partials of the model's first operators
     where those are less (substitute), what owners pool by way of a rank of their tower (towers), what such a rank pools
@@ -339,17 +342,6 @@ class PlanConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> PlanConfig:
         _same_copies(self.exchange, self.sharding)
-        if self.staleness_steps == "unbounded" and self.lookahead == 0:
-            raise ValueError(
-                "got staleness_steps=unbounded with lookahead=0, which makes no batch ready that could be read early; "
-                "set plan.lookahead to 1 or more"
-            )
-        for name, table in self.tables.items():
-            if self.staleness_steps == "unbounded" and table.staleness_steps:
-                raise ValueError(
-                    f"got tables.{name}.staleness_steps={table.staleness_steps} with staleness_steps=unbounded, wanted "
-                    "0, or a number for all"
-                )
         if self.cache is not None and self.is_late:
             raise ValueError(
                 "got plan.cache with staleness_steps, of the plan or of a table; copies are what is late already: set "

@@ -36,7 +36,7 @@ BAD_VALUES = {
     "dense.lr": ["-0.1", "nan", "x"],
     "plan.dram": ["3XB", "-1", "0", "GiB", "1.5.2GiB"],
     "plan.lookahead": ["-1", "x", "1.5"],
-    "plan.staleness_steps": ["-1", "x"],
+    "plan.staleness_steps": ["-1", "x", "unbounded"],
     "plan.tables.C1.staleness_steps": ["-1", "x", "unbounded"],
     "plan.staleness_by_step": ["{}", "{5: 3}"],
     "rows.tables.C1.rows": ["0", "many"],

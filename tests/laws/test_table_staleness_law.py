@@ -95,10 +95,9 @@ def test_each_table_is_as_late_as_it_is_told(lookahead):
 def of_ranks(mesh: Mesh) -> list[dict]:
     others = ({}, dict.fromkeys(("warm", "cold"), "pooled"), {"warm": "substitute"})
     exact = [seen_by_table(mesh, BOUNDS, exchanges=each) for each in others]
-    loose = seen_by_table(mesh, {"hot": 0}, staleness_steps="unbounded", lookahead=4)
     mixed = dict.fromkeys(("user", "tag"), "pooled")
     trained = [train(mesh, **LATE, exchanges=each, lookahead=3) for each in (None, mixed)]
-    return [*exact, loose, *trained]
+    return [*exact, *trained]
 
 
 LATE = {"staleness": 2, "late": {"item": 0, "tag": 1}}
@@ -113,36 +112,33 @@ def test_a_budget_of_memory_changes_no_bit(tmp_path):
 
 
 def test_each_table_is_as_late_as_it_is_told_on_ranks():
-    """By rows, by operators that owners evaluate and by sums; and synchronous ones beside unbounded ones."""
+    """By rows, by operators that owners evaluate and by sums."""
     one = train(Mesh(), **LATE)
     for found in run_ranks(2, of_ranks):
-        *exact, loose, by_rows, mixed = found
+        *exact, by_rows, mixed = found
         assert_close(by_rows, one, rtol=1e-10)
         assert_close(mixed, one, rtol=1e-10)
         for each in exact:
             check(each, BOUNDS)
-        assert loose["seen"]["hot"] == promised(0) and loose["last"]["cold"] == STEPS
 
 
 def test_a_table_that_nobody_reads_has_no_say():
-    latest, late = of_tables([0, 4, "unbounded"], [True, False, False], 9)
+    latest, late = of_tables([0, 4, 9], [True, False, False])
     assert (latest.name, late) == ("synchronous", [0, 0, 0])
-    latest, late = of_tables([1, 4, 0], [True, True, False], 9)
+    latest, late = of_tables([1, 4, 0], [True, True, False])
     assert (latest.reads_ahead, late) == (4, [1, 4, 4])
-    latest, late = of_tables(["unbounded", 0, 0], [True, True, False], 9)
-    assert (latest.is_exact, late) == (False, [9, 0, 9])
 
 
 def test_bounds_that_cannot_be_kept():
     tables = counters().tables
     with pytest.raises(ConfigError, match="'none'"):
         build_plan(tables, staleness={"none": 1})
-    with pytest.raises(ConfigError, match="beside unbounded"):
-        build_plan(tables, staleness_steps="unbounded", staleness={"hot": 1})
+    with pytest.raises(ConfigError, match="staleness_steps=unbounded; wanted 0 or more"):
+        build_plan(tables, staleness_steps="unbounded")
     with pytest.raises(ConfigError, match="staleness_steps=-1"):
         build_plan(tables, staleness={"hot": -1})
-    with pytest.raises(ValueError, match="unbounded, wanted 0"):
-        PlanConfig(staleness_steps="unbounded", tables={"hot": {"staleness_steps": 2}})
+    with pytest.raises(ValueError, match="'unbounded', which was removed"):
+        PlanConfig(staleness_steps="unbounded")
     plan = build_plan(tables, staleness_steps=2, staleness={"hot": 0})
     assert Plan.from_json(plan.to_json()) == plan and plan.latest == 2
     assert build_plan(tables, staleness_steps=2, staleness=dict.fromkeys(NAMES, 0)).latest == 0
@@ -177,7 +173,6 @@ CHANGES = {
     "a table becomes late": ((3, 0), (3, None)),
     "less late": ((4, 1), (2, 0)),
     "later": ((1, 0), (4, 2)),
-    "from as it happens": (("unbounded", 0), (2, 0)),
 }
 
 

@@ -111,30 +111,6 @@ def test_a_depth_given_stays():
     assert slow.lookahead.depth == 3
 
 
-def test_batches_that_were_read_count_where_the_window_does_not_fit():
-    """Unbounded: five read and one ready are six that fit, not one."""
-    slow = Slow(0.0, 6)
-    slow.lookahead._agree = lambda ready: ready
-
-    def wait(num_prepared):
-        deadline = time.monotonic() + 20
-        while slow.prepared < num_prepared or not slow.lookahead._num_ready():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-    with slow.lookahead as batches:
-        next(batches)
-        wait(7)
-        while slow.lookahead._num_ready() + len(batches.fetched) < 6:
-            time.sleep(0.001)
-        next(batches).ticket = None  # reads all that are ready
-        wait(8)
-        assert len(batches.fetched) == 5
-        slow.window.crowded.set()
-        next(batches)
-        assert slow.lookahead.depth == 6
-
-
 def collection(folder, *, lookahead, rows_in_memory):
     table = Table("item", 4)
     model = EmbeddingCollection([table], [Feature("item", "item")])

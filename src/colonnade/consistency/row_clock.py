@@ -25,7 +25,6 @@ class RowClock:
 
     name = "row_clock"
     reads_ahead = 0
-    is_exact = False
 
     def __post_init__(self) -> None:
         for name in ("read_bound", "write_bound"):

@@ -5,7 +5,7 @@ while earlier batches compute.
 
 The delay line is the whole of bounded staleness: a batch is fetched when it enters and used when it
 leaves, so many updates later. Where tables have several bounds, each fetches what is due by then, whenever the batch
-has come so far. Where the ranks `agree` instead, batches enter as soon as they are ready.
+has come so far.
 
 Where an update is still under way when a batch is handed out, what would be read now, and sees that update, is read
 later: at the next `next()`, once it has landed. The line is as much shorter meanwhile. Reads see what they always do.
@@ -96,13 +96,11 @@ class Lookahead(Iterator[Batch]):
         bounds: Sequence[int],
         is_alone: bool = True,
         ahead: Leaving | None = None,
-        agree: Callable[[int], int] | None = None,
         land: Callable[[int], int] = lambda count: 0,
     ) -> None:
         """fetch(ticket, steps before its use). bounds: ascending, in steps; all that tables have, of which the last is
-        when a batch enters the line. agree: unbounded staleness; of the batches that are ready here, as many as are on
-        every rank. land(count): applies the oldest updates that are under way, and says how many are left; none is
-        where a bound is less than `LATE`."""
+        when a batch enters the line. land(count): applies the oldest updates that are under way, and says how many are
+        left; none is where a bound is less than `LATE`."""
         self._batches = iter(batches)
         self._prepare = prepare
         self._fetch = fetch
@@ -112,7 +110,6 @@ class Lookahead(Iterator[Batch]):
         self._deepens = depth == "auto" and is_alone
         self._is_alone = is_alone
         self._ahead = ahead
-        self._agree = agree
         self._land = land
         self._surplus = 0  # permits to keep back: the window has become shallower
         self._has_said = depth == "auto"  # its own choice, nothing to say
@@ -150,8 +147,6 @@ class Lookahead(Iterator[Batch]):
         if not self._line:
             raise StopIteration
         self._handed = self._line.popleft()
-        if self._agree is not None and self._thread is not None:
-            self._permit()
         return self._handed
 
     def catch_up(self) -> None:
@@ -163,20 +158,13 @@ class Lookahead(Iterator[Batch]):
 
     def _read(self, gone: int = 0) -> None:
         """All that is due. gone: batches that have left the line since it was."""
-        if self._agree is None:
-            while not self._ended and len(self._line) + gone <= self._bound:
-                self._enter(gone)
-        else:
-            if not self._ended and not self._line:
-                self._enter()
-            if not self._ended:
-                for _ in range(self._agree(self._num_ready())):
-                    self._enter()
+        while not self._ended and len(self._line) + gone <= self._bound:
+            self._enter(gone)
         for steps in self._bounds[:-1]:
             if len(self._line) + gone > steps:
                 self._fetch(self._line[steps - gone].ticket, steps)
 
-    def _enter(self, gone: int = 0) -> None:
+    def _enter(self, gone: int) -> None:
         """The next batch is read, and waits in the line."""
         batch = self._take()
         if batch is None:
@@ -187,11 +175,6 @@ class Lookahead(Iterator[Batch]):
         if not self._was_late:
             self._stalled += self._window.stall_seconds() - before
         self._line.append(batch)
-
-    def _num_ready(self) -> int:
-        """Batches that can be taken without waiting."""
-        with self._ready.mutex:
-            return sum(isinstance(item, Batch) for item in self._ready.queue)
 
     def __enter__(self) -> Lookahead:
         return self
@@ -263,27 +246,20 @@ class Lookahead(Iterator[Batch]):
             self._window.starved.set()  # from here on, waiting for training to release rows would be a deadlock
             item = self._ready.get()
             self._window.starved.clear()
-        if self._agree is None:
-            self._permit()
+        if self._surplus > 0:
+            self._surplus -= 1
+        else:
+            self._permits.put(True)  # the thread may prepare one more
         if isinstance(item, BaseException):
             self._ended = True
             raise item
         return item
 
-    def _permit(self) -> None:
-        """The thread may prepare one more."""
-        if self._surplus > 0:
-            self._surplus -= 1
-        else:
-            self._permits.put(True)
-
     def _adapt(self) -> None:
         """More permits, or fewer."""
         if self._window.crowded.is_set():
             self._window.crowded.clear()
-            # A batch that was read early keeps its place in the window until it is used, where the ranks agree.
-            in_line = 0 if self._agree is None else len(self._line)
-            self._shrink(max(1, in_line + self._ready.qsize()))
+            self._shrink(max(1, self._ready.qsize()))
         self._taken += 1
         if not self._deepens or self._taken < max(LOOKED_AT, 2 * self.depth):
             return
@@ -301,10 +277,9 @@ class Lookahead(Iterator[Batch]):
             return
         if not self._has_said:
             self._has_said = True
-            result = ", to the same result" if self._agree is None else ""
             warnings.warn(
                 f"looking {self.depth} batches ahead needs more rows at once than the memory budget holds; about "
-                f"{depth} fit. Training goes on{result}, perhaps slower: raise plan.memory.dram, or lower "
+                f"{depth} fit. Training goes on, to the same result, perhaps slower: raise plan.memory.dram, or lower "
                 "plan.lookahead or the batch size",
                 RuntimeWarning,
                 stacklevel=4,
