@@ -135,25 +135,16 @@ class WireConfig(Section):
 
 
 RouteChoice = Literal["straight", "by_towers", "auto"]
-ExchangeChoice = Literal[
-    "rows", "pooled", "substitute", "towers", "tower_rows", "replicated", "auto"
-]
+ExchangeChoice = Literal["rows", "pooled", "substitute", "towers", "tower_rows", "auto"]
 ShardingChoice = Literal[
     "row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated", "auto"
 ]
 
 
-def _same_copies(exchange: str | None, sharding: str | None) -> None:
-    """Raises ValueError where one says that every rank has all rows, and the other that not."""
-    if exchange == "replicated" and sharding not in (None, "row_wise", "replicated", "auto"):
-        raise ValueError(
-            f"got exchange=replicated with sharding={sharding}; replicated rows are on every rank: leave sharding out"
-        )
-    if sharding == "replicated" and exchange not in (None, "rows", "replicated", "auto"):
-        raise ValueError(
-            f"got sharding=replicated with exchange={exchange}; of replicated rows only gradients travel: leave "
-            "exchange out"
-        )
+def _refuse_replicated_exchange(values: Any) -> None:
+    """Raises ValueError."""
+    if isinstance(values, Mapping) and values.get("exchange") == "replicated":
+        raise ValueError("got exchange=replicated, which was removed; set sharding=replicated")
 
 
 class TablePlanConfig(Section):
@@ -162,7 +153,7 @@ class TablePlanConfig(Section):
     sharding: ShardingChoice | None = None
     """Which ranks have its rows."""
     exchange: ExchangeChoice | None = None
-    """What of it travels between ranks."""
+    """What of it travels between ranks; leave it out for a replicated table, of which only gradients travel."""
     ranks: list[Annotated[int, Field(ge=0)]] | None = None
     """The rank of table_wise, those of one host for host_wise, each one's for column_wise, those of several hosts for
     grid; default: where most room is, and slices on all."""
@@ -171,16 +162,19 @@ class TablePlanConfig(Section):
     staleness_steps: int | None = Field(None, ge=0)
     """How late its reads are, instead of plan.staleness_steps: 0 for hot tables."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_names(cls, values: Any) -> Any:
+        _refuse_replicated_exchange(values)
+        return values
+
     @model_validator(mode="after")
     def _check(self) -> TablePlanConfig:
-        _same_copies(self.exchange, self.sharding)
-        if self.hot_rows:
-            for what, said in (("exchange", self.exchange), ("sharding", self.sharding)):
-                if said in ("replicated", "column_wise", "grid"):
-                    raise ValueError(
-                        f"got hot_rows={self.hot_rows} with {what}={said}, wanted sharding=row_wise, host_wise or "
-                        "table_wise, of whose rows some can be copied to every rank"
-                    )
+        if self.hot_rows and self.sharding in ("replicated", "column_wise", "grid"):
+            raise ValueError(
+                f"got hot_rows={self.hot_rows} with sharding={self.sharding}, wanted sharding=row_wise, host_wise or "
+                "table_wise, of whose rows some can be copied to every rank"
+            )
         if self.ranks is None:
             return self
         if self.sharding not in ("table_wise", "host_wise", "column_wise", "grid"):
@@ -311,8 +305,8 @@ class PlanConfig(Section):
     exchange: ExchangeChoice = "rows"
     """What travels between ranks: rows, what owners pool of them (pooled), partials of the model's first operators
     where those are less (substitute), what owners pool by way of a rank of their tower (towers), what such a rank pools
-    of rows that come to it (tower_rows), gradients alone (replicated); auto: the fastest by prediction, by towers only
-    for a model's tower modules."""
+    of rows that come to it (tower_rows); auto: the fastest by prediction, by towers only for a model's tower modules.
+    Of replicated tables only gradients travel, whatever this says."""
     sharding: ShardingChoice = "row_wise"
     """Which ranks have a table's rows: all, one host's, one, some columns on each (of hosts: grid), each a copy; auto:
     as is foretold to be fastest."""
@@ -341,7 +335,6 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> PlanConfig:
-        _same_copies(self.exchange, self.sharding)
         if self.cache is not None and self.is_late:
             raise ValueError(
                 "got plan.cache with staleness_steps, of the plan or of a table; copies are what is late already: set "
@@ -357,6 +350,7 @@ class PlanConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _refuse_old_names(cls, values: Any) -> Any:
+        _refuse_replicated_exchange(values)
         if isinstance(values, Mapping):
             defaults = {name: default for name, (default, _) in REMOVED.items()}
             values = {

@@ -41,7 +41,7 @@ BAD_VALUES = {
     "plan.staleness_by_step": ["{}", "{5: 3}"],
     "rows.tables.C1.rows": ["0", "many"],
     "rows.tables.C1.hashes": ["0", "17"],
-    "plan.exchange": ["poled", "rwos"],
+    "plan.exchange": ["poled", "rwos", "replicated"],
     "train.batch_size": ["0", "-8", "1.5", "many"],
     "train.epochs": ["-1", "0.5"],
     "train.max_steps": ["-1", "x"],
