@@ -93,7 +93,7 @@ def test_plans_say_copies_and_come_back_from_json():
         ("set plan.cache.tier=hbm to have the copies", {"hbm_bytes": 10**9}),
         ("servers", {"servers": (1,)}),
         ("exchange=pooled", {"exchange": "pooled"}),
-        ("exchange=replicated", {"shardings": {"item": replicated(2)}}),
+        ("that are replicated", {"shardings": {"item": replicated(2)}}),
         ("cut by columns", {"shardings": {"item": column_wise(range(2))}}),
         ("being hot", {"hot": {"item": [1]}}),
     ],
