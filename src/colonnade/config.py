@@ -23,7 +23,7 @@ from colonnade.plan_config import (
     PlanConfig,
     TableCacheConfig,
     TablePlanConfig,
-    renamed,
+    refusal,
 )
 from colonnade.retention_config import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.section import Section
@@ -389,8 +389,8 @@ def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     values = config.model_dump()
     for name, value in settings.items():
         *sections, key = name.split(".")
-        if (refusal := renamed(name)) is not None:
-            raise ConfigError(refusal)
+        if (message := refusal(name)) is not None:
+            raise ConfigError(message)
         place = values
         for depth, section in enumerate(sections):
             if named := BY_NAME.get(".".join(sections[:depth])):

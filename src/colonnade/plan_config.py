@@ -13,23 +13,22 @@ from colonnade.section import Section
 from colonnade.sizes import Place, Said, absolute, parse_bytes, parse_place, positive_bytes
 
 RENAMED = {"plan.dram": "plan.memory.dram"}
-REMOVED: dict[str, tuple[Any, str]] = {
+REMOVED: Mapping[str, tuple[Any, str]] = {
     "plan.staleness_by_step": (
         {},
         "bounds are fixed for a run: stop it with train.max_steps and go on from its commit with another "
         "plan.staleness_steps or plan.cache.staleness",
     ),
 }
-"""By name: the default that config.yaml files of earlier runs may still have, and what to use instead."""
+"""By name: the value that did nothing, which older files hold, and what to do instead of any other."""
 
 
-def renamed(name: str) -> str | None:
-    """Say what became of a setting that is no more; None for every other name."""
+def refusal(name: str) -> str | None:
+    """Say what became of a setting that is no more; None of any other name."""
     if name in RENAMED:
         return f"unknown setting {name!r}; it is now {RENAMED[name]}"
-    for old, (_, instead) in REMOVED.items():
-        if name == old or name.startswith(f"{old}."):
-            return f"unknown setting {name!r}; {old} was removed: {instead}"
+    if name in REMOVED:
+        return f"unknown setting {name!r}; it was removed: {REMOVED[name][1]}"
     return None
 
 
@@ -351,14 +350,15 @@ class PlanConfig(Section):
     @classmethod
     def _refuse_old_names(cls, values: Any) -> Any:
         _refuse_replicated_exchange(values)
-        if isinstance(values, Mapping):
-            defaults = {name: default for name, (default, _) in REMOVED.items()}
-            values = {
-                name: value
-                for name, value in values.items()
-                if (full := f"plan.{name}") not in defaults or value != defaults[full]
-            }
-            for name in values:
-                if (refusal := renamed(f"plan.{name}")) is not None:
-                    raise ValueError(refusal)
-        return values
+        if not isinstance(values, Mapping):
+            return values
+        idle = {name for name in values if _did_nothing(f"plan.{name}", values[name])}
+        for name in values.keys() - idle:
+            if (message := refusal(f"plan.{name}")) is not None:
+                raise ValueError(message)
+        return {name: value for name, value in values.items() if name not in idle}
+
+
+def _did_nothing(name: str, value: Any) -> bool:
+    """Whether a removed setting has the value that it had where nobody used it."""
+    return name in REMOVED and value == REMOVED[name][0]

@@ -33,7 +33,7 @@ from colonnade.train.presets import PRESETS
         ({"plan": {"dram": "2GiB"}}, ["plan.dram", "it is now plan.memory.dram"]),
         (
             {"plan": {"staleness_by_step": {8: 0}}},
-            ["plan.staleness_by_step was removed", "go on from its commit with another"],
+            ["'plan.staleness_by_step'; it was removed", "go on from its commit with another"],
         ),
         ({"plan": {"dramm": "2GiB"}}, ["plan.dramm", "did you mean plan.memory.dram"]),
         ({"plan": {"memory": {"drm": 3}}}, ["plan.memory.drm", "did you mean plan.memory.dram"]),
