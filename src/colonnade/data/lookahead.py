@@ -171,7 +171,11 @@ class Lookahead(Iterator[Batch]):
             self._ended = True
             return
         before = self._window.stall_seconds()
-        self._fetch(batch.ticket, len(self._line) + gone)
+        try:
+            self._fetch(batch.ticket, len(self._line) + gone)
+        except BaseException:  # nobody else has it to give up
+            self._give_back(batch)
+            raise
         if not self._was_late:
             self._stalled += self._window.stall_seconds() - before
         self._line.append(batch)
