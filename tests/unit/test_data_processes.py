@@ -243,7 +243,7 @@ from colonnade.data import processes
 if __name__ == "__main__":
     processes.RUN_SAMPLES = 1
     batches = processes.ProcessSource(Noted(Path(sys.argv[1])), 2).batches(1)
-    found = []  # threads come and go, as those of a lookahead that is rewound
+    found = []  # threads come and go, as those of one lookahead after another
     for _ in range(2):
         thread = Thread(target=lambda: found.extend(islice(batches, 20)))
         thread.start()
