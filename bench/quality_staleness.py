@@ -1,12 +1,10 @@
-"""What do late reads cost in AUC? Exactly late, late as it happens, late by row clocks, beside synchronous training.
+"""What do late reads cost in AUC? Exactly late, and late by row clocks, beside synchronous training.
 
 A DeepFM over rows of one table, four ranks of 128 samples, on MovieLens-1M (seven fields) and on a synthetic stream of
 Criteo's shape (26 fields, Zipf 1.1, seen once).
 
     synchronous          what any ranks train together: one process with 512 samples stands for them (the world law)
     bounded(k)           PERSIA's: the rows of each batch were read exactly k updates earlier; likewise
-    unbounded            read as soon as the ids have come, up to 63 updates early; one process with 512 samples, in
-                         which reading is easily ahead of training
     row_clock(s)         HET's: four ranks keep copies, of a tenth of the rows (those used most often), that miss at
                          most s batches of each other rank; as many for reads as for writes. "all kept": of all rows
     row_clock(unbounded) copies that are never asked for again and never sent while they stay
@@ -75,7 +73,6 @@ SYSTEMS = (
     System(BASE),
     System("bounded(4)", late=4),
     System("row_clock(100)", clock=row_clock(100)),
-    System("unbounded", late="unbounded"),
     System("row_clock(unbounded)", clock=NEVER),
     System("bounded(16)", late=16),
     System("bounded(1)", late=1),

@@ -404,12 +404,6 @@ std::vector<DirectoryRow> Directory::flush(std::int64_t above) {
   return found;
 }
 
-void Directory::forget() {
-  for (std::int64_t s = 0; s < num_slots_; ++s)
-    if (worths_[s]) remove(static_cast<std::uint32_t>(s));
-  forget_order();
-}
-
 // What waited elsewhere when a copy was read was up to the old bound: it counts as read so many batches earlier.
 void Directory::set_bounds(std::int64_t read_bound, std::int64_t write_bound) noexcept {
   const std::int64_t lowered = settings_.write_bound - write_bound;

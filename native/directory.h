@@ -75,8 +75,6 @@ class Directory {
   void undo(std::span<const std::int64_t> ids, const DirectoryStep& done);
   // Rows with more than so many batches pending are pushed: as they were, ascending by id.
   std::vector<DirectoryRow> flush(std::int64_t above);
-  void forget();  // no copy is left
-  void resize(std::int64_t capacity) { settings_.capacity = capacity; }
   void set_bounds(std::int64_t read_bound, std::int64_t write_bound) noexcept;
 
   std::vector<DirectoryRow> rows() const;  // ascending by id

@@ -34,11 +34,11 @@ SCORED_BLOCKS = 50
 
 @dataclass(frozen=True)
 class System:
-    """When rows are read. `late`: so many updates early, in turn ("unbounded": up to the lookahead). `clock`: from
-    copies, of which a rank keeps `kept` of the rows, those used most often."""
+    """When rows are read. `late`: so many updates early. `clock`: from copies, of which a rank keeps `kept` of the
+    rows, those used most often."""
 
     name: str
-    late: Any = 0
+    late: int = 0
     clock: RowClock | None = None
     kept: float = 0.1
 

@@ -49,8 +49,6 @@ from workers.staleness_model import (
 )
 
 ROWS, POLICY = "rows", "lfu"
-DEPTH = 64
-"""Batches that are looked ahead: more updates than DEPTH - 1 no unbounded read misses."""
 WORLD = (
     System("synchronous"),
     System("bounded(4)", late=4),
@@ -80,10 +78,7 @@ def open_rows(data: Data, learning: Learning, system: System, mesh: Mesh) -> Emb
     caches = None
     if system.clock is not None:
         caches = {ROWS: TableCache(capacity(data, system), system.clock, POLICY)}
-    depth = DEPTH if system.late == "unbounded" else 2
-    plan = build_plan(
-        [table], mesh.num_ranks, lookahead=depth, staleness_steps=system.late, caches=caches
-    )
+    plan = build_plan([table], mesh.num_ranks, staleness_steps=system.late, caches=caches)
     return collection.open(plan, mesh)
 
 

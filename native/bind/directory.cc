@@ -94,8 +94,6 @@ void bind_directory(nb::module_& m) {
             return columns(rows);
           },
           "above"_a)
-      .def("forget", &Directory::forget, nb::call_guard<nb::gil_scoped_release>())
-      .def("resize", &Directory::resize, "capacity"_a)
       .def("set_bounds", &Directory::set_bounds, "read_bound"_a, "write_bound"_a)
       .def("rows",
            [](const Directory& self) {

@@ -335,7 +335,6 @@ OPEN_SECTIONS = (
     ["data", "options"],
     ["plan", "memory", "tables"],
     ["plan", "tables"],
-    ["plan", "staleness_by_step"],
     ["plan", "cache", "tables"],
     ["rows", "tables"],
     ["rows", "by_table"],

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.consistency import of_tables
-from colonnade.data.lookahead import DEEPEST, LATE, Lookahead, Window
+from colonnade.data.lookahead import LATE, Lookahead, Window
 from colonnade.errors import BudgetExceeded, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
 from colonnade.exchange.cached import cached_end, without_copies
-from colonnade.exchange.changing import change
 from colonnade.exchange.contract import Pushed, RowSource, Ticket
 from colonnade.exchange.layout import declare
 from colonnade.exchange.one_caller import one_at_a_time
@@ -133,9 +131,8 @@ class EmbeddingCollection(StatefulRows):
         self._check_waiting(self.plan, self.mesh, step)
         self.step = self.step if step is None else step
         keep_freed_memory()
-        depth = DEEPEST if self.plan.lookahead == "auto" else self.plan.lookahead
         is_read = [self.declaration.is_read(table) for table in self.tables]
-        self.consistency, late = of_tables(self.plan.bounds, is_read, depth)
+        self.consistency, late = of_tables(self.plan.bounds, is_read)
         self.bounds = sorted(set(late))  # that reads of some table are late by
         planned, shardings = self.plan.tables, self.plan.shardings
         said = [each.exchange for each in planned]
@@ -183,7 +180,7 @@ class EmbeddingCollection(StatefulRows):
         self.policies: dict[int, RowPolicy] = {**own, **{t: each for (t,), each in given.items()}}
         self.updates = Updates(self.exchange, self.store, self.policies, self.missed)
         heard = self.cached or self.policies or self.exchange.pushed_parameters
-        is_alone = self.mesh.num_ranks == 1 or not self.consistency.is_exact
+        is_alone = self.mesh.num_ranks == 1
         self._lands_late = self.bounds[0] >= LATE and not (is_alone or heard)
         self._window = Window(
             stall_seconds=lambda: self.store.sources.stall_seconds,
@@ -239,7 +236,7 @@ class EmbeddingCollection(StatefulRows):
         """The same batches in the same order, each ready to use: its ids have travelled, its rows are resident.
 
         A thread runs `plan.lookahead` batches ahead; a batch's values are read exactly as many updates before its use
-        as the plan's staleness says, or, unbounded, as soon as they can be. Close the iterator to stop early.
+        as the plan's staleness says. Close the iterator to stop early.
         """
         self.ensure_open()
         self.updates.settle()
@@ -252,9 +249,7 @@ class EmbeddingCollection(StatefulRows):
             depth=self.plan.lookahead,
             bounds=self.bounds,
             is_alone=self.mesh.num_ranks == 1,
-            agree=None if self.consistency.is_exact else self.mesh.least,
             land=self.updates.land,
-            change=None if self.cached is None else partial(change, self.cached),
         )
         self.updates.read_by(found)
         return found

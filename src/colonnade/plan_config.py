@@ -6,19 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    PlainSerializer,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    model_validator,
-)
-from pydantic.functional_validators import (
-    AfterValidator,
-    BeforeValidator,
-    PlainValidator,
-    WrapValidator,
-)
+from pydantic import Field, PlainSerializer, model_validator
+from pydantic.functional_validators import AfterValidator, BeforeValidator, PlainValidator
 
 from colonnade.section import Section
 from colonnade.sizes import Place, Said, absolute, parse_bytes, parse_place, positive_bytes
@@ -27,6 +16,11 @@ RENAMED = {"plan.dram": "plan.memory.dram"}
 REMOVED: Mapping[str, tuple[Any, str]] = {
     "plan.rows_ahead": (False, "use plan.staleness_steps=1, which reads all rows a step early"),
     "plan.route": ("straight", "leave it out; ids go straight to the ranks that own rows"),
+    "plan.staleness_by_step": (
+        {},
+        "bounds are fixed for a run: stop it with train.max_steps and go on from its commit with another "
+        "plan.staleness_steps or plan.cache.staleness",
+    ),
 }
 """By name: the value that did nothing, which older files hold, and what to do instead of any other."""
 
@@ -45,8 +39,12 @@ def _is_count(value: Any) -> bool:
 
 
 def _staleness(value: Any) -> Any:
-    if not _is_count(value) and value != "unbounded":
-        raise ValueError(f"got {value!r}, wanted a number of steps, 0 or more, or unbounded")
+    if value == "unbounded":
+        raise ValueError(
+            "got 'unbounded', which was removed; give the number of steps that reads are late, such as 16"
+        )
+    if not _is_count(value):
+        raise ValueError(f"got {value!r}, wanted a number of steps, 0 or more")
     return value
 
 
@@ -54,16 +52,6 @@ def _lookahead(value: Any) -> Any:
     if not _is_count(value) and value != "auto":
         raise ValueError(f"got {value!r}, wanted a number of batches, 0 or more, or auto")
     return value
-
-
-def _by_step(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return check(value)
-    except ValidationError:
-        raise ValueError(
-            f"got {value!r}, wanted by step how many updates reads may miss, both 0 or more, such as {{1000: 0}}; "
-            "{}: no bounds by step"
-        ) from None
 
 
 LEAST_RATE = 2**20
@@ -92,7 +80,6 @@ def _distinct(texts: list[str]) -> list[str]:
     return texts
 
 
-Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, BeforeValidator(positive_bytes), Said("bytes")]
 Rate = Annotated[int, BeforeValidator(_rate), Said("bytes")]
 PlaceText = Annotated[str, AfterValidator(absolute), Said("directory[:bytes]")]
@@ -148,25 +135,16 @@ class WireConfig(Section):
     rounding took."""
 
 
-ExchangeChoice = Literal[
-    "rows", "pooled", "substitute", "towers", "tower_rows", "replicated", "auto"
-]
+ExchangeChoice = Literal["rows", "pooled", "substitute", "towers", "tower_rows", "auto"]
 ShardingChoice = Literal[
     "row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated", "auto"
 ]
 
 
-def _same_copies(exchange: str | None, sharding: str | None) -> None:
-    """Raises ValueError where one says that every rank has all rows, and the other that not."""
-    if exchange == "replicated" and sharding not in (None, "row_wise", "replicated", "auto"):
-        raise ValueError(
-            f"got exchange=replicated with sharding={sharding}; replicated rows are on every rank: leave sharding out"
-        )
-    if sharding == "replicated" and exchange not in (None, "rows", "replicated", "auto"):
-        raise ValueError(
-            f"got sharding=replicated with exchange={exchange}; of replicated rows only gradients travel: leave "
-            "exchange out"
-        )
+def _refuse_replicated_exchange(values: Any) -> None:
+    """Raises ValueError."""
+    if isinstance(values, Mapping) and values.get("exchange") == "replicated":
+        raise ValueError("got exchange=replicated, which was removed; set sharding=replicated")
 
 
 class TablePlanConfig(Section):
@@ -175,25 +153,28 @@ class TablePlanConfig(Section):
     sharding: ShardingChoice | None = None
     """Which ranks have its rows."""
     exchange: ExchangeChoice | None = None
-    """What of it travels between ranks."""
+    """What of it travels between ranks; leave it out for a replicated table, of which only gradients travel."""
     ranks: list[Annotated[int, Field(ge=0)]] | None = None
     """The rank of table_wise, those of one host for host_wise, each one's for column_wise, those of several hosts for
     grid; default: where most room is, and slices on all."""
     hot_rows: int = Field(0, ge=0)
     """So many rows, the most popular of a sample, lie on every rank, in memory; on one rank it does nothing."""
     staleness_steps: int | None = Field(None, ge=0)
-    """How late its reads are, instead of plan.staleness_steps: 0 for hot tables; beside unbounded, only 0."""
+    """How late its reads are, instead of plan.staleness_steps: 0 for hot tables."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_names(cls, values: Any) -> Any:
+        _refuse_replicated_exchange(values)
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> TablePlanConfig:
-        _same_copies(self.exchange, self.sharding)
-        if self.hot_rows:
-            for what, said in (("exchange", self.exchange), ("sharding", self.sharding)):
-                if said in ("replicated", "column_wise", "grid"):
-                    raise ValueError(
-                        f"got hot_rows={self.hot_rows} with {what}={said}, wanted sharding=row_wise, host_wise or "
-                        "table_wise, of whose rows some can be copied to every rank"
-                    )
+        if self.hot_rows and self.sharding in ("replicated", "column_wise", "grid"):
+            raise ValueError(
+                f"got hot_rows={self.hot_rows} with sharding={self.sharding}, wanted sharding=row_wise, host_wise or "
+                "table_wise, of whose rows some can be copied to every rank"
+            )
         if self.ranks is None:
             return self
         if self.sharding not in ("table_wise", "host_wise", "column_wise", "grid"):
@@ -301,13 +282,6 @@ class CacheConfig(Section):
     """By name: tables with a size, bounds or policy of their own."""
 
 
-def _staleness_of(said: CacheConfig | TableCacheConfig) -> int:
-    """Batches that a read may miss by these bounds."""
-    if said.staleness is not None:
-        return said.staleness
-    return (said.read_bound or 0) + (said.write_bound or 0)
-
-
 class PlanConfig(Section):
     memory: MemoryConfig = MemoryConfig()
     """What each rank may use of each tier."""
@@ -317,17 +291,13 @@ class PlanConfig(Section):
     """Batches whose ids travel and whose rows become resident ahead of training; auto: as deep as reads are slow."""
     write_budget: Rate | None = None
     """Bytes per second that rows may be written to files with, on each rank. Default: no limit."""
-    staleness_steps: Annotated[int | Literal["unbounded"], PlainValidator(_staleness)] = 0
-    """0: synchronous. k: every read misses exactly the newest k updates of rows; unbounded: as many as happens, for
-    comparison."""
-    staleness_by_step: Annotated[dict[Count, Count], WrapValidator(_by_step)] = {}
-    """By step: how many updates reads may miss at most from there on, e.g. {1000: 0}, where staleness_steps, or the
-    staleness of plan.cache, is more."""
+    staleness_steps: Annotated[int, PlainValidator(_staleness)] = 0
+    """0: synchronous. k: every read misses exactly the newest k updates of rows."""
     exchange: ExchangeChoice = "rows"
     """What travels between ranks: rows, what owners pool of them (pooled), partials of the model's first operators
     where those are less (substitute), what owners pool by way of a rank of their tower (towers), what such a rank pools
-    of rows that come to it (tower_rows), gradients alone (replicated); auto: the fastest by prediction, by towers only
-    for a model's tower modules."""
+    of rows that come to it (tower_rows); auto: the fastest by prediction, by towers only for a model's tower modules.
+    Of replicated tables only gradients travel, whatever this says."""
     sharding: ShardingChoice = "row_wise"
     """Which ranks have a table's rows: all, one host's, one, some columns on each (of hosts: grid), each a copy; auto:
     as is foretold to be fastest."""
@@ -352,19 +322,6 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> PlanConfig:
-        _same_copies(self.exchange, self.sharding)
-        if self.staleness_steps == "unbounded" and self.lookahead == 0:
-            raise ValueError(
-                "got staleness_steps=unbounded with lookahead=0, which makes no batch ready that could be read early; "
-                "set plan.lookahead to 1 or more"
-            )
-        for name, table in self.tables.items():
-            if self.staleness_steps == "unbounded" and table.staleness_steps:
-                raise ValueError(
-                    f"got tables.{name}.staleness_steps={table.staleness_steps} with staleness_steps=unbounded, wanted "
-                    "0, or a number for all"
-                )
-        self._check_staleness_by_step()
         if self.cache is not None and self.is_late:
             raise ValueError(
                 "got plan.cache with staleness_steps, of the plan or of a table; copies are what is late already: set "
@@ -377,28 +334,10 @@ class PlanConfig(Section):
             )
         return self
 
-    def _check_staleness_by_step(self) -> None:
-        """Raises ValueError."""
-        if not self.staleness_by_step:
-            return
-        if isinstance(self.staleness_steps, str):
-            raise ValueError(
-                "got plan.staleness_by_step with staleness_steps=unbounded, which promises nothing; give a number"
-            )
-        late = [self.staleness_steps, *(each.staleness_steps or 0 for each in self.tables.values())]
-        if self.cache is not None:
-            said: list[CacheConfig | TableCacheConfig] = [self.cache, *self.cache.tables.values()]
-            late += map(_staleness_of, said)
-        if min(self.staleness_by_step.values()) > max(late):
-            raise ValueError(
-                f"got plan.staleness_by_step={self.staleness_by_step} where reads are at most {max(late)} late anyway; "
-                "raise staleness_steps, or plan.cache.staleness, to the largest that you need, or take the bounds by "
-                "step away: plan.staleness_by_step={}"
-            )
-
     @model_validator(mode="before")
     @classmethod
     def _refuse_old_names(cls, values: Any) -> Any:
+        _refuse_replicated_exchange(values)
         if not isinstance(values, Mapping):
             return values
         idle = {name for name in values if _did_nothing(f"plan.{name}", values[name])}

@@ -32,7 +32,7 @@ PLANS = {
         "tables": {"wide": {"exchange": "rows"}},  # sequences
         "staleness_steps": 2,
     },
-    "replicated": {"exchange": "replicated"},
+    "replicated": {"sharding": "replicated"},
     "mixed, in halves": {
         "tables": {
             "item": {"sharding": "table_wise", "exchange": "pooled", "ranks": [2]},

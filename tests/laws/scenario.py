@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -238,7 +238,7 @@ def train(
     hbm_bytes: int | None = None,
     device: str = "cpu",
     lookahead: int = 2,
-    staleness: int | Literal["unbounded"] = 0,
+    staleness: int = 0,
     late: Mapping[str, int] | None = None,
     folder: Path | None = None,
     evaluate_every: int = 0,

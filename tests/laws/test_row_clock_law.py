@@ -38,9 +38,10 @@ from colonnade import (
 from colonnade.cache.device_copies import DeviceCopies
 from colonnade.config import build_config, override
 from colonnade.consistency.row_clock import RowClock, row_clock
-from colonnade.errors import ConfigError, PeerLost
+from colonnade.errors import ConfigError
 from colonnade.exchange import routing
 from colonnade.exchange.cached import TableCache
+from colonnade.exchange.settling import apply_planned_bounds
 from colonnade.topology.hot import hot_rows
 from colonnade.topology.sharding import column_wise, row_wise
 from colonnade.train import run as runs
@@ -116,7 +117,7 @@ class Ones:
         self.used = np.zeros((mesh.num_ranks, self.IDS))
         self.before = []  # `used`, by batch
         self.asked = {}  # by table and row: the batch that read the copy, the write bound of then
-        self.kept, self.ahead = kept, None
+        self.kept = kept
         clock = kept.clock
         self.slow = [
             SlowDirectory(rows, clock.read_bound, clock.write_bound, policy) for _ in declared
@@ -144,28 +145,24 @@ class Ones:
         return mine, said
 
     def change(self, random):
-        """Other bounds and sizes of one table or both. random: the same on every rank."""
-        caches = {}
-        for name, slow in zip(("few", "any"), self.slow, strict=True):
-            staleness = min(int(random.choice([0, 1, 4, 40])), self.kept.clock.staleness)
-            read = int(random.integers(0, staleness + 1))
-            rows = int(random.integers(0, self.kept.rows + 1))
-            if self.kept.policy == "lookahead":
-                rows = self.kept.rows  # who leaves is foretold, and the slow twin is not told
+        """Other bounds of one table or both, as of a run that goes on. random: the same on every rank."""
+        cached = self.collection.cached
+        for t, slow in enumerate(self.slow):
+            staleness = int(random.choice([1, 4, 40]))
+            clock = RowClock(read := int(random.integers(0, staleness + 1)), staleness - read)
             if random.integers(4):
-                clock = RowClock(read, staleness - read)
-                caches[name] = replace(self.kept, rows=rows, clock=clock)
-                slow.change(rows, clock.read_bound, clock.write_bound)
-        self.ahead.change_caches(caches)
+                cached.caches[t] = replace(self.kept, clock=clock)
+                slow.change(self.kept.rows, clock.read_bound, clock.write_bound)
+        apply_planned_bounds(cached)
 
     def run(self, steps, changes=None):
         """Asserts of every read: nothing of one's own is missed, of each other rank s batches at most, nothing twice.
-        changes: says after which steps bounds and sizes become others, and which. Returns batches by id that were ever
+        changes: says after which steps bounds become others, and which. Returns batches by id that were ever
         trained on, and the most that a read missed of all others."""
         mine, said = self.batches(steps)
         used = self.used
         worst = 0
-        for batch, ids_of in zip(self.stream(mine), said, strict=True):
+        for batch, ids_of in zip(self.stream(mine, changes), said, strict=True):
             found = self.collection(batch)
             ids = ids_of[self.mesh.rank]
             self.before.append(used.copy())
@@ -196,18 +193,20 @@ class Ones:
             self.rows.step()
             for rank, theirs in enumerate(ids_of):
                 used[rank, theirs] += 1
-            if changes is not None and changes.random() < 0.2:
-                self.change(changes)
         counted = self.collection.cached.ages
         assert {kind: rows for kind, rows in enumerate(counted) if rows} == dict(self.ages)
         return used.sum(0), worst
 
-    def stream(self, batches):
+    def stream(self, batches, changes=None):
         """Through lookaheads that are closed early: with batches prepared, and the last time with one read, too."""
-        first = 0
-        for last in (len(batches) // 3, len(batches) // 2, len(batches)):
+        first, most = 0, len(batches)
+        ends = [most // 3, most // 2]
+        if changes is not None:
+            ends = [step for step in range(1, most) if changes.random() < 0.2]
+        for last in (*ends, most):
+            if first and changes is not None:
+                self.change(changes)
             with self.collection.lookahead(batches[first:]) as ahead:
-                self.ahead = ahead
                 for _ in range(last - first):
                     yield next(ahead)
                 if first:
@@ -286,124 +285,32 @@ def count_batches_by_changing_bounds(mesh, cases):
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_reads_miss_no_more_than_the_bounds_of_their_step_allow(num_ranks):
-    """Bounds by table, and sizes, become others after any step, with batches made ready ahead: decisions are those of
-    the slow twin, and invariants hold of every read from the next one on."""
+def test_reads_miss_no_more_than_the_bounds_that_a_run_goes_on_with(num_ranks):
+    """Bounds by table become others after any step: decisions are those of the slow twin, and invariants hold of every
+    read from the next one on."""
     cases = [(10, 12, "lru", 2), (7, 5, "lfu", 0), (1000, 60, "lookahead", 3), (40, 60, "lru", 5)]
     run_ranks(num_ranks, count_batches_by_changing_bounds, cases)
 
 
-def become_synchronous(mesh, depth):
-    """By step after the change: what was looked up with copies, and without. Last the rows."""
-    optimizers = [SGD(lr=0.1, momentum=0.9), Adagrad(lr=0.3), Adam(lr=0.1)]
-    declared = [Table(f"t{i}", 3, rows=40, optimizer=each) for i, each in enumerate(optimizers)]
-    random = torch.Generator().manual_seed(mesh.rank)
-    stream = []
-    for _ in range(20):
-        ids = torch.rand(9, generator=random).pow(3).mul(40).long()
-        stream.append(Batch(9, torch.zeros(9, 0), {t.name: Ids(ids) for t in declared}))
-
-    def opened(caches):
-        collection = EmbeddingCollection(declared, [Feature(t.name, t.name) for t in declared])
-        plan = build_plan(declared, mesh.num_ranks, caches=caches, lookahead=depth)
-        return collection.open(plan, mesh), RowOptimizer(collection)
-
-    def step(collection, rows, batch):
-        found = collection(batch)
-        sum(output.square().sum() for output in found.values()).backward()
-        rows.step()
-        return {name: output.detach().clone() for name, output in found.items()}
-
-    kept = {t.name: TableCache(25, row_clock(8), "lfu") for t in declared}
-    copied, plain = opened(kept), opened(None)
-    ahead = copied[0].lookahead(stream)
-    for _ in range(12):
-        step(*copied, next(ahead))
-    late = all(len(copied[0].cached.copies.dirty(t)) for t in range(3))
-    ahead.change_caches({name: replace(each, clock=row_clock(0)) for name, each in kept.items()})
-    for t in range(3):
-        for ids, records in copied[0].store.scan(t):
-            plain[0].store.put(t, ids.clone(), records.clone(memory_format=torch.contiguous_format))
-    found = []
-    for (collection, rows), batches in ((copied, ahead), (plain, plain[0].lookahead(stream[12:]))):
-        seen = [step(collection, rows, batch) for batch in batches]
-        seen.append({t.name: collection.rows(t.name, torch.arange(40)) for t in declared})
-        found.append(seen)
-    return late, list(zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("depth", [0, 3])
-def test_from_a_bound_of_zero_on_it_is_the_bits_of_rows(depth):
-    """What waited was handed over at once, one step of each row; nothing is late from the next batch on."""
-    for late, found in run_ranks(2, become_synchronous, depth):
-        assert late and len(found) == 9
-        for copied, plain in found:
-            for name, values in plain.items():
-                assert torch.equal(copied[name], values)
-
-
-def disagree(mesh, alone):
-    """What each rank hears: of other bounds than another's, or of a change that another one does not make."""
+def begin_while_settled(mesh):
+    """Batches and moments that begin inside of a settled one are refused; then it goes on."""
     world = Ones(mesh, 6, 9)
-    mine, _ = world.batches(10)
-    ahead, said = world.collection.lookahead(mine), []
-
-    def step():
-        sum(output.sum() for output in world.collection(next(ahead)).values()).backward()
-        world.rows.step()
-
-    def change(rows=9, staleness=2, name="few", policy="lru"):
-        ahead.change_caches({name: TableCache(rows, row_clock(staleness), policy)})
-
-    step()
-    if alone:
-        mesh.presence.timeout = 3.0
-        with pytest.raises(PeerLost) as lost:
-            if mesh.rank == 0:
-                change()
-            step()
-            step()
-        return str(lost.value)
-    for words in (
-        {"staleness": 2 + mesh.rank}, {"rows": 10}, {"staleness": 7}, {"name": "none"}, {"policy": "lfu"},
-    ):  # fmt: skip
-        with pytest.raises(ConfigError) as error:
-            change(**words)
-        said.append(str(error.value))
-        step()
-    batch = next(ahead)
-    with pytest.raises(RuntimeError, match="read and not stepped"):
-        change()
-    sum(output.sum() for output in world.collection(batch).values()).backward()
+    mine, _ = world.batches(3)
+    ahead = world.collection.lookahead(mine)
+    sum(output.sum() for output in world.collection(next(ahead)).values()).backward()
     world.rows.step()
-    change(np.int64(9), np.int32(2))
-    step()
     with world.rows.settled():
-        for call in (change, lambda: world.rows.settled().__enter__(), step):
+        for call in (lambda: world.rows.settled().__enter__(), lambda: next(ahead)):
             with pytest.raises(RuntimeError, match="settled"):
                 call()
         ahead.close()
-        world.collection.forget()
-    for caches in (
-        [], {"few": None}, {"few": row_clock(1)}, {"few": TableCache(3, 4)},
-        {"few": TableCache(None, row_clock(1))}, {"few": TableCache(2.5, row_clock(1))},
-        {"few": TableCache(3, row_clock(1)) if mesh.rank else None},
-    ):  # fmt: skip
-        with pytest.raises(ConfigError) as error:
-            ahead.change_caches(caches)
-        said.append(str(error.value))
-    return said
+    world.collection.forget()
+    with world.collection.lookahead(mine[1:]) as ahead:
+        assert next(ahead).size == 1
 
 
-def test_ranks_that_change_to_other_bounds_are_told():
-    wanted = (
-        "on rank 1", "got rows 10, wanted 0 .. 9", "a staleness of 7, wanted 0 .. 6", "got table 'none'",
-        "policy 'lfu'", "by the table's name", *["wanted a TableCache(rows, RowClock("] * 3, "got rows=None",
-        "got rows=2.5",
-    )  # fmt: skip
-    for rank, said in enumerate(run_ranks(2, disagree, False)):
-        assert all(words in each for words, each in zip(wanted, said[:-1], strict=True))
-        assert ("refused on rank 0" if rank else "got None") in said[-1]
+def test_nothing_begins_while_rows_are_settled():
+    run_ranks(2, begin_while_settled)
 
 
 @pytest.mark.parametrize(
@@ -413,12 +320,6 @@ def test_bounds_are_whole_numbers(given):
     with pytest.raises(ConfigError, match=r"row_clock: got .*, wanted 0 or more batches"):
         row_clock(*given)
     assert row_clock(np.int64(5)) == RowClock(2, 3)
-
-
-def test_a_rank_that_changes_bounds_alone_is_found():
-    """Within the timeout, by both: one waits for the other's word, the other for its rows."""
-    for said in run_ranks(2, disagree, True):
-        assert "lost rank" in said and "'evaluate'" in said
 
 
 def beside_tables_that_are_cut(mesh):
@@ -570,29 +471,24 @@ def run_parts(mesh, folder, parts):
     return every, waiting, bounds
 
 
-def run_by_staleness_by_step(mesh, folder):
-    at = {"plan.staleness_by_step": {8: 3, 15: 0, 22: 7}}
+def go_on_and_be_cut(mesh, folder):
     runs.move_network = lambda *_: None  # "cpu" as a device
-    on_device = at | {"train.device": "cuda", "plan.cache.tier": "hbm"}
+    on_device = {"train.device": "cuda", "plan.cache.tier": "hbm"}
+    lower, higher = {"plan.cache.staleness": 3}, {"plan.cache.staleness": 7}
     parts = {
-        "whole": [(30, at)],
-        "cut": [(8, at), (9, on_device), (16, at), (22, on_device), (30, at)],
-        "to zero": [(19, at)],
-    }
-    found = {name: run_parts(mesh, folder / name, each) for name, each in parts.items()}
-    plain = [(15, {"plan.staleness_by_step": {8: 3}}), (19, {"plan.cache": None})]
-    return found | {"plain": run_parts(mesh, folder / "plain", plain)}
+        "whole": [(8, {}), (16, lower), (30, higher)],
+        "cut": [(8, {}), (9, lower | on_device), (16, lower), (22, higher | on_device), (30, higher)],
+    }  # fmt: skip
+    return {name: run_parts(mesh, folder / name, each) for name, each in parts.items()}
 
 
-def test_a_run_whose_bounds_change_by_step_can_be_cut_anywhere(tmp_path):
-    """Bits are the same wherever copies lie, and from a bound of 0 on those of a run that went on without copies."""
-    found = run_ranks(2, run_by_staleness_by_step, tmp_path)[0]
-    for name, other in (("whole", "cut"), ("to zero", "plain")):
-        for one, same in zip(found[name][0], found[other][0], strict=True):
-            assert torch.equal(one, same)
-    bounds = {"whole": (3, 4), "cut": (3, 4), "to zero": (0, 0), "plain": None}
-    assert {name: each[2] for name, each in found.items()} == bounds
-    assert found["to zero"][1] == 0 < found["whole"][1] <= 4
+def test_a_run_that_goes_on_with_other_bounds_can_be_cut_anywhere(tmp_path):
+    """Bits are the same wherever copies lie."""
+    found = run_ranks(2, go_on_and_be_cut, tmp_path)[0]
+    for one, same in zip(found["whole"][0], found["cut"][0], strict=True):
+        assert torch.equal(one, same)
+    assert {each[2] for each in found.values()} == {(3, 4)}
+    assert 0 < found["whole"][1] <= 4
 
 
 def go_on_with_other_bounds(mesh, folder):
@@ -681,7 +577,7 @@ def test_after_a_batch_that_was_read_and_never_stepped_the_remedy_works():
 
 
 def lose_letters(mesh):
-    """Batches that do not come to their owners leave nothing behind: bounds may change, and nothing is lost."""
+    """Batches that do not come to their owners leave nothing behind: nothing is lost."""
     world = Ones(mesh, 10, 12)
     mine, _ = world.batches(2)
     sent = routing.exchanged
@@ -694,7 +590,7 @@ def lose_letters(mesh):
         with pytest.raises(OSError, match="the letters"):
             world.collection(batch)
     routing.exchanged = sent
-    total, _ = world.run(20, np.random.default_rng(3))
+    total, _ = world.run(20)
     with world.rows.settled():
         return [np.array_equal(held, total) for held in world.held()]
 

@@ -1,11 +1,8 @@
-"""bounded(k): the read for step t sees exactly the updates of steps <= t-1-k. unbounded: how many it sees is measured,
-and every update is applied once."""
+"""bounded(k): the read for step t sees exactly the updates of steps <= t-1-k."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from threading import Semaphore
 
 import pytest
 import torch
@@ -132,92 +129,3 @@ def test_stale_reads_need_the_lookahead():
     batch = Batch(1, torch.zeros(1, 0), {"f": Ids(torch.zeros(1, dtype=torch.int64))})
     with pytest.raises(ConfigError, match="lookahead"):
         collection(batch)
-
-
-def reads_of(mesh: Mesh, lookahead: int, exchange: str = "rows", *, fresh: bool = False) -> dict:
-    """What reads of a row that grows by one each step missed, and what the collection counted. fresh: a batch comes
-    when the step before it is over; else the next step begins when as many are ready as may be."""
-    table = Table("count", 1, rows=1, optimizer=SGD(lr=1.0), initializer=Uniform(scale=0.0))
-    collection = EmbeddingCollection([table], [Feature("one", "count", pooling="sum")])
-    collection.open(
-        build_plan(
-            collection.tables,
-            mesh.num_ranks,
-            lookahead=lookahead,
-            staleness_steps="unbounded",
-            exchange=exchange,
-        ),
-        mesh,
-    )
-    rows, seen, zero = RowOptimizer(collection), [], torch.zeros(1, dtype=torch.int64)
-    one = Batch(1, torch.zeros(1, 0), {"one": Ids(zero)})
-    is_over, held = Semaphore(1), []
-
-    def batches():
-        for _ in range(STEPS):
-            if fresh:
-                is_over.acquire()
-            yield one
-
-    coming = collection.lookahead(batches())
-    for step, batch in enumerate(coming):
-        held.append(len(coming.fetched))
-        value = collection(batch)["one"]
-        seen.append(step - round(value.item()))
-        (-value).sum().div(mesh.num_ranks).backward()
-        rows.step()
-        is_over.release()
-        wanted = 0 if fresh else min(lookahead, STEPS - step - 1)
-        deadline = time.monotonic() + 60
-        while len(coming.fetched) + coming._num_ready() < wanted and time.monotonic() < deadline:
-            time.sleep(0.001)
-    collection.eval()
-    with torch.no_grad():
-        last = collection(one)["one"].item()
-    return {"seen": seen, "missed": collection.missed, "held": held, "last": last}
-
-
-@pytest.mark.parametrize("lookahead", [1, 3, 50])
-def test_unbounded_reads_are_late_as_it_happens_and_counted(lookahead):
-    found = reads_of(Mesh(), lookahead)
-    assert Counter(found["seen"]) == found["missed"]
-    assert min(found["seen"]) == 0 and max(found["held"]) <= lookahead - 1
-    # All that could be read was; whether that is in the first step or the second, is a matter of timing.
-    assert min(lookahead - 1, STEPS - 2) <= max(found["seen"]) <= min(lookahead - 1, STEPS - 1)
-    assert found["last"] == pytest.approx(STEPS), "evaluation sees every update"
-
-
-def test_unbounded_reads_are_fresh_where_batches_come_one_by_one():
-    found = reads_of(Mesh(), 3, fresh=True)
-    assert found["missed"] == {0: STEPS} and found["seen"] == [0] * STEPS
-
-
-def unbounded_ranks(mesh: Mesh) -> list:
-    every = [reads_of(mesh, 4, exchange) for exchange in ("rows", "pooled")]
-    trained = train(mesh, staleness="unbounded", lookahead=3, evaluate_every=1)
-    return [*every, trained]
-
-
-def test_ranks_agree_which_batches_are_read():
-    every = run_ranks(2, unbounded_ranks)
-    for one, other in zip(*(found[:2] for found in every), strict=True):
-        assert one == other, "both ranks read at the same time"
-        assert Counter(one["seen"]) == one["missed"] and max(one["seen"]) == 3
-        assert one["last"] == pytest.approx(STEPS)
-    assert_same_bits(every[0][2], every[1][2])
-
-
-@pytest.mark.filterwarnings("ignore:looking 8 batches ahead")
-def test_unbounded_reads_within_a_budget_that_holds_few_batches(tmp_path):
-    found = train(
-        Mesh(), staleness="unbounded", dram_bytes=30_000, folder=tmp_path, lookahead=8, size=40
-    )
-    assert all(torch.isfinite(torch.tensor(found.losses)))
-
-
-def test_unbounded_needs_batches_that_are_ready():
-    table = Table("t", 2)
-    with pytest.raises(ConfigError, match="lookahead=0"):
-        build_plan([table], lookahead=0, staleness_steps="unbounded")
-    plan = build_plan([table], staleness_steps="unbounded")
-    assert type(plan).from_json(plan.to_json()) == plan

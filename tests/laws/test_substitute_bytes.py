@@ -186,7 +186,7 @@ def test_bytes_are_foretold(hosts, ranks_per_host):
         if hot:
             sides, seen = sides_of(declaration, hot, batches)
             forced |= {f"{name}[cold]": forced[name] for name in hot}
-            forced |= {f"{name}[hot]": Forced("replicated", "replicated") for name in hot}
+            forced |= {f"{name}[hot]": Forced("replicated") for name in hot}
         loads = table_loads(
             sides.tables,
             sides.features,

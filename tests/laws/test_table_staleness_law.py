@@ -1,5 +1,5 @@
-"""A bound of its own for each table: the read for step t sees exactly the updates of steps <= t-1-k, for the table's k;
-and a bound that changes between two steps."""
+"""A bound of its own for each table: the read for step t sees exactly the updates of steps <= t-1-k, for the table's
+k."""
 
 from __future__ import annotations
 
@@ -50,22 +50,20 @@ def batches(num: int):
         yield Batch(1, torch.zeros(1, 0), {feature.name: zero for feature in FEATURES})
 
 
-def seen_by_table(mesh: Mesh, bounds: dict[str, int], changes=(), **plan) -> dict:
-    """By table, how many updates each step's read saw. changes: (step, bound of the line from there on)."""
+def seen_by_table(mesh: Mesh, bounds: dict[str, int], **plan) -> dict:
+    """By table, how many updates each step's read saw."""
     collection = counters()
     collection.open(build_plan(collection.tables, mesh.num_ranks, staleness=bounds, **plan), mesh)
-    rows, changes = RowOptimizer(collection), dict(changes)
+    rows = RowOptimizer(collection)
     seen: dict[str, list[int]] = {name: [] for name in NAMES}
     coming = collection.lookahead(batches(STEPS))
-    for step, batch in enumerate(coming):
+    for batch in coming:
         found = collection(batch)
         for name in NAMES:
             seen[name].append(round(found[name].item()))
         assert found["past"].item() == found["hot"].item(), "one table, one moment"
         (-sum(found[name].sum() for name in NAMES) / mesh.num_ranks).backward()
         rows.step()
-        if step + 1 in changes:
-            coming.bound = changes[step + 1]
     zero = torch.zeros(1, dtype=torch.int64)
     last = {name: round(collection.rows(name, zero).item()) for name in NAMES}
     return {"seen": seen, "last": last, "missed": collection.missed}
@@ -97,11 +95,9 @@ def test_each_table_is_as_late_as_it_is_told(lookahead):
 def of_ranks(mesh: Mesh) -> list[dict]:
     others = ({}, dict.fromkeys(("warm", "cold"), "pooled"), {"warm": "substitute"})
     exact = [seen_by_table(mesh, BOUNDS, exchanges=each) for each in others]
-    loose = seen_by_table(mesh, {"hot": 0}, staleness_steps="unbounded", lookahead=4)
-    changed = seen_by_table(mesh, BOUNDS, changes=[(3, 0), (8, 4)])
     mixed = dict.fromkeys(("user", "tag"), "pooled")
     trained = [train(mesh, **LATE, exchanges=each, lookahead=3) for each in (None, mixed)]
-    return [*exact, loose, changed, *trained]
+    return [*exact, *trained]
 
 
 LATE = {"staleness": 2, "late": {"item": 0, "tag": 1}}
@@ -116,56 +112,33 @@ def test_a_budget_of_memory_changes_no_bit(tmp_path):
 
 
 def test_each_table_is_as_late_as_it_is_told_on_ranks():
-    """By rows, by operators that owners evaluate and by sums; and synchronous ones beside unbounded ones."""
+    """By rows, by operators that owners evaluate and by sums."""
     one = train(Mesh(), **LATE)
     for found in run_ranks(2, of_ranks):
-        *exact, loose, changed, by_rows, mixed = found
+        *exact, by_rows, mixed = found
         assert_close(by_rows, one, rtol=1e-10)
         assert_close(mixed, one, rtol=1e-10)
         for each in exact:
             check(each, BOUNDS)
-        assert loose["seen"]["hot"] == promised(0) and loose["last"]["cold"] == STEPS
-        check_changed(changed)
-
-
-def check_changed(found: dict) -> None:
-    """4 steps late, synchronous after 3 steps, 4 steps late again after 8: what was read stays read, and what is read
-    is as late as the bound of that moment says, once there are as many updates."""
-    seen = found["seen"]
-    assert seen["hot"] == promised(0), "it is never late"
-    # Steps 0-6 were read up to 4 steps early; from 7 on at once; 8-12 at once, when the bound is 4 again.
-    assert seen["cold"] == [0, 0, 0, 0, 0, 1, 2, 7, 8, 8, 8, 8]
-    assert seen["warm"] == [0, 0, 1, 2, 3, 4, 5, 7, 8, 8, 9, 10]
-    assert found["last"] == dict.fromkeys(NAMES, STEPS)
-
-
-def test_a_bound_can_change_between_steps():
-    check_changed(seen_by_table(Mesh(), BOUNDS, changes=[(3, 0), (8, 4)]))
-    coming = counters().open(build_plan(counters().tables, staleness_steps=2)).lookahead(batches(1))
-    for wrong in (3, -1):
-        with pytest.raises(ConfigError, match=rf"got {wrong}, wanted 0 \.\. 2"):
-            coming.bound = wrong
 
 
 def test_a_table_that_nobody_reads_has_no_say():
-    latest, late = of_tables([0, 4, "unbounded"], [True, False, False], 9)
+    latest, late = of_tables([0, 4, 9], [True, False, False])
     assert (latest.name, late) == ("synchronous", [0, 0, 0])
-    latest, late = of_tables([1, 4, 0], [True, True, False], 9)
+    latest, late = of_tables([1, 4, 0], [True, True, False])
     assert (latest.reads_ahead, late) == (4, [1, 4, 4])
-    latest, late = of_tables(["unbounded", 0, 0], [True, True, False], 9)
-    assert (latest.is_exact, late) == (False, [9, 0, 9])
 
 
 def test_bounds_that_cannot_be_kept():
     tables = counters().tables
     with pytest.raises(ConfigError, match="'none'"):
         build_plan(tables, staleness={"none": 1})
-    with pytest.raises(ConfigError, match="beside unbounded"):
-        build_plan(tables, staleness_steps="unbounded", staleness={"hot": 1})
+    with pytest.raises(ConfigError, match="staleness_steps=unbounded; wanted 0 or more"):
+        build_plan(tables, staleness_steps="unbounded")
     with pytest.raises(ConfigError, match="staleness_steps=-1"):
         build_plan(tables, staleness={"hot": -1})
-    with pytest.raises(ValueError, match="unbounded, wanted 0"):
-        PlanConfig(staleness_steps="unbounded", tables={"hot": {"staleness_steps": 2}})
+    with pytest.raises(ValueError, match="'unbounded', which was removed"):
+        PlanConfig(staleness_steps="unbounded")
     plan = build_plan(tables, staleness_steps=2, staleness={"hot": 0})
     assert Plan.from_json(plan.to_json()) == plan and plan.latest == 2
     assert build_plan(tables, staleness_steps=2, staleness=dict.fromkeys(NAMES, 0)).latest == 0
@@ -195,28 +168,11 @@ def test_a_run_that_is_cut_goes_on_to_the_same_bits(tmp_path):
     assert "How late reads of rows were" in run_page(run)
 
 
-def test_a_run_whose_bound_changes_by_step_can_be_cut_anywhere(tmp_path):
-    """Users are read 3 steps early; from step 4 on at once, but three batches have been read; from step 8 on two."""
-    at = {"staleness_by_step": {4: 0, 8: 2}}
-    whole = fitted(tmp_path / "whole", (3, 0), 12, **at)
-    for name, stops in (
-        ("before", [3, 4, 12]),
-        ("while it drains", [5, 6, 12]),
-        ("after", [8, 9, 12]),
-    ):
-        models = [fitted(tmp_path / name, (3, 0), stop, **at) for stop in stops]
-        assert_same(whole, models[-1])
-    users = [0, 1, 2, 3, 3, 3, 3, 0, 0, 1, 2, 2]
-    wanted = Counter(map(str, users)) + Counter({"0": 12})
-    assert sums_of(read_run(tmp_path / "whole"), "missed") == wanted
-
-
 CHANGES = {
     "a table becomes synchronous": ((3, None), (3, 0)),
     "a table becomes late": ((3, 0), (3, None)),
     "less late": ((4, 1), (2, 0)),
     "later": ((1, 0), (4, 2)),
-    "from as it happens": (("unbounded", 0), (2, 0)),
 }
 
 

@@ -36,6 +36,10 @@ from colonnade.train.presets import PRESETS
             ["plan.rows_ahead", "it was removed", "plan.staleness_steps=1"],
         ),
         ({"plan": {"route": "auto"}}, ["plan.route", "it was removed", "leave it out"]),
+        (
+            {"plan": {"staleness_by_step": {8: 0}}},
+            ["'plan.staleness_by_step'; it was removed", "go on from its commit with another"],
+        ),
         ({"plan": {"dramm": "2GiB"}}, ["plan.dramm", "did you mean plan.memory.dram"]),
         ({"plan": {"memory": {"drm": 3}}}, ["plan.memory.drm", "did you mean plan.memory.dram"]),
         ({"plan": {"memory": {"ssd": "/a:0"}}}, ["plan.memory.ssd", "/a:0", "at least 1 byte"]),
@@ -104,34 +108,6 @@ def test_settings_by_table_and_sections_that_may_be_left_out_name_the_nearest_to
     assert config.rows.tables["C1"].hashes == 3
     with pytest.raises(ConfigError, match=r"plan\.cache\.tables\.C1: got 3, wanted settings"):
         override(build_config({}), {"plan.cache.tables.C1": 3})
-
-
-def test_bounds_by_step():
-    late = override(RunConfig(), {"plan.staleness_steps": 4, "plan.staleness_by_step": {100: 0}})
-    config = override(late, {"plan.staleness_by_step.200": 4})
-    assert config.plan.staleness_by_step == {100: 0, 200: 4}
-    assert build_config(yaml.safe_load(dump_config(config))) == config
-    assert override(config, {"plan.staleness_by_step.100": 2}).plan.staleness_by_step == {
-        100: 2,
-        200: 4,
-    }
-    for wrong in (None, 5, {"a": 1}, {3: None}, {-1: 0}, {3: -1}):
-        with pytest.raises(ConfigError) as caught:
-            override(late, {"plan.staleness_by_step": wrong})
-        assert "such as {1000: 0}" in str(caught.value) and repr(wrong) in str(caught.value)
-    copies = {"cache": {"staleness": 3, "tables": {"t": {"read_bound": 9}}}}
-    assert build_config({"plan": {**copies, "staleness_by_step": {0: 9}}})
-    lower = override(
-        config, {"plan.staleness_steps": 2}
-    )  # as a run that goes on may: 4 is no limit then
-    assert lower.plan.staleness_by_step == {100: 0, 200: 4}
-    for plan, words in (
-        ({"staleness_steps": 4}, "reads are at most 4 late"),
-        ({"cache": {"staleness": 4}}, "reads are at most 4 late"),
-        ({"staleness_steps": "unbounded"}, "which promises nothing"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            build_config({"plan": {**plan, "staleness_by_step": {7: 5}}})
 
 
 def test_places_have_a_path_and_perhaps_a_size(monkeypatch, tmp_path):

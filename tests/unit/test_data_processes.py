@@ -194,11 +194,10 @@ from pathlib import Path
 from test_data_processes import Noted
 from test_lookahead import Slow
 from colonnade.data import processes
-from colonnade.data.lookahead import Rewindable
 if __name__ == "__main__":
     processes.RUN_SAMPLES = 1
     lookahead = Slow(0.0, 2).lookahead
-    lookahead._batches = Rewindable(processes.ProcessSource(Noted(Path(sys.argv[1])), 1).batches(1))
+    lookahead._batches = iter(processes.ProcessSource(Noted(Path(sys.argv[1])), 1).batches(1))
     next(lookahead)
     (reader,) = multiprocessing.active_children()
     os.kill(reader.pid, signal.SIGSTOP)
@@ -244,7 +243,7 @@ from colonnade.data import processes
 if __name__ == "__main__":
     processes.RUN_SAMPLES = 1
     batches = processes.ProcessSource(Noted(Path(sys.argv[1])), 2).batches(1)
-    found = []  # threads come and go, as those of a lookahead that is rewound
+    found = []  # threads come and go, as those of one lookahead after another
     for _ in range(2):
         thread = Thread(target=lambda: found.extend(islice(batches, 20)))
         thread.start()

@@ -141,7 +141,7 @@ def test_of_several_ranks_whatever_their_shardings_and_number(tmp_path):
         "rows.optimizer": "adagrad",
         "plan.tables": {
             "C1": {"sharding": "column_wise"},
-            "C2": {"exchange": "replicated"},
+            "C2": {"sharding": "replicated"},
             "C4": {"sharding": "table_wise"},
         },
     }

@@ -41,11 +41,12 @@ def test_a_table_s_own_word_counts_more():
         "a": Forced("table_wise", "pooled", (2,)), "b": Forced("row_wise", "pooled"),
     }  # fmt: skip
     assert said(exchange="auto", sharding="auto")["a"] == Forced()
-    copies = Forced("replicated", "replicated")
-    assert said(sharding="replicated") == said(exchange="replicated") == {"a": copies, "b": copies}
+    copies = Forced("replicated")
+    assert said(sharding="replicated") == {"a": copies, "b": copies}
     assert said(exchange="pooled", tables={"a": {"sharding": "replicated"}})["a"] == copies
-    mixed = said(exchange="replicated", tables={"a": {"exchange": "pooled"}})
-    assert mixed["a"].exchange == "pooled" and mixed["b"] == copies
+    own = {"a": {"sharding": "row_wise", "exchange": "pooled"}}
+    mixed = said(sharding="replicated", tables=own)
+    assert mixed == {"a": Forced("row_wise", "pooled"), "b": copies}
 
 
 @pytest.mark.parametrize(
@@ -76,12 +77,13 @@ def test_what_is_said_is_planned():
         ({"tables": {"a": {"sharding": "table_wise", "ranks": [0, 1]}}}, "the one rank of a table_wise"),
         ({"tables": {"a": {"ranks": [0]}}}, "wanted sharding=table_wise, host_wise"),
         ({"tables": {"a": {"sharding": "host_wise", "ranks": [1, 1]}}}, "each once"),
-        ({"exchange": "pooled", "sharding": "replicated"}, "leave exchange out"),
-        ({"exchange": "replicated", "sharding": "table_wise"}, "leave sharding out"),
+        ({"tables": {"a": {"exchange": "pooled", "sharding": "replicated"}}}, "leave exchange out"),
+        ({"sharding": "replicated", "tables": {"b": {"exchange": "rows"}}}, "leave exchange out"),
+        ({"exchange": "replicated"}, "was removed; set sharding=replicated"),
+        ({"tables": {"a": {"exchange": "replicated"}}}, "was removed; set sharding=replicated"),
         ({"tables": {"a": {"sharding": "grid", "ranks": [0, 1]}}}, "got 1 of 2 hosts, wanted two or more"),
         ({"tables": {"a": {"sharding": "grid", "ranks": [0, 1, 2]}}}, "all ranks of two or more hosts"),
         ({"tables": {"a": {"sharding": "column_wise", "ranks": [0, 4]}}}, "this world has ranks 0 .. 3"),
-        ({"exchange": "replicated", "sharding": "column_wise"}, "leave sharding out"),
         ({"exchange": "substitute", "sharding": "column_wise"}, "evaluated on whole rows, wanted table_wise"),
         ({"exchange": "row"}, "plan.exchange"),
         ({"tables": {"a": {"exchnage": "rows"}}}, "did you mean plan.tables.a.exchange"),

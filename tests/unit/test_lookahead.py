@@ -23,7 +23,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.data.lookahead import DEEPEST, LOOKED_AT, Lookahead, Window, _run, next_depth
-from colonnade.errors import BudgetExceeded, ConfigError
+from colonnade.errors import BudgetExceeded
 
 
 @pytest.mark.parametrize(
@@ -109,116 +109,6 @@ def test_a_depth_given_stays():
     slow = Slow(0.01, 3)
     slow.run(100, 0.001)
     assert slow.lookahead.depth == 3
-
-
-def test_batches_that_were_read_count_where_the_window_does_not_fit():
-    """Unbounded: five read and one ready are six that fit, not one."""
-    slow = Slow(0.0, 6)
-    slow.lookahead._agree = lambda ready: ready
-
-    def wait(num_prepared):
-        deadline = time.monotonic() + 20
-        while slow.prepared < num_prepared or not slow.lookahead._num_ready():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-    with slow.lookahead as batches:
-        next(batches)
-        wait(7)
-        while slow.lookahead._num_ready() + len(batches.fetched) < 6:
-            time.sleep(0.001)
-        next(batches).ticket = None  # reads all that are ready
-        wait(8)
-        assert len(batches.fetched) == 5
-        slow.window.crowded.set()
-        next(batches)
-        assert slow.lookahead.depth == 6
-
-
-@pytest.mark.parametrize("depth", [0, 1, 4])
-def test_batches_that_are_ready_come_again_after_a_change(depth):
-    """In order, each once, prepared anew. An error of reading comes in its turn, or with the change."""
-    window = Window(lambda: 0.0, lambda: 0.0, *(threading.Event() for _ in range(3)))
-    prepared, dropped, changes = [], [], []
-
-    def read():
-        for number in range(9):
-            yield Batch(1, torch.zeros(1, 0), {}, world_weight=float(number))
-        raise OSError("the tenth")
-
-    def prepare(batch):
-        prepared.append(int(batch.world_weight))
-        return prepared[-1]
-
-    def change(caches, undo):
-        undo()
-        changes.append((caches, sorted(dropped)))
-
-    lookahead = Lookahead(
-        read(), prepare=prepare, fetch=lambda *_: None, drop=dropped.append, window=window,
-        depth=depth, bounds=(0,), is_alone=False, change=change,
-    )  # fmt: skip
-    seen = []
-    with lookahead as batches, pytest.raises(OSError, match="the tenth"):
-        for batch in batches:
-            seen.append(batch.ticket)
-            batch.ticket = None
-            if seen[-1] in (2, 3, 8):
-                dropped.clear()
-                batches.change_caches(f"after {seen[-1]}")
-    assert seen == list(range(9))
-    lasts = (2, 3) if depth else (2, 3, 8)
-    for last, (caches, undone) in zip(lasts, changes, strict=True):
-        assert caches == f"after {last}"
-        assert undone == [n for n in range(last + 1, last + 1 + depth) if n < 9]
-    assert len(prepared) == 9 + sum(len(undone) for _, undone in changes)
-
-
-def test_an_error_of_a_coming_batch_is_raised_by_a_change():
-    """At once: what is collective after it would wait for ranks whose threads wait for that batch."""
-    slow, went_on = Slow(0.0, 3), []
-
-    def change(caches, undo):
-        undo()
-        went_on.append(caches)
-
-    def prepare(batch):
-        if slow.prepared == 2:
-            raise OSError("this batch")
-        return slow.prepare(batch)
-
-    slow.lookahead._change, slow.lookahead._prepare = change, prepare
-    with slow.lookahead as batches:
-        next(batches)
-        with pytest.raises(OSError, match="this batch"):
-            batches.change_caches({})
-        assert next(batches, None) is None
-    assert not went_on
-
-
-def test_after_a_change_a_window_that_became_smaller_is_filled():
-    """Permits that were to be kept back are those of the thread before."""
-    slow, seen = Slow(0.0, 4), []
-    slow.lookahead._has_said = True
-    slow.lookahead._change = lambda caches, undo: undo()
-
-    def consume():
-        next(slow.lookahead)
-        slow.lookahead._shrink(1)
-        slow.lookahead.change_caches({})
-        seen.extend(next(slow.lookahead) for _ in range(9))
-
-    thread = threading.Thread(target=consume, daemon=True)
-    thread.start()
-    thread.join(10)
-    assert len(seen) == 9
-    slow.lookahead.close()
-
-
-def test_on_one_rank_copies_change_nothing():
-    Slow(0.0, 1).lookahead.change_caches({})
-    with pytest.raises(ConfigError, match="got a plan without copies"):
-        Slow(0.0, 1, is_alone=False).lookahead.change_caches({})
 
 
 def collection(folder, *, lookahead, rows_in_memory):

@@ -62,7 +62,7 @@ def test_tables_that_cannot_go_stay_as_they_are(kind):
     hot = [load_of("h[hot]", 10, SLOW, width=DIM), load_of("h[cold]", 10**6, SLOW, width=DIM)]
     forced = {
         "s": Forced(kind, "rows"),
-        "h[hot]": Forced("replicated", "replicated"),
+        "h[hot]": Forced("replicated"),
         "h[cold]": Forced("row_wise", "rows"),
     }
     choice = choose([sequence, *loads, *hot], SLOW, forced=forced)

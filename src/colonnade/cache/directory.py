@@ -96,8 +96,8 @@ class Directory:
         lfu        how often it was used. A count halves while as many rows are used as the cache holds, so that what
                    was popular makes room for what is. Rows not used while counts halved two million times may count
                    alike
-        light_lfu  how often, up to 10, then the last batch. A row used more often never leaves but for a smaller
-                   capacity: HET's policy, which freezes. For comparison
+        light_lfu  how often, up to 10, then the last batch. A row used more often never leaves but where a
+                   state is loaded into less capacity: HET's policy, which freezes. For comparison
         lookahead  how soon it is used again, as `next_uses` and `coming` say; all others by the last batch that used
                    them, behind those. A use that was foretold and did not come is forgotten within 64 batches
 
@@ -185,15 +185,6 @@ class Directory:
         ids, slots, _, ticks, _ = (part.numpy() for part in self._native.flush(above))
         return Flushed(ids, slots, ticks)
 
-    def forget(self) -> None:
-        """No copy is left. What is pending must have been flushed. No step may be undone afterwards."""
-        self._native.forget()
-
-    def resize(self, capacity: int) -> None:
-        """From the next step on, which pushes what has to leave for it."""
-        _check(capacity, self.read_bound, self.write_bound)
-        self._native.resize(capacity)
-
     def set_bounds(self, read_bound: int, write_bound: int) -> None:
         """From the next step on; what is pending of more than `write_bound` batches must have been flushed, on every
         rank. No step may be undone afterwards.
@@ -236,8 +227,9 @@ class Directory:
         }
 
     def load(self, state: dict[str, np.ndarray]) -> None:
-        """Into a directory without copies, whose bounds become those of the state, not its capacity. Slots stay as they
-        were. ValueError for rows that no directory has."""
+        """Into a directory without copies, whose bounds become those of the state, not its capacity: copies beyond it
+        leave with the next step, which pushes what waits there. Slots stay as they were. ValueError for rows that no
+        directory has."""
         if not len(self):
             self.set_bounds(*state["bounds"].tolist())
         self._native.load(

@@ -25,9 +25,9 @@ MAX_LINES = 12
 def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
     """Print the plan: one line per table, of many tables the largest. Columns that agree are said once."""
     late = plan.latest
-    staleness = (
-        "unbounded" if late == "unbounded" else f"bounded({late})" if late else "synchronous"
-    ) + (" by table" if len(set(plan.bounds)) > 1 else "")
+    staleness = (f"bounded({late})" if late else "synchronous") + (
+        " by table" if len(set(plan.bounds)) > 1 else ""
+    )
     memory = "no limit" if plan.dram_bytes is None else f"{plan.dram_bytes / 2**20:,.0f} MiB"
     wire = plan.codecs
     facts = [

@@ -17,7 +17,6 @@ class Bounded:
     """k, in steps."""
 
     name = "bounded"
-    is_exact = True
 
     def __post_init__(self) -> None:
         if self.reads_ahead < 0:

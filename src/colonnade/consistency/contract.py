@@ -16,12 +16,7 @@ class Consistency(Protocol):
         """Steps between a batch's read and its use; also the number of fetched batches held in between."""
         ...
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether every read is `reads_ahead` steps early, or only none more so."""
-        ...
-
     def newest_visible(self, step: int) -> int:
-        """The newest update (by step) that the read for `step` sees; below 0: none. It sees every older one. Where it
-        is not exact, it may see newer ones."""
+        """The newest update (by step) that the read for `step` sees; below 0: none. It sees every older one. With a row
+        clock it may see newer ones."""
         ...

@@ -25,7 +25,6 @@ class RowClock:
 
     name = "row_clock"
     reads_ahead = 0
-    is_exact = False
 
     def __post_init__(self) -> None:
         for name in ("read_bound", "write_bound"):
@@ -40,13 +39,6 @@ class RowClock:
     def is_late(self) -> bool:
         """Whether a read may miss anything."""
         return self.staleness > 0
-
-    def at_most(self, staleness: int) -> RowClock:
-        """Bounds of so many batches together, in the same proportion; these, where they are no more."""
-        if self.staleness <= staleness:
-            return self
-        read_bound = self.read_bound * staleness // self.staleness
-        return RowClock(read_bound, staleness - read_bound)
 
     def newest_visible(self, step: int) -> int:
         """See the contract; of updates by other ranks."""

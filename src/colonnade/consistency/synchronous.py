@@ -9,7 +9,6 @@ from dataclasses import dataclass
 class Synchronous:
     name = "synchronous"
     reads_ahead = 0
-    is_exact = True
 
     def newest_visible(self, step: int) -> int:
         return step - 1

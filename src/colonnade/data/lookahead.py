@@ -5,7 +5,7 @@ while earlier batches compute.
 
 The delay line is the whole of bounded staleness: a batch is fetched when it enters and used when it
 leaves, so many updates later. Where tables have several bounds, each fetches what is due by then, whenever the batch
-has come so far. Where the ranks `agree` instead, batches enter as soon as they are ready.
+has come so far.
 
 Where an update is still under way when a batch is handed out, what would be read now, and sees that update, is read
 later: at the next `next()`, once it has landed. The line is as much shorter meanwhile. Reads see what they always do.
@@ -17,21 +17,19 @@ early as the depth allows. Whatever the depth, a window whose rows do not fit me
 from __future__ import annotations
 
 import copy
-import math
 import queue
 import threading
 import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.data.readers import kill_readers
-from colonnade.errors import ConfigError
 
 SHALLOW, DEEPEST = 2, 64
 STALLED = 0.02  # of the time: worth looking further ahead
@@ -68,7 +66,7 @@ class Window:
 class Lookahead(Iterator[Batch]):
     """`next()` is the moment of reading: everything applied before it is visible to the batch that is fetched.
 
-    An error while reading or preparing a batch is raised when that batch's turn comes, or by `change_caches` before.
+    An error while reading or preparing a batch is raised when that batch's turn comes.
     Where reads are late, one is open at a time: updates land, and evaluations settle, for a collection's newest.
     With `depth` 0 there is no thread: each batch is prepared when it is asked for. `depth` changes only where
     `is_alone`: every rank's thread must prepare as many batches as the others' before it stops.
@@ -85,15 +83,12 @@ class Lookahead(Iterator[Batch]):
         depth: int | Literal["auto"],
         bounds: Sequence[int],
         is_alone: bool = True,
-        agree: Callable[[int], int] | None = None,
         land: Callable[[int], int] = lambda count: 0,
-        change: Callable[[Mapping[str, Any], Callable[[], None]], None] | None = None,
     ) -> None:
         """fetch(ticket, steps before its use). bounds: ascending, in steps; all that tables have, of which the last is
-        when a batch enters the line. agree: unbounded staleness; of the batches that are ready here, as many as are on
-        every rank. land(count): applies the oldest updates that are under way, and says how many are left; none is
-        where a bound is less than `LATE`. change(caches, undo): of ranks that keep copies; see `change_caches`."""
-        self._batches = Rewindable(batches)
+        when a batch enters the line. land(count): applies the oldest updates that are under way, and says how many are
+        left; none is where a bound is less than `LATE`."""
+        self._batches = iter(batches)
         self._prepare = prepare
         self._fetch = fetch
         self._drop = drop
@@ -101,9 +96,7 @@ class Lookahead(Iterator[Batch]):
         self.depth = SHALLOW if depth == "auto" else depth
         self._deepens = depth == "auto" and is_alone
         self._is_alone = is_alone
-        self._agree = agree
         self._land = land
-        self._change = change
         self._surplus = 0  # permits to keep back: the window has become shallower
         self._has_said = depth == "auto"  # its own choice, nothing to say
         self._taken, self._since, self._stalled = 0, time.perf_counter(), 0.0
@@ -127,40 +120,6 @@ class Lookahead(Iterator[Batch]):
         self.catch_up()
         return tuple(self._line)
 
-    @property
-    def bound(self) -> int:
-        """Steps that batches are read early from here on, by tables that are told as many or more. May change between
-        two steps, on every rank alike, up to the largest of the plan. What was read stays read: after a smaller number
-        batches in the line are used up first; after a larger one, the next is read with as many behind it. Raises
-        ConfigError for another number."""
-        return self._bound
-
-    @bound.setter
-    def bound(self, steps: int) -> None:
-        if not 0 <= steps <= self._bounds[-1] or self._agree is not None:
-            most = "it as it is" if self._agree is not None else f"0 .. {self._bounds[-1]}"
-            raise ConfigError(
-                f"bound: got {steps}, wanted {most}; open with the largest staleness that you need"
-            )
-        if steps != self._bound:
-            self.catch_up()
-        self._bound = steps
-
-    def change_caches(self, caches: Mapping[str, Any]) -> None:
-        """Collective, between two steps: other rows or bounds of copies from the next batch on, by name of some tables,
-        as `build_plan` takes them (`TableCache`), up to what was planned. A read after it misses no more than the new
-        bounds allow: what waits at copies beyond them goes to its owners at once, copies that are too old are asked for
-        at their next use, and those without room leave with the next step. Batches that are ready are made ready anew.
-
-        On one rank, which keeps no copies, it does nothing. Raises as `exchange.changing.change`, and the error of a
-        batch that was being made ready.
-        """
-        if self._change is None:
-            if self._is_alone:
-                return
-            raise ConfigError("change_caches: got a plan without copies, wanted a plan with caches")
-        self._change(caches, self._rewind)
-
     def __next__(self) -> Batch:
         if self._handed is not None and self._handed.ticket is not None:
             self._give_back(self._handed)  # nobody used it
@@ -174,8 +133,6 @@ class Lookahead(Iterator[Batch]):
         if not self._line:
             raise StopIteration
         self._handed = self._line.popleft()
-        if self._agree is not None and self._thread is not None:
-            self._permit()
         return self._handed
 
     def catch_up(self) -> None:
@@ -187,35 +144,27 @@ class Lookahead(Iterator[Batch]):
 
     def _read(self, gone: int = 0) -> None:
         """All that is due. gone: batches that have left the line since it was."""
-        if self._agree is None:
-            while not self._ended and len(self._line) + gone <= self._bound:
-                self._enter(gone)
-        else:
-            if not self._ended and not self._line:
-                self._enter()
-            if not self._ended:
-                for _ in range(self._agree(self._num_ready())):
-                    self._enter()
+        while not self._ended and len(self._line) + gone <= self._bound:
+            self._enter(gone)
         for steps in self._bounds[:-1]:
             if len(self._line) + gone > steps:
                 self._fetch(self._line[steps - gone].ticket, steps)
 
-    def _enter(self, gone: int = 0) -> None:
+    def _enter(self, gone: int) -> None:
         """The next batch is read, and waits in the line."""
         batch = self._take()
         if batch is None:
             self._ended = True
             return
         before = self._window.stall_seconds()
-        self._fetch(batch.ticket, len(self._line) + gone)
+        try:
+            self._fetch(batch.ticket, len(self._line) + gone)
+        except BaseException:  # nobody else has it to give up
+            self._give_back(batch)
+            raise
         if not self._was_late:
             self._stalled += self._window.stall_seconds() - before
         self._line.append(batch)
-
-    def _num_ready(self) -> int:
-        """Batches that can be taken without waiting."""
-        with self._ready.mutex:
-            return sum(isinstance(item, Batch) for item in self._ready.queue)
 
     def __enter__(self) -> Lookahead:
         return self
@@ -234,38 +183,25 @@ class Lookahead(Iterator[Batch]):
         for batch in self._line:
             self._give_back(batch)
         self._line.clear()
-        self._join(PATIENCE)
+        self._join()
 
-    def _join(self, patience: float = math.inf) -> BaseException | None:
-        """Until the thread, which has been told to stop, has; what it made ready is given back. Returns its error.
-        After `patience` seconds processes that it waits for are killed: one that is stopped would never answer."""
-        error, start = None, time.monotonic()
+    def _join(self) -> None:
+        """Wait for the thread, which has been told to stop, and give back what it made ready. After PATIENCE seconds
+        processes that it waits for are killed: one that is stopped would never answer."""
+        start = time.monotonic()
         self._window.closing.set()  # the thread may wait for room for a batch that has not enough
         while self._thread is not None and self._thread.is_alive():
-            error = self._drain() or error
+            self._drain()
             self._thread.join(0.01)
-            if time.monotonic() - start > patience:
+            if time.monotonic() - start > PATIENCE:
                 kill_readers(self._thread)
         self._window.closing.clear()
-        return self._drain() or error
-
-    def _rewind(self) -> None:
-        """Batches that are ready are as if they never had been, and come again. On every rank alike. Raises the error
-        of one that could not be made ready. Not in its turn: threads of other ranks may wait for that batch, and these
-        ranks would not come to what is collective next."""
-        self._permits.put(False)
-        if (error := self._join()) is not None:
-            self._ended = True
-            raise error
-        self._batches.rewind()
-        self._thread, self._permits, self._ready = None, queue.Queue(), queue.Queue()
-        self._surplus = 0  # the next thread has permits for `depth` batches and no more
+        self._drain()
 
     def _take(self) -> Batch | None:
         if self.depth == 0:
             batch = _next(self._batches)
             if batch is not None:
-                self._batches.taken()
                 batch.ticket = self._prepare(batch)
             return batch
         if self._thread is None:
@@ -289,29 +225,20 @@ class Lookahead(Iterator[Batch]):
             self._window.starved.set()  # from here on, waiting for training to release rows would be a deadlock
             item = self._ready.get()
             self._window.starved.clear()
-        if self._agree is None:
-            self._permit()
-        if isinstance(item, BaseException):
-            self._ended = True
-            raise item
-        if item is not None:
-            self._batches.taken()
-        return item
-
-    def _permit(self) -> None:
-        """The thread may prepare one more."""
         if self._surplus > 0:
             self._surplus -= 1
         else:
-            self._permits.put(True)
+            self._permits.put(True)  # the thread may prepare one more
+        if isinstance(item, BaseException):
+            self._ended = True
+            raise item
+        return item
 
     def _adapt(self) -> None:
         """More permits, or fewer."""
         if self._window.crowded.is_set():
             self._window.crowded.clear()
-            # A batch that was read early keeps its place in the window until it is used, where the ranks agree.
-            in_line = 0 if self._agree is None else len(self._line)
-            self._shrink(max(1, in_line + self._ready.qsize()))
+            self._shrink(max(1, self._ready.qsize()))
         self._taken += 1
         if not self._deepens or self._taken < max(LOOKED_AT, 2 * self.depth):
             return
@@ -329,10 +256,9 @@ class Lookahead(Iterator[Batch]):
             return
         if not self._has_said:
             self._has_said = True
-            result = ", to the same result" if self._agree is None else ""
             warnings.warn(
                 f"looking {self.depth} batches ahead needs more rows at once than the memory budget holds; about "
-                f"{depth} fit. Training goes on{result}, perhaps slower: raise plan.memory.dram, or lower "
+                f"{depth} fit. Training goes on, to the same result, perhaps slower: raise plan.memory.dram, or lower "
                 "plan.lookahead or the batch size",
                 RuntimeWarning,
                 stacklevel=4,
@@ -342,53 +268,16 @@ class Lookahead(Iterator[Batch]):
             self.depth = depth
             self._deepens = False
 
-    def _drain(self) -> BaseException | None:
-        """What is ready is given back. Returns the error among it."""
-        error = None
+    def _drain(self) -> None:
+        """Give back what is ready."""
         while not self._ready.empty():
             item = self._ready.get()
             if isinstance(item, Batch):
                 self._give_back(item)
-            elif item is not None:
-                error = item
-        return error
 
     def _give_back(self, batch: Batch) -> None:
         self._drop(batch.ticket)
         batch.ticket = None
-
-
-class Rewindable(Iterator[Batch]):
-    """The same batches; those that came and were not `taken` come again after `rewind`, and so does an error.
-
-    One thread iterates, while another one says what was taken, in order; nobody iterates while it is rewound."""
-
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self._batches = iter(batches)
-        self._out: deque[Batch] = deque()
-        self._again: deque[Batch] = deque()
-        self._error: BaseException | None = None
-
-    def __next__(self) -> Batch:
-        if self._again:
-            batch = self._again.popleft()
-        elif self._error is not None:
-            raise self._error
-        else:
-            try:
-                batch = next(self._batches)
-            except BaseException as error:
-                self._error = error  # StopIteration, too
-                raise
-        self._out.append(batch)
-        return batch
-
-    def taken(self) -> None:
-        self._out.popleft()
-
-    def rewind(self) -> None:
-        self._again.extendleft(reversed(self._out))
-        self._out.clear()
 
 
 def _run(

@@ -66,8 +66,9 @@ def _has_room(exchange: CachedExchange, state: Mapping[str, Any]) -> bool:
 
 
 def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
-    """Before the first batch. The store has the rows of the commit. Bounds are those of the commit until they are
-    changed. Batches are counted on; from less where they would come to an end (all ranks alike: theirs are one number).
+    """Before the first batch. The store has the rows of the commit. Bounds are those of the commit until training
+    begins (`apply_planned_bounds`). Batches are counted on; from less where they would come to an end (all ranks alike:
+    theirs are one number).
     """
     shift = surplus(state["number"])
     for t, table in enumerate(exchange.declaration.tables):

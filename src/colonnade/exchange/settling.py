@@ -1,8 +1,8 @@
 """For a moment, owners' rows with all that waits at copies: what evaluations and commits see.
 
 Collective, between steps, on the training thread, with any number of batches in flight: what waits is sent and applied,
-one update of each row, and after the moment the rows are put back. Copies and directories are not touched. Where bounds
-become lower, some of it is handed over for good.
+one update of each row, and after the moment the rows are put back. Copies and directories are not touched. Where a run
+goes on with lower bounds, some of it is handed over for good.
 
 Legend: T tables, N ranks, O rows that lie here and are changed for the moment.
 """
@@ -91,6 +91,29 @@ def settled(
         store.delete(t, rows.ids[~rows.is_trained])
 
 
+def apply_planned_bounds(exchange: CachedExchange) -> None:
+    """Collective, before a lookahead: copies of a commit go on with the bounds of this run's plan.
+
+    What waits at copies beyond the planned write bounds goes to its owners, as one update of each row. A copy that is
+    too old for the planned read bound is asked for at its next use. Raises BudgetExceeded as `_hand_over`.
+    """
+    clocks = [each.clock for each in exchange.caches]
+    directories = exchange.directories
+    if all(
+        (directory.read_bound, directory.write_bound) == (clock.read_bound, clock.write_bound)
+        for directory, clock in zip(directories, clocks, strict=True)
+    ):
+        return  # on every rank alike
+    chosen = waiting(exchange, [clock.write_bound for clock in clocks])
+    num_rows = sum(map(len, chosen))
+    if any(map(int, exchange.mesh.all_gather_bytes(GROUP, b"%d" % num_rows))):
+        _hand_over(exchange, chosen)
+    for directory, clock in zip(directories, clocks, strict=True):
+        exchange.counts.ticks += int(directory.flush(clock.write_bound).ticks.sum())
+        directory.set_bounds(clock.read_bound, clock.write_bound)
+    exchange.counts.pushed_full += num_rows
+
+
 def waiting(exchange: CachedExchange, above: Sequence[int] | None = None) -> list[np.ndarray]:
     """By table, slots of this rank's copies at which gradients of more than `above` (by table, default 0) batches wait,
     ascending by id."""
@@ -102,7 +125,7 @@ def waiting(exchange: CachedExchange, above: Sequence[int] | None = None) -> lis
     ]
 
 
-def hand_over(exchange: CachedExchange, chosen: Sequence[np.ndarray]) -> None:
+def _hand_over(exchange: CachedExchange, chosen: Sequence[np.ndarray]) -> None:
     """What waits at these copies (as `waiting` lists them; every rank its own) is applied to the owners' rows, by the
     rules of the newest update, and stays so; nothing waits there then. Raises BudgetExceeded, on every rank and with
     nothing changed, where memory has no room for the rows."""

@@ -134,15 +134,15 @@ def check_caches(
                 f"plan.cache: got policy {kept.policy!r} for table {table.name!r}, wanted "
                 f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
             )
-        if exchange != "rows":
+        if exchange != "rows" and not sharding.is_replicated:
             raise ConfigError(
                 f"plan.cache: got exchange={exchange} for table {table.name!r}, wanted rows, which are what copies are "
                 "of; set plan.exchange=rows"
             )
-        if sharding.slices > 1 or sharding.hot is not None:
+        if sharding.is_replicated or sharding.slices > 1 or sharding.hot is not None:
             raise ConfigError(
-                f"plan.cache: got rows of table {table.name!r} that are cut by columns, or copied to every rank for "
-                "being hot; choose sharding row_wise, host_wise or table_wise without hot_rows"
+                f"plan.cache: got rows of table {table.name!r} that are replicated, cut by columns, or copied to every "
+                "rank for being hot; choose sharding row_wise, host_wise or table_wise without hot_rows"
             )
         if table.admission is not None or table.eviction is not None:
             raise ConfigError(

@@ -42,26 +42,22 @@ def _forced(config: PlanConfig, name: str, world: World) -> Forced:
     ranks = None
     if own is not None:
         exchange, kind = own.exchange or exchange, own.sharding or kind
-        # A table's own word counts more than what is said of all.
-        if own.sharding == "replicated":
-            exchange = "replicated"
-        elif own.exchange == "replicated":
-            kind = "replicated"
-        elif own.sharding not in (None, "auto") and exchange == "replicated":
-            exchange = "rows"
-        elif own.exchange not in (None, "auto") and kind == "replicated":
-            kind = "row_wise"
+        if kind == "replicated" and own.exchange not in (None, "auto"):
+            raise ConfigError(
+                f"table {name!r}: got exchange={own.exchange} with sharding=replicated; of replicated rows only "
+                "gradients travel: leave exchange out, or give the table another sharding"
+            )
         ranks = (
             None if own.ranks is None else _ranks(name, sorted(own.ranks), kind, exchange, world)
         )
-    if "replicated" in (exchange, kind):
+    if kind == "replicated":
         if world.has_servers:
             raise ConfigError(
                 f"table {name!r}: got replicated rows with plan.servers={world.servers_per_host}; copies lie with the "
                 "samples, and where there are servers trainers have no rows. Leave servers out, or choose another "
-                "exchange and sharding"
+                "sharding"
             )
-        exchange = kind = "replicated"
+        return Forced(kind)
     if exchange == "substitute" and kind in CUT:
         raise ConfigError(
             f"table {name!r}: got exchange=substitute with sharding={kind}; operators are evaluated on whole rows, "
@@ -103,10 +99,10 @@ def settled(said: Forced, world: World) -> tuple[Sharding, str] | None:
     """The sharding and exchange of a table of which everything is said; None: something is to be chosen."""
     if world.num_ranks == 1:
         return row_wise(1), "rows"
+    if said.kind == "replicated":
+        return replicated(world.num_ranks), "replicated"
     if said.kind is None or said.exchange is None:
         return None
-    if said.kind == "replicated":
-        return replicated(world.num_ranks), said.exchange
     if said.ranks is not None:
         return on_ranks(said.kind, said.ranks, world), said.exchange
     if said.kind in CUT:

@@ -80,7 +80,7 @@ class Plan:
     """Memory for rows on each rank; None: as much as they take."""
     lookahead: int | Literal["auto"]
     """Batches whose ids travel ahead of training; "auto": as many as it takes, found while training."""
-    staleness_steps: int | Literal["unbounded"]
+    staleness_steps: int
     tables: tuple[TablePlan, ...]
     mapped: Place | None = None
     """Byte-addressable memory that the tables of tier "mapped" lie in."""
@@ -124,7 +124,7 @@ class Plan:
         return tuple(table.sharding for table in self.tables)
 
     @property
-    def bounds(self) -> tuple[int | Literal["unbounded"], ...]:
+    def bounds(self) -> tuple[int, ...]:
         """How late reads are, by table."""
         return tuple(
             self.staleness_steps if table.staleness_steps is None else table.staleness_steps
@@ -132,10 +132,9 @@ class Plan:
         )
 
     @property
-    def latest(self) -> int | Literal["unbounded"]:
+    def latest(self) -> int:
         """How late reads of the latest table are."""
-        numbers = [each for each in self.bounds if each != "unbounded"]
-        return max(numbers) if len(numbers) == len(self.tables) else "unbounded"
+        return max(self.bounds)
 
     @property
     def exchanges(self) -> tuple[str, ...]:
@@ -191,7 +190,7 @@ def build_plan(
     ssd: Sequence[Place] = (),
     lookahead: int | Literal["auto"] = 2,
     write_budget: int | None = None,
-    staleness_steps: int | Literal["unbounded"] = 0,
+    staleness_steps: int = 0,
     staleness: Mapping[str, int] | None = None,
     exchange: str = "rows",
     exchanges: Mapping[str, str] | None = None,
@@ -206,7 +205,7 @@ def build_plan(
     """Every table alike (`plan.placement` prefers some). Pure. Raises ConfigError for numbers that cannot work.
 
     By table name: `table_bytes`, memory of single tables, out of `dram_bytes`; `staleness`, how late its reads are,
-    where that is not `staleness_steps` (beside "unbounded" only 0, synchronous); `exchanges`, where it is not
+    where that is not `staleness_steps`; `exchanges`, where it is not
     `exchange`; `shardings`, where rows are not dealt to all ranks; `hot`, ids of rows that lie on every rank, in memory
     (on one rank they mean nothing). `servers`: the only ranks that rows may lie on. `towers`: how many groups of
     neighbouring ranks the exchange `towers` goes by, default one for each host; rows are where `shardings` say
@@ -224,7 +223,7 @@ def build_plan(
         if said not in CODECS:
             raise ConfigError(f"unknown codec {said!r}; choose from {', '.join(CODECS)}")
     names = [table.name for table in tables]
-    check_staleness(staleness_steps, staleness or {}, names)
+    check_staleness(staleness or {}, names)
     for name, sharding in shardings.items():
         if name not in names:
             raise ConfigError(
@@ -240,15 +239,9 @@ def build_plan(
                 f"lie on them: {', '.join(map(str, servers))}"
             )
     ahead = 2 if lookahead == "auto" else lookahead
-    late = 0 if staleness_steps == "unbounded" else staleness_steps
-    if not isinstance(ahead, int) or ahead < 0 or late < 0:
+    if not all(isinstance(each, int) and each >= 0 for each in (ahead, staleness_steps)):
         raise ConfigError(
             f"got lookahead={lookahead}, staleness_steps={staleness_steps}; wanted 0 or more (of lookahead, or auto)"
-        )
-    if staleness_steps == "unbounded" and ahead == 0:
-        raise ConfigError(
-            "got staleness_steps=unbounded with lookahead=0, which makes no batch ready that could be read early; look "
-            "1 batch ahead or more"
         )
     if dram_bytes is not None and dram_bytes < 1:
         raise ConfigError(

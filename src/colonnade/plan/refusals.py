@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from colonnade.errors import ConfigError
 from colonnade.store.budget import least_bytes, slot_bytes
 from colonnade.table import Table
 
 
-def check_staleness(
-    of_all: int | Literal["unbounded"], of_tables: Mapping[str, int], names: Sequence[str]
-) -> None:
+def check_staleness(of_tables: Mapping[str, int], names: Sequence[str]) -> None:
     """Raises ConfigError for bounds of tables that are not there, or that cannot be kept."""
     for name, steps in of_tables.items():
         if name not in names:
@@ -22,11 +19,6 @@ def check_staleness(
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
             raise ConfigError(
                 f"table {name!r}: got staleness_steps={steps!r}, wanted a number of steps, 0 or more"
-            )
-        if of_all == "unbounded" and steps:
-            raise ConfigError(
-                f"table {name!r}: got staleness_steps={steps} beside unbounded, which reads a batch when it is ready "
-                "and so never knows it that many steps before its use; give the table 0, synchronous, or all a bound"
             )
 
 

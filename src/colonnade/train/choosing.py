@@ -100,7 +100,7 @@ def choose_for(
     forced = forced_by(config.plan, collection.tables, world)
     for name in hot:
         forced[f"{name}[cold]"] = forced[name]
-        forced[f"{name}[hot]"] = Forced("replicated", "replicated")
+        forced[f"{name}[hot]"] = Forced("replicated")
     budget = config.plan.memory.dram
     memory = Memory(budget)
     if budget is not None and wanted:

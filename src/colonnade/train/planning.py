@@ -141,8 +141,7 @@ def plan_from_sample(
     mapped_bytes = 0 if even.mapped is None else even.mapped.bytes
     is_auto = config.plan.lookahead == "auto"
     batch_size = found.largest_batch  # of data smaller than a batch: what there is
-    late = even.latest
-    at_once = 1 + (0 if late == "unbounded" else late)  # then those that wait are the lookahead's
+    at_once = 1 + even.latest
 
     def asked(depth: int, shardings: Sequence[Sharding] | None = None) -> list[Demand]:
         return demands(

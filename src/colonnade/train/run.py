@@ -517,7 +517,6 @@ def _schedule(config: RunConfig) -> Schedule:
         dense_clip_norm=config.dense.clip_norm,
         commit_steps=train.commit_steps,
         commit_seconds=train.commit_seconds,
-        staleness_by_step=config.plan.staleness_by_step,
         skip_non_finite=train.on_non_finite == "skip",
     )
 

@@ -20,7 +20,7 @@ from colonnade.data.contract import Position, Source, Splits
 from colonnade.data.lookahead import Lookahead
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import DataError, NonFiniteError
-from colonnade.exchange.changing import capped
+from colonnade.exchange.settling import apply_planned_bounds
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.topology.presence import telling
 from colonnade.topology.reads import announced
@@ -49,7 +49,6 @@ class Schedule:
     progressive: bool = False
     commit_steps: int = 0
     commit_seconds: float = 0.0
-    staleness_by_step: Mapping[int, int] = field(default_factory=dict)
     skip_non_finite: bool = False
     rows_clip_norm: float | None = None
     dense_clip_norm: float | None = None
@@ -107,14 +106,13 @@ class Trainer:
         # The step after which weights that some ranks alone train last went to all.
         self.handed_out = -1
         self.clock = CommitClock(self.mesh, schedule.commit_seconds)
-        self.limit: (
-            int | None
-        ) = -1  # of staleness, that copies were told; None: the plan's; -1: nothing yet
 
     def train(self) -> Outcome:
         """Collective. Goes on from `position`; returns at the end of the epochs, when scores no longer get
         better, or when a rank asked to stop."""
-        outcome, started, self.limit = Outcome(), time.perf_counter(), -1
+        outcome, started = Outcome(), time.perf_counter()
+        if self.collection.cached is not None:
+            apply_planned_bounds(self.collection.cached)
         batches = self.collection.lookahead(self._stream())
         try:
             with telling(self.mesh.presence):
@@ -135,7 +133,6 @@ class Trainer:
     def _train(self, batches: Lookahead, outcome: Outcome) -> None:
         """Steps, until it is over."""
         while not (self._is_patience_over() or self._is_at_its_end()):
-            self._limit(batches, len(self.held) - outcome.steps)
             done = self.train_step(batches, outcome)
             if done is None:
                 if self.position == Position() and not outcome.steps and self.schedule.epochs:
@@ -159,21 +156,6 @@ class Trainer:
             if stop:
                 outcome.stopped = True
                 break
-
-    def _limit(self, batches: Lookahead, num_held: int) -> None:
-        """Collective: reads from the next step on are as late as they may be then. num_held: batches whose reads a
-        commit held that are yet to be used."""
-        said = self.schedule.staleness_by_step
-        due = [step for step in said if step <= self.collection.step]
-        most = said[max(due)] if due else None
-        if self.collection.cached is not None:
-            if most != self.limit:
-                batches.change_caches(capped(self.collection.cached, most))
-                self.limit = most
-        elif self.collection.consistency.is_exact:
-            planned = self.collection.consistency.reads_ahead
-            # Those that were read are in the line, as they were when the commit was made.
-            batches.bound = max(planned if most is None else min(most, planned), num_held - 1)
 
     def train_step(self, batches: Iterator[Batch], outcome: Outcome) -> tuple[Batch, bool] | None:
         """One step on the next batch, or micro-batches. Returns the last of them and whether a rank asked to stop;
