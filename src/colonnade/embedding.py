@@ -97,6 +97,18 @@ class EmbeddingCollection(StatefulRows):
         self._served: MappedRows | None = None
         self.ahead: Ahead | None = None  # of the newest lookahead
 
+    def extra_repr(self) -> str:
+        """List tables and features for `print(model)`, one a line."""
+        lines = [
+            f"table {t.name!r}: dim {t.dim}, {'any id' if t.rows is None else f'{t.rows:,} rows'}"
+            for t in self.tables
+        ]
+        lines += [
+            f"feature {f.name!r}: table {f.table!r}, pooling {f.pooling}"
+            for f in self.declaration.features
+        ]
+        return "\n".join(lines)
+
     @property
     def tables(self) -> tuple[Table, ...]:
         return self.declaration.tables
