@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from colonnade.cli import main
+from colonnade.terminal import Terminal
 
 
 @pytest.fixture
@@ -71,3 +72,12 @@ def test_settings_finds_words_in_options_of_data_too(colonnade):
     assert "csv: data.options.shuffle_window = 0" in said and "synthetic" not in said
     status, _, said = colonnade("settings", "data.options.shufle_window")
     assert status == 2 and "did you mean shuffle_window" in said
+
+
+def test_a_message_in_a_pipe_is_one_line(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    Terminal().print("word " * 60)
+    assert capsys.readouterr().out.count("\n") == 1
+    monkeypatch.setenv("COLUMNS", "80")
+    Terminal().print("word " * 60)
+    assert capsys.readouterr().out.count("\n") > 3

@@ -231,6 +231,8 @@ def test_modules_can_still_be_applied_and_moved():
         (lambda: Table(1000, 16), "got 1000 as a table's name"),
         (lambda: EmbeddingCollection(1000, 16), "got 1000 as tables, wanted a list of Table"),
         (lambda: EmbeddingCollection([Table("a", 2)], ["a"]), "as features, wanted a list of"),
+        (lambda: RowOptimizer(torch.nn.Linear(1, 1)), "got a Linear, wanted the model's Embedding"),
+        (lambda: RowOptimizer(collection().parameters()), "got a generator, wanted the model's"),
     ],
 )
 def test_a_collection_is_no_torch_embedding(build, words):
