@@ -163,10 +163,10 @@ class DenseConfig(Section):
     optimizer: Literal["adam", "sgd", "adagrad"] = "adam"
     """The dense network's torch.optim optimizer."""
     lr: float | None = Field(None, ge=0)
-    """Learning rate of the dense network. Default: by the number of training samples for csv, parquet and criteo; else
+    """Learning rate of the dense network. Default: by the number of training samples for files; else
     0.001."""
     weight_decay: float | None = Field(None, ge=0)
-    """torch's weight_decay of that optimizer. Default: by the number of training samples for csv, parquet and criteo;
+    """torch's weight_decay of that optimizer. Default: by the number of training samples for files;
     else 0."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Of the dense network's learning rate."""
@@ -197,9 +197,9 @@ def _loss_scale(value: Any) -> Any:
 class TrainConfig(Section):
     batch_size: int | None = Field(None, ge=1)
     """Samples per step over all ranks: the same number trains the same model on any number of ranks. Default: by the
-    number of training samples for csv, parquet and criteo (train/defaults.py); else 4096."""
+    number of training samples for files; else 4096."""
     epochs: int | None = Field(None, ge=0)
-    """Passes over the training data. Default: by the number of training samples for csv, parquet and criteo; else 1."""
+    """Passes over the training data. Default: by the number of training samples for files; else 1."""
     max_steps: int | None = Field(None, ge=0)
     """Stop after this many steps even if the epochs are not over."""
     accumulate: int = Field(1, ge=1)

@@ -92,6 +92,18 @@ class EmbeddingCollection(StatefulRows):
         self._opened = False
         self._served: MappedRows | None = None
 
+    def extra_repr(self) -> str:
+        """List tables and features for `print(model)`, one a line."""
+        lines = [
+            f"table {t.name!r}: dim {t.dim}, {'any id' if t.rows is None else f'{t.rows:,} rows'}"
+            for t in self.tables
+        ]
+        lines += [
+            f"feature {f.name!r}: table {f.table!r}, pooling {f.pooling}"
+            for f in self.declaration.features
+        ]
+        return "\n".join(lines)
+
     @property
     def tables(self) -> tuple[Table, ...]:
         return self.declaration.tables

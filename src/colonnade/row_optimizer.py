@@ -40,6 +40,11 @@ class RowOptimizer(Optimizer):
         """`clip_value`: every element of a row's summed gradient is first clamped to +-this (per group)."""
         if clip_value is not None and not clip_value > 0:
             raise ConfigError(f"RowOptimizer: got clip_value={clip_value}, wanted more than 0")
+        if not isinstance(collection, EmbeddingCollection):
+            raise ConfigError(
+                f"RowOptimizer: got a {type(collection).__name__}, wanted the model's EmbeddingCollection: "
+                "RowOptimizer(model.embeddings)"
+            )
         self.collection = collection
         declaration = collection.declaration
         groups = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rich.console import Console
@@ -11,11 +12,18 @@ from rich.text import Text
 class Terminal(Console):
     """Console without markup, emoji codes and highlighting, which shows control characters as escapes.
 
-    Give it plain strings, in tables too: a `rich.text.Text` is printed unchecked.
+    Give it plain strings, in tables too: a `rich.text.Text` is printed unchecked. In a file or a pipe a string is one
+    line whatever its length, so that it can be searched; COLUMNS sets a width there, too.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **settings)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        is_text = all(isinstance(each, str) for each in objects)
+        if is_text and not self.is_terminal and "COLUMNS" not in os.environ:
+            options["soft_wrap"] = True
+        super().print(*objects, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)

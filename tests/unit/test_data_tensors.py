@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -108,6 +109,8 @@ def test_an_id_outside_its_vocabulary_is_named(bad):
     [
         ({"ids": {}}, "no column at all"),
         ({"ids": {"a": torch.zeros(3)}}, r"column a: got \(3,\) float32"),
+        ({"ids": {"a": [1, 2]}}, r"got ids\['a'\] of type list, wanted a tensor"),
+        ({"ids": {"a": torch.arange(2)}, "label": np.ones(2)}, "got label of type ndarray"),
         ({"ids": {"a": torch.arange(3), "b": torch.arange(4)}}, r"column b: got \(4,\) int64"),
         (
             {"ids": {"a": torch.arange(3)}, "label": torch.zeros(3, 2)},

@@ -223,3 +223,24 @@ def test_modules_can_still_be_applied_and_moved():
     embeddings = collection()
     embeddings.apply(lambda module: None).to("cpu")
     assert list(embeddings.parameters()) == []
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: Table(1000, 16), "got 1000 as a table's name"),
+        (lambda: EmbeddingCollection(1000, 16), "got 1000 as tables, wanted a list of Table"),
+        (lambda: EmbeddingCollection([Table("a", 2)], ["a"]), "as features, wanted a list of"),
+        (lambda: RowOptimizer(torch.nn.Linear(1, 1)), "got a Linear, wanted the model's Embedding"),
+        (lambda: RowOptimizer(collection().parameters()), "got a generator, wanted the model's"),
+    ],
+)
+def test_a_collection_is_no_torch_embedding(build, words):
+    with pytest.raises(ConfigError, match=words):
+        build()
+
+
+def test_a_printed_model_lists_tables_and_features():
+    shown = str(torch.nn.Sequential(collection()))
+    assert "table 'known': dim 2, 9 rows" in shown and "table 'any': dim 2, any id" in shown
+    assert "feature 'a': table 'any', pooling mean" in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -293,3 +294,36 @@ def test_files_that_training_never_wrote_still_make_a_page(name, tmp_path):
             path.write_text(json.dumps(altered(yaml.safe_load(whole), random)))
         run = read_run(folder)
         assert figures_in(run_page(run)) is not None and compare_page([run, run])
+
+
+def test_the_last_batch_of_an_epoch_does_not_count_as_a_typical_one(tmp_path):
+    folder = write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first = next(line for line in lines if line["kind"] == "traffic")
+    small = first | {"lookups": dict.fromkeys(first["lookups"], 7)}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(small) + "\n")
+    assert tables_of(read_run(folder))[0].lookups == 4096
+
+
+def test_tiers_are_left_out_where_files_hold_commits_alone(tmp_path):
+    folder = write_run(tmp_path / "run")
+    kept = [
+        line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"rows"' not in line
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    for ssd, shown in [({"written_bytes": 4096}, False), ({"hits": 3, "reads": 3}, True)]:
+        summary = {"tiers": {"dram": {"hits": 9}, "ssd": ssd}}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        assert ("<h2>Tiers</h2>" in run_page(read_run(folder))) == shown
+
+
+def test_small_tables_are_drawn_in_kib_and_few_losses_as_one_curve(tmp_path):
+    run = read_run(write_run(tmp_path / "run", steps=400, every=20))
+    sizes = figures.table_sizes(
+        [replace(t, bytes_in_memory=40_960, bytes_in_files=0) for t in tables_of(run)]
+    )
+    assert sizes["data"][0]["x"][0] == 40 and "KiB" in json.dumps(sizes["layout"])
+    assert [trace["name"] for trace in figures.losses(run)["data"]] == ["loss"]
+    many = read_run(write_run(tmp_path / "many", steps=4000, every=20))
+    assert [trace["name"] for trace in figures.losses(many)["data"]] == ["recorded", "smoothed"]

@@ -15,7 +15,7 @@ MEANINGS = {
     "graph_seed": "Seed of the graph itself.",
     "groups": "Lists of fields that interact; default: drawn at random.",
     "hash_rows": "Rows of each field's table, to which ids are hashed; default: one row for each id.",
-    "label": "The label's column, where no schema names it; default: the one called label, click, target or y.",
+    "label": "The label's column where no schema names it; default: label, click, clicked, target or y.",
     "label_model": "How labels depend on ids.",
     "max_cardinality": "Larger fields are cut to this number of ids.",
     "max_history": "Newest items of a person that a sample holds.",

@@ -19,7 +19,7 @@ def demo(
     samples: Annotated[
         int,
         typer.Option(
-            min=1000, help="Training samples; the default takes about a minute on two cores."
+            min=1000, help="Training samples; the default takes about 40 seconds on two cores."
         ),
     ] = 3_000_000,
 ) -> None:

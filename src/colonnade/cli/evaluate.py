@@ -23,7 +23,12 @@ def evaluate(
             help="A committed step, best or last; default: best where a validation part chose one, else last."
         ),
     ] = None,
-    part: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
+    part: Annotated[
+        str | None,
+        typer.Option(
+            help="train, validation or test; default: test where the data has one, else validation."
+        ),
+    ] = None,
 ) -> None:
     """AUC and log loss of a run's commit, made by any number of ranks; changes nothing in the folder."""
     from colonnade.terminal import Terminal
@@ -32,14 +37,24 @@ def evaluate(
     from colonnade.train.run import load_run_config, open_run
 
     parts = ("train", "validation", "test")
-    if part not in parts:
+    if part is not None and part not in parts:
         raise ConfigError(f"unknown part {part!r}; choose from {', '.join(parts)}")
     config, step = load_run_config(run), resolve(run, at)
     opened = open_run(config, Mesh(), run, read_only=True, at=step)
     try:
-        source = getattr(opened.trainer.data, part)
-        if source is None:
-            raise ConfigError(f"this data set has no {part} part; choose another with --part")
+        splits = opened.trainer.data
+        present = [name for name in parts if getattr(splits, name) is not None]
+        part = part or next((name for name in ("test", "validation") if name in present), None)
+        if part is None:
+            raise ConfigError(
+                "this data set has no test or validation part; give --part train, or train with "
+                "--set data.options.test_fraction=0.1"
+            )
+        if part not in present:
+            raise ConfigError(
+                f"this data set has no {part} part; choose from {', '.join(present)} with --part"
+            )
+        source = getattr(splits, part)
         metrics = opened.trainer.evaluate(source)
     finally:
         opened.close()

@@ -71,7 +71,7 @@ def predict(
 
     if path is None and part is None:
         raise ConfigError(
-            "nothing to score: give --path FILE, or --part test for the model's own data"
+            "nothing to score: give --path FILE, or --part (train, validation or test) for the model's own data"
         )
     console = Terminal(stderr=True)
     with Predictor.open(model, at=at) as predictor:

@@ -13,7 +13,7 @@ from colonnade.sizes import Said
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade settings\n\n  colonnade settings train\n\n"
-    '  colonnade settings plan.memory.dram\n\n  colonnade settings "learning rate"\n\n'
+    "  colonnade settings plan.memory.dram\n\n  colonnade settings learning rate\n\n"
     "  colonnade settings data.options.csv   (what --data csv takes)"
 )
 OPTIONS = "data.options"
@@ -21,10 +21,10 @@ OPTIONS = "data.options"
 
 def settings(
     which: Annotated[
-        str | None,
+        list[str] | None,
         typer.Argument(
             help="A section (train), a setting (plan.memory.dram), data.options with or without a kind of data, or "
-            "words to look for; default: all settings."
+            "words that all occur in a name or its meaning; default: all settings."
         ),
     ] = None,
 ) -> None:
@@ -36,7 +36,7 @@ def settings(
     from colonnade.terminal import Terminal
 
     blocks: list[Any] = []
-    for name, default, values, meaning in _chosen_lines(which):
+    for name, default, values, meaning in _chosen_lines(" ".join(which or [])):
         title = Text(name, style="bold")
         title.append(f" = {default}" if default else "", style="not bold")
         title.append(f"  ({values})" if values else "", style="not bold dim")
@@ -51,12 +51,16 @@ def setting_names() -> list[str]:
     return [name for name, _ in _lines(RunConfig)]
 
 
-def _chosen_lines(which: str | None) -> list[tuple[str, str, str, str]]:
-    """Return (name, default, values, meaning) of what is asked for. Raises ConfigError if nothing is."""
+def _chosen_lines(which: str) -> list[tuple[str, str, str, str]]:
+    """Return (name, default, values, meaning) of each setting that `which` selects; all of them if it is empty.
+
+    Raises ConfigError if there is none.
+    """
     from colonnade.cli.app import nearest
+    from colonnade.cli.data_options import MEANINGS
     from colonnade.config import RunConfig
 
-    if which is not None and (which == OPTIONS or which.startswith(f"{OPTIONS}.")):
+    if which == OPTIONS or which.startswith(f"{OPTIONS}."):
         return _option_lines(which[len(OPTIONS) + 1 :])
     lines = [
         (
@@ -67,12 +71,15 @@ def _chosen_lines(which: str | None) -> list[tuple[str, str, str, str]]:
         )
         for name, field in _lines(RunConfig)
     ]
-    if which is None:
+    if not which:
         return lines
     chosen = [line for line in lines if line[0] == which or line[0].startswith(f"{which}.")]
     words = which.lower().split()
+    options = [(f"{OPTIONS}.{name}", "", "", meaning) for name, meaning in MEANINGS.items()]
     chosen = chosen or [
-        line for line in lines if all(word in f"{line[0]} {line[3]}".lower() for word in words)
+        line
+        for line in [*lines, *options]
+        if all(word in f"{line[0]} {line[3]}".lower() for word in words)
     ]
     if not chosen:
         sections = list(RunConfig.model_fields)
@@ -83,24 +90,29 @@ def _chosen_lines(which: str | None) -> list[tuple[str, str, str, str]]:
     return chosen
 
 
-def _option_lines(kind: str) -> list[tuple[str, str, str, str]]:
-    """Return the options of one kind of data, or of all."""
+def _option_lines(selected: str) -> list[tuple[str, str, str, str]]:
+    """Return the options of one kind of data, one option of every kind that has it, or all of all."""
     from inspect import signature
 
     from colonnade.cli.app import nearest
     from colonnade.cli.data_options import MEANINGS
     from colonnade.data import SOURCES
 
-    if kind and kind not in SOURCES:
-        raise ConfigError(f"unknown kind of data {kind!r}; {nearest(kind, sorted(SOURCES))}")
+    is_kind = selected in SOURCES
+    if selected and not is_kind and selected not in MEANINGS:
+        known = sorted(SOURCES) + sorted(MEANINGS)
+        raise ConfigError(
+            f"unknown kind of data or option {selected!r}; {nearest(selected, known)}"
+        )
     lines = []
-    for name in [kind] if kind else sorted(SOURCES):
+    for name in [selected] if is_kind else sorted(SOURCES):
         for option in signature(SOURCES[name]).parameters.values():
-            if option.name != "path":
+            if option.name != "path" and selected in ("", name, option.name):
                 default = "none" if option.default is None else str(option.default).lower()
                 default = default if len(default) < 40 else f"{default[:37]}..."
-                where = f"{OPTIONS}.{option.name}" if kind else f"{name}: {OPTIONS}.{option.name}"
-                lines.append((where, default, "", MEANINGS[option.name]))
+                setting = f"{OPTIONS}.{option.name}"
+                shown = setting if is_kind else f"{name}: {setting}"
+                lines.append((shown, default, "", MEANINGS[option.name]))
     return lines
 
 

@@ -39,8 +39,8 @@ def train(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Data set, with settings that suit it: parquet, csv, criteo, movielens, "
-            "movielens_retrieval, gowalla, fb15k237, power_law or synthetic."
+            help="Data set, with settings that suit it: csv, parquet, libsvm, tfrecord, criteo, "
+            "movielens, movielens_retrieval, gowalla, fb15k237, power_law or synthetic."
         ),
     ] = None,
     path: Annotated[
@@ -142,6 +142,18 @@ def choose_config(
         raise ConfigError(
             "got both a config file and --data; the file's data section says what to read"
         )
+    if config is None and data is None and path is not None:
+        raise ConfigError(
+            f"got --path without --data, which says how to read it; give --data {_guess_reader(path) or 'NAME'} too "
+            "(colonnade train --help lists the names)"
+        )
+    if config is not None and config.suffix.lower() not in (".yaml", ".yml"):
+        reader = _guess_reader(config)
+        if reader:
+            raise ConfigError(
+                f"got {config} as the config, wanted a YAML file; data goes to --path: "
+                f"colonnade train --data {reader} --path {config}"
+            )
     settings = {name: value for name, value in short.items() if value is not None}
     settings |= parse_settings(set_ or [])
     if config is not None:
@@ -159,6 +171,13 @@ def choose_config(
             chosen, {"data.path": os.path.realpath(Path(chosen.data.path).expanduser())}
         )
     return chosen
+
+
+def _guess_reader(path: str | Path) -> str | None:
+    """Return the reader of files whose names end like this one, None if there is none."""
+    from colonnade.data.tabular.tables import KINDS
+
+    return KINDS.get(Path(path).suffix.lower())
 
 
 def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None) -> dict[str, Any]:

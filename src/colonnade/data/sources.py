@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,24 @@ def open_source(name: str, path: str | Path | None = None, **options: Any) -> Sp
     if name not in SOURCES:
         raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
     opener = SOURCES[name]
-    known = set(signature(opener).parameters)
+    parameters = signature(opener).parameters
+    known = set(parameters)
     if path is not None:
         options = {"path": path, **options}
     for option in options.keys() - known:
         nearest = get_close_matches(option, known, n=1)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        hint = f"did you mean {nearest[0]!r}? Else " if nearest else ""
         raise ConfigError(
-            f"source {name!r} has no option {option!r}; {hint}It takes {', '.join(sorted(known))}"
+            f"source {name!r} has no option {option!r}; {hint}it takes {', '.join(sorted(known))}"
+        )
+    path_parameter = parameters.get("path")
+    if (
+        path_parameter is not None
+        and "path" not in options
+        and path_parameter.default is Parameter.empty
+    ):
+        raise ConfigError(
+            f"source {name!r} reads files and got no path; give --path FILE (in Python path=, in YAML data.path)"
         )
     try:
         return opener(**options)

@@ -5,7 +5,7 @@ Legend: B samples, F features, T tables, E lookups, D dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -142,6 +142,13 @@ def declare(
     output_dtype: torch.dtype | None = None,
 ) -> Declaration:
     """Check a model's declaration. Raises ConfigError naming what does not fit."""
+    if not isinstance(tables, Collection) or not all(isinstance(t, Table) for t in tables):
+        raise ConfigError(
+            f"got {tables!r} as tables, wanted a list of Table: EmbeddingCollection([Table('item', 16, rows=1000)], "
+            "[Feature('item', 'item')])"
+        )
+    if not isinstance(features, Collection) or not all(isinstance(f, Feature) for f in features):
+        raise ConfigError(f"got {features!r} as features, wanted a list of Feature('item', 'item')")
     if not tables:
         raise ConfigError("got no tables, wanted at least one: Table('item', dim=16)")
     for kind, names in (

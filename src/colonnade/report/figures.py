@@ -55,6 +55,7 @@ PHASE_ORDER = (
     "commit",
 )
 PER_STEP = PHASE_ORDER[:-2]
+UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
 
 
 def losses(run: RunRecord) -> Figure | None:
@@ -64,10 +65,13 @@ def losses(run: RunRecord) -> Figure | None:
     if not known:
         return None
     steps, values = thinned(points)
-    data = [
-        curve(steps, values, "as it was", FAINT, width=1.2),
-        curve(steps, smoothed(values), "smoothed", COLORS[0], width=2.4),
-    ]
+    smooth = smoothed(values)
+    data = [curve(steps, smooth, "loss", COLORS[0], width=2.4)]
+    if smooth != [_short(value) for value in values]:
+        data = [
+            curve(steps, values, "recorded", FAINT, width=1.2),
+            curve(steps, smooth, "smoothed", COLORS[0], width=2.4),
+        ]
     bad = len(known) - len(points)
     note = f"Mean over a batch, in nats. {_every(lines)}"
     if bad:
@@ -227,18 +231,20 @@ def table_sizes(tables: Sequence[TableFigures]) -> Figure | None:
         return None
     shown, rest = sized[:MAX_TABLES][::-1], sized[MAX_TABLES:]
     names = [t.name for t in shown]
-    memory = [t.bytes_in_memory / 2**20 for t in shown]
-    files = [t.bytes_in_files / 2**20 for t in shown]
-    data = [_bars(names, memory, "in memory", COLORS[0], unit=" MiB")]
+    largest = max(max(t.bytes_in_memory, t.bytes_in_files) for t in shown)
+    power, unit = next(((p, u) for p, u in UNITS if largest >= 2**p), UNITS[-1])
+    memory = [t.bytes_in_memory / 2**power for t in shown]
+    files = [t.bytes_in_files / 2**power for t in shown]
+    data = [_bars(names, memory, "in memory", COLORS[0], unit=f" {unit}")]
     if any(files):  # drawn from the bottom up: memory is to be on top
-        data.insert(0, _bars(names, files, "in files", COLORS[1], unit=" MiB"))
+        data.insert(0, _bars(names, files, "in files", COLORS[1], unit=f" {unit}"))
     total = bytes_words(sum(t.bytes_in_memory for t in sized))
     below = bytes_words(sum(t.bytes_in_files for t in sized))
     note = f"Weights, optimizer state and clocks of the first rank with rows: {total} in memory, {below} in files."
     if rest:
         more = bytes_words(sum(t.bytes_in_memory for t in rest))
         note += f" Not drawn: {len(rest):,} smaller tables, {more} in memory."
-    return chart("Table sizes", note, data, x="MiB", bars=len(names), barmode="group")
+    return chart("Table sizes", note, data, x=unit, bars=len(names), barmode="group")
 
 
 def table_traffic(tables: Sequence[TableFigures]) -> Figure | None:
@@ -253,8 +259,8 @@ def table_traffic(tables: Sequence[TableFigures]) -> Figure | None:
     ]
     all_lookups, all_unique = sum(t.lookups or 0 for t in used), sum(t.unique or 0 for t in used)
     note = (
-        f"A batch of rank 0 makes {count_words(all_lookups)} lookups of {count_words(all_unique)} different rows, "
-        f"{all_lookups / max(1.0, all_unique):.1f} of each on average."
+        f"The median batch of rank 0 makes {count_words(all_lookups)} lookups of {count_words(all_unique)} "
+        f"different rows, {all_lookups / max(1.0, all_unique):.1f} of each on average."
     )
     if rest:
         note += f" Not drawn: {len(rest):,} tables with fewer rows in a batch."

@@ -6,6 +6,7 @@ Works for a run that is under way, was killed, or has hardly begun: whatever is 
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -180,8 +181,8 @@ class TableFigures:
     rows_in_files: int | None
     bytes_in_memory: int
     bytes_in_files: int
-    lookups: float | None  # per batch
-    unique: float | None  # different rows per batch
+    lookups: float | None  # of the median batch
+    unique: float | None  # different rows of the median batch
 
     @property
     def rows_known(self) -> int:
@@ -208,8 +209,8 @@ def tables_of(run: RunRecord) -> list[TableFigures]:
                 size.get("rows_in_files"),
                 size.get("bytes_in_memory", 0),
                 size.get("bytes_in_files", 0),
-                _mean([line["lookups"].get(name) for line in traffic]),
-                _mean([line["unique"].get(name) for line in traffic]),
+                _median([line["lookups"].get(name) for line in traffic]),
+                _median([line["unique"].get(name) for line in traffic]),
             )
         )
     return sorted(
@@ -226,9 +227,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _mean(values: list[Any]) -> float | None:
+def _median(values: list[Any]) -> float | None:
+    """Return the median of the numbers, which the smaller last batch of an epoch does not move."""
     known = [value for value in values if is_number(value)]
-    return sum(known) / len(known) if known else None
+    return statistics.median(known) if known else None
 
 
 def _load(path: Path, name: str) -> dict[str, Any]:

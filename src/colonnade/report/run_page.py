@@ -107,7 +107,9 @@ def headline(run: RunRecord) -> list[tuple[str, str, str]]:
     if known := sum(t.rows_known for t in tables):
         found.append(("rows known", count_words(known), f"in {len(tables)} tables"))
     if "resident_bytes" in run.summary:
-        found.append(("memory for rows", bytes_words(run.summary["resident_bytes"]), "a rank"))
+        found.append(
+            ("memory for rows", bytes_words(run.summary["resident_bytes"]), "a rank, with index")
+        )
     if run.commits:
         found.append(("newest commit", f"{run.commits[-1]:,}", "step"))
     return found
@@ -129,8 +131,11 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 def _lead(run: RunRecord) -> str:
     model, data = run.config.get("model", {}), run.config.get("data", {})
     ranks = _ranks(run)
-    name = str(model.get("name", "a model")).upper()
-    words = f"{name} on {data.get('name', 'data')}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    files = data.get("path")
+    source = f"{data.get('name', 'data')}{f' ({files})' if files else ''}"
+    words = (
+        f"{model.get('name', 'a model')} on {source}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    )
     times = [line["time"] for line in run.lines if line.get("time")]
     if times:
         words += f", from {_when(times[0])} to {_when(times[-1])}"
@@ -174,9 +179,9 @@ def _evaluations(page: Page, run: RunRecord) -> None:
 
 
 def _tiers(page: Page, run: RunRecord) -> None:
-    """Nothing where all rows are in memory, or the record is of a version that did not count."""
+    """Add nothing if all rows are in memory and files hold commits alone, or the record has no counts."""
     counts = tiers.totals(run)
-    if len(counts) < 2:
+    if not tiers.has_rows_below_memory(counts, sums_of(run, "rows").get("evicted", 0)):
         return
     page.heading("Tiers")
     by_tier = [tiers.tier_words(each) for each in counts.values()]

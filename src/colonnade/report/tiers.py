@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 
@@ -42,6 +43,14 @@ def tier_words(counts: TierCounts) -> list[str]:
         device = ["-" if i != 2 else count_words(counts.rows_written) for i in range(len(device))]
     rate = counts.hit_rate
     return ["-" if rate is None else f"{rate:.1%}", count_words(counts.hits), *device]
+
+
+def has_rows_below_memory(counts: Mapping[str, TierCounts], evicted: float) -> bool:
+    """Return whether rows moved between tiers: false where files hold nothing but commits."""
+    names, tiers = list(counts), list(counts.values())
+    if len(names) < 2:
+        return False
+    return names[0] != "dram" or evicted > 0 or any(tier.hits or tier.reads for tier in tiers[1:])
 
 
 def totals(run: RunRecord) -> dict[str, TierCounts]:

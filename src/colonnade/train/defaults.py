@@ -140,8 +140,8 @@ def warn_of_few_steps(config: RunConfig, steps: int | None, console: Console) ->
     """Print a line for a run that is short although nobody limited its steps. steps: None where nobody knows."""
     if config.train.max_steps is None and steps and steps < FEW_STEPS:
         console.print(
-            f"at most {steps} steps: below {FEW_STEPS} a network has hardly begun to learn. A lower train.batch_size "
-            "or more train.epochs give more",
+            f"at most {steps} {'step' if steps == 1 else 'steps'}: below {FEW_STEPS} a network has hardly begun to "
+            "learn. A smaller batch size or more epochs give more",
             highlight=False,
         )
 

@@ -223,7 +223,7 @@ def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name.removeprefix("rows_") in RowsConfig.model_fields:
             raise ConfigError(
-                f"fit: {name} is said by the model's tables; write Table(..., optimizer=..., ...)"
+                f"fit: got {name}, which the model's tables hold; write Table(..., optimizer=Adagrad(lr=0.05))"
             )
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"

@@ -1,0 +1,83 @@
+"""What the command line says to someone who uses it for the first time."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from colonnade.cli import main
+from colonnade.terminal import Terminal
+
+
+@pytest.fixture
+def colonnade(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["colonnade", *arguments])
+        try:
+            main()
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def clicks(tmp_path):
+    path = tmp_path / "clicks.csv"
+    lines = [f"u{i % 7},{i % 5}.5,{i % 2}" for i in range(400)]
+    path.write_text("\n".join(["user,price,click", *lines]) + "\n")
+    return str(path)
+
+
+def test_files_without_a_reader_and_a_reader_without_files_are_explained(colonnade, clicks):
+    for arguments, hint in [
+        (["--path", clicks], "--data csv"),
+        (["--path", "clicks.rec"], "--data NAME"),
+        ([clicks], f"colonnade train --data csv --path {clicks}"),
+        (["--data", "csv"], "--path FILE"),
+        (["--data", "parquet"], "--path FILE"),
+    ]:
+        status, _, said = colonnade("train", *arguments)
+        assert status == 2 and hint in said and "argument" not in said, said
+
+
+def test_evaluate_takes_the_part_that_there_is(colonnade, clicks, tmp_path):
+    short = ["--data", "csv", "--path", clicks, "--model", "lr", "--epochs", "1"]
+    with_validation, without = str(tmp_path / "a"), str(tmp_path / "b")
+    has_validation = ["--set", "data.options.validation_fraction=0.2"]
+    assert colonnade("train", *short, *has_validation, "--run", with_validation)[0] == 0
+    status, said, _ = colonnade("evaluate", with_validation)
+    assert status == 0 and ", validation:" in said and "auc" in said
+    status, _, said = colonnade("evaluate", with_validation, "--part", "test")
+    assert status == 2 and "choose from train, validation" in said
+    assert colonnade("train", *short, "--run", without)[0] == 0  # so few have no validation part
+    status, _, said = colonnade("evaluate", without)
+    assert status == 2 and "--part train" in said and "test_fraction" in said
+    status, said, _ = colonnade("evaluate", without, "--part", "train")
+    assert status == 0 and ", train:" in said
+
+
+def test_settings_finds_words_in_options_of_data_too(colonnade):
+    _, together, _ = colonnade("settings", "learning", "rate")
+    assert together == colonnade("settings", "learning rate")[1] and "rows.lr = 0.02" in together
+    _, said, _ = colonnade("settings", "shuffle")
+    assert "data.options.shuffle_window" in said
+    _, said, _ = colonnade("settings", "data.options.shuffle_window")
+    assert "csv: data.options.shuffle_window = 0" in said and "synthetic" not in said
+    status, _, said = colonnade("settings", "data.options.shufle_window")
+    assert status == 2 and "did you mean shuffle_window" in said
+
+
+def test_a_message_in_a_pipe_is_one_line(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    Terminal().print("word " * 60)
+    assert capsys.readouterr().out.count("\n") == 1
+    monkeypatch.setenv("COLUMNS", "80")
+    Terminal().print("word " * 60)
+    assert capsys.readouterr().out.count("\n") > 3
