@@ -179,9 +179,9 @@ def _waiting(
         # Rank by rank, as the plan lists them.
         ids = unique[blocks[t * mesh.num_ranks] : blocks[(t + 1) * mesh.num_ranks]]
         sums = copies.waiting_of(t, slots[np.searchsorted(by_id[t], ids)])
-        blocks = sums.split(going.counts[:, t].tolist())
-        for first, block in zip(going.block_elements[:, t].tolist(), blocks, strict=True):
-            send[first : first + block.numel()] = block.flatten()
+        by_rank = sums.split(going.counts[:, t].tolist())
+        for first, part in zip(going.block_elements[:, t].tolist(), by_rank, strict=True):
+            send[first : first + part.numel()] = part.flatten()
     return serving, send, going
 
 
