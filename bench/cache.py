@@ -60,11 +60,12 @@ from workers.cache_traffic import (
     forced,
     foreseen,
     het,
+    open_directory,
     row_clock,
 )
 
 import colonnade
-from colonnade.cache.directory import HIT, UNBOUNDED, Directory
+from colonnade.cache.directory import HIT, UNBOUNDED
 from colonnade.plan.lending import WINDOW
 
 SHAPES = (
@@ -179,7 +180,7 @@ def count_recovery(shape: Shape, to: Figures) -> None:
     capacity = shape.rows // 10
     window = math.ceil(WINDOW_TURNS * capacity / fmean(map(len, batches)))
     for name in ("lru", "lfu", HET_POLICY, OURS):
-        directory = Directory(capacity, UNBOUNDED, UNBOUNDED, name)
+        directory = open_directory(name, capacity, UNBOUNDED, UNBOUNDED, stream.num_rows)
         hits = []
         for ids, said in zip(batches, foreseen(batches, window), strict=True):
             if name == OURS:
