@@ -27,10 +27,8 @@ def test_a_message_in_two_holds_the_rows_of_one(shape, share):
     assert found.early.num_elements == sum(map(len, clean))
     assert found.rest.num_elements == sum(map(len, rest))
     message = np.concatenate([*clean, *rest, np.empty(0, np.int64)])
-    places, one = found.index(dims).tolist(), layout.table_major(dims).tolist()
-    by_table = np.repeat(np.repeat(dims, shape[0]), counts.T.ravel())
-    for place, start, width in zip(places, one, by_table.tolist(), strict=True):
-        assert message[place : place + width].tolist() == list(range(start, start + width))
+    for place, row in zip(found.elements(dims).tolist(), rows, strict=True):
+        assert message[place : place + len(row)].tolist() == row.tolist()
 
 
 @pytest.mark.parametrize("counts", [[0], [8, 0, 9], [1, 17, 0], [0, 0]])

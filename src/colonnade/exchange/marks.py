@@ -22,15 +22,9 @@ class Cut:
     early: RowLayout
     rest: RowLayout
 
-    def index(self, dims: np.ndarray) -> Tensor:
-        """(R,) int32, rows listed table by table, then rank by rank: the element where each begins if the early
-        message lies before the rest."""
-        ones = np.ones_like(dims)
-        order = row_layout(self.early.counts + self.rest.counts, ones).table_major(ones)
-        return torch.from_numpy(self.elements(dims)[_elements(order)])
-
     def elements(self, dims: np.ndarray) -> np.ndarray:
-        """(R,) int32 likewise, rows listed rank by rank, table by table."""
+        """(R,) int32, rows listed rank by rank, table by table: the element where each begins if the early message lies
+        before the rest."""
         found = np.empty(len(self.marks), np.uint32)
         found[self.marks] = _elements(self.early.rank_major(dims))
         # Beyond 2^31 as bits, not as a number.
