@@ -53,11 +53,12 @@ from workers.cache_traffic import (
     Traffic,
     foreseen,
     het,
+    open_directory,
     row_clock,
 )
 
 import colonnade
-from colonnade.cache.directory import HIT, UNBOUNDED, Directory
+from colonnade.cache.directory import HIT, UNBOUNDED
 
 SHAPES = (
     Shape("zipf", 128, 100_000, warm=300, measured=180, tail=120),
@@ -163,7 +164,7 @@ def count_recovery(shape: Shape, to: Figures) -> None:
     capacity = shape.rows // 10
     window = math.ceil(WINDOW_TURNS * capacity / fmean(map(len, batches)))
     for name in ("lru", "lfu", HET_POLICY, OURS):
-        directory = Directory(capacity, UNBOUNDED, UNBOUNDED, name)
+        directory = open_directory(name, capacity, UNBOUNDED, UNBOUNDED, stream.num_rows)
         hits = []
         for ids, said in zip(batches, foreseen(batches, window), strict=True):
             if name == OURS:

@@ -47,8 +47,7 @@ const std::array<std::uint16_t, 12 * kDoubling / kGainStep + 1> kGain = [] {  //
   return gain;
 }();
 
-constexpr std::uint32_t kUse = 1u << 28, kMostUses = 11;  // of light_lfu
-constexpr std::uint32_t kKnown = 1u << 31;                // of lookahead
+constexpr std::uint32_t kKnown = 1u << 31;  // of lookahead
 
 std::uint8_t stamp_of(std::int64_t number) { return static_cast<std::uint8_t>(number); }
 
@@ -190,7 +189,6 @@ std::uint32_t Directory::known(std::int64_t batches) const noexcept {
 std::uint32_t Directory::begun(std::int32_t next_use) const noexcept {
   switch (settings_.policy) {
     case CachePolicy::lfu: return static_cast<std::uint32_t>(time_ >> kTimeShift) + 1;
-    case CachePolicy::light_lfu: return kUse | static_cast<std::uint32_t>(number_);
     case CachePolicy::lookahead:
       if (next_use > 0) return known(next_use);
       [[fallthrough]];
@@ -199,10 +197,6 @@ std::uint32_t Directory::begun(std::int32_t next_use) const noexcept {
 }
 
 std::uint32_t Directory::used(std::uint32_t worth, std::uint32_t now) const noexcept {
-  if (settings_.policy == CachePolicy::light_lfu) {
-    const std::uint32_t uses = std::min(worth / kUse + 1, kMostUses);
-    return uses * kUse | (uses < kMostUses ? static_cast<std::uint32_t>(number_) : 0);
-  }
   if (settings_.policy != CachePolicy::lfu) return now;
   const std::uint32_t larger = std::max(worth, now), below = (larger - std::min(worth, now)) / kGainStep;
   return larger + kGain[std::min<std::size_t>(below, kGain.size() - 1)];

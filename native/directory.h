@@ -16,9 +16,8 @@ namespace colonnade {
 //   lru        the last batch that used it
 //   lfu        how often it was used; a count halves while as many rows are used as the cache holds, and those of rows
 //              that were not used for two million times as long may become alike
-//   light_lfu  how often, up to ten, then the last batch; used more often it never leaves (HET's)
 //   lookahead  how soon it is used again, as told; of those not told, the last batch that used it
-enum class CachePolicy : std::uint8_t { lru, lfu, light_lfu, lookahead };
+enum class CachePolicy : std::uint8_t { lru, lfu, lookahead };
 
 struct DirectorySettings {
   std::int64_t capacity, read_bound, write_bound;

@@ -6,7 +6,8 @@ write), once a step and rank, for all that is said of it in the step; a renewal 
 answered by a bit, and by the row where somebody changed it. Owners are none of the ranks. A parameter server without
 caches, ids deduplicated: every unique row of a batch is named (8 bytes), read and written.
 
-    row_clock   the rules of src/colonnade/cache/directory.py. The owner notes the step of a row's last update
+    row_clock   the rules of src/colonnade/cache/directory.py, and of light_lfu.py. The owner notes the step of a row's
+                last update
     het         HET's, as published and as its code counts: every unique row of a batch is named with its version, 16
                 bytes; it is sent where more than s updates are missing; pushes name row and number of updates, 16
                 bytes; an update is one of a batch
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Directory
 from colonnade.cache.foresight import Foreseen, Foresight
 from workers.cache_streams import RANKS, Ids, Stream
+from workers.light_lfu import LightLfu
 
 NAME, FLAGS, AGE, BIT = 8.0, 0.25, 4.0, 0.125
 VERSIONED = 16.0
@@ -63,6 +65,17 @@ class Policy:
 
 OPTIMUM = Policy("lookahead")
 """Belady's: whoever is used again last leaves, and rows that are used later than all that are here stay out."""
+LIGHT_LFU = "light_lfu"
+"""HET's, which training does not have."""
+
+
+def open_directory(
+    policy: str, capacity: int, read: int, write: int, num_rows: int
+) -> Directory | LightLfu:
+    """One rank's, of copies of `num_rows` rows."""
+    if policy == LIGHT_LFU:
+        return LightLfu(capacity, read, write, num_rows)
+    return Directory(capacity, read, write, policy)
 
 
 class Caches:
@@ -82,11 +95,14 @@ class Caches:
             foreseen([batches[rank] for batches in stream.batches], policy.window or 1)
             for rank in range(RANKS)
         ]
-        self.ranks = [Directory(capacity, read, write, policy.name) for _ in range(RANKS)]
+        self.ranks = [
+            open_directory(policy.name, capacity, read, write, stream.num_rows)
+            for _ in range(RANKS)
+        ]
 
     def step(self, step: int, rank: int):
         ids, directory = self.stream.batches[step][rank], self.ranks[rank]
-        if self.policy.name != "lookahead":
+        if isinstance(directory, LightLfu) or self.policy.name != "lookahead":
             return directory.step(ids)
         if self.policy.window is None:
             return directory.step(ids, self.next_uses[step][rank])

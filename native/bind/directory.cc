@@ -10,9 +10,8 @@ namespace {
 CachePolicy policy_named(const std::string& name) {
   if (name == "lru") return CachePolicy::lru;
   if (name == "lfu") return CachePolicy::lfu;
-  if (name == "light_lfu") return CachePolicy::light_lfu;
   if (name == "lookahead") return CachePolicy::lookahead;
-  throw std::invalid_argument("policy: got '" + name + "', choose from lfu, light_lfu, lookahead, lru");
+  throw std::invalid_argument("policy: got '" + name + "', choose from lfu, lookahead, lru");
 }
 
 auto columns(const std::vector<DirectoryRow>& rows) {

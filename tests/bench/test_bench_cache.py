@@ -20,6 +20,7 @@ from tables.cache import Figures, print_figures, print_ratios, ratios_of  # noqa
 from workers import cache_rate  # noqa: E402
 from workers.cache_streams import RANKS, Shape, Stream, open_stream  # noqa: E402
 from workers.cache_traffic import Policy, het, row_clock  # noqa: E402
+from workers.light_lfu import LightLfu  # noqa: E402
 
 from colonnade.data.sets.synthetic import CRITEO_CARDINALITIES  # noqa: E402
 
@@ -80,6 +81,25 @@ def test_bytes_of_row_clock_are_those_of_a_count_row_by_row(stream, policy):
             changed |= dict.fromkeys(said.evicted, step)
     assert (found.rows, found.named, found.uses, found.hits) == (rows, named, used, hits)
     assert found.saved(16) == 1 - (named + rows * 64) / (used * 136)
+
+
+@pytest.mark.parametrize("read, write, seed", [(0, 5, 0), (4, 5, 1), (10, 0, 2)])
+def test_light_lfu_decides_row_by_row(read, write, seed):
+    random = np.random.default_rng(seed)
+    fast, slow = LightLfu(30, read, write, 90), SlowDirectory(30, read, write, "light_lfu")
+    frozen = set()
+    for _ in range(150):
+        ids = np.unique(random.zipf(1.3, 25) % 90)
+        mine, said = fast.step(ids), slow.step(ids.tolist())
+        by_row = np.array([said.by_row[id][1:5] for id in ids.tolist()])
+        found = np.stack([mine.asked, mine.ages, mine.ticks, mine.pushed], 1)
+        assert found.tolist() == by_row.tolist()
+        evicted = dict(zip(mine.evicted_ids.tolist(), mine.evicted_ticks.tolist(), strict=True))
+        assert evicted == {id: ticks for id, (_, ticks) in said.evicted.items()}
+        assert set(np.flatnonzero(fast.worth)) == slow.rows.keys()
+        assert frozen <= slow.rows.keys()  # used often enough, they never leave
+        frozen = {id for id, row in slow.rows.items() if row.uses > 10}
+    assert 0 < len(frozen) < 30
 
 
 def test_hets_protocol_names_every_row_and_never_reads_more_than_it_uses(stream):

@@ -161,3 +161,10 @@ def test_sizes(number, unit):
 def test_no_sizes(text):
     with pytest.raises(ValueError, match="wanted a size such as 512MiB"):
         parse_bytes(text)
+
+
+def test_files_that_hold_the_old_default_of_a_removed_setting_are_read():
+    old = {"plan": {"rows_ahead": False, "route": "straight", "lookahead": 3}}
+    assert build_config(old) == build_config({"plan": {"lookahead": 3}})
+    with pytest.raises(ConfigError, match=r"'plan\.route'; it was removed"):
+        override(build_config({}), {"plan.route": "straight"})

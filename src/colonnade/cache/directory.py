@@ -12,7 +12,7 @@ from colonnade.errors import ColonnadeError, ConfigError
 
 HIT, MISS, LEASE_OVER = 0, 1, 2
 """Of `Decision.asked`."""
-POLICIES = ("lru", "lfu", "light_lfu", "lookahead")
+POLICIES = ("lru", "lfu", "lookahead")
 UNBOUNDED = 2**31 - 2
 """A bound that nothing passes."""
 RENUMBERED = 2**27
@@ -96,8 +96,6 @@ class Directory:
         lfu        how often it was used. A count halves while as many rows are used as the cache holds, so that what
                    was popular makes room for what is. Rows not used while counts halved two million times may count
                    alike
-        light_lfu  how often, up to 10, then the last batch. A row used more often never leaves but where a
-                   state is loaded into less capacity: HET's policy, which freezes. For comparison
         lookahead  how soon it is used again, as `next_uses` and `coming` say; all others by the last batch that used
                    them, behind those. A use that was foretold and did not come is forgotten within 64 batches
 
