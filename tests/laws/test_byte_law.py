@@ -46,11 +46,11 @@ NAMES = [table.name for table in TABLES]
 EVERYWHERE = Forced("row_wise", "rows")
 DEALT = {"big": Forced("table_wise", "rows", (1,)), "small": Forced("table_wise", "rows", (2,))}
 MIXED = {
-    "small": Forced("replicated"),
+    "small": Forced("replicated", "replicated"),
     "bags": Forced("table_wise", "pooled", (0,)), "open": Forced("row_wise", "pooled"),
 }  # fmt: skip
 POOLED = dict.fromkeys(NAMES, Forced("row_wise", "pooled"))
-COPIES = dict.fromkeys(NAMES, Forced("replicated"))
+COPIES = dict.fromkeys(NAMES, Forced("replicated", "replicated"))
 CUT = {
     "big": Forced("column_wise", "rows", (0, 1, 2)),
     "bags": Forced("column_wise", "pooled", (0, 1, 2)),
@@ -162,7 +162,7 @@ def test_what_a_choice_foretells_is_counted(everyone, profiles, case):
         sides, seen = sides_of(declared, hot, [batch_of(step, order) for step in range(30)])
         tables, features = sides.tables, sides.features
         forced |= {f"{name}[cold]": forced[name] for name in hot}
-        forced |= {f"{name}[hot]": Forced("replicated") for name in hot}
+        forced |= {f"{name}[hot]": Forced("replicated", "replicated") for name in hot}
     loads = table_loads(
         tables, features, seen, world, batch_size=SIZE, last_batch=100, codecs=codecs
     )
