@@ -478,6 +478,7 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
     path = folder / "config.yaml"
     if not path.exists() or not committed_steps(folder):
         return
+    recorded = load_config(path)
     if not path.read_bytes().strip():
         raise CheckpointError(f"{path} is empty, wanted the run's settings; restore it from a copy")
     fixed = (
@@ -485,7 +486,7 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
         "dense.optimizer", "data.name", "data.options", "train.seed", "train.progressive",
     )  # fmt: skip
     free = ["model.compile", "data.options.threads"]
-    before, now = flatten(load_config(path).model_dump()), flatten(config.model_dump())
+    before, now = flatten(recorded.model_dump()), flatten(config.model_dump())
     if before.get("model.tower_dim") is now["model.tower_dim"] is None:
         free.append("model.towers")  # they only say where rows lie
     for name in [*now, *before]:
