@@ -132,6 +132,12 @@ class RowOptimizer(Optimizer):
             scaler.update(scale * scaler.get_backoff_factor())
         return False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For `copy.deepcopy` and pickles: the collection goes with its optimizer."""
+        own = ("collection", "_is_built", "_kinds", "_gradient_scale")
+        anew = {"_said": [], "_checked": torch.empty(0), "_checked_scale": 0.0}
+        return super().__getstate__() | {name: self.__dict__[name] for name in own} | anew
+
     def add_param_group(self, param_group: dict) -> None:
         if getattr(self, "_is_built", False):
             raise ConfigError(

@@ -77,6 +77,8 @@ def save(
     collection: EmbeddingCollection, folder: Path, step: int, optimizer: RowOptimizer | None
 ) -> None:
     """Implement `EmbeddingCollection.save`."""
+    if type(step) is not int or not 0 <= step < 2**63:
+        raise CheckpointError(f"save: got step {step!r}, wanted an integer from 0 to 2**63 - 1")
     collection.ensure_open()
     if collection.cached is not None and optimizer is None:
         raise ConfigError(
@@ -197,8 +199,6 @@ def _check_folder(
             raise CheckpointError(
                 f"save: got step {step}, wanted one after {newest}, the newest in {folder}"
             )
-    elif step < 0:
-        raise CheckpointError(f"save: got step {step}, wanted 0 or more")
     collection.mesh.barrier()  # every rank has looked before one writes
 
 
