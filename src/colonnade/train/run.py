@@ -51,7 +51,7 @@ from colonnade.train.commits import Commits, lost_words, open_commits, restore
 from colonnade.train.defaults import open_data, settle, warn_of_few_steps
 from colonnade.train.dense import DenseGradients
 from colonnade.train.destinations import open_destinations
-from colonnade.train.finished import outcome_of, read_final_summary
+from colonnade.train.finished import complete_outcome, outcome_of, read_final_summary
 from colonnade.train.loss_scale import loss_scale
 from colonnade.train.machine import machine_facts
 from colonnade.train.mirror import explained, fetch_run, mirrored_steps, open_url
@@ -110,6 +110,7 @@ class Run:
         self.sent = mean_sent(self.mesh, outcome.steps)
         self.rows = rows_of_first_owner(self.mesh, self.trainer.collection)
         self.samples = int(self.mesh.all_reduce("control", torch.tensor(outcome.samples)))
+        self.samples = complete_outcome(self.trainer, outcome, self.samples)
         for destination in self.commits.destinations if self.commits is not None else ():
             destination.close()
         if self.folder is not None and self.mesh.rank == 0:
