@@ -333,7 +333,10 @@ class RowOptimizer(Optimizer):
 def _read_number(group: dict, name: str, value: Any) -> float:
     """Return a setting as a number. Raises ConfigError for None, text and what else is none."""
     if isinstance(value, int | float | Tensor | np.number):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf  # refused, as every number that no rule can use
     raise ConfigError(
         f"param group {group['name']!r}: got {name}={value!r}, wanted a number; no row changed"
     )

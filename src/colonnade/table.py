@@ -86,8 +86,10 @@ class Table:
     rows."""
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError("a table needs a name; got ''. Write Table('item', dim=16)")
+        if not self.name or not isinstance(self.name, str):
+            raise ConfigError(
+                f"a table needs a name; got {self.name!r}. Write Table('item', dim=16)"
+            )
         # torch.bfloat16 says the same as "bfloat16".
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.dtype not in ITEM_BYTES:

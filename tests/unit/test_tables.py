@@ -36,6 +36,7 @@ from colonnade.optimizers import FTRL, SPARSE_OPTIMIZERS
         (lambda: Adam(lr=1, betas=0.9), "wanted two"),
         (lambda: Adam(lr=None), "lr=None, wanted a finite number"),
         (lambda: Adam(lr="0.1"), "lr='0.1', wanted a finite number"),
+        (lambda: Adam(lr=10**400), "wanted a finite number"),
         (lambda: FTRL(lr=0), "divides"),
         (lambda: RowWiseAdagrad(lr=float("inf")), "finite"),
     ],

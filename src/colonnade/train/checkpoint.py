@@ -135,13 +135,13 @@ def load(
     plan = plan or build_plan(collection.tables, mesh.num_ranks)
     step = resolve(folder, step)
     header = read_header(folder, step)
-    check_model(folder, header, collection.declaration, collection)
     place = folder / "commits" / f"{step:012d}"
     state = load_state(place / "dense", header["run"])
     if "seed" not in state:
         raise CheckpointError(
             f"{folder} is the folder of a run; colonnade.load_run(model, folder) reads it, and colonnade.fit goes on"
         )
+    check_model(folder, header, collection.declaration, collection)
     collection.seed = state["seed"]
     if plan.needs_backing:
         commits = _open_stores(collection, folder, plan, mesh, step)
