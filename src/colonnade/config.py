@@ -16,7 +16,7 @@ import yaml
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.formats import check_stamp, parse_yaml, stamp
+from colonnade.formats import check_stamp, parse_yaml, read_text, stamp
 from colonnade.model_config import ModelConfig
 from colonnade.plan_config import (
     CacheConfig,
@@ -366,7 +366,7 @@ def load_config(path: str | Path) -> RunConfig:
     """Read a YAML file. Raises ConfigError naming the file."""
     path = Path(path)
     try:
-        values = parse_yaml(path.read_text(encoding="utf-8"))
+        values = parse_yaml(read_text(path))
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}; give an existing YAML file") from None
     except ValueError as error:  # UnicodeDecodeError too

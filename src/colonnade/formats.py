@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,6 +77,30 @@ def read_stamped(where: Path | str, text: str | bytes, name: str) -> dict[str, A
     fields = parse_object(where, text)
     check_stamp(where, fields, name)
     return {key: value for key, value in fields.items() if key not in ("format", "version")}
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """Read a whole text file. Raises OSError, also for what is no regular file, on which `open` may wait for ever;
+    UnicodeDecodeError."""
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(number).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, f"got {file_kind(mode)}, wanted a regular file", str(path))
+        with os.fdopen(number, encoding="utf-8", errors=errors, closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(number)
+
+
+def file_kind(mode: int) -> str:
+    """Name what a file's mode says it is, where it is no regular file."""
+    kinds = (
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a pipe (FIFO)"),
+        (stat.S_ISSOCK, "a socket"),
+    )
+    return next((words for is_kind, words in kinds if is_kind(mode)), "a device")
 
 
 def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:

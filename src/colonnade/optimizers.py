@@ -8,10 +8,14 @@ reference counts steps (Adam's bias correction), the row's own clock counts. D: 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from colonnade.errors import ConfigError
+
+LARGEST = sys.float_info.max
+"""Of numbers that a float holds; an integer may be larger."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +37,9 @@ class SparseOptimizer:
             value = getattr(self, setting.name)
             limit = 1.0 if setting.name in ("momentum", "betas") else math.inf
             numbers = value if isinstance(value, tuple) and setting.name == "betas" else (value,)
-            if not all(isinstance(n, int | float) and 0 <= n < limit for n in numbers):
+            if not all(
+                isinstance(n, int | float) and 0 <= n < limit and n <= LARGEST for n in numbers
+            ):
                 raise ConfigError(
                     f"{type(self).__name__}: got {setting.name}={value!r}, wanted "
                     + (

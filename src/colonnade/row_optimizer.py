@@ -137,6 +137,12 @@ class RowOptimizer(Optimizer):
             scaler.update(scale * scaler.get_backoff_factor())
         return False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For `copy.deepcopy` and pickles: the collection goes with its optimizer."""
+        own = ("collection", "_is_built", "_kinds", "_gradient_scale")
+        anew = {"_said": [], "_checked": torch.empty(0), "_checked_scale": 0.0}
+        return super().__getstate__() | {name: self.__dict__[name] for name in own} | anew
+
     def add_param_group(self, param_group: dict) -> None:
         if getattr(self, "_is_built", False):
             raise ConfigError(
@@ -329,7 +335,10 @@ class RowOptimizer(Optimizer):
 def _read_number(group: dict, name: str, value: Any) -> float:
     """Return a setting as a number. Raises ConfigError for None, text and what else is none."""
     if isinstance(value, int | float | Tensor | np.number):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf  # refused, as every number that no rule can use
     raise ConfigError(
         f"param group {group['name']!r}: got {name}={value!r}, wanted a number; no row changed"
     )

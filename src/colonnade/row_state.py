@@ -24,7 +24,14 @@ from colonnade.exchange.slices import Slices
 from colonnade.exchange.updates import Updates
 from colonnade.plan.plan import Plan
 from colonnade.retention import CountMinAdmission
-from colonnade.store.columns import Index, check_ids, check_shape, find_problems, records_of
+from colonnade.store.columns import (
+    Index,
+    check_ids,
+    check_shape,
+    find_misfits,
+    find_problems,
+    records_of,
+)
 from colonnade.store.dram import DramStore
 from colonnade.store.hbm import HbmStore
 from colonnade.store.policies import RowPolicy, RowRetention
@@ -220,6 +227,9 @@ class StatefulRows(nn.Module):
             for key in ("step", "seed")
             if key not in given
         ]
+        problems += find_misfits(given)
+        if problems:
+            return {}, problems
         tables: dict[str, dict[str, Tensor]] = {}
         for table in self.declaration.tables:
             wanted = self._columns_of(table)

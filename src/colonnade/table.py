@@ -15,6 +15,8 @@ Pooling = Literal["sum", "mean", "sqrtn", "sequence"]
 POOLINGS = ("sum", "mean", "sequence", "sqrtn")  # a pooling's place is its number in the core
 ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 CLOCK_BYTES = 8
+MAX_RECORD_BYTES = 1 << 31
+"""Of a row: the native core counts them in 32 bits."""
 MOST_HASHES = 16
 
 T = TypeVar("T")
@@ -129,8 +131,9 @@ class Table:
                         + ("SGD(lr=...), Adagrad(lr=...), ..." if what == "optimizer" else "Uniform(scale=...)")
                     )  # fmt: skip
         for what in ("max_norm", "weight_bound"):
-            if (value := getattr(self, what)) is not None and not value > 0:
-                raise ConfigError(f"table {self.name!r}: got {what}={value}, wanted more than 0")
+            value = getattr(self, what)
+            if value is not None and not (isinstance(value, int | float) and value > 0):
+                raise ConfigError(f"table {self.name!r}: got {what}={value!r}, wanted more than 0")
         for what, wanted in (("admission", Admission), ("eviction", Eviction)):
             value = getattr(self, what)
             if value is not None and not isinstance(value, wanted):
@@ -161,6 +164,11 @@ class Table:
             raise ConfigError(
                 f"table {self.name!r}: got rows={self.rows}, wanted 1 or more, below 2**62; "
                 "leave rows out for an open table that takes any 64-bit id"
+            )
+        if self.record_bytes >= MAX_RECORD_BYTES:
+            raise ConfigError(
+                f"table {self.name!r}: got rows of {self.record_bytes:,} bytes with their optimizer state, wanted less "
+                f"than {MAX_RECORD_BYTES:,}; lower dim"
             )
 
     @property

@@ -274,3 +274,14 @@ def test_rows_on_a_device_are_saved_and_loaded(tmp_path):
     assert third.train(3, 5, size=8) == losses
     third.collection.save(tmp_path, 5)
     assert_same_state(loaded(tmp_path, dense_of(third)), loop)
+
+
+@pytest.mark.parametrize("step", [-1, 2**63, 1.5, "5", None, True])
+def test_a_step_that_is_none_is_refused_before_anything_is_written(tmp_path, step):
+    loop = Loop()
+    loop.train(0, 1)
+    with pytest.raises(CheckpointError, match="wanted an integer from 0"):
+        loop.collection.save(tmp_path / "saves", step)
+    assert not (tmp_path / "saves").exists()
+    loop.collection.save(tmp_path / "saves", 2**63 - 1)
+    assert Loop().collection.load(tmp_path / "saves") == 2**63 - 1

@@ -188,6 +188,8 @@ def test_a_run_its_evaluation_and_going_back(colonnade, tmp_path):
     assert f"auc: {summary['metrics']['test_auc']:.4f}" in evaluated
     status, _, said = colonnade("evaluate", folder, "--at", "3")
     assert status == 2 and "has no commit of step 3" in said
+    status, _, said = colonnade("evaluate", folder, "--at", "9" * 5000)
+    assert status == 2 and "has no commit of step 999" in said and len(said) < 500
     status, back, _ = colonnade("evaluate", folder, "--at", "4")
     assert status == 0 and "step 4" in back
 

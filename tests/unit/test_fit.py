@@ -93,6 +93,22 @@ def test_a_finished_run_gives_what_it_recorded_and_its_weights(tmp_path):
     assert_same(trained, again)
 
 
+def test_a_run_killed_before_its_summary_gets_the_same_one(tmp_path):
+    """Between the last commit and the summary: the commit knows what the call that made it had done."""
+    settings = {"batch_size": 50, "epochs": 2, "quiet": True, "run": tmp_path / "run"}
+    first = colonnade.fit(Net(), splits(), **settings)
+    path = tmp_path / "run" / "summary.json"
+    before = json.loads(path.read_text())
+    path.unlink()
+    second = colonnade.fit(Net(seed=7), splits(), **settings)
+    after = json.loads(path.read_text())
+    for name in ("steps", "samples", "skipped", "step", "metrics", "best_step", "stopped"):
+        assert after[name] == before[name], name
+    assert before["steps"] == 24 and second.metrics == first.metrics
+    assert 0 < after["seconds"] <= before["seconds"] and after["samples_per_second"] > 0
+    assert colonnade.fit(Net(), splits(), **settings).outcome == second.outcome  # finished
+
+
 def finished_on_two_ranks(mesh, folder):
     run = open_run(build_config(CONFIG), mesh, folder)
     outcome = run.train()
@@ -100,6 +116,16 @@ def finished_on_two_ranks(mesh, folder):
     again = open_run(build_config(CONFIG), mesh, folder)
     is_finished, repeated = again.final_summary is not None, again.train()
     again.close()
+    before = json.loads((folder / "summary.json").read_text())
+    mesh.barrier()
+    if mesh.rank == 0:
+        (folder / "summary.json").unlink()
+    killed = open_run(build_config(CONFIG), mesh, folder)
+    killed.train()
+    killed.close()
+    mesh.barrier()
+    after = json.loads((folder / "summary.json").read_text())
+    assert (before["steps"], before["samples"]) == (after["steps"], after["samples"])
     return is_finished, repeated.metrics == outcome.metrics, (folder / "summary.json").read_text()
 
 

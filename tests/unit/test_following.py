@@ -16,6 +16,7 @@ import pytest
 import torch
 from exports import small_blocks
 from ranks import run_ranks
+from safetensors.torch import save
 from small_run import CONFIG, opened
 
 from colonnade import Mesh, Predictor
@@ -491,6 +492,34 @@ def test_no_damage_ends_a_follower(snapshots, tmp_path, monkeypatch):
         wait_until(lambda: predictor.step == steps[-1])
         told = wanted(folder, steps[-1], batches({})[:2], tmp_path / "out")
         assert equal(scores(predictor, batches({})[:2]), told)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda t: t["rows/0/weights"].fill_(float("nan")),
+        lambda t: t["rows/0/gone"].copy_(t["rows/0/ids"][:1]),
+    ],
+)
+def test_a_change_that_no_run_writes_is_refused(damage, tmp_path):
+    tensors = {
+        "rows/0/ids": torch.tensor([1, 5]),
+        "rows/0/weights": torch.ones(2, 4),
+        "rows/0/gone": torch.tensor([2]),
+        "dense/bias": torch.zeros(3),
+    }
+    header = {"run": "r", "number": 1, "before": "a", "tag": "b", "step": 2}
+
+    def write():
+        content = save(tensors, metadata={"change": json.dumps(header)})
+        write_durably(Disk(), tmp_path / change_name(1), content)
+
+    write()
+    assert read_change(tmp_path, 1).header.step == 2
+    damage(tensors)
+    write()
+    with pytest.raises(CorruptionError, match=r"no change of a publication .*(NaN|gone)"):
+        read_change(tmp_path, 1)
 
 
 def test_a_copy_that_is_damaged_under_a_follower_heals(tmp_path):

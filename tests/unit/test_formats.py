@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import struct
@@ -16,7 +17,7 @@ from make_formats import FOLDER, Net, splits
 import colonnade
 from colonnade.config import load_config
 from colonnade.data.tabular.declaration import load_declaration
-from colonnade.errors import CheckpointError, ConfigError
+from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.formats import VERSIONS
 from colonnade.plan.device import Device
 from colonnade.plan.plan import Plan
@@ -153,3 +154,23 @@ def test_a_run_of_before_goes_on(folder):
     assert again.resumed_at == STEP and again.outcome.steps == 4  # as recorded
     more = colonnade.fit(Net(), splits(), run=run, epochs=3, **settings)
     assert more.resumed_at == STEP and more.outcome.steps == 2
+
+
+NOT_BY_PATH = ("colonnade metrics", "colonnade segment")
+"""The first is taken for no file; the second is opened by this test."""
+BY_PATH = [
+    kind
+    for kind, (_, read) in KINDS.items()
+    if "of_text" not in read.__qualname__ and kind not in NOT_BY_PATH
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", BY_PATH)
+def test_a_pipe_is_refused_instead_of_waited_for(folder, kind):
+    name, read = KINDS[kind]
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises((ColonnadeError, OSError)) as refused:
+        read(folder / name)
+    assert "wanted a regular file" in str(refused.value)

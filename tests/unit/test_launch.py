@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from colonnade.cli import launch
+from colonnade import cli
+from colonnade.cli import app, launch
 from colonnade.cli.launch import memory_file, run_ranks
 
 SLEEP = "import time; time.sleep(60)"
@@ -127,3 +128,18 @@ def test_a_third_signal_kills_at_once(ranks_started, monkeypatch):
     assert run_ranks(program(IGNORE_SIGNALS, prefix), 2, []) is None
     assert time.monotonic() - began < launch.END_SECONDS / 2
     assert [process.returncode for process in started] == [-9, -9]
+
+
+@pytest.mark.parametrize("verb", ["train", "rank"])
+def test_one_process_says_that_a_run_was_stopped(monkeypatch, capsys, verb):
+    """The launcher does, and not each of its ranks."""
+
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "run", interrupted)
+    monkeypatch.setattr(sys, "argv", ["colonnade", verb])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.count(cli.STOPPED) == (verb == "train")

@@ -303,6 +303,30 @@ def test_threads_may_call_at_once(folder):
     assert not wrong
 
 
+def test_a_closed_predictor_says_so(folder):
+    predictor, batch = Predictor.open(folder), test_batches(folder)[0]
+    ends: list[str] = []
+
+    def score():
+        try:
+            while True:
+                predictor(batch)
+        except ConfigError as error:
+            ends.append(str(error))
+
+    threads = [threading.Thread(target=score) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    predictor(batch)
+    predictor.close()  # beside calls under way
+    for thread in threads:
+        thread.join()
+    assert len(ends) == 3 and all("closed" in text for text in ends)
+    with pytest.raises(ConfigError, match="closed; open it again"):
+        predictor.model(batch)
+    predictor.close()
+
+
 def test_scores_end_early_and_pass_errors_on(folder):
     predictor, batches = Predictor.open(folder), test_batches(folder)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from dataclasses import replace
 from random import Random
 
@@ -264,6 +266,16 @@ def test_which_way_a_metric_is_better(metric, judged, best):
     assert is_judged(metric) is judged
     if best is not None:
         assert best_of(metric, [(1, 0.2), (2, 0.4)])[0] == best
+
+
+def test_a_page_takes_no_device_away_and_follows_links(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # as /dev/null: a rename would put the page in its place
+    with pytest.raises(StorageError, match="got a pipe"):
+        write_page("one", tmp_path / "pipe")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    (tmp_path / "link.html").symlink_to("page.html")
+    write_page("one", tmp_path / "link.html")
+    assert (tmp_path / "page.html").read_text() == "one" and (tmp_path / "link.html").is_symlink()
 
 
 JUNK = [None, "x", -1, 1e300, [], {}, [1], {"a": 1}, True, {"a": {"b": 2}}, [[]], 10**30]

@@ -51,6 +51,45 @@ def test_loading_replaces_what_was_trained_since():
     assert loop.train(6, 10) == losses
 
 
+def test_a_state_without_rows_replaces_all_rows():
+    loop = Loop()
+    untrained = loop.state()
+    loop.train(0, 3)
+    loop.load(untrained)
+    assert len(loop.model.state_dict()[f"{KEYS}user.ids"]) == 0
+    assert loop.train(0, 3) == Loop().train(0, 3)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copied_row_optimizer_goes_on_with_its_copied_collection(copied):
+    loop = Loop()
+    loop.train(0, 3)
+    again = Loop()
+    again.model, again.rows, again.dense = copied((loop.model, loop.rows, loop.dense))
+    assert again.rows.collection is again.model.embeddings
+    assert again.train(3, 6) == loop.train(3, 6)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("step", None),
+        ("step", torch.tensor(-1)),
+        ("seed", torch.zeros(2, dtype=torch.int64)),
+        ("seed", torch.tensor(0.5)),
+        ("rows.user.ids", "text"),
+        ("rows.user.weights", None),
+    ],
+)
+def test_values_that_are_no_rows_are_refused_by_name(key, value):
+    loop = Loop()
+    loop.train(0, 2)
+    state = loop.model.state_dict()
+    state[f"embeddings.{key}"] = value
+    with pytest.raises(RuntimeError, match=f"{key}: got .*, wanted "):
+        Loop().model.load_state_dict(state)
+
+
 def test_the_order_of_loading_is_free_before_the_first_batch():
     loop = Loop()
     loop.train(0, 6)

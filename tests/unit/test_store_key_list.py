@@ -85,5 +85,5 @@ def test_what_is_not_the_key_list_is_refused(tmp_path):
         path.write_bytes(whole[:length])
         with pytest.raises(CorruptionError, match="torn or altered"):
             read_key_list(open_key_list(path), 9, 3, 11)
-    with pytest.raises(StorageError, match="could not read"):
+    with pytest.raises(StorageError, match="wanted a regular file"):
         read_key_list(open_key_list(tmp_path), 9, 3, 11)

@@ -158,6 +158,14 @@ def test_min_delta_and_less_is_better():
     assert (best.score, best.step, best.num_since) == (0.85, 2, 1)
 
 
+def test_a_metric_without_a_value_ends_no_run():
+    best = Best("validation_auc")
+    for step in range(5):  # a validation part of one class
+        assert not best.hear({"validation_auc": math.nan, "epoch": step}, step)
+    assert best.num_since == 0 and best.metrics["epoch"] == 4
+    assert best.hear({"validation_auc": 0.5}, 5)
+
+
 @given(st.lists(st.floats(0, 1) | st.just(math.nan), max_size=20), st.integers(1, 3))
 def test_the_best_is_the_first_maximum(scores, cut):
     best = Best("auc")

@@ -17,10 +17,16 @@ def end_in_an_import(_: int, frame: FrameType | None) -> None:
     """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            print(STOPPED, file=sys.stderr, flush=True)
+            say_stopped()
             os._exit(130)
         frame = frame.f_back
     raise KeyboardInterrupt
+
+
+def say_stopped() -> None:
+    """Print how it ended; a rank of `--ranks` leaves that to its launcher."""
+    if sys.argv[1:2] != ["rank"]:
+        print(STOPPED, file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -33,7 +39,7 @@ def main() -> None:
         status = run(sys.argv[1:])
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print(STOPPED, file=sys.stderr)
+        say_stopped()
         status = 130
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`). Nor may the interpreter fail when it flushes at its end.

@@ -172,11 +172,11 @@ def _left_open(config: Path | None, set_: list[str] | None) -> dict[str, str]:
     """What nobody said of shardings and exchanges is chosen: that is what the command is for. Copies of rows
     (`plan.cache`) ask for exchange rows and whole rows, so beside them nothing is."""
     from colonnade.cli.train import parse_settings
-    from colonnade.formats import parse_yaml
+    from colonnade.formats import parse_yaml, read_text
 
     said: dict[str, Any] = {}
     if config is not None:
-        values = parse_yaml(config.read_text(encoding="utf-8"))
+        values = parse_yaml(read_text(config))
         said |= {f"plan.{name}": each for name, each in ((values or {}).get("plan") or {}).items()}
     said |= parse_settings(set_ or [])
     if said.keys() & {"plan.exchange", "plan.sharding"}:

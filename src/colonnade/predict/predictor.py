@@ -238,11 +238,12 @@ class Predictor:
         self._thread.start()
 
     def close(self) -> None:
-        """Unmap the rows. The predictor is of no use afterwards."""
+        """Unmap the rows, once the call under way has ended. Any use afterwards is a ConfigError."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        self.rows.close()
+        with self._lock:
+            self.rows.close()
 
     def _follow(self, seconds: float) -> None:
         while not self._stop.wait(seconds):

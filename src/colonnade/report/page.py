@@ -13,6 +13,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from colonnade.errors import StorageError
+from colonnade.formats import file_kind
 from colonnade.report.figures import Figure
 from colonnade.report.words import setting_words
 
@@ -133,7 +134,13 @@ class Page:
 
 
 def write_page(html: str, path: Path) -> None:
-    """All of it or nothing. Raises StorageError naming the file."""
+    """All of it or nothing. Raises StorageError naming the file, also for a device, which would be replaced by it."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise StorageError(
+            f"{path}: got {file_kind(path.stat().st_mode)}, wanted a file's name. Name a file in a folder you can "
+            "write to"
+        )
+    path = Path(os.path.realpath(path))  # a link stays, and what it names is replaced
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         beside.write_text(html, encoding="utf-8")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.errors import CheckpointError
-from colonnade.formats import check_stamp, parse_yaml, stamp
+from colonnade.formats import check_stamp, parse_yaml, read_text, stamp
 from colonnade.report.sound import (
     is_number,
     sound_config,
@@ -237,7 +237,7 @@ def _load(path: Path, name: str) -> dict[str, Any]:
     """Read a JSON or YAML file of the folder, of format `name`; {} where it is absent. A run that was killed may
     have left half of one."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:

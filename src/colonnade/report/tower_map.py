@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colonnade.errors import CheckpointError, ConfigError
+from colonnade.formats import read_text
 from colonnade.plan.towers.partition import Measures, TowerMap
 from colonnade.report.figures import COLORS, Figure, chart
 from colonnade.report.words import bytes_words, count_words
@@ -23,7 +24,7 @@ def read_towers(folder: Path) -> TowerMap | None:
     """None where the run has no map. Raises CheckpointError naming the file."""
     path = folder / FILE_NAME
     try:
-        return TowerMap.from_json(path.read_text(encoding="utf-8"))
+        return TowerMap.from_json(read_text(path))
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, ConfigError) as error:

@@ -39,6 +39,21 @@ def records_of(table: Table, columns: Mapping[str, Tensor], rows: Tensor) -> Ten
     return records
 
 
+def find_misfits(given: Mapping[str, object]) -> list[str]:
+    """Say which values of a state_dict's rows are no tensors, or no counts; empty if all are what they must be."""
+    problems = []
+    for key, value in given.items():
+        if not isinstance(value, Tensor):
+            problems.append(f"{key}: got {type(value).__name__}, wanted a tensor")
+        elif key in ("step", "seed") and (value.dtype != torch.int64 or value.dim()):
+            problems.append(
+                f"{key}: got {tuple(value.shape)} {value.dtype}, wanted () torch.int64, one integer"
+            )
+        elif key == "step" and value < 0:
+            problems.append(f"step: got {int(value)}, wanted 0 or more")
+    return problems
+
+
 def find_problems(table: Table, columns: Mapping[str, Tensor]) -> list[str]:
     """Say what is wrong with the columns of a table's rows; empty if nothing is."""
     ids = columns["ids"]

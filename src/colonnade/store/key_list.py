@@ -16,7 +16,7 @@ from colonnade.errors import CorruptionError
 from colonnade.formats import VERSIONS, check_version
 from colonnade.store.disk import DiskFile, storage_error
 from colonnade.store.durable import checked_content, trailer, with_trailer
-from colonnade.store.segment import missing
+from colonnade.store.segment import open_listed
 
 MAGIC = b"CLNDKEYS"
 FORMAT = "colonnade key list"
@@ -81,12 +81,7 @@ def key_list_bytes(number: int, ids: np.ndarray, checksum: int) -> memoryview:
 
 def open_key_list(path: Path) -> DiskFile:
     """Raises CorruptionError where a file that a manifest names is missing, StorageError."""
-    try:
-        return DiskFile(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-    except FileNotFoundError as error:
-        raise missing(path) from error
-    except OSError as error:
-        raise storage_error(error, "open", path) from error
+    return open_listed(path)
 
 
 def read_key_list(file: DiskFile, number: int, num_records: int, checksum: int) -> Keys:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.errors import CorruptionError, StorageError
+from colonnade.errors import ConfigError, CorruptionError, StorageError
 from colonnade.store.checksums import AGAIN, FileChecksums, Scrub
 from colonnade.store.dram import open_dram
 from colonnade.store.file_mapping import FileMapping
@@ -39,14 +39,16 @@ class MappedRows:
         self._num_damaged = 0  # mappings of this process, of which none is among these
         self._scrub: Scrub | None = None
         self._failure: CorruptionError | None = None  # of a mapping
+        self._is_closed = False
 
     def find(self, ids: Tensor, offsets: Tensor, tables: Tensor) -> Tensor:
         """The slot of each lookup, (E,) int32, valid until the next call.
 
         ids (E,) column by column, offsets (C + 1,), tables (C,): the table of each column. IndexError
         for an id outside its vocabulary table; CorruptionError where a row's block of its file is damaged,
-        StorageError where it cannot be read.
+        StorageError where it cannot be read; ConfigError once the rows are closed.
         """
+        self._check_open()
         _native.handle_faults()  # others may have installed their handlers meanwhile
         slots, lookups = np.empty(len(ids), np.int32), ids.numpy()
         bounds = offsets.tolist()
@@ -100,18 +102,30 @@ class MappedRows:
     def change(self, t: int, ids: Tensor, weights: Tensor, gone: Tensor) -> None:
         """Rows of table t are these from now on: ids (N,) unique, weights (N, width) of the table's dtype; gone (G,):
         ids that read as their first value again."""
+        self._check_open()
         self.tables[t].change(ids.numpy(), weights, gone.numpy())
 
     def become(self, other: MappedRows) -> None:
         """Serve the rows of another file of each table instead; `other` is used up."""
-        self.close()
+        self._check_open()
+        self._unmap()
         self.tables, self._scrub, self._failure = other.tables, other._scrub, None
 
     def close(self) -> None:
+        """Unmap the files; nothing can be read any more."""
+        self._is_closed = True
+        self._unmap()
+
+    def _unmap(self) -> None:
         if self._scrub is not None:
             self._scrub.stop()
         for table in self.tables:
             table.close()
+
+    def _check_open(self) -> None:
+        """A load from what is unmapped would end the process."""
+        if self._is_closed:
+            raise ConfigError("got a predictor that is closed; open it again: Predictor.open(path)")
 
 
 class MappedTable:

@@ -59,7 +59,8 @@ def fresh_records(table: Table, weights: Tensor) -> Tensor:
 def bytes_of(values: Tensor) -> Tensor:
     """(N, bytes of a row) uint8."""
     if not values.numel():
-        return torch.empty(len(values), 0, dtype=torch.uint8)
+        width = values.shape[1:].numel() * values.element_size()
+        return torch.empty(len(values), width, dtype=torch.uint8)
     return values.contiguous().view(torch.uint8).reshape(len(values), -1)
 
 

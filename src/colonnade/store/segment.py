@@ -19,9 +19,10 @@ from typing import Protocol
 import numpy as np
 
 from colonnade import _native
-from colonnade.errors import CheckpointError, CorruptionError
+from colonnade.errors import CheckpointError, CorruptionError, StorageError
 from colonnade.formats import VERSIONS, check_version
 from colonnade.store.disk import DiskFile, storage_error
+from colonnade.store.untrusted import open_regular
 
 MAGIC = b"CLNDROWS"
 FORMAT = "colonnade segment"
@@ -87,12 +88,7 @@ def open_segment(path: Path, shape: SegmentShape, num_bytes: int, crc: int) -> D
 
     Raises CorruptionError (missing, torn or altered), CheckpointError (another table, run or version).
     """
-    try:
-        file = open_for_reading(path)
-    except FileNotFoundError as error:
-        raise missing(path) from error
-    except OSError as error:
-        raise storage_error(error, "open", path) from error
+    file = open_listed(path, getattr(os, "O_DIRECT", 0))  # past the page cache where it can
     size = os.fstat(file.fd).st_size
     head = bytes(read_span(file, 0, HEADER.size)) if size >= HEADER.size else b""
     check_header(path, head, shape)
@@ -107,15 +103,17 @@ def open_segment(path: Path, shape: SegmentShape, num_bytes: int, crc: int) -> D
     return file
 
 
-def open_for_reading(path: Path) -> DiskFile:
-    """Past the page cache where the file system can. Raises OSError."""
-    flags = os.O_RDONLY | os.O_CLOEXEC
+def open_listed(path: Path, flags: int = 0) -> DiskFile:
+    """Open a file that a manifest lists, with these flags if the file system knows them. Raises CorruptionError where
+    it is missing, StorageError as `open_regular`."""
     try:
-        return DiskFile(path, os.open(path, flags | getattr(os, "O_DIRECT", 0)))
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return DiskFile(path, os.open(path, flags))
+        return open_regular(path, flags=flags)
+    except StorageError as error:
+        if error.errno == errno.EINVAL and flags:
+            return open_listed(path)
+        if error.errno == errno.ENOENT:
+            raise missing(path) from error
+        raise
 
 
 def check_header(path: Path, head: bytes, shape: SegmentShape) -> None:

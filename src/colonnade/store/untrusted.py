@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from colonnade.errors import CorruptionError, StorageError
-from colonnade.formats import read_stamped
+from colonnade.formats import file_kind, read_stamped
 from colonnade.store.disk import DiskFile, storage_error
 
 T = TypeVar("T")
@@ -74,13 +74,14 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def open_regular(path: Path, *, follow_links: bool = True) -> DiskFile:
+def open_regular(path: Path, *, follow_links: bool = True, flags: int = 0) -> DiskFile:
     """Open a file for reading. Raises StorageError where it cannot be read or is no regular file, on which `open` or
-    `read` may wait for ever."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    `read` may wait for ever. flags: of `open`, beside those to read."""
+    flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         file = DiskFile(path, os.open(path, flags if follow_links else flags | os.O_NOFOLLOW))
         mode = os.fstat(file.fd).st_mode
+        os.set_blocking(file.fd, True)  # else io_uring gives up where it would wait for the disk
     except OSError as error:
         if not follow_links and path.is_symlink():
             raise _is_link(path) from None
@@ -88,7 +89,7 @@ def open_regular(path: Path, *, follow_links: bool = True) -> DiskFile:
     if not stat.S_ISREG(mode):
         file.close()
         raise StorageError(
-            f"{path}: got {_kind(mode)}, wanted a regular file. Remove it, and have the file written again"
+            f"{path}: got {file_kind(mode)}, wanted a regular file. Remove it, and have the file written again"
         )
     return file
 
@@ -123,12 +124,3 @@ def _is_link(path: Path) -> CorruptionError:
     return CorruptionError(
         f"{path}: got a symbolic link, wanted a file or folder that lies in {path.parent} itself. Put a copy there"
     )
-
-
-def _kind(mode: int) -> str:
-    kinds = (
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a pipe (FIFO)"),
-        (stat.S_ISSOCK, "a socket"),
-    )
-    return next((words for is_kind, words in kinds if is_kind(mode)), "a device")

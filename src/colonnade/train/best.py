@@ -44,7 +44,7 @@ class Best:
     metrics: dict[str, float] = field(default_factory=dict)
     """Everything that evaluation found; without any score, the newest's."""
     num_since: int = 0
-    """Evaluations since that had no better score."""
+    """Evaluations since the best score that had no better one; 0 until there is a score."""
 
     def hear(self, metrics: Mapping[str, float], step: int) -> bool:
         """One evaluation, after `step` updates. Returns whether its score is the best so far; NaN never is."""
@@ -59,9 +59,10 @@ class Best:
         )
         if better:
             self.score, self.step, self.metrics, self.num_since = score, step, dict(metrics), 0
+        elif self.score is None:  # NaN every time, as AUC where all samples are of one class
+            self.metrics = dict(metrics)
         else:
             self.num_since += 1
-            self.metrics = self.metrics or dict(metrics)
         return better
 
     def state(self) -> dict[str, Any]:

@@ -77,6 +77,8 @@ def save(
     collection: EmbeddingCollection, folder: Path, step: int, optimizer: RowOptimizer | None
 ) -> None:
     """Implement `EmbeddingCollection.save`."""
+    if type(step) is not int or not 0 <= step < 2**63:
+        raise CheckpointError(f"save: got step {step!r}, wanted an integer from 0 to 2**63 - 1")
     collection.ensure_open()
     if collection.cached is not None and optimizer is None:
         raise ConfigError(
@@ -133,13 +135,13 @@ def load(
     plan = plan or build_plan(collection.tables, mesh.num_ranks)
     step = resolve(folder, step)
     header = read_header(folder, step)
-    check_model(folder, header, collection.declaration, collection)
     place = folder / "commits" / f"{step:012d}"
     state = load_state(place / "dense", header["run"])
     if "seed" not in state:
         raise CheckpointError(
             f"{folder} is the folder of a run; colonnade.load_run(model, folder) reads it, and colonnade.fit goes on"
         )
+    check_model(folder, header, collection.declaration, collection)
     collection.seed = state["seed"]
     if plan.needs_backing:
         commits = _open_stores(collection, folder, plan, mesh, step)
@@ -197,8 +199,6 @@ def _check_folder(
             raise CheckpointError(
                 f"save: got step {step}, wanted one after {newest}, the newest in {folder}"
             )
-    elif step < 0:
-        raise CheckpointError(f"save: got step {step}, wanted 0 or more")
     collection.mesh.barrier()  # every rank has looked before one writes
 
 

@@ -15,6 +15,7 @@ from colonnade.errors import ConfigError
 from colonnade.exchange.codec import EXACT, CodecName, Codecs
 from colonnade.exchange.layout import Declaration
 from colonnade.exchange.tower_cut import BY_TOWERS
+from colonnade.formats import read_text
 from colonnade.plan.choice import choose
 from colonnade.plan.chosen import Choice, Forced, Memory
 from colonnade.plan.consumers import model_load
@@ -131,7 +132,7 @@ def placed_in_towers(config: RunConfig, collection: EmbeddingCollection, world: 
     said, partition = config.plan, None
     if isinstance(said.towers, str):
         try:
-            text = Path(said.towers).read_text(encoding="utf-8")
+            text = read_text(Path(said.towers))
         except (OSError, UnicodeDecodeError):
             raise ConfigError(
                 f"plan.towers: got {said.towers!r}, wanted a number of towers, or a file that says which features "

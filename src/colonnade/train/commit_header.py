@@ -15,6 +15,8 @@ from colonnade.store.durable import read_verified
 from colonnade.store.untrusted import FileName
 
 FORMAT = "colonnade commit"
+MAX_DIGITS = 20
+"""More than any step has."""
 REMEDY = "restore it from a copy, or go back to an older commit (--at STEP)"
 
 Count = Annotated[int, Field(ge=0)]
@@ -136,11 +138,11 @@ def resolve(folder: Path, at: int | str | None) -> int:
                 "not evaluated yet. Ask for the last"
             )
         at = best
-    if isinstance(at, str) and at.isdecimal():
+    if isinstance(at, str) and at.isdecimal() and len(at) < MAX_DIGITS:
         at = int(at)
     if at not in steps:
         raise CheckpointError(
-            f"{folder} has no commit of step {at}; it has {steps}, also called best and last"
+            f"{folder} has no commit of step {at!s:.{MAX_DIGITS}}; it has {steps}, also called best and last"
         )
     return int(at)
 

@@ -14,7 +14,7 @@ from colonnade.formats import read_stamped
 from colonnade.topology.mesh import Mesh
 from colonnade.train.commit_header import committed_steps, read_header, state_folder
 from colonnade.train.states import load_state
-from colonnade.train.trainer import Outcome
+from colonnade.train.trainer import Outcome, Trainer
 
 
 def read_final_summary(
@@ -36,6 +36,18 @@ def read_final_summary(
 def outcome_of(summary: Mapping[str, Any]) -> Outcome:
     """Return the outcome that a summary recorded."""
     return Outcome(**{each.name: summary[each.name] for each in fields(Outcome)})
+
+
+def complete_outcome(trainer: Trainer, outcome: Outcome, samples: int) -> int:
+    """Give an outcome without a step the counts of the call that made the commit: it was killed after its last commit,
+    before its summary. Returns the samples of all ranks, `samples` where nothing is changed."""
+    before = trainer.trained_before
+    if outcome.steps or not before:
+        return samples
+    for name in ("steps", "samples", "skipped", "seconds"):
+        setattr(outcome, name, before[0][name])
+    trainer.phases.seconds.update(before[0]["phases"])
+    return sum(each["samples"] for each in before)
 
 
 def describe_end(folder: Path, step: int) -> str:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from colonnade.formats import check_stamp, stamp
+from colonnade.formats import check_stamp, read_text, stamp
 
 FILE_NAME = "metrics.jsonl"
 FORMAT = "colonnade metrics"
@@ -23,7 +23,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for text in read_text(path, "replace").splitlines():
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
@@ -41,7 +41,8 @@ def forget_after(path: Path, step: int) -> None:
         return
     lines = read_lines(path)
     committed = [line for line in lines if line["step"] <= step]
-    is_whole = path.read_bytes().endswith(b"\n") or not path.stat().st_size
+    text = read_text(path, "replace")
+    is_whole = text.endswith("\n") or not text
     if len(committed) < len(lines) or not is_whole:
         text = "".join(json.dumps(line) + "\n" for line in committed)
         path.write_text(FIRST_LINE + text, encoding="utf-8")

@@ -299,9 +299,14 @@ def read_change(folder: Path, number: int) -> ChangeSet:
         for table in tables:
             _check_ids(table.ids)
             _check_ids(table.gone)
+            if bool(torch.isin(table.gone, table.ids).any()):
+                raise ValueError("ids that are gone and have changed")
         dense = {name.removeprefix("dense/"): value for name, value in tensors.items()}
         if not all(name.startswith("dense/") for name in tensors):
             raise ValueError(f"tensors {sorted(tensors)}")
+        for value in (*dense.values(), *(table.weights for table in tables)):
+            if not bool(value.isfinite().all()):
+                raise ValueError("weights that are NaN or inf")
     except Exception as error:  # safetensors raises its own kind
         raise CorruptionError(
             f"{path}: got a file that is no change of a publication ({' '.join(str(error).split())}); {REMEDY}"

@@ -51,7 +51,7 @@ from colonnade.train.commits import Commits, lost_words, open_commits, restore
 from colonnade.train.defaults import open_data, settle, warn_of_few_steps
 from colonnade.train.dense import DenseGradients
 from colonnade.train.destinations import open_destinations
-from colonnade.train.finished import outcome_of, read_final_summary
+from colonnade.train.finished import complete_outcome, outcome_of, read_final_summary
 from colonnade.train.loss_scale import loss_scale
 from colonnade.train.machine import machine_facts
 from colonnade.train.mirror import explained, fetch_run, mirrored_steps, open_url
@@ -110,6 +110,7 @@ class Run:
         self.sent = mean_sent(self.mesh, outcome.steps)
         self.rows = rows_of_first_owner(self.mesh, self.trainer.collection)
         self.samples = int(self.mesh.all_reduce("control", torch.tensor(outcome.samples)))
+        self.samples = complete_outcome(self.trainer, outcome, self.samples)
         for destination in self.commits.destinations if self.commits is not None else ():
             destination.close()
         if self.folder is not None and self.mesh.rank == 0:
@@ -478,6 +479,7 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
     path = folder / "config.yaml"
     if not path.exists() or not committed_steps(folder):
         return
+    recorded = load_config(path)
     if not path.read_bytes().strip():
         raise CheckpointError(f"{path} is empty, wanted the run's settings; restore it from a copy")
     fixed = (
@@ -485,7 +487,7 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
         "dense.optimizer", "data.name", "data.options", "train.seed", "train.progressive",
     )  # fmt: skip
     free = ["model.compile", "data.options.threads"]
-    before, now = flatten(load_config(path).model_dump()), flatten(config.model_dump())
+    before, now = flatten(recorded.model_dump()), flatten(config.model_dump())
     if before.get("model.tower_dim") is now["model.tower_dim"] is None:
         free.append("model.towers")  # they only say where rows lie
     for name in [*now, *before]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +100,12 @@ class Trainer:
         self.phases = Phases()
         self.position = Position()  # of the next batch to train on, in steps of `batch_size`
         self.held: list = []  # reads a resumed run must use as they were
+        self.outcome, self.started = (
+            Outcome(),
+            time.perf_counter(),
+        )  # of the call of `train` under way
+        # What each rank had done in the call that made the commit this run resumed from; []: none, or unknown.
+        self.trained_before: list[Mapping[str, Any]] = []
         monitor = schedule.monitor or objective.monitor
         self.best = Best(f"validation_{monitor}", schedule.min_delta)
         self.days: list[dict[str, float]] = []  # progressive validation: what each day gave
@@ -110,7 +117,9 @@ class Trainer:
     def train(self) -> Outcome:
         """Collective. Goes on from `position`; returns at the end of the epochs, when scores no longer get
         better, or when a rank asked to stop."""
-        outcome, started = Outcome(), time.perf_counter()
+        self.outcome = outcome = Outcome()
+        self.started = started = time.perf_counter()
+        self.limit = -1
         if self.collection.cached is not None:
             apply_planned_bounds(self.collection.cached)
         batches = self.collection.lookahead(self._stream())
@@ -129,6 +138,12 @@ class Trainer:
         outcome.days = list(self.days)
         outcome.seconds = time.perf_counter() - started
         return outcome
+
+    def trained(self) -> dict[str, Any]:
+        """Say what this rank has done so far in the call of `train` under way, as a commit keeps it."""
+        done = {name: getattr(self.outcome, name) for name in ("steps", "samples", "skipped")}
+        seconds = time.perf_counter() - self.started
+        return {**done, "seconds": seconds, "phases": dict(self.phases.seconds)}
 
     def _train(self, batches: Lookahead, outcome: Outcome) -> None:
         """Steps, until it is over."""

@@ -40,7 +40,7 @@ from colonnade.data.tabular.fields import (
 )
 from colonnade.data.tabular.hashing import HASH_VERSION
 from colonnade.errors import ConfigError
-from colonnade.formats import parse_yaml
+from colonnade.formats import parse_yaml, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def load_declaration(
             ) from None
     path = Path(schema).expanduser()
     try:
-        return Declaration.from_yaml(path.read_text(encoding="utf-8"))
+        return Declaration.from_yaml(read_text(path))
     except OSError as error:
         raise ConfigError(
             f"schema {path}: {error.strerror}; give an existing YAML file, or leave schema out to infer one"
