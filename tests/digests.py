@@ -1,0 +1,85 @@
+"""Digests of what small trainings learn, one line for each of the settings below.
+
+    python tests/digests.py > before; git switch ...; python tests/digests.py > after; diff before after
+
+A change that says it moves no bit shows that these lines stay, on one machine. Only the command line and exported files
+are used, so the script survives what it watches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from safetensors import safe_open
+
+COMMON = {
+    "data.options": "{num_train: 3000, num_test: 200, cardinalities: [50, 900, 7, 3000], seed: 3}",
+    "model.dim": "8", "model.bottom": "[16]", "model.top": "[16]", "dense.lr": "0.01",
+    "train.batch_size": "100", "train.epochs": "1", "train.threads": "1", "train.seed": "5",
+    "train.commit_steps": "11",
+}  # fmt: skip
+FILES = {"plan.memory.dram": "150KB"}
+SETTINGS: dict[str, tuple[int, dict[str, str]]] = {
+    "memory": (1, {}),
+    "files": (1, FILES),
+    "files late": (1, {**FILES, "plan.staleness_steps": "2"}),
+    "rows": (2, {}),
+    "rows late files": (2, {**FILES, "plan.staleness_steps": "1"}),
+    "pooled": (2, {"plan.exchange": "pooled"}),
+    "partials": (2, {"plan.exchange": "substitute"}),
+    "towers": (4, {"plan.exchange": "towers", "plan.towers": "2"}),
+    "tower rows": (4, {"plan.exchange": "tower_rows", "plan.towers": "2"}),
+    "replicated": (2, {"plan.sharding": "replicated"}),
+    "cached": (2, {"plan.cache": "{size: 20%, staleness: 4}"}),
+    "cached next use": (2, {"plan.cache": "{size: 20%, staleness: 2, policy: lookahead}"}),
+    "columns": (2, {"plan.sharding": "column_wise", "plan.exchange": "pooled", "rows.optimizer": "adagrad"}),
+    "hot rows": (2, {"plan.tables.C1.hot_rows": "100"}),
+    "codecs": (2, {"plan.wire.values": "int8", "plan.wire.gradients": "bf16", "plan.wire.dense": "int8"}),
+    "mixed": (2, {"plan.tables.C1.exchange": "pooled", "plan.tables.C3.staleness_steps": "2"}),
+    "servers": (3, {"plan.servers": "1"}),
+}  # fmt: skip
+"""By name: ranks, and settings beside COMMON. Every exchange, tier and staleness."""
+
+
+def main() -> None:
+    """Train each setting, or those named on the command line, and print its digest."""
+    for name in sys.argv[1:] or SETTINGS:
+        num_ranks, settings = SETTINGS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"{name:16} {digest(Path(folder), num_ranks, COMMON | settings)}", flush=True)
+
+
+def digest(folder: Path, num_ranks: int, settings: dict[str, str]) -> str:
+    """Train, export the last commit and hash its rows and dense weights."""
+    sets = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    run, exported = str(folder / "run"), folder / "exported"
+    colonnade("train", "--data", "synthetic", "--run", run, "--ranks", str(num_ranks), *sets)
+    colonnade("export", run, str(exported), "--at", "last")
+    result = hashlib.sha256()
+    for path in sorted(exported.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(file.keys()):
+                tensor = file.get_tensor(name)
+                result.update(f"{path.name}/{name}/{tuple(tensor.shape)}/".encode())
+                result.update(
+                    tensor.float().numpy().tobytes()
+                    if tensor.is_floating_point()
+                    else tensor.numpy().tobytes()
+                )
+    return result.hexdigest()[:32]
+
+
+def colonnade(*arguments: str) -> None:
+    """Run the command; its words, and the end of this process, where it fails."""
+    command = [sys.executable, "-m", "colonnade", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(arguments)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+if __name__ == "__main__":
+    main()
