@@ -82,9 +82,10 @@ format: setup
 docs: setup
 	$(BIN)/python -m pdoc --docformat markdown --output-directory build/docs colonnade
 
-# The figures of README.md and docs/results.md, from bench/results.
+# The figures of README.md and docs/results.md, from bench/results; and docs/tree.md, from the files it lists.
 figures: setup
 	$(BIN)/python docs/figures.py
+	$(BIN)/python docs/tree.py
 
 # A wheel for this Python into dist/; CI services build the others with cibuildwheel (pyproject.toml).
 wheel: setup

@@ -1,3 +1,4 @@
+// Reads of pages by io_uring.
 #include "page_reader.h"
 #include "ring.h"
 

@@ -1,3 +1,4 @@
+// First values of rows.
 #include "convert.h"
 #include "rows.h"
 #include "vector.h"

@@ -1,3 +1,4 @@
+// Cross layers with one weight vector each: forward and backward.
 #include "registers.h"
 #include "rows.h"
 #include "vector.h"

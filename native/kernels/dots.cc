@@ -1,3 +1,4 @@
+// Dot products of all pairs of vectors of a sample: forward and backward.
 #include "registers.h"
 #include "rows.h"
 #include "vector.h"

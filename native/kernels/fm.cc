@@ -1,3 +1,4 @@
+// Factorization machines: forward and backward.
 #include "registers.h"
 #include "rows.h"
 #include "vector.h"

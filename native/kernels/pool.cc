@@ -1,3 +1,4 @@
+// Pooling: the rows of a bag to its output.
 #include "convert.h"
 #include "rows.h"
 

@@ -1,3 +1,4 @@
+// Gradients of the entries of a row, summed, and the optimizers that take them.
 #include "gradients.h"
 #include "rows.h"
 

@@ -1,3 +1,4 @@
+// The table of functions that one compilation offers.
 #include "rows.h"
 
 #define COLONNADE_QUOTE(name) #name
