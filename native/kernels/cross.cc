@@ -1,4 +1,4 @@
-// Cross layers with one weight vector each: forward and backward.
+// Elementwise part of cross layers: first * factor + input, and its gradient.
 #include "registers.h"
 #include "rows.h"
 #include "vector.h"
