@@ -10,8 +10,10 @@ from contextlib import suppress
 import pytest
 
 from colonnade.cli import main
+from colonnade.errors import CorruptionError
 from colonnade.store.durable import with_trailer
 from colonnade.train.commit_header import state_folder
+from colonnade.train.states import load_state
 
 SETTINGS = (
     "train.batch_size=150", "train.commit_steps=1", "rows.eviction.max_rows=50", "model.name=lr", "train.epochs=2",
@@ -95,8 +97,10 @@ def test_a_pickle_in_a_state_file_is_refused_and_not_run(trained, tmp_path, caps
     folder = tmp_path / "run"
     shutil.copytree(trained / "run", folder)
     pickle = b"cos\nsystem\n(S'touch " + str(tmp_path / "evil").encode() + b"'\ntR."
-    (state_folder(folder, 2) / "dense").write_bytes(with_trailer(pickle))
+    state = state_folder(folder, 2) / "dense"
+    state.write_bytes(with_trailer(pickle))
     assert run("verify", folder) == 2
-    printed = capsys.readouterr()
-    assert "holds more than tensors and plain values" in printed.out
-    assert "weights_only" not in printed.out + printed.err and not (tmp_path / "evil").exists()
+    assert "dense is not what this run committed there" in capsys.readouterr().out
+    with pytest.raises(CorruptionError, match="holds more than tensors") as caught:
+        load_state(state, "any run")
+    assert "weights_only" not in str(caught.value) and not (tmp_path / "evil").exists()

@@ -244,7 +244,7 @@ def test_copies_on_a_device_need_one_that_has_room_for_them():
     cpu = torch.device("cpu")
     with pytest.raises(ConfigError, match=r"got 10,000,000,000,000,000 copies .*'user' for cpu"):
         DeviceCopies(TABLES, [10, 10**16], cpu)
-    copies = DeviceCopies([Table("user", 2**40)], [0], cpu)
+    copies = DeviceCopies([Table("user", 2**28)], [0], cpu)
     with pytest.raises(
         BudgetExceeded, match=r"table 'user'.*has room for 0.*leave plan.cache.tier"
     ):

@@ -244,7 +244,7 @@ def test_a_schema_file_at_fault_is_named(said, tmp_path):
 def test_a_schema_file_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"No such file.*leave schema out to infer one"):
         load_declaration(tmp_path / "no.yaml")
-    with pytest.raises(ConfigError, match="Is a directory"):
+    with pytest.raises(ConfigError, match="got a folder, wanted a regular file"):
         load_declaration(tmp_path)
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not YAML"):

@@ -13,7 +13,7 @@ from colonnade.optimizers import FTRL, SPARSE_OPTIMIZERS
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Table("", 2), "needs a name"),
+        (lambda: Table("", 2), "got '' as a table's name, wanted text"),
         (lambda: Table("t", 0), "at least 1"),
         (lambda: Table("t", True), "at least 1"),
         (lambda: Table("t", {}), "at least one part"),
@@ -39,7 +39,7 @@ from colonnade.optimizers import FTRL, SPARSE_OPTIMIZERS
         (lambda: Adam(lr=10**400), "wanted a finite number"),
         (lambda: Table("t", 2**31, optimizer=SGD(lr=1)), "lower dim"),
         (lambda: Table("t", 4, optimizer=SGD(lr=1), max_norm="1"), "max_norm='1', wanted more"),
-        (lambda: Table(5, 4, optimizer=SGD(lr=1)), "needs a name; got 5"),
+        (lambda: Table(5, 4, optimizer=SGD(lr=1)), "got 5 as a table's name, wanted text"),
         (lambda: FTRL(lr=0), "divides"),
         (lambda: RowWiseAdagrad(lr=float("inf")), "finite"),
     ],
