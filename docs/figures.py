@@ -36,13 +36,16 @@ class Best:
     case: str
     system: str = "colonnade"
     digits: int = 0
+    unit: str = "*"
     is_timing = True
 
     def text(self) -> str:
         medians = {
             c["median"]: c["unit"]
             for c in read_results(self.file)["cases"]
-            if c["case"] == self.case and fnmatchcase(c["system"], self.system)
+            if c["case"] == self.case
+            and fnmatchcase(c["system"], self.system)
+            and fnmatchcase(c["unit"], self.unit)
         }
         if not medians:
             raise LookupError(f"{self.file}.json has no {self.case!r} of {self.system!r}")
@@ -242,6 +245,18 @@ def cached_rows() -> Iterable[tuple[str | Figure, ...]]:
         yield (label, *(Best("staleness", f"2x2 mixed {link} Gbit/s", system) for link in LINKS))
 
 
+def crowded_rows() -> Iterable[tuple[str | Figure, ...]]:
+    beside = ("alone", "beside 1", "beside 2", "beside 4", "quota 1", "quota 1.5")
+    for label, system, cases in (
+        ("Colonnade", "colonnade", beside),
+        ("Colonnade, spinning as PyTorch does", "colonnade spinning", beside[:4]),
+        ("`nn.EmbeddingBag`, Adagrad", "torch", beside),
+        ("the same, `OMP_WAIT_POLICY=passive`", "torch passive", beside[:4]),
+    ):
+        figures = [Best("crowded", case, system, unit="samples/s") for case in cases]
+        yield (label, *figures, *[""] * (len(beside) - len(cases)))
+
+
 def missed_rows() -> Iterable[tuple[str | Figure, ...]]:
     """Yield the ratios that do not reach what is wanted of them; a smaller error or regret is a better one."""
     for label, file, name, wanted in (
@@ -316,6 +331,10 @@ TABLES = {
         tuple(tower_rows()),
     ),
     "cached": Table(("", *LINKS.values()), tuple(cached_rows())),
+    "crowded": Table(
+        ("", "alone", "beside 1", "beside 2", "beside 4", "quota of 1", "quota of 1.5"),
+        tuple(crowded_rows()),
+    ),
     "missed": Table(("measure", "reached", "wanted"), tuple(missed_rows())),
 }  # fmt: skip
 
