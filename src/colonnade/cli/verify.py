@@ -52,6 +52,13 @@ def verify(
             )
         subject, remedy = str(run), "Restore them from a copy, or export the run again"
         files = verify_export(run) if is_export else _publication_files(run)
+    elif not (run / "commits").is_dir():
+        raise ConfigError(
+            f"{run}: got a folder without commits/ (a run), {MODEL} (an export) or published.json (a publication), "
+            "wanted one of them; name its folder"
+            if run.exists()
+            else f"{run} does not exist; name the folder of a run, an export or a publication"
+        )
     else:
         step = resolve(run, at or "last")
         subject, files = f"{run}, step {step}", verify_commit(run, step, directory or ())
