@@ -151,4 +151,4 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
     elif folder is not None:
         console.print(f"run folder: {folder}", markup=False, soft_wrap=True)
     if folder is not None:
-        console.print(f"to see it drawn: colonnade report {folder}", markup=False, soft_wrap=True)
+        console.print(f"open its page: colonnade report {folder}", markup=False, soft_wrap=True)

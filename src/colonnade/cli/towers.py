@@ -190,7 +190,7 @@ def _show(run: Path, found: TowerMap, out: Path | None) -> None:
     console.print(f"towers: {run / report.FILE_NAME}", markup=False, soft_wrap=True)
     if out is not None:
         console.print(f"partition: {out}", markup=False, soft_wrap=True)
-    console.print(f"to see it drawn: colonnade report {run}", markup=False, soft_wrap=True)
+    console.print(f"open its page: colonnade report {run}", markup=False, soft_wrap=True)
 
 
 def _predict(
