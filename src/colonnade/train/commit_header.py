@@ -124,7 +124,10 @@ def resolve(folder: Path, at: int | str | None) -> int:
     """
     steps = committed_steps(folder)
     if not steps:
-        raise CheckpointError(f"{folder} holds no commit; train it first (`colonnade train --run`)")
+        raise CheckpointError(
+            f"{folder} holds no commit; name the folder of a run (`colonnade train --run`), or one that "
+            "`collection.save` wrote"
+        )
     if at == "last":
         return steps[-1]
     if at is None:
