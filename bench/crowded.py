@@ -2,7 +2,7 @@
 
 DLRM on Criteo-shaped ids, one process, as many threads as there are processors; four systems in turns:
 
-    colonnade           as every process that Colonnade starts: a thread that waits spins half a millisecond at most
+    colonnade           as every process that Colonnade starts: a thread that waits spins 0.2 ms
     colonnade spinning  OpenMP's default: a thread that waits spins for milliseconds
     torch               the same network on nn.EmbeddingBag, by default, which spins
     torch passive       the same with OMP_WAIT_POLICY=passive: a thread that waits sleeps at once

@@ -1,4 +1,4 @@
-"""What do late reads cost in AUC? Exactly late, and late by row clocks, beside synchronous training.
+"""Measure what late reads cost in AUC: exactly k updates late, and late by row clocks, beside synchronous training.
 
 A DeepFM over rows of one table, four ranks of 128 samples, on MovieLens-1M (seven fields) and on a synthetic stream of
 Criteo's shape (26 fields, Zipf 1.1, seen once).

@@ -1,4 +1,4 @@
-"""How much faster is a step between hosts where ranks keep copies of rows, late by row clocks?
+"""Time a step between hosts where ranks cache rows under row clocks, beside steps without a cache.
 
 Hosts are network namespaces on this machine, 2 of 2 ranks, uplinks of 200 Mbit/s, 1 and 10 Gbit/s. Wide & Deep with 13
 dense columns and an MLP of 64, 32 over 26 one-hot fields of Criteo's cardinalities, cut; D = 64, SGD, 1024 samples a
@@ -15,8 +15,8 @@ each rank has rows of its own (samples dealt out by user or region; at 200 Mbit/
 anything is timed, and every block is as long as the period after which copies are asked for and sent, many of them in
 the same batch.
 
-    row_clock_vs_no_cache     of times of a step: no cache over the fastest row clock
-    row_clock_vs_sync_best    likewise, the fastest that keeps no copies over it
+    row_clock_vs_no_cache     time of a step without a cache over that of the fastest row clock
+    row_clock_vs_sync_best    the same for the fastest system without a cache
 
 All ranks share this machine's cores: what a step costs in processor time is printed beside it.
 """

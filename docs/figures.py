@@ -307,11 +307,6 @@ def readme_rows() -> Iterable[tuple[str | Figure, ...]]:
             UplinkOfBest("substitute_k500_d16", case, "substitute *"),
             UplinkOfBest("substitute_k500_d16", case, system), peer,
         )  # fmt: skip
-    yield (
-        "an eighth of 33.8 million rows in memory, D=64, embeddings alone: samples/s",
-        Best("tiers", "D=64 skew 1.1 1/8 sparse only"),
-        Best("tiers", "D=64 skew 1.1 1/8 sparse only", "rocksdb"), "RocksDB",
-    )  # fmt: skip
 
 
 TABLES = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,3 +24,23 @@ def shared_data() -> Path:
     if not root.is_dir():
         pytest.skip(f"real data absent: {root} is no folder (set COLONNADE_DATA)")
     return root
+
+
+@pytest.fixture
+def colonnade(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs the command line in this process: words -> (exit status, output, errors)."""
+    from colonnade.cli import main
+
+    monkeypatch.setenv("COLUMNS", "200")  # a long path breaks no line
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["colonnade", *map(str, arguments)])
+        try:
+            main()
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run

@@ -57,7 +57,7 @@ AUTO = tables.AUTO
 
 @dataclass(frozen=True)
 class Steps:
-    """Of one system: `history` once, when it is opened; `block` that are timed in each block."""
+    """Numbers of steps of one system: `history` once, when it is opened; `block` timed ones in each block."""
 
     history: int
     block: int

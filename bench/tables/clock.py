@@ -34,18 +34,19 @@ def stream_of(case: str) -> str:
 
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
-    """By case; under the bare names, that of the first case: the first stream, the slowest rate."""
+    """Return each ratio by case; names without a case hold the first one: the first stream at the slowest rate."""
     ratios: dict[str, float] = {}
     for case in names_of(measured):
         steps = steps_of(measured, case)
         sync = best_synchronous(steps)
         bases = {"no_cache": steps.get(NO_CACHE), "sync_best": sync and steps[sync]}
-        best = best_of(steps, CLOCK)
-        for base, ms in bases.items():
-            if best is not None and ms:
+        fastest_clock = best_of(steps, CLOCK)
+        for base, milliseconds in bases.items():
+            if fastest_clock is not None and milliseconds:
                 name = f"row_clock_vs_{base}"
-                ratios.setdefault(name, ms / steps[best])
-                ratios[f"{name} {case}"] = ms / steps[best]
+                ratio = milliseconds / steps[fastest_clock]
+                ratios.setdefault(name, ratio)
+                ratios[f"{name} {case}"] = ratio
     return ratios
 
 

@@ -66,13 +66,13 @@ class Policy:
 OPTIMUM = Policy("lookahead")
 """Belady's: whoever is used again last leaves, and rows that are used later than all that are here stay out."""
 LIGHT_LFU = "light_lfu"
-"""HET's, which training does not have."""
+"""Eviction policy of HET, which training does not have."""
 
 
 def open_directory(
     policy: str, capacity: int, read: int, write: int, num_rows: int
 ) -> Directory | LightLfu:
-    """One rank's, of copies of `num_rows` rows."""
+    """Open the directory of one rank's cache over a table of `num_rows` rows."""
     if policy == LIGHT_LFU:
         return LightLfu(capacity, read, write, num_rows)
     return Directory(capacity, read, write, policy)

@@ -157,10 +157,10 @@ def plan_of(tables: list[Table], choice: Mapping[str, Any], case: Case, mesh: Me
     shardings = SHARDINGS[choice["sharding"]](case.rows, mesh)
     by_name = dict(zip(case.names, shardings, strict=True))
     late = choice.get("late", 0)
-    kept = CacheConfig(**choice["cache"]) if "cache" in choice else None
+    cache = CacheConfig(**choice["cache"]) if "cache" in choice else None
     return build_plan(
         tables, mesh.num_ranks, exchange=choice["exchange"], shardings=by_name, staleness_steps=late,
-        lookahead=choice.get("lookahead", late + 2), caches=caches_of(kept, tables),
+        lookahead=choice.get("lookahead", late + 2), caches=caches_of(cache, tables),
     )  # fmt: skip
 
 

@@ -34,8 +34,8 @@ SCORED_BLOCKS = 50
 
 @dataclass(frozen=True)
 class System:
-    """When rows are read. `late`: so many updates early. `clock`: from copies, of which a rank keeps `kept` of the
-    rows, those used most often."""
+    """Rule by which rows are read. late: number of updates that every read misses. clock: bounds of cached rows; kept:
+    share of the rows that a rank caches, those used most often."""
 
     name: str
     late: int = 0

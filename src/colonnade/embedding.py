@@ -183,13 +183,12 @@ class EmbeddingCollection(StatefulRows):
             ]
             self.store = open_hbm(memory, slots, self.place.device, seed=self.seed)
         self.cached = cached_end(self.exchange, memory)
-        own = open_policies([each.table for each in laid], self.shards, seed=self.seed)
-        given = {self._slices(name): policy for name, policy in (policies or {}).items()}
-        check_policies(
-            given, own, [each.table for each in laid],
-            has_copies=self.cached.has_copies if self.cached else [],
-        )  # fmt: skip
-        self.policies: dict[int, RowPolicy] = {**own, **{t: each for (t,), each in given.items()}}
+        tables = [each.table for each in laid]
+        declared = open_policies(tables, self.shards, seed=self.seed)
+        by_hand = {self._slices(name): policy for name, policy in (policies or {}).items()}
+        has_copies = self.cached.has_copies if self.cached else []
+        check_policies(by_hand, declared, tables, has_copies=has_copies)
+        self.policies: dict[int, RowPolicy] = declared | {t: each for (t,), each in by_hand.items()}
         self.updates = Updates(self.exchange, self.store, self.policies, self.missed)
         heard = self.cached or self.policies or self.exchange.pushed_parameters
         is_alone = self.mesh.num_ranks == 1

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from colonnade.errors import ConfigError
 
 LARGEST = sys.float_info.max
-"""Of numbers that a float holds; an integer may be larger."""
+"""Largest number that a float holds; an integer may be larger."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

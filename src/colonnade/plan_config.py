@@ -22,7 +22,7 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
         "plan.staleness_steps or plan.cache.staleness",
     ),
 }
-"""By name: the value that did nothing, which older files hold, and what to do instead of any other."""
+"""Removed settings by name: the old default, which older files may hold, and what to use instead of any other value."""
 
 
 def refusal(name: str) -> str | None:
@@ -142,7 +142,7 @@ ShardingChoice = Literal[
 
 
 def _refuse_replicated_exchange(values: Any) -> None:
-    """Raises ValueError."""
+    """Refuse the removed exchange `replicated`. Raises ValueError."""
     if isinstance(values, Mapping) and values.get("exchange") == "replicated":
         raise ValueError("got exchange=replicated, which was removed; set sharding=replicated")
 
@@ -348,5 +348,5 @@ class PlanConfig(Section):
 
 
 def _did_nothing(name: str, value: Any) -> bool:
-    """Whether a removed setting has the value that it had where nobody used it."""
+    """Return whether a removed setting has its old default."""
     return name in REMOVED and value == REMOVED[name][0]

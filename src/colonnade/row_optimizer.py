@@ -138,7 +138,7 @@ class RowOptimizer(Optimizer):
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        """For `copy.deepcopy` and pickles: the collection goes with its optimizer."""
+        """Return the state for `copy.deepcopy` and pickle, which take the collection along with its optimizer."""
         own = ("collection", "_is_built", "_kinds", "_gradient_scale")
         anew = {"_said": [], "_checked": torch.empty(0), "_checked_scale": 0.0}
         return super().__getstate__() | {name: self.__dict__[name] for name in own} | anew

@@ -16,7 +16,7 @@ POOLINGS = ("sum", "mean", "sequence", "sqrtn")  # a pooling's place is its numb
 ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 CLOCK_BYTES = 8
 MAX_RECORD_BYTES = 1 << 31
-"""Of a row: the native core counts them in 32 bits."""
+"""Size that a row with its optimizer state stays below: the native core counts bytes of a row in 32 bits."""
 MOST_HASHES = 16
 
 T = TypeVar("T")

@@ -96,7 +96,7 @@ def test_light_lfu_decides_row_by_row(read, write, seed):
         assert found.tolist() == by_row.tolist()
         evicted = dict(zip(mine.evicted_ids.tolist(), mine.evicted_ticks.tolist(), strict=True))
         assert evicted == {id: ticks for id, (_, ticks) in said.evicted.items()}
-        assert set(np.flatnonzero(fast.worth)) == slow.rows.keys()
+        assert set(np.flatnonzero(fast.score)) == slow.rows.keys()
         assert frozen <= slow.rows.keys()  # used often enough, they never leave
         frozen = {id for id, row in slow.rows.items() if row.uses > 10}
     assert 0 < len(frozen) < 30

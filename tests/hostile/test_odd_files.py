@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
 
-from colonnade.cli import main
 from colonnade.data.tabular.hashing import MAX_TEXT_BYTES
 from colonnade.terminal import Terminal, printable
 
@@ -17,18 +15,10 @@ LINES = "".join(f"{i % 2},u{i % 40},i{i % 9},0.5\n" for i in range(300))
 
 
 @pytest.fixture
-def colonnade(monkeypatch, capsys, tmp_path):
+def colonnade(colonnade, monkeypatch, tmp_path):
+    """The command line in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["colonnade", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
+    return colonnade
 
 
 def check_refused(result: tuple[int, str, str], *words: str) -> None:

@@ -13,7 +13,7 @@ from inspect import signature
 import pytest
 
 import colonnade as colonnade_package
-from colonnade.cli import convert, main
+from colonnade.cli import convert
 from colonnade.cli import train as train_verb
 from colonnade.cli.app import run as run_command
 from colonnade.cli.data_options import MEANINGS
@@ -27,23 +27,6 @@ SMALL = [
     "--set", "data.options.num_train=3000", "--set", "data.options.num_test=500",
     "--set", "data.options.max_cardinality=200", "--set", "train.batch_size=500",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def colonnade(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")  # a long path breaks no line
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["colonnade", *arguments])
-        try:
-            main()
-            status = 0
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
 
 
 @pytest.mark.parametrize(

@@ -2,29 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from colonnade.cli import main
 from colonnade.terminal import Terminal
-
-
-@pytest.fixture
-def colonnade(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["colonnade", *arguments])
-        try:
-            main()
-            status = 0
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

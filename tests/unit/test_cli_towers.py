@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import torch
 from browser import CHROMIUM, look
 
-from colonnade.__main__ import main
 from colonnade.batch import Batch, Ids
 from colonnade.config import RunConfig, override
 from colonnade.embedding import EmbeddingCollection
@@ -51,23 +49,6 @@ def trained(tmp_path_factory) -> Path:
     run.train()
     run.close()
     return folder
-
-
-@pytest.fixture
-def colonnade(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["colonnade", *map(str, arguments)])
-        try:
-            main()
-            status = 0
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
 
 
 def test_planted_groups_are_found_in_a_trained_run(trained, colonnade, tmp_path):

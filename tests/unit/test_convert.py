@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 import re
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,28 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_data_contract import same
 
-from colonnade.cli import main
 from colonnade.data import convert as module
 from colonnade.data import open_source
 from colonnade.data.convert import open_criteo_conversion, open_csv_conversion, write_parquet
 from colonnade.data.sets.criteo import CATEGORIES, DENSE, MISSING_ID, open_criteo
 from colonnade.data.tabular.parquet import SCHEMA_KEY
 from colonnade.errors import DataError, StorageError
-
-
-@pytest.fixture
-def colonnade(monkeypatch, capsys):
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["colonnade", "convert", *map(str, arguments)])
-        try:
-            main()
-            status = 0
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
 
 
 def test_columns_are_the_fields(tmp_path, monkeypatch):
@@ -135,7 +118,7 @@ def test_csv_on_the_command_line(colonnade, tmp_path):
     source, target = tmp_path / "in.txt", tmp_path / "out.parquet"
     source.write_text("1\t'a\tb'\n2\tNA\n")
     options = ["--delimiter", "tab", "--quote", "'", "--names", "x,y", "--null", "NA"]
-    status, out, _ = colonnade("csv", source, target, *options)
+    status, out, _ = colonnade("convert", "csv", source, target, *options)
     assert status == 0 and "2 rows, 2 columns" in out
     assert pq.read_table(target).to_pylist() == [{"x": 1, "y": "a\tb"}, {"x": 2, "y": None}]
 
@@ -154,7 +137,9 @@ def test_csv_on_the_command_line(colonnade, tmp_path):
 )
 def test_errors_of_csv_are_one_line_and_leave_nothing(colonnade, tmp_path, text, options, words):
     (tmp_path / "in.csv").write_bytes(text)
-    status, _, said = colonnade("csv", tmp_path / "in.csv", tmp_path / "out.parquet", *options)
+    status, _, said = colonnade(
+        "convert", "csv", tmp_path / "in.csv", tmp_path / "out.parquet", *options
+    )
     assert status == 2 and said.startswith("error: ") and said.count("\n") == 1 and words in said, (
         said
     )
@@ -163,13 +148,13 @@ def test_errors_of_csv_are_one_line_and_leave_nothing(colonnade, tmp_path, text,
 
 def test_the_command_writes_once_and_says_so(colonnade, tmp_path):
     folder, target = write_criteo(tmp_path / "in", 50), tmp_path / "out.parquet"
-    status, out, _ = colonnade("criteo", folder, target, "--rows-per-group", 20)
+    status, out, _ = colonnade("convert", "criteo", folder, target, "--rows-per-group", 20)
     assert status == 0 and "50 rows, 40 columns" in out
     written = target.read_bytes()
-    status, _, said = colonnade("criteo", folder, target)
+    status, _, said = colonnade("convert", "criteo", folder, target)
     assert status == 2 and "is there already; give another name, or --force" in said
     assert target.read_bytes() == written
-    assert colonnade("criteo", folder, target, "--force")[0] == 0
+    assert colonnade("convert", "criteo", folder, target, "--force")[0] == 0
     assert pq.ParquetFile(target).num_row_groups == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.parquet"]
 
@@ -193,7 +178,9 @@ def test_errors_are_one_line_and_leave_nothing(
     lines[60] = "\t".join(["0", "1", "x", *lines[60].split("\t")[3:]])
     (tmp_path / "bad.txt").write_text("\n".join(lines) + "\n")
     before = sorted(tmp_path.rglob("*"))
-    status, _, said = colonnade("criteo", tmp_path / source, tmp_path / target, "--force")
+    status, _, said = colonnade(
+        "convert", "criteo", tmp_path / source, tmp_path / target, "--force"
+    )
     assert status == 2 and said.startswith("error: ") and said.count("\n") == 1 and words in said, (
         said
     )

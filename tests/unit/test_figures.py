@@ -35,6 +35,13 @@ def test_a_page_shows_what_the_files_hold(page):
 
 
 @needs_history
+@pytest.mark.parametrize("path", sorted(figures.RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_a_result_file_names_a_commit_of_this_history(path):
+    commit = json.loads(path.read_text(encoding="utf-8"))["commit"]
+    assert not figures.run_git("merge-base", "--is-ancestor", commit, "HEAD").returncode, commit
+
+
+@needs_history
 def test_a_changed_figure_is_noticed():
     text = figures.PAGES[0].read_text(encoding="utf-8")
     changed = re.sub(r"\| (\d+),(\d{3}) \|", "| 999,999 |", text, count=1)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from colonnade.cli import main
 from colonnade.data import open_source
 
 SCHEMA = """
@@ -24,16 +22,12 @@ fields:
 
 
 @pytest.fixture
-def colonnade(monkeypatch, capsys):
-    def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["colonnade", *arguments])
-        try:
-            main()
-            status = 0
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-        captured = capsys.readouterr()
-        return status, captured.out + captured.err
+def colonnade(colonnade):
+    """Output and errors as one text."""
+
+    def run(*arguments):
+        status, output, errors = colonnade(*arguments)
+        return status, output + errors
 
     return run
 

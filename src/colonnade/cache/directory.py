@@ -225,9 +225,11 @@ class Directory:
         }
 
     def load(self, state: dict[str, np.ndarray]) -> None:
-        """Into a directory without copies, whose bounds become those of the state, not its capacity: copies beyond it
-        leave with the next step, which pushes what waits there. Slots stay as they were. ValueError for rows that no
-        directory has."""
+        """Load a state, its bounds included, into an empty directory that keeps its own capacity.
+
+        Rows beyond the capacity are evicted by the next step, which pushes what is pending there. Slots stay as they
+        were. Raises ValueError for rows that no directory has.
+        """
         if not len(self):
             self.set_bounds(*state["bounds"].tolist())
         self._native.load(

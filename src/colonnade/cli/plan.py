@@ -169,8 +169,8 @@ def _world(
 
 
 def _left_open(config: Path | None, set_: list[str] | None) -> dict[str, str]:
-    """What nobody said of shardings and exchanges is chosen: that is what the command is for. Copies of rows
-    (`plan.cache`) ask for exchange rows and whole rows, so beside them nothing is."""
+    """Return `auto` for the shardings and exchanges that the user left out, which this command is to choose; nothing
+    beside `plan.cache`, whose cached rows need the exchange rows and whole rows."""
     from colonnade.cli.train import parse_settings
     from colonnade.formats import parse_yaml, read_text
 

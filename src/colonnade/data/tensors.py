@@ -121,9 +121,9 @@ def open_tensors(
     Raises DataError (IdRangeError for ids) naming column and row, counted from 0.
     """
     values = {key: v if isinstance(v, Ids) else Ids(v) for key, v in ids.items()}
-    named: dict[str, object] = {f"ids[{key!r}]": v.values for key, v in values.items()}
-    named |= {"dense": dense, "label": label, "sample_weight": sample_weight, "group": group}
-    for argument, value in named.items():
+    arguments: dict[str, object] = {f"ids[{key!r}]": v.values for key, v in values.items()}
+    arguments |= {"dense": dense, "label": label, "sample_weight": sample_weight, "group": group}
+    for argument, value in arguments.items():
         if value is not None and not isinstance(value, Tensor):
             raise DataError(
                 f"{name}: got {argument} of type {type(value).__name__}, wanted a tensor: torch.as_tensor(...)"

@@ -8,19 +8,22 @@ from torch import Tensor
 
 
 def pack_marks(marks: np.ndarray, counts: np.ndarray) -> tuple[Tensor, list[int]]:
-    """marks (R,) bool of counts (N,) rows of each rank -> bits, each rank's in bytes of its own; bytes by rank."""
+    """Pack marks (R,) bool of counts (N,) rows of each rank into bits, each rank's in bytes of its own.
+
+    Returns the bytes (B,) uint8 and how many belong to each rank.
+    """
     ends = counts.cumsum().tolist()
     parts = [np.packbits(marks[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
     return torch.from_numpy(np.concatenate(parts)), [len(part) for part in parts]
 
 
 def mark_bytes(counts: np.ndarray) -> list[int]:
-    """By rank: of what `pack_marks` gives."""
+    """Return the number of bytes of each rank that `pack_marks` makes of counts (N,)."""
     return (-(-counts // 8)).tolist()
 
 
 def unpack_marks(data: Tensor, counts: np.ndarray) -> np.ndarray:
-    """What `pack_marks` was given."""
+    """Unpack what `pack_marks` made: marks (R,) bool of counts (N,) rows of each rank."""
     firsts = [0, *np.cumsum(mark_bytes(counts)).tolist()]
     marks, sizes = data.numpy(), counts.tolist()
     bits = [np.unpackbits(marks[a:], count=n) for a, n in zip(firsts, sizes, strict=False)]

@@ -101,12 +101,12 @@ def exchanged(
 
 
 def _lengths(sizes: NDArray[np.int32]) -> list[int]:
-    """Bytes of each rank's letter, from those of its messages: sizes (N, E)."""
+    """Return the bytes for each rank, headers included, from those of its messages: sizes (N, E)."""
     return (WEIGHT.size + sizes.sum(1, dtype=np.int64)).tolist()
 
 
 def _checked(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
-    """sizes (N, E), of the messages from each rank."""
+    """Check the sizes (N, E) of the messages from each rank. Raises WorldError for negative ones."""
     if (sizes < 0).any():
         rank = int((sizes < 0).any(1).argmax())
         raise WorldError(

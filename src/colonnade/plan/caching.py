@@ -34,7 +34,7 @@ def copy_bytes(table: Table) -> int:
 
 
 def kept_bytes(kept: TableCache | None, table: Table) -> int:
-    """That copies of a table's rows take on a rank once all have come; beside the rows that it owns."""
+    """Return the bytes of a full cache of a table on one rank, beside the rows that the rank owns."""
     if kept is None:
         return 0
     rows = kept.rows if table.rows is None else min(kept.rows, table.rows)

@@ -31,7 +31,8 @@ OPTIONS: tuple[Option, ...] = (
     ("tower_rows", "table_wise"),
     ("replicated", "replicated"),
 )
-"""What is tried; those by towers for a model's tower modules alone. A person may lay tables out in towers otherwise."""
+"""Pairs of exchange and sharding that the search tries, those by towers only for a model's tower modules. Settings may
+lay tables out in towers otherwise."""
 BY_OWNERS = ("pooled", "substitute", *BY_TOWERS)
 """Exchanges under which bags are pooled before they come to the samples."""
 

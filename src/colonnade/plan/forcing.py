@@ -115,7 +115,7 @@ def settled(said: Forced, world: World) -> tuple[Sharding, str] | None:
 
 
 def is_settled(config: PlanConfig, tables: Sequence[Table], world: World) -> bool:
-    """Whether nothing is left to be chosen, hot rows neither. Raises as `forced_by`."""
+    """Return whether nothing is left to be chosen, hot rows included. Raises as `forced_by`."""
     has_hot = any(table.hot_rows for table in config.tables.values())
     if world.num_ranks > 1 and has_hot:
         return False

@@ -26,14 +26,14 @@ MOST = 4096
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Of ids, for a byte from each rank that asks to each that owns."""
+    """Load of the links by ids: one byte from each rank that asks to each that owns."""
 
     there: Floats
     """(R,) seconds of every direction of links."""
     near: float
     """Bytes that a rank sends to ranks of its host, the mean over ranks."""
     far: float
-    """And to those of others."""
+    """Bytes that a rank sends to ranks of other hosts, the mean over ranks."""
 
     @property
     def by_link(self) -> dict[str, float]:

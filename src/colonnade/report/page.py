@@ -134,7 +134,8 @@ class Page:
 
 
 def write_page(html: str, path: Path) -> None:
-    """All of it or nothing. Raises StorageError naming the file, also for a device, which would be replaced by it."""
+    """Write the page whole or not at all. Raises StorageError naming the file; also for a device, which the page would
+    replace."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise StorageError(
             f"{path}: got {file_kind(path.stat().st_mode)}, wanted a file's name. Name a file in a folder you can "

@@ -123,7 +123,7 @@ class MappedRows:
             table.close()
 
     def _check_open(self) -> None:
-        """A load from what is unmapped would end the process."""
+        """Refuse to read unmapped memory, which would end the process. Raises ConfigError."""
         if self._is_closed:
             raise ConfigError("got a predictor that is closed; open it again: Predictor.open(path)")
 

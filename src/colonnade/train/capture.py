@@ -50,7 +50,7 @@ def capture(trainer: Trainer, held: Sequence[dict], run: str, before: Sequence[B
         "source": None if mesh.is_server else copy.deepcopy(trainer.position.state),
         "is_server": mesh.is_server,
         "dense_residuals": trainer.dense.state(),
-        "trained": trainer.trained(),
+        "work": trainer.count_work(),
         "cache": None if cached is None else state(cached, before),
     }
     header = header_of(trainer.collection, trainer.model, run, step)

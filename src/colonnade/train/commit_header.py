@@ -16,7 +16,7 @@ from colonnade.store.untrusted import FileName
 
 FORMAT = "colonnade commit"
 MAX_DIGITS = 20
-"""More than any step has."""
+"""Number of digits that no step has."""
 REMEDY = "restore it from a copy, or go back to an older commit (--at STEP)"
 
 Count = Annotated[int, Field(ge=0)]

@@ -398,7 +398,7 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     ranks = [
         load_state(place / f"rank-{rank}", header["run"]) for rank in range(header["num_ranks"])
     ]
-    trainer.trained_before = [state["trained"] for state in ranks if "trained" in state]
+    trainer.earlier_work = [state["work"] for state in ranks if "work" in state]
     sources = [state for state in ranks if not state.get("is_server")]
     mesh, mine = trainer.mesh.trainers, None
     if len(sources) != mesh.num_ranks and any(state.get("source") is not None for state in sources):

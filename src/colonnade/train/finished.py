@@ -39,15 +39,15 @@ def outcome_of(summary: Mapping[str, Any]) -> Outcome:
 
 
 def complete_outcome(trainer: Trainer, outcome: Outcome, samples: int) -> int:
-    """Give an outcome without a step the counts of the call that made the commit: it was killed after its last commit,
-    before its summary. Returns the samples of all ranks, `samples` where nothing is changed."""
-    before = trainer.trained_before
-    if outcome.steps or not before:
+    """Fill in the outcome of a run that was killed between its last commit and its summary, from the counts that the
+    commit holds. Returns the samples of all ranks: `samples` as it is for any other run."""
+    work = trainer.earlier_work
+    if outcome.steps or not work:
         return samples
     for name in ("steps", "samples", "skipped", "seconds"):
-        setattr(outcome, name, before[0][name])
-    trainer.phases.seconds.update(before[0]["phases"])
-    return sum(each["samples"] for each in before)
+        setattr(outcome, name, work[0][name])
+    trainer.phases.seconds.update(work[0]["phases"])
+    return sum(of_rank["samples"] for of_rank in work)
 
 
 def describe_end(folder: Path, step: int) -> str:

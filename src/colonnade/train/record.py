@@ -246,7 +246,7 @@ class Counters:
         return {steps: count for steps, count in gained.items() if count}
 
     def cache(self) -> dict[str, float]:
-        """`CacheCounts`; {} where ranks keep no copies."""
+        """Return the `CacheCounts` since the last line; {} without a cache."""
         cached = self._watched.collection.cached
         if cached is None:
             return {}

@@ -100,12 +100,10 @@ class Trainer:
         self.phases = Phases()
         self.position = Position()  # of the next batch to train on, in steps of `batch_size`
         self.held: list = []  # reads a resumed run must use as they were
-        self.outcome, self.started = (
-            Outcome(),
-            time.perf_counter(),
-        )  # of the call of `train` under way
-        # What each rank had done in the call that made the commit this run resumed from; []: none, or unknown.
-        self.trained_before: list[Mapping[str, Any]] = []
+        # Outcome and start of the call of `train` under way.
+        self.outcome, self.started = Outcome(), time.perf_counter()
+        # `count_work` of each rank when the commit was made that this run resumed from; empty: a new run.
+        self.earlier_work: list[Mapping[str, Any]] = []
         monitor = schedule.monitor or objective.monitor
         self.best = Best(f"validation_{monitor}", schedule.min_delta)
         self.days: list[dict[str, float]] = []  # progressive validation: what each day gave
@@ -139,11 +137,11 @@ class Trainer:
         outcome.seconds = time.perf_counter() - started
         return outcome
 
-    def trained(self) -> dict[str, Any]:
-        """Say what this rank has done so far in the call of `train` under way, as a commit keeps it."""
-        done = {name: getattr(self.outcome, name) for name in ("steps", "samples", "skipped")}
+    def count_work(self) -> dict[str, Any]:
+        """Return steps, samples and seconds of this rank in the call of `train` under way, as a commit keeps them."""
+        counts = {name: getattr(self.outcome, name) for name in ("steps", "samples", "skipped")}
         seconds = time.perf_counter() - self.started
-        return {**done, "seconds": seconds, "phases": dict(self.phases.seconds)}
+        return {**counts, "seconds": seconds, "phases": dict(self.phases.seconds)}
 
     def _train(self, batches: Lookahead, outcome: Outcome) -> None:
         """Steps, until it is over."""

@@ -157,7 +157,8 @@ def _table(collection: EmbeddingCollection, name: str) -> tuple[int, Table]:
 
 
 def _check_owned(collection: EmbeddingCollection, t: int) -> None:
-    """Raises ConfigError where ranks may have copies of rows of table t, and would go by them."""
+    """Refuse to load rows of a table that ranks may have cached, since they would go on with the cached rows. Raises
+    ConfigError."""
     cached, numbers = collection.cached, collection.slices.of_table[t]
     if cached is not None and cached.number and any(cached.has_copies[each] for each in numbers):
         raise ConfigError(
