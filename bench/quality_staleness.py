@@ -63,9 +63,9 @@ from workers.staleness_model import (
 
 import colonnade
 from colonnade.cache.directory import UNBOUNDED
-from colonnade.consistency.row_clock import RowClock, row_clock
+from colonnade.comm.mesh import Mesh
 from colonnade.errors import DataError
-from colonnade.topology.mesh import Mesh
+from colonnade.staleness import RowClock, row_clock
 from colonnade.train.metrics import ceiling
 
 NEVER = RowClock(UNBOUNDED, UNBOUNDED)

@@ -94,7 +94,7 @@ void keep_unique(Stream& s, const std::vector<Row>& raw) {
     }
 }
 
-// As colonnade.data.next_use: the first c with 2^((c - 1) / 8) >= distance.
+// As colonnade.cache.next_use: the first c with 2^((c - 1) / 8) >= distance.
 uint8_t hint_of(int64_t distance) {
   const double code = 1 + std::ceil(8 * std::log2(static_cast<double>(std::max<int64_t>(1, distance))) - 1e-9);
   return static_cast<uint8_t>(std::min(254.0, code));

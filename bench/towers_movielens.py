@@ -34,15 +34,15 @@ from towers_quality import System
 from workers.scored_blocks import BLOCKS, block_aucs, check_whole
 
 import colonnade
-from colonnade.config import RunConfig, override
+from colonnade.cli.feature_sample import probe
+from colonnade.comm.mesh import Mesh
+from colonnade.config.run import RunConfig, override
 from colonnade.data.contract import Source
 from colonnade.errors import ColonnadeError
 from colonnade.plan.towers.partition import tower_map
-from colonnade.topology.mesh import Mesh
+from colonnade.run.defaults import preset
+from colonnade.run.run import Run, open_run
 from colonnade.train.objective import Probability
-from colonnade.train.presets import preset
-from colonnade.train.probe import probe
-from colonnade.train.run import Run, open_run
 
 DATA, MODEL = "movielens", "dlrm"
 NATURAL = {

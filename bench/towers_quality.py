@@ -44,6 +44,7 @@ from workers.scored_blocks import block_aucs, block_ceiling, check_whole
 
 import colonnade
 from colonnade import Adagrad, Feature, Mesh, Table, Uniform, build_plan, fit
+from colonnade.cli.feature_sample import probe
 from colonnade.data import open_source
 from colonnade.data.contract import Splits
 from colonnade.errors import ConfigError
@@ -53,7 +54,6 @@ from colonnade.models.linear import FM
 from colonnade.plan.towers.affinity import Affinity
 from colonnade.plan.towers.partition import FeatureLoad, tower_map
 from colonnade.topology.towers import Partition, striped
-from colonnade.train.probe import probe
 
 NAMES = tuple(f"C{f + 1}" for f in range(26))
 GROUPS = tuple(NAMES[26 * g // 8 : 26 * (g + 1) // 8] for g in range(8))

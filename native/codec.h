@@ -1,5 +1,5 @@
 // What a row looks like while it travels, in fewer bits. The formats are told, and defined in plain PyTorch, in
-// src/colonnade/exchange/codec.py and codec_reference.py.
+// src/colonnade/wire/codec.py and codec_reference.py.
 #pragma once
 
 #include <cstdint>

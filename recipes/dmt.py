@@ -7,8 +7,8 @@ import torch
 import colonnade
 from colonnade.data import open_source
 from colonnade.models.dlrm import DLRM
-from colonnade.models.tower_facts import words_of
-from colonnade.plan.towers.placement import in_towers
+from colonnade.models.tower_modules import words_of
+from colonnade.plan.constraints import in_towers
 from colonnade.topology.towers import Partition
 
 DIM, ROWS = 16, [40, 60, 90, 120, 50, 70, 80, 110]

@@ -9,10 +9,10 @@ import sys
 import torch
 
 import colonnade
-from colonnade.consistency.row_clock import row_clock
 from colonnade.data import open_source
 from colonnade.exchange.cached import TableCache
 from colonnade.models.graphsage import GraphSAGE
+from colonnade.staleness import row_clock
 
 
 def train(mesh: colonnade.Mesh, staleness: int, *folder: str) -> tuple[colonnade.Fitted, dict]:

@@ -9,10 +9,10 @@ import sys
 import torch
 
 import colonnade
-from colonnade.consistency.row_clock import row_clock
 from colonnade.data import open_source
 from colonnade.exchange.cached import TableCache
 from colonnade.models.wide_deep import WideDeep
+from colonnade.staleness import row_clock
 
 
 def train(mesh: colonnade.Mesh, copies: TableCache) -> tuple[colonnade.Fitted, dict]:

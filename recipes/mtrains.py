@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import colonnade
-from colonnade.config import build_config
-from colonnade.train.interrupt import stop_on_signals
-from colonnade.train.run import open_run
+from colonnade.config.run import build_config
+from colonnade.run.interrupt import stop_on_signals
+from colonnade.run.run import open_run
 
 
 def train(folder: Path) -> dict:

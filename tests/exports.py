@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from colonnade.publish.exported import MODEL, model_bytes
 from colonnade.store import checksums, row_file
 from colonnade.store.checksums import compute_checksums
-from colonnade.train.exported import MODEL, model_bytes
 
 
 def read_fields(folder: Path) -> dict[str, Any]:

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from colonnade import close_mesh, open_mesh
-from colonnade.topology.rendezvous import HEARTBEATS, STORE
+from colonnade.comm.rendezvous import HEARTBEATS, STORE
 
 HERE = Path(__file__).resolve().parent
 ROOMS = ("", "laws", "contracts", "faults", "unit", "bench", "distributed")
 # torch imports the last one when an optimizer is made: two seconds of every rank.
 IMPORTED = [
-    "torch", "torch.distributed", "pytest", "colonnade.train.run", "colonnade.train.fit", "torch._dynamo",
+    "torch", "torch.distributed", "pytest", "colonnade.run.run", "colonnade.run.fit", "torch._dynamo",
     "colonnade.cli.app", "pandas", "pyarrow.parquet",
 ]  # fmt: skip
 

@@ -19,10 +19,10 @@ from harness import Measured, close_workers, interleave, open_worker
 from workers.around import Around
 
 from colonnade import Mesh
-from colonnade.config import build_config
+from colonnade.config.run import build_config
 from colonnade.data import open_source
-from colonnade.data.convert import open_criteo_conversion, write_parquet
-from colonnade.train.run import open_run
+from colonnade.data.tabular.convert import open_criteo_conversion, write_parquet
+from colonnade.run.run import open_run
 
 GROUPS = (("trainer", "bare loop"), ("parquet", "criteo text"), ("evaluate", "predict"))
 STEPS = {"trainer": 50, "parquet": 96, "evaluate": 20}

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from colonnade import EmbeddingCollection, World
-from colonnade.plan.choice import choose
-from colonnade.plan.chosen import Forced
-from colonnade.plan.consumers import model_load
-from colonnade.plan.loads import ColumnLoad, TableLoad
-from colonnade.plan.popularity import Popularity
+from colonnade.plan.cost.consumers import model_load
+from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
+from colonnade.plan.measure.popularity import Popularity
+from colonnade.plan.search.candidates import Forced
+from colonnade.plan.search.search import choose
 from colonnade.store.budget import slot_bytes
 
 RANKS = (16, 64, 256)

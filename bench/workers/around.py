@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from colonnade import Batch, Ids, Mesh, Predictor, _native
-from colonnade.config import RunConfig, build_config
+from colonnade.config.run import RunConfig, build_config
 from colonnade.data import Column, Position, Schema, Source, Splits, open_source
 from colonnade.data.contract import START
+from colonnade.run.run import Run, open_run
 from colonnade.train.objective import Probability, weighted_loss
-from colonnade.train.run import Run, open_run
 from workers.loop import open_channel
 
 Block = Callable[[int], None]

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from colonnade.data.sets.synthetic import draw as draw_samples
 from colonnade.data.sets.synthetic import open_synthetic
-from colonnade.data.sets.synthetic_law import draw as draw_samples
 from workers.workload import draw
 
 RANKS, FIELDS, SKEW = 8, 26, 1.05

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Directory
-from colonnade.cache.foresight import Foreseen, Foresight
+from colonnade.cache.next_use import Foreseen, Foresight
 from workers.cache_streams import RANKS, Ids, Stream
 from workers.light_lfu import LightLfu
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
 from colonnade import Adagrad, Batch, Feature, RowOptimizer, Table, Uniform, build_plan
+from colonnade.comm.mesh import Mesh
 from colonnade.embedding import EmbeddingCollection
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.linear import FM
-from colonnade.models.scorer import Scorer
-from colonnade.topology.mesh import Mesh
+from colonnade.models.split import Scorer
 from colonnade.train.metrics import auc, log_loss
 from workers.ads import FIELDS, Ads
 

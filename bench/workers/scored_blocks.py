@@ -7,9 +7,9 @@ from statistics import fmean
 import torch
 from torch import nn
 
+from colonnade.comm.mesh import Mesh
 from colonnade.data.batches import batches_of
 from colonnade.data.contract import Source
-from colonnade.topology.mesh import Mesh
 from colonnade.train.metrics import auc
 from colonnade.train.trainer import Outcome
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from colonnade import SGD, Batch, Feature, Mesh, Sum, Table
-from colonnade.models.tower import first_layer
+from colonnade.models.layers import first_layer
 from colonnade.models.wide_deep import WideDeep
 from colonnade.train.dense import DenseGradients
 from workers import exchange_colonnade

@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 from torch.nn.functional import embedding
 
-from colonnade.cache.changes import Changes
-from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Directory
-from colonnade.consistency.row_clock import RowClock
+from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Changes, Directory
+from colonnade.cache.messages import FAR
+from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import share
-from colonnade.exchange.cached_wire import FAR
 from colonnade.optimizers import SGD, Adagrad, SparseOptimizer
-from colonnade.topology.mesh import Mesh
+from colonnade.staleness import RowClock
 from colonnade.topology.sharding import row_wise
 from workers.staleness_model import (
     DIM,

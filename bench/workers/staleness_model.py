@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.consistency.row_clock import RowClock
 from colonnade.data import open_source
 from colonnade.data.contract import Position, Schema, Source, Splits
 from colonnade.optimizers import SGD, Adagrad, SparseOptimizer
+from colonnade.staleness import RowClock
 from colonnade.train.metrics import auc
 
 RANKS, PER_RANK = 4, 128

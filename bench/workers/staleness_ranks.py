@@ -29,10 +29,10 @@ from colonnade import (
     close_mesh,
     open_mesh,
 )
-from colonnade.consistency.row_clock import row_clock
+from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import share
 from colonnade.exchange.cached import TableCache
-from colonnade.topology.mesh import Mesh
+from colonnade.staleness import row_clock
 from colonnade.train.dense import DenseGradients
 from workers.staleness_model import (
     DIM,

@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 import colonnade
 from colonnade import Batch, Feature, Ids, RowOptimizer, Table
-from colonnade.data.next_use import code_of
+from colonnade.cache.next_use import code_of
 from colonnade.models.dlrm import DLRM
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.store.budget import slot_bytes

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade import EmbeddingCollection, RowWiseAdagrad, Table, _native
-from colonnade.store.collection import Collector
+from colonnade.store.compaction import Collector
 from colonnade.store.log import DEFAULT_SEGMENT_BYTES, LogBacking, open_log
 from colonnade.store.writer import LogWriter
 from colonnade.table import CLOCK_BYTES

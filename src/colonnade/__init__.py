@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from colonnade.batch import Batch, Ids
+    from colonnade.comm.mesh import Mesh, close_mesh, open_mesh
     from colonnade.embedding import EmbeddingCollection
     from colonnade.errors import ColonnadeError
-    from colonnade.exchange.codec import Codecs
-    from colonnade.exchange.stacking import stacked_rows
     from colonnade.interaction import (
         FM,
         BiInteraction,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         Sum,
         TargetAttention,
     )
+    from colonnade.lookup.stacking import stacked_rows
     from colonnade.optimizers import (
         FTRL,
         LAMB,
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     )
     from colonnade.plan.plan import Plan, build_plan
     from colonnade.predict import Predictor
+    from colonnade.publish.export import export_run
+    from colonnade.publish.mirror import fetch_run
+    from colonnade.publish.transfer import load_export, load_rows, to_embedding, trained_ids
     from colonnade.retention import (
         AgeEviction,
         CountMinAdmission,
@@ -49,13 +52,10 @@ if TYPE_CHECKING:
     )
     from colonnade.row_optimizer import RowOptimizer
     from colonnade.row_state import dense_state_dict, load_dense_state_dict
+    from colonnade.run.fit import Fitted, fit, load_run
     from colonnade.table import Feature, Table, Uniform
-    from colonnade.topology.mesh import Mesh, close_mesh, open_mesh
     from colonnade.topology.world import World
-    from colonnade.train.export import export_run
-    from colonnade.train.fit import Fitted, fit, load_run
-    from colonnade.train.mirror import fetch_run
-    from colonnade.train.transfer import load_export, load_rows, to_embedding, trained_ids
+    from colonnade.wire.codec import Codecs
 
 _HOMES = {
     "batch": ("Batch", "Ids"),

@@ -16,31 +16,30 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.batch import Batch
-from colonnade.consistency import of_tables
-from colonnade.data.lookahead import LATE, Lookahead, Window
+from colonnade.comm.collectives import announced
+from colonnade.comm.mesh import Mesh
 from colonnade.errors import BudgetExceeded, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
 from colonnade.exchange.cached import cached_end, without_copies
-from colonnade.exchange.contract import Pushed, RowSource, Ticket
-from colonnade.exchange.layout import declare
-from colonnade.exchange.one_caller import one_at_a_time
-from colonnade.exchange.recording import all_finite
 from colonnade.exchange.rows import RowsExchange
-from colonnade.exchange.slices import slices_of
 from colonnade.exchange.updates import Update, Updates
 from colonnade.interaction import Interaction
-from colonnade.ops.eager import run_eagerly
+from colonnade.lookup.contract import Pushed, RowSource, Ticket
+from colonnade.lookup.layout import declare
+from colonnade.lookup.lookahead import LATE, Lookahead, Window
+from colonnade.lookup.outputs import all_finite
+from colonnade.lookup.views import slices_of
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.row_state import StatefulRows
+from colonnade.single_caller import one_at_a_time, run_eagerly
+from colonnade.staleness import of_tables
 from colonnade.store.contract import Backing, Rows, RowView
 from colonnade.store.dram import DramStore, open_dram
 from colonnade.store.hbm import HbmStore, open_hbm
 from colonnade.store.mapped import MappedRows
 from colonnade.store.policies import RowPolicy, RowRetention, check_policies, open_policies
 from colonnade.table import CLOCK_BYTES, Feature, Table
-from colonnade.topology.mesh import Mesh
-from colonnade.topology.reads import announced
 from colonnade.topology.sharding import row_wise
 
 PACKED = torch.contiguous_format

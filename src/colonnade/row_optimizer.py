@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, NonFiniteError
-from colonnade.exchange.one_caller import caller_of
-from colonnade.exchange.settling import Before, settled
+from colonnade.exchange.flush import Before, settled
+from colonnade.single_caller import caller_of
 
 # Columns of `_native.update`'s settings: those of one number by name, then the others.
 SETTINGS = ("lr", "weight_decay", "eps", "", "", "nesterov", "l1", "l2", "beta")

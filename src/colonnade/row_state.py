@@ -18,26 +18,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from colonnade.comm.mesh import Mesh
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.exchange.layout import Declaration
-from colonnade.exchange.slices import Slices
 from colonnade.exchange.updates import Updates
+from colonnade.lookup.layout import Declaration
+from colonnade.lookup.views import Slices
 from colonnade.plan.plan import Plan
 from colonnade.retention import CountMinAdmission
-from colonnade.store.columns import (
-    Index,
-    check_ids,
-    check_shape,
-    find_misfits,
-    find_problems,
-    records_of,
-)
 from colonnade.store.dram import DramStore
 from colonnade.store.hbm import HbmStore
 from colonnade.store.policies import RowPolicy, RowRetention
-from colonnade.store.records import bytes_of, clock_bytes, low_bytes, state_bytes, weight_bytes
+from colonnade.store.records import (
+    Index,
+    bytes_of,
+    check_ids,
+    check_shape,
+    clock_bytes,
+    find_misfits,
+    find_problems,
+    low_bytes,
+    records_of,
+    state_bytes,
+    weight_bytes,
+)
 from colonnade.table import Part, Table
-from colonnade.topology.mesh import Mesh
 
 MAX_STATE_DICT_BYTES = 16 * 2**30
 """Largest size of rows in a state_dict: default of `EmbeddingCollection.max_state_dict_bytes`."""
@@ -538,4 +542,4 @@ def _check_plan(purpose: str, plan: Plan, mesh: Mesh) -> None:
 
 def _folders() -> ModuleType:
     """Load the code of checkpoint folders by name: it is built on collections, two layers above."""
-    return import_module("colonnade.train.checkpoint")
+    return import_module("colonnade.checkpoint.collection")

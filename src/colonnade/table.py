@@ -52,7 +52,7 @@ class Table:
     With `rows` a *vocabulary table*: ids 0 .. rows-1, anything else is an error. Without, an *open
     table*: any 64-bit id, rows appear when first trained. A row's first value depends only on
     (seed, table name, id), so a row never trained costs no storage. With `rows` and `hashes` a *hash-stacked table*:
-    any 64-bit id, in N rows (`exchange/stacking.py`).
+    any 64-bit id, in N rows (`lookup/stacking.py`).
 
     A table may have parts, `Table("item", {"deep": 64, "wide": 1})`, so that a model routes an id once and
     gets both; `optimizer` and `initializer` then are one for all or one by part.

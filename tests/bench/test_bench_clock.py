@@ -20,8 +20,8 @@ from tables import clock as tables  # noqa: E402
 from tables.exchange import UPLINK  # noqa: E402
 from workers.staleness_colonnade import WideDeepCase  # noqa: E402
 
+from colonnade.config.plan import CacheConfig  # noqa: E402
 from colonnade.plan.caching import caches_of  # noqa: E402
-from colonnade.plan_config import CacheConfig  # noqa: E402
 from colonnade.table import Table  # noqa: E402
 
 SLOW, FAST = "2x2 mixed 0.2 Gbit/s", "2x2 mixed 10 Gbit/s"

@@ -34,7 +34,7 @@ def test_ratios_pair_the_rounds_and_take_the_worst_case() -> None:
 
 THREADS = """
 from colonnade import Mesh
-from colonnade.train.run import set_threads
+from colonnade.run.run import set_threads
 import pyarrow as pa, torch
 from colonnade import _native
 set_threads(0, Mesh())

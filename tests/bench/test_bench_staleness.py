@@ -24,7 +24,7 @@ from workers.staleness_model import (  # noqa: E402
 )
 
 from colonnade import Mesh  # noqa: E402
-from colonnade.consistency.row_clock import row_clock  # noqa: E402
+from colonnade.staleness import row_clock  # noqa: E402
 
 SGD, ADAGRAD = (Learning(name, lr, dtype="float64") for name, lr in (("sgd", 1.0), ("adagrad", 0.1)))  # fmt: skip
 SYNCHRONOUS = System("synchronous")

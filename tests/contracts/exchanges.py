@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
+from references.exchange_reference import ReferenceRows
 from scenario import all_rows, features, global_batch, probe_ids, share_of, tables
 from torch import Tensor
 
 from colonnade import Concat, EmbeddingCollection, RowOptimizer, build_plan
-from colonnade.exchange.layout import declare
-from colonnade.exchange.reference import ReferenceRows
+from colonnade.lookup.layout import declare
 from colonnade.topology.sharding import Sharding, column_wise, replicated, table_wise
 
 SEED = 3

@@ -9,7 +9,7 @@ from resident import TABLES, ResidentContract
 
 from colonnade import Feature, Table, _native
 from colonnade.errors import StorageError
-from colonnade.exchange.layout import declare
+from colonnade.lookup.layout import declare
 from colonnade.store.dram import open_dram
 from colonnade.store.log import open_log
 from colonnade.store.writer import LogWriter

@@ -19,7 +19,7 @@ from colonnade import (
     Table,
 )
 from colonnade.errors import ConfigError, DataError
-from colonnade.exchange.layout import declare
+from colonnade.lookup.layout import declare
 
 
 class TestFM(InteractionContract):

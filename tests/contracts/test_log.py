@@ -15,7 +15,7 @@ from log_bytes import crc32c, durable, key_list, live_content, segment
 
 from colonnade import _native
 from colonnade.errors import CheckpointError, StoreLocked
-from colonnade.store.collection import FAN_IN, Collector, SegmentUse, choose_victims
+from colonnade.store.compaction import FAN_IN, Collector, SegmentUse, choose_victims
 from colonnade.store.disk import Disk
 from colonnade.store.log import open_log
 from colonnade.store.stripes import Stripe, least_full

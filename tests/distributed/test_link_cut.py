@@ -11,7 +11,7 @@ import pytest
 from hosts_here import PATHS, ROOT, need_hosts, open_hosts, torchrun
 from small_run import digest
 
-from colonnade.train.commit_header import committed_steps
+from colonnade.checkpoint.header import committed_steps
 
 SCRIPT = ROOT / "tests" / "faults" / "small_run.py"
 SETTINGS = {"plan.staleness_steps": 1, "plan.memory.dram": 90_000, "train.epochs": 2}

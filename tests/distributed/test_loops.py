@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from colonnade.topology import loops
-from colonnade.topology.mesh import AHEAD, PURPOSES, with_servers
+from colonnade.comm import mesh as loops
+from colonnade.comm.mesh import AHEAD, PURPOSES, with_servers
 
 
 def loops_of(groups):

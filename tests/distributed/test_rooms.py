@@ -15,9 +15,9 @@ import torch
 from exchanges import CHOICES, run_exchange
 from ranks import run_ranks
 
+from colonnade.comm import mesh as mesh_module
+from colonnade.comm import shm as mates_module
 from colonnade.errors import PeerLost
-from colonnade.topology import mates as mates_module
-from colonnade.topology import mesh as mesh_module
 
 SIZES = (0, 1, 2, 7, 1009, 65_537)
 WIDTH = 3

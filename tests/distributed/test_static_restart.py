@@ -14,7 +14,7 @@ from small_run import digest
 from test_link_cut import wait_for
 from test_restart import SETTINGS, undisturbed  # noqa: F401
 
-from colonnade.train.commit_header import committed_steps
+from colonnade.checkpoint.header import committed_steps
 
 SCRIPT = ROOT / "tests" / "faults" / "small_run.py"
 

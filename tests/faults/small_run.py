@@ -23,15 +23,15 @@ from pathlib import Path
 import torch
 
 from colonnade import close_mesh, open_mesh
-from colonnade.config import RunConfig, build_config, override
+from colonnade.checkpoint.commits import load_state
+from colonnade.checkpoint.header import committed_steps, read_header
+from colonnade.checkpoint.stores import open_recorded_stores
+from colonnade.comm.peer_status import Presence
+from colonnade.config.run import RunConfig, build_config, override
 from colonnade.data import Splits, open_source, processes
 from colonnade.models.build import build_model
+from colonnade.run.run import load_run_config, open_run
 from colonnade.store.disk import Change, Disk
-from colonnade.topology.presence import Presence
-from colonnade.train.commit_header import committed_steps, read_header
-from colonnade.train.commits import load_state
-from colonnade.train.run import load_run_config, open_run
-from colonnade.train.stores import open_recorded_stores
 
 CONFIG = {
     "data": {

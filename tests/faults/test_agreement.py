@@ -12,11 +12,11 @@ from ranks import run_ranks
 from small_run import CONFIG
 
 import colonnade
-from colonnade.config import build_config, override
+from colonnade.comm.differences import disagreements, rank_words
+from colonnade.config.run import build_config, override
 from colonnade.data import Splits, open_source
 from colonnade.errors import WorldError
-from colonnade.topology.disagreement import disagreements, rank_words
-from colonnade.train.run import open_run
+from colonnade.run.run import open_run
 
 
 def test_who_has_what_is_said_with_the_fewest_first():

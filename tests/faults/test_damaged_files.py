@@ -9,11 +9,11 @@ from contextlib import suppress
 
 import pytest
 
+from colonnade.checkpoint.header import state_folder
+from colonnade.checkpoint.states import load_state
 from colonnade.cli import main
 from colonnade.errors import CorruptionError
 from colonnade.store.durable import with_trailer
-from colonnade.train.commit_header import state_folder
-from colonnade.train.states import load_state
 
 SETTINGS = (
     "train.batch_size=150", "train.commit_steps=1", "rows.eviction.max_rows=50", "model.name=lr", "train.epochs=2",

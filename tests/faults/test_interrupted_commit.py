@@ -11,13 +11,13 @@ import time
 import pytest
 from small_run import CONFIG
 
-from colonnade.config import build_config
+from colonnade.checkpoint import commits
+from colonnade.checkpoint.commits import slow_words
+from colonnade.checkpoint.header import committed_steps
+from colonnade.comm.mesh import Mesh
+from colonnade.config.run import build_config
+from colonnade.run.run import open_run
 from colonnade.store.writer import LogWriter
-from colonnade.topology.mesh import Mesh
-from colonnade.train import commits
-from colonnade.train.commit_header import committed_steps
-from colonnade.train.commits import slow_words
-from colonnade.train.run import open_run
 
 PROGRAM = """
 import sys

@@ -10,10 +10,10 @@ from ranks import run_ranks
 from small_run import CONFIG
 
 from colonnade import Mesh
-from colonnade.config import build_config, override
+from colonnade.checkpoint.completeness import check_shared
+from colonnade.config.run import build_config, override
 from colonnade.errors import CheckpointError, WorldError
-from colonnade.train.run import open_run
-from colonnade.train.wholeness import check_shared
+from colonnade.run.run import open_run
 
 SETTINGS = override(build_config(CONFIG), {"train.max_steps": 4, "data.options.num_train": 500})
 

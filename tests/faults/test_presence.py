@@ -17,10 +17,10 @@ import torch.distributed as dist
 from ranks import run_ranks, start_child, store_in
 
 from colonnade import close_mesh, open_mesh
+from colonnade.comm.heartbeat import FileHeartbeats, StoreHeartbeats
+from colonnade.comm.peer_status import Heard, Presence, doing, telling, verdict
+from colonnade.comm.rendezvous import HEARTBEATS, STORE, Peer, connect, meet
 from colonnade.errors import PeerLost, WorldError
-from colonnade.topology.heartbeats import FileHeartbeats, StoreHeartbeats
-from colonnade.topology.presence import Heard, Presence, doing, telling, verdict
-from colonnade.topology.rendezvous import HEARTBEATS, STORE, Peer, connect, meet
 
 PEER = Peer("node", "one", 4711, 1, "1.0", "2.0", "x86_64")
 FINE = Heard(PEER, 0.3, calls={"dense": 58}, waiting={"dense": 3.0}, step=57)

@@ -16,7 +16,8 @@ from ranks import run_ranks
 from small_run import CONFIG, digest
 
 from colonnade import Mesh, dense_state_dict
-from colonnade.config import build_config, override
+from colonnade.checkpoint.header import committed_steps
+from colonnade.config.run import build_config, override
 from colonnade.data import Splits, open_source
 from colonnade.errors import (
     CheckpointError,
@@ -25,10 +26,9 @@ from colonnade.errors import (
     StorageError,
     StoreLocked,
 )
+from colonnade.run.run import open_run
 from colonnade.store.disk import Change, Disk
 from colonnade.store.manifest import describe, files_of
-from colonnade.train.commit_header import committed_steps
-from colonnade.train.run import open_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

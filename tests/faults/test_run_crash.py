@@ -15,10 +15,10 @@ import pytest
 from small_run import CONFIG, digest
 
 from colonnade import Mesh
-from colonnade.config import build_config, override
+from colonnade.checkpoint.header import committed_steps
+from colonnade.config.run import build_config, override
+from colonnade.run.run import open_run
 from colonnade.store.disk import Change, Disk
-from colonnade.train.commit_header import committed_steps
-from colonnade.train.run import open_run
 
 
 @dataclass

@@ -8,7 +8,7 @@ from small_run import digest
 from test_presence import PEER
 from test_restart import SETTINGS, torchrun, undisturbed  # noqa: F401
 
-from colonnade.topology.presence import Heard, verdict
+from colonnade.comm.peer_status import Heard, verdict
 
 
 def test_a_server_is_not_blamed_for_calls_of_trainers():

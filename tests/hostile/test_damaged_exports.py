@@ -19,16 +19,16 @@ from small_run import CONFIG, opened
 
 from colonnade import Mesh, Predictor, export_run
 from colonnade.cli import main
-from colonnade.config import build_config, override
+from colonnade.config.run import build_config, override
 from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, NonFiniteError
+from colonnade.publish.deltas import WORD
+from colonnade.publish.export import check_dense
+from colonnade.publish.exported import model_bytes
+from colonnade.publish.transfer import fresh_records, put_records
+from colonnade.run.run import open_run
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
 from colonnade.store.mapped import MappedRows
-from colonnade.train.export import check_dense
-from colonnade.train.exported import model_bytes
-from colonnade.train.publication import WORD
-from colonnade.train.run import open_run
-from colonnade.train.transfer import fresh_records, put_records
 
 EVIL = ("../../evil", "/etc/hostname", "..", ".", "", "a/b", ".hidden", "x\0y", "x\ny", "n" * 300)
 
@@ -371,7 +371,7 @@ import faulthandler, os, sys, torch
 from pathlib import Path
 from small_run import CONFIG, opened
 from colonnade import Predictor
-from colonnade.config import build_config, override
+from colonnade.config.run import build_config, override
 from colonnade.errors import CorruptionError
 out = Path(sys.argv[1])
 config = override(build_config(CONFIG), {"data.options.cardinalities": [40, 40, 40]})

@@ -36,11 +36,11 @@ from colonnade import (
     Uniform,
     build_plan,
 )
-from colonnade.plan_config import CacheTier
+from colonnade.config.plan import CacheTier
 from colonnade.row_state import dense_state_dict
-from colonnade.store.absent import AbsentRows
 from colonnade.store.log import open_log
-from colonnade.store.slices import lay_out
+from colonnade.store.shards import AbsentRows
+from colonnade.store.table_shards import lay_out
 from colonnade.topology.sharding import Sharding, row_wise
 from colonnade.train.dense import DenseGradients
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from colonnade import Mesh, World
-from colonnade.topology.mesh import IN_TOWER, OVER_TOWERS
+from colonnade.comm.mesh import IN_TOWER, OVER_TOWERS
 
 PATIENCE = 60.0
 """Seconds that a rank waits for another."""

@@ -31,20 +31,19 @@ from colonnade import (
     World,
     build_plan,
 )
+from colonnade.comm.mesh import with_servers
+from colonnade.comm.traffic import Traffic
 from colonnade.errors import ConfigError
-from colonnade.exchange.codec import EXACT
-from colonnade.exchange.layout import declare
-from colonnade.plan.choice import choose
-from colonnade.plan.chosen import Forced
-from colonnade.plan.consumers import model_load
-from colonnade.plan.loads import table_loads
-from colonnade.plan.profile import profile
+from colonnade.lookup.layout import declare
+from colonnade.plan.cost.consumers import model_load
+from colonnade.plan.cost.table_stats import table_loads
+from colonnade.plan.measure.profile import profile
+from colonnade.plan.search.candidates import Forced
+from colonnade.plan.search.search import choose
 from colonnade.store.checksums import compute_checksums
 from colonnade.store.mapped import open_mapped
-from colonnade.topology.hot import hot_rows
-from colonnade.topology.mesh import with_servers
-from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
-from colonnade.topology.traffic import Traffic
+from colonnade.topology.sharding import Sharding, column_wise, hot_rows, row_wise, table_wise
+from colonnade.wire.codec import EXACT
 
 LR, SIZES = 0.3, [13, 0, 1, 24]
 TABLES = [

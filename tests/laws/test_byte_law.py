@@ -20,15 +20,15 @@ from colonnade import (
     World,
     build_plan,
 )
-from colonnade.exchange.codec import EXACT, Codecs
-from colonnade.plan.choice import choose
-from colonnade.plan.chosen import Forced
-from colonnade.plan.flows import PURPOSES
+from colonnade.comm.traffic import Traffic
+from colonnade.plan.cost.comm_volume import PURPOSES
+from colonnade.plan.cost.table_stats import table_loads
 from colonnade.plan.hot import popular, sides_of
-from colonnade.plan.loads import table_loads
-from colonnade.plan.profile import profile
+from colonnade.plan.measure.profile import profile
+from colonnade.plan.search.candidates import Forced
+from colonnade.plan.search.search import choose
 from colonnade.topology.sharding import column_wise, replicated, row_wise, table_wise
-from colonnade.topology.traffic import Traffic
+from colonnade.wire.codec import EXACT, Codecs
 
 SIZE, STEPS, RANKS = 900, 10, 3
 TABLES = [

@@ -8,8 +8,8 @@ import torch
 from ranks import run_ranks
 
 from colonnade import SGD, Batch, EmbeddingCollection, Feature, Ids, RowOptimizer, Table, build_plan
-from colonnade.exchange.codec import CODECS, Codecs
 from colonnade.topology.sharding import replicated, row_wise, table_wise
+from colonnade.wire.codec import CODECS, Codecs
 
 NUM_RANKS, SIZE, STEPS, DIM, ROWS = 3, 40, 2, 12, 60
 NAMES = ("bf16", "fp16", "int8")

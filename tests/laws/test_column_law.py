@@ -21,8 +21,8 @@ from colonnade import (
     build_plan,
 )
 from colonnade.errors import ConfigError
+from colonnade.publish.transfer import load_rows, trained_ids
 from colonnade.topology.sharding import column_wise, grid, host_wise, row_wise, table_wise
-from colonnade.train.transfer import load_rows, trained_ids
 
 SIZES = [23, 1, 0, 24]
 TABLES = list(probe_ids())

@@ -12,15 +12,15 @@ from small_run import CONFIG
 from torch import nn
 
 from colonnade import Mesh, World
-from colonnade.config import build_config, override
-from colonnade.exchange.codec import CODECS
-from colonnade.topology.reduction import choose_way, sent, way_of_layout
-from colonnade.topology.traffic import Traffic
-from colonnade.train import buckets
-from colonnade.train.coded_sum import coded_size, lost_by_parameter
+from colonnade.checkpoint.fingerprint import dense_weights
+from colonnade.comm.collectives import choose_way, sent, way_of_layout
+from colonnade.comm.traffic import Traffic
+from colonnade.config.run import build_config, override
+from colonnade.run.run import open_run
+from colonnade.train import dense as buckets
 from colonnade.train.dense import DenseGradients
-from colonnade.train.fingerprint import dense_weights
-from colonnade.train.run import open_run
+from colonnade.wire.codec import CODECS
+from colonnade.wire.coded_sums import coded_size, lost_by_parameter
 
 NAMES = ("bf16", "fp16", "int8")
 STEPS, BUCKET = 12, 6000

@@ -26,11 +26,11 @@ from colonnade import (
     World,
     build_plan,
 )
-from colonnade.cache.device_copies import DeviceCopies
-from colonnade.consistency.row_clock import RowClock, row_clock
+from colonnade.cache.copies import DeviceCopies
 from colonnade.exchange import cached_state
 from colonnade.exchange.cached import TableCache
-from colonnade.exchange.settling import apply_planned_bounds
+from colonnade.exchange.flush import apply_planned_bounds
+from colonnade.staleness import RowClock, row_clock
 
 BOUNDS = [row_clock(6), RowClock(0, 3), row_clock(0), RowClock(2, 0)]
 """By turns, of tables."""

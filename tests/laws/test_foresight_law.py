@@ -9,8 +9,8 @@ from slow_directory import HIT, SlowDirectory
 from test_foresight import slowly
 from test_row_clock_law import CONFIG, Ones
 
-from colonnade.config import build_config, override
-from colonnade.train.run import open_run
+from colonnade.config.run import build_config, override
+from colonnade.run.run import open_run
 
 STEPS, ROWS, STALENESS, WINDOW = 40, 9, 6, 4
 

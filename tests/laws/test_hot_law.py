@@ -25,20 +25,20 @@ from colonnade import (
     Uniform,
     build_plan,
 )
+from colonnade.comm.traffic import Traffic
 from colonnade.errors import ConfigError, DataError, IdRangeError
-from colonnade.exchange.codec import Codecs
+from colonnade.publish.transfer import load_rows, trained_ids
 from colonnade.store.budget import slot_bytes
-from colonnade.topology.hot import hot_rows
 from colonnade.topology.sharding import (
     column_wise,
     host_wise,
+    hot_rows,
     replicated,
     row_wise,
     sharding_from,
     table_wise,
 )
-from colonnade.topology.traffic import Traffic
-from colonnade.train.transfer import load_rows, trained_ids
+from colonnade.wire.codec import Codecs
 
 SIZES = [23, 1, 0, 24]
 IDS = probe_ids()

@@ -35,17 +35,16 @@ from colonnade import (
     build_plan,
     load_rows,
 )
-from colonnade.cache.device_copies import DeviceCopies
-from colonnade.config import build_config, override
-from colonnade.consistency.row_clock import RowClock, row_clock
+from colonnade.cache.copies import DeviceCopies
+from colonnade.config.run import build_config, override
 from colonnade.errors import ConfigError
-from colonnade.exchange import routing
 from colonnade.exchange.cached import TableCache
-from colonnade.exchange.settling import apply_planned_bounds
-from colonnade.topology.hot import hot_rows
-from colonnade.topology.sharding import column_wise, row_wise
-from colonnade.train import run as runs
-from colonnade.train.run import open_run
+from colonnade.exchange.flush import apply_planned_bounds
+from colonnade.run import run as runs
+from colonnade.run.run import open_run
+from colonnade.staleness import RowClock, row_clock
+from colonnade.topology.sharding import column_wise, hot_rows, row_wise
+from colonnade.wire import id_distribution as routing
 
 SIZES = [23, 23, 1, 0, 24, 2, 23, 23]
 

@@ -26,25 +26,25 @@ from colonnade import (
     embedding,
     fit,
 )
-from colonnade.config import build_config, override
+from colonnade.comm.collectives import announced
+from colonnade.comm.mesh import OF_TRAINERS, with_servers
+from colonnade.comm.traffic import Traffic
+from colonnade.config.run import build_config, override
 from colonnade.data import open_batches
 from colonnade.errors import ConfigError
-from colonnade.plan.choice import choose
-from colonnade.plan.chosen import Forced
-from colonnade.plan.loads import table_loads
-from colonnade.plan.profile import profile
+from colonnade.plan.cost.table_stats import table_loads
+from colonnade.plan.measure.profile import profile
+from colonnade.plan.search.candidates import Forced
+from colonnade.plan.search.search import choose
 from colonnade.report.reading import read_run
-from colonnade.topology.mesh import OF_TRAINERS, with_servers
-from colonnade.topology.reads import announced
+from colonnade.run.run import load_run_config, open_run
 from colonnade.topology.sharding import Sharding, row_wise_in, table_wise
-from colonnade.topology.traffic import Traffic
 from colonnade.topology.world import World
 from colonnade.train import trainer
 from colonnade.train.dense import DenseGradients
 from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_lines
 from colonnade.train.objective import Retrieval
 from colonnade.train.record import OF_ROWS
-from colonnade.train.run import load_run_config, open_run
 
 
 def _plateau(optimizer):
@@ -407,7 +407,7 @@ def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):
         made.append(tuple(ranks))
         return made[-1]
 
-    monkeypatch.setattr("colonnade.topology.mesh.dist.new_group", group)
+    monkeypatch.setattr("colonnade.comm.mesh.dist.new_group", group)
     orders = set()
     for rank in range(6):
         made.clear()

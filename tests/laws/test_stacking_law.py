@@ -26,14 +26,14 @@ from colonnade import (
     export_run,
     stacked_rows,
 )
-from colonnade.config import build_config, override
+from colonnade.config.run import build_config, override
 from colonnade.data import Column, Schema
 from colonnade.data.counter import GAMMA, MASK
 from colonnade.data.tabular.hashing import _mix
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.interaction import TargetAttention
 from colonnade.models.build import build_tables
-from colonnade.train.run import open_run
+from colonnade.run.run import open_run
 
 ROWS, DIM, HASHES, STEPS, SIZE = 7, 3, 3, 4, 6
 TABLE = Table("item", DIM, rows=ROWS, hashes=HASHES, optimizer=SGD(lr=0.5), dtype="float64")

@@ -21,8 +21,8 @@ from colonnade import (
     Uniform,
     build_plan,
 )
-from colonnade.consistency import CONSISTENCIES, consistency
 from colonnade.errors import ConfigError
+from colonnade.staleness import CONSISTENCIES, consistency
 
 STEPS = 12
 

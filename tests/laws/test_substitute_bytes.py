@@ -28,18 +28,18 @@ from colonnade import (
     World,
     build_plan,
 )
-from colonnade.exchange.codec import EXACT, Codecs
-from colonnade.exchange.layout import declare
-from colonnade.exchange.substitution import substituted
-from colonnade.plan.choice import choose
-from colonnade.plan.chosen import Forced
-from colonnade.plan.consumers import evaluated_at_owners, model_load
+from colonnade.comm.traffic import Traffic
+from colonnade.exchange.operator_cut import substituted
+from colonnade.lookup.layout import declare
+from colonnade.plan.cost.consumers import evaluated_at_owners, model_load
+from colonnade.plan.cost.partials import Partials
+from colonnade.plan.cost.table_stats import table_loads
 from colonnade.plan.hot import sides_of
-from colonnade.plan.loads import table_loads
-from colonnade.plan.partials import Partials
-from colonnade.plan.profile import profile
+from colonnade.plan.measure.profile import profile
+from colonnade.plan.search.candidates import Forced
+from colonnade.plan.search.search import choose
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
-from colonnade.topology.traffic import Traffic
+from colonnade.wire.codec import EXACT, Codecs
 
 SIZE, STEPS = 450, 6  # of a rank's batch
 NAMES = tuple("abcdefg")

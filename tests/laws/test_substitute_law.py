@@ -27,8 +27,8 @@ from colonnade import (
     World,
     build_plan,
 )
-from colonnade.exchange.layout import declare
-from colonnade.exchange.substitution import barred, floats, substituted
+from colonnade.exchange.operator_cut import barred, floats, substituted
+from colonnade.lookup.layout import declare
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
 
 SIZES = [13, 0, 1, 24]

@@ -23,14 +23,14 @@ from colonnade import (
     Sum,
     build_plan,
 )
-from colonnade.config import build_config, override
+from colonnade.comm.mesh import with_servers
+from colonnade.config.run import build_config, override
 from colonnade.errors import ConfigError
-from colonnade.exchange.codec import EXACT, Codecs
 from colonnade.models.build import build_model
-from colonnade.topology.mesh import with_servers
+from colonnade.run.run import load_run_config, open_run, prepare
 from colonnade.topology.sharding import table_wise
 from colonnade.train.objective import objective_of
-from colonnade.train.run import load_run_config, open_run, prepare
+from colonnade.wire.codec import EXACT, Codecs
 
 SIZES = [23, 0, 1, 24, 23, 22]
 FIELDS = ("user.deep", "item", "seen", "tags")

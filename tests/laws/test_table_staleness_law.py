@@ -25,12 +25,12 @@ from colonnade import (
     Uniform,
     build_plan,
 )
-from colonnade.consistency import of_tables
+from colonnade.config.plan import PlanConfig
 from colonnade.errors import ConfigError
 from colonnade.plan.plan import Plan
-from colonnade.plan_config import PlanConfig
+from colonnade.report.pages import run_page
 from colonnade.report.reading import read_run, sums_of
-from colonnade.report.run_page import run_page
+from colonnade.staleness import of_tables
 
 STEPS = 12
 NAMES = ("hot", "warm", "cold")

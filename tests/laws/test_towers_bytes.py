@@ -12,15 +12,15 @@ from test_substitute_bytes import FEATURES, NAMES, SIZE, STEPS, TABLES, batch_of
 from test_towers_law import Tower
 
 from colonnade import Concat, EmbeddingCollection, RowOptimizer, Sum, World, build_plan
-from colonnade.exchange.codec import EXACT, Codecs
-from colonnade.plan.choice import choose
-from colonnade.plan.chosen import Forced
-from colonnade.plan.consumers import model_load
-from colonnade.plan.loads import table_loads
-from colonnade.plan.profile import profile
-from colonnade.plan.towers.placement import in_towers
+from colonnade.comm.traffic import Traffic
+from colonnade.plan.constraints import in_towers
+from colonnade.plan.cost.consumers import model_load
+from colonnade.plan.cost.table_stats import table_loads
+from colonnade.plan.measure.profile import profile
+from colonnade.plan.search.candidates import Forced
+from colonnade.plan.search.search import choose
 from colonnade.topology.sharding import Sharding, row_wise, table_wise
-from colonnade.topology.traffic import Traffic
+from colonnade.wire.codec import EXACT, Codecs
 
 WORLD = World(num_hosts=2, ranks_per_host=2)
 NUM_RANKS = WORLD.num_ranks

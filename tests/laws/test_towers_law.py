@@ -26,11 +26,11 @@ from colonnade import (
     build_plan,
 )
 from colonnade.errors import ConfigError
-from colonnade.exchange.codec import CODECS
-from colonnade.exchange.layout import declare
-from colonnade.exchange.tower_cut import barred_in_towers, evaluated_in_towers
+from colonnade.exchange.operator_cut import barred_in_towers, evaluated_in_towers
 from colonnade.interaction import TowerModule
+from colonnade.lookup.layout import declare
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
+from colonnade.wire.codec import CODECS
 
 SIZES = [13, 0, 1, 24]
 HOSTS, LOCAL = 2, 2

@@ -12,9 +12,9 @@ from ranks import run_ranks
 from test_towers_law import MODULES, VALUES, close, train
 
 from colonnade import Mesh
-from colonnade.exchange.coding import AS_IT_IS
-from colonnade.exchange.fields import Columns
-from colonnade.exchange.tower_route import ByTower
+from colonnade.lookup.fields import Columns
+from colonnade.wire.coding import AS_IT_IS
+from colonnade.wire.tower_transport import ByTower
 
 NUM_RANKS, TOWERS = 6, 3
 CASES = {
@@ -82,7 +82,7 @@ class Alone:
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
 def test_a_rank_serves_itself_last(rank):
     none = Columns({})
-    with patch("colonnade.exchange.tower_route.open_towers"):
+    with patch("colonnade.wire.tower_transport.open_towers"):
         route = ByTower(
             Alone(rank), 2, [none] * NUM_RANKS, [none] * TOWERS, [none] * TOWERS, none, AS_IT_IS, torch.float32
         )  # fmt: skip

@@ -9,17 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from references import bags_reference as twin
+from references.packing_reference import IdSpace
 
 from colonnade import _native
 from colonnade.batch import Batch, Ids
 from colonnade.errors import WorldError
-from colonnade.exchange import bags
-from colonnade.exchange import bags_reference as twin
-from colonnade.exchange.deal import deal
-from colonnade.exchange.layout import Consumption, collect, consumption, declare
-from colonnade.exchange.packing_reference import IdSpace
+from colonnade.lookup.layout import Consumption, collect, consumption, declare
 from colonnade.table import Feature, Table
 from colonnade.topology.sharding import row_wise, table_wise
+from colonnade.wire import bags
+from colonnade.wire.owner_map import deal
 
 TABLES = [
     Table("user", 2, rows=53), Table("open", 2), Table("item", 2, rows=2**40), Table("own", 2, rows=9),

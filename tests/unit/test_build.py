@@ -7,16 +7,16 @@ import torch
 
 from colonnade import FTRL, Adam, Mesh, RowOptimizer, RowWiseAdagrad
 from colonnade.batch import Batch, Ids
-from colonnade.config import ModelConfig, build_config, override
+from colonnade.config.run import ModelConfig, build_config, override
 from colonnade.data import open_source
 from colonnade.data.contract import Column, Schema
 from colonnade.errors import ConfigError
 from colonnade.models.build import KINDS, build_model, build_tables
 from colonnade.models.dcnv2 import DCNv2
-from colonnade.models.scorer import Scorer
+from colonnade.models.split import Scorer
 from colonnade.models.two_tower import TwoTower
+from colonnade.run.defaults import MODEL_PRESETS, PRESETS, preset
 from colonnade.train.objective import weighted_loss
-from colonnade.train.presets import MODEL_PRESETS, PRESETS, preset
 
 SCHEMA = Schema(
     ("age",),
@@ -244,8 +244,8 @@ def test_ranks_losses_add_up_with_unknown_labels():
 
 def test_one_epoch_of_a_preset_learns(shared_data):
     """Real data: two towers beat popularity (recall@20 0.1402) after an epoch."""
-    from colonnade.config import override
-    from colonnade.train.run import open_run
+    from colonnade.config.run import override
+    from colonnade.run.run import open_run
 
     config = override(
         preset("movielens_retrieval"), {"train.epochs": 1, "data.path": str(shared_data / "ml-1m")}

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from slow_directory import MOST_TIME, SlowDirectory
 
 from colonnade import _native
-from colonnade.cache.changes import Changes
 from colonnade.cache.directory import (
     HIT,
     POLICIES,
     UNBOUNDED,
+    Changes,
     Decision,
     Directory,
     renumbered,

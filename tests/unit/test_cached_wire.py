@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from colonnade.errors import WorldError
-from colonnade.exchange.cached_wire import (
+from colonnade.cache.messages import (
     FAR,
     Named,
     read_notes,
     with_notes,
     without_notes,
 )
+from colonnade.errors import WorldError
 
 
 def named(random, counts):

@@ -9,19 +9,17 @@ import pytest
 import torch
 
 from colonnade import CountMinAdmission, Table, build_plan
-from colonnade.cache.changes import Changes
-from colonnade.cache.device_copies import DeviceCopies
-from colonnade.cache.directory import Directory
-from colonnade.cache.native_copies import NativeCopies
-from colonnade.config import build_config, override
-from colonnade.consistency.row_clock import RowClock, row_clock
+from colonnade.cache.copies import DeviceCopies, NativeCopies
+from colonnade.cache.directory import Changes, Directory
+from colonnade.config.run import build_config, override
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.cached_state import is_taken_up
-from colonnade.exchange.codec import Codecs
 from colonnade.plan.caching import BOOKKEEPING, LOOKAHEAD_WINDOW, caches_of, copy_bytes
 from colonnade.plan.plan import Plan
+from colonnade.staleness import RowClock, row_clock
 from colonnade.topology.sharding import column_wise, replicated
+from colonnade.wire.codec import Codecs
 
 TABLES = [Table("item", 8, rows=1000), Table("user", 4)]
 ONE = TableCache(10, RowClock(1, 2), "lfu")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from colonnade import Mesh
-from colonnade.config import build_config
+from colonnade.config.run import build_config
 from colonnade.data import open_source
+from colonnade.run.run import open_run
 from colonnade.train.metrics import ceiling
-from colonnade.train.run import open_run
 
 GAP = 0.005
 EIGHT = [20, 40, 60, 80, 120, 150, 200, 300]

@@ -13,11 +13,11 @@ from scenario import STAYS, Net, all_rows, global_batch, loss_of, share_of
 
 import colonnade
 from colonnade import Mesh, RowOptimizer, build_plan
-from colonnade.consistency.row_clock import row_clock
+from colonnade.checkpoint.commits import committed_steps
+from colonnade.checkpoint.completeness import verify_commit
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, CorruptionError
 from colonnade.exchange.cached import TableCache
-from colonnade.train.commits import committed_steps
-from colonnade.train.verification import verify_commit
+from colonnade.staleness import row_clock
 
 
 def loaded(folder, dense, step=None, stays=None, plan=None):
@@ -152,7 +152,7 @@ def test_a_save_that_fails_is_made_up_for(tmp_path, monkeypatch):
     loop.train(0, 2)
     loop.collection.save(tmp_path, 2)
     loop.train(2, 3)
-    from colonnade.train import commits
+    from colonnade.checkpoint import commits
 
     def full(*_):
         raise OSError(28, "No space left on device")

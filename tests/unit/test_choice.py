@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 
 from colonnade import World
 from colonnade.errors import ConfigError
-from colonnade.exchange.tower_cut import BY_TOWERS
-from colonnade.plan.choice import OPTIONS, choose
-from colonnade.plan.chosen import Forced, Memory
-from colonnade.plan.cutting import LEAST_COLUMNS
-from colonnade.plan.device import RowRate
-from colonnade.plan.flows import (
+from colonnade.exchange.operator_cut import BY_TOWERS
+from colonnade.plan.cost.comm_volume import (
     BESIDE_SECONDS,
     FIXED_BYTES,
     SHARED_BYTES,
@@ -28,8 +24,12 @@ from colonnade.plan.flows import (
     row_seconds,
     work,
 )
-from colonnade.plan.loads import ColumnLoad, TableLoad
-from colonnade.plan.towers.paths import call_seconds
+from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
+from colonnade.plan.cost.tower_paths import call_seconds
+from colonnade.plan.measure.device import RowRate
+from colonnade.plan.search.candidates import Forced, Memory
+from colonnade.plan.search.cutting import LEAST_COLUMNS
+from colonnade.plan.search.search import OPTIONS, choose
 from colonnade.topology.sharding import Sharding
 
 TWO_BY_TWO = World(num_hosts=2, ranks_per_host=2)

@@ -11,9 +11,9 @@ from test_choice import load_of
 
 from colonnade import LowRankCross, World
 from colonnade.errors import ConfigError
-from colonnade.plan.choice import OPTIONS, Search, choose
-from colonnade.plan.chosen import Forced, Memory
-from colonnade.plan.consumers import ConsumerLoad, FieldLoad, ModelLoad
+from colonnade.plan.cost.consumers import ConsumerLoad, FieldLoad, ModelLoad
+from colonnade.plan.search.candidates import Forced, Memory
+from colonnade.plan.search.search import OPTIONS, Search, choose
 from colonnade.topology.sharding import Sharding, row_wise, table_wise
 
 

@@ -16,12 +16,12 @@ import colonnade as colonnade_package
 from colonnade.cli import convert
 from colonnade.cli import train as train_verb
 from colonnade.cli.app import run as run_command
-from colonnade.cli.data_options import MEANINGS
 from colonnade.cli.ranks import death_signal
+from colonnade.cli.settings import MEANINGS
 from colonnade.cli.train import parse_settings
-from colonnade.config import RunConfig
+from colonnade.config.run import RunConfig
 from colonnade.data import SOURCES
-from colonnade.data import convert as data_convert
+from colonnade.data.tabular import convert as data_convert
 
 SMALL = [
     "--set", "data.options.num_train=3000", "--set", "data.options.num_test=500",

@@ -10,17 +10,17 @@ import torch
 from browser import CHROMIUM, look
 
 from colonnade.batch import Batch, Ids
-from colonnade.config import RunConfig, override
+from colonnade.cli.feature_sample import pooled, probe
+from colonnade.comm.mesh import Mesh
+from colonnade.config.run import RunConfig, override
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import DataError
 from colonnade.optimizers import SGD
 from colonnade.plan.towers.partition import TowerMap
 from colonnade.report.tower_map import read_towers
+from colonnade.run.run import open_run
 from colonnade.table import Feature, Table
-from colonnade.topology.mesh import Mesh
 from colonnade.topology.towers import Partition
-from colonnade.train.probe import pooled, probe
-from colonnade.train.run import open_run
 
 GROUPS = [["C1", "C5", "C9"], ["C2", "C4", "C7"], ["C3", "C6", "C8"]]
 SETTINGS = {
@@ -110,8 +110,8 @@ def test_vectors_and_loads_of_bags_parts_and_shared_tables():
 
 def test_the_report_draws_them(trained, colonnade, tmp_path):
     from colonnade.report.page import write_page
+    from colonnade.report.pages import run_page
     from colonnade.report.reading import read_run
-    from colonnade.report.run_page import run_page
 
     (trained / "towers.json").unlink(missing_ok=True)
     assert "Features in the plane" not in run_page(read_run(trained))

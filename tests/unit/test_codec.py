@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from references import codec_reference as twin
 
-from colonnade.exchange import codec_reference as twin
-from colonnade.exchange.codec import (
+from colonnade.wire.codec import (
     CODECS,
     Block,
     Draw,

@@ -10,13 +10,13 @@ from contextlib import suppress
 
 import pytest
 
+from colonnade.checkpoint.completeness import read_commit
+from colonnade.checkpoint.header import header_path, read_header, state_folder
 from colonnade.cli import main
 from colonnade.errors import CheckpointError, CorruptionError
+from colonnade.publish.deltas import Publication
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, with_trailer
-from colonnade.train.commit_header import header_path, read_header, state_folder
-from colonnade.train.publication import Publication
-from colonnade.train.wholeness import read_commit
 
 SETTINGS = (
     "train.batch_size=500",

@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.config import (
+from colonnade.config.run import (
     RunConfig,
     build_config,
     dump_config,
@@ -15,8 +15,8 @@ from colonnade.config import (
     override,
 )
 from colonnade.errors import ConfigError
+from colonnade.run.defaults import PRESETS
 from colonnade.sizes import Place, parse_bytes, parse_place
-from colonnade.train.presets import PRESETS
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_data_contract import same
 
-from colonnade.data import convert as module
 from colonnade.data import open_source
-from colonnade.data.convert import open_criteo_conversion, open_csv_conversion, write_parquet
 from colonnade.data.sets.criteo import CATEGORIES, DENSE, MISSING_ID, open_criteo
+from colonnade.data.tabular import convert as module
+from colonnade.data.tabular.convert import (
+    open_criteo_conversion,
+    open_csv_conversion,
+    write_parquet,
+)
 from colonnade.data.tabular.parquet import SCHEMA_KEY
 from colonnade.errors import DataError, StorageError
 
@@ -98,7 +102,7 @@ def test_no_value_of_a_csv_file_is_changed(tmp_path_factory, rows, data):
 
 def test_a_type_fits_all_blocks(tmp_path, monkeypatch):
     """What the last block says counts too, and a schema of kinds is what a person would choose."""
-    monkeypatch.setattr("colonnade.data.tabular.csv_table.BLOCK_BYTES", 64)
+    monkeypatch.setattr("colonnade.data.tabular.csv.BLOCK_BYTES", 64)
     lines = [f"{i},{i},{i},{i:03}" for i in range(50)]
     (tmp_path / "in.csv").write_text("\n".join(["a,b,c,d", *lines, "7,2.5,NA,7"]) + "\n")
     seen = []

@@ -8,10 +8,9 @@ import torch
 from devices import DEVICES
 
 from colonnade import Adam, Table, _native
-from colonnade.cache.device_copies import DeviceCopies
-from colonnade.cache.native_copies import Elements, NativeCopies
-from colonnade.exchange.cached_wire import tables_of
-from colonnade.exchange.wire import row_layout
+from colonnade.cache.copies import DeviceCopies, Elements, NativeCopies
+from colonnade.cache.messages import tables_of
+from colonnade.lookup.row_layout import row_layout
 from colonnade.store.dram import open_dram
 
 WIDTHS = np.array([3, 1, 5])

@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from colonnade import Mesh
 from colonnade.batch import Batch, Ids
-from colonnade.config import build_config
+from colonnade.config.run import build_config
 from colonnade.data import Column, Position, Schema, Splits, open_batches
 from colonnade.data.batches import ENDED, until_all_end
 from colonnade.data.processes import read_ahead
 from colonnade.errors import CheckpointError, ConfigError, DataError
-from colonnade.train.run import open_run
+from colonnade.run.run import open_run
 
 SCHEMA = Schema(("x", "y"), (Column("user", 40), Column("tags", None, "bag")))
 

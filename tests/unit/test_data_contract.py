@@ -64,7 +64,7 @@ SOURCES = {
 
 @pytest.fixture(params=SOURCES)
 def source(request, tmp_path, monkeypatch):
-    monkeypatch.setattr("colonnade.data.tabular.csv_table.BLOCK_BYTES", 500)
+    monkeypatch.setattr("colonnade.data.tabular.csv.BLOCK_BYTES", 500)
     return SOURCES[request.param](tmp_path)
 
 

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.data import infer_schema, open_source
-from colonnade.data.tabular.example import parse_example
 from colonnade.data.tabular.fields import Bag, Category, Key, Label, Number, Sequence
 from colonnade.data.tabular.tables import kind_of
-from colonnade.data.tabular.tfrecord import masked_crc
+from colonnade.data.tabular.tfrecord import masked_crc, parse_example
 from colonnade.errors import ColonnadeError, ConfigError, DataError
 
 

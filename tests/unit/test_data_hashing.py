@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.data.counter import MASK, stream_key
-from colonnade.data.tabular.encode_ids import encode_ids, encode_several
+from colonnade.data.tabular.encode import encode_ids, encode_several
 from colonnade.data.tabular.fields import Bag, Category, field_from_dict, field_to_dict
 from colonnade.data.tabular.hashing import (
     HASH_VERSION,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.data import infer_schema, open_source
-from colonnade.data.convert import open_csv_conversion, write_parquet
+from colonnade.data.tabular.convert import open_csv_conversion, write_parquet
 from colonnade.data.tabular.fields import Category, Group, Key, Label, Number, Sequence, Time
 from colonnade.data.tabular.tables import lasting_options, read_head
 from colonnade.errors import ConfigError, DataError

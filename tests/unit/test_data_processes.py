@@ -22,16 +22,15 @@ from test_data_contract import open_columns, same
 
 from colonnade import Mesh
 from colonnade.batch import Batch, Ids
-from colonnade.config import build_config, override
+from colonnade.config.run import build_config, override
 from colonnade.data import Position, Schema, open_source
 from colonnade.data import processes as module
-from colonnade.data import readers as waited
-from colonnade.data.block import pack, unpack
+from colonnade.data import processes as waited
 from colonnade.data.contract import START
-from colonnade.data.processes import ProcessSource
+from colonnade.data.processes import ProcessSource, pack, unpack
 from colonnade.data.sets.criteo import open_criteo
 from colonnade.errors import ConfigError, DataError, ReaderLost
-from colonnade.train.run import open_run
+from colonnade.run.run import open_run
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.booleans())

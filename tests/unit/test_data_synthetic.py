@@ -17,18 +17,16 @@ from colonnade.data.counter import GAMMA, permutation, stream_key
 from colonnade.data.sets.synthetic import (
     CHUNK,
     CRITEO_CARDINALITIES,
-    TEST_START,
-    SyntheticSource,
-    _build_field,
-    open_synthetic,
-)
-from colonnade.data.sets.synthetic_law import (
     HALF_EFFECT_RANK,
     KNOT_BITS,
     LONGEST,
+    TEST_START,
     Field,
     Law,
+    SyntheticSource,
+    _build_field,
     draw,
+    open_synthetic,
     parts,
 )
 from colonnade.errors import ConfigError

@@ -224,7 +224,7 @@ def test_csv_at_fault(name, tmp_path, monkeypatch):
     delimiter = {"delimiter": ";"} if name.startswith("a comma") else {}
     # Another kind of file is known by its first bytes.
     for block_bytes in (1 << 20, 13, 8, 5, 4, 3):
-        monkeypatch.setattr("colonnade.data.tabular.csv_table.BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr("colonnade.data.tabular.csv.BLOCK_BYTES", block_bytes)
         message = fault("csv", path, schema, **delimiter)
         assert message.startswith(str(path)) and said in message, (block_bytes, message)
 
@@ -248,7 +248,7 @@ GOOD_CSV = {
 @pytest.mark.parametrize("block_bytes", [3, 5, 8, 1 << 20])
 @pytest.mark.parametrize("name", GOOD_CSV)
 def test_csv_of_every_manner(name, block_bytes, tmp_path, monkeypatch):
-    monkeypatch.setattr("colonnade.data.tabular.csv_table.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("colonnade.data.tabular.csv.BLOCK_BYTES", block_bytes)
     contents, options = GOOD_CSV[name]
     (tmp_path / "a.csv").write_bytes(contents)
     schema = [Number("a")]
@@ -503,8 +503,8 @@ def test_a_file_that_changes_while_it_is_read(kind, tmp_path):
 
 def test_a_fault_is_raised_when_its_turn_comes(tmp_path, monkeypatch):
     """Not before: the batches ahead of it can be trained on, and a resumed run meets it again."""
-    monkeypatch.setattr("colonnade.data.tabular.csv_table.BLOCK_BYTES", 60)
-    monkeypatch.setattr("colonnade.data.tabular.window.READ_SAMPLES", 1)
+    monkeypatch.setattr("colonnade.data.tabular.csv.BLOCK_BYTES", 60)
+    monkeypatch.setattr("colonnade.data.tabular.source.READ_SAMPLES", 1)
     lines = [str(i) for i in range(200)]
     lines[150] = "x"
     (tmp_path / "a.csv").write_text("a\n" + "\n".join(lines) + "\n")

@@ -43,7 +43,7 @@ WRITE = {"csv": write_csv, "parquet": write_parquet}
 @pytest.fixture(params=WRITE)
 def kind(request, monkeypatch):
     """With blocks of a few rows."""
-    monkeypatch.setattr("colonnade.data.tabular.csv_table.BLOCK_BYTES", 400)
+    monkeypatch.setattr("colonnade.data.tabular.csv.BLOCK_BYTES", 400)
     return request.param
 
 
@@ -469,7 +469,7 @@ def test_no_more_than_two_windows_are_read_ahead(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("window", [0, 20])
 def test_a_position_is_reached_without_reading_what_is_before_it(window, tmp_path, monkeypatch):
-    monkeypatch.setattr("colonnade.data.tabular.window.READ_SAMPLES", 20)
+    monkeypatch.setattr("colonnade.data.tabular.source.READ_SAMPLES", 20)
     folder = write_folder(tmp_path, "parquet", 200, files=1)
     source = open_source("parquet", folder, schema=DECLARATION, shuffle_window=window).train
     whole = order_of(source)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.data.tabular.window import READ_SAMPLES, windows
+from colonnade.data.tabular.source import READ_SAMPLES, windows
 
 lengths_of = st.lists(st.integers(1, 40), min_size=1, max_size=30).map(np.array)
 

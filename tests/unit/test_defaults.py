@@ -17,13 +17,21 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from colonnade import Mesh
-from colonnade.config import RunConfig, override
+from colonnade.checkpoint.header import committed_steps, resolve
+from colonnade.config.run import RunConfig, override
 from colonnade.data import Splits, TensorSource, open_source
 from colonnade.data.tensors import Columns
-from colonnade.train.commit_header import committed_steps, resolve
-from colonnade.train.defaults import FILES, choose_accumulator, choose_training, fill_in, open_data
-from colonnade.train.presets import MODEL_PRESETS, PRESETS, preset
-from colonnade.train.run import open_run
+from colonnade.run.defaults import (
+    FILES,
+    MODEL_PRESETS,
+    PRESETS,
+    choose_accumulator,
+    choose_training,
+    fill_in,
+    open_data,
+    preset,
+)
+from colonnade.run.run import open_run
 
 QUICK = {"train.threads": 1}
 

@@ -14,13 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from colonnade import Mesh, World
+from colonnade.comm.collectives import WAYS, choose_way, sent, sum_in_order, sum_over_ranks
+from colonnade.comm.traffic import Traffic
 from colonnade.errors import PeerLost
-from colonnade.topology.reduction import WAYS, choose_way, sent, sum_in_order, sum_over_ranks
-from colonnade.topology.traffic import Traffic
-from colonnade.train import buckets
+from colonnade.train import dense as buckets
 from colonnade.train import dense as dense_module
-from colonnade.train.buckets import bucket_layout
-from colonnade.train.dense import DenseGradients
+from colonnade.train.dense import DenseGradients, bucket_layout
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16

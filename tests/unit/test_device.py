@@ -8,8 +8,8 @@ import os
 import pytest
 
 from colonnade.errors import StorageError
-from colonnade.plan import device
-from colonnade.plan.device import PAGE, SIZES, Device, DirectoryRate, ReadRate, measure
+from colonnade.plan.measure import device
+from colonnade.plan.measure.device import PAGE, SIZES, Device, DirectoryRate, ReadRate, measure
 
 
 def test_rates_are_measured_printed_and_kept(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colonnade.ops.distance import distances, squared_distances
+from colonnade.ops.linear import distances, squared_distances
 
 EXACT = "donot_use_mm_for_euclid_dist"
 

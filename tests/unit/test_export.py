@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from small_run import CONFIG
 
 from colonnade import Mesh
-from colonnade.config import build_config, override
+from colonnade.checkpoint.header import committed_steps
+from colonnade.config.run import build_config, override
 from colonnade.errors import CheckpointError, ConfigError, StorageError
+from colonnade.publish.export import export_run
 from colonnade.row_state import dense_state_dict
+from colonnade.run.run import open_run
 from colonnade.store.manifest import describe, files_of
-from colonnade.train.commit_header import committed_steps
-from colonnade.train.export import export_run
-from colonnade.train.run import open_run
 
 
 def train(mesh, folder, settings):

@@ -15,12 +15,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import colonnade
 from colonnade import Mesh, RowOptimizer
-from colonnade.config import build_config
+from colonnade.checkpoint.header import committed_steps
+from colonnade.config.run import build_config
 from colonnade.data import Splits, open_source
 from colonnade.errors import CheckpointError, ConfigError, DataError, WorldError
 from colonnade.models.build import build_model
-from colonnade.train.commit_header import committed_steps
-from colonnade.train.run import open_run
+from colonnade.run.run import open_run
 
 
 def test_a_model_of_ones_own_learns():

@@ -20,7 +20,8 @@ from safetensors.torch import save
 from small_run import CONFIG, opened
 
 from colonnade import Mesh, Predictor
-from colonnade.config import build_config, override
+from colonnade.checkpoint.header import committed_steps
+from colonnade.config.run import build_config, override
 from colonnade.errors import (
     CheckpointError,
     ColonnadeError,
@@ -28,16 +29,16 @@ from colonnade.errors import (
     CorruptionError,
     StorageError,
 )
-from colonnade.predict import following
+from colonnade.publish import deltas as following
+from colonnade.publish import deltas as publication
+from colonnade.publish import upload as carriage
+from colonnade.publish.deltas import WORD, change_name, read_change, read_word
+from colonnade.publish.export import export_run
+from colonnade.run.run import open_run
 from colonnade.store.checksums import CheckedFile
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
-from colonnade.train import carriage, publication
-from colonnade.train.commit_clock import word as due_word
-from colonnade.train.commit_header import committed_steps
-from colonnade.train.export import export_run
-from colonnade.train.publication import WORD, change_name, read_change, read_word
-from colonnade.train.run import open_run
+from colonnade.train.trainer import word as due_word
 
 STEPS = {"train.epochs": 1, "train.commit_steps": 4, "train.keep_commits": 20}
 OPEN = {"rows.eviction.max_rows": 300, "rows.eviction.by": "recency"}

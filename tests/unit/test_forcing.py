@@ -13,11 +13,11 @@ from colonnade import (
     Table,
     World,
 )
-from colonnade.config import build_config, override
+from colonnade.config.run import build_config, override
 from colonnade.errors import ConfigError
-from colonnade.plan.chosen import Forced
-from colonnade.plan.forcing import forced_by, is_settled
+from colonnade.plan.constraints import forced_by, is_settled
 from colonnade.plan.plan import Plan, build_plan, explain, plan_of
+from colonnade.plan.search.candidates import Forced
 from colonnade.topology.sharding import Sharding, column_wise, grid
 
 TABLES = [Table("a", 4, rows=10), Table("b", 4)]

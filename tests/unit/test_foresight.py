@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.cache.foresight import Foresight
+from colonnade.cache.next_use import Foresight
 
 ENDS = np.array([-(2**63), -1, 0, 2**63 - 1])
 

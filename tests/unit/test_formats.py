@@ -15,24 +15,24 @@ import torch
 from make_formats import FOLDER, Net, splits
 
 import colonnade
-from colonnade.config import load_config
+from colonnade.checkpoint.completeness import verify_commit
+from colonnade.checkpoint.header import committed_steps, read_header
+from colonnade.checkpoint.states import load_state
+from colonnade.config.run import load_config
 from colonnade.data.tabular.declaration import load_declaration
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.formats import VERSIONS
-from colonnade.plan.device import Device
+from colonnade.plan.measure.device import Device
+from colonnade.plan.measure.profile import Profile
 from colonnade.plan.plan import Plan
-from colonnade.plan.profile import Profile
 from colonnade.predict import Predictor
+from colonnade.publish.deltas import read_word
 from colonnade.report.reading import read_run
 from colonnade.store import key_list, live, manifest, segment, stripes
 from colonnade.store.durable import checked_content, read_verified, with_trailer
 from colonnade.store.verification import verify_store
 from colonnade.topology.towers import Partition
-from colonnade.train.commit_header import committed_steps, read_header
 from colonnade.train.metrics_file import read_lines
-from colonnade.train.publication import read_word
-from colonnade.train.states import load_state
-from colonnade.train.verification import verify_commit
 
 STEP = 4
 ROWS = "run/rows/0-of-1/000"

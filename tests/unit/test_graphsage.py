@@ -12,13 +12,13 @@ from torch.nn.functional import normalize
 
 import colonnade
 from colonnade import SGD, Adam, Batch, Feature, Ids, Mesh, RowOptimizer, Table, Uniform
-from colonnade.consistency.row_clock import row_clock
 from colonnade.data import open_source
 from colonnade.data.sets.interactions import Held
 from colonnade.data.sets.power_law import edge_law
 from colonnade.errors import ConfigError, DataError
 from colonnade.exchange.cached import TableCache
 from colonnade.models.graphsage import GraphSAGE
+from colonnade.staleness import row_clock
 from colonnade.train.dense import DenseGradients
 from colonnade.train.objective import Retrieval, objective_of
 from colonnade.train.retrieval import best, evaluate_retrieval, recall_and_ndcg, without_seen

@@ -13,12 +13,12 @@ from devices import DEVICES
 from small_run import CONFIG, digest, opened
 
 from colonnade import Mesh, World, build_plan
-from colonnade.config import build_config, override
+from colonnade.config.run import build_config, override
 from colonnade.errors import ConfigError
 from colonnade.plan.plan import Plan
+from colonnade.report.pages import run_page
 from colonnade.report.reading import read_run
-from colonnade.report.run_page import run_page
-from colonnade.train import run as runs
+from colonnade.run import run as runs
 
 HBM = {"train.device": "cuda", "plan.memory.hbm": 16_000, "train.commit_steps": 10}
 

@@ -15,17 +15,17 @@ from torch.nn.functional import logsigmoid
 import colonnade
 from colonnade import SGD, Adam, Batch, Feature, Ids, Mesh, RowOptimizer, Table, Uniform
 from colonnade.cli import app
-from colonnade.config import build_config
+from colonnade.config.run import build_config
 from colonnade.data import open_source, open_triples
 from colonnade.data.contract import Position
 from colonnade.data.sets.triples import Facts
 from colonnade.errors import ConfigError, DataError, NonFiniteError
 from colonnade.models.knowledge import ComplEx, DistMult, KnowledgeGraph, RotatE, TransE
 from colonnade.predict.predictor import Predictor
+from colonnade.run.run import open_run
 from colonnade.train.dense import DenseGradients
 from colonnade.train.link_prediction import evaluate_links, filtered_ranks
 from colonnade.train.objective import LinkPrediction, link_loss, objective_of, which_of_all
-from colonnade.train.run import open_run
 
 MODELS = {"transe": TransE, "distmult": DistMult, "complex": ComplEx, "rotate": RotatE}
 SQUARED = {"norm": 2, "squared": True}

@@ -11,8 +11,9 @@ import time
 import pytest
 
 from colonnade import cli
-from colonnade.cli import app, launch
-from colonnade.cli.launch import memory_file, run_ranks
+from colonnade.cli import app
+from colonnade.cli import ranks as launch
+from colonnade.cli.ranks import memory_file, run_ranks
 
 SLEEP = "import time; time.sleep(60)"
 STOP_ON_SIGNAL = """

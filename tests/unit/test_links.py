@@ -9,10 +9,10 @@ import pytest
 from ranks import run_ranks
 
 from colonnade import World
+from colonnade.comm.mesh import open_mesh
 from colonnade.errors import ConfigError
+from colonnade.plan.measure.links import SIZES, fit, measure_links, planned_world
 from colonnade.sizes import parse_rate
-from colonnade.topology.links import SIZES, fit, measure_links, planned_world
-from colonnade.topology.mesh import open_mesh
 
 
 def measured(mesh):

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.errors import StorageError
-from colonnade.store import attendant
-from colonnade.store.collection import BUSY_SHARE, Collector
+from colonnade.store import background_worker as attendant
+from colonnade.store.compaction import BUSY_SHARE, Collector
 from colonnade.store.disk import Disk
 from colonnade.store.log import LogBacking, open_log
 from colonnade.store.writer import LogWriter, WriteBudget

@@ -22,8 +22,8 @@ from colonnade import (
     Table,
     build_plan,
 )
-from colonnade.data.lookahead import DEEPEST, LOOKED_AT, Lookahead, Window, _run, next_depth
 from colonnade.errors import BudgetExceeded
+from colonnade.lookup.lookahead import DEEPEST, LOOKED_AT, Lookahead, Window, _run, next_depth
 
 
 @pytest.mark.parametrize(

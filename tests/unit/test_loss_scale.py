@@ -13,14 +13,14 @@ from small_run import CONFIG, digest, opened
 from test_run import poisoned
 
 from colonnade import Mesh
-from colonnade.config import build_config, override
+from colonnade.config.run import build_config, override
 from colonnade.errors import ConfigError, NonFiniteError
+from colonnade.report.pages import headline
 from colonnade.report.reading import read_run
-from colonnade.report.run_page import headline
+from colonnade.run.run import open_run
 from colonnade.train import loss_scale as module
 from colonnade.train.loss_scale import LossScale, loss_scale
 from colonnade.train.metrics_file import FILE_NAME, read_lines
-from colonnade.train.run import open_run
 
 SHORT = {"train.epochs": 1, "train.max_steps": 9, "train.commit_steps": 0}
 CLIPPED = {"train.accumulate": 4, "rows.clip_norm": 0.02, "dense.clip_norm": 0.05}

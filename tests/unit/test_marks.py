@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from colonnade.exchange.marks import mark_bytes, pack_marks, unpack_marks
+from colonnade.cache.messages import mark_bytes, pack_marks, unpack_marks
 
 
 @pytest.mark.parametrize("counts", [[0], [8, 0, 9], [1, 17, 0], [0, 0]])

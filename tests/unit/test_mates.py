@@ -11,10 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colonnade.comm import shm as rooms_module
+from colonnade.comm.shm import (
+    LEAST_BYTES,
+    SMALLEST,
+    Lane,
+    OthersRooms,
+    Rooms,
+    by_ticket,
+    readable,
+    size_of_room,
+)
 from colonnade.errors import WorldError
-from colonnade.topology import rooms as rooms_module
-from colonnade.topology.mates import LEAST_BYTES, Lane, by_ticket, readable
-from colonnade.topology.rooms import SMALLEST, OthersRooms, Rooms, size_of_room
 
 NUM = 3
 CALLS = st.lists(

@@ -10,10 +10,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from own_model import Net, assert_same, splits
 
 import colonnade
+from colonnade.checkpoint.header import committed_steps
 from colonnade.errors import CheckpointError, ConfigError, StorageError
+from colonnade.publish.mirror import mirrored_steps, open_url
 from colonnade.store import manifest as manifests
-from colonnade.train.commit_header import committed_steps
-from colonnade.train.mirror import mirrored_steps, open_url
 
 FAST = {"batch_size": 50, "quiet": True, "threads": 1}
 

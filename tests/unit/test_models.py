@@ -32,8 +32,8 @@ from colonnade.models.dcn import DCN
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.dlrm import DLRM
+from colonnade.models.layers import mlp
 from colonnade.models.linear import FM, LR
-from colonnade.models.mlp import mlp
 from colonnade.models.nfm import NFM
 from colonnade.models.wide_deep import WideDeep
 from colonnade.ops.linear import ONEDNN, linear

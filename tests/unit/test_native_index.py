@@ -173,7 +173,7 @@ def test_threads_of_a_run_bind_every_thread():
     code = """
 import threading
 from colonnade import Mesh, _native
-from colonnade.train.run import set_threads
+from colonnade.run.run import set_threads
 set_threads(2, Mesh())
 beside = threading.Thread(target=lambda: print(_native.num_threads()))
 beside.start()

@@ -20,14 +20,14 @@ from colonnade import (
     Table,
     build_plan,
 )
-from colonnade.config import RunConfig, build_config, override
+from colonnade.cache.next_use import NEVER, code_of, with_next_use
+from colonnade.config.run import RunConfig, build_config, override
 from colonnade.data import Splits, open_source
 from colonnade.data.batches import open_batches
-from colonnade.data.block import pack, unpack
 from colonnade.data.contract import START, Column, Position, Schema
-from colonnade.data.next_use import NEVER, code_of, with_next_use
+from colonnade.data.processes import pack, unpack
 from colonnade.errors import ConfigError, DataError
-from colonnade.train.run import open_run
+from colonnade.run.run import open_run
 
 SCHEMA = Schema(
     (), (Column("a", table="item"), Column("bag", kind="bag", table="item"), Column("b"))

@@ -618,7 +618,7 @@ def test_one_who_decides():
 
 
 def test_tables_of_a_model_built_by_name():
-    from colonnade.config import build_config
+    from colonnade.config.run import build_config
     from colonnade.data.contract import Column, Schema
     from colonnade.models.build import build_tables
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from native_batches import everywhere, running_on, same_bits
 
 from colonnade import _native
-from colonnade.ops import interaction, interaction_reference
+from colonnade.ops import interaction
 
 DTYPES = {torch.float32: 2e-6, torch.float64: 1e-12}
 DIMS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 24, 31, 32, 33, 48, 64, 100)
@@ -92,7 +92,7 @@ def test_pairwise_dot_equals_twin(case):
     vectors, dim, kept, is_exact = case
     check(
         lambda x: interaction.pairwise_dot(x, dim=dim, kept=kept),
-        lambda x: interaction_reference.pairwise_dot(as_3d(x, dim), kept),
+        lambda x: interaction.plain_pairwise_dot(as_3d(x, dim), kept),
         vectors,
         is_exact,
     )
@@ -104,7 +104,7 @@ def test_fm_equals_twin(case):
     vectors, dim, _, is_exact = case
     check(
         lambda x: interaction.fm(x, dim=dim),
-        lambda x: interaction_reference.fm(as_3d(x, dim)),
+        lambda x: interaction.plain_fm(as_3d(x, dim)),
         vectors,
         is_exact,
     )
@@ -115,7 +115,7 @@ def test_fm_equals_twin(case):
 def test_cross_equals_twin(shape, dtype):
     """The product and the sum round once each: the same bits as torch. The largest is written around the cache."""
     inputs = [torch.randn(shape, dtype=dtype) for _ in range(3)]
-    wanted = results(lambda x: interaction_reference.cross(*x), inputs)
+    wanted = results(lambda x: interaction.plain_cross(*x), inputs)
     for isa, num_threads in everywhere():
         with running_on(isa, num_threads):
             found = results(lambda x: interaction.cross(*x), inputs)
@@ -129,8 +129,8 @@ def test_large(dim, num_vectors):
     batch_size = (1 << 21) // (dim * num_vectors) + 64
     fields = torch.randint(-3, 4, (batch_size, num_vectors, dim)).float()
     for fused, plain in (
-        (lambda x: interaction.pairwise_dot(x, dim=dim), interaction_reference.pairwise_dot),
-        (lambda x: interaction.fm(x, dim=dim), interaction_reference.fm),
+        (lambda x: interaction.pairwise_dot(x, dim=dim), interaction.plain_pairwise_dot),
+        (lambda x: interaction.fm(x, dim=dim), interaction.plain_fm),
     ):
         for found, wanted in zip(results(fused, [fields]), results(plain, [fields]), strict=True):
             assert torch.equal(found, wanted)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from references import packing_reference as twin
 
 from colonnade import _native
 from colonnade.errors import WorldError
-from colonnade.exchange import packing
-from colonnade.exchange import packing_reference as twin
+from colonnade.wire import packing
 
 WORDS = st.integers(-(2**63), 2**63 - 1)
 

@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 
 from colonnade.errors import ConfigError, DataError
 from colonnade.plan.towers.affinity import Affinity, distances, within_and_between
-from colonnade.plan.towers.partition import Capacity, FeatureLoad, TowerMap, tower_map
-from colonnade.plan.towers.plane import place
-from colonnade.plan.towers.transport import assign, flow, overflow, searched
+from colonnade.plan.towers.partition import (
+    Capacity,
+    FeatureLoad,
+    TowerMap,
+    assign,
+    flow,
+    overflow,
+    place,
+    searched,
+    tower_map,
+)
 from colonnade.topology.towers import Partition
 
 
@@ -92,7 +100,7 @@ def test_the_plane_keeps_distances_that_a_plane_can_have():
 
 
 def test_majorisation_never_makes_it_worse_than_classical_scaling():
-    from colonnade.plan.towers.plane import _stress, classical
+    from colonnade.plan.towers.partition import _stress, classical
 
     for seed in range(5):
         rng = np.random.default_rng(seed)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from colonnade.topology.waiting import waited, waiting
+from colonnade.comm.traffic import waited, waiting
 from colonnade.train.phases import Phases
 
 

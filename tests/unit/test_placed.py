@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.exchange.travel import placed
+from colonnade.wire.transport import placed
 
 
 def placed_slowly(blocks, dims):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from colonnade import Table
 from colonnade.errors import BudgetExceeded
-from colonnade.plan.placement import (
+from colonnade.plan.cost.memory import (
     Demand,
     demands,
     hull,
@@ -22,7 +22,7 @@ from colonnade.plan.placement import (
     place_on_ranks,
     window_fits,
 )
-from colonnade.plan.profile import Profile, profile_ids
+from colonnade.plan.measure.profile import Profile, profile_ids
 from colonnade.topology.sharding import Sharding, replicated, row_wise, table_wise
 
 

@@ -13,24 +13,23 @@ from own_model import Net, columns
 from rich.console import Console
 
 from colonnade import fit, load_run
-from colonnade.config import build_config, override
-from colonnade.data import open_tensors
-from colonnade.errors import CheckpointError, ConfigError, StorageError
-from colonnade.sizes import Place
-from colonnade.store.disk import Disk
-from colonnade.store.places import check_places, check_tiers
-from colonnade.store.space import Space
-from colonnade.store.stripes import Stripes
-from colonnade.table import Table
-from colonnade.topology.mesh import Mesh
-from colonnade.topology.sharding import row_wise
-from colonnade.train.commits import (
+from colonnade.checkpoint.commits import (
     Commits,
     lost_words,
     open_commits,
 )
-from colonnade.train.run import open_run
-from colonnade.train.stores import open_stores, segment_size, stripe_order
+from colonnade.checkpoint.stores import open_stores, segment_size, stripe_order
+from colonnade.comm.mesh import Mesh
+from colonnade.config.run import build_config, override
+from colonnade.data import open_tensors
+from colonnade.errors import CheckpointError, ConfigError, StorageError
+from colonnade.run.run import open_run
+from colonnade.sizes import Place
+from colonnade.store.disk import Disk
+from colonnade.store.storage_locations import check_places, check_tiers
+from colonnade.store.stripes import Space, Stripes
+from colonnade.table import Table
+from colonnade.topology.sharding import row_wise
 
 
 class UnsyncedDisk(Disk):

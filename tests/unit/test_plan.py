@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from colonnade import Feature, Mesh, Plan, Table, build_plan
 from colonnade.errors import ConfigError
 from colonnade.exchange import open_exchange
-from colonnade.exchange.codec import Codecs
-from colonnade.exchange.layout import declare
+from colonnade.lookup.layout import declare
 from colonnade.plan.plan import explain
 from colonnade.sizes import Place
 from colonnade.store.budget import capacity_rows, slot_bytes
 from colonnade.topology.sharding import Shard, replicated, row_wise, table_wise
 from colonnade.topology.world import World
+from colonnade.wire.codec import Codecs
 
 TABLES = st.lists(
     st.builds(

@@ -15,20 +15,21 @@ from rich.console import Console
 from colonnade import Plan, fit
 from colonnade.cli import app
 from colonnade.cli.plan import _left_open
-from colonnade.config import build_config, override
+from colonnade.comm.mesh import Mesh
+from colonnade.config.run import build_config, override
 from colonnade.data import open_source, open_tensors
 from colonnade.errors import BudgetExceeded, DataError
 from colonnade.models.build import build_model
 from colonnade.plan.caching import copy_bytes
-from colonnade.plan.device import Device
-from colonnade.plan.prediction import StepCosts
+from colonnade.plan.cost.prediction import StepCosts
+from colonnade.plan.measure.device import Device
+from colonnade.run import micro_benchmark as rehearsal
+from colonnade.run import planning
+from colonnade.run.micro_benchmark import rehearsed_rows
+from colonnade.run.run import open_run, plan_run
+from colonnade.run.validation import find_collection
 from colonnade.store.budget import slot_bytes
-from colonnade.topology.mesh import Mesh
 from colonnade.topology.world import World
-from colonnade.train import planning, rehearsal
-from colonnade.train.rehearsal import rehearsed_rows
-from colonnade.train.requirements import find_collection
-from colonnade.train.run import open_run, plan_run
 
 CONFIG = build_config(
     {
@@ -299,7 +300,7 @@ def test_only_copies_that_there_are_leave_exchanges_alone(tmp_path):
 
 def test_plan_refuses_before_it_measures(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("colonnade.train.run.plan_from_sample", never)
+    monkeypatch.setattr("colonnade.run.run.plan_from_sample", never)
     for wrong, words in (
         (["--table", "C27"], "--table: got 'C27', wanted a table of this model: C1, C2"),
         (["--host", "480GiB"], "--host: got 480GiB without --simulate"),
@@ -348,7 +349,7 @@ def test_plan_simulates_what_nobody_can_run(capsys, tmp_path, monkeypatch, quick
     assert values["parameters"] == 100e12 and values["measured"]["seconds"] > 0
     assert [each["where"] for each in values["cases"]] == ["memory", "disks"]
     monkeypatch.setattr(
-        "colonnade.train.run.plan_run", never
+        "colonnade.run.run.plan_run", never
     )  # what is wrong is said before a minute of measuring
     for wrong in (
         ["--host", "much"],

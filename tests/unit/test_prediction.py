@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from colonnade import Table
-from colonnade.plan.device import PAGE, Device, DirectoryRate, ReadRate
-from colonnade.plan.placement import Demand, Placed
-from colonnade.plan.prediction import AMPLIFICATION, StepCosts, depth_for, predict
+from colonnade.plan.cost.memory import Demand, Placed
+from colonnade.plan.cost.prediction import AMPLIFICATION, StepCosts, depth_for, predict
+from colonnade.plan.measure.device import PAGE, Device, DirectoryRate, ReadRate
 
 TABLE = Table("t", 16, rows=1000)  # record 76 bytes, framed 16 + 80
 DEMAND = Demand("t", 92, 10, 1000, (0.0, 1000.0), (50.0, 0.0), 100.0, 4.0)

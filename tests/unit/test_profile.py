@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from colonnade import Feature, Table
 from colonnade.batch import Batch, Ids
 from colonnade.errors import ConfigError
-from colonnade.plan.popularity import (
+from colonnade.plan.measure.popularity import (
     Popularity,
     best_curve,
     births,
@@ -22,7 +22,7 @@ from colonnade.plan.popularity import (
     recency_curve,
     seen,
 )
-from colonnade.plan.profile import (
+from colonnade.plan.measure.profile import (
     FeatureProfile,
     Profile,
     best_misses,

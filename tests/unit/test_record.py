@@ -17,16 +17,16 @@ from rich.console import Console
 from small_run import CONFIG
 
 from colonnade import Batch, Mesh
-from colonnade.config import build_config, override
+from colonnade.config.run import build_config, override
 from colonnade.data.contract import Position
 from colonnade.errors import StorageError
 from colonnade.report.reading import read_run, sums_of
+from colonnade.run.machine import machine_facts
+from colonnade.run.run import open_run
 from colonnade.store.tier_counts import TierCounts
-from colonnade.train.machine import machine_facts
 from colonnade.train.metrics_file import forget_after, read_lines
 from colonnade.train.progress import Progress, _columns
 from colonnade.train.record import Counters, Record, TiersGained
-from colonnade.train.run import open_run
 
 
 @pytest.fixture(scope="module")

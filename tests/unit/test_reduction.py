@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from colonnade import World, open_mesh
+from colonnade.comm import mesh as mesh_module
+from colonnade.comm.collectives import choose_way, sent, sum_in_order
 from colonnade.errors import ConfigError
-from colonnade.topology import mesh as mesh_module
-from colonnade.topology.reduction import choose_way, sent, sum_in_order
-from colonnade.train.choosing import reduction_seconds
+from colonnade.run.planner import reduction_seconds
 
 WAYS = ("whole", "scattered", "by host")
 

@@ -17,10 +17,16 @@ from run_records import write_run
 
 from colonnade.errors import CheckpointError, StorageError
 from colonnade.report import figures, tiers
-from colonnade.report.comparison import compare_page, different_settings, figure_lines, names_of
 from colonnade.report.page import write_page
+from colonnade.report.pages import (
+    compare_page,
+    different_settings,
+    figure_lines,
+    headline,
+    names_of,
+    run_page,
+)
 from colonnade.report.reading import best_of, is_judged, metrics_of, read_run, sums_of, tables_of
-from colonnade.report.run_page import headline, run_page
 from colonnade.report.words import bytes_words, count_words, seconds_words
 
 

@@ -6,10 +6,9 @@ import pytest
 from browser import CHROMIUM, look, on_paper
 from run_records import write_run
 
-from colonnade.report.comparison import compare_page
 from colonnade.report.page import write_page
+from colonnade.report.pages import compare_page, run_page
 from colonnade.report.reading import read_run
-from colonnade.report.run_page import run_page
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium on this machine to look at pages with"

@@ -11,25 +11,25 @@ from safetensors.torch import load_file
 from small_run import CONFIG, digest, opened
 
 from colonnade import Mesh
-from colonnade.config import build_config, override
+from colonnade.checkpoint.completeness import verify_commit
+from colonnade.checkpoint.header import committed_steps, read_header
+from colonnade.checkpoint.stores import homes
+from colonnade.config.run import build_config, override
 from colonnade.models.build import build_model
 from colonnade.plan.plan import Plan, build_plan
+from colonnade.publish.export import export_run
+from colonnade.run import run as runs
 from colonnade.store.log import LogBacking
-from colonnade.topology.hot import hot_rows
 from colonnade.topology.sharding import (
     Sharding,
     column_wise,
     host_wise,
+    hot_rows,
     replicated,
     row_wise,
     table_wise,
 )
 from colonnade.topology.world import World
-from colonnade.train import run as runs
-from colonnade.train.commit_header import committed_steps, read_header
-from colonnade.train.export import export_run
-from colonnade.train.stores import homes
-from colonnade.train.verification import verify_commit
 
 KINDS = {
     "row_wise": lambda t, n: row_wise(n),

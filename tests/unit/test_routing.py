@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from colonnade.errors import WorldError
-from colonnade.exchange.routing import exchanged
+from colonnade.wire.id_distribution import exchanged
 
 
 class Told:

@@ -13,10 +13,10 @@ import torch
 from criteo_files import criteo_lines, write_criteo
 
 from colonnade.batch import Batch
+from colonnade.cli.score_files import ScoreFile, score_names
+from colonnade.cli.score_inputs import open_inputs
 from colonnade.data import open_source
 from colonnade.errors import ConfigError, DataError, StorageError
-from colonnade.predict.inputs import open_inputs
-from colonnade.predict.scores import ScoreFile, score_names
 
 
 def batch(size: int, key=None) -> Batch:

@@ -19,7 +19,7 @@ from colonnade import (
     Uniform,
     build_plan,
 )
-from colonnade.topology.mesh import Call
+from colonnade.comm.mesh import Call
 
 SAMPLES, DIM = 6, 4
 EXCHANGES = {"a": "rows", "b": "pooled", "c": "rows", "d": "pooled"}

@@ -24,8 +24,8 @@ from colonnade import (
     Table,
     build_plan,
 )
+from colonnade.comm.mesh import Mesh
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.topology.mesh import Mesh
 
 KEYS = "embeddings.rows."
 

@@ -11,20 +11,20 @@ from typer.testing import CliRunner
 import colonnade
 from colonnade import Batch, EmbeddingCollection, Feature, Ids, Mesh, Table
 from colonnade.cli.app import app
-from colonnade.config import build_config, override
+from colonnade.config.run import build_config, override
 from colonnade.data.contract import Column, Schema
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.exchange.substitution import barred
+from colonnade.exchange.operator_cut import barred
 from colonnade.interaction import TowerModule
 from colonnade.models import work
 from colonnade.models.build import build_model, lasting_towers
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.dlrm import DLRM
-from colonnade.models.tower_facts import words_of
+from colonnade.models.tower_modules import words_of
+from colonnade.publish.export import export_run
 from colonnade.row_state import dense_state_dict
+from colonnade.run.run import load_run_config, open_run
 from colonnade.topology.towers import Partition, striped
-from colonnade.train.export import export_run
-from colonnade.train.run import load_run_config, open_run
 
 NAMES = list("abcde")
 TOWERS = Partition((("b", "d", "a"), ("e", "c")))
@@ -392,7 +392,7 @@ def test_a_warm_start_takes_rows_and_what_agrees(case, towered, tmp_path):
             assert torch.equal(value, theirs[name]), name
     for run in (new, fresh, old):
         run.close()
-    from colonnade.train.warm_start import plan_warm_start
+    from colonnade.run.start import plan_warm_start
 
     built = build_model(new.trainer.data.train.schema, override(BASE, start))
     said = str(plan_warm_start(built, built.embeddings.tables, str(source)))

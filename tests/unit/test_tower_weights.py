@@ -8,13 +8,13 @@ from ranks import run_ranks
 from torch import nn
 
 from colonnade import EmbeddingCollection, Feature, Mesh, Table
+from colonnade.comm.traffic import Traffic
 from colonnade.errors import ConfigError
-from colonnade.exchange.contract import Inside
 from colonnade.interaction import TowerModule
-from colonnade.topology.traffic import Traffic
-from colonnade.train.coded_sum import lost_by_parameter
+from colonnade.lookup.contract import Inside
 from colonnade.train.dense import DenseGradients
 from colonnade.train.tower_weights import TowerWeights, tower_weights
+from colonnade.wire.coded_sums import lost_by_parameter
 
 NUM_RANKS, STEPS, SAMPLES = 4, 4, 24
 INPUTS = torch.randn(STEPS, SAMPLES, 3, generator=torch.Generator().manual_seed(5)).double()

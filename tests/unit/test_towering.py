@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from colonnade import Feature, Table, World
-from colonnade.config import build_config
+from colonnade.config.run import build_config
 from colonnade.errors import ConfigError
-from colonnade.plan.forcing import is_settled
+from colonnade.plan.constraints import in_towers, is_settled, towered
+from colonnade.plan.cost.tower_paths import CALL_MESSAGES, call_seconds, spared_seconds
 from colonnade.plan.plan import plan_of
-from colonnade.plan.towers.paths import CALL_MESSAGES, call_seconds, spared_seconds
-from colonnade.plan.towers.placement import in_towers, towered
+from colonnade.run.planner import placed_in_towers
 from colonnade.topology.towers import Partition
-from colonnade.train.choosing import placed_in_towers
 
 WORLD = World(num_hosts=2, ranks_per_host=2)
 TABLES = [Table(name, 4, rows=rows) for name, rows in zip("abcd", (10, 40, 30, 20), strict=True)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from colonnade.topology.traffic import Traffic, link, ring_sum, tree_children
+from colonnade.comm.traffic import Traffic, link, ring_sum, tree_children
 from colonnade.topology.world import World
 
 

@@ -15,12 +15,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR,
 
 import colonnade
 from colonnade import Mesh
-from colonnade.config import ScheduleConfig, build_config
+from colonnade.checkpoint.commits import kept_steps
+from colonnade.checkpoint.header import committed_steps, describe_choice, resolve
+from colonnade.config.run import ScheduleConfig, build_config
 from colonnade.data import Splits
 from colonnade.errors import CheckpointError, ConfigError, NonFiniteError
 from colonnade.train.best import Best
-from colonnade.train.commit_header import committed_steps, describe_choice, resolve
-from colonnade.train.commits import kept_steps
 from colonnade.train.schedules import factor
 from colonnade.train.trainer import pooled_days
 

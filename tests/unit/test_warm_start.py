@@ -10,10 +10,10 @@ from small_run import CONFIG
 
 import colonnade
 from colonnade import Mesh
-from colonnade.config import build_config, override
+from colonnade.config.run import build_config, override
 from colonnade.data import Splits
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.train.run import open_run
+from colonnade.run.run import open_run
 
 FAST = {"batch_size": 50, "quiet": True, "threads": 1}
 

@@ -22,13 +22,13 @@ from colonnade import (
     _native,
     build_plan,
 )
+from colonnade.comm.mesh import Mesh
 from colonnade.store.budget import slot_bytes
-from colonnade.store.collection import Collector
+from colonnade.store.compaction import Collector
 from colonnade.store.disk import Change, Disk
 from colonnade.store.dram import DramStore
 from colonnade.store.log import LogBacking, open_log
 from colonnade.store.writer import LogWriter
-from colonnade.topology.mesh import Mesh
 
 ROWS = 20_000
 SLOTS = 4_000  # of each table

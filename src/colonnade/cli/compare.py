@@ -25,13 +25,13 @@ def compare(
     from rich.table import Table as Grid
     from rich.text import Text
 
-    from colonnade.report.comparison import (
+    from colonnade.report.page import write_page
+    from colonnade.report.pages import (
         compare_page,
         different_settings,
         figure_lines,
         names_of,
     )
-    from colonnade.report.page import write_page
     from colonnade.report.reading import read_run
     from colonnade.terminal import Terminal, printable
 

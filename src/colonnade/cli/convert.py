@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from colonnade.data.convert import Conversion
+    from colonnade.data.tabular.convert import Conversion
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade convert criteo train.txt train.parquet\n\n"
@@ -23,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-ROWS_PER_GROUP = 1 << 17  # as colonnade.data.convert, which takes seconds to import
+ROWS_PER_GROUP = 1 << 17  # as colonnade.data.tabular.convert, which takes seconds to import
 Target = Annotated[Path, typer.Argument(help="The Parquet file to write.", metavar="DST")]
 RowsPerGroup = Annotated[
     int,
@@ -44,7 +44,7 @@ def criteo(
     force: Force = False,
 ) -> None:
     """Criteo display-ads text: columns label, I1 .. I13 (empty = null), C1 .. C26 (integers; empty = 4294967296)."""
-    from colonnade.data.convert import check_target, open_criteo_conversion
+    from colonnade.data.tabular.convert import check_target, open_criteo_conversion
 
     check_target(source, target, overwrite=force)
     run(open_criteo_conversion(source), target, rows_per_group, force)
@@ -73,7 +73,7 @@ def csv(
     force: Force = False,
 ) -> None:
     """CSV: every column as integers, numbers or text, whichever holds all its values unchanged; empty = null."""
-    from colonnade.data.convert import check_target, open_csv_conversion
+    from colonnade.data.tabular.convert import check_target, open_csv_conversion
 
     check_target(source, target, overwrite=force)
     with bars() as progress:
@@ -114,7 +114,7 @@ def bars() -> Progress:
 
 def run(conversion: Conversion, target: Path, rows_per_group: int, force: bool) -> None:
     """Write it under a progress bar, and say what came of it."""
-    from colonnade.data.convert import write_parquet
+    from colonnade.data.tabular.convert import write_parquet
     from colonnade.terminal import Terminal
 
     console = Terminal()

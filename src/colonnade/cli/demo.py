@@ -26,11 +26,11 @@ def demo(
     """Train a DLRM on a Criteo-shaped stream made on the spot: no download, no GPU."""
     from colonnade.cli.report import report
     from colonnade.cli.train import run_folder, train_run
-    from colonnade.config import override
+    from colonnade.config.run import override
     from colonnade.data import open_source
+    from colonnade.run.defaults import preset
     from colonnade.terminal import Terminal
     from colonnade.train.metrics import ceiling
-    from colonnade.train.presets import preset
 
     console = Terminal(quiet=os.environ.get("RANK", "0") != "0")
     settings = {"data.options.num_train": samples}

@@ -18,8 +18,8 @@ def doctor(
     from rich.table import Table as Grid
     from rich.text import Text
 
+    from colonnade.run.machine import machine_facts
     from colonnade.terminal import Terminal
-    from colonnade.train.machine import machine_facts
 
     grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("what", "here", "what follows"):

@@ -31,10 +31,10 @@ def evaluate(
     ] = None,
 ) -> None:
     """AUC and log loss of a run's commit, made by any number of ranks; changes nothing in the folder."""
+    from colonnade.checkpoint.header import describe_choice, resolve
+    from colonnade.comm.mesh import Mesh
+    from colonnade.run.run import load_run_config, open_run
     from colonnade.terminal import Terminal
-    from colonnade.topology.mesh import Mesh
-    from colonnade.train.commit_header import describe_choice, resolve
-    from colonnade.train.run import load_run_config, open_run
 
     parts = ("train", "validation", "test")
     if part is not None and part not in parts:

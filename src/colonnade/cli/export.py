@@ -26,8 +26,8 @@ def export(
     ] = None,
 ) -> None:
     """Write weights as safetensors: dense.safetensors, one file of ids and rows per table, model.json."""
-    from colonnade.train.commit_header import describe_choice
-    from colonnade.train.export import export_run
+    from colonnade.checkpoint.header import describe_choice
+    from colonnade.publish.export import export_run
 
     said = export_run(run, destination, at=at)
     rows = sum(table["count"] for table in said["tables"])

@@ -102,8 +102,8 @@ def _run(path: Path) -> None:
 
 
 def _commit(path: Path) -> None:
-    from colonnade.train.commit_header import read_header
-    from colonnade.train.stores import shardings_of
+    from colonnade.checkpoint.header import read_header
+    from colonnade.checkpoint.stores import shardings_of
 
     if not path.stem.isdecimal() or path.parent.name != "commits":
         raise ConfigError(
@@ -138,8 +138,8 @@ def _commit(path: Path) -> None:
 
 
 def _export(path: Path) -> None:
+    from colonnade.publish.exported import read_export
     from colonnade.report.words import bytes_words, count_words
-    from colonnade.train.exported import read_export
 
     export = read_export(path)
     rows = [
@@ -172,7 +172,7 @@ def _safetensors(path: Path) -> None:
 
 
 def _data(path: Path, kind: str | None, delimiter: str | None, names: Sequence[str] | None) -> None:
-    from colonnade.data.location import check_regular
+    from colonnade.data.lines import check_regular
     from colonnade.data.tabular.narrow import narrow
     from colonnade.data.tabular.tables import FORMATS, read_head
     from colonnade.report.words import bytes_words

@@ -13,9 +13,9 @@ import typer
 from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
+    from colonnade.run.planning import Planned
     from colonnade.table import Table
     from colonnade.topology.world import World
-    from colonnade.train.planning import Planned
 
 HOST = "480GiB:8TiB"
 """What --simulate takes a host to have."""
@@ -100,8 +100,8 @@ def plan(
     """Profile a sample, measure tiers and links, choose where rows lie and what travels, predict. Writes nothing."""
     from colonnade.cli.plan_tables import show
     from colonnade.cli.train import choose_config
-    from colonnade.config import override
-    from colonnade.train.run import plan_run
+    from colonnade.config.run import override
+    from colonnade.run.run import plan_run
 
     if simulate is None and host is not None:
         raise ConfigError(
@@ -120,9 +120,9 @@ def plan(
         _left_open(config, set_),
     )
     if simulate is not None:
-        from colonnade.cli.plan_simulation import as_values as simulated_values
-        from colonnade.cli.plan_simulation import room_of, show_simulation, simulated
-        from colonnade.topology.links import planned_world
+        from colonnade.cli.plan_tables import as_values as simulated_values
+        from colonnade.cli.plan_tables import room_of, show_simulation, simulated
+        from colonnade.plan.measure.links import planned_world
 
         room = room_of(host or HOST, simulate)  # refused before anything is measured
         if table is not None:
@@ -147,8 +147,8 @@ def _world(
     shape: str | None, ranks: int | None, uplink: str | None, local: str | None
 ) -> World | None:
     """Under torchrun the running world with its links measured, None on all ranks but 0; else as it is said to be."""
-    from colonnade.topology.links import measure_links, planned_world
-    from colonnade.topology.mesh import close_mesh, open_mesh
+    from colonnade.comm.mesh import close_mesh, open_mesh
+    from colonnade.plan.measure.links import measure_links, planned_world
 
     said = {"--world": shape, "--ranks": ranks, "--uplink": uplink, "--local": local}
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:

@@ -62,12 +62,12 @@ def predict(
         TimeRemainingColumn,
     )
 
+    from colonnade.checkpoint.header import describe_choice
+    from colonnade.cli.score_files import ScoreFile
+    from colonnade.cli.score_inputs import open_inputs
     from colonnade.data.tabular.tables import FORMATS
     from colonnade.predict import Predictor
-    from colonnade.predict.inputs import open_inputs
-    from colonnade.predict.scores import ScoreFile
     from colonnade.terminal import Terminal
-    from colonnade.train.commit_header import describe_choice
 
     if path is None and part is None:
         raise ConfigError(

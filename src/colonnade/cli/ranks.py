@@ -1,4 +1,10 @@
-"""Training on one process, on several of this machine, or as one rank of torchrun's; and what each rank runs."""
+"""Ranks of a training: one process, several of this machine, or one rank of torchrun's; their launcher and what each
+runs.
+
+Ranks find each other through nameless files in memory (memfd) that they inherit from the launcher: no port listens, no
+other user can open them, and nothing of them is left however the processes end. Ranks talk to each other by gloo, on
+127.0.0.1 only.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +12,132 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colonnade.comm.rendezvous import HEARTBEATS, STORE
 from colonnade.errors import ColonnadeError, ConfigError, PeerLost, WorldError
+from colonnade.processors import usable_processors
+from colonnade.run.interrupt import REPEAT_SECONDS
 from colonnade.terminal import Terminal, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from colonnade.config import RunConfig
-    from colonnade.topology.mesh import Mesh
+    from colonnade.comm.mesh import Mesh
+    from colonnade.config.run import RunConfig
+
+
+LOOK_SECONDS = 0.1  # between two looks at whether a rank has ended or a signal has come
+END_SECONDS = 30.0  # between SIGTERM and SIGKILL
+
+
+@contextmanager
+def memory_file(name: str) -> Iterator[str]:
+    """Yield the path of a nameless file in memory, valid here and in processes that inherit `descriptor(path)`."""
+    number = os.memfd_create(name)
+    try:
+        os.fchmod(number, 0o600)
+        yield f"/proc/self/fd/{number}"
+    finally:
+        os.close(number)
+
+
+def descriptor(path: str) -> int:
+    return int(path.rpartition("/")[2])
+
+
+def run_ranks(
+    command: Sequence[str], num_ranks: int, files: Sequence[str]
+) -> Mapping[int, int] | None:
+    """Run `command` as every rank, and return when all have ended.
+
+    `files`: paths of memory files that the ranks inherit. Returns the status of the ranks that failed first, by rank;
+    the others are then ended. Returns None if SIGINT or SIGTERM came: the first is passed on to the ranks, which then
+    commit and end; the next one ends them at once.
+    """
+    ranks: list[subprocess.Popen[bytes]] = []
+    with (
+        memory_file("colonnade-store") as store,
+        memory_file("colonnade-heartbeats") as heartbeats,
+        _record_signals() as signals,
+    ):
+        threads = str(max(1, usable_processors() // num_ranks))
+        environment = {
+            "OMP_NUM_THREADS": threads,
+            **os.environ,
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "GLOO_SOCKET_IFNAME": "lo",
+            STORE: store,
+            HEARTBEATS: heartbeats,
+        }
+        try:
+            for rank in range(num_ranks):
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        pass_fds=[descriptor(path) for path in (store, heartbeats, *files)],
+                    )
+                )
+            return _watch(ranks, signals)
+        finally:
+            signals.clear()
+            _end(ranks, signals)
+
+
+@contextmanager
+def _record_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM in a list instead of obeying them."""
+    signals: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: signals.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(
+    ranks: Sequence[subprocess.Popen[bytes]], signals: list[int]
+) -> Mapping[int, int] | None:
+    """Wait until all ranks have ended well, one has failed, or a second signal has come."""
+    stopped_at = 0.0
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if any(codes) or None not in codes:
+            failures = {rank: code for rank, code in enumerate(codes) if code}
+            return None if stopped_at or signals else failures
+        while signals:
+            number, now = signals.pop(0), time.monotonic()
+            if stopped_at and now - stopped_at > REPEAT_SECONDS:
+                return None
+            stopped_at = stopped_at or now
+            for rank in ranks:
+                rank.send_signal(number)
+        time.sleep(LOOK_SECONDS)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> None:
+    """End the ranks that still run: by SIGTERM, and by SIGKILL after `END_SECONDS` or at one more signal."""
+    for rank in ranks:
+        rank.terminate()
+    deadline = time.monotonic() + END_SECONDS
+    while any(rank.poll() is None for rank in ranks):
+        if signals or time.monotonic() > deadline:
+            for rank in ranks:
+                rank.kill()
+        time.sleep(LOOK_SECONDS)
 
 
 def train(
@@ -30,8 +148,8 @@ def train(
 
     Raises KeyboardInterrupt if it was stopped before the first step.
     """
-    from colonnade.config import dump_config
-    from colonnade.topology.mesh import Mesh
+    from colonnade.comm.mesh import Mesh
+    from colonnade.config.run import dump_config
 
     if is_under_torchrun():
         if ranks > 1:
@@ -49,7 +167,6 @@ def train(
         raise ConfigError(
             f"got --ranks {ranks} on {sys.platform}, wanted Linux; train on one rank, or start ranks with torchrun"
         )
-    from colonnade.cli.launch import memory_file, run_ranks
 
     with memory_file("colonnade-config") as wanted, memory_file("colonnade-summary") as summary:
         Path(wanted).write_text(dump_config(config), encoding="utf-8")
@@ -72,8 +189,8 @@ def _train_here(
     config: RunConfig, folder: Path, mesh: Mesh, console: Console | None, at: int | None
 ) -> dict[str, Any]:
     from colonnade.cli.table import show_plan
-    from colonnade.train.interrupt import stop_on_signals
-    from colonnade.train.run import open_run
+    from colonnade.run.interrupt import stop_on_signals
+    from colonnade.run.run import open_run
 
     run = open_run(config, mesh, folder, console=console, at=at)
     try:
@@ -100,7 +217,7 @@ def rank(config: Path, folder: Path, summary: Path, at: int, launcher: int) -> N
     _die_with_parent()
     if os.getppid() != launcher:  # it was killed before that call
         os._exit(3)
-    from colonnade.config import load_config
+    from colonnade.config.run import load_config
 
     found = _train_as_rank(load_config(config), folder, None if at < 0 else at)
     if found:
@@ -111,8 +228,8 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
     """Ends the process where the run cannot go on: what comes then is up to torchrun."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts there is nothing to save
 
-    from colonnade.topology.mesh import close_mesh, open_mesh
-    from colonnade.topology.presence import words_of
+    from colonnade.comm.mesh import close_mesh, open_mesh
+    from colonnade.comm.peer_status import words_of
 
     mesh = None
     try:

@@ -26,8 +26,8 @@ def report(
 ) -> None:
     """Draw a run: losses and metrics, throughput, phases of a step, row sources, tables, settings, machine."""
     from colonnade.report.page import write_page
+    from colonnade.report.pages import run_page
     from colonnade.report.reading import read_run
-    from colonnade.report.run_page import run_page
 
     place = output or run / "report.html"
     write_page(run_page(read_run(run)), place)

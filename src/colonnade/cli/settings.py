@@ -11,6 +11,53 @@ import typer
 from colonnade.errors import ConfigError
 from colonnade.sizes import Said
 
+MEANINGS = {
+    "bags": "Ids a sample, for each field that holds several ids.",
+    "candidates": "Wrong heads and tails that each triple is compared with.",
+    "cardinalities": "Number of different ids of each field.",
+    "communities": "Groups of nodes that link mostly among themselves.",
+    "days": "true: every file or folder right below data.path is a day (train.progressive).",
+    "degree": "Mean number of links of a node.",
+    "delimiter": "One character; default: tab for .tsv and .tab, else a comma.",
+    "exponent": "Skew of the popularity of ids or nodes; larger is more skewed.",
+    "fan_outs": "Neighbours drawn of a node, then of each neighbour.",
+    "graph_seed": "Seed of the graph itself.",
+    "groups": "Lists of fields that interact; default: drawn at random.",
+    "hash_rows": "Rows of each field's table, to which ids are hashed; default: one row for each id.",
+    "label": "The label's column where no schema names it; default: label, click, clicked, target or y.",
+    "label_model": "How labels depend on ids.",
+    "max_cardinality": "Larger fields are cut to this number of ids.",
+    "max_history": "Newest items of a person that a sample holds.",
+    "max_pairs": "Training pairs of a person; default: all.",
+    "max_validation": "Triples of the validation part that are ranked; default: all.",
+    "mixing": "Share of links that leave their community.",
+    "names": "Column names of files without a header, e.g. [label, user, item].",
+    "negatives": "Wrong items that each item of a sequence is compared with.",
+    "nodes": "Number of nodes.",
+    "null_values": "Texts that are missing values beside the empty one, e.g. [NA, NULL].",
+    "num_test": "Number of test samples.",
+    "num_train": "Number of training samples.",
+    "order": "Whether a person's pairs are shuffled or in the order of the file.",
+    "positive_rate": "Share of samples with label 1.",
+    "quote": "Character around fields that hold delimiters or newlines; none: there are no such fields.",
+    "samples": "What a sample is: one pair, a person's sequence, or a node with its neighbours.",
+    "schema": "What columns mean: a mapping, or the path of a YAML file; default: inferred.",
+    "seed": "Seed of the order of samples, or of made-up samples.",
+    "sequences": "Ids a sample, for each field that is a sequence.",
+    "shuffle": "Whether training samples are shuffled.",
+    "shuffle_window": "Samples that are shuffled together, e.g. 100000; 0: the order of the files.",
+    "signal": "Standard deviation of the logit.",
+    "split_by": "Column whose values stay together in one part, e.g. user.",
+    "subsample": "Whether frequent entities are drawn less often.",
+    "tasks": "Number of labels.",
+    "test": "A test file or folder of its own.",
+    "test_fraction": "Else this share of the samples, 0 to 1: the last in the order of the files.",
+    "threads": "Parts of a file that are read at a time.",
+    "validation": "A validation file or folder of its own.",
+    "validation_fraction": "Else this share of the samples, 0 to 1: the last before the test part.",
+}  # fmt: skip
+
+
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade settings\n\n  colonnade settings train\n\n"
     "  colonnade settings plan.memory.dram\n\n  colonnade settings learning rate\n\n"
@@ -46,7 +93,7 @@ def settings(
 
 def setting_names() -> list[str]:
     """Dotted names of all settings, sections inside sections included."""
-    from colonnade.config import RunConfig
+    from colonnade.config.run import RunConfig
 
     return [name for name, _ in _lines(RunConfig)]
 
@@ -57,8 +104,7 @@ def _chosen_lines(which: str) -> list[tuple[str, str, str, str]]:
     Raises ConfigError if there is none.
     """
     from colonnade.cli.app import nearest
-    from colonnade.cli.data_options import MEANINGS
-    from colonnade.config import RunConfig
+    from colonnade.config.run import RunConfig
 
     if which == OPTIONS or which.startswith(f"{OPTIONS}."):
         return _option_lines(which[len(OPTIONS) + 1 :])
@@ -95,7 +141,6 @@ def _option_lines(selected: str) -> list[tuple[str, str, str, str]]:
     from inspect import signature
 
     from colonnade.cli.app import nearest
-    from colonnade.cli.data_options import MEANINGS
     from colonnade.data import SOURCES
 
     is_kind = selected in SOURCES

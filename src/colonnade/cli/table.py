@@ -14,9 +14,9 @@ from colonnade.plan.plan import Plan, explain
 from colonnade.report.tiers import TIER_LINES, tier_words
 from colonnade.report.traffic import COLUMNS, flat, table_lines
 from colonnade.report.words import bytes_words
+from colonnade.run.start import describe_end
 from colonnade.store.tier_counts import TierCounts
 from colonnade.table import Table
-from colonnade.train.finished import describe_end
 from colonnade.train.progress import SHOWN_METRICS
 
 MAX_LINES = 12

@@ -93,14 +93,14 @@ def _partition(
     at: str | None,
     seed: int,
 ) -> None:
+    from colonnade.cli.feature_sample import probe
+    from colonnade.comm.mesh import Mesh
     from colonnade.plan.towers.affinity import DISTANCES
     from colonnade.plan.towers.partition import tower_map
     from colonnade.report.tower_map import FILE_NAME
+    from colonnade.run.run import load_run_config, open_run
     from colonnade.store.disk import Disk
     from colonnade.store.durable import write_durably
-    from colonnade.topology.mesh import Mesh
-    from colonnade.train.probe import probe
-    from colonnade.train.run import load_run_config, open_run
 
     if distance not in DISTANCES:
         raise ConfigError(f"unknown distance {distance!r}; choose from {', '.join(DISTANCES)}")
@@ -204,12 +204,12 @@ def _predict(
 ) -> None:
     from rich.table import Table as Grid
 
+    from colonnade.checkpoint.header import committed_steps, read_header
+    from colonnade.plan.measure.links import planned_world
     from colonnade.plan.towers.forecast import PAPER, RATIOS, forecast
     from colonnade.report.words import seconds_words
+    from colonnade.run.run import load_run_config
     from colonnade.terminal import Terminal
-    from colonnade.topology.links import planned_world
-    from colonnade.train.commit_header import committed_steps, read_header
-    from colonnade.train.run import load_run_config
 
     seconds = None if latency is None else latency * 1e-6
     worlds = [planned_world(each, uplink=uplink, local=local, latency=seconds) for each in shapes]

@@ -14,7 +14,7 @@ import typer
 from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from colonnade.config import RunConfig
+    from colonnade.config.run import RunConfig
 
 SHORT = "Settings with an option of their own"
 EXAMPLES = (
@@ -135,8 +135,8 @@ def choose_config(
     short: settings that have an option of their own, None where it is left out; --set wins over them.
     Raises ConfigError.
     """
-    from colonnade.config import OPTIMIZER_SETTINGS, load_config, override
-    from colonnade.train.presets import preset
+    from colonnade.config.run import OPTIMIZER_SETTINGS, load_config, override
+    from colonnade.run.defaults import preset
 
     if config is not None and data is not None:
         raise ConfigError(

@@ -39,10 +39,10 @@ def verify(
 ) -> None:
     """Read a commit, an export or a publication whole, rows included, and name every file that is not as it was
     written. Changes nothing."""
+    from colonnade.checkpoint.completeness import verify_commit
+    from colonnade.checkpoint.header import resolve
+    from colonnade.publish.exported import MODEL, verify_export
     from colonnade.report.words import bytes_words
-    from colonnade.train.commit_header import resolve
-    from colonnade.train.exported import MODEL, verify_export
-    from colonnade.train.verification import verify_commit
 
     is_export = (run / MODEL).exists()
     if is_export or _is_publication(run):
@@ -84,12 +84,12 @@ def verify(
 def _is_publication(folder: Path) -> bool:
     if (folder / "commits").is_dir():
         return False  # a run: it starts without torch, which the other module imports
-    from colonnade.train.publication import WORD
+    from colonnade.publish.deltas import WORD
 
     return (folder / WORD).exists()
 
 
 def _publication_files(folder: Path) -> Iterator[Verified]:
-    from colonnade.train.publication import verify_publication
+    from colonnade.publish.deltas import verify_publication
 
     return verify_publication(folder)

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from colonnade.batch import Batch, Ids
+from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import START, Column, Position, Schema, Source, num_steps, spans
 from colonnade.errors import ConfigError, DataError
-from colonnade.topology.mesh import Mesh
 
 ENDED = "ended"
 """Position.state of a rank that had no batches left while others had."""

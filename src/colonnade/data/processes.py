@@ -1,4 +1,11 @@
-"""Reading in processes of their own: any source, the same batches in the same order, made ahead of training.
+"""Reading in processes and threads of their own: any source, the same batches in the same order, made ahead of
+training.
+
+A stopped one answers nobody and dies of no polite word: a thread that waits for it, and the end of this process, would
+wait for ever. Who watches them names it.
+
+A tensor that crosses a process boundary costs a file descriptor and two system calls; a batch has some forty. A
+block has one.
 
 Process w of n makes runs w, w + n, ... of neighbouring steps, so a source is asked for nothing but to go on from a
 position. torch's DataLoader underneath keeps the order, lets each process be `RUNS_AHEAD` runs ahead and no more,
@@ -14,25 +21,177 @@ begins inside a row group.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import pyarrow as pa
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from colonnade.batch import Batch
+from colonnade.batch import Batch, Ids
+from colonnade.comm.peer_status import process_state
 from colonnade.data.batches import BatchSource
-from colonnade.data.block import Block, pack, unpack
 from colonnade.data.contract import START, Position, Schema, Source, Splits, spans
-from colonnade.data.readers import Readers
 from colonnade.errors import ConfigError, ReaderLost
+
+LOOK_SECONDS = 1.0
+SAID_SECONDS = 5.0
+"""Of waiting, before those that are stopped are named."""
+
+
+class Readers:
+    """Of one epoch, from their start until `end`."""
+
+    def __init__(self, workers: Sequence[BaseProcess]) -> None:
+        self.workers = workers
+        self._waits: int | None = None
+        self._since = 0.0  # it does
+        # At the latest when this process ends, before multiprocessing waits for its children.
+        self._end = Finalize(None, self.kill, exitpriority=0)
+        _living.append(self)
+
+    @contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """By this thread."""
+        self._since, self._waits = time.monotonic(), threading.get_ident()
+        try:
+            yield
+        finally:
+            self._waits = None
+
+    def are_waited_for(self, thread: threading.Thread) -> bool:
+        return self._waits == thread.ident
+
+    def watch(self, is_over: threading.Event) -> None:
+        """Until then: where they are waited for long, and some are stopped, say so, once."""
+        said = 0.0
+        while not is_over.wait(LOOK_SECONDS):
+            since, waited = self._since, time.monotonic() - self._since
+            if self._waits is None or since == said or waited < SAID_SECONDS:
+                continue
+            pids = [str(w.pid) for w in self.workers if process_state(w.pid or 0) == "stopped"]
+            if pids:
+                said = since
+                print(
+                    f"waiting for {waited:.0f} s for a reader process that is stopped (SIGSTOP): pid "
+                    f"{', '.join(pids)}; kill -CONT {' '.join(pids)} lets it go on",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def kill(self) -> None:
+        """Who waits for them learns that they are lost."""
+        for worker in self.workers:
+            worker.kill()
+
+    def end(self) -> None:
+        """Kills them, too."""
+        self._end()
+        _living.remove(self)
+
+
+_living: list[Readers] = []
+
+
+def kill_readers(thread: threading.Thread) -> None:
+    """Those that this thread waits for. For who has nothing to expect of it any more."""
+    for each in tuple(_living):
+        if each.are_waited_for(thread):
+            each.kill()
+
+
+ALIGNMENT = 64
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a block."""
+
+    offset: int  # bytes
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Block(NamedTuple):
+    """`batches` hold a `Place` wherever they held a tensor."""
+
+    data: Tensor  # (bytes,) uint8
+    batches: list[Batch]
+
+
+def pack(batches: Sequence[Batch], *, shared: bool) -> Block:
+    """Copy. `shared`: into memory that another process can map."""
+    tensors: list[tuple[Place, Tensor]] = []
+    size = 0
+
+    def place(tensor: Tensor) -> Place:
+        nonlocal size
+        taken = Place(size, tuple(tensor.shape), tensor.dtype)
+        tensors.append((taken, tensor))
+        size += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
+        return taken
+
+    placed = [_replaced(batch, Tensor, place) for batch in batches]
+    # The kind that torch's own collation makes: `share_memory_` would copy once more.
+    storage = torch.UntypedStorage._new_shared(size) if shared else torch.UntypedStorage(size)
+    data = torch.empty(0, dtype=torch.uint8).set_(storage)
+    view = _views(data)
+    for taken, tensor in tensors:
+        view(taken).copy_(tensor)
+    return Block(data, placed)
+
+
+def unpack(block: Block) -> list[Batch]:
+    """No copy: the batches keep the block."""
+    view = _views(block.data)
+    return [_replaced(batch, Place, view) for batch in block.batches]
+
+
+def _views(data: Tensor) -> Callable[[Place], Tensor]:
+    """A block's tensors by place: one call of torch each, since a batch has many."""
+    as_dtype: dict[torch.dtype, Tensor] = {}
+
+    def view(place: Place) -> Tensor:
+        if place.dtype not in as_dtype:
+            as_dtype[place.dtype] = data.view(place.dtype)
+        strides, stride = [], 1
+        for length in reversed(place.shape):
+            strides.append(stride)
+            stride *= max(1, length)
+        first = place.offset // place.dtype.itemsize
+        return as_dtype[place.dtype].as_strided(place.shape, strides[::-1], first)
+
+    return view
+
+
+def _replaced(batch: Batch, kind: type, by: Any) -> Batch:
+    """The same batch with by(x) for every x of `kind`. What is neither stays."""
+
+    def of(value: Any) -> Any:
+        return by(value) if isinstance(value, kind) else value
+
+    ids = {
+        name: Ids(of(ids.values), of(ids.offsets), of(ids.weights))
+        for name, ids in batch.ids.items()
+    }
+    plain = ("dense", "label", "sample_weight", "group", "key")
+    changed = {name: of(getattr(batch, name)) for name in plain}
+    if batch.next_use is not None:
+        changed["next_use"] = {name: of(codes) for name, codes in batch.next_use.items()}
+    return dataclasses.replace(batch, ids=ids, **changed)
+
 
 RUN_SAMPLES = 1 << 15
 """About so many samples of a rank are one run: starting one costs a seek, and each process holds RUNS_AHEAD of them."""

@@ -1,4 +1,5 @@
-"""`cached`: rows stay where they are used, as long as bounds allow; sums of several batches' gradients to owners.
+"""Exchange `cached`: rows stay where they are used, as long as bounds allow; sums of several batches' gradients go to
+owners.
 
 A directory (`cache.directory`) says of each batch, by the order of batches alone, which rows' owners are spoken to.
 Their ids travel ahead of training as always; rows whose copies may be used as they are are not named. Who has a copy
@@ -22,36 +23,82 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.cache.changes import Changes, Marked
-from colonnade.cache.copies import Copies, travelling_bytes
-from colonnade.cache.device_copies import DeviceCopies
-from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Decision, Directory, joined
-from colonnade.cache.native_copies import NativeCopies
-from colonnade.consistency.row_clock import RowClock
-from colonnade.errors import ConfigError
-from colonnade.exchange.cached_counts import AGES, CacheCounts, ages_of
-from colonnade.exchange.cached_wire import (
+from colonnade.cache.copies import Copies, DeviceCopies, NativeCopies, travelling_bytes
+from colonnade.cache.directory import (
+    HIT,
+    LEASE_OVER,
+    MISS,
+    Changes,
+    Decision,
+    Directory,
+    Marked,
+    joined,
+)
+from colonnade.cache.messages import (
     FAR,
     Named,
     Serving,
+    mark_bytes,
+    pack_marks,
     read_notes,
     tables_of,
+    unpack_marks,
     with_notes,
     without_notes,
 )
-from colonnade.exchange.contract import Asked, Exchange, RowGradients, RowSource, Ticket
-from colonnade.exchange.foreseeing import Planned, Seen, in_sight, rows_of
-from colonnade.exchange.kernels import Kernels
-from colonnade.exchange.layout import Declaration
-from colonnade.exchange.marks import mark_bytes, pack_marks, unpack_marks
+from colonnade.cache.next_use import Planned, Seen, in_sight, rows_of
+from colonnade.comm.mesh import Mesh
+from colonnade.errors import ConfigError
 from colonnade.exchange.owner import listed, soonest, take
-from colonnade.exchange.packing import pack_requests, unpack_requests
-from colonnade.exchange.recording import summed_backwards
 from colonnade.exchange.rows import Fetched, RowsExchange
-from colonnade.exchange.slices import Slices
-from colonnade.exchange.wire import RowLayout, row_layout
-from colonnade.topology.mesh import Mesh
+from colonnade.lookup.contract import Asked, Exchange, RowGradients, RowSource, Ticket
+from colonnade.lookup.kernels import Kernels
+from colonnade.lookup.layout import Declaration
+from colonnade.lookup.outputs import summed_backwards
+from colonnade.lookup.row_layout import RowLayout, row_layout
+from colonnade.lookup.views import Slices
+from colonnade.staleness import RowClock
 from colonnade.topology.sharding import Sharding
+from colonnade.wire.packing import pack_requests, unpack_requests
+
+
+@dataclass
+class CacheCounts:
+    """Rows of training's batches since the run was opened, each once a batch. Pushes are counted on the rank that sends
+    them, whole rows on the rank that sends them."""
+
+    hits: int = 0  # used without a word
+    misses: int = 0
+    lease_over: int = 0
+    renewed: int = 0  # of these, copies that were still what the owner has: a bit
+    pushed_full: int = 0  # more batches pending than the write bound
+    pushed_leaving: int = 0  # the copy leaves with the batch that used it
+    pushed_evicted: int = 0  # driven out
+    ticks: int = 0  # batches in all that was pushed
+
+    def add(self, decision: Decision, sign: int = 1) -> None:
+        """decision: of all tables, `joined`. sign -1: it is undone."""
+        sorts = np.bincount(decision.asked, minlength=3) * sign
+        self.hits += int(sorts[HIT])
+        self.misses += int(sorts[MISS])
+        self.lease_over += int(sorts[LEASE_OVER])
+        leaving = int((decision.pushed & decision.leaving).sum()) * sign
+        self.pushed_leaving += leaving
+        self.pushed_full += int(decision.pushed.sum()) * sign - leaving
+        self.pushed_evicted += len(decision.evicted_ids) * sign
+        ticks = int(decision.ticks[decision.pushed].sum()) + int(decision.evicted_ticks.sum())
+        self.ticks += ticks * sign
+
+
+AGES = 32
+"""Of a count of rows by how old the copy was that was read: 0 batches, 1, 2 to 3, 4 to 7, and so on."""
+
+
+def ages_of(decisions: Sequence[Decision]) -> np.ndarray:
+    """(AGES,) int64: the rows of a batch, by batches since their owner was asked; 0: with this one. Of each other rank
+    a read misses at most so many batches, and those whose gradients waited there then: `write_bound` at most."""
+    ages = [np.where(each.asked == HIT, each.ages, 0) for each in decisions]
+    return np.bincount(np.frexp(np.concatenate(ages))[1], minlength=AGES)
 
 
 @dataclass(frozen=True, slots=True)

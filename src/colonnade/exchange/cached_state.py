@@ -14,7 +14,7 @@ import torch
 
 from colonnade.cache.directory import renumbered, surplus
 from colonnade.exchange.cached import CachedExchange
-from colonnade.exchange.settling import Before
+from colonnade.exchange.flush import Before
 
 TOGETHER = 4096  # rows that are put back at once
 

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.exchange.contract import Asked, Exactness, Inside, RowGradients, Ticket
-from colonnade.exchange.device_kernels import DeviceKernels, Sums
-from colonnade.exchange.kernels import NOWHERE, Kernels, NativeKernels
-from colonnade.exchange.layout import Consumption, Declaration, Output
-from colonnade.exchange.recording import CPU, found, recorded
-from colonnade.exchange.routing import Asks, route
+from colonnade.comm.mesh import Mesh
+from colonnade.lookup.contract import Asked, Exactness, Inside, RowGradients, Ticket
+from colonnade.lookup.kernels import NOWHERE, DeviceKernels, Kernels, NativeKernels, Sums
+from colonnade.lookup.layout import Consumption, Declaration, Output
+from colonnade.lookup.outputs import CPU, found, recorded
 from colonnade.store.contract import RowView
-from colonnade.topology.mesh import Mesh
+from colonnade.wire.id_distribution import Asks, route
 
 
 class Owner(Asks):

@@ -22,21 +22,20 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
+from colonnade.comm.mesh import Mesh
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.exchange import bags
-from colonnade.exchange.coding import AS_IT_IS, Coding
-from colonnade.exchange.contract import (
+from colonnade.exchange.owner import Owner, soonest, take
+from colonnade.exchange.prefetched import Held, gathered_held, names_of, rows_held, values_of
+from colonnade.lookup.contract import (
     REASSOCIATED,
     Asked,
     RowGradients,
     RowSource,
     Ticket,
 )
-from colonnade.exchange.deal import deal
-from colonnade.exchange.fields import Columns, Fields, runs_of
-from colonnade.exchange.held import Held, gathered_held, names_of, rows_held, values_of
-from colonnade.exchange.kernels import NOWHERE
-from colonnade.exchange.layout import (
+from colonnade.lookup.fields import Columns, Fields, runs_of
+from colonnade.lookup.kernels import NOWHERE
+from colonnade.lookup.layout import (
     Consumption,
     Declaration,
     Lookups,
@@ -47,14 +46,15 @@ from colonnade.exchange.layout import (
     explain_range,
     outputs,
 )
-from colonnade.exchange.owner import Owner, soonest, take
-from colonnade.exchange.recording import CPU, summed_backwards
-from colonnade.exchange.routing import counted
-from colonnade.exchange.travel import Flight, Route, open_routes
+from colonnade.lookup.outputs import CPU, summed_backwards
 from colonnade.ops.memory import empty
 from colonnade.table import POOLINGS
-from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding
+from colonnade.wire import bags
+from colonnade.wire.coding import AS_IT_IS, Coding
+from colonnade.wire.id_distribution import counted
+from colonnade.wire.owner_map import deal
+from colonnade.wire.transport import Flight, Route, open_routes
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.exchange.codec import CODECS, Draw, decode, encode
-from colonnade.exchange.coding import AS_IT_IS, Coding
-from colonnade.exchange.contract import Asked, RowGradients, RowSource, Ticket
-from colonnade.exchange.layout import Declaration, collect, explain_range
+from colonnade.comm.mesh import Mesh
 from colonnade.exchange.owner import listed, soonest, take
-from colonnade.exchange.packing import pack_requests, unpack_requests
 from colonnade.exchange.rows import Fetched, RowsExchange, Wire
-from colonnade.exchange.wire import row_layout
+from colonnade.lookup.contract import Asked, RowGradients, RowSource, Ticket
+from colonnade.lookup.layout import Declaration, collect, explain_range
+from colonnade.lookup.row_layout import row_layout
 from colonnade.store.contract import RowView
-from colonnade.topology.mesh import Mesh
 from colonnade.topology.sharding import Sharding, table_wise
+from colonnade.wire.codec import CODECS, Draw, decode, encode
+from colonnade.wire.coding import AS_IT_IS, Coding
+from colonnade.wire.packing import pack_requests, unpack_requests
 
 
 class ReplicatedExchange(RowsExchange):

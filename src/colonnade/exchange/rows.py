@@ -21,9 +21,10 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.exchange.codec import CODECS, Block, Codec, Draw, decode, encode
-from colonnade.exchange.coding import AS_IT_IS, Coding
-from colonnade.exchange.contract import (
+from colonnade.comm.mesh import Call, Mesh
+from colonnade.exchange.owner import Owner, listed, soonest, take
+from colonnade.exchange.prefetched import rows_held, values_of
+from colonnade.lookup.contract import (
     BITWISE,
     Asked,
     ByPage,
@@ -31,10 +32,8 @@ from colonnade.exchange.contract import (
     RowSource,
     Ticket,
 )
-from colonnade.exchange.deal import deal
-from colonnade.exchange.held import rows_held, values_of
-from colonnade.exchange.kernels import NOWHERE, Kernels
-from colonnade.exchange.layout import (
+from colonnade.lookup.kernels import NOWHERE, Kernels
+from colonnade.lookup.layout import (
     Declaration,
     Lookups,
     collect,
@@ -43,16 +42,17 @@ from colonnade.exchange.layout import (
     explain_range,
     outputs,
 )
-from colonnade.exchange.owner import Owner, listed, soonest, take
-from colonnade.exchange.packing import pack_requests, unpack_requests
-from colonnade.exchange.recording import CPU, found, summed_backwards
-from colonnade.exchange.routing import counted
-from colonnade.exchange.wire import RowLayout, row_layout
+from colonnade.lookup.outputs import CPU, found, summed_backwards
+from colonnade.lookup.row_layout import RowLayout, row_layout
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.store.mapped import MappedRows
-from colonnade.topology.mesh import Call, Mesh
 from colonnade.topology.sharding import Sharding, row_wise_in
+from colonnade.wire.codec import CODECS, Block, Codec, Draw, decode, encode
+from colonnade.wire.coding import AS_IT_IS, Coding
+from colonnade.wire.id_distribution import counted
+from colonnade.wire.owner_map import deal
+from colonnade.wire.packing import pack_requests, unpack_requests
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,26 +20,26 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
+from colonnade.comm.mesh import Mesh, tower_mesh
 from colonnade.errors import ConfigError, WorldError
-from colonnade.exchange import bags
-from colonnade.exchange.coding import AS_IT_IS, Coding
-from colonnade.exchange.contract import Asked, RowGradients, RowSource, Ticket
-from colonnade.exchange.fields import Columns
-from colonnade.exchange.layout import Declaration
+from colonnade.exchange.operator_cut import tower_of
 from colonnade.exchange.owner import soonest
 from colonnade.exchange.pooled import Wire
-from colonnade.exchange.recording import CPU
-from colonnade.exchange.routing import exchanged
 from colonnade.exchange.rows import RowsExchange
-from colonnade.exchange.tower_cut import tower_of
-from colonnade.exchange.tower_route import ByTower
 from colonnade.exchange.towers import TowersExchange
-from colonnade.exchange.travel import Route, only
+from colonnade.lookup.contract import Asked, RowGradients, RowSource, Ticket
+from colonnade.lookup.fields import Columns
+from colonnade.lookup.layout import Declaration
+from colonnade.lookup.outputs import CPU
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
-from colonnade.topology.mesh import Mesh, tower_mesh
 from colonnade.topology.sharding import Sharding, table_wise
 from colonnade.topology.towers import tower_ranks
+from colonnade.wire import bags
+from colonnade.wire.coding import AS_IT_IS, Coding
+from colonnade.wire.id_distribution import exchanged
+from colonnade.wire.tower_transport import ByTower
+from colonnade.wire.transport import Route, only
 
 INSIDE = ("route", "evaluate", "control", "fetch", "push")
 """Purposes of the small world's calls."""

@@ -20,20 +20,20 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from colonnade.exchange.coding import AS_IT_IS, Coding
-from colonnade.exchange.contract import Inside, Ticket
-from colonnade.exchange.evaluating import EvaluatingExchange, Partial
-from colonnade.exchange.fields import Columns, Key
-from colonnade.exchange.held import gathered_held, names_of, other_exchange
-from colonnade.exchange.layout import Declaration
+from colonnade.comm.mesh import Mesh
+from colonnade.exchange.operator_cut import evaluated_in_towers, towers_of_fields
 from colonnade.exchange.pooled import NOTHING, Fetched
-from colonnade.exchange.routing import counted
-from colonnade.exchange.tower_cut import evaluated_in_towers, towers_of_fields
-from colonnade.exchange.tower_route import ByTower
-from colonnade.exchange.travel import Flight, Route, only, open_routes
-from colonnade.topology.mesh import Mesh
+from colonnade.exchange.prefetched import gathered_held, names_of, other_exchange
+from colonnade.exchange.remote_operators import EvaluatingExchange, Partial
+from colonnade.lookup.contract import Inside, Ticket
+from colonnade.lookup.fields import Columns, Key
+from colonnade.lookup.layout import Declaration
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks
+from colonnade.wire.coding import AS_IT_IS, Coding
+from colonnade.wire.id_distribution import counted
+from colonnade.wire.tower_transport import ByTower
+from colonnade.wire.transport import Flight, Route, only, open_routes
 
 
 class TowersExchange(EvaluatingExchange):

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from colonnade.exchange.contract import Exchange, Pushed, Ticket, touched
+from colonnade.lookup.contract import Exchange, Pushed, Ticket, touched
 from colonnade.store.dram import DramStore
 from colonnade.store.hbm import HbmStore
 from colonnade.store.policies import RowPolicy, RowRetention

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from colonnade.config import (
+from colonnade.config.retention import AdmissionConfig, EvictionConfig, OpenTableConfig
+from colonnade.config.run import (
     OPTIMIZER_SETTINGS,
     ModelConfig,
     OwnRowsConfig,
@@ -45,7 +46,6 @@ from colonnade.retention import (
     MaxRowsEviction,
     RandomAdmission,
 )
-from colonnade.retention_config import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.store.untrusted import read_regular
 from colonnade.table import Feature, Pooling, Table, Uniform
 from colonnade.topology.towers import Partition, striped

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import FieldsLinear
 from colonnade.models.fields import dims_of
-from colonnade.models.mlp import mlp
-from colonnade.models.scorer import Scorer
-from colonnade.models.tower import first_layer
+from colonnade.models.layers import first_layer, mlp
+from colonnade.models.split import Scorer
 from colonnade.table import Feature, Table
 
 

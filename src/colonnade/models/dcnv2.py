@@ -15,11 +15,9 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.interaction import Concat, Interaction, LowRankCross, TowerModule
 from colonnade.models import work
-from colonnade.models.cross import MatrixCross, MixtureCross
 from colonnade.models.fields import dims_of
-from colonnade.models.mlp import mlp
-from colonnade.models.scorer import Scorer
-from colonnade.models.tower import Tower, first_layer
+from colonnade.models.layers import MatrixCross, MixtureCross, Tower, first_layer, mlp
+from colonnade.models.split import Scorer
 from colonnade.models.tower_modules import DCNTower, checked_partition, tower_consumers
 from colonnade.table import Feature, Table
 from colonnade.topology.towers import Partition

@@ -13,8 +13,8 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import Concat, Interaction, TowerModule
 from colonnade.models import work
 from colonnade.models.fields import dims_of
-from colonnade.models.mlp import mlp
-from colonnade.models.scorer import Scorer
+from colonnade.models.layers import mlp
+from colonnade.models.split import Scorer
 from colonnade.models.tower_modules import DLRMTower, checked_partition, tower_consumers
 from colonnade.ops.interaction import pairwise_dot
 from colonnade.table import Feature, Table

@@ -23,8 +23,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.models.split import SplitModel
-from colonnade.ops.distance import distances, squared_distances
-from colonnade.ops.linear import linear
+from colonnade.ops.linear import distances, linear, squared_distances
 from colonnade.table import Feature, Table
 
 FEATURES = ("head", "relation", "tail", "candidate")

@@ -13,8 +13,8 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import FM as SecondOrder
 from colonnade.interaction import Sum
 from colonnade.models.fields import DEEP, dims_of, first_order
-from colonnade.models.linear_term import LinearTerm
-from colonnade.models.scorer import Scorer
+from colonnade.models.layers import LinearTerm
+from colonnade.models.split import Scorer
 from colonnade.table import Feature, Table
 
 

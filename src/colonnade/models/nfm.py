@@ -12,9 +12,8 @@ from torch import Tensor, cat
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import BiInteraction, Sum
 from colonnade.models.fields import DEEP, dims_of, first_order
-from colonnade.models.linear_term import LinearTerm
-from colonnade.models.mlp import mlp
-from colonnade.models.scorer import Scorer
+from colonnade.models.layers import LinearTerm, mlp
+from colonnade.models.split import Scorer
 from colonnade.table import Feature, Table
 
 

@@ -1,14 +1,18 @@
-"""What every model here is: embeddings, and a dense network that is kept apart from them."""
+"""Split of every model here: embeddings, and a dense network that is kept apart from them.
+
+Legend: B samples, n dense columns.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from colonnade.batch import Batch
 from colonnade.embedding import EmbeddingCollection
 from colonnade.models.work import Work
 from colonnade.topology.towers import Partition
@@ -54,3 +58,16 @@ class SplitModel(nn.Module):
 
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "_compiled": None}  # type: ignore[misc]
+
+
+class Scorer(SplitModel):
+    """Logits (B, tasks), one per label, of its being 1."""
+
+    @abstractmethod
+    def network(self, fields: Mapping[str, Tensor], dense: Tensor) -> Tensor:
+        """fields: what the model's consumers give, (B, ...) each; dense (B, n), dtype and device of these."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        fields = self.embeddings(batch)
+        like = next(iter(fields.values()))
+        return self.run(like, fields, batch.dense.to(like))

@@ -1,4 +1,4 @@
-"""The tower modules of DLRM and DCN-v2 (DMT, Luo et al. 2024), and a model's consumers by tower.
+"""Tower modules of DLRM and DCN-v2 (DMT, Luo et al. 2024), a model's consumers by tower, and what these save and cost.
 
 Legend: B samples, F fields of a tower, N their dim, D dim of the vectors that leave it, W columns side by side.
 """
@@ -12,11 +12,37 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, cat, nn
 
+from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.interaction import TowerModule
-from colonnade.models.cross import MatrixCross
+from colonnade.models.layers import MatrixCross
 from colonnade.ops.linear import linear
 from colonnade.topology.towers import Partition
+
+
+def words_of(model: nn.Module, collection: EmbeddingCollection) -> str:
+    """One line; nothing where there are no tower modules."""
+    modules = [each for each in collection.interactions.values() if isinstance(each, TowerModule)]
+    if not modules:
+        return ""
+    enter, leave = (
+        sum(sum(each.dims) for each in modules),
+        sum(each.out for each in modules),
+    )
+    weights = sum(weight.numel() for each in modules for weight in each.parameters())
+    fields = "+".join(str(len(each.dims)) for each in modules)
+    said = (
+        f"{len(modules)} tower modules ({fields} fields): {leave:,} floats of a sample leave them of {enter:,} (CR "
+        f"{enter / leave:.2f}); {weights:,} parameters"
+    )
+    work, flat = getattr(model, "work", None), getattr(model, "flat_work", None)
+    if work is None or flat is None:
+        return said
+    return (
+        f"{said}. The dense network takes {work.flops / 1e6:.2f} MFLOP a sample and has {work.parameters:,} "
+        f"parameters; without them {flat.flops / 1e6:.2f} and {flat.parameters:,}"
+    )
+
 
 TOWER = "tower"
 """Consumers are tower0, tower1, ... in the partition's order."""

@@ -16,7 +16,7 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, DataError
 from colonnade.interaction import Concat
 from colonnade.models.fields import dims_of
-from colonnade.models.mlp import mlp
+from colonnade.models.layers import mlp
 from colonnade.models.retriever import Contrast, Retriever
 from colonnade.table import Feature, Table
 

@@ -1,11 +1,14 @@
-"""Fused first operators over vectors that lie anywhere: dots of all pairs (DLRM), factorization machine, cross layer.
+"""Fused first operators over vectors at any address: dots of all pairs (DLRM), factorization machine, cross layer; and
+their definition in plain PyTorch.
 
-float32 and float64 on the CPU run in the native core, with the same bits for any number of threads and any
-instruction set; everything else runs as plain PyTorch (`interaction_reference`). Mixed dtypes are promoted.
-Differentiable once: a second derivative raises RuntimeError and names the plain form. They are custom operators
-of torch, so `torch.compile` takes them whole.
+Equal to the fused ones up to the order of sums. Differentiable any number of times.
 
 Legend: B samples, V vectors, D dim.
+
+float32 and float64 on the CPU run in the native core, with the same bits for any number of threads and any
+instruction set; everything else runs as plain PyTorch (`plain_pairwise_dot` and its like). Mixed dtypes are promoted.
+Differentiable once: a second derivative raises RuntimeError and names the plain form. They are custom operators
+of torch, so `torch.compile` takes them whole.
 """
 
 from __future__ import annotations
@@ -17,8 +20,28 @@ import torch
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.ops import interaction_reference as plain
 from colonnade.ops.memory import empty
+
+
+def plain_pairwise_dot(vectors: Sequence[Tensor], kept: Sequence[int] = ()) -> Tensor:
+    """Vectors (B, k, D) each -> (B, len(kept) * D + V (V - 1) / 2): see `interaction.pairwise_dot`."""
+    stacked = torch.cat(list(vectors), dim=1)  # (B, V, D)
+    num_vectors = stacked.shape[1]
+    rows, columns = torch.tril_indices(num_vectors, num_vectors, -1, device=stacked.device)
+    dots = torch.bmm(stacked, stacked.transpose(1, 2)).flatten(1)
+    chosen = dots.index_select(1, rows * num_vectors + columns)
+    return torch.cat([*(stacked[:, v] for v in kept), chosen.to(stacked.dtype)], dim=1)
+
+
+def plain_fm(vectors: Sequence[Tensor]) -> Tensor:
+    """Vectors (B, k, D) each -> (B, 1): half of |sum of vectors|^2 - sum of |vector|^2."""
+    stacked = torch.cat(list(vectors), dim=1)
+    return (stacked.sum(1).square() - stacked.square().sum(1)).sum(1, keepdim=True) / 2
+
+
+def plain_cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
+    """first * factor + input."""
+    return first * factor + input
 
 
 def pairwise_dot(vectors: Sequence[Tensor], *, dim: int, kept: Sequence[int] = ()) -> Tensor:
@@ -35,7 +58,7 @@ def pairwise_dot(vectors: Sequence[Tensor], *, dim: int, kept: Sequence[int] = (
     if len(set(kept)) < len(kept) or not all(0 <= v < num_vectors for v in kept):
         raise ValueError(f"kept: got {kept}, wanted different numbers in 0 .. {num_vectors - 1}")
     if not _is_native(views):
-        return plain.pairwise_dot(views, kept)
+        return plain_pairwise_dot(views, kept)
     return (
         _pairwise_dot_now(views, kept)
         if _is_bare()
@@ -50,7 +73,7 @@ def fm(vectors: Sequence[Tensor], *, dim: int) -> Tensor:
     """
     views = _views(vectors, dim)
     if not _is_native(views):
-        return plain.fm(views)
+        return plain_fm(views)
     return _fm_now(views) if _is_bare() else torch.ops.colonnade.fm(views)
 
 
@@ -64,7 +87,7 @@ def cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
         raise ValueError(f"cross: got shapes {shapes}, wanted one shape (B, D) for all three")
     first, factor, input = _promoted([first, factor, input])
     if not _is_native([first, factor, input]):
-        return plain.cross(first, factor, input)
+        return plain_cross(first, factor, input)
     return (
         _cross_now(first, factor, input)
         if _is_bare()
@@ -260,7 +283,7 @@ def _cross_backward(ctx: Any, gradient: Tensor):
 def _no_second_derivative(ctx: Any, *gradients: Any):
     raise RuntimeError(
         "the fused interactions are differentiable once; for second derivatives use the function of the same name in"
-        " colonnade.ops.interaction_reference"
+        " colonnade.ops.interaction.plain_fm and its like"
     )
 
 

@@ -1,4 +1,4 @@
-"""A linear layer, with its ReLU, through oneDNN.
+"""Linear layer with its ReLU, and distances of vectors as a product of matrices, through oneDNN.
 
 torch sends fp32 products to MKL, which uses less than half of some processors (here an AMD EPYC: 4096 x 367 x 256
 forward 4.3 ms, oneDNN 1.9 ms; both passes of an MLP about 2x). oneDNN is in torch; only the way to it is longer.
@@ -90,3 +90,46 @@ class _Layer(torch.autograd.Function):
                 gradient.to_mkldnn(), x.contiguous().to_mkldnn(), weight.contiguous(), ctx.needs_input_grad[3]
             )  # fmt: skip
         return gradient, None, dw, db if ctx.needs_input_grad[3] else None, None
+
+
+def distances(queries: Tensor, others: Tensor) -> Tensor:
+    """(P, D), (M, D) of one dtype -> (P, M): the root of |q|^2 - 2 q.o + |o|^2, in that dtype under autocast, too.
+
+    That of near ones has the rounding of the vectors' lengths, which torch.cdist without products has not. Its
+    gradient is 0 where it is 0.
+    """
+    with torch.autocast(queries.device.type, enabled=False):
+        return _Distances.apply(queries, others)
+
+
+def squared_distances(queries: Tensor, others: Tensor) -> Tensor:
+    """(P, D), (M, D) of one dtype -> (P, M): |q|^2 - 2 q.o + |o|^2, in that dtype under autocast, too.
+
+    Of near ones it has the rounding of the vectors' lengths, and may be below 0 by so much.
+    """
+    with torch.autocast(queries.device.type, enabled=False):
+        found = linear(-2 * queries, others, others.square().sum(1))
+        return found + queries.square().sum(1, keepdim=True)
+
+
+class _Distances(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, queries: Tensor, others: Tensor) -> Tensor:
+        found = linear(-2 * queries, others, None)
+        found += queries.square().sum(1, keepdim=True)
+        found += others.square().sum(1)
+        found.clamp_(min=0).sqrt_()  # keeps NaN, which says that a model diverges
+        ctx.save_for_backward(queries, others, found)
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: Tensor):
+        queries, others, found = ctx.saved_tensors
+        share = (gradient / found).masked_fill_(found == 0, 0)
+        dq = do = None
+        if ctx.needs_input_grad[0]:
+            dq = queries * share.sum(1, keepdim=True) - linear(share, others.t(), None)
+        if ctx.needs_input_grad[1]:
+            do = others * share.sum(0)[:, None] - linear(share.t(), queries.t(), None)
+        return dq, do

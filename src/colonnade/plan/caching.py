@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from colonnade.consistency.row_clock import row_clock
-from colonnade.errors import ConfigError
-from colonnade.exchange.cached import TableCache
-from colonnade.exchange.codec import EXACT, Codecs
-from colonnade.plan_config import (
+from colonnade.config.plan import (
     CacheConfig,
     CachePolicy,
     CacheSize,
     CacheTier,
     TableCacheConfig,
 )
+from colonnade.errors import ConfigError
+from colonnade.exchange.cached import TableCache
+from colonnade.staleness import row_clock
 from colonnade.table import ITEM_BYTES, Table
 from colonnade.topology.sharding import Sharding
+from colonnade.wire.codec import EXACT, Codecs
 
 BOOKKEEPING = 42
 """Bytes of a copy beside its record and the sum of its gradients: 30 of its directory, 12 of `Copies`."""

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.errors import ConfigError
-from colonnade.exchange.hot import deal
-from colonnade.exchange.layout import Declaration
-from colonnade.exchange.slices import slices_of
-from colonnade.plan.profile import Profile, profile
-from colonnade.store.slices import Laid
+from colonnade.lookup.hot import deal
+from colonnade.lookup.layout import Declaration
+from colonnade.lookup.views import slices_of
+from colonnade.plan.measure.profile import Profile, profile
+from colonnade.store.table_shards import Laid
 from colonnade.table import Table, check_hot
-from colonnade.topology.hot import hot_rows
-from colonnade.topology.sharding import Sharding, row_wise
+from colonnade.topology.sharding import Sharding, hot_rows, row_wise
 
 
 def with_hot(

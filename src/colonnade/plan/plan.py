@@ -1,4 +1,4 @@
-"""The frozen value that says where rows live, what travels and how stale reads may be, for one run.
+"""Plan of one run: the frozen value that says where rows are stored, what travels and how stale reads may be.
 
 Making, printing and comparing a plan touches no device and no file.
 """
@@ -14,30 +14,75 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from colonnade.consistency.row_clock import RowClock
+from colonnade.config.plan import CacheTier, PlanConfig
 from colonnade.errors import ConfigError
 from colonnade.exchange import EXCHANGES, implied_exchange
 from colonnade.exchange.cached import TableCache
-from colonnade.exchange.codec import CODECS, EXACT, Codecs
 from colonnade.formats import read_stamped, stamp
 from colonnade.plan.caching import caches_of, check_caches
-from colonnade.plan.chosen import Choice
-from colonnade.plan.forcing import forced_by, settled
+from colonnade.plan.constraints import forced_by, settled
 from colonnade.plan.hot import beside_hot, with_hot
-from colonnade.plan.refusals import check_budget, check_staleness
-from colonnade.plan_config import CacheTier, PlanConfig
+from colonnade.plan.search.candidates import Choice
 from colonnade.sizes import Place
+from colonnade.staleness import RowClock
 from colonnade.store.budget import (
     capacity_rows,
     hbm_rows,
+    least_bytes,
     mapped_tables,
     slot_bytes,
 )
-from colonnade.store.slices import Laid, lay_out
+from colonnade.store.table_shards import Laid, lay_out
 from colonnade.table import Table, check_slices
-from colonnade.topology.hot import HotRows
-from colonnade.topology.sharding import Shard, Sharding, row_wise, share
+from colonnade.topology.sharding import HotRows, Shard, Sharding, row_wise, share
 from colonnade.topology.world import World
+from colonnade.wire.codec import CODECS, EXACT, Codecs
+
+
+def check_staleness(of_tables: Mapping[str, int], names: Sequence[str]) -> None:
+    """Raises ConfigError for bounds of tables that are not there, or that cannot be kept."""
+    for name, steps in of_tables.items():
+        if name not in names:
+            raise ConfigError(
+                f"staleness: got {name!r}, wanted a table of this model: {', '.join(names)}"
+            )
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+            raise ConfigError(
+                f"table {name!r}: got staleness_steps={steps!r}, wanted a number of steps, 0 or more"
+            )
+
+
+def check_budget(
+    tables: Sequence[Table],
+    held: Sequence[Table],
+    dram_bytes: int | None,
+    table_bytes: Mapping[str, int],
+) -> None:
+    """Raises ConfigError for budgets that hold not even a row of each table that one rank has, or name tables that are
+    not there."""
+    by_name = {table.name: table for table in tables}
+    for name, size in table_bytes.items():
+        if name not in by_name:
+            raise ConfigError(
+                f"plan.memory.tables: got {name!r}, wanted a table of this model: {', '.join(by_name)}"
+            )
+        if size < slot_bytes(by_name[name]):
+            raise ConfigError(
+                f"plan.memory.tables.{name}: got {size:,} bytes, wanted at least {slot_bytes(by_name[name])} for one "
+                "row, and enough for the rows of a window of batches"
+            )
+    if dram_bytes is None:
+        return
+    others = least_bytes([table for table in held if table.origin[0] not in table_bytes])
+    singles = sum(table_bytes.get(table.origin[0], 0) for table in held)
+    least = singles + others
+    if dram_bytes < least:
+        given = f" and the {singles:,} bytes of single tables" if singles else ""
+        raise ConfigError(
+            f"plan.memory.dram: got {dram_bytes:,} bytes, wanted at least {least:,}: one row of each of "
+            f"{len(held)} tables{given}; and enough for the rows of a window of batches"
+        )
+
 
 Tier = Literal["dram", "mapped"]
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.batch import Batch
-from colonnade.config import RunConfig, build_config
+from colonnade.checkpoint.fingerprint import dense_weights, load_dense
+from colonnade.config.run import RunConfig, build_config
 from colonnade.data.contract import Schema
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, StorageError
@@ -28,15 +29,13 @@ from colonnade.models.build import build_model
 from colonnade.models.knowledge import KnowledgeGraph
 from colonnade.models.retriever import Retriever
 from colonnade.ops.memory import keep_freed_memory
-from colonnade.predict.following import Following, distrust_copy, newest_base
-from colonnade.predict.serving import exported
+from colonnade.publish.deltas import WORD, Base, Following, distrust_copy, newest_base
+from colonnade.publish.export import exported
+from colonnade.publish.exported import Export, check_lengths, read_dense, read_export
+from colonnade.publish.upload import Place, carry, is_url, place_of
+from colonnade.run.run import OWN
 from colonnade.store.mapped import MappedRows, open_mapped
 from colonnade.store.untrusted import folder_inside
-from colonnade.train.carriage import Place, carry, is_url, place_of
-from colonnade.train.exported import Export, check_lengths, read_dense, read_export
-from colonnade.train.fingerprint import dense_weights, load_dense
-from colonnade.train.publication import WORD, Base
-from colonnade.train.run import OWN
 
 AHEAD = 2
 """Batches read ahead of scoring."""

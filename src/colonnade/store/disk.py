@@ -1,4 +1,4 @@
-"""The one seam through which stores and checkpoints change a disk.
+"""Disk operations of stores and checkpoints, all through one seam; and files mapped as read-only memory.
 
 Every changing system call is a `Change` that passes `Disk.perform`; tests override that one method to
 record a trace, to kill the process, or to refuse with ENOSPC. Reading needs no seam.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from colonnade import _native
 from colonnade.errors import StorageError, StoreLocked
 
 Verb = Literal[
@@ -177,3 +178,29 @@ def storage_error(error: OSError, verb: str, path: Path) -> StorageError:
     return StorageError(
         error.errno, f"{path}: could not {verb.replace('_', ' ')}: {error.strerror}. {remedy}"
     )
+
+
+class FileMapping:
+    """`num_bytes` of a file from byte `offset` on at `address`, and `room` bytes of writable memory from the next page
+    on.
+
+    Loads beyond the file's end, and loads that its disk cannot answer, read zeros and set `is_damaged` for good. It
+    ends with `close`, or when nobody holds the object any more; from then on nobody may load from it."""
+
+    def __init__(self, file: DiskFile, num_bytes: int, *, offset: int = 0, room: int = 0) -> None:
+        """Raises StorageError. offset: a multiple of the page size."""
+        address, number = _native.map_file(file.fd, offset, num_bytes, room)
+        if number:
+            raise StorageError(
+                number,
+                f"{file.path}: could not map: {os.strerror(number)}. Raise the limit on address space "
+                "(`ulimit -v`), or on mappings (vm.max_map_count)",
+            )
+        self.address = address
+        self.close = weakref.finalize(self, _native.unmap_file, address)
+        self.close.atexit = False  # the system does that, and threads may be loading from it still
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether a load failed. What was computed from the mapping is then void."""
+        return _native.is_damaged(self.address)

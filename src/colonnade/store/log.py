@@ -30,13 +30,12 @@ from colonnade import _native
 from colonnade.errors import CheckpointError, CorruptionError, StorageError
 from colonnade.store import live as lives
 from colonnade.store import manifest as manifests
-from colonnade.store.collection import Collector
+from colonnade.store.compaction import Collector, Rewriting
 from colonnade.store.contract import Manifest, RowBatch, SegmentEntry
 from colonnade.store.disk import Disk
 from colonnade.store.durable import TEMPORARY_SUFFIX, write_durably
 from colonnade.store.live import LiveRecords
 from colonnade.store.log_files import LogFiles, SegmentFile, allow_many_files
-from colonnade.store.log_rewriting import Rewriting
 from colonnade.store.log_rows import PendingRead, Written, check_batch, check_ids, scan_rows
 from colonnade.store.segment import HEADER, SegmentShape, check_rows, crc32c, owner_digest
 from colonnade.store.stripes import LOCK_NAME, Stripe, Stripes, open_stripes

@@ -19,14 +19,12 @@ from colonnade.errors import CorruptionError
 from colonnade.store import key_list as key_lists
 from colonnade.store import segment as segments
 from colonnade.store.contract import SegmentEntry
-from colonnade.store.disk import Disk, DiskFile
+from colonnade.store.disk import Disk, DiskFile, FileMapping
 from colonnade.store.durable import TEMPORARY_SUFFIX
-from colonnade.store.file_mapping import FileMapping
 from colonnade.store.key_list import Keys
 from colonnade.store.live import LiveRecords
 from colonnade.store.segment import SegmentShape
-from colonnade.store.space import no_room
-from colonnade.store.stripes import Stripes
+from colonnade.store.stripes import Stripes, no_room
 
 MAX_FILES = 1 << 16
 

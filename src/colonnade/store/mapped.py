@@ -21,8 +21,8 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.errors import ConfigError, CorruptionError, StorageError
 from colonnade.store.checksums import AGAIN, FileChecksums, Scrub
+from colonnade.store.disk import FileMapping
 from colonnade.store.dram import open_dram
-from colonnade.store.file_mapping import FileMapping
 from colonnade.store.row_file import RowFile, open_row_file
 from colonnade.table import Table
 

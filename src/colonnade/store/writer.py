@@ -12,7 +12,7 @@ from typing import Protocol
 from weakref import ref
 
 from colonnade.errors import StorageError
-from colonnade.store.attendant import Attendant
+from colonnade.store.background_worker import Attendant
 
 DEFAULT_PENDING_BYTES = 64 << 20
 BEHIND = 0.5

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from colonnade.comm.mesh import Mesh
 from colonnade.data.batches import batches_of
 from colonnade.data.contract import Source
 from colonnade.errors import ConfigError, DataError
-from colonnade.topology.mesh import Mesh
 from colonnade.train.metrics import Evaluation
 
 

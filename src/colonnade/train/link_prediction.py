@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Ids
+from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
 from colonnade.data.sets.triples import Known
 from colonnade.errors import ConfigError, NonFiniteError
 from colonnade.models.knowledge import KnowledgeGraph
-from colonnade.topology.mesh import Mesh
 
 HITS = (1, 3, 10)
 CHUNK = 4096  # entities embedded, and ranked, at a time

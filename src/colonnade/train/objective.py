@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid
 
 from colonnade.batch import Batch, Ids
+from colonnade.comm.collectives import gather
+from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
 from colonnade.data.sets.triples import Known
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.knowledge import KnowledgeGraph, Links
 from colonnade.models.retriever import Contrast, Retriever
-from colonnade.topology.gather import gather
-from colonnade.topology.mesh import Mesh
 from colonnade.train.evaluate import evaluate
 from colonnade.train.link_prediction import HITS, evaluate_links
 from colonnade.train.retrieval import PLACES, evaluate_retrieval

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from colonnade.topology.waiting import waited
+from colonnade.comm.traffic import waited
 
 WAITING = "wait for rows"
 """The phase in which the training thread has nothing to do."""

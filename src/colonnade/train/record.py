@@ -1,4 +1,6 @@
-"""What a run writes down while it goes: one JSON object per line, and the same numbers for TensorBoard.
+"""Record of a run while it trains: one JSON object per line, and the same numbers as an event file of TensorBoard.
+
+Written by the calling thread. TensorBoard's own writer has a thread, which prints a traceback when a disk is full.
 
 run/metrics.jsonl      {"step", "kind", "time", ...}; what each kind holds:
     train      loss; samples_per_second over all ranks; lr by param group of rows and dense network; loss_scale, where
@@ -33,6 +35,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -44,14 +48,47 @@ import numpy as np
 from torch.optim import Optimizer
 
 from colonnade.batch import Batch
+from colonnade.comm.mesh import Mesh
 from colonnade.embedding import EmbeddingCollection
 from colonnade.store.disk import storage_error
 from colonnade.store.tier_counts import TierCounts, tier_counts
-from colonnade.topology.mesh import Mesh
-from colonnade.train.board import Board
 from colonnade.train.loss_scale import LossScale
 from colonnade.train.metrics_file import FILE_NAME, FIRST_LINE, ROWS_FILE_NAME, forget_after
 from colonnade.train.phases import WAITING, Phases
+
+
+class Board:
+    """Appends to a new event file of a folder; earlier files' steps from `first_step` on no longer count."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        # These take a while to import.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.path = folder / name
+        self._records = RecordWriter(self.path.open("xb"))
+        self._event = Event
+        self._write(file_version="brain.Event:2")
+        if first_step > 1:
+            self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, step: int, numbers: dict[str, float]) -> None:
+        """Write all of one step's numbers. Raises OSError."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._write(step=step, summary=Summary(value=values))
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _write(self, **fields: object) -> None:
+        event = self._event(wall_time=time.time(), **fields)
+        self._records.write(event.SerializeToString())
+        self._records.flush()
+
 
 OF_ROWS = ("rows", "tiers", "tables")
 """Kinds of lines that are about the rows of the rank that writes them."""

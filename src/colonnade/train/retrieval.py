@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Ids
+from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
 from colonnade.data.sets.interactions import Held
 from colonnade.data.tensors import Columns
 from colonnade.errors import ConfigError, NonFiniteError
 from colonnade.models.retriever import Retriever
-from colonnade.topology.mesh import Mesh
 
 PLACES = (10, 20)
 CHUNK = 4096  # items embedded at a time

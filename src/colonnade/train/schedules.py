@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from colonnade.config import ScheduleConfig
+from colonnade.config.run import ScheduleConfig
 from colonnade.errors import ConfigError
 
 

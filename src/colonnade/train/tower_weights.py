@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colonnade.exchange.contract import Inside
-from colonnade.exchange.layout import Declaration
-from colonnade.topology.mesh import Mesh
+from colonnade.comm.mesh import Mesh
+from colonnade.lookup.contract import Inside
+from colonnade.lookup.layout import Declaration
 
 SEPARATE = frozenset(
     getattr(torch.optim, name)

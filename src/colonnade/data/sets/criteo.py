@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
 from colonnade.data.counter import mix64
-from colonnade.data.lines import LineFile, excerpt, field_error, open_lines
-from colonnade.data.location import locate
+from colonnade.data.lines import LineFile, excerpt, field_error, locate, open_lines
 from colonnade.data.tensors import Columns, TensorSource
 from colonnade.errors import ConfigError, DataError
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from colonnade.data.contract import Splits
-from colonnade.data.lines import excerpt, field_error, open_lines
-from colonnade.data.location import locate
+from colonnade.data.lines import excerpt, field_error, locate, open_lines
 from colonnade.data.sets.triples import open_triples
 from colonnade.errors import DataError
 

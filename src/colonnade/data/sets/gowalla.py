@@ -16,8 +16,7 @@ import torch
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
 from colonnade.data.counter import stream_key
-from colonnade.data.lines import excerpt, field_error, open_lines
-from colonnade.data.location import locate
+from colonnade.data.lines import excerpt, field_error, locate, open_lines
 from colonnade.data.sets.graph import FAN_OUTS, open_graph
 from colonnade.data.sets.interactions import (
     SPLIT_KEY,

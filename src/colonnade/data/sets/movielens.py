@@ -20,8 +20,7 @@ from torch import Tensor
 
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Schema, Splits
-from colonnade.data.lines import excerpt, field_error, open_lines
-from colonnade.data.location import locate
+from colonnade.data.lines import excerpt, field_error, locate, open_lines
 from colonnade.data.tensors import Columns, TensorSource, take_ids
 from colonnade.errors import DataError
 

@@ -15,7 +15,7 @@ import torch
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
 from colonnade.data.counter import stream_key
-from colonnade.data.location import locate
+from colonnade.data.lines import locate
 from colonnade.data.sets import movielens
 from colonnade.data.sets.interactions import (
     SPLIT_KEY,

@@ -2,15 +2,366 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
-from colonnade.data.tabular.csv_table import build_dialect, open_text
+from colonnade.data.lines import excerpt, field_error
+from colonnade.data.tabular.arrow import one_array
+from colonnade.data.tabular.columns import check_names
+from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.fields import (
+    Bag,
+    Bucket,
+    Category,
+    Dtype,
+    Group,
+    Key,
+    Label,
+    Number,
+    Time,
+    Weight,
+)
+from colonnade.data.tabular.fields import Sequence as SequenceField
+from colonnade.data.tabular.files import read_blocks
+from colonnade.data.tabular.infer import TYPES, UNNAMED
+from colonnade.data.tabular.narrow import casts
 from colonnade.data.tabular.opening import Format, open_tables
 from colonnade.data.tabular.source import Splitting
+from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, open_rows, row_ends
+from colonnade.errors import ConfigError, DataError
+
+TABBED = (".tsv", ".tab", ".inter")
+INTEGER = re.compile(r"[ \t]*-?[0-9]+[ \t]*")
+NUMBER = re.compile(
+    r"[ \t]*[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?[ \t]*|[ \t]*[+-]?(nan|inf|infinity)[ \t]*",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    delimiter: str | None  # None: by the file's name
+    quote: str | None
+    names: tuple[str, ...] | None
+    null_values: tuple[str, ...]
+
+    def delimiter_of(self, path: Path) -> str:
+        return self.delimiter or ("\t" if path.suffix.lower() in TABBED else ",")
+
+
+def build_dialect(
+    delimiter: str | None,
+    quote: str | None,
+    names: Sequence[str] | None,
+    null_values: Sequence[str],
+) -> Dialect:
+    """Raises ConfigError."""
+    for what, value in (("delimiter", delimiter), ("quote", quote)):
+        one = isinstance(value, str) and len(value) == 1 and value.isascii() and value not in "\r\n"
+        if value is not None and not one:
+            raise ConfigError(f"got {what}={value!r}, wanted one ASCII character")
+    for what, texts in (("names", names), ("null_values", null_values)):
+        fits = isinstance(texts, Sequence) and not isinstance(texts, str)
+        if texts is not None and not (fits and all(isinstance(text, str) for text in texts)):
+            raise ConfigError(f"got {what}={texts!r}, wanted a list of texts")
+    return Dialect(delimiter, quote, None if names is None else tuple(names), tuple(null_values))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CsvTable:
+    """One file, by its index. `types`: what each column that is read is parsed as."""
+
+    rows: TextRows
+    names: list[str]
+    dialect: Dialect
+    types: dict[str, pa.DataType]
+
+    header_types: dict[str, str]
+    as_text: set[str] = dataclasses.field(default_factory=set)
+    """Columns of integers that a block spells otherwise: 31.0 beside missing ones (pandas), true. `encode_ids` reads
+    them."""
+
+    @property
+    def path(self) -> Path:
+        return self.rows.path
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.rows.lengths
+
+    def dtype_of(self, column: str) -> Dtype | None:
+        return None
+
+    def declared(self) -> Declaration | None:
+        return None
+
+    def head(self, num_rows: int) -> Mapping[str, pa.Array]:
+        """Return the rows as texts."""
+        return read_blocks(replace(self, types=dict.fromkeys(self.names, pa.string())), num_rows)
+
+    def bind(self, declaration: Declaration, split_by: str | None) -> CsvTable:
+        check_names(self.path, self.names, declaration, split_by)
+        types = text_types(declaration)
+        if split_by is not None:
+            types.setdefault(split_by, pa.string())
+        return replace(self, types=types)
+
+    def read(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
+        types = {n: pa.string() if n in self.as_text else self.types[n] for n in columns}
+        text = self.rows.read(block)
+        try:
+            table = self.parse(text, block, columns, types)
+        except DataError:
+            loose = {n: pa.string() if pa.types.is_integer(t) else t for n, t in types.items()}
+            if loose == types:
+                raise
+            table = self.parse(text, block, columns, loose)
+            integers = [name for name in loose if loose[name] != types[name]]
+            self.as_text.update(n for n in integers if not casts(table.column(n), pa.int64()))
+        return {name: one_array(table.column(name)) for name in columns}
+
+    def parse(
+        self, text: bytes, block: int, columns: Sequence[str] | None, types: dict[str, pa.DataType]
+    ) -> pa.Table:
+        """`columns` None: all; a column without a type gets one that fits. Raises DataError."""
+        dialect = self.dialect
+        reason = "its rows are not those of its lines; do quotes stand in pairs?"
+        try:
+            table = pyarrow.csv.read_csv(
+                pa.BufferReader(text),
+                read_options=pyarrow.csv.ReadOptions(
+                    column_names=self.names, use_threads=False, block_size=len(text) + 1
+                ),
+                parse_options=pyarrow.csv.ParseOptions(
+                    delimiter=dialect.delimiter_of(self.path),
+                    quote_char=dialect.quote or False,
+                    newlines_in_values=dialect.quote is not None,
+                    ignore_empty_lines=False,
+                ),
+                convert_options=pyarrow.csv.ConvertOptions(
+                    column_types=types,
+                    include_columns=None if columns is None else list(columns),
+                    null_values=["", *dialect.null_values],
+                    strings_can_be_null=True,
+                ),
+            )
+            # pyarrow reads an empty line as missing values only; of a single column it is one.
+            is_ragged = self.rows.has_empty[block] and len(self.names) > 1
+            if table.num_rows == self.lengths[block] and not is_ragged:
+                return table
+        except (pa.ArrowException, ValueError) as error:
+            reason = str(error).splitlines()[0]
+        self._raise_fault(text, block, types, reason)
+
+    def place(self, block: int, row: int) -> str:
+        text = self.rows.read(block)
+        ends = row_ends(text, self._quote_code)
+        begin = int(ends[row - 1]) + 1 if row else 0
+        before = int(self.rows.lines[block]) + text.count(b"\n", 0, begin)
+        return f"line {before + 1}"
+
+    def _raise_fault(
+        self, text: bytes, block: int, types: Mapping[str, pa.DataType], reason: str
+    ) -> NoReturn:
+        """Name the first row and field at fault in a block that the fast reader refused for `reason`."""
+        line, begin = int(self.rows.lines[block]) + 1, 0
+        ends = row_ends(text, self._quote_code).tolist()
+        for end in [*ends, len(text)]:
+            row = text[begin:end]
+            if begin < len(text):
+                self.check_row(row, line, types)
+            line += row.count(b"\n") + 1
+            begin = end + 1
+        first = int(self.rows.lines[block]) + 1
+        raise DataError(f"{self.path}, from line {first} on: cannot be read ({reason})")
+
+    def check_row(self, row: bytes, line: int, types: Mapping[str, pa.DataType]) -> None:
+        """The slow twin of `parse` for one row: raise DataError at its first field at fault, else nothing."""
+        row = row.removesuffix(b"\r")
+        if not row and len(self.names) > 1:
+            raise field_error(
+                self.path, line, None, got="an empty line", wanted="a row", fix="Remove it"
+            )
+        try:
+            text = row.decode()
+        except UnicodeDecodeError as error:
+            column = None
+            for name, part in zip(self.names, row.split(self._delimiter.encode()), strict=False):
+                if not _is_utf8(part):
+                    column = name
+                    break
+            raise field_error(
+                self.path,
+                line,
+                column,
+                got=f"the bytes {row[error.start : error.start + 4].hex(' ')}",
+                wanted="UTF-8",
+                fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
+            ) from None
+        try:
+            fields = self._fields(text)
+        except csv.Error as error:
+            raise field_error(
+                self.path,
+                line,
+                None,
+                got=f"{excerpt(row)} ({error})",
+                wanted="quotes around whole fields",
+                fix="Repair the row, or say that the file has no quotes: quote: none",
+            ) from None
+        if len(fields) != len(self.names):
+            raise field_error(
+                self.path,
+                line,
+                None,
+                got=f"{len(fields)} columns in {excerpt(row)}",
+                wanted=f"{len(self.names)} as the header has them"
+                if self.dialect.names is None
+                else f"{len(self.names)} as names has them",
+                fix="Repair or remove the row; fields that hold the delimiter need quotes",
+            )
+        for name, field in zip(self.names, fields, strict=True):
+            kind = types.get(name, pa.string())
+            if field in ("", *self.dialect.null_values) or kind == pa.string():
+                continue
+            pattern, wanted = (
+                (INTEGER, "an integer of 64 bits") if kind == pa.int64() else (NUMBER, "a number")
+            )
+            outside = (
+                kind == pa.int64()
+                and pattern.fullmatch(field)
+                and not -(2**63) <= int(field) < 2**63
+            )
+            if outside or not pattern.fullmatch(field):
+                raise field_error(
+                    self.path,
+                    line,
+                    name,
+                    got=excerpt(field.encode()),
+                    wanted=wanted,
+                    fix="Repair or remove the row, or declare the column as text or in null_values",
+                )
+
+    @property
+    def _quote_code(self) -> int | None:
+        return None if self.dialect.quote is None else ord(self.dialect.quote)
+
+    @property
+    def _delimiter(self) -> str:
+        return self.dialect.delimiter_of(self.path)
+
+    def _fields(self, row: str) -> list[str]:
+        if self.dialect.quote is None:
+            return row.split(self._delimiter)
+        lines = row.splitlines(keepends=True) if "\n" in row else [row]
+        reader = csv.reader(lines, delimiter=self._delimiter, quotechar=self.dialect.quote)
+        records = [record for record in reader if record] or [[""]]
+        if len(records) > 1:
+            raise csv.Error("a quote inside a field that does not begin with one")
+        return records[0]
+
+
+def open_text(path: Path, dialect: Dialect) -> CsvTable:
+    """Index the file and read its header. Raises DataError."""
+    if dialect.delimiter_of(path) == dialect.quote:
+        raise ConfigError(
+            f"{path}: got delimiter and quote both {dialect.quote!r}, wanted two characters"
+        )
+    rows = open_rows(path, dialect.quote, has_header=dialect.names is None, block_bytes=BLOCK_BYTES)
+    if dialect.names is not None:
+        names, header_types = read_header(path, dialect.names)
+        return CsvTable(rows, names, dialect, {}, header_types)
+    try:
+        header = rows.head.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise field_error(
+            path, 1, None, got=excerpt(rows.head), wanted="UTF-8",
+            fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
+        ) from None  # fmt: skip
+    table = CsvTable(rows, [], dialect, {}, {})
+    try:
+        names = table._fields(header)
+    except csv.Error as error:
+        raise field_error(
+            path, 1, None, got=f"{excerpt(rows.head)} ({error})", wanted="quotes around whole names",
+            fix="Repair the header, or say that the file has no quotes: quote: none",
+        ) from None  # fmt: skip
+    if names == [""]:
+        raise field_error(
+            path, 1, None, got="an empty line", wanted="a header with the names of the columns",
+            fix="Add one, or give names",
+        )  # fmt: skip
+    names, header_types = read_header(path, names)
+    return CsvTable(rows, names, dialect, {}, header_types)
+
+
+def read_header(path: Path, cells: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the columns, and the types of those that have one.
+
+    An empty cell becomes column_0, column_1, ... by its place. Cells that all read `name:type` are typed. Raises
+    DataError for an unknown type.
+    """
+    names = [cell or f"column_{number}" for number, cell in enumerate(cells)]
+    types = {name: UNNAMED for name, cell in zip(names, cells, strict=True) if not cell}
+    pairs = [cell.rpartition(":") for cell in cells]
+    if (
+        types
+        or not all(name for name, _, _ in pairs)
+        or not any(kind in TYPES for *_, kind in pairs)
+    ):
+        return names, types
+    for name, _, kind in pairs:
+        if kind not in TYPES:
+            raise field_error(
+                path, 1, name, got=f"the type {excerpt(kind.encode())} in the header",
+                wanted=f"one of {', '.join(TYPES)}", fix="Repair it, or give no column a type",
+            )  # fmt: skip
+        types[name] = TYPES[kind]
+    return [name for name, _, _ in pairs], types
+
+
+def text_types(declaration: Declaration) -> dict[str, pa.DataType]:
+    """Choose what each column is parsed as; where fields want different things of it, what serves all."""
+    wanted: dict[str, set[Dtype | str]] = {}
+    for field in declaration.fields:
+        for column in field.columns:
+            kinds = wanted.setdefault(column, set())
+            if isinstance(field, Time) or (isinstance(field, Number) and field.days_before):
+                kinds.add("text")
+            elif isinstance(field, Number | Bucket | Weight):
+                kinds.add("number")
+            elif isinstance(field, Label):
+                kinds.add("text")  # numbers, or true and false
+            elif isinstance(field, Bag | SequenceField):
+                kinds.add("text")  # of which the elements are parsed
+            elif isinstance(field, Category | Group | Key):
+                kinds.add(field.dtype or "text")
+    types = {"text": pa.string(), "integer": pa.int64(), "number": pa.float64()}
+    return {
+        column: next(types[kind] for kind in types if kind in kinds)
+        for column, kinds in wanted.items()
+    }
+
+
+def _is_utf8(field: bytes) -> bool:
+    try:
+        field.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
 
 ENDINGS = (".csv", ".tsv", ".tab", ".inter")
 """Of the files that are read of a folder; a file that is named may be called anything."""

@@ -17,13 +17,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from colonnade.data.location import check_regular
+from colonnade.data.lines import check_regular
 from colonnade.data.tabular.arrow import one_array, typed
 from colonnade.data.tabular.chunk import Chunk, Longs
 from colonnade.data.tabular.declaration import Declaration
-from colonnade.data.tabular.encode import encode
-from colonnade.data.tabular.encode_ids import encode_part
-from colonnade.data.tabular.encode_numbers import Fault, check_times
+from colonnade.data.tabular.encode import Fault, check_times, encode, encode_part
 from colonnade.data.tabular.fields import Dtype, Number
 from colonnade.errors import ConfigError, DataError
 

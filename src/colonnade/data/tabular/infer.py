@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from colonnade.data.tabular.arrow import dtype_in, is_integer, is_list, is_number, is_text, is_time
 from colonnade.data.tabular.declaration import Declaration
-from colonnade.data.tabular.encode_numbers import read_numbers
+from colonnade.data.tabular.encode import read_numbers
 from colonnade.data.tabular.fields import (
     NEWEST,
     Bag,

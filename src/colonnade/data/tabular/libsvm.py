@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from colonnade.data.contract import Splits
 from colonnade.data.tabular.columns import check_names
 from colonnade.data.tabular.declaration import Declaration
-from colonnade.data.tabular.encode_numbers import FIX, Fault
+from colonnade.data.tabular.encode import FIX, Fault
 from colonnade.data.tabular.fields import Dtype
 from colonnade.data.tabular.files import locate_fault, read_blocks
 from colonnade.data.tabular.infer import VALUES, WEIGHTS

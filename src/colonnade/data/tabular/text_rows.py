@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from colonnade.data.lines import GZIP_MAGIC, NEWLINE
-from colonnade.data.location import check_regular
+from colonnade.data.lines import GZIP_MAGIC, NEWLINE, check_regular
 from colonnade.errors import DataError
 
 BLOCK_BYTES = 4 << 20

@@ -1,0 +1,457 @@
+"""Commits of a run: the one file that makes every rank's commit of a step count.
+
+run/rows/<home>/<table>/              each rank's stores (stores.py), committed first
+run/commits/<step>/rank-<r>           each rank's random state, held reads, residuals of coded dense gradients
+run/commits/<step>/retention-<r>      what each rank's admission and eviction remember, where there are any
+run/commits/<step>/dense              dense weights, optimizer states, position (rank 0)
+run/commits/<step>.json               header (commit_header.py), written last, by rank 0: now the step is committed
+
+A commit is captured between two steps and written while training goes on: `begin`, later `finish`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from colonnade.checkpoint.completeness import check_whole, describe_files
+from colonnade.checkpoint.fingerprint import check_model, load_dense
+from colonnade.checkpoint.header import committed_steps, header_path, read_header, state_folder
+from colonnade.checkpoint.snapshot import Captured, capture, restore_retentions, settings_of
+from colonnade.checkpoint.states import dump, load_state
+from colonnade.checkpoint.stores import (
+    adopt,
+    home,
+    homes,
+    open_shards,
+    open_stores,
+    shardings_of,
+    to_adopt,
+)
+from colonnade.comm.mesh import Mesh
+from colonnade.data.contract import Position
+from colonnade.errors import CheckpointError, ColonnadeError, StorageError
+from colonnade.exchange.cached import CachedExchange
+from colonnade.exchange.cached_state import is_taken_up, load
+from colonnade.exchange.prefetched import tables_held
+from colonnade.sizes import Place
+from colonnade.store.disk import Disk
+from colonnade.store.durable import write_durably
+from colonnade.store.log import LogBacking
+from colonnade.store.shards import AbsentRows, Shards
+from colonnade.store.table_shards import Joined, Laid, Rejoined, Sliced, lay_out
+from colonnade.store.writer import LogWriter
+from colonnade.table import Table
+from colonnade.topology.sharding import Sharding, row_wise_in
+from colonnade.train.schedules import restore_schedule
+
+if TYPE_CHECKING:
+    from colonnade.embedding import EmbeddingCollection
+    from colonnade.publish.upload import Destination
+    from colonnade.train.trainer import Trainer
+
+JOIN_SECONDS = 0.2  # between two looks at signals while a commit is waited for
+SLOW_SECONDS = 10.0  # from here on whoever waits is told what for
+GIVE_UP_SECONDS = 10.0  # for a commit that is given up to let go of its files
+
+
+class Commits:
+    """One rank's end of a run folder's commits. `newest` and `write` are collective."""
+
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        backings: Sequence[LogBacking | Shards | Joined | Rejoined | Sliced | AbsentRows],
+        *,
+        keep: int,
+        disk: Disk,
+        run: str = "",
+    ) -> None:
+        """`run` names the run in its commits, wherever its folder lies."""
+        self.folder, self.mesh, self.backings = folder, mesh, tuple(backings)
+        self.keep, self.disk = keep, disk
+        self.run = run
+        self.destinations: list[Destination] = []  # that take each commit
+        self.outside: list[Path] = []  # directories of this run beyond its folder
+        self._writing: Thread | None = None
+        self._say: Callable[[str], None] | None = None  # of the commit under way, until it was used
+        self._problem: BaseException | None = None
+
+    def begin(self, trainer: Trainer, held: Sequence[dict]) -> None:
+        """Collective, between steps: capture this step and write it in the background. One at a time: waits for the
+        one before, and raises as `finish` does."""
+        self.finish()
+        with trainer.rows.settled() as before:
+            captured = capture(trainer, held, self.run, before)
+            trainer.collection.store.begin_commit()
+        self._say = trainer.progress.say
+        # Not a thread that the process must outlive: one that is given up may hang in a disk's call.
+        self._writing = Thread(
+            target=self._run, args=(trainer, captured), name="commit", daemon=True
+        )
+        self._writing.start()
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing is not None and self._writing.is_alive()
+
+    def finish(self) -> None:
+        """Collective: wait until the commit under way is there. Raises StorageError on every rank if one of them could
+        not write; the commits made before are then intact and training may go on or end. An interruption gives the
+        commit up, and the stores write nothing from then on."""
+        self._wait()
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+
+    def write(self, trainer: Trainer, held: Sequence[dict]) -> None:
+        """Collective, between steps: `begin` and `finish`."""
+        self.begin(trainer, held)
+        self.finish()
+
+    def _run(self, trainer: Trainer, captured: Captured) -> None:
+        try:
+            self.make_durable(trainer.collection, captured, trainer.progress.say)
+        except BaseException as error:
+            self._problem = error
+
+    def make_durable(
+        self, collection: EmbeddingCollection, captured: Captured, say: Callable[[str], None]
+    ) -> None:
+        """Collective, on the purpose `commit`: write what was captured and the rows of the store's `begin_commit`."""
+        step, store = captured.step, collection.store
+        place = state_folder(self.folder, step)
+        problem: Exception | None = None
+        written: list[str] = []
+        try:
+            self.disk.make_dir(place)
+            # First: until it is copied, training notes what changes of it.
+            remembered = {
+                name: policy.finish_state() for name, policy in captured.retentions.items()
+            }
+            store.finish_commit(step)
+            states = {
+                f"rank-{self.mesh.rank}": captured.rank_state,
+                f"retention-{self.mesh.rank}": remembered or None,
+                "dense": captured.dense_state,
+            }
+            for name, state in states.items():
+                if state is not None:
+                    write_durably(self.disk, place / name, dump(state, self.run, place / name))
+                    written.append(name)
+        except (ColonnadeError, OSError) as error:
+            problem = error
+            store.abandon_commit()
+        self._agree(problem, step)
+        stores = [each.directory for each in self.backings if isinstance(each, LogBacking)]
+        files = describe_files(self.folder, stores, step, written, self.mesh)
+        if self.mesh.rank == 0:
+            try:
+                content = json.dumps(captured.header | files, indent=2, default=str).encode()
+                write_durably(self.disk, header_path(self.folder, step), content)
+            except (ColonnadeError, OSError) as error:
+                problem = error
+        self._agree(problem, step)
+        kept = kept_steps(self.folder, self.keep)
+        for destination in self.destinations:  # before older commits go: they say what changed
+            destination.send(step, kept, say)
+        self._prune()
+
+    def end_writing(self) -> None:
+        """Let the folder go, for other runs to open; rows can still be read as they were committed."""
+        self._wait()
+        for backing in self.backings:
+            if isinstance(backing, LogBacking):
+                backing.end_writing()
+
+    def close(self) -> None:
+        """Let go of the stores; what was not committed is given up, a commit under way is not."""
+        self._wait()
+        for backing in self.backings:
+            backing.close()
+
+    def _wait(self) -> None:
+        """Until the commit under way is over, however it ended. In the main thread, signals are heard meanwhile; what
+        they raise ends the commit in bounded time."""
+        if self._writing is None:
+            return
+        began = time.monotonic()
+        try:
+            while self._writing.is_alive():
+                self._writing.join(JOIN_SECONDS)
+                if self._say is not None and time.monotonic() - began > SLOW_SECONDS:
+                    self._say(slow_words(self._writers()))
+                    self._say = None
+        except BaseException:
+            for writer in self._writers():
+                writer.stop()
+            self._writing.join(GIVE_UP_SECONDS)
+            self._writing = None
+            raise
+        self._writing = None
+
+    def _writers(self) -> list[LogWriter]:
+        """One, where this rank's stores are open for writing."""
+        found = [each.writer for each in self.backings if isinstance(each, LogBacking)]
+        return list(dict.fromkeys(writer for writer in found if writer is not None))
+
+    def _agree(self, problem: Exception | None, step: int) -> None:
+        text = b"" if problem is None else str(problem).encode()
+        for rank, said in enumerate(self.mesh.all_gather_bytes("commit", text)):
+            if said:
+                raise StorageError(
+                    f"commit of step {step} failed on rank {rank}: {said.decode()}"
+                ) from problem
+
+    def _prune(self) -> None:
+        """Drop all but the newest commits and the best: first their word, then their bytes."""
+        kept = kept_steps(self.folder, self.keep)
+        dropped = [step for step in committed_steps(self.folder) if step not in kept]
+        # Every rank has looked before the first file goes.
+        self.mesh.barrier("commit")
+        if self.mesh.rank == 0:
+            for step in dropped:
+                self.disk.unlink(header_path(self.folder, step))
+            # A commit's word must be gone for good before its bytes go.
+            self.disk.sync_dir(self.folder / "commits")
+        self.mesh.barrier("commit")
+        for backing in self.backings:
+            if isinstance(backing, LogBacking):
+                backing.prune([step for step in kept if step in backing.commits()])
+        if self.mesh.rank == 0:
+            remove_others([self.folder / "rows", *self.outside], used_homes(self.folder, kept))
+            for old in (self.folder / "commits").iterdir():
+                # Not those to come: another rank may have begun the next commit.
+                is_over = old.name.isdigit() and int(old.name) < kept[-1]
+                if is_over and old.is_dir() and int(old.name) not in kept:
+                    shutil.rmtree(old, ignore_errors=True)
+
+
+def slow_words(writers: Sequence[LogWriter]) -> str:
+    """What a commit that takes long waits for."""
+    left = sum(writer.pending_bytes for writer in writers)
+    budget = next((each.bytes_per_second for each in writers if each.bytes_per_second), None)
+    if left == 0:
+        rate = ""
+    elif budget is None:
+        rate = ", as fast as the disk takes them"
+    else:
+        seconds = left / budget
+        rate = f", at plan.write_budget of {budget:,.0f} bytes per second {seconds:,.0f} s more"
+    return (
+        f"waiting for a commit: {left:,} bytes of rows wait in memory to be written{rate}. A second Ctrl-C or SIGTERM "
+        "gives it up: the commit before it stays"
+    )
+
+
+def kept_steps(folder: Path, keep: int) -> list[int]:
+    """Of the committed steps, those that stay: the newest `keep`, and the best as each of these knew it."""
+    steps = committed_steps(folder)
+    newest = steps[-keep:]
+    best = {read_header(folder, step).get("best_step") for step in newest}
+    return [step for step in steps if step in newest or step in best]
+
+
+def open_commits(
+    folder: Path,
+    tables: Sequence[Table],
+    mesh: Mesh,
+    *,
+    keep: int = 2,
+    shardings: Sequence[Sharding] | None = None,
+    disk: Disk | None = None,
+    read_only: bool = False,
+    at: int | None = None,
+    places: Sequence[Place] = (),
+    write_budget: int | None = None,
+) -> tuple[Commits, int | None]:
+    """Collective. Opens this rank's stores at the newest step all ranks committed; None: a new run.
+
+    With `at`, at that step instead; opened for writing, newer commits are then given up.
+    `shardings`: by table, default row_wise over all ranks. A commit of other shardings, of another number of ranks or
+    not, is carried over: every rank reads the old stores of the tables whose rows it gets and keeps those it owns now,
+    of a replicated table from the first copy. `places`: directories outside the run folder that take new rows, each in
+    a folder named by the run; those that have rows of it already are found without being named. `write_budget`: bytes
+    per second.
+    """
+    disk = disk or Disk()
+    steps = committed_steps(folder)
+    if at is not None and at not in steps:
+        raise CheckpointError(f"{folder} has no commit of step {at}; it has {steps or 'none'}")
+    if at is not None:
+        newer = [other for other in steps if other > at]
+        steps = [other for other in steps if other <= at]
+        if newer and mesh.rank == 0 and not read_only:
+            for other in newer:
+                disk.unlink(header_path(folder, other))
+            disk.sync_dir(folder / "commits")
+        mesh.barrier()
+    newest = torch.tensor(steps[-1] if steps else -1)
+    mesh.broadcast("control", newest)
+    step = None if newest < 0 else int(newest)
+    check_whole(folder, step, mesh)
+    run = "" if step is None else read_header(folder, step).get("run", "")
+    run = mesh.all_gather_bytes("control", (run or uuid.uuid4().hex).encode())[0].decode()
+    wanted = list(shardings or [row_wise_in(mesh.world)] * len(tables))
+    had = wanted if step is None else shardings_of(read_header(folder, step))
+    if len(had) != len(tables):
+        raise CheckpointError(
+            f"{folder} was committed with {len(had)} tables, this model has {len(tables)}; build the same model"
+        )
+    then, now = lay_out(tables, had), lay_out(tables, wanted)
+    fresh = to_adopt(then, now, mesh.rank)
+    if read_only and fresh and step is not None:
+        readers = open_shards(folder, tables, then, now, mesh.rank, disk, step)
+        return Commits(folder, mesh, readers, keep=keep, disk=disk, run=run), step
+    outside = [replace(place, path=str(Path(place.path) / f"colonnade-{run}")) for place in places]
+    if step is not None and not read_only:
+        _give_up_overwritten(folder, mesh, disk, steps[:-1], now, fresh)
+    backings = open_stores(
+        folder, tables, wanted, mesh.rank, disk, step, read_only, outside, write_budget, fresh
+    )
+    if step is not None:
+        adopt(folder, tables, then, now, mesh.rank, disk, step, backings, fresh)
+    commits = Commits(folder, mesh, backings, keep=keep, disk=disk, run=run)
+    commits.outside = [Path(place.path) for place in outside]
+    return commits, step
+
+
+def _give_up_overwritten(
+    folder: Path,
+    mesh: Mesh,
+    disk: Disk,
+    older: Sequence[int],
+    now: Sequence[Laid],
+    fresh: Sequence[int],
+) -> None:
+    """Collective: older commits whose rows lie where other rows are about to, from when the world was like this before,
+    end: first their word, then their bytes."""
+    mine = [str(home(now[t].sharding, mesh.rank, now[t].label)) for t in fresh]
+    said = mesh.all_gather_bytes("control", json.dumps(mine).encode())
+    taken = {path for each in said for path in json.loads(each)}
+    if taken and mesh.rank == 0:
+        for step in older:
+            if taken & used_homes(folder, [step]):
+                disk.unlink(header_path(folder, step))
+        disk.sync_dir(folder / "commits")
+    mesh.barrier()
+
+
+def used_homes(folder: Path, steps: Sequence[int]) -> set[str]:
+    """Inside `rows`: all that these commits have."""
+    return {str(each.path) for step in steps for each in homes(read_header(folder, step))}
+
+
+def remove_others(places: Sequence[Path], used: Collection[str]) -> None:
+    """Of directories that hold stores: those that are not `used`."""
+    for place in places:
+        for store in [*place.glob("*-of-*/*"), *place.glob("copy-*/*")]:
+            if str(store.relative_to(place)) not in used:
+                shutil.rmtree(store, ignore_errors=True)
+        for left in [*place.glob("*-of-*"), *place.glob("copy-*")]:
+            with suppress(OSError):
+                left.rmdir()  # unless something is in it
+
+
+def restore(trainer: Trainer, folder: Path, step: int) -> None:
+    """Every rank: put dense weights, optimizers, position, random state and held reads back to `step`; before
+    the dense gradients are laid out, which take up what rounding had kept."""
+    header = read_header(folder, step)
+    check_model(folder, header, trainer.collection.declaration, trainer.model)
+    place = state_folder(folder, step)
+    dense = load_state(place / "dense", header["run"])
+    load_dense(trainer.model, dense["model"])
+    # What was learned comes from the commit; learning rates and the like are this run's configuration.
+    chosen = [settings_of(group) for group in trainer.dense_optimizer.param_groups]
+    trainer.dense_optimizer.load_state_dict(dense["dense_optimizer"])
+    for group, settings in zip(trainer.dense_optimizer.param_groups, chosen, strict=True):
+        group.update(settings)
+    if (
+        header.get("monitor", trainer.best.monitor) == trainer.best.monitor
+    ):  # else scores do not compare
+        trainer.best.restore(dense["best"])
+    trainer.days = dense["days"]
+    trainer.loss_scale.restore(dense.get("loss_scale"))
+    groups = {"rows": dense["row_groups"], "dense": dense["dense_optimizer"]["param_groups"]}
+    said = dense["lr_schedules"] or [{}] * len(trainer.lr_schedules)
+    if len(said) != len(trainer.lr_schedules):
+        raise CheckpointError(
+            f"{folder} was committed with {len(said)} learning rate schedules, this run has "
+            f"{len(trainer.lr_schedules)}; give as many"
+        )
+    for schedule, state in zip(trainer.lr_schedules, said, strict=True):
+        of = groups["rows" if schedule.optimizer is trainer.rows else "dense"]
+        restore_schedule(schedule, state, of, step)
+    ranks = [
+        load_state(place / f"rank-{rank}", header["run"]) for rank in range(header["num_ranks"])
+    ]
+    trainer.earlier_work = [state["work"] for state in ranks if "work" in state]
+    sources = [state for state in ranks if not state.get("is_server")]
+    mesh, mine = trainer.mesh.trainers, None
+    if len(sources) != mesh.num_ranks and any(state.get("source") is not None for state in sources):
+        raise CheckpointError(
+            f"{folder} was committed by {len(sources)} ranks in the middle of an epoch of data sets of their own, and "
+            f"this run has {mesh.num_ranks}; go on with {len(sources)}, or from a commit at the end of an epoch"
+        )
+    if not trainer.mesh.is_server and mesh.rank < len(sources):
+        mine = sources[mesh.rank]
+        torch.set_rng_state(mine["random"])
+        of_gpus = mine.get("random_gpus", [])
+        if of_gpus and len(of_gpus) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(of_gpus)
+    trainer.dense.restore([state.get("dense_residuals") for state in sources])
+    source = mine.get("source") if mine and len(sources) == mesh.num_ranks else None
+    epoch, step_of_epoch = dense["position"]
+    trainer.position = Position(epoch, step_of_epoch, source)
+    restore_retentions(trainer.collection, place, header)
+    # No more than this run reads ahead: what is further off is not late enough, and no commit would hold it again.
+    late = trainer.collection.consistency.reads_ahead
+    num_held = min(late, *(len(state["held"]) for state in ranks))
+    num_tables = len(trainer.collection.slices.laid)
+    if num_held and len(trainer.collection.bounds) == 1:
+        # Where all tables have one bound, what was read of some alone is read anew.
+        num_held *= len(tables_held([ranks[0]["held"][0]], num_tables)) == num_tables
+    laid, tables = trainer.collection.slices.laid, trainer.collection.tables
+    then = lay_out(tables, shardings_of(header))
+    if num_held and [each.label for each in then] != [each.label for each in laid]:
+        raise CheckpointError(
+            f"{folder}: got a commit that holds what was read ahead of tables that were cut by columns otherwise, or "
+            "had other hot rows; go on with the shardings of the commit, or from one of a run without staleness"
+        )
+    trainer.held = [(i, [state["held"][i] for state in ranks]) for i in range(num_held)]
+    cached: CachedExchange | None = trainer.collection.cached
+    copies: list[Any] = [state.get("cache") for state in ranks]
+    is_same = [each.plain() for each in trainer.collection.plan.shardings] == list(
+        header["shardings"].values()
+    )
+    if cached is not None and is_same and is_taken_up(cached, copies):
+        load(cached, copies[trainer.mesh.rank])
+
+
+def lost_words(commits: Commits) -> list[str]:
+    """Collective: what to say of older commits, kept, some of whose rows lie in a directory that is gone."""
+    mine = {
+        str(step): path
+        for backing in commits.backings
+        if isinstance(backing, LogBacking)
+        for step, path in backing.lost_commits().items()
+    }
+    found: dict[str, str] = {}
+    for said in commits.mesh.all_gather_bytes("control", json.dumps(mine).encode()):
+        found |= json.loads(said)
+    return [
+        f"The commit of step {step} can no longer be opened: {path}, where rows of it lie, is not there. The newest "
+        "commit is intact; to keep the older one too, bring the directory back"
+        for step, path in sorted(found.items(), key=lambda item: int(item[0]))
+    ]

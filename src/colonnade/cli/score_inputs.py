@@ -1,0 +1,116 @@
+"""Samples to score: files read in their own order, with or without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from colonnade.batch import Batch
+from colonnade.data import SOURCES, open_source
+from colonnade.data.contract import START, Position, Schema, Source
+from colonnade.data.lines import LineFile, locate, open_lines
+from colonnade.data.sets.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
+from colonnade.data.tabular.declaration import load_declaration
+from colonnade.data.tabular.tables import FORMATS, KINDS, kind_of
+from colonnade.errors import ConfigError
+
+PARTS = ("train", "validation", "test")
+
+
+def open_inputs(
+    name: str, path: str | Path | None, options: Mapping[str, Any], *, part: str | None = None
+) -> Source:
+    """All samples of the files at `path`, in their order; or with `part` that part of the data set.
+
+    name, options: of the reader (colonnade.data.SOURCES), as the model was trained with. Raises ConfigError for a
+    reader that cannot read samples without parting them, DataError for files at fault.
+    """
+    if part is not None:
+        if part not in PARTS:
+            raise ConfigError(f"unknown part {part!r}; choose from {', '.join(PARTS)}")
+        source = getattr(open_source(name, path, **options), part)
+        if source is None:
+            raise ConfigError(f"this data set has no {part} part; choose another with --part")
+        return source
+    if name not in SOURCES:
+        raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
+    if name in FORMATS and path is not None and Path(path).suffix.lower() in KINDS:
+        name = kind_of(path)  # a model trained on one kind scores the other
+    if name in FORMATS:
+        return open_table_whole(name, path, options)
+    if name != "criteo":
+        raise ConfigError(
+            f"the {name} reader has no files of samples by themselves; score a part of it with --part test"
+        )
+    return open_criteo_whole(path, options)
+
+
+def open_criteo_whole(path: str | Path | None, options: Mapping[str, Any]) -> Source:
+    """Every line; the label may be missing from all of them (39 fields instead of 40)."""
+    lines: Any = open_lines(locate(path, folder=FOLDER, file=FILE))
+    first = lines.read(0, 1)
+    has_label = first.rstrip(b"\r\n").count(b"\t") != len(NAMES) - 2
+    if not has_label:
+        lines = Relabelled(lines)
+    check_line(lines.read(0, 1), lines.path, 1)
+    source = CriteoSource(lines, 0, lines.num_lines, hash_rows=options.get("hash_rows"))
+    return source if has_label else Unlabelled(source)
+
+
+def open_table_whole(name: str, path: str | Path | None, options: Mapping[str, Any]) -> Source:
+    """Every row under the schema the model was trained with; columns of labels and weights need not be there."""
+    if path is None or "schema" not in options:
+        raise ConfigError(
+            "got no schema for these files, wanted the one the model was trained with: score with the reader it was "
+            "trained with (leave --data out)"
+        )
+    # Options that say how files are read, not how they are parted.
+    reading = {"threads", *signature(FORMATS[name]).parameters}
+    values = {option: value for option, value in options.items() if option in reading}
+    schema = load_declaration(options["schema"]).inputs()
+    return open_source(name, path, **{**values, "schema": schema}).train
+
+
+@dataclass(frozen=True, slots=True)
+class Relabelled:
+    """A file of lines without a label, read as if each had one: 0."""
+
+    lines: LineFile
+
+    @property
+    def path(self) -> Path:
+        return self.lines.path
+
+    @property
+    def num_lines(self) -> int:
+        return self.lines.num_lines
+
+    def read(self, begin: int, end: int) -> bytes:
+        text = self.lines.read(begin, end)
+        ends = text.endswith(b"\n")
+        body = b"0\t" + (text[:-1] if ends else text).replace(b"\n", b"\n0\t")
+        return body + b"\n" if ends else body
+
+
+@dataclass(frozen=True, slots=True)
+class Unlabelled:
+    """Another source's batches without their labels."""
+
+    source: Source
+
+    @property
+    def schema(self) -> Schema:
+        return self.source.schema
+
+    @property
+    def num_samples(self) -> int | None:
+        return self.source.num_samples
+
+    def batches(
+        self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
+    ) -> Iterator[Batch]:
+        read = self.source.batches(batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        return (replace(batch, label=None) for batch in read)

@@ -1,0 +1,1 @@
+"""Communication between ranks: process groups, shared memory, sums, rendezvous, heartbeats."""

@@ -1,0 +1,1 @@
+"""Sections of a run's configuration: typed, validated, every field documented with its unit."""

@@ -1,0 +1,263 @@
+"""Cut between rows and model: which consumers are evaluated at the owners of their fields or in towers, so that the
+fewest floats travel.
+
+A consumer's partial costs its width from every rank that has some of its fields; a field whose values travel costs its
+dim from every rank that has rows of it, and is then free for all others that take it (DES, Rong et al. 2020, section 3;
+the cut is the minimum over all sets of consumers). Rows of a sequence do not travel here: a consumer of one is
+evaluated where they lie, or not under this exchange. Pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Literal
+
+from colonnade.lookup.contract import Consumer
+from colonnade.lookup.layout import Declaration
+from colonnade.topology.sharding import Sharding
+from colonnade.topology.towers import tower_ranks
+from colonnade.topology.world import World
+
+MOST_CONSUMERS = 12
+"""Of those that have partials: beyond, sets are not tried one by one but grown."""
+
+
+def substituted(
+    declaration: Declaration,
+    shardings: Sequence[Sharding],
+    *,
+    world: World | None = None,
+    reads_ahead: int = 0,
+) -> tuple[str, ...]:
+    """Names of consumers, as declared, whose partials travel instead of their fields' values. Of sets as good, the
+    smallest: partials that save nothing are not made. world: None, several ranks without servers. reads_ahead: steps
+    between reading a row and its use."""
+    able = [
+        name
+        for name in declaration.consumers
+        if barred(declaration, name, world=world, reads_ahead=reads_ahead) is None
+    ]
+    # A sequence's rows do not travel as a sample's values do: what takes them is evaluated where they lie.
+    must = tuple(name for name in able if declaration.consumers[name].interaction.sequences)
+    best, others = must, [name for name in able if name not in must]
+    least = floats(declaration, shardings, best)
+    for some in sets(others, lambda some: floats(declaration, shardings, (*must, *some))):
+        chosen = tuple(name for name in able if name in must or name in some)
+        found = floats(declaration, shardings, chosen)
+        if found < least:
+            best, least = chosen, found
+    return best
+
+
+def barred(
+    declaration: Declaration, name: str, *, world: World | None = None, reads_ahead: int = 0
+) -> str | None:
+    """Why owners cannot evaluate a consumer, wherever its tables lie and whatever it would save. As `substituted`."""
+    interaction = declaration.consumers[name].interaction
+    if partial_width(declaration, name) is None:
+        kind = type(interaction).__name__
+        if interaction.merge == "whole":
+            return f"{kind} needs all fields of a sample on one rank"
+        return f"nothing smaller than its fields' values stands for them in {kind}"
+    if interaction.sequences and reads_ahead:
+        return (
+            "its queries are read before its rows, in a round of their own, and rows are read ahead"
+        )
+    if not any(True for _ in interaction.parameters()):
+        return None
+    if reads_ahead:
+        return "its weights are dense, which are never stale, and rows are read ahead"
+    if world is not None and world.num_ranks == 1:
+        return "nothing travels on one rank"
+    if world is not None and world.has_servers:
+        return "owners are servers, which have none of its weights"
+    return None
+
+
+def partial_width(declaration: Declaration, name: str) -> int | None:
+    """P of a consumer; None: it has no partial that can be merged."""
+    if declaration.consumers[name].interaction.merge == "whole":
+        return None
+    return result_width(declaration, name)
+
+
+def result_width(declaration: Declaration, name: str) -> int | None:
+    """P of a consumer that is evaluated of all its fields; None: nothing stands for their values."""
+    consumer = declaration.consumers[name]
+    dims = {field.dim for field in declaration.fields if field.name in consumer.features}
+    return consumer.interaction.width(max(dims)) if dims else None
+
+
+def floats(
+    declaration: Declaration, shardings: Sequence[Sharding], consumers: Collection[str]
+) -> int:
+    """Per sample, from all owners to its rank, where those consumers' partials travel and every other consumer's
+    values do; its own rank counts as any."""
+    owners = owners_by_field(declaration, shardings)
+    values = values_needed(declaration, consumers)
+    return sum(_width(declaration, name, owners) for name in consumers) + sum(
+        len(owners[field.name]) * field.dim for field in declaration.fields if field.name in values
+    )
+
+
+def values_needed(declaration: Declaration, consumers: Collection[str]) -> set[str]:
+    """Fields whose values travel where those consumers are evaluated before they do."""
+    given = declaration.consumers.items()
+    taken = {name for _, consumer in given for name in consumer.features}
+    alone = {field.name for field in declaration.fields if field.name not in taken}
+    queries = [queries_of(consumer) for name, consumer in given if name in consumers]
+    others = [consumer.features for name, consumer in given if name not in consumers]
+    return alone.union(*queries, *others)
+
+
+def queries_of(consumer: Consumer) -> tuple[str, ...]:
+    """Fields whose values go to where rows of its sequences lie."""
+    sequences = consumer.interaction.sequences
+    return consumer.features[:-sequences] if sequences else ()
+
+
+def _width(declaration: Declaration, name: str, owners: Mapping[str, frozenset[int]]) -> int:
+    """Floats per sample of a consumer's partials, from all ranks that have some of its fields; and of queries, to all
+    that have rows of its sequences."""
+    consumer = declaration.consumers[name]
+    queries = queries_of(consumer)
+    ranks = set().union(*(owners[field] for field in consumer.features[len(queries) :]))
+    asked = sum(field.dim for field in declaration.fields if field.name in queries)
+    return len(ranks) * ((partial_width(declaration, name) or 0) + asked)
+
+
+def owners_by_field(
+    declaration: Declaration, shardings: Sequence[Sharding]
+) -> Mapping[str, frozenset[int]]:
+    """Ranks that have rows of a field's table."""
+    tables = [declaration.table_of(feature) for feature in declaration.features]
+    return {
+        field.name: frozenset(shardings[tables[field.feature]].ranks)
+        for field in declaration.fields
+    }
+
+
+def sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...]]:
+    if len(names) <= MOST_CONSUMERS:
+        for size in range(1, len(names) + 1):
+            yield from combinations(names, size)
+        return
+    some: tuple[str, ...] = ()
+    while len(some) < len(names):
+        some = min(
+            (tuple(n for n in names if n in {*some, new}) for new in names if new not in some),
+            key=cost,
+        )
+        yield some
+
+
+BY_TOWERS: tuple[Literal["towers", "tower_rows"], ...] = ("towers", "tower_rows")
+"""Exchanges of which values of samples cross between towers alone."""
+
+
+def tower_of(sharding: Sharding, towers: Sequence[Sequence[int]]) -> int | None:
+    """The tower that has all rows of it; None: no single one has."""
+    size = len(towers[0])
+    first, last = sharding.ranks[0] // size, sharding.ranks[-1] // size
+    return first if first == last else None
+
+
+def towers_of_fields(
+    declaration: Declaration, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
+) -> tuple[int | None, ...]:
+    """By field: the tower that has all rows of its table. `shardings`: by table."""
+    by_table = [tower_of(sharding, towers) for sharding in shardings]
+    return tuple(by_table[declaration.parts[field.part][0]] for field in declaration.fields)
+
+
+def evaluated_in_towers(
+    declaration: Declaration,
+    shardings: Sequence[Sharding],
+    world: World,
+    *,
+    num_towers: int,
+    reads_ahead: int = 0,
+) -> tuple[str, ...]:
+    """Names of consumers, as declared, that are evaluated inside a tower, so that the fewest floats leave it; of sets
+    as good, the smallest. reads_ahead: steps between reading a row and its use."""
+    able = [
+        name
+        for name in declaration.consumers
+        if not barred_in_towers(
+            declaration, name, shardings, world, num_towers=num_towers, reads_ahead=reads_ahead
+        )
+    ]
+    best: tuple[str, ...] = ()
+    least = tower_floats(declaration, best)
+    for some in sets(able, lambda some: tower_floats(declaration, some)):
+        if (found := tower_floats(declaration, some)) < least:
+            best, least = some, found
+    return best
+
+
+def barred_in_towers(
+    declaration: Declaration,
+    name: str,
+    shardings: Sequence[Sharding],
+    world: World,
+    *,
+    num_towers: int,
+    reads_ahead: int = 0,
+) -> str | None:
+    """Why a consumer cannot be evaluated inside a tower, whatever it would save; None: it can."""
+    if why := never_in_towers(declaration, name, world, reads_ahead=reads_ahead):
+        return why
+    consumer = declaration.consumers[name]
+    of_field = dict(
+        zip(
+            [field.name for field in declaration.fields],
+            towers_of_fields(declaration, shardings, tower_ranks(world, num_towers)),
+            strict=True,
+        )
+    )
+    for field in consumer.features:
+        if of_field[field] is None:
+            return f"rows of {field} do not all lie in one tower"
+    if reads_ahead and (beside := [each for each, tower in of_field.items() if tower is None]):
+        return f"rows are read ahead, and those of {beside[0]} do not all lie in one tower"
+    first, *others = consumer.features
+    for field in others:
+        if of_field[field] != of_field[first]:
+            return f"{first} is in tower {of_field[first]}, {field} in tower {of_field[field]}"
+    return None
+
+
+def never_in_towers(
+    declaration: Declaration, name: str, world: World | None = None, *, reads_ahead: int = 0
+) -> str | None:
+    """The same, wherever its tables lie. world: None, several ranks without servers."""
+    consumer = declaration.consumers[name]
+    if result_width(declaration, name) is None:
+        kind = type(consumer.interaction).__name__
+        return f"nothing smaller than its fields' values stands for them in {kind}"
+    if world is not None and world.num_ranks == 1:
+        return "nothing travels on one rank"
+    width, floats = result_width(declaration, name), fields_width(declaration, name)
+    if reads_ahead and 2 * (width or 0) > floats:
+        return (
+            f"rows are read ahead, and what is made of them inside a tower leaves it in the step that uses it: {width} "
+            f"floats, more than half of the {floats} that would have come before, while others compute"
+        )
+    if world is not None and world.has_servers:
+        return "rows lie on servers, which have none of its weights"
+    return None
+
+
+def fields_width(declaration: Declaration, name: str) -> int:
+    """Floats of a sample that a consumer takes."""
+    taken = set(declaration.consumers[name].features)
+    return sum(field.dim for field in declaration.fields if field.name in taken)
+
+
+def tower_floats(declaration: Declaration, consumers: Collection[str]) -> int:
+    """Per sample, of all towers: what leaves them where those consumers are evaluated inside."""
+    values = values_needed(declaration, consumers)
+    return sum(result_width(declaration, name) or 0 for name in consumers) + sum(
+        field.dim for field in declaration.fields if field.name in values
+    )

@@ -1,0 +1,556 @@
+"""Kernels of a step on rows and their gradients: one contract, in memory or on a device.
+
+`NativeKernels` works on addresses in this process's memory, `DeviceKernels` (device_kernels.py) on tensors of any
+device. `RowsExchange` takes the one that the rows' views ask for. Results are the same bits on the same processor.
+
+Legend: B samples, T tables, E lookups, O rows a rank owns, W elements of a row.
+
+A few operations per read and per table; none per row. On a CPU the results have the bits of the native kernels. On a
+GPU they have them where its arithmetic rounds as IEEE 754 says, operation by operation; sums have the same order.
+
+Legend: B samples, E lookups, O_t rows of table t that a batch touched, W_t elements of such a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from colonnade import _native
+from colonnade.cache.copies import Elements
+from colonnade.lookup.contract import RowGradients, RowSource, Ticket
+from colonnade.lookup.layout import Consumption, Declaration, Lookups, Output
+from colonnade.lookup.row_layout import RowLayout, row_layout
+from colonnade.ops import optimizers as rules
+from colonnade.ops import reference
+from colonnade.ops.memory import empty
+from colonnade.store.contract import RowView
+
+NOWHERE: Mapping[int, Tensor] = {}
+
+
+class Kernels(Protocol):
+    """Outputs, and gradients of them, lie where the rows do; messages are on the CPU."""
+
+    def place(
+        self, lookups: Lookups, views: Sequence[RowView], index: Tensor, order: Tensor | None = None
+    ) -> Any:
+        """Where `pool` finds the row of each lookup: index (E,) int32 slots; order (E,) int32: all lookups, as their
+        rows lie in memory, where that is known (`ByPage.entries`)."""
+        ...
+
+    def pool(
+        self, lookups: Lookups, placed: Any, into: Mapping[int, Tensor] = NOWHERE
+    ) -> list[Tensor]:
+        """One tensor per output: pooled fields side by side (B, width), or the rows of a sequence (E_f, dim). into: by
+        output, where fields are to be written, (B, width) on the CPU; what others write there is left alone."""
+        ...
+
+    def zeros(self, lookups: Lookups) -> list[Tensor]:
+        """As `pool`."""
+        ...
+
+    def message(
+        self,
+        source: RowSource,
+        index: Tensor,
+        layout: RowLayout,
+        requests: Any,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        """Whole rows as they travel: index (P,) int32, the slots of what `requests` asks for, rank by rank, table by
+        table. into: on the CPU, what they are written to."""
+        ...
+
+    def of_outputs(self, ticket: Ticket, gradients: list[Tensor]) -> RowGradients:
+        """What backward gave, shaped as `pool`'s result: gradients of the rows of a ticket, in a world of one. Borrows
+        them."""
+        ...
+
+    def row_sums(self, ticket: Ticket, offsets: Tensor, gradients: list[Tensor]) -> Any:
+        """What backward gave, added up by row of the ticket's plan: offsets (T + 1,) of these rows by table. As
+        `cache.copies.Copies` of the rows that were pooled takes it."""
+        ...
+
+    def of_sums(
+        self, slots: np.ndarray, counts: np.ndarray, sums: Any, chosen: np.ndarray
+    ) -> RowGradients:
+        """Such sums as gradients of rows in `slots` (n,), table by table: counts (T,). Of tables that are not `chosen`
+        (T,) bool there are none. Borrows them."""
+        ...
+
+    def merged(
+        self,
+        tickets: Sequence[Ticket],
+        pushed: Sequence[RowGradients],
+        slots: Tensor,
+        plan: _native.Plan,
+    ) -> RowGradients:
+        """Several batches as one: each row's sum of each batch, added in their order. plan: of the owned rows of all
+        tickets, listed ticket by ticket; slots: by its unique rows."""
+        ...
+
+    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
+        """The sum of squares of all rows' sums, and gradients that need not be summed again."""
+        ...
+
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        """Apply them to rows of `store` that are pinned, and advance the rows' clocks: see `_native.update`."""
+        ...
+
+    def squared_norms(self, view: RowView, slots: Tensor) -> Tensor:
+        """(N,) float64 on the CPU: the sum of squares of each row's weights; slots (N,) int32."""
+        ...
+
+
+class NativeKernels:
+    """placed: (bases (T,), strides (T,), index (E,), order (E,) or None): lookup e reads the row at base[t] +
+    index[e] * stride[t] bytes."""
+
+    def __init__(
+        self, declaration: Declaration, consumption: Consumption, outputs: Sequence[Output], num_ranks: int
+    ) -> None:  # fmt: skip
+        self.declaration, self.consumption, self.outputs = declaration, consumption, outputs
+        self.widths = declaration.widths
+        self.dtype = declaration.tables[0].dtype
+        self.itemsize = declaration.tables[0].itemsize
+        self.compute = declaration.tables[0].compute_dtype
+        parts = [(c, *declaration.parts[p]) for c, p in consumption.reads]
+        self.reads = _native.Reads(
+            *_int32s((column, part.column, part.dim) for column, _, part in parts)
+        )
+        placed = [
+            (i, column, output.width)
+            for i, output in enumerate(outputs)
+            for column in output.columns
+        ]
+        # numpy: a step asks for few numbers, which torch takes five times as long for.
+        self._read_outputs, self._read_columns, self._read_widths = (
+            np.array(placed, dtype=np.int64).reshape(-1, 3).T.copy()
+        )
+        self.whole_rows = _native.Reads(
+            *_int32s((i, 0, width) for i, width in enumerate(self.widths.tolist() * num_ranks))
+        )
+
+    def place(
+        self,
+        lookups: Lookups | None,
+        views: Sequence[RowView],
+        index: Tensor,
+        order: Tensor | None = None,
+    ) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor | None]:
+        return (
+            np.array([view.address for view in views], dtype=np.int64),
+            np.array([view.stride_bytes for view in views], dtype=np.int64),
+            index,
+            order,
+        )
+
+    def pool(
+        self,
+        lookups: Lookups,
+        placed: tuple[Any, Any, Tensor, Tensor | None],
+        into: Mapping[int, Tensor] = NOWHERE,
+    ) -> list[Tensor]:
+        bases, strides, index, order = placed
+        tensors = self._empty(lookups, into)
+        out_bases, out_strides = self._addresses(tensors)
+        _native.pool(
+            lookups.native, index, bases, strides, self.reads,
+            out_bases, out_strides, self.dtype, self.declaration.output, order,
+        )  # fmt: skip
+        return tensors
+
+    def zeros(self, lookups: Lookups) -> list[Tensor]:
+        return [each.zero_() for each in self._empty(lookups)]
+
+    def message(
+        self,
+        source: RowSource,
+        index: Tensor,
+        layout: RowLayout,
+        requests: _native.Lookups,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        bases, strides, *_ = self.place(None, source.views, index)
+        send = into
+        if send is None:
+            send = empty(layout.num_elements, dtype=self.declaration.dtype)
+        starts = torch.from_numpy(layout.block_elements.ravel() * self.itemsize)
+        widths = torch.from_numpy(self.widths * self.itemsize).repeat(len(layout.counts))
+        _native.pool(
+            requests, index, bases, strides, self.whole_rows,
+            send.data_ptr() + starts, widths, self.dtype, self.dtype,
+        )  # fmt: skip
+        return send
+
+    def of_outputs(self, ticket: Ticket, gradients: list[Tensor]) -> RowGradients:
+        plan = ticket.plan
+        return RowGradients(
+            ticket.pinned, ticket.owned_offsets, plan.segment_offsets, plan.entries,
+            self.source(ticket, gradients), gradients, ticket.by_page,
+        )  # fmt: skip
+
+    def source(self, ticket: Ticket, gradients: list[Tensor]) -> _native.OutputGradients:
+        dtype = str(gradients[0].dtype).removeprefix("torch.")
+        return _native.OutputGradients(
+            ticket.lookups.native, self.reads, *self._addresses(gradients), dtype
+        )
+
+    def row_sums(self, ticket: Ticket, offsets: Tensor, gradients: list[Tensor]) -> Elements:
+        plan, layout = ticket.plan, row_layout(offsets.diff().numpy()[None, :], self.widths)
+        values = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
+        sums = Elements(values, layout.rank_major(self.widths))
+        mine = RowGradients(
+            ticket.pinned, offsets, plan.segment_offsets, plan.entries,
+            self.source(ticket, gradients), gradients,
+        )  # fmt: skip
+        self.sum_into(mine, sums.values, sums.index)
+        return sums
+
+    def of_sums(
+        self, slots: np.ndarray, counts: np.ndarray, sums: Elements, chosen: np.ndarray
+    ) -> RowGradients:
+        index = sums.index
+        if not chosen.all():
+            rows = np.repeat(chosen, counts)
+            slots, index = slots[rows], index[torch.from_numpy(rows)].contiguous()
+            counts = counts * chosen
+        ramp = torch.arange(len(index) + 1, dtype=torch.int32)
+        return RowGradients(
+            torch.from_numpy(slots.astype(np.int32)),
+            torch.from_numpy(np.concatenate([[0], counts.cumsum()])),
+            ramp, ramp[:-1].contiguous(),
+            _native.RowGradients(sums.values.data_ptr(), index, self.compute), (sums, index),
+        )  # fmt: skip
+
+    def sum_into(self, pushed: RowGradients, sums: Tensor, index: Tensor) -> None:
+        """sums: elements of the compute dtype; index (O,) int32: where each row's begin."""
+        _native.sum_rows(
+            pushed.segment_offsets, pushed.entries, pushed.source, pushed.offsets,
+            self.declaration.native_parts, sums.data_ptr(), index, self.compute,
+        )  # fmt: skip
+
+    def summed(self, pushed: RowGradients) -> tuple[RowGradients, Tensor]:
+        """The same gradients with each row's entries added up, and the elements that hold them: table by table, row by
+        row."""
+        counts = np.diff(pushed.offsets.numpy())[None, :]
+        layout = row_layout(counts, self.widths)
+        sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
+        index = layout.rank_major(self.widths)
+        self.sum_into(pushed, sums, index)
+        ramp = torch.arange(len(index) + 1, dtype=torch.int32)
+        source = _native.RowGradients(sums.data_ptr(), index, self.compute)
+        return RowGradients(
+            pushed.slots, pushed.offsets, ramp, ramp[:-1].contiguous(), source, (sums, index)
+        ), sums
+
+    def merged(
+        self, tickets: Sequence[Ticket], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
+    ) -> RowGradients:  # fmt: skip
+        counts = np.stack([np.diff(ticket.owned_offsets.numpy()) for ticket in tickets])
+        layout = row_layout(counts, self.widths)
+        sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
+        index = layout.rank_major(self.widths)
+        starts = np.concatenate([[0], np.cumsum(counts.sum(1))])
+        for i, part in enumerate(pushed):
+            self.sum_into(part, sums, index[starts[i] : starts[i + 1]].contiguous())
+        return RowGradients(
+            slots, torch.as_tensor(plan.block_offsets), plan.segment_offsets, plan.entries,
+            _native.RowGradients(sums.data_ptr(), index, self.compute), (sums, index, plan),
+        )  # fmt: skip
+
+    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
+        summed, values = self.summed(pushed)
+        return summed, _native.squared_norm(values.data_ptr(), values.numel(), self.compute)
+
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        rows = pushed.by_page or pushed
+        _native.update(
+            store.native, rows.slots, pushed.offsets, rows.segment_offsets, rows.entries, pushed.source,
+            self.declaration.native_parts, optimizers, settings,
+        )  # fmt: skip
+
+    def squared_norms(self, view: RowView, slots: Tensor) -> Tensor:
+        return torch.as_tensor(
+            _native.squared_norms(view.address, view.stride_bytes, view.dim, view.dtype, slots)
+        )
+
+    def _empty(self, lookups: Lookups, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+        dtype = self.declaration.output_dtype
+        shapes = output_shapes(self.outputs, self.consumption, lookups)
+        return [
+            into[i] if i in into else empty(*shape, dtype=dtype) for i, shape in enumerate(shapes)
+        ]
+
+    def _addresses(self, tensors: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+        """(R,) int64 each: where output row 0 of each read lies, and the bytes between rows."""
+        itemsize = tensors[0].element_size() if tensors else 0
+        starts = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+        return starts[self._read_outputs] + self._read_columns * itemsize, self._read_widths * itemsize  # fmt: skip
+
+
+def output_shapes(
+    outputs: Sequence[Output], consumption: Consumption, lookups: Lookups
+) -> list[tuple[int, int]]:
+    """Of each output of a batch."""
+    shapes, first = [], 0
+    for output in outputs:
+        rows = lookups.batch_size
+        if output.is_sequence:
+            column = consumption.reads[first][0]
+            rows = int(lookups.feature_offsets[column + 1] - lookups.feature_offsets[column])
+        shapes.append((rows, output.width))
+        first += len(output.fields)
+    return shapes
+
+
+def _int32s(rows: Iterable[tuple[int, int, int]]) -> Tensor:
+    """(3, N) int32."""
+    return torch.tensor(list(rows), dtype=torch.int32).reshape(-1, 3).T.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Each owned row's gradient, summed: the `source` of `RowGradients` on a device."""
+
+    by_table: list[Tensor]  # (O_t, W_t) of the compute dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A batch's lookups on the device."""
+
+    rows: list[Tensor]  # by table, (slots, W_t)
+    index: Tensor  # (E,) int32 slots
+    bags: list[tuple[Tensor | None, reference.Pooling, Tensor | None]]
+    """By column of lookups: bag offsets, pooling and lookup weights, as `reference.pool` takes them."""
+
+
+class DeviceKernels:
+    """placed: `Placed`.
+
+    Messages between ranks go by the host: rows are gathered here and copied once; gradients that arrived are summed by
+    `host` and copied once.
+    """
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        consumption: Consumption,
+        outputs: Sequence[Output],
+        host: NativeKernels,
+    ) -> None:
+        self.declaration, self.consumption, self.outputs = declaration, consumption, outputs
+        self.host = host
+        starts = [(i, column) for i, output in enumerate(outputs) for column in output.columns]
+        # Of each read: column of lookups, table, part, output, first column there.
+        self.reads = [
+            (c, *declaration.parts[p], *start)
+            for (c, p), start in zip(consumption.reads, starts, strict=True)
+        ]
+        self.tables = consumption.tables.tolist()  # by column of lookups
+        self.poolings: list[reference.Pooling] = [
+            declaration.features[f].pooling for f in consumption.features
+        ]
+
+    def place(
+        self, lookups: Lookups, views: Sequence[RowView], index: Tensor, order: Tensor | None = None
+    ) -> Placed:
+        rows = [view.rows for view in views if view.rows is not None]
+        device = rows[0].device
+        return Placed(rows, index.to(device), self._bags(lookups, device))
+
+    def pool(
+        self, lookups: Lookups, placed: Placed, into: Mapping[int, Tensor] = NOWHERE
+    ) -> list[Tensor]:
+        dtype, device = self.declaration.output_dtype, placed.index.device
+        shapes = output_shapes(self.outputs, self.consumption, lookups)
+        tensors = [
+            into[i] if i in into else torch.empty(shape, dtype=dtype, device=device)
+            for i, shape in enumerate(shapes)
+        ]
+        bounds = lookups.feature_offsets.tolist()
+        for c, t, part, i, start in self.reads:
+            mine = placed.index[bounds[c] : bounds[c + 1]]
+            found = placed.rows[t][:, part.column : part.column + part.dim].index_select(0, mine)
+            pooled = reference.pool(found, *placed.bags[c], dtype)
+            tensors[i][:, start : start + part.dim] = pooled
+        return tensors
+
+    def zeros(self, lookups: Lookups) -> list[Tensor]:
+        """On the CPU: no rank's backward gave anything, and nothing tells where its rows lay."""
+        return self.host.zeros(lookups)
+
+    def message(
+        self,
+        source: RowSource,
+        index: Tensor,
+        layout: RowLayout,
+        requests: Any,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        rows = [view.rows for view in source.views if view.rows is not None]
+        counts = layout.counts.ravel().tolist()  # rank by rank, table by table
+        blocks = [
+            rows[b % len(rows)].index_select(0, mine).flatten()
+            for b, mine in enumerate(index.to(rows[0].device).split(counts))
+        ]
+        found = torch.cat(blocks)
+        return found.cpu() if into is None else into.copy_(found)
+
+    def of_outputs(self, ticket: Ticket, gradients: list[Tensor]) -> RowGradients:
+        offsets = ticket.owned_offsets
+        sums = Sums(self.row_sums(ticket, offsets, gradients))
+        return RowGradients(ticket.pinned, offsets, None, None, sums, gradients)
+
+    def row_sums(self, ticket: Ticket, offsets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
+        placed: Placed = ticket.reads.placed
+        device, bags = placed.index.device, placed.bags
+        gradients = [each.to(device) for each in gradients]
+        lookups, plan = ticket.lookups, ticket.plan
+        segments, entries = torch.as_tensor(plan.segment_offsets), torch.as_tensor(plan.entries)
+        firsts = segments[offsets].tolist()
+        parts = [lookups.feature_offsets, segments, entries]  # one copy for all of them
+        moved = torch.cat(parts).to(device).split([len(each) for each in parts])
+        ends, segments, entries = moved
+        rows, bounds = offsets.tolist(), lookups.feature_offsets.tolist()
+        sums = []
+        for t, table in enumerate(self.declaration.tables):
+            columns = [c for c, of in enumerate(self.tables) if of == t]
+            mine = entries[firsts[t] : firsts[t + 1]]
+            own = segments[rows[t] : rows[t + 1] + 1] - firsts[t]
+            whole = torch.zeros(
+                len(own) - 1, table.width, dtype=self.declaration.compute_dtype, device=device
+            )
+            for part in table.parts:
+                # Terms of the columns that read the part, side by side, and where each lookup's is.
+                read = {c: (i, start) for c, of, p, i, start in self.reads if of == t and p == part}
+                terms, shifts, length = [], [0] * len(self.tables), 0
+                for c in columns:
+                    if c not in read:
+                        continue
+                    i, start = read[c]
+                    shifts[c] = length - bounds[c]
+                    length += bounds[c + 1] - bounds[c]
+                    given = gradients[i][:, start : start + part.dim]
+                    terms.append(
+                        reference.lookup_gradients(
+                            given, *bags[c], num_lookups=bounds[c + 1] - bounds[c]
+                        )
+                    )
+                if not terms:
+                    continue
+                where, inside = mine, own
+                if len(columns) > 1:
+                    column = torch.bucketize(mine, ends[1:], right=True)
+                    where = mine + torch.tensor(shifts, device=device)[column]
+                    if len(read) < len(columns):  # lookups in the others add nothing
+                        is_read = torch.tensor(
+                            [c in read for c in range(len(shifts))], device=device
+                        )[column]
+                        where = where[is_read]
+                        inside = functional.pad(is_read.cumsum(0), (1, 0))[own.long()]
+                else:
+                    where = mine + shifts[columns[0]]
+                found = reference.sum_rows(torch.cat(terms), inside, where)
+                whole[:, part.column : part.column + part.dim] = found
+            sums.append(whole)
+        return sums
+
+    def of_sums(
+        self, slots: np.ndarray, counts: np.ndarray, sums: list[Tensor], chosen: np.ndarray
+    ) -> RowGradients:
+        mine = [each if yes else each[:0] for each, yes in zip(sums, chosen.tolist(), strict=True)]
+        rows = slots[np.repeat(chosen, counts)].astype(np.int32)
+        offsets = torch.from_numpy(np.concatenate([[0], (counts * chosen).cumsum()]))
+        return RowGradients(torch.from_numpy(rows), offsets, None, None, Sums(mine), sums)
+
+    def merged(
+        self, tickets: Sequence[Ticket], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
+    ) -> RowGradients:  # fmt: skip
+        parts = [each.source.by_table for each in pushed]
+        segments = torch.as_tensor(plan.segment_offsets)
+        blocks = torch.as_tensor(plan.block_offsets)
+        firsts, entries = segments[blocks].tolist(), torch.as_tensor(plan.entries).long()
+        counts = np.stack([np.diff(ticket.owned_offsets.numpy()) for ticket in tickets])
+        # Rows are listed ticket by ticket, table by table; here a table's rows lie side by side.
+        starts = np.concatenate([[0], np.cumsum(counts.ravel())])[:-1].reshape(counts.shape)
+        here = np.cumsum(counts, axis=0) - counts
+        shifts = torch.from_numpy(here - starts)
+        ends = torch.from_numpy(starts.ravel()[1:].copy())
+        sums = []
+        for t in range(len(blocks) - 1):
+            terms = torch.cat([each[t] for each in parts])
+            mine = entries[firsts[t] : firsts[t + 1]]
+            mine = mine + shifts.ravel()[torch.bucketize(mine, ends, right=True)]
+            own = segments[blocks[t] : blocks[t + 1] + 1] - firsts[t]
+            sums.append(reference.sum_rows(terms, own.to(terms.device), mine.to(terms.device)))
+        return RowGradients(slots, blocks, None, None, Sums(sums), plan)
+
+    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
+        if not isinstance(pushed.source, Sums):
+            return self.host.squared_norm(pushed)
+        whole = torch.cat([each.flatten() for each in pushed.source.by_table])
+        return pushed, reference.squared_norm(whole)
+
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        numbers = [_settings(row) for row in settings.tolist()]
+        sums = self._on_device(pushed, store.device)
+        store.update(pushed.slots, pushed.offsets, sums, optimizers.tolist(), numbers)
+
+    def squared_norms(self, view: RowView, slots: Tensor) -> Tensor:
+        assert view.rows is not None
+        return rules.sum_squares(view.rows[slots.to(view.rows.device).long()].double()).cpu()
+
+    def _on_device(self, pushed: RowGradients, device: torch.device) -> list[Tensor]:
+        """(O_t, W_t) by table."""
+        if isinstance(pushed.source, Sums):
+            return pushed.source.by_table
+        _, values = self.host.summed(pushed)
+        counts, widths = pushed.offsets.diff().tolist(), self.declaration.widths.tolist()
+        parts = values.to(device).split([n * w for n, w in zip(counts, widths, strict=True)])
+        return [part.view(n, w) for part, n, w in zip(parts, counts, widths, strict=True)]
+
+    def _bags(
+        self, lookups: Lookups, device: torch.device
+    ) -> list[tuple[Tensor | None, reference.Pooling, Tensor | None]]:
+        bags: list[Tensor | None] = []
+        kinds: list[reference.Pooling] = []
+        for bag, pooling in zip(lookups.bags, self.poolings, strict=True):
+            # One lookup a sample, as of a sequence: nothing to add up or to divide by.
+            is_alone = bag is None or pooling == "sequence"
+            bags.append(None if is_alone else bag)
+            kinds.append("sequence" if is_alone else pooling)
+        dtype = self.declaration.compute_dtype
+        weights = [None if each is None else each.to(dtype) for each in lookups.weights]
+        return list(zip(_moved(bags, device), kinds, _moved(weights, device), strict=True))
+
+
+def _moved(parts: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
+    """The same on the device: one copy for all of them."""
+    there = [part for part in parts if part is not None]
+    if not there:
+        return list(parts)
+    moved = iter(torch.cat(there).to(device).split([len(part) for part in there]))
+    return [None if part is None else next(moved) for part in parts]
+
+
+def _settings(row: Sequence[float]) -> rules.Settings:
+    """Of a row as `_native.update` takes it."""
+    named: dict[str, Any] = dict(
+        zip((each.name for each in fields(rules.Settings)), row, strict=False)
+    )
+    return rules.Settings(**named)

@@ -1,0 +1,1 @@
+"""Search for the sharding and exchange of each table."""

@@ -1,0 +1,65 @@
+"""What settings ask of the model and of the data, said before anything is opened."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from colonnade.config.run import RunConfig
+from colonnade.data import Splits
+from colonnade.data.contract import bags_of
+from colonnade.embedding import EmbeddingCollection
+from colonnade.errors import ConfigError
+from colonnade.plan.cost.consumers import check_bags
+from colonnade.plan.plan import Plan
+from colonnade.publish.mirror import open_url
+from colonnade.train.best import check_monitor
+from colonnade.train.objective import Objective, Retrieval
+
+
+def find_collection(model: nn.Module) -> EmbeddingCollection:
+    """The one EmbeddingCollection inside a model."""
+    found = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{type(model).__name__} has {len(found)} EmbeddingCollections among its modules, wanted one; "
+            "declare all tables in one collection"
+        )
+    return found[0]
+
+
+def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
+    """Raises ConfigError where the settings ask for a part that the data has not."""
+    for url in (config.train.mirror, config.train.publish):
+        if url is not None:
+            open_url(url)
+    if config.train.progressive and not data.days:
+        raise ConfigError(
+            "train.progressive needs data with days (Splits.days); this data set has none"
+        )
+    if isinstance(objective, Retrieval):
+        for part in ("validation", "test"):
+            source = getattr(data, part)
+            if source is not None and getattr(source, "catalogue", None) is None:
+                raise ConfigError(
+                    f"the {part} part has no catalogue of items to rank, by which a retrieval model is judged; leave "
+                    "that part out (test_fraction=0), or use data that has one (movielens_retrieval, gowalla, "
+                    "power_law)"
+                )
+    monitor = config.train.monitor or objective.monitor
+    known = getattr(objective, "metrics", None)
+    if known is not None and monitor != objective.monitor:
+        tasks = data.train.schema.labels[1:]
+        check_monitor(
+            monitor, [*known, *(f"{metric}_{task}" for task in tasks for metric in known)]
+        )
+    if config.train.patience and data.validation is None:
+        raise ConfigError(
+            f"train.patience={config.train.patience} waits for a better {monitor} on the validation part, "
+            "and this data set has none; give it one, or set patience to 0"
+        )
+
+
+def check_lookups(plan: Plan, collection: EmbeddingCollection, data: Splits) -> None:
+    """Raises ConfigError where what travels does not fit features of which samples have several ids."""
+    exchanges = [table.exchange for table in plan.tables]
+    check_bags(collection.declaration, plan.shardings, exchanges, bags_of(data.train.schema))

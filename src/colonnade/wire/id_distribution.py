@@ -1,0 +1,121 @@
+"""How a batch's lookups come to the owners of their rows: each rank sends each one letter, with what every exchange of
+a plan asks.
+
+    8 bytes           float64: the sum of the sender's sample weights
+    E messages        one of each exchange, of the sizes that were told: see `packing` and `bags`
+
+Legend: N ranks, E exchanges of a plan.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from colonnade.batch import Batch
+from colonnade.comm.mesh import Mesh
+from colonnade.errors import WorldError
+from colonnade.lookup.contract import Asked, Ticket
+
+WEIGHT = struct.Struct("<d")
+SIZE_BYTES = 4
+"""Of a message, told before it."""
+
+
+class Asks(Protocol):
+    """The part of an exchange that routes."""
+
+    def ask(self, batch: Batch, purpose: str = "route") -> Asked:
+        """Local: everything that can be wrong with a batch is found here. Raises IdRangeError, DataError,
+        NonFiniteError."""
+        ...
+
+    def answer(
+        self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
+    ) -> Ticket:
+        """Local, but collective inside a tower under `tower_rows`. heard: by rank, what its `ask` had for this one
+        (world of one: []); weight: `Ticket.weight`. Raises WorldError for what no `ask` makes."""
+        ...
+
+    def take_back(self, asked: Asked) -> None:
+        """Local: what was asked, the newest, will not be used, answered or not."""
+        ...
+
+
+def route(ends: Sequence[Asks], mesh: Mesh, batch: Batch, step: int, purpose: str) -> list[Ticket]:
+    """Collective on `purpose`'s group: each exchange's ticket. Raises what `ask` raises, before anything travels.
+    Whatever it raises, it is as if nothing had been asked here."""
+    asked: list[Asked] = []
+    try:
+        for end in ends:
+            asked.append(end.ask(batch, purpose))
+        weight = float(batch.size if batch.sample_weight is None else batch.sample_weight.sum())
+        heard: list[list[np.ndarray]] = [[] for _ in ends]
+        if mesh.num_ranks > 1:
+            heard, weight = exchanged([each.messages for each in asked], mesh, weight, purpose)
+        tickets = [
+            end.answer(each, messages, step=step, weight=weight, purpose=purpose)
+            for end, each, messages in zip(ends, asked, heard, strict=True)
+        ]
+    except BaseException:
+        for end, each in zip(ends, asked, strict=False):
+            end.take_back(each)
+        raise
+    for ticket in tickets:
+        ticket.dense = batch.dense
+    return tickets
+
+
+def exchanged(
+    messages: Sequence[Sequence[np.ndarray]], mesh: Mesh, weight: float, purpose: str
+) -> tuple[list[list[np.ndarray]], float]:
+    """messages: by exchange, by rank they are for. Returns them by exchange, by rank they are from, and the weight of
+    all samples. Raises WorldError for what no rank sends."""
+    sizes = np.array([[len(each) for each in by_rank] for by_rank in messages], np.int32).T
+    head = np.frombuffer(WEIGHT.pack(weight), np.uint8)
+    letters = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
+    one, counts_as = [1] * mesh.num_ranks, counted(purpose, "route")
+    told, _ = mesh.all_to_all(
+        purpose, torch.from_numpy(np.ascontiguousarray(sizes)), one, one, counts_as=counts_as
+    )
+    theirs = _checked(told.numpy())
+    data, _ = mesh.all_to_all(
+        purpose, torch.from_numpy(np.concatenate(letters)), _lengths(sizes), _lengths(theirs),
+        counts_as=counts_as,
+    )  # fmt: skip
+    received = data.numpy()
+    found: list[list[np.ndarray]] = [[] for _ in messages]
+    at, total = 0, 0.0
+    for by_exchange in theirs.tolist():
+        total += WEIGHT.unpack_from(received.data, at)[0]
+        at += WEIGHT.size
+        for i, size in enumerate(by_exchange):
+            found[i].append(received[at : at + size].copy())  # begins at a multiple of 8 bytes
+            at += size
+    return found, total
+
+
+def _lengths(sizes: NDArray[np.int32]) -> list[int]:
+    """Return the bytes for each rank, headers included, from those of its messages: sizes (N, E)."""
+    return (WEIGHT.size + sizes.sum(1, dtype=np.int64)).tolist()
+
+
+def _checked(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Check the sizes (N, E) of the messages from each rank. Raises WorldError for negative ones."""
+    if (sizes < 0).any():
+        rank = int((sizes < 0).any(1).argmax())
+        raise WorldError(
+            f"rank {rank} told sizes {sizes[rank].tolist()} of its messages, wanted 0 or more; all ranks must run one "
+            "version of Colonnade"
+        )
+    return sizes
+
+
+def counted(purpose: str, during: str) -> str:
+    """What bytes on the group of `purpose` count as: evaluation's as such, training's as what they are for."""
+    return "evaluate" if purpose == "evaluate" else during

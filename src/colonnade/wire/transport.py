@@ -1,0 +1,344 @@
+"""How what owners pooled travels to the samples' ranks, and gradients of it back: straight, or added up inside a host.
+
+Columns that every rank sends (those of tables whose rows lie on all of them, and partials of operators whose fields do)
+are sums over ranks. Where there are several hosts of several ranks, the ranks of a host add them up first, so that a
+host sends another one block for each of its ranks' samples, not as many as it has ranks; the bytes over an uplink fall
+by the ranks of a host, and what travels inside a host grows by as much.
+
+Legend: N ranks, H hosts, L ranks of a host, B samples of this rank, G of all, P columns of a route, W of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from colonnade.comm.collectives import sum_in_order
+from colonnade.comm.mesh import Call, Mesh
+from colonnade.lookup.fields import Columns, Key, Run, runs_of
+from colonnade.ops.memory import empty
+from colonnade.wire.codec import CODECS, Block, Codec, Draw, decode, encode
+from colonnade.wire.coding import Coding
+
+NOTHING = torch.empty(0)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A message to this rank, or several side by side, under way."""
+
+    received: Tensor  # flat, sender after sender
+    call: Call | None
+    keep: Any = None  # what must live until it has arrived
+    decode: Callable[[], None] | None = None  # once it has
+    parts: Sequence[Flight] = ()  # of one that is several
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+        if self.call is not None:
+            self.call.wait()
+            self.call = self.keep = None
+        if self.decode is not None:
+            self.decode()
+            self.decode = None
+
+
+class Route(Protocol):
+    """For the columns of one kind. Methods but `add` are collective, in one order on all ranks."""
+
+    columns: Columns
+    """What this rank sends; maybe none."""
+    roundings: int
+    """By a codec, of a value on its way."""
+
+    def fetch(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Flight:
+        """block (G, P), contiguous: sums for all ranks' samples. sizes: those, by rank."""
+        ...
+
+    def add(self, flight: Flight, total: Tensor) -> None:
+        """Its columns of total (B, W), which hold nothing yet, become the sums over owners, in a fixed order."""
+        ...
+
+    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Flight:
+        """total (B, W): gradients of sums -> (G, P), of what this rank had sent. step, number: what random bits depend
+        on: updates before this one, and which batch of it this is."""
+        ...
+
+
+class DirectRoute(Route, Protocol):
+    """Whose messages are what owners sent, or sums of it."""
+
+    def columns_of(self, rank: int) -> Columns:
+        """What that rank sends."""
+        ...
+
+    def landed(self, blocks: Sequence[Tensor]) -> Flight:
+        """As if it had been fetched. blocks (B, P of the rank) by rank: what they had for this rank's samples."""
+        ...
+
+
+def arriving(
+    codec: Codec, data: Tensor, blocks: Sequence[Block], dtype: torch.dtype
+) -> tuple[Tensor, Callable[[], None] | None]:
+    """data: a message of these blocks, maybe under way -> (its elements, flat; what to do once it has come, before they
+    are read). What is not coded is read where it lies."""
+    if codec.name == "exact":
+        return data.view(dtype), None
+    found = empty(sum(elements(blocks)), dtype=dtype)
+    return found, partial(decode, codec, data, blocks, found)
+
+
+def arrived(codec: Codec, data: Tensor, blocks: Sequence[Block], dtype: torch.dtype) -> Tensor:
+    """The same of one that has come."""
+    found, finish = arriving(codec, data, blocks, dtype)
+    if finish is not None:
+        finish()
+    return found
+
+
+def open_routes(
+    mesh: Mesh, messages: Sequence[Columns], whole: Columns, coding: Coding, dtype: torch.dtype
+) -> list[DirectRoute]:
+    """messages: what each rank sends; whole: all columns. The same routes on every rank. In a world of one: none."""
+    if mesh.num_ranks == 1:
+        return []
+    world, common = mesh.world, set[Any]()
+    if world.num_hosts > 1 and world.ranks_per_host > 1:
+        common = set.intersection(*(set(message.dims) for message in messages))
+    routes: list[DirectRoute] = []
+    if any(set(message.dims) - common for message in messages):
+        some = [only(message, set(message.dims) - common) for message in messages]
+        routes.append(Straight(mesh, some, whole, coding, dtype))
+    if common:
+        routes.append(ByHost(mesh, only(messages[0], common), whole, coding, dtype))
+    return routes
+
+
+class Straight:
+    """Every rank's columns to every other rank."""
+
+    roundings = 1
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        messages: Sequence[Columns],
+        whole: Columns,
+        coding: Coding,
+        dtype: torch.dtype,
+    ) -> None:
+        self.mesh, self.coding, self.dtype = mesh, coding, dtype
+        self.messages, self.columns = messages, messages[mesh.rank]
+        self.widths = [message.width for message in messages]
+        self.dims = [tuple(message.dims.values()) for message in messages]
+        self.blocks = runs_of([message.starts.items() for message in messages], whole)
+
+    def columns_of(self, rank: int) -> Columns:
+        return self.messages[rank]
+
+    def landed(self, blocks: Sequence[Tensor]) -> Flight:
+        return Flight(torch.cat([block.reshape(-1) for block in blocks]), None)
+
+    def fetch(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Flight:
+        codec = CODECS[self.coding.codecs.values]
+        theirs, mine = self._served(sizes), self._asked(sizes)
+        coded = encode(codec, block.view(-1), theirs)
+        data, call = self.mesh.all_to_all(
+            "fetch", coded, [each.bytes_of(codec, self.dtype) for each in theirs],
+            [each.bytes_of(codec, self.dtype) for each in mine], wait=False, counts_as=counts_as,
+        )  # fmt: skip
+        received, finish = arriving(codec, data, mine, self.dtype)
+        return Flight(received, call, coded, finish)
+
+    def add(self, flight: Flight, total: Tensor) -> None:
+        parts = flight.received.split([len(total) * width for width in self.widths])
+        for part, width, runs in zip(parts, self.widths, self.blocks, strict=True):
+            add_runs(part.view(len(total), width), total, runs)
+
+    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Flight:
+        codec, size = CODECS[self.coding.codecs.gradients], len(total)
+        theirs, mine = self._served(sizes), self._asked(sizes)
+        send = self.mesh.room("push", sum(elements(mine)), self.dtype)
+        for part, width, runs in zip(
+            send.split(elements(mine)), self.widths, self.blocks, strict=True
+        ):
+            take_runs(total, part.view(size, width), runs)
+        samples, rank = torch.arange(size), self.mesh.rank
+        draws = [
+            Draw(samples, self.coding.seed(f"pooled by {owner}", rank, number), step)
+            for owner in range(self.mesh.num_ranks)
+        ]
+        coded = encode(codec, send, mine, draws)
+        data, call = self.mesh.all_to_all(
+            "push", coded, [each.bytes_of(codec, self.dtype) for each in mine],
+            [each.bytes_of(codec, self.dtype) for each in theirs], wait=False,
+        )  # fmt: skip
+        received, finish = arriving(codec, data, theirs, self.dtype)
+        return Flight(received, call, coded, finish)
+
+    def _served(self, sizes: Sequence[int]) -> list[Block]:
+        """By rank: of its samples, what lies here."""
+        return [Block(size, self.dims[self.mesh.rank]) for size in sizes]
+
+    def _asked(self, sizes: Sequence[int]) -> list[Block]:
+        """By rank: of this rank's samples, what lies there."""
+        return [Block(sizes[self.mesh.rank], dims) for dims in self.dims]
+
+
+class ByHost:
+    """Columns that all ranks send. Rank l of a host adds up what its host has for the samples of the ranks l of all
+    hosts, and sends it to them; gradients go the same way back. Codecs apply to shares, and to a host's sum of what
+    was decoded: values are rounded twice."""
+
+    roundings = 2
+
+    def __init__(
+        self, mesh: Mesh, columns: Columns, whole: Columns, coding: Coding, dtype: torch.dtype
+    ) -> None:
+        self.mesh, self.coding, self.columns, self.dtype = mesh, coding, columns, dtype
+        self.dims = tuple(columns.dims.values())
+        hosts = mesh.world.num_hosts
+        self.blocks = runs_of([columns.starts.items() for _ in range(hosts)], whole)
+
+    @property
+    def alike(self) -> list[list[int]]:
+        """(L, H): ranks of the same number in their hosts, who add up for each other."""
+        local, every = self.mesh.world.ranks_per_host, range(self.mesh.num_ranks)
+        return [list(every[number::local]) for number in range(local)]
+
+    def columns_of(self, rank: int) -> Columns:
+        return self.columns
+
+    def landed(self, blocks: Sequence[Tensor]) -> Flight:
+        world = self.mesh.world
+        every = torch.stack([block.reshape(-1) for block in blocks])
+        hosts = every.view(world.num_hosts, 1, world.ranks_per_host, -1)
+        return Flight(torch.cat([sum_in_order(of_host) for of_host in hosts]), None)
+
+    def fetch(self, block: Tensor, sizes: Sequence[int], counts_as: str) -> Flight:
+        """Inside the host before it returns; between hosts sums may still travel."""
+        codec, local = CODECS[self.coding.codecs.values], self.mesh.world.ranks_per_host
+        blocks = block.split(list(sizes))
+        send = torch.cat([blocks[rank] for some in self.alike for rank in some])
+        mine = [sizes[rank] for rank in self.alike[self.mesh.rank % local]]
+        there = [Block(sum(sizes[rank] for rank in some), self.dims) for some in self.alike]
+        here = [Block(sum(mine), self.dims)] * local
+        data, _ = self.mesh.all_to_all(
+            "fetch in host", encode(codec, send.view(-1), there), self._lengths(codec, there),
+            self._lengths(codec, here), counts_as=counts_as,
+        )  # fmt: skip
+        received = arrived(codec, data, here, self.dtype)
+        of_host = sum_in_order(received.view(1, local, -1))
+        theirs, ours = [Block(n, self.dims) for n in mine], self._asked(sizes)
+        coded = encode(codec, of_host, theirs)
+        data, call = self.mesh.all_to_all(
+            "fetch over hosts", coded, self._lengths(codec, theirs), self._lengths(codec, ours),
+            wait=False, counts_as=counts_as,
+        )  # fmt: skip
+        received, finish = arriving(codec, data, ours, self.dtype)
+        return Flight(received, call, coded, finish)
+
+    def add(self, flight: Flight, total: Tensor) -> None:
+        parts = flight.received.view(len(self.blocks), len(total), self.columns.width)
+        for part, runs in zip(parts, self.blocks, strict=True):
+            add_runs(part, total, runs)
+
+    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Flight:
+        """Has come when it returns."""
+        codec, world, rank = CODECS[self.coding.codecs.gradients], self.mesh.world, self.mesh.rank
+        block = empty(len(total), self.columns.width, dtype=self.dtype)
+        take_runs(total, block, self.blocks[0])
+        every = [Block(size, self.dims) for size in sizes]
+        seed = self.coding.seed("pooled by hosts", rank, number)
+        draws = [Draw(torch.arange(len(total)), seed, step)]
+        data = encode(codec, block.view(-1), [every[rank]], draws)
+        lengths = self._lengths(codec, every)
+        local, hosts = world.ranks_per_host, world.num_hosts
+        of_alike = [[lengths[r] for r in some] for some in self.alike]
+        received, _ = self.mesh.all_to_all(
+            "push over hosts", data.repeat(hosts), [len(data)] * hosts, of_alike[rank % local]
+        )
+        received, _ = self.mesh.all_to_all(
+            "push in host",
+            received.repeat(local),
+            [len(received)] * local,
+            list(map(sum, of_alike)),
+        )
+        # Rank l of the host after the other, of each what it got from host after host: back into rank order.
+        starts = dict(
+            zip([r for some in self.alike for r in some],
+                accumulate((n for some in of_alike for n in some), initial=0), strict=False)
+        )  # fmt: skip
+        data = torch.cat([received[starts[r] : starts[r] + n] for r, n in enumerate(lengths)])
+        return Flight(arrived(codec, data, every, self.dtype), None)
+
+    def _lengths(self, codec: Codec, blocks: Iterable[Block]) -> list[int]:
+        return [each.bytes_of(codec, self.dtype) for each in blocks]
+
+    def _asked(self, sizes: Sequence[int]) -> list[Block]:
+        """By host: of this rank's samples."""
+        return [Block(sizes[self.mesh.rank], self.dims)] * len(self.blocks)
+
+
+def together(flights: Sequence[Flight]) -> Flight:
+    """As one; what has come is told by its parts."""
+    return Flight(NOTHING, None, parts=flights)
+
+
+def only(columns: Columns, keys: Iterable[Any]) -> Columns:
+    """Those of them, in order."""
+    wanted = set(keys)
+    return Columns({key: dim for key, dim in columns.dims.items() if key in wanted})
+
+
+def elements(blocks: Iterable[Block]) -> list[int]:
+    """Of each."""
+    return [block.rows * sum(block.dims) for block in blocks]
+
+
+Places = tuple[tuple[Key, int], ...]
+"""Of what lies in a block: its first column there."""
+
+
+@lru_cache(maxsize=256)
+def _placing(blocks: tuple[Places, ...], dims: Places) -> tuple[list[list[Run]], int]:
+    """Of `placed`: by block its runs, and how many columns of the whole they fill. Known from one step to the next, for
+    to find it takes as long as a copy of a megabyte."""
+    every = runs_of(blocks, Columns(dict(dims)))
+    return every, sum(run.width for runs in every for run in runs if run.is_first)
+
+
+def placed(blocks: Sequence[tuple[Tensor, Places]], dims: Mapping[Key, int]) -> Tensor:
+    """(R, W), contiguous, of columns of these dims: what lies in blocks (R, any) of one dtype; the sum of what lies in
+    several, in their order, and 0 of what lies in none. Read only: it is a block itself where that is the whole."""
+    every, filled = _placing(tuple(places for _, places in blocks), tuple(dims.items()))
+    width, num_rows = sum(dims.values()), len(blocks[0][0])
+    taken = [(block, runs) for (block, _), runs in zip(blocks, every, strict=True) if runs]
+    if len(taken) == 1 and len(taken[0][1]) == 1 and filled == width == taken[0][0].shape[1]:
+        return taken[0][0].contiguous()
+    found = empty(num_rows, width, dtype=blocks[0][0].dtype)
+    if filled < width:
+        found.zero_()
+    for block, runs in taken:
+        add_runs(block, found, runs)
+    return found
+
+
+def add_runs(block: Tensor, total: Tensor, runs: Sequence[Run]) -> None:
+    """Columns of the block, to where they lie in the total; what comes first there is copied."""
+    for run in runs:
+        there, here = total[:, run.columns_there], block[:, run.columns_here]
+        there.copy_(here) if run.is_first else there.add_(here)
+
+
+def take_runs(total: Tensor, block: Tensor, runs: Sequence[Run]) -> None:
+    """The other way."""
+    for run in runs:
+        block[:, run.columns_here] = total[:, run.columns_there]

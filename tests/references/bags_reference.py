@@ -1,0 +1,127 @@
+"""Lookups on their way to the ranks that pool them, slowly: the definition of `_native.pack_bags` and `join_bags`.
+
+The format is told in native/bags.h. Python integers throughout, a lookup at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from references.packing_reference import (
+    IdSpace,
+    _mixed,
+    _varint,
+    pack_list,
+    pack_numbers,
+    pack_varint,
+    unpack_list,
+    unpack_numbers,
+)
+
+from colonnade.wire.bags import BITS
+
+WEIGHTED = 128
+LISTED, DISTINCT = b"\0", b"\1"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Lookups of one feature, those whose rows one owner has."""
+
+    table: int
+    bags: Sequence[Sequence[int]]  # ids, by sample
+    weights: Sequence[bytes] | None = None  # elements, by lookup
+    codes: Sequence[int] | None = None  # by lookup; all columns of a message have them, or none
+
+    @property
+    def ids(self) -> list[int]:
+        return [each for bag in self.bags for each in bag]
+
+
+def pack_bags(columns: Sequence[Column], size: int, spaces: Mapping[int, IdSpace]) -> bytes:
+    """The message of a rank with so many samples to one owner. spaces: by table, the owner's share."""
+    has_codes = any(column.codes is not None for column in columns)
+    found = pack_varint(size) + bytes([has_codes])
+    for column in columns:
+        found += _packed_lengths([len(bag) for bag in column.bags], column.weights is not None)
+    for table in sorted({column.table for column in columns}):
+        listed = [each for column in columns if column.table == table for each in column.ids]
+        if listed:
+            found += _packed_ids(listed, spaces[table])
+    found += b"".join(element for column in columns for element in column.weights or ())
+    if has_codes:
+        found += pack_numbers([code for column in columns for code in column.codes or ()])
+    return found
+
+
+def unpack_bags(
+    data: bytes, tables: Sequence[int], spaces: Mapping[int, IdSpace], itemsize: int
+) -> list[Column]:
+    """What `pack_bags` was given. It trusts the message; the native reader does not."""
+    size, at = _varint(data, 0)
+    has_codes, at = data[at], at + 1
+    lengths, is_weighted = [], []
+    for _ in tables:
+        head, at = data[at], at + 1
+        is_weighted.append(bool(head & WEIGHTED))
+        bits = head & ~WEIGHTED
+        if bits:
+            num_bytes = -(-size * bits // 8)
+            whole = int.from_bytes(data[at : at + num_bytes], "little")
+            lengths.append([whole >> bits * i & ((1 << bits) - 1) for i in range(size)])
+            at += num_bytes
+        else:
+            equal, at = _varint(data, at)
+            lengths.append([equal] * size)
+    of_table = {}
+    for table in sorted(set(tables)):
+        count = sum(sum(each) for t, each in zip(tables, lengths, strict=True) if t == table)
+        if count:
+            kind, at = data[at : at + 1], at + 1
+            ids, read = unpack_list(data[at:], spaces[table], kind == DISTINCT)
+            at += read
+            if kind == DISTINCT:
+                which, at = unpack_numbers(data, at, count)
+                ids = [ids[index] for index in which]
+            of_table[table] = iter(ids)
+    bags = [
+        [[next(of_table[table]) for _ in range(length)] for length in each]
+        for table, each in zip(tables, lengths, strict=True)
+    ]
+    weights: list[list[bytes] | None] = []
+    for each, has_weights in zip(lengths, is_weighted, strict=True):
+        end = at + sum(each) * itemsize * has_weights
+        weights.append(
+            [data[i : i + itemsize] for i in range(at, end, itemsize)] if has_weights else None
+        )
+        at = end
+    codes: list[list[int] | None] = [None] * len(tables)
+    if has_codes:
+        all_codes, at = unpack_numbers(data, at, sum(map(sum, lengths)))
+        told = iter(all_codes)
+        codes = [[next(told) for _ in range(sum(each))] for each in lengths]
+    assert at == len(data)
+    return [Column(*each) for each in zip(tables, bags, weights, codes, strict=True)]
+
+
+def _packed_lengths(lengths: Sequence[int], is_weighted: bool) -> bytes:
+    flag = WEIGHTED * is_weighted
+    if len(set(lengths)) < 2:
+        return bytes([flag]) + pack_varint(lengths[0] if lengths else 0)
+    bits = next(bits for bits in BITS if max(lengths) < 2**bits)
+    whole = sum(length << bits * i for i, length in enumerate(lengths))
+    return bytes([flag | bits]) + whole.to_bytes(-(-len(lengths) * bits // 8), "little")
+
+
+def _packed_ids(listed: Sequence[int], space: IdSpace) -> bytes:
+    if space.rows:
+        unique = sorted(set(listed), key=space.row_of)
+    else:
+        different = list(set(listed))
+        unique = [each for _, each in sorted(zip(_mixed(different), different, strict=True))]
+    number = {each: i for i, each in enumerate(unique)}
+    told = LISTED + pack_list(listed, space, False)
+    distinct = DISTINCT + pack_list(unique, space, True)
+    distinct += pack_numbers([number[each] for each in listed])
+    return min(told, distinct, key=len)

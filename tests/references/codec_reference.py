@@ -1,0 +1,84 @@
+"""Rows as they travel, in plain PyTorch: the definition of `_native.encode_rows` and `_native.decode_rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from colonnade.ops.optimizers import random_bits, round_at_random
+from colonnade.wire.codec import Codec, Draw
+
+MOST = (2 - 2**-7) * 2.0**127
+"""The largest number of 8 binary digits, which every codec has."""
+
+
+def encode_rows(codec: Codec, rows: Tensor, dims: Sequence[int], draw: Draw | None) -> Tensor:
+    """rows (n, sum of dims) -> (n, row_bytes) uint8. Not for "exact"."""
+    coded, column = [], 0
+    for dim in dims:
+        part = rows[:, column : column + dim].float().contiguous()
+        largest = part.abs().amax(1) if dim else part.new_zeros(len(part))
+        is_finite = largest.isfinite()
+        part = torch.where(is_finite[:, None], part.clamp(-MOST, MOST), part)
+        largest = torch.where(is_finite, largest.clamp(max=MOST), largest)
+        if codec.name == "bf16":
+            coded.append(_bytes(_halves(part, torch.bfloat16, draw, column)))
+        elif codec.name == "fp16":
+            exponents = torch.where(largest.isfinite(), torch.frexp(largest).exponent - 14, 0)
+            exponents = exponents.clamp(min=-126)
+            scaled = torch.ldexp(part, -exponents[:, None])
+            coded.append(_bytes(exponents.short()[:, None]))
+            coded.append(_bytes(_halves(scaled, torch.float16, draw, column)))
+        else:
+            scales = largest / 127
+            steps = part / scales[:, None]
+            if draw is None:
+                steps = steps.round()
+            else:
+                random = random_bits(draw.ids, _steps(draw), draw.seed, dim, column=column)
+                steps = (steps + random.float() * 2**-16).floor()
+            is_odd = ~scales.isfinite()[:, None]  # one step of inf or NaN
+            steps = torch.where(scales[:, None] > 0, steps, 0.0).clamp(-127, 127)
+            steps = torch.where(is_odd, 1.0, steps)
+            coded += [_bytes(scales[:, None]), _bytes(steps.to(torch.int8))]
+        column += dim
+    return torch.cat(coded, 1)
+
+
+def decode_rows(codec: Codec, data: Tensor, dims: Sequence[int]) -> Tensor:
+    """(n, row_bytes) uint8 -> (n, sum of dims) float32. Not for "exact"."""
+    found, begin = [], 0
+    for dim in dims:
+        head = data[:, begin : begin + codec.part_bytes]
+        begin += codec.part_bytes
+        body = data[:, begin : begin + dim * codec.item_bytes]
+        begin += dim * codec.item_bytes
+        if codec.name == "bf16":
+            found.append(_as(body, torch.bfloat16, dim).float())
+        elif codec.name == "fp16":
+            exponents = _as(head, torch.int16, 1).int()
+            found.append(torch.ldexp(_as(body, torch.float16, dim).float(), exponents))
+        else:
+            found.append(_as(body, torch.int8, dim).float() * _as(head, torch.float32, 1))
+    return torch.cat(found, 1)
+
+
+def _halves(part: Tensor, dtype: torch.dtype, draw: Draw | None, column: int) -> Tensor:
+    if draw is None:
+        return part.to(dtype)
+    return round_at_random(part, draw.ids, _steps(draw), draw.seed, dtype, column=column)
+
+
+def _steps(draw: Draw) -> Tensor:
+    return torch.full_like(draw.ids, draw.step)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def _as(data: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
+    """(n, dim) of bytes that may begin anywhere."""
+    return data.contiguous().flatten().clone().view(dtype).view(len(data), dim)

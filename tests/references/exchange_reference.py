@@ -1,0 +1,154 @@
+"""The slow twin of every exchange: plain PyTorch, one process, any world. It is also the definition.
+
+Rows live in a dictionary. The order of sums is the one that makes all ranks and all shardings agree
+to the bit: a row's gradients are summed per source rank in lookup order, then in rank order.
+
+Legend: B samples of one rank's batch, D dim, E lookups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from colonnade.batch import Batch, Ids
+from colonnade.lookup.layout import Declaration, consumption, outputs
+from colonnade.ops import optimizers
+from colonnade.ops import reference as ops
+from colonnade.store.dram import table_seed
+from colonnade.table import Part, Table
+
+
+class ReferenceRows:
+    """All tables, all rows that were ever read, on no rank in particular."""
+
+    def __init__(self, declaration: Declaration, seed: int = 0) -> None:
+        self.declaration = declaration
+        self.consumption = consumption(declaration)
+        self.seed = seed
+        self.weights: dict[tuple[str, int], Tensor] = {}
+        self.states: dict[tuple[str, int], Tensor] = {}
+        self.clocks: dict[tuple[str, int], int] = {}
+
+    def row(self, table: Table, row_id: int) -> Tensor:
+        """(D,). Born if never read."""
+        key = (table.name, row_id)
+        if key not in self.weights:
+            name, first = table.origin
+            seed, ids = table_seed(self.seed, name), torch.tensor([row_id])
+            dtype = getattr(torch, table.dtype)
+            born = [
+                ops.birth_values(ids, p.dim, seed, p.init_scale, dtype, column=first + p.column)[0]
+                for p in table.parts
+            ]
+            self.weights[key] = torch.cat(born)
+            self.states[key] = torch.zeros(table.state_floats, dtype=dtype)
+            for part in table.parts:
+                value, count = part.optimizer.initial_state(part.dim)
+                self.states[key][part.state : part.state + count] = value
+            self.clocks[key] = 0
+        return self.weights[key]
+
+    def read(self, batch: Batch, column: int, p: int) -> Tensor:
+        """(B, D), or (E, D) for a sequence: rows added one by one in lookup order (`ops.reference.pool`).
+
+        `column` of lookups, part `p` of its table.
+        """
+        feature = self.declaration.features[self.consumption.features[column]]
+        t, part = self.declaration.parts[p]
+        ids, table = batch.ids[feature.name], self.declaration.tables[t]
+        found = [self.row(table, row_id) for row_id in ids.values.tolist()]
+        rows = torch.stack(found) if found else torch.zeros(0, table.width, dtype=row_dtype(table))
+        rows = rows[:, part.column : part.column + part.dim]
+        return ops.pool(rows, bags(ids, batch.size), feature.pooling, weights_of(ids, rows.dtype))
+
+    def outputs(self, batch: Batch) -> list[Tensor]:
+        """The tensors of `layout.outputs`, before any consumer: fields side by side."""
+        reads = iter(self.consumption.reads)
+        return [
+            torch.cat([self.read(batch, *next(reads)) for _ in output.fields], 1)
+            for output in outputs(self.declaration)
+        ]
+
+    def apply(self, batches: Sequence[Batch], gradients: Sequence[Sequence[Tensor]]) -> None:
+        """One application of what all ranks pushed. gradients: by rank, by output, shaped like `outputs`."""
+        for t, table in enumerate(self.declaration.tables):
+            by_rank = [
+                self._row_sums(t, batch, parts)
+                for batch, parts in zip(batches, gradients, strict=True)
+            ]
+            for row_id in sorted({row_id for sums in by_rank for row_id in sums}):
+                shares = [sums[row_id] for sums in by_rank if row_id in sums]
+                self._update(table, row_id, sum(shares[1:], shares[0]))
+
+    def _row_sums(self, t: int, batch: Batch, gradients: Sequence[Tensor]) -> dict[int, Tensor]:
+        """One rank's gradients summed per row: column of lookups by column, in lookup order; whole rows (width,)."""
+        table, sums = self.declaration.tables[t], dict[int, Tensor]()
+        for column, f in enumerate(self.consumption.features):
+            feature = self.declaration.features[f]
+            if feature.table != table.name:
+                continue
+            ids = batch.ids[feature.name]
+            whole = torch.zeros(len(ids.values), table.width, dtype=row_dtype(table))
+            for part, mine in self._read_gradients(column, gradients):
+                whole[:, part.column : part.column + part.dim] = ops.lookup_gradients(
+                    mine, bags(ids, batch.size), feature.pooling, weights_of(ids, mine.dtype)
+                )
+            for row_id, share in zip(ids.values.tolist(), whole, strict=True):
+                sums[row_id] = sums[row_id] + share if row_id in sums else share
+        return sums
+
+    def _read_gradients(self, column: int, gradients: Sequence[Tensor]):
+        """(part, gradient) of everything that is read of a column of lookups."""
+        reads = iter(self.consumption.reads)
+        for output, gradient in zip(outputs(self.declaration), gradients, strict=True):
+            for start in output.columns:
+                read_column, p = next(reads)
+                part = self.declaration.parts[p][1]
+                if read_column == column:
+                    yield part, gradient[:, start : start + part.dim]
+
+    def _update(self, table: Table, row_id: int, gradient: Tensor) -> None:
+        self.row(table, row_id)
+        key = (table.name, row_id)
+        weights, state = self.weights[key][None], self.states[key][None]
+        clock = torch.tensor([self.clocks[key]])
+        for part in table.parts:
+            columns = slice(part.column, part.column + part.dim)
+            states = slice(part.state, part.state + part.optimizer.state_floats(part.dim))
+            optimizers.update(
+                part.optimizer.kind, weights[:, columns], state[:, states], clock,
+                gradient[None, columns], settings_of(part, table),
+            )  # fmt: skip
+        self.clocks[key] += 1
+
+
+def settings_of(part: Part, table: Table) -> optimizers.Settings:
+    """As RowOptimizer hands them to the core."""
+    given = {
+        name: value
+        for name, value in part.optimizer.settings().items()
+        if name not in ("betas", "momentum", "initial_accumulator")
+    }
+    betas = getattr(part.optimizer, "betas", (getattr(part.optimizer, "momentum", 0.0), 0.0))
+    max_norm = math.inf if table.max_norm is None else table.max_norm
+    bound = math.inf if table.weight_bound is None else table.weight_bound
+    return optimizers.Settings(
+        beta1=betas[0], beta2=betas[1], max_norm=max_norm, weight_bound=bound, **given
+    )
+
+
+def row_dtype(table: Table) -> torch.dtype:
+    return getattr(torch, table.dtype)
+
+
+def bags(ids: Ids, size: int) -> Tensor:
+    """(B + 1,): where each sample's lookups begin and end."""
+    return torch.arange(size + 1) if ids.offsets is None else ids.offsets
+
+
+def weights_of(ids: Ids, dtype: torch.dtype) -> Tensor | None:
+    return None if ids.weights is None else ids.weights.to(dtype)
