@@ -17,8 +17,8 @@ from colonnade import EmbeddingCollection, World
 from colonnade.plan.cost.consumers import model_load
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.plan.measure.popularity import Popularity
+from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Forced
-from colonnade.plan.search.search import choose
 from colonnade.store.budget import slot_bytes
 
 RANKS = (16, 64, 256)

@@ -44,8 +44,8 @@ from colonnade.plan.cost.consumers import check_bags, model_load
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.plan.measure.device import RowRate, measure_rows
 from colonnade.plan.measure.links import measure_links
+from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Choice, Forced, step_seconds
-from colonnade.plan.search.search import choose
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.sharding import Sharding, host_wise, replicated, row_wise, table_wise
 from workers.exchange_loop import EPS, ROWS_LR, Case, Iterations, digest_of, serve

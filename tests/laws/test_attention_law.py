@@ -38,8 +38,8 @@ from colonnade.lookup.layout import declare
 from colonnade.plan.cost.consumers import model_load
 from colonnade.plan.cost.table_stats import table_loads
 from colonnade.plan.measure.profile import profile
+from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Forced
-from colonnade.plan.search.search import choose
 from colonnade.store.checksums import compute_checksums
 from colonnade.store.mapped import open_mapped
 from colonnade.topology.sharding import Sharding, column_wise, hot_rows, row_wise, table_wise

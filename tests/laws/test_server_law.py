@@ -34,8 +34,8 @@ from colonnade.data import open_batches
 from colonnade.errors import ConfigError
 from colonnade.plan.cost.table_stats import table_loads
 from colonnade.plan.measure.profile import profile
+from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Forced
-from colonnade.plan.search.search import choose
 from colonnade.report.reading import read_run
 from colonnade.run.run import load_run_config, open_run
 from colonnade.topology.sharding import Sharding, row_wise_in, table_wise

@@ -36,8 +36,8 @@ from colonnade.plan.cost.partials import Partials
 from colonnade.plan.cost.table_stats import table_loads
 from colonnade.plan.hot import sides_of
 from colonnade.plan.measure.profile import profile
+from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Forced
-from colonnade.plan.search.search import choose
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
 from colonnade.wire.codec import EXACT, Codecs
 

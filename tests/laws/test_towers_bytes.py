@@ -17,8 +17,8 @@ from colonnade.plan.constraints import in_towers
 from colonnade.plan.cost.consumers import model_load
 from colonnade.plan.cost.table_stats import table_loads
 from colonnade.plan.measure.profile import profile
+from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Forced
-from colonnade.plan.search.search import choose
 from colonnade.topology.sharding import Sharding, row_wise, table_wise
 from colonnade.wire.codec import EXACT, Codecs
 

@@ -27,9 +27,10 @@ from colonnade.plan.cost.comm_volume import (
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.plan.cost.tower_paths import call_seconds
 from colonnade.plan.measure.device import RowRate
+from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Forced, Memory
 from colonnade.plan.search.cutting import LEAST_COLUMNS
-from colonnade.plan.search.search import OPTIONS, choose
+from colonnade.plan.search.search import OPTIONS
 from colonnade.topology.sharding import Sharding
 
 TWO_BY_TWO = World(num_hosts=2, ranks_per_host=2)

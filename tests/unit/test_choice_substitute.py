@@ -12,8 +12,9 @@ from test_choice import load_of
 from colonnade import LowRankCross, World
 from colonnade.errors import ConfigError
 from colonnade.plan.cost.consumers import ConsumerLoad, FieldLoad, ModelLoad
+from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Forced, Memory
-from colonnade.plan.search.search import OPTIONS, Search, choose
+from colonnade.plan.search.search import OPTIONS, Search
 from colonnade.topology.sharding import Sharding, row_wise, table_wise
 
 

@@ -29,9 +29,9 @@ from colonnade.errors import (
     CorruptionError,
     StorageError,
 )
-from colonnade.publish import deltas as following
+from colonnade.publish import delivery as carriage
+from colonnade.publish import delivery as following
 from colonnade.publish import deltas as publication
-from colonnade.publish import upload as carriage
 from colonnade.publish.deltas import WORD, change_name, read_change, read_word
 from colonnade.publish.export import export_run
 from colonnade.run.run import open_run

@@ -10,8 +10,8 @@ from test_choice import load_of
 from colonnade import World
 from colonnade.plan.cost.comm_volume import FIXED_BYTES, SHARED_BYTES
 from colonnade.plan.cost.consumers import ConsumerLoad, FieldLoad, ModelLoad
+from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Forced, Memory
-from colonnade.plan.search.search import choose
 
 SLOW = World(num_hosts=2, ranks_per_host=2, remote_bytes_per_second=25e6)
 DIM = 64

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from colonnade import _native
 from colonnade.errors import BudgetExceeded, ConfigError
+from colonnade.lookup.row_layout import Elements
 from colonnade.ops.optimizers import Settings
 from colonnade.store.contract import RowView
 from colonnade.store.device_rows import device_rows, enlarged, update
@@ -167,14 +168,6 @@ def travelling_bytes(table: Table, is_changed: bool) -> int:
         return table.width * table.itemsize
     counts = any(part.optimizer.counts_steps for part in table.parts)
     return table.record_bytes - (0 if counts else CLOCK_BYTES)
-
-
-@dataclass(frozen=True, slots=True)
-class Elements:
-    """Sums of gradients, one for each row."""
-
-    values: Tensor  # of the compute dtype
-    index: Tensor  # (U,) int32: the first element of each row's
 
 
 class NativeCopies(Copies):

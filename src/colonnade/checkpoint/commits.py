@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colonnade.checkpoint.completeness import check_whole, describe_files
+from colonnade.checkpoint.contract import Destination, TrainerState
 from colonnade.checkpoint.fingerprint import check_model, load_dense
 from colonnade.checkpoint.header import committed_steps, header_path, read_header, state_folder
 from colonnade.checkpoint.snapshot import Captured, capture, restore_retentions, settings_of
@@ -53,12 +54,9 @@ from colonnade.store.table_shards import Joined, Laid, Rejoined, Sliced, lay_out
 from colonnade.store.writer import LogWriter
 from colonnade.table import Table
 from colonnade.topology.sharding import Sharding, row_wise_in
-from colonnade.train.schedules import restore_schedule
 
 if TYPE_CHECKING:
     from colonnade.embedding import EmbeddingCollection
-    from colonnade.publish.upload import Destination
-    from colonnade.train.trainer import Trainer
 
 JOIN_SECONDS = 0.2  # between two looks at signals while a commit is waited for
 SLOW_SECONDS = 10.0  # from here on whoever waits is told what for
@@ -88,7 +86,7 @@ class Commits:
         self._say: Callable[[str], None] | None = None  # of the commit under way, until it was used
         self._problem: BaseException | None = None
 
-    def begin(self, trainer: Trainer, held: Sequence[dict]) -> None:
+    def begin(self, trainer: TrainerState, held: Sequence[dict]) -> None:
         """Collective, between steps: capture this step and write it in the background. One at a time: waits for the
         one before, and raises as `finish` does."""
         self.finish()
@@ -115,12 +113,12 @@ class Commits:
         if problem is not None:
             raise problem
 
-    def write(self, trainer: Trainer, held: Sequence[dict]) -> None:
+    def write(self, trainer: TrainerState, held: Sequence[dict]) -> None:
         """Collective, between steps: `begin` and `finish`."""
         self.begin(trainer, held)
         self.finish()
 
-    def _run(self, trainer: Trainer, captured: Captured) -> None:
+    def _run(self, trainer: TrainerState, captured: Captured) -> None:
         try:
             self.make_durable(trainer.collection, captured, trainer.progress.say)
         except BaseException as error:
@@ -364,7 +362,7 @@ def remove_others(places: Sequence[Path], used: Collection[str]) -> None:
                 left.rmdir()  # unless something is in it
 
 
-def restore(trainer: Trainer, folder: Path, step: int) -> None:
+def restore(trainer: TrainerState, folder: Path, step: int) -> None:
     """Every rank: put dense weights, optimizers, position, random state and held reads back to `step`; before
     the dense gradients are laid out, which take up what rounding had kept."""
     header = read_header(folder, step)
@@ -384,15 +382,7 @@ def restore(trainer: Trainer, folder: Path, step: int) -> None:
     trainer.days = dense["days"]
     trainer.loss_scale.restore(dense.get("loss_scale"))
     groups = {"rows": dense["row_groups"], "dense": dense["dense_optimizer"]["param_groups"]}
-    said = dense["lr_schedules"] or [{}] * len(trainer.lr_schedules)
-    if len(said) != len(trainer.lr_schedules):
-        raise CheckpointError(
-            f"{folder} was committed with {len(said)} learning rate schedules, this run has "
-            f"{len(trainer.lr_schedules)}; give as many"
-        )
-    for schedule, state in zip(trainer.lr_schedules, said, strict=True):
-        of = groups["rows" if schedule.optimizer is trainer.rows else "dense"]
-        restore_schedule(schedule, state, of, step)
+    trainer.restore_schedules(dense["lr_schedules"], groups, step)
     ranks = [
         load_state(place / f"rank-{rank}", header["run"]) for rank in range(header["num_ranks"])
     ]

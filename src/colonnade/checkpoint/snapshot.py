@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colonnade import __version__
+from colonnade.checkpoint.contract import TrainerState
 from colonnade.checkpoint.fingerprint import dense_weights, fingerprint
 from colonnade.checkpoint.header import FORMAT
 from colonnade.checkpoint.states import load_state
@@ -23,7 +24,6 @@ from colonnade.store.table_shards import RecordShape
 
 if TYPE_CHECKING:
     from colonnade.embedding import EmbeddingCollection
-    from colonnade.train.trainer import Trainer
 
 
 def retentions(collection: EmbeddingCollection) -> dict[str, RowRetention]:
@@ -74,7 +74,9 @@ class Captured:
     header: dict[str, Any]
 
 
-def capture(trainer: Trainer, held: Sequence[dict], run: str, before: Sequence[Before]) -> Captured:
+def capture(
+    trainer: TrainerState, held: Sequence[dict], run: str, before: Sequence[Before]
+) -> Captured:
     """Every rank, between two steps. Rows are captured apart (`DramStore.begin_commit`). before: of
     `RowOptimizer.settled`."""
     cached = trainer.collection.cached
@@ -129,7 +131,7 @@ def _shardings(collection: EmbeddingCollection) -> dict[str, Any]:
     return found
 
 
-def _dense_state(trainer: Trainer) -> dict[str, Any]:
+def _dense_state(trainer: TrainerState) -> dict[str, Any]:
     return {
         "model": dense_weights(trainer.model),
         "dense_optimizer": trainer.dense_optimizer.state_dict(),

@@ -44,7 +44,7 @@ class Verbs(TyperGroup):
                 for name in self.list_commands(ctx)
                 if not getattr(self.get_command(ctx, name), "hidden", False)
             ]
-            raise ConfigError(f"unknown verb {args[0]!r}; {nearest(args[0], known)}")
+            raise ConfigError(f"unknown verb {args[0]!r}; {settings.nearest(args[0], known)}")
         return super().resolve_command(ctx, args)
 
 
@@ -165,7 +165,7 @@ def usage_words(error: Any) -> str:
             if option.startswith("-")
         ]
         hint = nearest_setting(name, options) if "--set" in options else ""
-        return f"unknown option {name!r}; {hint or nearest(name, options)} See `{shown}`"
+        return f"unknown option {name!r}; {hint or settings.nearest(name, options)} See `{shown}`"
     message = " ".join(error.format_message().split()).rstrip(".")
     return f"{message[:1].lower()}{message[1:]}. See `{shown}`"
 
@@ -185,8 +185,3 @@ def nearest_setting(option: str, options: Sequence[str]) -> str:
         ]
     shown = " or ".join(f"--set {name}=VALUE" for name in meant[:3])
     return f"did you mean {shown}?" if shown else ""
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {found[0]}?" if found else f"choose from {', '.join(known)}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
@@ -103,7 +104,6 @@ def _chosen_lines(which: str) -> list[tuple[str, str, str, str]]:
 
     Raises ConfigError if there is none.
     """
-    from colonnade.cli.app import nearest
     from colonnade.config.run import RunConfig
 
     if which == OPTIONS or which.startswith(f"{OPTIONS}."):
@@ -140,7 +140,6 @@ def _option_lines(selected: str) -> list[tuple[str, str, str, str]]:
     """Return the options of one kind of data, one option of every kind that has it, or all of all."""
     from inspect import signature
 
-    from colonnade.cli.app import nearest
     from colonnade.data import SOURCES
 
     is_kind = selected in SOURCES
@@ -208,3 +207,8 @@ def _values(annotation: Any) -> str:
         return ", ".join(_values(a) for a in inner if a is not Ellipsis)
     words = {int: "integer", float: "number", str: "text", bool: "true | false", dict: "mapping"}
     return words.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {found[0]}?" if found else f"choose from {', '.join(known)}"

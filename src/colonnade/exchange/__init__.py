@@ -10,14 +10,13 @@ from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached import CachedExchange, TableCache
 from colonnade.exchange.grouped import End, SeveralExchanges, part_of
-from colonnade.exchange.operator_cut import BY_TOWERS
 from colonnade.exchange.partials import SubstituteExchange
 from colonnade.exchange.pooled import PooledExchange
 from colonnade.exchange.replicated import ReplicatedExchange
 from colonnade.exchange.rows import RowsExchange
 from colonnade.exchange.tower_rows import TowerRowsExchange
 from colonnade.exchange.towers import TowersExchange
-from colonnade.lookup.contract import Exchange
+from colonnade.lookup.contract import BY_TOWERS, Exchange
 from colonnade.lookup.layout import Declaration
 from colonnade.topology.sharding import Sharding, row_wise_in
 from colonnade.wire.codec import EXACT, Codecs

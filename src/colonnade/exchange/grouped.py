@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
-from colonnade.exchange.operator_cut import BY_TOWERS
 from colonnade.exchange.prefetched import TABLES, tables_held
 from colonnade.interaction import Concat
 from colonnade.lookup.contract import (
+    EVALUATING,
     Consumer,
     Exactness,
     Exchange,
@@ -36,8 +36,6 @@ from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.wire.id_distribution import Asks, route
 
-EVALUATING = ("substitute", *BY_TOWERS)
-"""Exchanges that may evaluate consumers whose fields they have all."""
 KINDS = ("bitwise", "reassociated", "lossy")
 """Of exactness, best first."""
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
-from typing import Literal
 
-from colonnade.lookup.contract import Consumer
+from colonnade.lookup.contract import queries_of
 from colonnade.lookup.layout import Declaration
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks
@@ -111,12 +110,6 @@ def values_needed(declaration: Declaration, consumers: Collection[str]) -> set[s
     return alone.union(*queries, *others)
 
 
-def queries_of(consumer: Consumer) -> tuple[str, ...]:
-    """Fields whose values go to where rows of its sequences lie."""
-    sequences = consumer.interaction.sequences
-    return consumer.features[:-sequences] if sequences else ()
-
-
 def _width(declaration: Declaration, name: str, owners: Mapping[str, frozenset[int]]) -> int:
     """Floats per sample of a consumer's partials, from all ranks that have some of its fields; and of queries, to all
     that have rows of its sequences."""
@@ -150,10 +143,6 @@ def sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...]]:
             key=cost,
         )
         yield some
-
-
-BY_TOWERS: tuple[Literal["towers", "tower_rows"], ...] = ("towers", "tower_rows")
-"""Exchanges of which values of samples cross between towers alone."""
 
 
 def tower_of(sharding: Sharding, towers: Sequence[Sequence[int]]) -> int | None:

@@ -11,7 +11,6 @@ Legend: M samples of a rank's peers, W columns of its tower's fields.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -37,13 +36,12 @@ from colonnade.topology.sharding import Sharding, table_wise
 from colonnade.topology.towers import tower_ranks
 from colonnade.wire import bags
 from colonnade.wire.coding import AS_IT_IS, Coding
-from colonnade.wire.id_distribution import exchanged
+from colonnade.wire.id_distribution import SAMPLES, exchanged
 from colonnade.wire.tower_transport import ByTower
 from colonnade.wire.transport import Route, only
 
 INSIDE = ("route", "evaluate", "control", "fetch", "push")
 """Purposes of the small world's calls."""
-SIZE = struct.Struct("<I")
 """Of a rank's batch: all that others than peers are told."""
 
 
@@ -128,7 +126,7 @@ class TowerRowsExchange(TowersExchange):
     def ask(self, batch: Batch, purpose: str = "route") -> Asked:
         """Raises IdRangeError, DataError."""
         asked = super().ask(batch, purpose)
-        size = np.frombuffer(SIZE.pack(asked.size), np.uint8)
+        size = np.frombuffer(SAMPLES.pack(asked.size), np.uint8)
         letters = [
             message if rank in self.peers else size for rank, message in enumerate(asked.messages)
         ]
@@ -191,9 +189,9 @@ class TowerRowsExchange(TowersExchange):
 
 def _size(rank: int, message: np.ndarray) -> int:
     """Of the batch of a rank that is no peer. Raises WorldError."""
-    if len(message) != SIZE.size:
+    if len(message) != SAMPLES.size:
         raise WorldError(
-            f"rank {rank} sent {len(message)} bytes, wanted {SIZE.size} that tell the size of its batch; all ranks "
+            f"rank {rank} sent {len(message)} bytes, wanted {SAMPLES.size} that tell the size of its batch; all ranks "
             "must run one version of Colonnade on one model"
         )
-    return int(SIZE.unpack(message.tobytes())[0])
+    return int(SAMPLES.unpack(message.tobytes())[0])

@@ -26,6 +26,11 @@ from torch import Tensor, device, nn
 from colonnade.interaction import Interaction
 from colonnade.store.contract import RowView
 
+BY_TOWERS: tuple[Literal["towers", "tower_rows"], ...] = ("towers", "tower_rows")
+"""Exchanges of which values of samples cross between towers alone."""
+EVALUATING = ("substitute", *BY_TOWERS)
+"""Exchanges that may evaluate consumers before values travel."""
+
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
@@ -46,6 +51,12 @@ class Consumer:
 
     interaction: Interaction
     features: tuple[str, ...]
+
+
+def queries_of(consumer: Consumer) -> tuple[str, ...]:
+    """Fields whose values go to where rows of its sequences lie."""
+    sequences = consumer.interaction.sequences
+    return consumer.features[:-sequences] if sequences else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from colonnade import _native
-from colonnade.cache.copies import Elements
 from colonnade.lookup.contract import RowGradients, RowSource, Ticket
 from colonnade.lookup.layout import Consumption, Declaration, Lookups, Output
-from colonnade.lookup.row_layout import RowLayout, row_layout
+from colonnade.lookup.row_layout import Elements, RowLayout, row_layout
 from colonnade.ops import optimizers as rules
 from colonnade.ops import reference
 from colonnade.ops.memory import empty

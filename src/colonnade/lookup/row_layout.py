@@ -47,3 +47,11 @@ def row_layout(counts: np.ndarray, dims: np.ndarray) -> RowLayout:
     elements = counts * dims[None, :]
     starts = np.concatenate([[0], np.cumsum(elements)[:-1]]).reshape(elements.shape)
     return RowLayout(starts, elements.sum(1).tolist(), counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Sums of gradients, one for each row."""
+
+    values: Tensor  # of the compute dtype
+    index: Tensor  # (U,) int32: the first element of each row's

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch
-from colonnade.exchange.grouped import EVALUATING
-from colonnade.exchange.operator_cut import queries_of
 from colonnade.interaction import Concat, SomeFields
-from colonnade.lookup.contract import Consumer, Exchange, Ticket
+from colonnade.lookup.contract import EVALUATING, Consumer, Exchange, Ticket, queries_of
 from colonnade.lookup.hot import Dealt, deal
 from colonnade.lookup.layout import Declaration
 from colonnade.lookup.outputs import combine, evaluate

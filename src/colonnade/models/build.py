@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import torch
 
+from colonnade.config.model import ModelConfig
 from colonnade.config.retention import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.config.run import (
     OPTIMIZER_SETTINGS,
-    ModelConfig,
     OwnRowsConfig,
     RowsConfig,
     RunConfig,

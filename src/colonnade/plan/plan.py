@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 from torch import Tensor
 
 from colonnade.config.plan import CacheTier, PlanConfig
@@ -21,6 +20,7 @@ from colonnade.exchange.cached import TableCache
 from colonnade.formats import read_stamped, stamp
 from colonnade.plan.caching import caches_of, check_caches
 from colonnade.plan.constraints import forced_by, settled
+from colonnade.plan.cost.memory import Tier
 from colonnade.plan.hot import beside_hot, with_hot
 from colonnade.plan.search.candidates import Choice
 from colonnade.sizes import Place
@@ -34,7 +34,7 @@ from colonnade.store.budget import (
 )
 from colonnade.store.table_shards import Laid, lay_out
 from colonnade.table import Table, check_slices
-from colonnade.topology.sharding import HotRows, Shard, Sharding, row_wise, share
+from colonnade.topology.sharding import HotRows, Shard, Sharding, distinct_loads, row_wise, share
 from colonnade.topology.world import World
 from colonnade.wire.codec import CODECS, EXACT, Codecs
 
@@ -83,8 +83,6 @@ def check_budget(
             f"{len(held)} tables{given}; and enough for the rows of a window of batches"
         )
 
-
-Tier = Literal["dram", "mapped"]
 
 DEEP = 8
 """Batches that "auto" looks ahead where several ranks' rows rest in files and nothing is known of their speed."""
@@ -482,15 +480,6 @@ def placed_plan(
         placement="profiled",
         prediction=prediction,
     )
-
-
-def distinct_loads(shardings: Sequence[Sharding], num_ranks: int) -> list[list[Shard]]:
-    """What ranks have, by table, once for all ranks that have shards of the same tables. Pure."""
-    has = np.zeros((num_ranks, len(shardings)), dtype=bool)
-    for t, sharding in enumerate(shardings):
-        has[list(sharding.ranks), t] = True
-    _, ranks = np.unique(np.packbits(has, axis=1), axis=0, return_index=True)
-    return [[sharding.shard_of(rank) for sharding in shardings] for rank in sorted(ranks.tolist())]
 
 
 def _fullest(loads: Sequence[Sequence[Shard]], rows: Sequence[Sequence[int]]) -> list[int]:

@@ -29,10 +29,18 @@ from colonnade.models.build import build_model
 from colonnade.models.knowledge import KnowledgeGraph
 from colonnade.models.retriever import Retriever
 from colonnade.ops.memory import keep_freed_memory
-from colonnade.publish.deltas import WORD, Base, Following, distrust_copy, newest_base
+from colonnade.publish.delivery import (
+    Following,
+    Place,
+    carry,
+    distrust_copy,
+    is_url,
+    newest_base,
+    place_of,
+)
+from colonnade.publish.deltas import WORD, Base
 from colonnade.publish.export import exported
 from colonnade.publish.exported import Export, check_lengths, read_dense, read_export
-from colonnade.publish.upload import Place, carry, is_url, place_of
 from colonnade.run.run import OWN
 from colonnade.store.mapped import MappedRows, open_mapped
 from colonnade.store.untrusted import folder_inside

@@ -14,8 +14,8 @@ from colonnade.config.plan import PlanConfig
 from colonnade.config.run import RunConfig
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
-from colonnade.exchange.operator_cut import BY_TOWERS
 from colonnade.formats import read_text
+from colonnade.lookup.contract import BY_TOWERS
 from colonnade.lookup.layout import Declaration
 from colonnade.plan.constraints import forced_by, towered
 from colonnade.plan.cost.comm_volume import alone
@@ -27,8 +27,8 @@ from colonnade.plan.hot import popular
 from colonnade.plan.measure.device import Device
 from colonnade.plan.measure.profile import Profile
 from colonnade.plan.plan import Plan
+from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Choice, Forced, Memory
-from colonnade.plan.search.search import choose
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import Partition
 from colonnade.topology.world import World

@@ -39,8 +39,8 @@ from colonnade.plan.plan import plan_of
 from colonnade.plan.search.candidates import Memory
 from colonnade.plan.towers.advice import advised
 from colonnade.processors import usable_processors
+from colonnade.publish.delivery import open_destinations
 from colonnade.publish.mirror import explained, fetch_run, mirrored_steps, open_url
-from colonnade.publish.upload import open_destinations
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.run.cross_rank_check import agree_on_config, agree_on_model, agree_on_plan, flatten
 from colonnade.run.defaults import open_data, settle, warn_of_few_steps

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from colonnade.publish.transfer import put_records
 from colonnade.store.records import fresh_records
 from colonnade.table import Table
 from colonnade.train.trainer import Outcome, Trainer
-
-if TYPE_CHECKING:
-    from colonnade.train.trainer import Trainer
 
 
 def read_final_summary(

@@ -295,3 +295,12 @@ def replicated(num_ranks: int) -> Sharding:
 def share(rows: int, num_owners: int) -> int:
     """Most rows of a vocabulary table that one of its owners has: ids come in runs of num_owners, one for each."""
     return -(-rows // num_owners)
+
+
+def distinct_loads(shardings: Sequence[Sharding], num_ranks: int) -> list[list[Shard]]:
+    """What ranks have, by table, once for all ranks that have shards of the same tables. Pure."""
+    has = np.zeros((num_ranks, len(shardings)), dtype=bool)
+    for t, sharding in enumerate(shardings):
+        has[list(sharding.ranks), t] = True
+    _, ranks = np.unique(np.packbits(has, axis=1), axis=0, return_index=True)
+    return [[sharding.shard_of(rank) for sharding in shardings] for rank in sorted(ranks.tolist())]

@@ -23,7 +23,7 @@ from colonnade.comm.peer_status import telling
 from colonnade.data.batches import batches_of, no_samples
 from colonnade.data.contract import Position, Source, Splits
 from colonnade.embedding import EmbeddingCollection
-from colonnade.errors import DataError, NonFiniteError
+from colonnade.errors import CheckpointError, DataError, NonFiniteError
 from colonnade.exchange.flush import apply_planned_bounds
 from colonnade.lookup.lookahead import Lookahead
 from colonnade.row_optimizer import RowOptimizer
@@ -33,6 +33,7 @@ from colonnade.train.loss_scale import LossScale
 from colonnade.train.objective import Objective
 from colonnade.train.phases import WAITING, Phases
 from colonnade.train.progress import Progress
+from colonnade.train.schedules import restore_schedule
 
 
 class CommitClock:
@@ -177,6 +178,24 @@ class Trainer:
         outcome.days = list(self.days)
         outcome.seconds = time.perf_counter() - started
         return outcome
+
+    def restore_schedules(
+        self, states: Sequence[Mapping[str, Any]], groups: Mapping[str, Any], step: int
+    ) -> None:
+        """Put the learning rate schedules back to `step`: see `restore_schedule`.
+
+        `states`: as committed, in this order, empty where a commit has none; `groups`: param groups by "rows" and
+        "dense". Raises CheckpointError for another number of schedules.
+        """
+        states = states or [{}] * len(self.lr_schedules)
+        if len(states) != len(self.lr_schedules):
+            raise CheckpointError(
+                f"got a commit with {len(states)} learning rate schedules, wanted {len(self.lr_schedules)}, as this "
+                "run has; give as many"
+            )
+        for schedule, state in zip(self.lr_schedules, states, strict=True):
+            optimizer = "rows" if schedule.optimizer is self.rows else "dense"
+            restore_schedule(schedule, dict(state), groups[optimizer], step)
 
     def count_work(self) -> dict[str, Any]:
         """Return steps, samples and seconds of this rank in the call of `train` under way, as a commit keeps them."""

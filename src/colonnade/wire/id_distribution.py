@@ -23,6 +23,8 @@ from colonnade.errors import WorldError
 from colonnade.lookup.contract import Asked, Ticket
 
 WEIGHT = struct.Struct("<d")
+SAMPLES = struct.Struct("<I")
+"""Number of samples of the sender's batch, which `tower_rows` sends inside a tower."""
 SIZE_BYTES = 4
 """Of a message, told before it."""
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import pyarrow as pa
 
-if TYPE_CHECKING:
-    from colonnade.data.tabular.fields import Dtype
+Dtype = Literal["text", "integer"]
 
 
 def is_text(kind: pa.DataType) -> bool:

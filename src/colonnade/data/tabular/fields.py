@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import AllowInfNan, BeforeValidator, Strict, TypeAdapter, ValidationError
 from pydantic import Field as Limits
 
+from colonnade.data.tabular.arrow import Dtype
 from colonnade.data.tabular.times import parse_time
 from colonnade.errors import ConfigError
 
@@ -34,7 +35,6 @@ Real = Annotated[float, Strict(), AllowInfNan(False)]
 Value = Annotated[str, Strict()] | Annotated[int, Strict(), Limits(ge=-(2**63), lt=2**63)]
 Name = Annotated[str, Strict()]
 Missing = Literal["row", "error"]
-Dtype = Literal["text", "integer"]
 Moment = Annotated[
     str, Strict(), BeforeValidator(lambda v: v.isoformat() if isinstance(v, date) else v)
 ]

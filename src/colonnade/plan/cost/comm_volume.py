@@ -20,12 +20,11 @@ from typing import Literal
 
 import numpy as np
 
-from colonnade.exchange.tower_rows import SIZE
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate
 from colonnade.topology.world import World
 from colonnade.wire.bags import BITS
-from colonnade.wire.id_distribution import SIZE_BYTES, WEIGHT
+from colonnade.wire.id_distribution import SAMPLES, SIZE_BYTES, WEIGHT
 from colonnade.wire.packing import (
     FLAG_BYTES,
     expected_list_bytes,
@@ -118,7 +117,7 @@ FIXED_BYTES = {
     "pooled": float(HEAD_BYTES),
     "substitute": float(HEAD_BYTES),
     "towers": float(HEAD_BYTES),
-    "tower_rows": float(SIZE_BYTES + SIZE.size),
+    "tower_rows": float(SIZE_BYTES + SAMPLES.size),
     "replicated": float(SIZE_BYTES + FLAG_BYTES),
 }
 """From each rank to each other, of an exchange that any table uses."""
@@ -316,3 +315,9 @@ def row_seconds(rates: Sequence[RowRate], width: int) -> tuple[float, float]:
         scale * float(np.interp(width, widths, [1 / rate.gathered for rate in known])),
         scale * float(np.interp(width, widths, [1 / rate.updated for rate in known])),
     )
+
+
+def step_seconds(processor: float, waited: float, behind: float, crowding: float) -> float:
+    """Of a rank that computes for `processor` seconds where it has a processor to itself, waits for links, and lets
+    messages travel behind both."""
+    return max(processor * crowding, processor + waited, behind)

@@ -11,11 +11,11 @@ from colonnade.exchange.operator_cut import (
     barred,
     never_in_towers,
     partial_width,
-    queries_of,
     result_width,
     substituted,
 )
 from colonnade.interaction import Concat, SomeFields
+from colonnade.lookup.contract import queries_of
 from colonnade.lookup.layout import Declaration
 from colonnade.lookup.views import slices_of
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +26,14 @@ from colonnade.plan.measure.popularity import (
     seen,
 )
 from colonnade.plan.measure.profile import Profile
-from colonnade.plan.plan import Tier, distinct_loads
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
-from colonnade.topology.sharding import Sharding, share
+from colonnade.topology.sharding import Sharding, distinct_loads, share
 
 Floats = NDArray[np.float64]
 
+Tier = Literal["dram", "mapped"]
+"""Where rows of a table rest: in memory, or in exported files that are mapped."""
 MOMENTS = 6
 """Of a run's batches, at which its reads are foretold; their mean is the run's."""
 CURVE_POINTS = 256

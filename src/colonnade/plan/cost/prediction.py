@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from colonnade.plan.cost.comm_volume import step_seconds
 from colonnade.plan.cost.memory import Demand, Placed
 from colonnade.plan.measure.device import PAGE, Device
-from colonnade.plan.search.candidates import step_seconds
 from colonnade.table import Table
 
 HEADER_BYTES = 18.2  # of a row in memory beside its record: id, pins, index, worth (DESIGN.md)
@@ -137,7 +137,7 @@ class StepCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkCosts:
-    """Of the exchange of rows and gradients with other ranks (plan/search/search.py), and the sum of dense gradients."""
+    """Of the exchange of rows and gradients with other ranks (plan/search), and the sum of dense gradients."""
 
     processor_seconds: float = 0.0
     """More than one rank alone would compute."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from colonnade.exchange.operator_cut import BY_TOWERS
-from colonnade.plan.cost.comm_volume import ExchangeName
+from colonnade.lookup.contract import BY_TOWERS
+from colonnade.plan.cost.comm_volume import ExchangeName, step_seconds
 from colonnade.topology.sharding import Kind, Sharding
 
 Option = tuple[ExchangeName, Kind]
@@ -127,12 +127,6 @@ class Seconds:
     def behind(self) -> float:
         """On links while the processor computes."""
         return self.route + (self.fetch if self.is_fetched_ahead else 0.0)
-
-
-def step_seconds(processor: float, waited: float, behind: float, crowding: float) -> float:
-    """Of a rank that computes for `processor` seconds where it has a processor to itself, waits for links, and lets
-    messages travel behind both."""
-    return max(processor * crowding, processor + waited, behind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from colonnade.exchange.operator_cut import BY_TOWERS
+from colonnade.lookup.contract import BY_TOWERS
 from colonnade.plan.cost.comm_volume import MATES_BYTES, PURPOSES, TABLE_BYTES, ExchangeName
 from colonnade.plan.cost.partials import Floats, Partials, is_cut
 from colonnade.plan.cost.paths import blocks_added
@@ -22,10 +21,8 @@ from colonnade.plan.search.candidates import (
     TableChoice,
 )
 from colonnade.plan.search.cutting import CUT, most_slices
+from colonnade.plan.search.search import Search, State
 from colonnade.topology.sharding import Kind, Sharding
-
-if TYPE_CHECKING:
-    from colonnade.plan.search.search import Search, State
 
 
 def consumer_choices(

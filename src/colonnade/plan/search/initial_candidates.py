@@ -6,15 +6,12 @@ Functions of a `Search`, before any table has changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from colonnade.plan.cost.comm_volume import ExchangeName
 from colonnade.plan.search.candidates import Option
 from colonnade.plan.search.cutting import CUT
+from colonnade.plan.search.search import Search, State
 from colonnade.topology.sharding import Kind, host_wise, row_wise, table_wise
-
-if TYPE_CHECKING:
-    from colonnade.plan.search.search import Search, State
 
 DEFAULT: Option = ("rows", "row_wise")
 TOGETHER = 2

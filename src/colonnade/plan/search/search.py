@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
-from colonnade.exchange.operator_cut import BY_TOWERS
+from colonnade.lookup.contract import BY_TOWERS
 from colonnade.plan.cost.comm_volume import (
     BESIDE_SECONDS,
     CALLS,
@@ -35,7 +35,7 @@ from colonnade.plan.cost.comm_volume import (
     work,
 )
 from colonnade.plan.cost.consumers import ModelLoad, bare
-from colonnade.plan.cost.partials import Joint, Partials, burden, check_joint
+from colonnade.plan.cost.partials import Joint, Partials, burden
 from colonnade.plan.cost.paths import Paths, adds_in_host
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.cost.tower_paths import call_seconds, spared_seconds
@@ -43,16 +43,13 @@ from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search.candidates import (
     BY_OWNERS,
     OPTIONS,
-    Choice,
     Forced,
     Memory,
     Option,
     Seconds,
 )
 from colonnade.plan.search.cutting import CUT, cut_places, everywhere, most_slices
-from colonnade.plan.search.explanation import explained
-from colonnade.plan.search.initial_candidates import beginnings
-from colonnade.plan.search.tower_choice import Narrowed, freely, inside_towers, narrowed
+from colonnade.plan.search.tower_choice import Narrowed, narrowed
 from colonnade.topology.sharding import (
     Kind,
     Sharding,
@@ -77,54 +74,6 @@ FEW = 150
 """The same beyond which tables under `substitute` stay as they began: each move asks for the cost of all of them."""
 TIE = 0.01
 """Weight of what is not the bottleneck: of two choices as fast, the one that leaves more room."""
-
-
-def choose(
-    loads: Sequence[TableLoad],
-    world: World,
-    *,
-    memory: Memory | None = None,
-    rates: Sequence[RowRate] = (),
-    forced: Mapping[str, Forced] | None = None,
-    options: Collection[Option] = OPTIONS,
-    is_fetched_ahead: bool = False,
-    model: ModelLoad | None = None,
-    towers: int | None = None,
-) -> Choice:
-    """The fastest of `options` for each table, as far as `forced` (by name) leaves one. `rates`: how fast rows are
-    gathered and updated and lookups planned and packed, where that was measured; `is_fetched_ahead`: staleness allows
-    it; `model`: what takes the tables' fields, without which `substitute` is not considered; `towers`: how many,
-    default one for each host. Raises ConfigError where what is forced cannot be."""
-    search = Search(
-        loads, world, memory or Memory(), rates, forced or {}, options, is_fetched_ahead, model,
-        towers or world.num_hosts,
-    )  # fmt: skip
-    begun = list(beginnings(search))
-    if search.is_large:
-        begun = sorted(begun, key=search.objective)[:2]
-    found = [search.improved(each) for each in begun]
-    best = min(found, key=search.objective)
-    search.narrow(best)
-    check_joint(best.joint, search.partials.model, loads, best.chosen)
-    others = [each for each in found if each.joint is not None and each.joint.consumers]
-    later = min((search.objective(each) for each in others), default=None)
-    later = None if later is None else max(later - search.objective(best), 0.0)
-    choice = explained(search, best, later)
-    flat = choice
-    for exchange in BY_TOWERS:
-        inside = {} if model is None else inside_towers(
-            loads, world, model, search.num_towers, memory=search.memory, forced=forced or {}, options=options,
-            exchange=exchange,
-        )  # fmt: skip
-        if not inside:
-            continue
-        other = choose(
-            loads, world, memory=memory, rates=rates, forced={**(forced or {}), **inside}, options=options,
-            is_fetched_ahead=is_fetched_ahead, model=model, towers=towers,
-        )  # fmt: skip
-        if other.seconds.step < choice.seconds.step:
-            choice = freely(other, flat, inside)
-    return choice
 
 
 @dataclass(slots=True)

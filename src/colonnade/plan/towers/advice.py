@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from colonnade.exchange.operator_cut import BY_TOWERS
+from colonnade.lookup.contract import BY_TOWERS
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, bare
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate
+from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import OPTIONS, Choice, Forced, Memory
-from colonnade.plan.search.search import choose
 from colonnade.plan.search.tower_choice import inside_towers
 from colonnade.plan.towers.forecast import RATIOS, towers_of
 from colonnade.topology.world import World
