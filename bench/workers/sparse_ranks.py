@@ -30,7 +30,7 @@ from colonnade import (
     close_mesh,
     open_mesh,
 )
-from colonnade.comm.mesh import with_servers
+from colonnade.comm.process_groups import with_servers
 
 WARM_UP = 10
 

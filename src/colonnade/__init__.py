@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from colonnade.batch import Batch, Ids
-    from colonnade.comm.mesh import Mesh, close_mesh, open_mesh
+    from colonnade.comm.mesh import Mesh
+    from colonnade.comm.process_groups import close_mesh, open_mesh
     from colonnade.embedding import EmbeddingCollection
     from colonnade.errors import ColonnadeError
     from colonnade.interaction import (
@@ -59,29 +60,30 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "batch": ("Batch", "Ids"),
+    "comm.mesh": ("Mesh",),
+    "comm.process_groups": ("close_mesh", "open_mesh"),
     "embedding": ("EmbeddingCollection",),
     "errors": ("ColonnadeError",),
-    "exchange.codec": ("Codecs",),
-    "exchange.stacking": ("stacked_rows",),
     "interaction": (
         "FM", "BiInteraction", "Concat", "FieldsLinear", "Interaction", "LowRankCross",
         "NormalizedLinear", "Sum", "TargetAttention",
     ),
+    "lookup.stacking": ("stacked_rows",),
     "optimizers": (
         "FTRL", "LAMB", "SGD", "Adagrad", "Adam", "AdamW", "RowWiseAdagrad", "RowWiseAdam", "SparseOptimizer",
     ),
     "plan.plan": ("Plan", "build_plan"),
     "predict": ("Predictor",),
+    "publish.export": ("export_run",),
+    "publish.mirror": ("fetch_run",),
+    "publish.transfer": ("load_export", "load_rows", "to_embedding", "trained_ids"),
     "retention": ("AgeEviction", "CountMinAdmission", "MaxRowsEviction", "RandomAdmission"),
     "row_optimizer": ("RowOptimizer",),
     "row_state": ("dense_state_dict", "load_dense_state_dict"),
+    "run.fit": ("Fitted", "fit", "load_run"),
     "table": ("Feature", "Table", "Uniform"),
-    "topology.mesh": ("Mesh", "close_mesh", "open_mesh"),
     "topology.world": ("World",),
-    "train.export": ("export_run",),
-    "train.fit": ("Fitted", "fit", "load_run"),
-    "train.mirror": ("fetch_run",),
-    "train.transfer": ("load_export", "load_rows", "to_embedding", "trained_ids"),
+    "wire.codec": ("Codecs",),
 }  # fmt: skip
 """By module: the names it gives. They are imported when first asked for, so that `colonnade --help` needs no torch."""
 

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from colonnade.comm import mesh as loops
-from colonnade.comm.mesh import AHEAD, PURPOSES, with_servers
+from colonnade.comm import process_groups as loops
+from colonnade.comm.mesh import AHEAD, PURPOSES
+from colonnade.comm.process_groups import with_servers
 
 
 def loops_of(groups):

@@ -15,7 +15,7 @@ import torch
 from exchanges import CHOICES, run_exchange
 from ranks import run_ranks
 
-from colonnade.comm import mesh as mesh_module
+from colonnade.comm import process_groups as mesh_module
 from colonnade.comm import shm as mates_module
 from colonnade.errors import PeerLost
 

@@ -31,7 +31,7 @@ from colonnade import (
     World,
     build_plan,
 )
-from colonnade.comm.mesh import with_servers
+from colonnade.comm.process_groups import with_servers
 from colonnade.comm.traffic import Traffic
 from colonnade.errors import ConfigError
 from colonnade.lookup.layout import declare

@@ -27,7 +27,8 @@ from colonnade import (
     fit,
 )
 from colonnade.comm.collectives import announced
-from colonnade.comm.mesh import OF_TRAINERS, with_servers
+from colonnade.comm.mesh import OF_TRAINERS
+from colonnade.comm.process_groups import with_servers
 from colonnade.comm.traffic import Traffic
 from colonnade.config.run import build_config, override
 from colonnade.data import open_batches
@@ -407,7 +408,7 @@ def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):
         made.append(tuple(ranks))
         return made[-1]
 
-    monkeypatch.setattr("colonnade.comm.mesh.dist.new_group", group)
+    monkeypatch.setattr("colonnade.comm.process_groups.dist.new_group", group)
     orders = set()
     for rank in range(6):
         made.clear()

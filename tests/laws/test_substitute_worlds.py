@@ -23,7 +23,7 @@ from colonnade import (
     Sum,
     build_plan,
 )
-from colonnade.comm.mesh import with_servers
+from colonnade.comm.process_groups import with_servers
 from colonnade.config.run import build_config, override
 from colonnade.errors import ConfigError
 from colonnade.models.build import build_model

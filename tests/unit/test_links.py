@@ -9,7 +9,7 @@ import pytest
 from ranks import run_ranks
 
 from colonnade import World
-from colonnade.comm.mesh import open_mesh
+from colonnade.comm.process_groups import open_mesh
 from colonnade.errors import ConfigError
 from colonnade.plan.measure.links import SIZES, fit, measure_links, planned_world
 from colonnade.sizes import parse_rate

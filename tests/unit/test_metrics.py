@@ -17,13 +17,13 @@ from colonnade import Mesh
 from colonnade.batch import Batch
 from colonnade.data.contract import START, Schema, spans
 from colonnade.errors import DataError, NonFiniteError
-from colonnade.train.evaluate import evaluate
 from colonnade.train.metrics import (
     CLIP,
     Evaluation,
     auc,
     calibration,
     ceiling,
+    evaluate,
     expected_calibration_error,
     group_auc,
     log_loss,

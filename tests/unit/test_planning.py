@@ -23,9 +23,9 @@ from colonnade.models.build import build_model
 from colonnade.plan.caching import copy_bytes
 from colonnade.plan.cost.prediction import StepCosts
 from colonnade.plan.measure.device import Device
-from colonnade.run import micro_benchmark as rehearsal
 from colonnade.run import planning
-from colonnade.run.micro_benchmark import rehearsed_rows
+from colonnade.run import planning as rehearsal
+from colonnade.run.planning import rehearsed_rows
 from colonnade.run.run import open_run, plan_run
 from colonnade.run.validation import find_collection
 from colonnade.store.budget import slot_bytes

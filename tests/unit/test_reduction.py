@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from colonnade import World, open_mesh
-from colonnade.comm import mesh as mesh_module
+from colonnade.comm import process_groups as mesh_module
 from colonnade.comm.collectives import choose_way, sent, sum_in_order
 from colonnade.errors import ConfigError
 from colonnade.run.planner import reduction_seconds

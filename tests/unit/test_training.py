@@ -417,7 +417,7 @@ def test_days_are_tested_before_they_are_trained(tmp_path):
     dense_state = {}
     for number, day in enumerate(data.days):
         if number:
-            metrics = colonnade.train.evaluate.evaluate(model, day, 50, Mesh())
+            metrics = colonnade.train.metrics.evaluate(model, day, 50, Mesh())
             days.append({"day": number, **metrics})
         train_by_hand(model, day, number, dense_state)
     assert found.metrics["days_auc"] == pytest.approx(pooled_days(days)["days_auc"], abs=1e-6)

@@ -147,7 +147,7 @@ def _world(
     shape: str | None, ranks: int | None, uplink: str | None, local: str | None
 ) -> World | None:
     """Under torchrun the running world with its links measured, None on all ranks but 0; else as it is said to be."""
-    from colonnade.comm.mesh import close_mesh, open_mesh
+    from colonnade.comm.process_groups import close_mesh, open_mesh
     from colonnade.plan.measure.links import measure_links, planned_world
 
     said = {"--world": shape, "--ranks": ranks, "--uplink": uplink, "--local": local}

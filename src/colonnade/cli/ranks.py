@@ -228,8 +228,8 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
     """Ends the process where the run cannot go on: what comes then is up to torchrun."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts there is nothing to save
 
-    from colonnade.comm.mesh import close_mesh, open_mesh
     from colonnade.comm.peer_status import words_of
+    from colonnade.comm.process_groups import close_mesh, open_mesh
 
     mesh = None
     try:

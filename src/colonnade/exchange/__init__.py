@@ -9,7 +9,8 @@ import torch
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached import CachedExchange, TableCache
-from colonnade.exchange.grouped import End, SeveralExchanges, part_of
+from colonnade.exchange.grouped import End, SeveralExchanges
+from colonnade.exchange.operator_cut import part_of
 from colonnade.exchange.partials import SubstituteExchange
 from colonnade.exchange.pooled import PooledExchange
 from colonnade.exchange.replicated import ReplicatedExchange

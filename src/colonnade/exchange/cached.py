@@ -23,7 +23,7 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.cache.copies import Copies, DeviceCopies, NativeCopies, travelling_bytes
+from colonnade.cache import Copies, DeviceCopies, NativeCopies, travelling_bytes
 from colonnade.cache.directory import (
     HIT,
     LEASE_OVER,

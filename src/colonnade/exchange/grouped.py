@@ -19,10 +19,7 @@ from torch import Tensor, nn
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.exchange.prefetched import TABLES, tables_held
-from colonnade.interaction import Concat
 from colonnade.lookup.contract import (
-    EVALUATING,
-    Consumer,
     Exactness,
     Exchange,
     Inside,
@@ -30,7 +27,7 @@ from colonnade.lookup.contract import (
     RowSource,
     Ticket,
 )
-from colonnade.lookup.layout import Declaration, Output, outputs, shared_outputs
+from colonnade.lookup.layout import Declaration, Output, outputs
 from colonnade.lookup.outputs import CPU, found, recorded, summed_backwards
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
@@ -267,25 +264,6 @@ class SeveralExchanges:
         return torch.cat(
             [values[i][ends[i][first] : ends[i][last]] for i, first, last in self.runs]
         )
-
-
-def part_of(declaration: Declaration, tables: set[str], exchange: str) -> Declaration:
-    """The features of these tables and what consumers take of them, as they are, but for consumers whose partials may
-    travel; all tables, so that their numbers stay what they are; and the whole's outputs, as far as they are of these
-    features."""
-    features = tuple(each for each in declaration.features if each.table in tables)
-    mine = {
-        field.name
-        for field in declaration.fields
-        if declaration.features[field.feature].table in tables
-    }
-    consumers = {}
-    for name, consumer in declaration.consumers.items():
-        if taken := tuple(each for each in consumer.features if each in mine):
-            is_whole = exchange in EVALUATING and taken == consumer.features
-            consumers[name] = consumer if is_whole else Consumer(Concat(), taken)
-    part = Declaration(declaration.tables, features, consumers, declaration.output)
-    return replace(part, shared=shared_outputs(declaration, part))
 
 
 def _without_partials(

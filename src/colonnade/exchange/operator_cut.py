@@ -10,10 +10,12 @@ evaluated where they lie, or not under this exchange. Pure functions.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 
-from colonnade.lookup.contract import queries_of
-from colonnade.lookup.layout import Declaration
+from colonnade.interaction import Concat
+from colonnade.lookup.contract import EVALUATING, Consumer, queries_of
+from colonnade.lookup.layout import Declaration, shared_outputs
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
@@ -250,3 +252,22 @@ def tower_floats(declaration: Declaration, consumers: Collection[str]) -> int:
     return sum(result_width(declaration, name) or 0 for name in consumers) + sum(
         field.dim for field in declaration.fields if field.name in values
     )
+
+
+def part_of(declaration: Declaration, tables: set[str], exchange: str) -> Declaration:
+    """The features of these tables and what consumers take of them, as they are, but for consumers whose partials may
+    travel; all tables, so that their numbers stay what they are; and the whole's outputs, as far as they are of these
+    features."""
+    features = tuple(each for each in declaration.features if each.table in tables)
+    mine = {
+        field.name
+        for field in declaration.fields
+        if declaration.features[field.feature].table in tables
+    }
+    consumers = {}
+    for name, consumer in declaration.consumers.items():
+        if taken := tuple(each for each in consumer.features if each in mine):
+            is_whole = exchange in EVALUATING and taken == consumer.features
+            consumers[name] = consumer if is_whole else Consumer(Concat(), taken)
+    part = Declaration(declaration.tables, features, consumers, declaration.output)
+    return replace(part, shared=shared_outputs(declaration, part))

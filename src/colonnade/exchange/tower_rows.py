@@ -19,7 +19,8 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.comm.mesh import Mesh, tower_mesh
+from colonnade.comm.mesh import Mesh
+from colonnade.comm.process_groups import tower_mesh
 from colonnade.errors import ConfigError, WorldError
 from colonnade.exchange.operator_cut import tower_of
 from colonnade.exchange.owner import soonest

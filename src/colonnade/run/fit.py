@@ -17,7 +17,8 @@ from colonnade.checkpoint.commits import open_commits
 from colonnade.checkpoint.fingerprint import check_model, load_dense
 from colonnade.checkpoint.header import read_header, resolve
 from colonnade.checkpoint.states import load_state
-from colonnade.comm.mesh import Mesh, open_mesh
+from colonnade.comm.mesh import Mesh
+from colonnade.comm.process_groups import open_mesh
 from colonnade.config.plan import PlanConfig
 from colonnade.config.run import DenseConfig, RowsConfig, RunConfig, TrainConfig, override
 from colonnade.data.batches import batches_of

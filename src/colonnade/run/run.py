@@ -23,7 +23,8 @@ from colonnade.cache.next_use import splits_with_next_use
 from colonnade.checkpoint.commits import Commits, lost_words, open_commits, restore
 from colonnade.checkpoint.completeness import check_shared
 from colonnade.checkpoint.header import committed_steps, resolve
-from colonnade.comm.mesh import Mesh, with_servers
+from colonnade.comm.mesh import Mesh
+from colonnade.comm.process_groups import with_servers
 from colonnade.config.plan import MemoryConfig
 from colonnade.config.run import RunConfig, dump_config, load_config, override
 from colonnade.data import Splits, num_steps
@@ -46,15 +47,7 @@ from colonnade.run.cross_rank_check import agree_on_config, agree_on_model, agre
 from colonnade.run.defaults import open_data, settle, warn_of_few_steps
 from colonnade.run.machine import machine_facts
 from colonnade.run.planner import placed_in_towers
-from colonnade.run.planning import (
-    SAMPLE_LOOKUPS,
-    Planned,
-    checked,
-    mean_sent,
-    plan_for_all,
-    plan_from_sample,
-    rows_of_first_owner,
-)
+from colonnade.run.planning import SAMPLE_LOOKUPS, Planned, plan_for_all, plan_from_sample
 from colonnade.run.start import (
     complete_outcome,
     outcome_of,
@@ -73,7 +66,7 @@ from colonnade.train.dense import DenseGradients
 from colonnade.train.loss_scale import loss_scale
 from colonnade.train.objective import Objective, objective_of
 from colonnade.train.progress import Progress
-from colonnade.train.record import part_of
+from colonnade.train.record import checked, mean_sent, part_of, rows_of_first_owner
 from colonnade.train.schedules import build_schedule
 from colonnade.train.tower_weights import tower_weights
 from colonnade.train.trainer import Outcome, Schedule, Trainer

@@ -31,7 +31,8 @@ from colonnade.comm.collectives import (
     sum_over_ranks,
     way_of_layout,
 )
-from colonnade.comm.mesh import Mesh, tower_mesh
+from colonnade.comm.mesh import Mesh
+from colonnade.comm.process_groups import tower_mesh
 from colonnade.comm.traffic import waiting
 from colonnade.errors import ConfigError
 from colonnade.train.tower_weights import TowerWeights

@@ -16,8 +16,8 @@ from colonnade.data.sets.triples import Known
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.knowledge import KnowledgeGraph, Links
 from colonnade.models.retriever import Contrast, Retriever
-from colonnade.train.evaluate import evaluate
 from colonnade.train.link_prediction import HITS, evaluate_links
+from colonnade.train.metrics import evaluate
 from colonnade.train.retrieval import PLACES, evaluate_retrieval
 
 

@@ -22,7 +22,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from colonnade.comm.mesh import IN_TOWER, OVER_TOWERS, Mesh, open_towers
+from colonnade.comm.mesh import IN_TOWER, OVER_TOWERS, Mesh
+from colonnade.comm.process_groups import open_towers
 from colonnade.lookup.fields import Columns, runs_of
 from colonnade.ops.memory import empty
 from colonnade.wire.codec import CODECS, Block, Codec, Draw, encode

@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from colonnade.errors import ConfigError
-from colonnade.exchange.grouped import part_of
 from colonnade.exchange.operator_cut import (
     barred,
     never_in_towers,
+    part_of,
     partial_width,
     result_width,
     substituted,

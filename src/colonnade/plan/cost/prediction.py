@@ -125,7 +125,7 @@ SHALLOWEST = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCosts:
-    """Measured by a few steps of the model itself (run/micro_benchmark.py), or given."""
+    """Measured by a few steps of the model itself (run/planning.py), or given."""
 
     step_seconds: float
     """With every row in memory, none of them new."""

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from colonnade.comm.mesh import Mesh, host_mesh
+from colonnade.comm.mesh import Mesh
+from colonnade.comm.process_groups import host_mesh
 from colonnade.errors import ConfigError
 from colonnade.processors import usable_processors
 from colonnade.sizes import parse_rate
