@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from colonnade import _native
-from colonnade.store import log_reference
+from references import log_reference
 
 RECORD_BYTES = 24
 SEGMENT_BYTES, CHUNK_BYTES = 9000, 4096

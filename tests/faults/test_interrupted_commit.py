@@ -22,9 +22,12 @@ from colonnade.store.writer import LogWriter
 PROGRAM = """
 import sys
 from pathlib import Path
-from colonnade import config, plan_config, Mesh
+from colonnade import Mesh
 from colonnade.cli import ranks
-from colonnade.train import commits, interrupt
+from colonnade.checkpoint import commits
+from colonnade.config import plan as plan_config
+from colonnade.config import run as config
+from colonnade.run import interrupt
 from rich.console import Console
 from small_run import CONFIG
 

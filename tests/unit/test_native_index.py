@@ -190,7 +190,7 @@ import os
 if os.environ["OMP_NUM_THREADS"] == "unset":
     del os.environ["OMP_NUM_THREADS"]
 from colonnade import Mesh, World, _native
-from colonnade.train import run
+from colonnade.run import run
 run.usable_processors = lambda: 2
 mesh = Mesh(World(num_hosts=1, ranks_per_host=2))
 for _ in range(2):

@@ -9,7 +9,7 @@ those that have the same number in theirs; `fetch` and `push` have such groups, 
 like these where an exchange asks for them (`open_towers`), and a mesh of their own for sums of what only they use
 (`tower_mesh`).
 
-Between ranks of one host large messages lie in memory that both map (`mates.py`): on groups of this mesh that are of
+Between ranks of one host large messages lie in memory that both map (`shm.py`): on groups of this mesh that are of
 one host whole, but not on those of meshes made of it (trainers, towers).
 
 Where some ranks are servers (`with_servers`), the others have a mesh of their own, `trainers`, for what only they do.

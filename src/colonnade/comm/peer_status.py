@@ -1,6 +1,6 @@
 """What every rank is doing, as the others can read it, so that a lost one can be named.
 
-A thread of each rank writes a line (`heartbeats.py`) once a second: the step, the calls it made and the one it
+A thread of each rank writes a line (`heartbeat.py`) once a second: the step, the calls it made and the one it
 waits in. Nobody reads them until a call takes long or breaks. A rank whose lines stop coming is cut off, stopped or
 gone; one whose lines come is alive, and the numbers of its calls tell whether it is the one waited for.
 """

@@ -4,7 +4,7 @@ Each room is a nameless file in memory (memfd), which others open by the number 
 folder is needed, /dev/shm's size does not count, and what is left of a killed process is nothing.
 
     sender                                       receiver
-    has its message in a room (`rooms.py`)
+    has its message in a room (`Rooms`)
     ticket: file, place in it, what was read ->  maps the room once, and copies its part out of it
     keeps the room                           <-  a later ticket of the same purpose: what was read
 

@@ -7,10 +7,10 @@ Legend: B samples of this rank, G of all ranks, D dim, H heads, P = D + H, R ran
 E rows here.
 
 It is `pooled` up to the message: owners pool their fields for the global batch, and send, for each consumer that is
-cheaper so (`substitution.py`), its partial instead of its fields' values. Partials are added over owners in a fixed
-order (`travel.py`) and combined. On the way back an owner takes the gradient of the merged partial, which is that of
+cheaper so (`operator_cut.py`), its partial instead of its fields' values. Partials are added over owners in a fixed
+order (`wire/transport.py`) and combined. On the way back an owner takes the gradient of the merged partial, which is that of
 its own, through its part of the operator; rows are updated with the sum over the global batch, and no gradient of a
-row travels. Weights are those of `evaluating.py`.
+row travels. Weights are those of `remote_operators.py`.
 
 Legend: G samples of all ranks, W_o columns of the fields on rank o, P of what it sends.
 """
