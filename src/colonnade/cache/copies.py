@@ -1,16 +1,11 @@
 """Copies of rows: their records, and the sums of gradients that owners have yet to receive, in memory or on a device.
 
-One contract, wherever they lie: in this process's memory (`native_copies`) or in a device's (`device_copies`), with the
-same bits.
+One contract with the same bits for both: `NativeCopies` in this process's memory, `DeviceCopies` in a device's. On a
+device, records that come from owners, sums that go to them, and slots cross to the host, one copy for all tables each;
+what is kept, pooled, summed up and trained stays there. A few operations per table and call; none per row.
 
-Legend: T tables, N ranks, D a table's width, n rows of a call, U rows of a batch, table by table.
-
-Legend: T tables, n rows of a call, U rows of a batch.
-
-Records that come from owners and sums that go to them cross to the host, one copy for all tables each, and so do slots
-on their way here; what is kept, pooled, summed up and trained stays. A few operations per table and call; none per row.
-
-Legend: T tables, N ranks, D a table's width, S slots, n rows of a call, U_t rows of table t in a batch.
+Legend: T tables, N ranks, D a table's width, S slots, n rows of a call, U rows of a batch (U_t of
+table t).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Next use of each row: from the data, read twice, or from a window of batches that a lookahead has read.
 
-A rank's copies serve its own batches alone, so its own reader says when they are used again: nothing travels for it,
-nothing is pinned, and every rank reads as many batches before it routes one.
+From a lookahead: a rank's copies serve its own batches alone, so its own reader says when they are used again:
+nothing travels for it, nothing is pinned, and every rank reads as many batches before it routes one.
 
-Legend: T tables, U unique rows of one table in this rank's batch.
+From the data (`with_next_use`):
 
     source = with_next_use(source, epochs=3)
 
@@ -13,7 +13,7 @@ nearly those of the best choice there is (Belady's), which no count of past uses
 Memory: a byte for each lookup of an epoch, and some 46 bytes for each different id. Time: the epoch is read twice; with
 several ranks each reads all ranks' batches once, for an id's next use may be another's.
 
-Legend: N lookups.
+Legend: N lookups, T tables, U unique rows of one table in this rank's batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Sums and gathers over ranks: one order of additions for every world, and three ways for the bytes to travel.
 
-Legend: m rows of this rank, M of all.
-
 The order belongs to the world and never to the way: the ranks of a host are added as neighbours in pairs, the pairs in
 pairs, and so on, then the hosts likewise. All ways give the same bits on every rank, and so do all layouts of N ranks
 whose `ranks_per_host` is a power of two, 1 and N among them: a host is then one node of the tree of all ranks. (gloo's
@@ -9,7 +7,7 @@ all_reduce adds along a ring that begins elsewhere for every chunk, so its bits 
 
 Every message is an all_to_all, which is one hop; gloo's all_gather is a ring of as many hops as ranks.
 
-Legend: N ranks, H hosts, L ranks of a host, S bytes of the buffer.
+Legend: N ranks, H hosts, L ranks of a host, S bytes of the buffer, m rows of this rank, M of all.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Reading in processes and threads of their own: any source, the same batches in the same order, made ahead of
 training.
 
-A stopped one answers nobody and dies of no polite word: a thread that waits for it, and the end of this process, would
-wait for ever. Who watches them names it.
-
 A tensor that crosses a process boundary costs a file descriptor and two system calls; a batch has some forty. A
 block has one.
 
 Process w of n makes runs w, w + n, ... of neighbouring steps, so a source is asked for nothing but to go on from a
 position. torch's DataLoader underneath keeps the order, lets each process be `RUNS_AHEAD` runs ahead and no more,
-and ends the processes with this one.
+and ends the processes with this one. A stopped process answers nobody, and a thread that waits for it would wait for
+ever: `Readers` watches them and names it.
 
 Processes are spawned: a script that trains must start its work under `if __name__ == "__main__":`, as for every
 use of multiprocessing. They start with each epoch, which takes a second or two, so they are for epochs that are

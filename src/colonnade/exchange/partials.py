@@ -1,18 +1,17 @@
 """Exchange `substitute`: owners evaluate the model's first operators on the rows they have, for the samples of all
 ranks; partial results travel, and gradients of them travel back (DES, Rong et al. 2020).
 
-Nothing here is rounded: a logarithm of sums in 16 bits would change a row's weight by several percent.
-
-Legend: B samples of this rank, G of all ranks, D dim, H heads, P = D + H, R ranks that have rows of the sequence,
-E rows here.
-
 It is `pooled` up to the message: owners pool their fields for the global batch, and send, for each consumer that is
 cheaper so (`operator_cut.py`), its partial instead of its fields' values. Partials are added over owners in a fixed
 order (`wire/transport.py`) and combined. On the way back an owner takes the gradient of the merged partial, which is that of
 its own, through its part of the operator; rows are updated with the sum over the global batch, and no gradient of a
 row travels. Weights are those of `remote_operators.py`.
 
-Legend: G samples of all ranks, W_o columns of the fields on rank o, P of what it sends.
+Target attention: queries go to the ranks that have rows of the sequence, and what each makes of its rows is merged where the
+samples are. Nothing of it is rounded: a logarithm of sums in 16 bits would change a row's weight by several percent.
+
+Legend: B samples of this rank, G of all ranks, D dim, H heads, R ranks that have rows of the sequence, E rows here,
+W_o columns of the fields on rank o, P floats of what is sent (D + H of attention).
 """
 
 from __future__ import annotations

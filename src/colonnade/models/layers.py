@@ -1,8 +1,6 @@
 """Layers that models share: linear terms, MLPs, cross layers.
 
-Legend: B samples, n dense columns, H width of the first layer.
-
-Legend: B samples, W width of x, R rank, K experts.
+Legend: B samples, n dense columns, H width of the first layer; of cross layers, W width of x, R rank, K experts.
 """
 
 from __future__ import annotations

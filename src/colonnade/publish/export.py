@@ -7,7 +7,7 @@ DESTINATION/rows-<table number>.safetensors   ids (N,) int64 ascending; weights 
 
 Rows that were never trained are not there: their value follows from the seed (`Table`). Legend: N trained rows.
 
-run/serving/<step>-<tag>-v<version>/     as `publish/export.py` writes it; the tag tells commits of one step apart
+run/serving/<step>-<tag>-v<version>/     an export for predictors, written once; the tag tells commits of one step apart
 """
 
 from __future__ import annotations

@@ -392,7 +392,7 @@ def _copy_ages(page: Page, run: RunRecord) -> None:
 
 
 def _age_words(least: int) -> str:
-    """Of a kind of `exchange.cached_counts.AGES`, by the least of its ages."""
+    """Of a kind of `exchange.cached.AGES`, by the least of its ages."""
     if least < 2:
         return "none: with the batch" if least == 0 else "1"
     return f"{least:,} to {2 * least - 1:,}"

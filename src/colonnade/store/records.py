@@ -1,8 +1,6 @@
 """Records of rows: which of their bytes are weights, optimizer state, low halves and clock; and rows of one table as
 columns.
 
-Legend: N rows, D width of a table.
-
 Legend: N rows, M of them, D width of the table.
 """
 

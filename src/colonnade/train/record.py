@@ -16,7 +16,7 @@ run/metrics.jsonl      {"step", "kind", "time", ...}; what each kind holds:
                remote: to other hosts)
     missed     where reads may be late, so many batches since the previous such line, by the updates that their reads
                missed ("4"), as this rank applied them
-    cache      where ranks keep copies of rows (`exchange.cached_counts.CacheCounts`), rows of its batches since the
+    cache      where ranks keep copies of rows (`exchange.cached.CacheCounts`), rows of its batches since the
                previous such line: hits, misses, lease_over (of them renewed), pushed by cause, ticks of what is pushed
     copy_ages  the same rows by how old the copy was that was read, in batches since its owner was asked ("0": with the
                batch, "1", "2" to 3, "4" to 7, ..): of each other rank a read misses at most so many batches, and those

@@ -116,7 +116,7 @@ def coded_bytes(codec: Codec, elements: int) -> int:
 
 
 def coded_size(name: str, elements: int, num_ranks: int) -> int:
-    """Pure: bytes that stand for a buffer of so many elements, a multiple of N, as `topology.reduction.sent` takes
+    """Pure: bytes that stand for a buffer of so many elements, a multiple of N, as `comm.collectives.sent` takes
     them. Not for "exact"."""
     return num_ranks * coded_bytes(CODECS[name], elements // num_ranks)
 

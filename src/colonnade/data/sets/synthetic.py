@@ -1,7 +1,5 @@
 """Clicks made to order: the shape and skew of Criteo, and a best reachable AUC known by construction.
 
-Legend: B samples, F fields, R hidden factors of an id, L longest list, E ids of a list column.
-
 Sample i is a pure function of (seed, i), so any range can be made at any time on any rank. Its
 click is drawn with probability
 
@@ -12,7 +10,7 @@ click is drawn with probability
 where effects and factors are normal numbers found by hashing the id. Each batch carries p in `Batch.key`:
 no model can rank better than p does, and `train.metrics.ceiling` says how well that is.
 
-Legend: B samples, F fields.
+Legend: B samples, F fields, R hidden factors of an id, L longest list, E ids of a list column.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Encoding of Arrow columns: ids, numbers, buckets, labels and weights, as a declaration says.
 
-Legend: S samples of a block.
-
 Legend: S samples of a block, E elements of its lists.
 """
 

@@ -1,8 +1,8 @@
 """Partition of features into towers: which features are looked up together, within what a tower may hold.
 
-Stress minimisation by majorisation (SMACOF, de Leeuw 1977) from classical scaling (Torgerson 1952): no chance in it.
+Features in the plane: stress minimisation by majorisation (SMACOF, de Leeuw 1977) from classical scaling (Torgerson 1952): no chance in it.
 
-Bradley, Bennett and Demiriz 2000. Where all things weigh the same it is a flow of least cost, and solved as one; else
+The bounded step of k-means: Bradley, Bennett and Demiriz 2000. Where all things weigh the same it is a flow of least cost, and solved as one; else
 it is packing, which has no quick exact way, and is searched by moves and swaps. Pure functions of numbers, no chance.
 Legend: U things, T places, M measures (what a thing weighs).
 
