@@ -10,9 +10,9 @@ import pytest
 from backing import make_records
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from references import log_reference
 
 from colonnade import _native
-from references import log_reference
 
 RECORD_BYTES = 24
 SEGMENT_BYTES, CHUNK_BYTES = 9000, 4096

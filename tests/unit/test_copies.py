@@ -8,9 +8,9 @@ import torch
 from devices import DEVICES
 
 from colonnade import Adam, Table, _native
-from colonnade.cache.copies import DeviceCopies, Elements, NativeCopies
+from colonnade.cache.copies import DeviceCopies, NativeCopies
 from colonnade.cache.messages import tables_of
-from colonnade.lookup.row_layout import row_layout
+from colonnade.lookup.row_layout import Elements, row_layout
 from colonnade.store.dram import open_dram
 
 WIDTHS = np.array([3, 1, 5])

@@ -6,7 +6,8 @@ missing, or is another commit's, run's or rank's, is found without reading a row
 
 `find_problems` is the one judge: resume, predict, evaluate, export, publish, warm start and verify all ask it.
 
-`verify_commit` reads every byte. State files are not parsed, nor torch imported: that a file is the one committed there, its checksum in the header says.
+`verify_commit` reads every byte. State files are not parsed, nor torch imported: that a file is the one committed
+there, its checksum in the header says.
 """
 
 from __future__ import annotations

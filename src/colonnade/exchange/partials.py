@@ -3,9 +3,9 @@ ranks; partial results travel, and gradients of them travel back (DES, Rong et a
 
 It is `pooled` up to the message: owners pool their fields for the global batch, and send, for each consumer that is
 cheaper so (`operator_cut.py`), its partial instead of its fields' values. Partials are added over owners in a fixed
-order (`wire/transport.py`) and combined. On the way back an owner takes the gradient of the merged partial, which is that of
-its own, through its part of the operator; rows are updated with the sum over the global batch, and no gradient of a
-row travels. Weights are those of `remote_operators.py`.
+order (`wire/transport.py`) and combined. On the way back an owner takes the gradient of the merged partial, which is
+that of its own, through its part of the operator; rows are updated with the sum over the global batch, and no
+gradient of a row travels. Weights are those of `remote_operators.py`.
 
 Target attention: queries go to the ranks that have rows of the sequence, and what each makes of its rows is merged where the
 samples are. Nothing of it is rounded: a logarithm of sums in 16 bits would change a row's weight by several percent.
