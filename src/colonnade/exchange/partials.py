@@ -7,8 +7,9 @@ order (`wire/transport.py`) and combined. On the way back an owner takes the gra
 that of its own, through its part of the operator; rows are updated with the sum over the global batch, and no
 gradient of a row travels. Weights are those of `remote_operators.py`.
 
-Target attention: queries go to the ranks that have rows of the sequence, and what each makes of its rows is merged where the
-samples are. Nothing of it is rounded: a logarithm of sums in 16 bits would change a row's weight by several percent.
+Target attention: queries go to the ranks that have rows of the sequence, and what each makes of its rows is merged
+where the samples are. Nothing of it is rounded: a logarithm of sums in 16 bits would change a row's weight by several
+percent.
 
 Legend: B samples of this rank, G of all ranks, D dim, H heads, R ranks that have rows of the sequence, E rows here,
 W_o columns of the fields on rank o, P floats of what is sent (D + H of attention).

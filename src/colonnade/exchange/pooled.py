@@ -2,8 +2,9 @@
 ranks, and gradients of pooled values travel back.
 
 Per rank and step: an id per lookup out, a block of (its samples, an owner's fields) in from every owner, and such a
-block of gradients out. Owners' blocks are added in a fixed order (`wire/transport.py`; a table with one owner: nothing to add).
-A requester divides by the bags' lengths where a feature asks for means, so an owner need not know what lies elsewhere.
+block of gradients out. Owners' blocks are added in a fixed order (`wire/transport.py`; a table with one owner:
+nothing to add). A requester divides by the bags' lengths where a feature asks for means, so an owner need not know
+what lies elsewhere.
 
 Legend: B samples of this rank, G samples of all ranks, C columns of lookups, E lookups, N ranks, O rows this rank
 owns, W columns of all fields side by side, W_o those with a share on rank o.

@@ -1,15 +1,16 @@
 """`towers`: what owners pooled goes to one rank of their tower first, and from there, once, to the samples' ranks; the
 model's first operators that take fields of one tower alone are evaluated in between (DMT, Luo et al. 2024).
 
-It is `pooled` up to the message, which takes the route of `wire/tower_transport.py`. Fields whose rows do not all lie in one
-tower travel as they do under `pooled`. A consumer whose fields all lie in one tower is evaluated by the rank that has
-all of them for a sample; what it gives travels instead of its fields' values, where that is less. Its weights are those
-of `remote_operators.py`.
+It is `pooled` up to the message, which takes the route of `wire/tower_transport.py`. Fields whose rows do not all lie
+in one tower travel as they do under `pooled`. A consumer whose fields all lie in one tower is evaluated by the rank
+that has all of them for a sample; what it gives travels instead of its fields' values, where that is less. Its
+weights are those of `remote_operators.py`.
 
-Where rows are read ahead, what is inside a tower is gathered early, and waits there: operators are evaluated, and what
-they give leaves, in the step that uses it, with the weights of that step.
+Where rows are read ahead, what is inside a tower is gathered early, and waits there: operators are evaluated, and
+what they give leaves, in the step that uses it, with the weights of that step.
 
-Legend: G samples of all ranks, M of a rank's peers, m of those of a turn, W columns of its tower, Y of what leaves it.
+Legend: G samples of all ranks, M of a rank's peers, m of those of a turn, W columns of its tower, Y of what leaves
+it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Kernels of a step on rows and their gradients: one contract, in memory or on a device.
 
-`NativeKernels` works on addresses in this process's memory, `DeviceKernels` on tensors of any device. `RowsExchange` takes the one that the rows' views ask for. Results are the same bits on the same processor.
+`NativeKernels` works on addresses in this process's memory, `DeviceKernels` on tensors of any device. `RowsExchange`
+takes the one that the rows' views ask for. Results are the same bits on the same processor.
 
 On a device: a few operations per read and per table, none per row. On a CPU the results have the bits of the native
-kernels. On a GPU they have them where its arithmetic rounds as IEEE 754 says, operation by operation; sums have the same
-order.
+kernels. On a GPU they have them where its arithmetic rounds as IEEE 754 says, operation by operation; sums have the
+same order.
 
 Legend: B samples, T tables, E lookups, O rows a rank owns, W elements of a row; O_t and W_t those of table t.
 """

@@ -1,7 +1,8 @@
 """Planning from the data: a sample is profiled, the disk and a few steps of the model are timed, memory goes where it
 saves most.
 
-Steps are timed on copies of the model and in a folder of its own that is removed, so that they leave no trace on the run.
+Steps are timed on copies of the model and in a folder of its own that is removed, so that they leave no trace on the
+run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Partition of features into towers: which features are looked up together, within what a tower may hold.
 
-Features in the plane: stress minimisation by majorisation (SMACOF, de Leeuw 1977) from classical scaling (Torgerson 1952): no chance in it.
+Features in the plane: stress minimisation by majorisation (SMACOF, de Leeuw 1977) from classical scaling (Torgerson
+1952): no chance in it.
 
-The bounded step of k-means: Bradley, Bennett and Demiriz 2000. Where all things weigh the same it is a flow of least cost, and solved as one; else
-it is packing, which has no quick exact way, and is searched by moves and swaps. Pure functions of numbers, no chance.
-Legend: U things, T places, M measures (what a thing weighs).
+The bounded step of k-means: Bradley, Bennett and Demiriz 2000. Where all things weigh the same it is a flow of least
+cost, and solved as one; else it is packing, which has no quick exact way, and is searched by moves and swaps. Pure
+functions of numbers, no chance. Legend: U things, T places, M measures (what a thing weighs).
 
 The tower partitioner of DMT (Luo et al. 2024): alike features (or unlike ones) near each other in space, then k-means
 with bounded clusters. A table is looked up in one tower, so its features go together. Pure functions, no chance but a
