@@ -37,7 +37,7 @@ SETTINGS: dict[str, tuple[int, dict[str, str]]] = {
     "cached": (2, {"plan.cache": "{size: 20%, staleness: 4}"}),
     "cached next use": (2, {"plan.cache": "{size: 20%, staleness: 2, policy: lookahead}"}),
     "columns": (2, {"plan.sharding": "column_wise", "plan.exchange": "pooled", "rows.optimizer": "adagrad"}),
-    "hot rows": (2, {"plan.tables.C1.hot_rows": "100"}),
+    "hot rows": (2, {"plan.tables.C1.replicated_rows": "100"}),
     "codecs": (2, {"plan.wire.values": "int8", "plan.wire.gradients": "bf16", "plan.wire.dense": "int8"}),
     "mixed": (2, {"plan.tables.C1.exchange": "pooled", "plan.tables.C3.staleness_steps": "2"}),
     "servers": (3, {"plan.servers": "1"}),

@@ -263,7 +263,7 @@ def train(
         staleness=late,
         shardings=shardings,
         exchanges=exchanges,
-        hot=hot,
+        replicated_rows=hot,
         caches=caches,
         cache_tier=cache_tier,
     )

@@ -126,7 +126,7 @@ def counted(mesh):
         exchanges = {name: said.exchange for name, said in forced.items()}
         plan = build_plan(
             TABLES, mesh.num_ranks, shardings=shardings_of(forced), exchanges=exchanges,
-            codecs=codecs, hot=hot_of(case),
+            codecs=codecs, replicated_rows=hot_of(case),
         )  # fmt: skip
         collection.open(plan, alone)
         rows = RowOptimizer(collection)

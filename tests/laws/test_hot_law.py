@@ -162,7 +162,9 @@ def zipf_bytes(mesh, num_hot):
     alone = replace(mesh, traffic=Traffic())
     table = Table("item", 64, rows=20_000, optimizer=SGD(lr=0.1))
     collection = EmbeddingCollection([table], [Feature("item", "item")])
-    collection.open(build_plan([table], mesh.num_ranks, hot={"item": range(num_hot)}), alone)
+    collection.open(
+        build_plan([table], mesh.num_ranks, replicated_rows={"item": range(num_hot)}), alone
+    )
     rows, chance = RowOptimizer(collection), 1 / torch.arange(1.0, 20_001) ** 1.05
     for step in range(3):
         random = torch.Generator().manual_seed(10 * step + mesh.rank)
@@ -231,13 +233,13 @@ def not_of(rank, ids):
 
 
 def test_a_plan_says_what_is_hot():
-    plan = build_plan(TABLES, 2, hot=LISTED, dram_bytes=10_000)
+    plan = build_plan(TABLES, 2, replicated_rows=LISTED, dram_bytes=10_000)
     assert Plan.from_json(plan.to_json()) == plan
     item, user = (each.sharding for each in plan.tables)
     assert (item.hot.ids, user.hot.ids) == ((1, 3, 49), (-5, 2**63 - 1))
     assert str(item) == "row_wise, ranks 0 .. 1, 3 hot rows on each of 2 ranks"
     assert sharding_from(user.plain()) == user
-    assert build_plan(TABLES, 1, hot=LISTED) == build_plan(TABLES, 1)
+    assert build_plan(TABLES, 1, replicated_rows=LISTED) == build_plan(TABLES, 1)
     assert "9223372036854775807" not in repr(plan)
     # Copies are always in memory, out of what each rank may use.
     without = build_plan(TABLES, 2, dram_bytes=10_000)
@@ -269,6 +271,6 @@ def test_what_cannot_be_hot(settings, wanted):
 )
 def test_tables_that_forget_have_no_hot_rows(stays):
     tables = [Table("t", 3, **stays)]
-    said = said_of(ConfigError, lambda: build_plan(tables, 2, hot={"t": [1]}))
+    said = said_of(ConfigError, lambda: build_plan(tables, 2, replicated_rows={"t": [1]}))
     assert "got hot rows of a table with admission or eviction" in said
-    assert build_plan(tables, 1, hot={"t": [1]}) == build_plan(tables, 1)
+    assert build_plan(tables, 1, replicated_rows={"t": [1]}) == build_plan(tables, 1)

@@ -156,7 +156,7 @@ def counted(mesh):
         plan = build_plan(
             TABLES, n, codecs=codecs,
             shardings={name: sharding_of(said, n) for name, said in forced.items()},
-            exchanges={name: said.exchange for name, said in forced.items()}, hot=HOT.get(case, {}),
+            exchanges={name: said.exchange for name, said in forced.items()}, replicated_rows=HOT.get(case, {}),
         )  # fmt: skip
         collection.open(plan, alone)
         rows = RowOptimizer(collection)
@@ -207,7 +207,9 @@ def test_bytes_are_foretold(hosts, ranks_per_host):
             {name: given.get(name) or given[f"{name}[cold]"] for name in NAMES}
             for given in (choice.shardings, choice.exchanges)
         )
-        plan = build_plan(TABLES, num_ranks, shardings=shardings, exchanges=exchanges, hot=hot)
+        plan = build_plan(
+            TABLES, num_ranks, shardings=shardings, exchanges=exchanges, replicated_rows=hot
+        )
         why = {each.name: each.why for each in choice.consumers}
         if "columns" in case:
             assert why["linear"] == "rows of table a are cut by columns"

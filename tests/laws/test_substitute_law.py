@@ -225,7 +225,7 @@ def train(mesh, case: Case, *, exchanges=None, shardings=None, staleness: int = 
             weight.copy_(torch.randn(weight.shape, generator=random, dtype=weight.dtype))
     plan = build_plan(
         collection.tables, mesh.num_ranks, exchanges=exchanges or {}, shardings=shardings or {},
-        staleness_steps=staleness, hot=hot or {},
+        staleness_steps=staleness, replicated_rows=hot or {},
     )  # fmt: skip
     collection.open(plan, mesh)
     rows, seen = RowOptimizer(collection), []

@@ -291,12 +291,15 @@ def chosen_hot(mesh, folder, epochs, settings):
 
 def configured(mesh, folder):
     names = [table.name for table in tables_of(SHORT)]
-    wanted = {f"plan.tables.{names[1]}.hot_rows": 60, f"plan.tables.{names[3]}.hot_rows": 40}
+    wanted = {
+        f"plan.tables.{names[1]}.replicated_rows": 60,
+        f"plan.tables.{names[3]}.replicated_rows": 40,
+    }
     auto = {**wanted, "plan.exchange": "auto", "plan.sharding": "auto"}
     first = chosen_hot(mesh, folder / "hot", 1, wanted)
     # A list that was made otherwise: the run goes on with it.
     go_on(mesh, folder / "said", "others hot", 1)
-    went_on = chosen_hot(mesh, folder / "said", 2, {f"plan.tables.{names[3]}.hot_rows": 100})
+    went_on = chosen_hot(mesh, folder / "said", 2, {f"plan.tables.{names[3]}.replicated_rows": 100})
     again = chosen_hot(mesh, folder / "hot", 2, wanted)
     last = chosen_hot(mesh, folder / "hot", 3, auto)
     go_on(mesh, folder / "same", "row_wise", 3)
@@ -318,5 +321,5 @@ def test_a_configuration_asks_for_hot_rows(tmp_path):
     assert digest(tmp_path / "hot") == digest(tmp_path / "same")
     plan = Plan.from_json((tmp_path / "hot" / "plan.json").read_text())
     assert {each.name: each.sharding.hot.ids for each in plan.tables if each.sharding.hot} == last
-    alone = {f"plan.tables.{names[1]}.hot_rows": 60}
+    alone = {f"plan.tables.{names[1]}.replicated_rows": 60}
     assert chosen_hot(Mesh(), tmp_path / "hot", 4, alone) == {}

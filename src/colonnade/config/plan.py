@@ -157,8 +157,9 @@ class TablePlanConfig(Section):
     ranks: list[Annotated[int, Field(ge=0)]] | None = None
     """The rank of table_wise, those of one host for host_wise, each one's for column_wise, those of several hosts for
     grid; default: where most room is, and slices on all."""
-    hot_rows: int = Field(0, ge=0)
-    """So many rows, the most popular of a sample, lie on every rank, in memory; on one rank it does nothing."""
+    replicated_rows: int = Field(0, ge=0)
+    """Number of rows, the most popular of a sample, that are replicated: every rank has them in memory. On one rank it
+    does nothing."""
     staleness_steps: int | None = Field(None, ge=0)
     """How late its reads are, instead of plan.staleness_steps: 0 for hot tables."""
 
@@ -166,14 +167,18 @@ class TablePlanConfig(Section):
     @classmethod
     def _refuse_old_names(cls, values: Any) -> Any:
         _refuse_replicated_exchange(values)
+        if isinstance(values, Mapping) and "hot_rows" in values:
+            if values["hot_rows"]:
+                raise ValueError("unknown setting 'hot_rows'; it is now replicated_rows")
+            values = {name: value for name, value in values.items() if name != "hot_rows"}
         return values
 
     @model_validator(mode="after")
     def _check(self) -> TablePlanConfig:
-        if self.hot_rows and self.sharding in ("replicated", "column_wise", "grid"):
+        if self.replicated_rows and self.sharding in ("replicated", "column_wise", "grid"):
             raise ValueError(
-                f"got hot_rows={self.hot_rows} with sharding={self.sharding}, wanted sharding=row_wise, host_wise or "
-                "table_wise, of whose rows some can be copied to every rank"
+                f"got replicated_rows={self.replicated_rows} with sharding={self.sharding}, wanted "
+                "sharding=row_wise, host_wise or table_wise, of whose rows some can be copied to every rank"
             )
         if self.ranks is None:
             return self

@@ -141,8 +141,8 @@ def check_caches(
             )
         if sharding.is_replicated or sharding.slices > 1 or sharding.hot is not None:
             raise ConfigError(
-                f"plan.cache: got rows of table {table.name!r} that are replicated, cut by columns, or copied to every "
-                "rank for being hot; choose sharding row_wise, host_wise or table_wise without hot_rows"
+                f"plan.cache: got rows of table {table.name!r} that are replicated, all or some, or cut by columns; "
+                "choose sharding row_wise, host_wise or table_wise without replicated_rows"
             )
         if table.admission is not None or table.eviction is not None:
             raise ConfigError(

@@ -125,7 +125,7 @@ def settled(said: Forced, world: World) -> tuple[Sharding, str] | None:
 
 def is_settled(config: PlanConfig, tables: Sequence[Table], world: World) -> bool:
     """Return whether nothing is left to be chosen, hot rows included. Raises as `forced_by`."""
-    has_hot = any(table.hot_rows for table in config.tables.values())
+    has_hot = any(table.replicated_rows for table in config.tables.values())
     if world.num_ranks > 1 and has_hot:
         return False
     said = forced_by(config, tables, world).values()

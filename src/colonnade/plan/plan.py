@@ -238,7 +238,7 @@ def build_plan(
     exchange: str = "rows",
     exchanges: Mapping[str, str] | None = None,
     shardings: Mapping[str, Sharding] | None = None,
-    hot: Mapping[str, Iterable[int] | Tensor] | None = None,
+    replicated_rows: Mapping[str, Iterable[int] | Tensor] | None = None,
     codecs: Codecs = EXACT,
     servers: Sequence[int] = (),
     towers: int | None = None,
@@ -249,10 +249,10 @@ def build_plan(
 
     By table name: `table_bytes`, memory of single tables, out of `dram_bytes`; `staleness`, how late its reads are,
     where that is not `staleness_steps`; `exchanges`, where it is not
-    `exchange`; `shardings`, where rows are not dealt to all ranks; `hot`, ids of rows that lie on every rank, in memory
-    (on one rank they mean nothing). `servers`: the only ranks that rows may lie on. `towers`: how many groups of
+    `exchange`; `shardings`, where rows are not dealt to all ranks; `replicated_rows`, ids of rows that lie on every
+    rank, in memory (on one rank they mean nothing). `servers`: the only ranks that rows may lie on. `towers`: how many groups of
     neighbouring ranks the exchange `towers` goes by, default one for each host; rows are where `shardings` say
-    (`plan.towers.placement.in_towers` makes some). `caches`: by table, copies of its rows that each rank keeps; on one
+    (`plan.constraints.in_towers` makes some). `caches`: by table, copies of its rows that each rank keeps; on one
     rank they mean nothing. `cache_tier`: where copies lie, in memory or (hbm) in that of the device the collection is
     on when it is opened.
     """
@@ -292,7 +292,7 @@ def build_plan(
         )
     everywhere = Sharding("row_wise", tuple(servers)) if servers else row_wise(num_ranks)
     of_tables = [shardings.get(table.name, everywhere) for table in tables]
-    of_tables = with_hot(tables, of_tables, hot or {}, num_ranks, servers)
+    of_tables = with_hot(tables, of_tables, replicated_rows or {}, num_ranks, servers)
     caches = (caches or {}) if num_ranks > 1 else {}
     of_exchanges = [
         implied_exchange(each, exchanges.get(table.name, exchange))
@@ -405,7 +405,7 @@ def plan_of(
     hot: Mapping[str, Sequence[int]] | None = None,
 ) -> Plan:
     """`build_plan` with a configuration's settings. `choice`: what was found for tables of which it leaves something
-    open; without, their rows are dealt to all ranks and travel as rows. `hot`: by name, of tables whose `hot_rows` it
+    open; without, their rows are dealt to all ranks and travel as rows. `hot`: by name, of tables whose `replicated_rows` it
     asks for; where copies of all rows were chosen, they mean nothing. Raises ConfigError."""
     memory = config.memory
     shardings, exchanges = {}, {}
@@ -435,7 +435,7 @@ def plan_of(
         },
         exchanges=exchanges,
         shardings=shardings,
-        hot={name: ids for name, ids in (hot or {}).items() if name not in copied},
+        replicated_rows={name: ids for name, ids in (hot or {}).items() if name not in copied},
         codecs=Codecs(config.wire.values, config.wire.gradients, config.wire.dense),
         servers=world.servers,
         caches=caches_of(config.cache, tables),

@@ -50,10 +50,10 @@ def hot_of(
     goes on with, as long as as many are wanted."""
     found: dict[str, Sequence[int]] = {}
     for name, said in config.tables.items():
-        if not said.hot_rows or world.num_ranks == 1:
+        if not said.replicated_rows or world.num_ranks == 1:
             continue
         readers = [feature.name for feature in declared.features if feature.table == name]
-        found[name] = popular(sample, readers, said.hot_rows)
+        found[name] = popular(sample, readers, said.replicated_rows)
         had = before[name].hot if name in before else None
         if had is not None and len(had.ids) == len(found[name]):
             found[name] = had.ids
