@@ -17,6 +17,7 @@ from ranks import run_ranks
 
 from colonnade.comm import process_groups as mesh_module
 from colonnade.comm import shm as mates_module
+from colonnade.comm.mesh import ALL
 from colonnade.errors import PeerLost
 
 SIZES = (0, 1, 2, 7, 1009, 65_537)
@@ -44,7 +45,7 @@ def call_of(mesh, purpose, call, in_room):
     blocks = [message(rank, r, call, int(n)) for r, n in enumerate(rows[rank])]
     send = torch.cat(blocks)
     if in_room:
-        room = mesh.room(purpose, send.numel(), send.dtype).view(send.shape)
+        room = mesh.room(send.numel(), send.dtype).view(send.shape)
         send = room.copy_(send)
     theirs = rows[:, rank].tolist()
     return mesh.all_to_all(purpose, send, rows[rank].tolist(), theirs, wait=False), theirs
@@ -74,7 +75,9 @@ def all_purposes(mesh, least):
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=[p]) for p in ("fetch", "push", "route", "dense")]
+    threads = [
+        threading.Thread(target=run, args=[p]) for p in ("fetch", "commit", "route", "dense")
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -88,7 +91,7 @@ def all_purposes(mesh, least):
 @pytest.mark.parametrize("num_ranks, least", [(2, 1), (3, 1), (3, 20_000)])
 def test_odd_sizes_on_many_threads(num_ranks, least):
     for held in run_ranks(num_ranks, all_purposes, least):
-        assert set(held) == {"fetch", "push", "route", "dense"}
+        assert set(held) == {"fetch", "commit", "route", "dense"}
         assert max(held.values()) <= 4  # of the last calls, three at once
 
 
@@ -99,11 +102,12 @@ def test_hosts_of_two_share_in_their_own_groups_alone():
 
 def of_two_hosts(mesh):
     small_messages_too()
-    for purpose, size in (("fetch", 4), ("fetch in host", 2), ("fetch over hosts", 2)):
+    for scope, size in ((ALL, 4), (mesh.in_host, 2), (mesh.over_hosts, 2)):
         send = torch.arange(size * 5) + 100 * mesh.rank
-        received, _ = mesh.all_to_all(purpose, send, [5] * size, [5] * size)
-        place = mesh._members(purpose).index(mesh.rank)
-        wanted = [torch.arange(5) + 5 * place + 100 * r for r in mesh._members(purpose)]
+        received, _ = mesh.all_to_all("fetch", send, [5] * size, [5] * size, scope=scope)
+        members = scope.members(mesh.rank, mesh.num_ranks)
+        place = members.index(mesh.rank)
+        wanted = [torch.arange(5) + 5 * place + 100 * r for r in members]
         assert torch.equal(received, torch.cat(wanted))
     return sorted(mesh.mates.lanes)
 
@@ -165,7 +169,7 @@ def killed(mesh, place):
     """Rank 1 is killed while the others read what it sent."""
     small_messages_too()
     size = 1 << 22
-    send = mesh.room("fetch", 3 * size, torch.uint8).fill_(mesh.rank + 1)
+    send = mesh.room(3 * size, torch.uint8).fill_(mesh.rank + 1)
     received, call = mesh.all_to_all("fetch", send, [size] * 3, [size] * 3, wait=False)
     if mesh.rank == 1:
         call.wait()
@@ -199,7 +203,7 @@ def gone_before_it_is_read(mesh, place):
     """Rank 1's ticket has come, but it is gone when rank 0 opens its memory for the first time."""
     small_messages_too()
     size = 1 << 20
-    send = mesh.room("push", 2 * size, torch.uint8).fill_(mesh.rank + 1)
+    send = mesh.room(2 * size, torch.uint8).fill_(mesh.rank + 1)
     _, call = mesh.all_to_all("push", send, [size] * 2, [size] * 2, wait=False)
     if mesh.rank == 1:
         call.wait()

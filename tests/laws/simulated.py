@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from colonnade import Mesh, World
-from colonnade.comm.mesh import IN_TOWER, OVER_TOWERS
+from colonnade.comm.mesh import ALL, TRAINING, Scope, thread_of
 
 PATIENCE = 60.0
 """Seconds that a rank waits for another."""
@@ -63,15 +63,26 @@ class Simulated(Mesh):
     office: Office = field(default_factory=Office)
 
     def all_to_all(
-        self, purpose, send, send_rows, receive_rows, *, wait=True, counts_as=None, into=None
+        self,
+        purpose,
+        send,
+        send_rows,
+        receive_rows,
+        *,
+        scope=ALL,
+        wait=True,
+        counts_as=None,
+        into=None,
     ):
-        members = self._members(purpose)
-        if IN_TOWER in purpose or OVER_TOWERS in purpose:
-            assert purpose in self.groups, f"{purpose}: a group that nobody opened"
+        members = scope.members(self.rank, self.num_ranks)
+        if 1 < len(members) < self.num_ranks:
+            assert self.group(thread_of(purpose), scope) == scope, (
+                f"{purpose}: a group that nobody opened"
+            )
         width = send.element_size() * (send[0].numel() if send.dim() > 1 and len(send) else 1)
         for peer, rows in zip(members, send_rows, strict=True):
-            self._count(counts_as or purpose.partition(" ")[0], peer, width * rows)
-        group = purpose, members[0]
+            self._count(counts_as or purpose, peer, width * rows)
+        group = purpose, scope, members[0]
         heard = self.office.swap(group, self.rank, members, send.split(list(send_rows)))
         assert [len(each) for each in heard] == list(receive_rows)
         received = torch.cat(heard)
@@ -80,7 +91,7 @@ class Simulated(Mesh):
         return received, None if wait else Done()
 
     def all_gather(self, purpose, values):
-        members = self._members(purpose)
+        members = range(self.num_ranks)
         return self.office.swap((purpose, members[0]), self.rank, members, [values] * len(members))
 
     def all_reduce(self, purpose, values, *, counts_as=None):
@@ -91,11 +102,11 @@ def run_simulated(world: World, function: Callable[..., Any], *arguments: Any) -
     """`function(mesh, *arguments)` on every rank; what each returned, in rank order."""
     office, found, errors = Office(), [None] * world.num_ranks, []
     sizes = [size for size in range(1, world.num_ranks + 1) if world.num_ranks % size == 0]
-    groups: dict[str, Any] = {
-        f"{purpose}{kind}{size}": None
-        for purpose in ("route", "evaluate", "fetch", "push")
-        for kind in (IN_TOWER, OVER_TOWERS)
+    groups: dict[tuple[str, Scope], Any] = {
+        (thread, scope): scope
+        for thread in ("lookahead", TRAINING)
         for size in sizes
+        for scope in (Scope(size), Scope(size, is_across=True))
     }
 
     def run(rank: int) -> None:

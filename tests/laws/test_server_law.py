@@ -27,7 +27,7 @@ from colonnade import (
     fit,
 )
 from colonnade.comm.collectives import announced
-from colonnade.comm.mesh import OF_TRAINERS
+from colonnade.comm.mesh import TRAINING
 from colonnade.comm.process_groups import with_servers
 from colonnade.comm.traffic import Traffic
 from colonnade.config.run import build_config, override
@@ -414,8 +414,7 @@ def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):
         made.clear()
         presence = SimpleNamespace(timeout=1.0, only={})
         world = World(num_hosts=2, ranks_per_host=3)
-        whole = dict.fromkeys(OF_TRAINERS)
-        mesh = with_servers(Mesh(world, rank, whole, presence=presence), 1)
+        mesh = with_servers(Mesh(world, rank, presence=presence), 1)
         orders.add(tuple(made))
         trainers = mesh.trainers
         assert mesh.is_server == (rank in (2, 5)) and mesh.num_ranks == 6
@@ -423,8 +422,9 @@ def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):
             assert trainers.num_ranks == 1 and not trainers.groups
             continue
         assert (trainers.num_ranks, trainers.rank) == (4, (0, 1, None, 2, 3)[rank])
-        assert trainers.groups["dense"] == trainers.groups["evaluate"] == (0, 1, 3, 4)
-        assert trainers.groups["dense in host"] == ((0, 1) if rank < 3 else (3, 4))
-        assert trainers.groups["dense over hosts"] == ((0, 3) if rank in (0, 3) else (1, 4))
+        assert trainers.group("dense") == trainers.group(TRAINING) == (0, 1, 3, 4)
+        assert trainers.group("dense", trainers.in_host) == ((0, 1) if rank < 3 else (3, 4))
+        over_hosts = trainers.group("dense", trainers.over_hosts)
+        assert over_hosts == ((0, 3) if rank in (0, 3) else (1, 4))
         assert presence.only["trainers dense in host"] == {0, 1, 3, 4}
     assert len(orders) == 1

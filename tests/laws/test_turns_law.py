@@ -12,6 +12,7 @@ from ranks import run_ranks
 from test_towers_law import MODULES, VALUES, close, train
 
 from colonnade import Mesh
+from colonnade.comm.mesh import ALL
 from colonnade.lookup.fields import Columns
 from colonnade.wire.coding import AS_IT_IS
 from colonnade.wire.tower_transport import ByTower
@@ -32,14 +33,14 @@ def run_all(mesh):
     found["flat"] = train(mesh, VALUES, "pooled", "whole", TOWERS)
     send, sent = Mesh.all_to_all, []
 
-    def late(self, purpose, *given, **named):
-        sent.append(purpose)
-        time.sleep(PAUSES[(self.rank + len(sent)) % len(PAUSES)] if "tower" in purpose else 0.0)
-        return send(self, purpose, *given, **named)
+    def late(self, purpose, *given, scope=ALL, **named):
+        sent.append(scope)
+        time.sleep(PAUSES[(self.rank + len(sent)) % len(PAUSES)] if scope != ALL else 0.0)
+        return send(self, purpose, *given, scope=scope, **named)
 
     with patch.object(Mesh, "all_to_all", late):
         found["late"] = train(mesh, MODULES, "towers", "split", TOWERS)
-    assert any("over towers" in purpose for purpose in sent)
+    assert any(scope.is_across for scope in sent)
     return found
 
 
@@ -82,7 +83,7 @@ class Alone:
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
 def test_a_rank_serves_itself_last(rank):
     none = Columns({})
-    with patch("colonnade.wire.tower_transport.open_towers"):
+    with patch("colonnade.wire.tower_transport.open_scopes"):
         route = ByTower(
             Alone(rank), 2, [none] * NUM_RANKS, [none] * TOWERS, [none] * TOWERS, none, AS_IT_IS, torch.float32
         )  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from colonnade.comm.mesh import Mesh
+from colonnade.comm.mesh import ALL, Mesh, Scope
 from colonnade.topology.world import World
 
 
@@ -127,19 +127,19 @@ def sum_over_ranks(mesh: Mesh, values: Tensor, way: Way) -> None:
     if ranks == 1:
         return
     if way == "whole":
-        every = gathered(mesh, "dense", values, ranks).view(hosts, local, -1)
+        every = gathered(mesh, ALL, values, ranks).view(hosts, local, -1)
         _add(every, values)
     elif way == "scattered":
-        part = added(scattered(mesh, "dense", values, ranks).view(hosts, local, -1))
-        copy_in_pieces(gathered(mesh, "dense", part, ranks), values)
+        part = added(scattered(mesh, ALL, values, ranks).view(hosts, local, -1))
+        copy_in_pieces(gathered(mesh, ALL, part, ranks), values)
     else:
-        of_host = added(scattered(mesh, "dense in host", values, local).view(1, local, -1))
+        of_host = added(scattered(mesh, mesh.in_host, values, local).view(1, local, -1))
         if hosts == 2:  # as many bytes as by shares, in one hop
-            _add(gathered(mesh, "dense over hosts", of_host, hosts).view(hosts, 1, -1), of_host)
+            _add(gathered(mesh, mesh.over_hosts, of_host, hosts).view(hosts, 1, -1), of_host)
         else:
-            part = added(scattered(mesh, "dense over hosts", of_host, hosts).view(hosts, 1, -1))
-            of_host = gathered(mesh, "dense over hosts", part, hosts)
-        copy_in_pieces(gathered(mesh, "dense in host", of_host, local), values)
+            part = added(scattered(mesh, mesh.over_hosts, of_host, hosts).view(hosts, 1, -1))
+            of_host = gathered(mesh, mesh.over_hosts, part, hosts)
+        copy_in_pieces(gathered(mesh, mesh.in_host, of_host, local), values)
 
 
 def sum_in_order(parts: Tensor) -> Tensor:
@@ -152,19 +152,19 @@ def sum_in_order(parts: Tensor) -> Tensor:
     return parts[0, 0]
 
 
-def scattered(mesh: Mesh, group: str, values: Tensor, size: int) -> Tensor:
+def scattered(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
     """(n,) -> (size x n / size,): this rank's share of every member's values, in rank order."""
     share = [len(values) // size] * size
-    return mesh.all_to_all(group, values, share, share)[0]
+    return mesh.all_to_all("dense", values, share, share, scope=scope)[0]
 
 
-def gathered(mesh: Mesh, group: str, values: Tensor, size: int) -> Tensor:
+def gathered(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
     """(n,) -> (size x n,): every member's values, in rank order."""
-    send = mesh.room(group, size * len(values), values.dtype)
+    send = mesh.room(size * len(values), values.dtype, scope)
     for block in send.view(size, -1):
         copy_in_pieces(values, block)
     share = [len(values)] * size
-    return mesh.all_to_all(group, send, share, share)[0]
+    return mesh.all_to_all("dense", send, share, share, scope=scope)[0]
 
 
 def added(parts: Tensor) -> Tensor:

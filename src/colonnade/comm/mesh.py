@@ -1,13 +1,9 @@
 """Running world: this process's rank and its process groups.
 
-A gloo or NCCL group must see the same calls in the same order on every rank, so each purpose that
-may run at its own pace has a group of its own: ids of later batches (`route`) travel while rows
-(`fetch`), gradients (`push`) and dense gradients (`dense`) of
-earlier ones do, and a `commit` is written.
-Where there are several hosts of several ranks, `dense in host` joins those of one host, and `dense over hosts`
-those that have the same number in theirs; `fetch` and `push` have such groups, too. Towers of other sizes have groups
-like these where an exchange asks for them (`open_towers`), and a mesh of their own for sums of what only they use
-(`tower_mesh`).
+A group must see the same calls in the same order on every rank, so each thread that issues calls has groups of its own
+(`THREADS`): ids of later batches travel while rows, gradients and dense gradients of earlier ones do, and a commit is
+written. A call is made among all ranks, or in a `Scope`: the ranks of a block of neighbours (a host, a tower), or those
+of one number in each block. Scopes other than hosts' are opened by whoever calls in them (`open_scopes`).
 
 Between ranks of one host large messages lie in memory that both map (`shm.py`): on groups of this mesh that are of
 one host whole, but not on those of meshes made of it (trainers, towers).
@@ -34,15 +30,45 @@ from colonnade.ops.memory import empty
 from colonnade.topology.world import World
 
 PURPOSES = ("route", "fetch", "push", "dense", "gather", "evaluate", "commit", "control")
-AHEAD = ("route", "fetch")
-"""Purposes of what a step's coming batches send, which have a loop of gloo's of their own."""
-OF_TRAINERS = ("dense", "gather", "evaluate")
-"""Purposes of `Mesh.trainers`."""
-BY_HOST = ("dense", "fetch", "push")
-"""Purposes with groups of the ranks of a host, and of those with one number."""
-IN_HOST, OVER_HOSTS = " in host", " over hosts"
-IN_TOWER, OVER_TOWERS = " in tower of ", " over towers of "
-"""Followed by the ranks of a tower: `open_towers`."""
+THREADS = {"route": "lookahead", "dense": "dense", "commit": "commit"}
+"""Threads that issue calls, by purpose; the training thread issues those of every other."""
+TRAINING = "training"
+
+
+def thread_of(purpose: str) -> str:
+    """Return the name of the thread that issues the calls of a purpose."""
+    return THREADS.get(purpose, TRAINING)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Ranks that a call is made among: all, or those that `size` says. Pure."""
+
+    size: int = 0
+    """Ranks of a block of neighbours; 0: all."""
+    is_across: bool = False
+    """Ranks of one number in each block, instead of those of one block."""
+    within: int = 0
+    """Ranks of a larger block that the blocks are of; 0: all."""
+
+    def members(self, rank: int, num_ranks: int) -> range:
+        """Return the ranks that `rank` makes such a call with, itself included, ascending."""
+        every = range(num_ranks)
+        if self.within:
+            every = every[rank // self.within * self.within :][: self.within]
+        if not self.size:
+            return every
+        rank -= every.start
+        if self.is_across:
+            return every[rank % self.size :: self.size]
+        return every[rank // self.size * self.size :][: self.size]
+
+    def all_members(self, num_ranks: int) -> list[range]:
+        """Return the members of every group of this scope, each once, in one order."""
+        return list(dict.fromkeys(self.members(rank, num_ranks) for rank in range(num_ranks)))
+
+
+ALL = Scope()
 
 
 @dataclass(slots=True)
@@ -71,7 +97,8 @@ class Call:
 class Mesh:
     """`groups` is empty in a world of one rank; every collective is then the identity.
 
-    `purpose` names the group a call is made on; `counts_as`, where it is given, what its bytes are counted as.
+    `purpose` says what a call is for, and so which thread issues it; `counts_as`, where it is given, what its bytes are
+    counted as; `scope`, among whom it is made.
 
     Every collective raises PeerLost, naming the rank, where one is lost or does not come within the timeout; after
     that none is made any more, on any thread.
@@ -79,7 +106,8 @@ class Mesh:
 
     world: World = field(default_factory=World)
     rank: int = 0
-    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    groups: dict[tuple[str, Scope], dist.ProcessGroup] = field(default_factory=dict)
+    """By issuing thread and scope; none of a scope of one rank, or of all."""
     traffic: Traffic = field(default_factory=Traffic)
     """Every payload byte this rank sent."""
     presence: Presence | None = None
@@ -111,6 +139,16 @@ class Mesh:
         """Who every rank is; () in a world of one."""
         return () if self.presence is None else self.presence.peers
 
+    @property
+    def in_host(self) -> Scope:
+        """Scope of the ranks of a host."""
+        return Scope(self.world.ranks_per_host)
+
+    @property
+    def over_hosts(self) -> Scope:
+        """Scope of the ranks of one number in their hosts."""
+        return Scope(self.world.ranks_per_host, is_across=True)
+
     def at(self, step: int) -> None:
         """What step this rank is in, for others to read."""
         if self.presence is not None:
@@ -123,6 +161,7 @@ class Mesh:
         send_rows: Sequence[int],
         receive_rows: Sequence[int],
         *,
+        scope: Scope = ALL,
         wait: bool = True,
         counts_as: str | None = None,
         into: Tensor | None = None,  # what is received
@@ -132,29 +171,30 @@ class Mesh:
         if self.num_ranks == 1:
             return send, None
         width = send.element_size() * math.prod(send.shape[1:])
-        counted, members = counts_as or purpose.partition(" ")[0], self._members(purpose)
+        counted, members = counts_as or purpose, scope.members(self.rank, self.num_ranks)
         for peer, rows in zip(members, send_rows, strict=True):
             self._count(counted, peer, width * rows)
         received = into
         if received is None:
             received = send.new_empty((sum(receive_rows), *send.shape[1:]))
-        mates, post = self._mates(purpose), None
+        mates, post = self._mates(members), None
         if mates is not None:
             sent, got = ([width * rows for rows in each] for each in (send_rows, receive_rows))
-            post = mates.post(purpose, members, send, sent, received, got)
+            post = mates.post(self.label(purpose, scope), members, send, sent, received, got)
         if post is None:
-            call = self._all_to_all(purpose, send, send_rows, received, receive_rows)
+            call = self._all_to_all(purpose, scope, send, send_rows, received, receive_rows)
         else:
-            call = self._all_to_all(purpose, post.send, post.send_bytes, post.got, post.got_bytes)
+            sizes = post.send_bytes, post.got_bytes
+            call = self._all_to_all(purpose, scope, post.send, sizes[0], post.got, sizes[1])
             call.post = post
         if not wait:
             return received, call
         call.wait()
         return received, None
 
-    def room(self, purpose: str, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """(num_elements,), to be written to and sent on `purpose`: where mates can read it, if they will."""
-        mates = self._mates(purpose)
+    def room(self, num_elements: int, dtype: torch.dtype, scope: Scope = ALL) -> Tensor:
+        """Allocate (num_elements,), to be written to and sent in `scope`: where ranks of one host can read it."""
+        mates = self._mates(scope.members(self.rank, self.num_ranks))
         return (
             empty(num_elements, dtype=dtype) if mates is None else mates.room(num_elements, dtype)
         )
@@ -214,29 +254,28 @@ class Mesh:
         """Collective: every rank has come here."""
         self.all_gather(purpose, torch.zeros(1))
 
-    def _members(self, purpose: str) -> Sequence[int]:
-        """Ranks of a group, in its order."""
-        local, every = self.world.ranks_per_host, range(self.num_ranks)
-        if purpose.endswith(IN_HOST):
-            return every[self.world.host(self.rank) * local :][:local]
-        if IN_TOWER in purpose:
-            size = int(purpose.rpartition(" ")[2])
-            return every[self.rank // size * size :][:size]
-        if OVER_TOWERS in purpose:
-            local = int(purpose.rpartition(" ")[2])
-            return every[self.rank % local :: local]
-        return every[self.rank % local :: local] if purpose.endswith(OVER_HOSTS) else every
+    def label(self, purpose: str, scope: Scope = ALL) -> str:
+        """Name a call for people: what it is for, and among whom."""
+        if not scope.size:
+            return purpose
+        is_host = scope.size == self.world.ranks_per_host
+        kind = "over" if scope.is_across else "in"
+        blocks = ("hosts" if scope.is_across else "host") if is_host else (
+            f"towers of {scope.size}" if scope.is_across else f"tower of {scope.size}"
+        )  # fmt: skip
+        return f"{purpose} {kind} {blocks}"
 
-    def _mates(self, purpose: str) -> Mates | None:
-        """Where a group's ranks are all of this host, and can read each other's memory."""
+    def _mates(self, members: Sequence[int]) -> Mates | None:
+        """Return the host's shared memory where these ranks are all of this host, and can read each other's."""
         if self.mates is None:
             return None
-        members, host = self._members(purpose), self.world.host
+        host = self.world.host
         return self.mates if host(members[0]) == host(members[-1]) else None
 
     def _all_to_all(
         self,
         purpose: str,
+        scope: Scope,
         send: Tensor,
         send_rows: Sequence[int],
         received: Tensor,
@@ -247,16 +286,25 @@ class Mesh:
             lambda group: dist.all_to_all_single(
                 received, send, list(receive_rows), list(send_rows), group=group, async_op=True
             ),
+            scope,
         )
 
     def _count(self, purpose: str, peer: int, num_bytes: int, messages: int = 1) -> None:
         self.traffic.count(purpose, self.world, self.rank, peer, num_bytes, messages)
 
-    def _begin(self, purpose: str, start: Callable[[dist.ProcessGroup], Any]) -> Call:
+    def group(self, thread: str, scope: Scope = ALL) -> dist.ProcessGroup:
+        """Return the group on which a thread makes its calls in a scope."""
+        if len(scope.members(self.rank, self.num_ranks)) == self.num_ranks:
+            scope = ALL
+        return self.groups[thread, scope]
+
+    def _begin(
+        self, purpose: str, start: Callable[[dist.ProcessGroup], Any], scope: Scope = ALL
+    ) -> Call:
         assert self.presence is not None
-        called = self.called + purpose
-        self.presence.enter(called)
+        label = self.called + self.label(purpose, scope)
+        self.presence.enter(label)
         try:
-            return Call(self.presence, called, start(self.groups[purpose]))
+            return Call(self.presence, label, start(self.group(thread_of(purpose), scope)))
         except RuntimeError as error:
-            raise self.presence.lose(called, error) from error
+            raise self.presence.lose(label, error) from error

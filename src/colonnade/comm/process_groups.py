@@ -1,10 +1,7 @@
 """Process groups of a world: joined, made for hosts, towers and servers, and left.
 
-torch gives every group a device of its own, and a device is a thread that watches its sockets and moves what they have
-to say. A world has 16 groups and more; the threads of those that wait took 18.5 ms of processor a second and rank, and
-came between those that worked. Groups of one rank, whatever its calls, may share a device: it keeps no order between
-them. What bounds it is one thread's rate of copying, so what is sent ahead of a step and what belongs to it have one
-each (`AHEAD`).
+torch gives every gloo group a thread that watches its sockets, which costs a process about 1 ms of processor a second.
+So there is one group for each thread that issues calls (`mesh.THREADS`) and scope, not one for each purpose.
 """
 
 from __future__ import annotations
@@ -17,23 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from colonnade.comm.heartbeat import FileHeartbeats, Heartbeats, StoreHeartbeats
-from colonnade.comm.mesh import (
-    AHEAD,
-    BY_HOST,
-    IN_HOST,
-    IN_TOWER,
-    OF_TRAINERS,
-    OVER_HOSTS,
-    OVER_TOWERS,
-    PURPOSES,
-    Mesh,
-)
+from colonnade.comm.mesh import ALL, PURPOSES, THREADS, TRAINING, Mesh, Scope
 from colonnade.comm.peer_status import PATIENCE, Presence, words_of
 from colonnade.comm.rendezvous import HEARTBEATS, connect, meet, myself, serves_store
 from colonnade.comm.shm import Mates, OthersRooms, Rooms, readable
@@ -41,48 +27,47 @@ from colonnade.comm.traffic import Traffic
 from colonnade.errors import ConfigError, WorldError
 from colonnade.topology.world import World
 
-BACKEND = "colonnade_gloo"
-"""gloo as torch has it, but for its devices, which are those given as options of the group."""
-_is_registered = False
 TIMEOUT = timedelta(minutes=5)
+ISSUERS = (*THREADS.values(), TRAINING)
+BY_HOST = ("dense", TRAINING)
+"""Threads that issue calls among the ranks of a host, and among those of one number in their hosts."""
+OF_TRAINERS = ("dense", TRAINING)
+"""Threads that issue calls on `Mesh.trainers`."""
 
 
-def group_beside(
-    other: dist.ProcessGroup, ranks: Sequence[int] | None, timeout: timedelta
-) -> dist.ProcessGroup:
-    """A new group of gloo's, on the loop of `other`, or on one of its own where `other` is none of gloo's (nccl) or
-    this torch does not say what its loop is.
+def make_groups(
+    groups: dict[tuple[str, Scope], dist.ProcessGroup],
+    threads: Sequence[str],
+    scopes: Sequence[Scope],
+    ranks: Sequence[int],
+    rank: int,
+    timeout: timedelta,
+) -> None:
+    """Make the groups of these threads and scopes that `groups` has not, and keep this rank's in it.
 
-    Collective over the world, `ranks` (None: all) those of the group; elsewhere it is `GroupMember.NON_GROUP_MEMBER`.
+    Collective over the world that was joined: every rank makes every group, in one order. `ranks`: those of the mesh,
+    as the joined world counts them, and so `rank`, which may be none of them. A scope of one rank, or of all, has none:
+    who would call it knows. gloo's, for nccl, which a caller's own world may speak, carries nothing that is on the CPU.
     """
-    some = None if ranks is None else list(ranks)
-    devices = _devices_of(other)
-    if devices is None:
-        return dist.new_group(some, timeout=timeout, backend="gloo")
-    _register()
-    return dist.new_group(some, timeout=timeout, backend=BACKEND, pg_options=devices)
+    for thread in threads:
+        for scope in scopes:
+            if (thread, scope) in groups:
+                continue
+            for members in scope.all_members(len(ranks)):
+                if scope != ALL and len(members) in (1, len(ranks)):
+                    continue
+                some = [ranks[member] for member in members]
+                group = dist.new_group(some, timeout=timeout, backend="gloo")
+                if rank in some:
+                    groups[thread, scope] = group
 
 
-def _devices_of(group: dist.ProcessGroup) -> Any:
-    try:
-        return group._get_backend(torch.device("cpu")).options._devices or None  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError):
-        return None
-
-
-def _register() -> None:
-    global _is_registered
-    if not _is_registered:
-        dist.Backend.register_backend(BACKEND, _gloo, extended_api=True, devices=["cpu", "cuda"])
-        _is_registered = True
-
-
-def _gloo(asked: Any, devices: Any) -> Any:
-    """asked: torch's `_DistributedBackendOptions`."""
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices, options._threads = devices, 2 * len(devices)  # as many as torch takes
-    options._timeout = asked.timeout
-    return dist.ProcessGroupGloo(asked.store, asked.group_rank, asked.group_size, options)  # type: ignore[call-overload]
+def _host_scopes(world: World, within: int = 0) -> tuple[Scope, ...]:
+    """Return the scopes in and over hosts; none where one of them is all ranks."""
+    local = world.ranks_per_host
+    if world.num_hosts == 1 or local == 1:
+        return ()
+    return Scope(local, within=within), Scope(local, is_across=True, within=within)
 
 
 _mesh: Mesh | None = None  # the world of this process, once it was joined
@@ -131,16 +116,10 @@ def open_mesh(
             world_size=num_ranks,
             timeout=longest,
         )
-    # The world may be the caller's own and speak nccl, which carries nothing that is on the CPU.
-    ahead, whole = dist.new_group(timeout=longest, backend="gloo"), dist.group.WORLD
-    assert whole is not None
-    groups = {
-        purpose: group_beside(ahead if purpose in AHEAD else whole, None, longest)
-        for purpose in PURPOSES
-    }
-    world = World(num_hosts=num_ranks // local, ranks_per_host=local)
-    for purpose in BY_HOST:
-        groups |= _host_groups(purpose, groups[purpose], world, range(num_ranks), rank, longest)
+    world, every = World(num_hosts=num_ranks // local, ranks_per_host=local), range(num_ranks)
+    groups: dict[tuple[str, Scope], dist.ProcessGroup] = {}
+    make_groups(groups, ISSUERS, [ALL], every, rank, longest)
+    make_groups(groups, BY_HOST, _host_scopes(world), every, rank, longest)
     _mesh = Mesh(world, rank, groups, presence=presence)
     _mesh = replace(_mesh, mates=_open_mates(_mesh))
     atexit.register(_leave)  # gloo's threads abort a process that ends without it
@@ -167,7 +146,7 @@ def _open_mates(mesh: Mesh) -> Mates | None:
         room.view(torch.int64).copy_(word)
         file = rooms.file_of(room) or -1
     heard = mesh.all_gather("control", torch.cat([torch.tensor([file]), word]))
-    mates = [r for r in mesh._members(f"dense{IN_HOST}") if r != mesh.rank]
+    mates = [r for r in mesh.in_host.members(mesh.rank, mesh.num_ranks) if r != mesh.rank]
     can = all(
         readable(mesh.peers[mate].pid, int(heard[mate][0]), heard[mate][1:].numpy().tobytes())
         for mate in mates
@@ -178,94 +157,61 @@ def _open_mates(mesh: Mesh) -> Mates | None:
     return Mates(mesh.rank, {mate: OthersRooms(mesh.peers[mate].pid) for mate in mates}, rooms)
 
 
-def _host_groups(
-    purpose: str,
-    beside: dist.ProcessGroup,
-    world: World,
-    ranks: Sequence[int],
-    rank: int,
-    timeout: timedelta,
-) -> dict[str, dist.ProcessGroup]:
-    """Collective: every rank makes every group, in one order, and keeps its own. `ranks`: those of `world`, as the
-    world that was joined counts them, and so `rank`, which may be none of them."""
-    hosts, local = world.num_hosts, world.ranks_per_host
-    if hosts == 1 or local == 1:
-        return {}
-    found = {}
-    for host in range(hosts):
-        some = ranks[host * local : (host + 1) * local]
-        group = group_beside(beside, some, timeout)
-        if rank in some:
-            found[purpose + IN_HOST] = group
-    for number in range(local):
-        some = ranks[number::local]
-        group = group_beside(beside, some, timeout)
-        if rank in some:
-            found[purpose + OVER_HOSTS] = group
-    return found
+def _timeout(mesh: Mesh) -> timedelta:
+    """Return how long a call may take: longer than anybody waits, for whoever gives up can say whose fault it is."""
+    assert mesh.presence is not None
+    return timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
 
 
-def open_towers(mesh: Mesh, size: int, purposes: Sequence[str]) -> None:
-    """Collective, the first time: groups of the `size` neighbours of each tower, and of the ranks of one number in
-    theirs, for each of `purposes`. A group of one rank, or of all, is none: who would call it knows."""
-    wanted = [
-        (purpose, kind)
-        for purpose in purposes
-        for kind in (IN_TOWER, OVER_TOWERS)
-        if f"{purpose}{kind}{size}" not in mesh.groups
-    ]
-    if mesh.num_ranks == 1 or not wanted:
+def open_scopes(mesh: Mesh, size: int, threads: Sequence[str] = (TRAINING,)) -> None:
+    """Open the scopes of towers of `size` neighbours: the ranks of each, and those of one number in theirs.
+
+    Collective, the first time.
+    """
+    scopes = [Scope(size), Scope(size, is_across=True)]
+    small = [s for s in scopes if 1 < len(s.members(mesh.rank, mesh.num_ranks)) < mesh.num_ranks]
+    if all((thread, scope) in mesh.groups for thread in threads for scope in small):
         return
     assert mesh.presence is not None
-    longest = timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
-    every = range(mesh.num_ranks)
-    members = {
-        IN_TOWER: [list(every[first : first + size]) for first in every[::size]],
-        OVER_TOWERS: [list(every[number::size]) for number in range(size)],
-    }
-    for purpose, kind in wanted:
-        name = f"{purpose}{kind}{size}"
-        mesh.groups[name] = mesh.groups[purpose]
-        if len(members[kind]) == 1:
-            continue
-        for some in members[kind] if len(members[kind][0]) > 1 else ():
-            group = group_beside(mesh.groups[purpose], some, longest)
-            if mesh.rank in some:
-                mesh.groups[name] = group
-                mesh.presence.only[name] = frozenset(some)
+    make_groups(mesh.groups, threads, scopes, range(mesh.num_ranks), mesh.rank, _timeout(mesh))
+    for scope in small:
+        members = frozenset(scope.members(mesh.rank, mesh.num_ranks))
+        for purpose in PURPOSES:
+            mesh.presence.only[mesh.label(purpose, scope)] = members
 
 
-def tower_mesh(mesh: Mesh, size: int, purposes: Sequence[str] = ("dense",)) -> Mesh:
-    """Collective: the ranks of this rank's tower, of `size` neighbours, as a world of their own, with the groups of
-    these purposes alone; of "dense", those by host, too."""
+def tower_mesh(mesh: Mesh, size: int, threads: Sequence[str] = ("dense",)) -> Mesh:
+    """Return the ranks of this rank's tower, of `size` neighbours, as a world of their own.
+
+    Collective. It has the groups of these threads alone; of "dense", those by host, too.
+    """
     if size == 1:
         return Mesh(traffic=mesh.traffic)
     assert mesh.presence is not None
-    longest = timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
     local = min(size, mesh.world.ranks_per_host)
     world = replace(mesh.world, num_hosts=size // local, ranks_per_host=local)
-    suffix = f"{IN_TOWER}{size}"
-    for purpose in purposes:
-        if purpose + suffix in mesh.groups:
-            continue
-        for first in range(0, mesh.num_ranks, size):
-            some = range(first, first + size)
-            group = group_beside(mesh.groups[purpose], some, longest)
-            if mesh.rank in some:
-                mesh.groups[purpose + suffix] = group
-            if purpose == "dense":
-                others = _host_groups(
-                    purpose, mesh.groups[purpose], world, some, mesh.rank, longest
-                )
-                mesh.groups.update({kind + suffix: group for kind, group in others.items()})
-    kinds = [
-        each for purpose in purposes for each in (purpose, purpose + IN_HOST, purpose + OVER_HOSTS)
-    ]
-    groups = {kind: mesh.groups[kind + suffix] for kind in kinds if kind + suffix in mesh.groups}
+    groups: dict[tuple[str, Scope], dist.ProcessGroup] = {}
+    for thread in threads:
+        inside = {ALL: Scope(size)}
+        if thread == "dense":
+            within = size if size < mesh.num_ranks else 0
+            inside |= dict(zip(_host_scopes(world), _host_scopes(world, within), strict=True))
+        make_groups(
+            mesh.groups, [thread], list(inside.values()), range(mesh.num_ranks), mesh.rank, _timeout(mesh)
+        )  # fmt: skip
+        groups |= {(thread, own): mesh.group(thread, scope) for own, scope in inside.items()}
     first, called = mesh.rank // size * size, "tower "
-    members = frozenset(range(first, first + size))
-    mesh.presence.only.update({called + kind: members for kind in groups})
-    return Mesh(world, mesh.rank - first, groups, mesh.traffic, mesh.presence, called=called)
+    tower = Mesh(world, mesh.rank - first, groups, mesh.traffic, mesh.presence, called=called)
+    _restrict(tower, range(first, first + size))
+    return tower
+
+
+def _restrict(mesh: Mesh, ranks: Sequence[int]) -> None:
+    """Let no other rank be blamed for a call on this mesh."""
+    assert mesh.presence is not None
+    for purpose in PURPOSES:
+        for scope in (ALL, mesh.in_host, mesh.over_hosts):
+            mesh.presence.only[mesh.called + mesh.label(purpose, scope)] = frozenset(ranks)
 
 
 def with_servers(mesh: Mesh, per_host: int) -> Mesh:
@@ -275,24 +221,22 @@ def with_servers(mesh: Mesh, per_host: int) -> Mesh:
         return mesh
     world = mesh.world.with_servers(per_host)
     assert mesh.presence is not None  # a world of one has no servers
-    longest = timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
     ranks, own = world.trainers, world.of_trainers()
-    groups = {
-        purpose: group_beside(mesh.groups[purpose], ranks, longest) for purpose in OF_TRAINERS
-    }
-    groups |= _host_groups("dense", mesh.groups["dense"], own, ranks, mesh.rank, longest)
+    groups: dict[tuple[str, Scope], dist.ProcessGroup] = {}
+    scopes = [ALL, *_host_scopes(own)]
+    make_groups(groups, OF_TRAINERS, scopes, ranks, mesh.rank, _timeout(mesh))
     crew = Mesh(traffic=mesh.traffic)
     if mesh.rank in ranks:
         called = "trainers "
-        mesh.presence.only.update({called + purpose: frozenset(ranks) for purpose in groups})
         crew = Mesh(own, ranks.index(mesh.rank), groups, mesh.traffic, mesh.presence, called=called)
+        _restrict(crew, ranks)
     return replace(mesh, world=world, crew=crew)
 
 
 @contextmanager
 def host_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """Collective over all of `mesh`, at both ends: the ranks of this rank's host as a world of their own, with the
-    group "control" alone."""
+    training thread's group alone."""
     size = mesh.world.ranks_per_host
     world = replace(mesh.world, num_hosts=1)
     if mesh.num_ranks == size:
@@ -304,7 +248,7 @@ def host_mesh(mesh: Mesh) -> Iterator[Mesh]:
     ]
     mine = hosts[mesh.world.host(mesh.rank)]
     try:
-        yield Mesh(world, mesh.rank % size, {"control": mine}, presence=mesh.presence)
+        yield Mesh(world, mesh.rank % size, {(TRAINING, ALL): mine}, presence=mesh.presence)
     finally:
         dist.destroy_process_group(mine)
 

@@ -360,7 +360,7 @@ class CachedExchange(RowsExchange):
         served, named = flight.serving.named, flight.named
         going = row_layout(served.counted(sent), self.record_widths)
         coming = row_layout(named.counted(fresh), self.record_widths)
-        message = self.mesh.room("fetch", going.num_elements, torch.uint8)
+        message = self.mesh.room(going.num_elements, torch.uint8)
         self.store.native.pack_blocks(
             placed[torch.from_numpy(sent)], going.counts.ravel(), self.record_widths, message
         )
@@ -397,7 +397,7 @@ class CachedExchange(RowsExchange):
         sums = flight.sums = kernels.row_sums(ticket, self._table_offsets(ticket), summed)
         named, serving = flight.named, flight.serving
         going = row_layout(named.counted(named.written), self.widths)
-        send = self.mesh.room("push", going.num_elements, self.declaration.compute_dtype)
+        send = self.mesh.room(going.num_elements, self.declaration.compute_dtype)
         where, origin = flight.where[named.written], flight.origin[named.written]
         self.copies.take(going.counts, where, origin, sums, send)
         self.copies.add(np.diff(flight.ends), flight.slots, sums, flight.pushed)

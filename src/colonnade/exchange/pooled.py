@@ -262,7 +262,7 @@ class PooledExchange(Owner):
         into = {}
         if kernels is self.native and self.here.columns.dims:
             shape = sum(ticket.wire.sizes), self.here.columns.width
-            room = self.mesh.room("fetch", math.prod(shape), self.declaration.compute_dtype)
+            room = self.mesh.room(math.prod(shape), self.declaration.compute_dtype)
             into = {0: room.view(shape)}
         return [each.to(CPU) for each in kernels.pool(ticket.lookups, there, into)]
 

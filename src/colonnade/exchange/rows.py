@@ -206,7 +206,7 @@ class RowsExchange(Owner):
         ticket.wire = wire
         rows = source.rows if self.mesh.num_ranks == 1 else placed
         counts_as = counted(ticket.purpose, "fetch")
-        send = self.mesh.room("fetch", wire.serving.num_elements, self.declaration.dtype)
+        send = self.mesh.room(wire.serving.num_elements, self.declaration.dtype)
         kernels.message(source, rows, wire.serving, wire.requests, send)
         if self.mesh.num_ranks == 1:
             ticket.reads = self._received(ticket, send, wire.asked_index)
@@ -311,7 +311,7 @@ class RowsExchange(Owner):
         if self.mesh.num_ranks == 1:
             return partial(kernels.of_outputs, ticket, summed)
         wire, plan = ticket.wire, ticket.plan
-        send = self.mesh.room("push", wire.asked.num_elements, self.declaration.compute_dtype)
+        send = self.mesh.room(wire.asked.num_elements, self.declaration.compute_dtype)
         asked = RowGradients(
             ticket.pinned, self._table_offsets(ticket), plan.segment_offsets, plan.entries,
             self.native.source(ticket, summed), summed,

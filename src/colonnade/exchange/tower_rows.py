@@ -19,7 +19,7 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.comm.mesh import Mesh
+from colonnade.comm.mesh import TRAINING, Mesh
 from colonnade.comm.process_groups import tower_mesh
 from colonnade.errors import ConfigError, WorldError
 from colonnade.exchange.operator_cut import tower_of
@@ -41,8 +41,8 @@ from colonnade.wire.id_distribution import SAMPLES, exchanged
 from colonnade.wire.tower_transport import ByTower
 from colonnade.wire.transport import Route, only
 
-INSIDE = ("route", "evaluate", "control", "fetch", "push")
-"""Purposes of the small world's calls."""
+INSIDE = ("lookahead", TRAINING)
+"""Threads that issue the small world's calls."""
 """Of a rank's batch: all that others than peers are told."""
 
 

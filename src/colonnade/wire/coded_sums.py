@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from colonnade.comm.collectives import PIECE, Way, added, copy_in_pieces, gathered, scattered
-from colonnade.comm.mesh import Mesh
+from colonnade.comm.mesh import ALL, Mesh, Scope
 from colonnade.topology.world import World
 from colonnade.wire.codec import CODECS, Block, Codec, decode, encode
 
@@ -76,11 +76,11 @@ class CodedSum:
         divided by before they are applied."""
         hosts, local = mesh.world.num_hosts, mesh.world.ranks_per_host
         if self.way == "by host":
-            of_host = added(scattered(mesh, "dense in host", values, local).view(1, local, -1))
-            self._add(mesh, "dense over hosts", of_host, (hosts, 1), unit)
-            copy_in_pieces(gathered(mesh, "dense in host", of_host, local), values)
+            of_host = added(scattered(mesh, mesh.in_host, values, local).view(1, local, -1))
+            self._add(mesh, mesh.over_hosts, of_host, (hosts, 1), unit)
+            copy_in_pieces(gathered(mesh, mesh.in_host, of_host, local), values)
         else:
-            self._add(mesh, "dense", values, (hosts, local), unit)
+            self._add(mesh, ALL, values, (hosts, local), unit)
 
     def take_back(self) -> None:
         """What the last sum left is what was there before it."""
@@ -88,14 +88,14 @@ class CodedSum:
         self.summed.take_back()
 
     def _add(
-        self, mesh: Mesh, group: str, values: Tensor, members: tuple[int, int], unit: float
+        self, mesh: Mesh, scope: Scope, values: Tensor, members: tuple[int, int], unit: float
     ) -> None:
         peers = members[0] * members[1]
-        coded = scattered(mesh, group, self.sent.encode(self.codec, values, unit), peers)
+        coded = scattered(mesh, scope, self.sent.encode(self.codec, values, unit), peers)
         parts = values.new_empty(peers, self.share)
         self._decode(coded, parts)
         total = added(parts.view(*members, -1))
-        coded = gathered(mesh, group, self.summed.encode(self.codec, total, unit), peers)
+        coded = gathered(mesh, scope, self.summed.encode(self.codec, total, unit), peers)
         self._decode(coded, values.view(peers, self.share))
 
     def _decode(self, coded: Tensor, out: Tensor) -> None:

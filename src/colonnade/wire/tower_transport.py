@@ -22,8 +22,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from colonnade.comm.mesh import IN_TOWER, OVER_TOWERS, Mesh
-from colonnade.comm.process_groups import open_towers
+from colonnade.comm.mesh import Mesh, Scope
+from colonnade.comm.process_groups import open_scopes
 from colonnade.lookup.fields import Columns, runs_of
 from colonnade.ops.memory import empty
 from colonnade.wire.codec import CODECS, Block, Codec, Draw, encode
@@ -70,7 +70,8 @@ class ByTower:
         others = [tower for tower in range(len(carried)) if tower != self.tower]
         self.turns = [turn for turn in (others, [self.tower]) if turn]
         """Towers whose ranks are served, turn by turn."""
-        open_towers(mesh, size, ("fetch", "push"))
+        self.in_tower, self.over_towers = Scope(size), Scope(size, is_across=True)
+        open_scopes(mesh, size)
 
     @property
     def peers(self) -> list[int]:
@@ -102,9 +103,9 @@ class ByTower:
             received, call = send.view(-1), None
             if self.size > 1:
                 received, call = self.mesh.all_to_all(
-                    f"fetch{IN_TOWER}{self.size}", received,
+                    "fetch", received,
                     [n * width for n in self._of_numbers(turn, sizes)],
-                    [mine * each for each in self.widths], wait=False, counts_as=counts_as,
+                    [mine * each for each in self.widths], scope=self.in_tower, wait=False, counts_as=counts_as,
                     into=empty(mine * sum(self.widths), dtype=self.dtype),
                 )  # fmt: skip
             flights.append(Flight(received, call, send))
@@ -126,8 +127,8 @@ class ByTower:
             call = None
             if turn != [self.tower]:
                 data, call = self.mesh.all_to_all(
-                    f"fetch{OVER_TOWERS}{self.size}", coded, self._lengths(codec, turn, theirs),
-                    self._lengths(codec, turn, ours), wait=False, counts_as=counts_as,
+                    "fetch", coded, self._lengths(codec, turn, theirs),
+                    self._lengths(codec, turn, ours), scope=self.over_towers, wait=False, counts_as=counts_as,
                 )  # fmt: skip
             received, finish = arriving(codec, data, ours, self.dtype)
             flights.append(Flight(received, call, coded, finish))
@@ -160,8 +161,8 @@ class ByTower:
             call = None
             if turn != [self.tower]:
                 data, call = self.mesh.all_to_all(
-                    f"push{OVER_TOWERS}{self.size}", coded, self._lengths(codec, turn, ours),
-                    self._lengths(codec, turn, theirs), wait=False,
+                    "push", coded, self._lengths(codec, turn, ours),
+                    self._lengths(codec, turn, theirs), scope=self.over_towers, wait=False,
                 )  # fmt: skip
             received, finish = arriving(codec, data, theirs, self.dtype)
             flights.append(Flight(received, call, coded, finish))
@@ -184,8 +185,8 @@ class ByTower:
             place, received, call = _rows_of(found, order, sizes), send, None
             if self.size > 1:
                 received, call = self.mesh.all_to_all(
-                    f"push{IN_TOWER}{self.size}", send, lengths,
-                    [n * width for n in self._of_numbers(turn, sizes)], wait=False,
+                    "push", send, lengths,
+                    [n * width for n in self._of_numbers(turn, sizes)], scope=self.in_tower, wait=False,
                     into=None if place is None else place.view(-1),
                 )  # fmt: skip
             flights.append((Flight(received, call, send), order, place))

@@ -165,7 +165,7 @@ class Straight:
     def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> Flight:
         codec, size = CODECS[self.coding.codecs.gradients], len(total)
         theirs, mine = self._served(sizes), self._asked(sizes)
-        send = self.mesh.room("push", sum(elements(mine)), self.dtype)
+        send = self.mesh.room(sum(elements(mine)), self.dtype)
         for part, width, runs in zip(
             send.split(elements(mine)), self.widths, self.blocks, strict=True
         ):
@@ -231,16 +231,16 @@ class ByHost:
         there = [Block(sum(sizes[rank] for rank in some), self.dims) for some in self.alike]
         here = [Block(sum(mine), self.dims)] * local
         data, _ = self.mesh.all_to_all(
-            "fetch in host", encode(codec, send.view(-1), there), self._lengths(codec, there),
-            self._lengths(codec, here), counts_as=counts_as,
+            "fetch", encode(codec, send.view(-1), there), self._lengths(codec, there),
+            self._lengths(codec, here), scope=self.mesh.in_host, counts_as=counts_as,
         )  # fmt: skip
         received = arrived(codec, data, here, self.dtype)
         of_host = sum_in_order(received.view(1, local, -1))
         theirs, ours = [Block(n, self.dims) for n in mine], self._asked(sizes)
         coded = encode(codec, of_host, theirs)
         data, call = self.mesh.all_to_all(
-            "fetch over hosts", coded, self._lengths(codec, theirs), self._lengths(codec, ours),
-            wait=False, counts_as=counts_as,
+            "fetch", coded, self._lengths(codec, theirs), self._lengths(codec, ours),
+            scope=self.mesh.over_hosts, wait=False, counts_as=counts_as,
         )  # fmt: skip
         received, finish = arriving(codec, data, ours, self.dtype)
         return Flight(received, call, coded, finish)
@@ -263,13 +263,15 @@ class ByHost:
         local, hosts = world.ranks_per_host, world.num_hosts
         of_alike = [[lengths[r] for r in some] for some in self.alike]
         received, _ = self.mesh.all_to_all(
-            "push over hosts", data.repeat(hosts), [len(data)] * hosts, of_alike[rank % local]
-        )
+            "push", data.repeat(hosts), [len(data)] * hosts, of_alike[rank % local],
+            scope=self.mesh.over_hosts,
+        )  # fmt: skip
         received, _ = self.mesh.all_to_all(
-            "push in host",
+            "push",
             received.repeat(local),
             [len(received)] * local,
             list(map(sum, of_alike)),
+            scope=self.mesh.in_host,
         )
         # Rank l of the host after the other, of each what it got from host after host: back into rank order.
         starts = dict(

@@ -85,7 +85,7 @@ def time_exchanges(mesh: Mesh, peers: Sequence[int]) -> list[Timed]:
     for size in SIZES:
         each = max(1, size // len(to))
         rows = [each if rank in to else 0 for rank in range(mesh.num_ranks)]
-        send = mesh.room(PURPOSE, sum(rows), torch.uint8).zero_()
+        send = mesh.room(sum(rows), torch.uint8).zero_()
         taken, computed = [], []
         for _ in range(REPEATS + 1):
             mesh.barrier(PURPOSE)
