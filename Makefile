@@ -38,7 +38,7 @@ test-bench: setup
 # All of these, what is slow, the thread sanitizer, and the core for another processor.
 test-all: ONLY_PORTABLE := OFF
 test-all: test-native native-tsan native-aarch64
-	$(PYTEST) tests
+	$(PYTEST) tests --hypothesis-profile thorough
 
 # In the folder of the extension's own build: the core is compiled already.
 native-test: setup

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from exports import read_fields, reseal, small_blocks
+from forked_script import run_script
 from small_run import CONFIG, opened
 
 from colonnade import Mesh, Predictor, export_run
@@ -415,25 +415,17 @@ other[0]
 """
 
 
-def run_script(text: str, *arguments: object) -> subprocess.CompletedProcess:
-    path = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", text, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": path}
-    environment.pop("PYTHONFAULTHANDLER", None)
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-
-
 @pytest.mark.parametrize("faulthandler", ["never", "after"])
-def test_an_export_that_is_cut_short_while_it_is_mapped(faulthandler, export, whole):
+def test_an_export_that_is_cut_short_while_it_is_mapped(faulthandler, export, whole, tmp_path):
     """No score from its rows, no dead process; other exports go on."""
-    done = run_script(CUT, export, faulthandler, whole / "export")
+    arguments = export, faulthandler, whole / "export"
+    done = run_script(tmp_path, CUT, *arguments, environment=dict(os.environ))
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("faulthandler", ["never", "before", "after"])
 def test_faults_of_others_go_to_who_handled_them(faulthandler, tmp_path):
-    done = run_script(OTHER_FAULT, faulthandler, tmp_path / "file")
+    arguments = faulthandler, tmp_path / "file"
+    done = run_script(tmp_path, OTHER_FAULT, *arguments, environment=dict(os.environ))
     assert done.returncode == -signal.SIGBUS and done.stdout == "alive\n", done
     assert ("Bus error" in done.stderr) == (faulthandler != "never")

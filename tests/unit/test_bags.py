@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import bags_reference as twin
@@ -99,7 +100,7 @@ def spaces_of(rank, dealt):
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(st.data())
 def test_messages_equal_their_twins_and_arrive(data):
     num_ranks = data.draw(st.sampled_from([1, 2, 3, 5]))

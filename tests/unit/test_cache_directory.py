@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_directory import MOST_TIME, SlowDirectory
@@ -35,7 +36,7 @@ def batch(random: np.random.Generator, most: int, shift: int) -> np.ndarray:
     return np.unique(np.concatenate([skewed, ends]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15, 40), deadline=None)
 @given(
     policy=st.sampled_from(POLICIES),
     capacity=st.sampled_from([0, 1, 2, 7, 13, 31, 60, 200]),

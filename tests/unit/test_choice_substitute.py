@@ -138,9 +138,20 @@ CASES = {
     ),
     "two operators together": Case(4, 39, 4, 16, (17, 32), "substitute"),
 }
+TYPICAL = {
+    "LR + FM, few ranks",
+    "FM against rows that are often the same",
+    "NFM, its vectors lose",
+    "DeepFM: its linear part alone",
+    "cross layers of low rank, and a first layer",
+}
+"""Each exchange wins once, with one id and with bags, of all of a model and of a part; the others are slow."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in TYPICAL else pytest.mark.slow) for name in CASES],
+)
 def test_chosen_as_the_formulas_say(name):
     case = CASES[name]
     volumes = case.volumes()

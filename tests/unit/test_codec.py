@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import codec_reference as twin
@@ -39,7 +40,7 @@ def error_of(codec, rows, dims, draw):
     return worst
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(25, 80), deadline=None)
 @given(st.sampled_from(LOSSY), st.integers(0, 10**6), st.floats(-44, 38), st.booleans())
 def test_the_native_codecs_have_the_bits_of_their_twins(codec, seed, exponent, is_random):
     random = torch.Generator().manual_seed(seed)
@@ -59,7 +60,7 @@ def test_the_native_codecs_have_the_bits_of_their_twins(codec, seed, exponent, i
     assert torch.equal(back.nan_to_num(), wanted.nan_to_num())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(
     st.sampled_from(LOSSY), st.integers(0, 10**6), st.floats(-25, 25), st.booleans(), st.booleans()
 )

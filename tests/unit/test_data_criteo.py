@@ -52,8 +52,18 @@ def test_values_are_those_of_the_slow_definition(tmp_path):
     assert {column.cardinality for column in source.schema.categorical} == {None}
 
 
-@pytest.mark.parametrize("run_lines", [1, 7, 64, 1000])
-@pytest.mark.parametrize("batch_size", [1, 5, 64, 300])
+EVERY_RUN = [(lines, size) for lines in (1, 7, 64, 1000) for size in (1, 5, 64, 300)]
+TYPICAL_RUNS = {(1, 5), (7, 64), (64, 300), (1000, 1)}
+"""Every length of a run and every size of a batch once; the other pairs are slow."""
+
+
+@pytest.mark.parametrize(
+    ("run_lines", "batch_size"),
+    [
+        pytest.param(*pair, marks=() if pair in TYPICAL_RUNS else pytest.mark.slow)
+        for pair in EVERY_RUN
+    ],
+)
 def test_lines_parsed_together_are_the_lines_parsed_alone(
     tmp_path, monkeypatch, run_lines, batch_size
 ):

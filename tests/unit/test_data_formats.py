@@ -10,6 +10,7 @@ import struct
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,7 +126,7 @@ def test_libsvm_at_fault(name, tmp_path):
     assert str(path) in fault(path, **options) and said in fault(path, **options)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, 40), deadline=None)
 @given(text=st.text(st.sampled_from("01 :#-.\nx\t"), max_size=40))
 def test_any_libsvm_text_is_read_or_refused(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("svm") / "a.libsvm"
@@ -277,7 +278,7 @@ def test_a_tfrecord_with_flipped_bits_is_refused(tmp_path):
         assert str(tmp_path) in fault(tmp_path / "a.tfrecord")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(data=st.binary(max_size=40))
 def test_any_bytes_are_an_example_or_refused(data):
     try:

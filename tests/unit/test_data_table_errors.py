@@ -8,6 +8,7 @@ import random
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_files import DECLARATION, samples, write_csv, write_parquet
@@ -533,7 +534,7 @@ def test_parquet_with_a_page_destroyed(tmp_path):
     assert message.startswith(f"{path}, row group 0 (row 0 on): cannot be read")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_csv_with_bytes_changed_is_read_or_refused(tmp_path_factory, seed):
     """Whatever a few bytes become: batches, or one clear line."""

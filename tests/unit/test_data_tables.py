@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_files import DECLARATION, cut, samples, write_csv, write_folder, write_parquet
@@ -413,7 +414,7 @@ def test_an_epoch_is_a_permutation_of_its_own(tmp_path, kind):
     assert order_of(other) != first
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, 40), deadline=None)
 @given(
     count=st.integers(1, 70), window=st.integers(0, 90), batch=st.integers(1, 40), ranks=st.integers(1, 5),
     step=st.integers(0, 6), epoch=st.integers(0, 3), threads=st.integers(1, 3), files=st.integers(1, 3),

@@ -7,9 +7,11 @@ import importlib.util
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_generator():

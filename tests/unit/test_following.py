@@ -299,15 +299,16 @@ class DyingDisk(Disk):
         return action()
 
 
-def test_a_writer_that_dies_at_any_change_is_made_up_for(tmp_path, monkeypatch):
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_writer_that_dies_at_any_change_is_made_up_for(stride, tmp_path, monkeypatch):
     """What can be seen is one whole commit, at every moment; the next writer publishes what was left out."""
     monkeypatch.setattr(publication, "LEAST_BYTES", 8000)  # two changes and a base are cut
     folder, samples = tmp_path / "run", batches({})[:3]
     train(Mesh(), folder, tmp_path / "unused", {"train.max_steps": 12})
     steps = committed_steps(folder)
-    dies_at, survived = 0, False
+    dies_at, survived = 1 - stride, False
     while not survived:
-        dies_at += 1
+        dies_at += stride
         published = tmp_path / f"published-{dies_at}"
         writer = publication.Publication(folder, published, DyingDisk(dies_at))
         for step in steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ def slowly(batches: list[list[int]], step: int, window: int) -> tuple[list[int],
     return found, in_sight[-1] if len(in_sight) == window else None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(
     window=st.sampled_from([1, 2, 3, 7, 50]),
     most=st.sampled_from([0, 1, 6, 40]),

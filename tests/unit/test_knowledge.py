@@ -341,8 +341,10 @@ def test_three_ranks_train_and_score_what_one_does(name, settings):
     "name, settings",
     [
         ("complex", {}),
-        ("rotate", {"margin": 4.0}),
-        ("rotate", {"norm": 2, "loss": "softmax", "temperature": 4.0}),
+        pytest.param("rotate", {"margin": 4.0}, marks=pytest.mark.slow),
+        pytest.param(
+            "rotate", {"norm": 2, "loss": "softmax", "temperature": 4.0}, marks=pytest.mark.slow
+        ),
         ("rotate", {**SQUARED, "loss": "softmax", "reciprocal": True}),
     ],
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_script import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -367,17 +368,16 @@ print("written")
 
 
 def test_more_segments_than_files_are_allowed_by_default(tmp_path):
+    store = tmp_path / "store"
     program = f"""
 import resource, torch
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
 from colonnade.store.log import open_log
-with open_log({str(tmp_path)!r}, table_name="t", record_bytes=64, identity="i", step=None,
+with open_log({str(store)!r}, table_name="t", record_bytes=64, identity="i", step=None,
               segment_bytes=4096, chunk_bytes=4096) as store:
     store.write(torch.arange(10000), torch.zeros(10000, 64, dtype=torch.uint8))
     print(len(store.commit(1).segments))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
+    done = run_script(tmp_path, program, environment=dict(os.environ))
     assert (done.returncode, done.stdout, done.stderr) == (0, "170\n", "")

@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +43,7 @@ def test_both_ends_agree(sizes):
             assert found[i][j] == (i != j and max(sizes[i][j], sizes[j][i]) >= LEAST_BYTES)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(40, 200))
 @given(st.data())
 def test_rooms_are_kept_until_all_have_read(data):
     """Two ranks or more whose calls begin in one order each and end in any: no room that was not read is let go, and

@@ -166,6 +166,12 @@ CASES = {
     "dcnv2, towers of low rank": dcn_towers(3, 2, rank=2),
 }  # fmt: skip
 
+TYPICAL = {"deepfm", "dlrm, towers", "dcnv2, experts"}
+"""A model with a linear term, one with towers, one with a mixture; of the others, what takes seconds is slow."""
+TYPICAL_FIRST = [
+    pytest.param(case, marks=() if case in TYPICAL else pytest.mark.slow) for case in CASES
+]
+
 
 def build(case: str, num_dense: int = 3, tasks: int = 1, dtype: str = "float64"):
     model, kind, settings, _ = CASES[case]
@@ -212,7 +218,7 @@ def test_model_is_its_twin(case, num_dense, tasks):
         torch.testing.assert_close(model.embeddings.rows(name, torch.arange(ROWS)), stepped)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TYPICAL_FIRST)
 def test_one_batch_can_be_learned(case):
     model = build(case, dtype="float32")
     rows, dense = RowOptimizer(model.embeddings), torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -253,7 +259,7 @@ def test_bfloat16_of_the_dense_network(case):
     assert all(gradient.dtype == torch.float32 for gradient in ticket.gradients[0])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TYPICAL_FIRST)
 def test_the_dense_network_compiles_whole(case):
     """Lookups stay outside; the network is one graph, whatever the batch's size; logits and gradients are the same."""
     torch._dynamo.reset()  # it counts the programs of one class, whatever its settings

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -184,7 +185,7 @@ def test_parts_are_born_each_in_its_own_way(dtype, split):
 # Records
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(20, 50), deadline=None)
 @given(
     st.sampled_from([1, 3, 16, 33]),
     st.integers(0, 3),
@@ -389,7 +390,9 @@ class DramAgainstDict(RuleBasedStateMachine):
 
 
 TestDramAgainstDict = DramAgainstDict.TestCase
-TestDramAgainstDict.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDramAgainstDict.settings = settings(
+    max_examples=examples(25, 60), stateful_step_count=40, deadline=None
+)
 
 
 def test_rows_used_least_go_first():

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -302,7 +303,7 @@ def test_any_wrong_argument(name):
     assert {wreck for _, wreck in accepted} <= right, accepted
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 150), deadline=None)
 @given(st.sampled_from(CALLS), st.integers(0, 8), st.sampled_from(NUMBERS), st.integers(0, 63))
 def test_any_wrong_number(name, place, number, element):
     """Numbers and names of any type, and ids, offsets, slots and entries of any value."""

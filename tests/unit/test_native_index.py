@@ -8,6 +8,8 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
+from forked_script import run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_batches import LIMITS, unmix64
@@ -29,7 +31,7 @@ def longs(values):
     return torch.tensor(list(values), dtype=torch.int64)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 150), deadline=None)
 @given(OPERATIONS, st.integers(0, 2**63 - 1))
 def test_row_index_is_a_dict(operations, value):
     index, model = _native.RowIndex(), {}
@@ -154,7 +156,7 @@ print(*{m for m in maps if "gomp" in m or "iomp" in m or "libomp" in m})
     assert len(run(code, OMP_NUM_THREADS="3")) == 1
 
 
-def test_threads_follow_torch_unless_told():
+def test_threads_follow_torch_unless_told(tmp_path):
     code = """
 import torch
 from colonnade import _native
@@ -165,7 +167,8 @@ print(_native.num_threads())
 _native.set_num_threads(0)
 print(_native.num_threads())
 """
-    assert run(code) == ["3", "2", "3"]
+    done = run_script(tmp_path, code, environment=dict(os.environ))
+    assert done.stdout.split() == ["3", "2", "3"], done.stderr
 
 
 def test_threads_of_a_run_bind_every_thread():

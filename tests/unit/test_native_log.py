@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_batches import LIMITS
@@ -174,7 +175,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(25, 80), deadline=None)
 @given(STEPS, st.sampled_from([1, 20, 97, 1024, 4000]), st.sampled_from(KINDS), st.booleans())
 def test_log_is_a_dict(steps, record_bytes, kind, is_open):
     rows = 0 if is_open else 41

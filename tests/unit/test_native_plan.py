@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_batches import LIMITS, batches, everywhere, running_on, unmix64
@@ -26,7 +27,7 @@ def one_hot(ids, *, tables=(0,)):
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(25, 80), deadline=None)
 @given(batches(), st.lists(st.sampled_from([1, 1, 2, 5]), min_size=1, max_size=4))
 def test_equals_twin(batch, pattern):
     """Tables dealt to any numbers of owners, side by side."""
@@ -114,7 +115,7 @@ def grouped(ids, feature_offsets, feature_tables, table_rows, num_owners):
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, 40), deadline=None)
 @given(
     table_rows=st.lists(st.sampled_from([0, 1, 1000, 10**6, 2**40, 2**62]), min_size=1, max_size=3),
     sizes=st.lists(st.sampled_from([0, 1, 31, 33, 700, SHARED, 2 * SHARED]), min_size=1, max_size=5),
@@ -300,7 +301,7 @@ def nearly(values, dtype):
     return st.builds(changed, places, st.sampled_from(ODD))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60, 300), deadline=None)
 @given(
     ids=st.one_of(nearly([0, 1, 2, 3, 4, 5], torch.int64), arrays([torch.int64, torch.int32], 8)),
     feature_offsets=st.one_of(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_batches import batches, everywhere, running_on, same_bits
@@ -84,7 +85,7 @@ class Places:
             )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(
     batches(dims=(1, 3, 8, 16, 17, 32, 64, 100, 128, 200, 1024)),
     st.sampled_from(ROUNDED),

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_batches import batches, everywhere, running_on, same_bits
@@ -221,7 +222,7 @@ class Table:
         return reference.pack(self.weights, self.state, self.clocks)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(20, 50), deadline=None)
 @given(
     batches(dims=DIMS),
     st.lists(st.tuples(st.integers(0, 8), SETTINGS), min_size=12, max_size=12),

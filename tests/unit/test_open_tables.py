@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_model import Net, splits
@@ -131,7 +132,7 @@ class Twin:
         return sorted(self.rows, key=lambda i: (self.score(self.rows[i]), self.rows[i].moved))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(
     kind=st.sampled_from([("recency", 60, 0, 0), ("frequency", 90, 0, 4), ("norm", 70, 0, 0)]),
     most=st.sampled_from([1, 64, 200]),
@@ -195,7 +196,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 150), deadline=None)
 @given(
     steps=STEPS,
     kind=st.sampled_from(
@@ -251,7 +252,7 @@ def test_squared_norms(dtype):
 # Admission
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(20, 50), deadline=None)
 @given(st.lists(st.lists(st.integers(0, 30), unique=True, max_size=15), max_size=25), st.booleans())
 def test_a_sketch_never_counts_too_few(steps, halves):
     """And with room enough never too many. Halved counts are at most what was counted."""

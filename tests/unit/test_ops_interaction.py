@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_batches import everywhere, running_on, same_bits
@@ -86,7 +87,7 @@ def check(fused, plain, vectors, is_exact):
             assert (f - w).abs().max().item() <= DTYPES[f.dtype] * scale if w.numel() else True
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(20, 80), deadline=None)
 @given(vector_lists())
 def test_pairwise_dot_equals_twin(case):
     vectors, dim, kept, is_exact = case
@@ -98,7 +99,7 @@ def test_pairwise_dot_equals_twin(case):
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(20, 80), deadline=None)
 @given(vector_lists())
 def test_fm_equals_twin(case):
     vectors, dim, _, is_exact = case

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import packing_reference as twin
@@ -33,7 +34,7 @@ def natively(ids, space, is_ascending):
     return np.asarray(packed).tobytes()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 150), deadline=None)
 @given(st.data())
 def test_lists_equal_their_twin(data):
     num_owners = data.draw(st.sampled_from([1, 2, 3, 5, 64]))
@@ -57,7 +58,7 @@ def test_lists_equal_their_twin(data):
     assert twin.unpack_list(packed, space, True) == (unique, len(packed))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30, 100), deadline=None)
 @given(st.lists(st.integers(0, 2**63 - 1) | st.integers(0, 3), max_size=400))
 def test_numbers_equal_their_twin(values):
     packed = _native.pack_numbers(torch.tensor(values, dtype=torch.int64))

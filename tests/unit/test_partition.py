@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,7 +121,7 @@ def test_few_or_equal_features_have_places(num):
         assert points.shape == (num, 2) and np.isfinite(points).all() and stress < 1e-6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(st.integers(0, 10**6))
 def test_the_flow_is_the_cheapest_of_all_assignments(seed):
     """Slow twin: every assignment."""
@@ -143,7 +144,7 @@ def test_the_flow_is_the_cheapest_of_all_assignments(seed):
         assert costs[np.arange(num), label].sum() == pytest.approx(best)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(st.integers(0, 10**6))
 def test_the_search_keeps_within_capacities_that_have_room(seed):
     rng = np.random.default_rng(seed)

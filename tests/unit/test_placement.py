@@ -161,13 +161,16 @@ def sample(num_tables: int, rows: int, *, seed: int = 0) -> tuple[list[Table], P
     return tables, Profile(4000, 8, tuple(found))
 
 
-def test_hundreds_of_tables_in_seconds():
-    tables, found = sample(550, 5000)
+@pytest.mark.parametrize(
+    ("num_tables", "seconds"), [(150, 6), pytest.param(550, 20, marks=pytest.mark.slow)]
+)
+def test_hundreds_of_tables_in_seconds(num_tables, seconds):
+    tables, found = sample(num_tables, 5000)
     began = time.process_time()
     wanted = demands(tables, found, batch_size=512, window=3, last_batch=100)
     rows = sum(each.most_bytes for each in wanted)
     placed = place(wanted, rows // 2)
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < seconds
     assert sum(p.rows * d.slot_bytes for p, d in zip(placed, wanted, strict=True)) <= rows // 2
 
 

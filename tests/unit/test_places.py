@@ -76,9 +76,9 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize(
     "memory",
     [
-        {"ssd": "a:1GiB"},
+        pytest.param({"ssd": "a:1GiB"}, marks=pytest.mark.slow),
         {"ssd": ["a:1GiB", "b:1GiB"]},
-        {"mapped": "m:100KiB"},
+        pytest.param({"mapped": "m:100KiB"}, marks=pytest.mark.slow),
         {"mapped": "m:100KiB", "ssd": "a", "tables": {"C3": "8KiB"}},
     ],
     ids=str,

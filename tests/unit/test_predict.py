@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
 from exports import reseal
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,7 +123,7 @@ def stores(draw):
     return tables, held, asked
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20, 60))
 @given(stores())
 def test_mapped_rows_are_those_of_the_file_or_first_values(tmp_path_factory, drawn):
     tables, held, asked = drawn

@@ -2,33 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from ranks import start_child, store_in
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+SECONDS = 240
 
 
-def run(name: str, *arguments: str, num_ranks: int = 1) -> str:
-    path = RECIPES / name
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    assert len(path.read_text().splitlines()) <= 40
-    done = subprocess.run(
-        [sys.executable, *(launcher if num_ranks > 1 else []), str(path), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that runs a recipe as torchrun would, with torch imported, and returns what rank 0 prints."""
+
+    def run_ranks(name: str, *arguments: str, num_ranks: int = 1) -> str:
+        path = RECIPES / name
+        assert len(path.read_text().splitlines()) <= 40
+        folder = tmp_path / "-".join([*arguments, "ranks"]).replace("/", "_")
+        folder.mkdir()
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        if num_ranks > 1:
+            size = str(num_ranks)
+            environment |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, **store_in(folder)}
+        children = [
+            start_child(
+                folder / f"errors-{rank}",
+                environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}),
+                run_recipe,
+                folder / f"output-{rank}",
+                [str(path), *arguments],
+            )
+            for rank in range(num_ranks)
+        ]  # fmt: skip
+        try:
+            for child in children:
+                child.process.join(SECONDS)
+        finally:
+            codes = [child.code for child in children]
+            for child in children:
+                child.kill()
+        errors = "".join((folder / f"errors-{rank}").read_text() for rank in range(num_ranks))
+        assert codes == [0] * num_ranks, errors
+        return (folder / "output-0").read_text()
+
+    return run_ranks
 
 
-def test_mtrains_trains_with_rows_below_memory(tmp_path):
+def run_recipe(output: Path, words: list[str]) -> None:
+    """Run the script `words[0]` in this process, as a program that prints into `output`."""
+    sys.argv = words
+    with output.open("w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def test_mtrains_trains_with_rows_below_memory(run, tmp_path):
     said = run("mtrains.py", str(tmp_path / "run"))
     rows = dict(line.removeprefix("rows ").split(": ") for line in said.splitlines()[1:])
     count = {name: int(number.replace(",", "")) for name, number in rows.items()}
@@ -39,22 +70,20 @@ def test_mtrains_trains_with_rows_below_memory(tmp_path):
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-@pytest.mark.slow
-def test_des_sends_partials():
+def test_des_sends_partials(run):
     """On the other rank's 250 samples: FM's 17 floats, the first layer's 32 and one of first-order weights."""
     said = run("des.py", num_ranks=2)
     assert "bytes a step: 50,000 of partials, 50,000 of their gradients" in said
     assert float(said.split("test_auc ")[1].split()[0]) > 0.6
 
 
-@pytest.mark.slow
-def test_persia_trains_late_beside_a_server_and_is_followed(tmp_path):
+def test_persia_trains_late_beside_a_server_and_is_followed(run, tmp_path):
     said = run("persia.py", str(tmp_path / "run"), num_ranks=3)
     assert float(said.split("test_auc ")[1].split()[0]) > 0.58
     assert "published step 94: [0." in said
 
 
-def test_100_trillion_parameters_train_here(tmp_path):
+def test_100_trillion_parameters_train_here(run, tmp_path):
     """Memory and files follow the rows that were trained: at rest 16 bytes beside a record at most, of two commits."""
     said = run("hundred_trillion.py", str(tmp_path / "run")).splitlines()
     assert [line.split(": ")[0] for line in said] == [
@@ -68,8 +97,7 @@ def test_100_trillion_parameters_train_here(tmp_path):
         assert files <= 2 * rows * (128 * 4 + 4 + 8 + 16) + (1 << 20)
 
 
-@pytest.mark.slow
-def test_dmt_learns_as_much_with_half_of_the_floats():
+def test_dmt_learns_as_much_with_half_of_the_floats(run):
     """Modules inside the towers: what travels between two ranks is half as much."""
     said = run("dmt.py", num_ranks=2)
     flat, towered = (float(line.split()[1]) for line in said.splitlines()[::2])
@@ -81,8 +109,7 @@ def test_dmt_learns_as_much_with_half_of_the_floats():
     assert 0 < flat_bytes == 2 * towered_bytes
 
 
-@pytest.mark.slow
-def test_het_says_less_the_later_reads_may_be():
+def test_het_says_less_the_later_reads_may_be(run):
     """Bytes of rows, ids and gradients; most rows of a batch are used without a word."""
     sent = {}
     for staleness in (0, 100):
@@ -96,7 +123,7 @@ def test_het_says_less_the_later_reads_may_be():
 
 
 @pytest.mark.slow
-def test_graphsage_learns_with_copies_of_rows():
+def test_graphsage_learns_with_copies_of_rows(run):
     """Ten batches late nothing is lost, and less than half of the bytes travel."""
     sent = {}
     for staleness in (0, 10):

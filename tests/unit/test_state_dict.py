@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
+from forked_script import run_script
 from own_loop import Loop, assert_same_state, through_a_file
 from scenario import STAYS, Net
 
@@ -308,12 +307,10 @@ measured(lambda: (other.load_state_dict(model), other_rows.load_state_dict(state
 """
 
 
-def test_a_state_dict_takes_one_copy_of_the_rows():
+def test_a_state_dict_takes_one_copy_of_the_rows(tmp_path):
     """Peak memory: at most 1.1 times the rows' bytes for the state_dict, and as much again for rows loaded from it."""
-    ended = subprocess.run(
-        [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # threads would wait for each other where others compute
-    )  # fmt: skip
+    ended = run_script(tmp_path, PEAK, environment=dict(os.environ))
+    assert ended.returncode == 0, ended.stderr
     saved, loaded = map(float, ended.stdout.split())
     assert 0.5 < saved <= 1.1
     assert 0.5 < loaded <= 1.1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import resource
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
+from ranks import preloaded_context
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 from colonnade import Adagrad, Batch, Feature, Ids, RowOptimizer, Table
@@ -52,16 +52,22 @@ def fresh_pages(dim: int, bags: bool, rows: int | None) -> int:
     return sorted(faults)[len(faults) // 2]
 
 
-@pytest.mark.parametrize("rows", [ROWS, None], ids=["vocabulary", "open"])
-@pytest.mark.parametrize("bags", [False, True], ids=["one-hot", "bags"])
-@pytest.mark.parametrize("dim", [16, 64])
+CASES = [(dim, bags, rows) for dim in (16, 64) for bags in (False, True) for rows in (ROWS, None)]
+PAIRS = {(16, False, ROWS), (16, True, None), (64, False, None), (64, True, ROWS)}
+"""Every two of the three settings together; the other cases are slow."""
+
+
+@pytest.mark.parametrize(
+    ("dim", "bags", "rows"),
+    [pytest.param(*case, marks=() if case in PAIRS else pytest.mark.slow) for case in CASES],
+)
 def test_no_fresh_pages(dim, bags, rows):
     """Fresh pages are what a large allocation costs.
 
     Counted in a process of its own, as training is: a heap that a thousand tests have left in pieces gives
     a megabyte a step back and takes it again.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+    with ProcessPoolExecutor(1, preloaded_context()) as alone:
         steady = alone.submit(fresh_pages, dim, bags, rows).result()
     outputs = SAMPLES * FIELDS * dim * 4 // PAGE_BYTES
     assert steady * 20 < outputs, f"{steady} fresh pages a step, the outputs are {outputs}"
