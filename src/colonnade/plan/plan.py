@@ -250,11 +250,11 @@ def build_plan(
     By table name: `table_bytes`, memory of single tables, out of `dram_bytes`; `staleness`, how late its reads are,
     where that is not `staleness_steps`; `exchanges`, where it is not
     `exchange`; `shardings`, where rows are not dealt to all ranks; `replicated_rows`, ids of rows that lie on every
-    rank, in memory (on one rank they mean nothing). `servers`: the only ranks that rows may lie on. `towers`: how many groups of
-    neighbouring ranks the exchange `towers` goes by, default one for each host; rows are where `shardings` say
-    (`plan.constraints.in_towers` makes some). `caches`: by table, copies of its rows that each rank keeps; on one
-    rank they mean nothing. `cache_tier`: where copies lie, in memory or (hbm) in that of the device the collection is
-    on when it is opened.
+    rank, in memory (on one rank they mean nothing). `servers`: the only ranks that rows may lie on. `towers`: how
+    many groups of neighbouring ranks the exchange `towers` goes by, default one for each host; rows are where
+    `shardings` say (`plan.constraints.in_towers` makes some). `caches`: by table, copies of its rows that each rank
+    keeps; on one rank they mean nothing. `cache_tier`: where copies lie, in memory or (hbm) in that of the device
+    the collection is on when it is opened.
     """
     exchanges, shardings = exchanges or {}, shardings or {}
     for said in (exchange, *exchanges.values()):
@@ -405,8 +405,8 @@ def plan_of(
     hot: Mapping[str, Sequence[int]] | None = None,
 ) -> Plan:
     """`build_plan` with a configuration's settings. `choice`: what was found for tables of which it leaves something
-    open; without, their rows are dealt to all ranks and travel as rows. `hot`: by name, of tables whose `replicated_rows` it
-    asks for; where copies of all rows were chosen, they mean nothing. Raises ConfigError."""
+    open; without, their rows are dealt to all ranks and travel as rows. `hot`: by name, of tables whose
+    `replicated_rows` it asks for; where copies of all rows were chosen, they mean nothing. Raises ConfigError."""
     memory = config.memory
     shardings, exchanges = {}, {}
     for name, said in forced_by(config, tables, world).items():
