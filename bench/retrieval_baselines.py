@@ -20,7 +20,7 @@ from torch import Tensor
 from colonnade.batch import Ids
 from colonnade.data import open_source
 from colonnade.data.contract import Source
-from colonnade.train.retrieval import best, recall_and_ndcg, without_seen
+from colonnade.models.retriever import best, recall_and_ndcg, without_seen
 
 BLOCK = 512  # users, or items, solved at a time
 

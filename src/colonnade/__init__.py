@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TargetAttention,
     )
     from colonnade.lookup.stacking import stacked_rows
+    from colonnade.models.ranking import average_metrics, evaluation_mode
     from colonnade.optimizers import (
         FTRL,
         LAMB,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from colonnade.run.fit import Fitted, fit, load_run
     from colonnade.table import Feature, Table, Uniform
     from colonnade.topology.world import World
+    from colonnade.train.objective import Objective
     from colonnade.wire.codec import Codecs
 
 _HOMES = {
@@ -69,6 +71,7 @@ _HOMES = {
         "NormalizedLinear", "Sum", "TargetAttention",
     ),
     "lookup.stacking": ("stacked_rows",),
+    "models.ranking": ("average_metrics", "evaluation_mode"),
     "optimizers": (
         "FTRL", "LAMB", "SGD", "Adagrad", "Adam", "AdamW", "RowWiseAdagrad", "RowWiseAdam", "SparseOptimizer",
     ),
@@ -83,6 +86,7 @@ _HOMES = {
     "run.fit": ("Fitted", "fit", "load_run"),
     "table": ("Feature", "Table", "Uniform"),
     "topology.world": ("World",),
+    "train.objective": ("Objective",),
     "wire.codec": ("Codecs",),
 }  # fmt: skip
 """By module: the names it gives. They are imported when first asked for, so that `colonnade --help` needs no torch."""
@@ -114,6 +118,7 @@ __all__ = [
     "MaxRowsEviction",
     "Mesh",
     "NormalizedLinear",
+    "Objective",
     "Plan",
     "Predictor",
     "RandomAdmission",
@@ -126,9 +131,11 @@ __all__ = [
     "TargetAttention",
     "Uniform",
     "World",
+    "average_metrics",
     "build_plan",
     "close_mesh",
     "dense_state_dict",
+    "evaluation_mode",
     "export_run",
     "fetch_run",
     "fit",

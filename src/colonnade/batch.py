@@ -28,6 +28,17 @@ class Ids:
     offsets: Tensor | None = None  # (B + 1,) int64
     weights: Tensor | None = None  # (E,) float: multiplies each looked-up row before pooling
 
+    @property
+    def counts(self) -> Tensor:
+        """Number of ids of each sample, (B,) int64."""
+        return torch.ones_like(self.values) if self.offsets is None else self.offsets.diff()
+
+    @property
+    def samples(self) -> Tensor:
+        """Sample that each id belongs to, (E,) int64."""
+        counts = self.counts
+        return torch.repeat_interleave(torch.arange(len(counts)), counts)
+
 
 @dataclass(slots=True)
 class Batch:

@@ -47,7 +47,7 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 FAMILIES = {"cli", "data/sets", "data/tabular", "exchange", "interaction", "models", "store"}
 """Folders with one file for each member of a family: any number of files, which their door alone may import."""
 MOST_FILES = 16
-SINGLE = {"train.link_prediction", "train.retrieval"}
+SINGLE: set[str] = set()
 """Files with one user that stand by themselves still. The list only shrinks."""
 
 

@@ -33,6 +33,7 @@ from colonnade.comm.traffic import Traffic
 from colonnade.config.run import build_config, override
 from colonnade.data import open_batches
 from colonnade.errors import ConfigError
+from colonnade.models.retriever import Retrieval
 from colonnade.plan.cost.table_stats import table_loads
 from colonnade.plan.measure.profile import profile
 from colonnade.plan.search import choose
@@ -44,7 +45,6 @@ from colonnade.topology.world import World
 from colonnade.train import trainer
 from colonnade.train.dense import DenseGradients
 from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_lines
-from colonnade.train.objective import Retrieval
 from colonnade.train.record import OF_ROWS
 
 

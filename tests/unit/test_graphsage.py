@@ -18,10 +18,10 @@ from colonnade.data.sets.power_law import edge_law
 from colonnade.errors import ConfigError, DataError
 from colonnade.exchange.cached import TableCache
 from colonnade.models.graphsage import GraphSAGE
+from colonnade.models.retriever import Retrieval, best, recall_and_ndcg, without_seen
 from colonnade.staleness import row_clock
 from colonnade.train.dense import DenseGradients
-from colonnade.train.objective import Retrieval, objective_of
-from colonnade.train.retrieval import best, evaluate_retrieval, recall_and_ndcg, without_seen
+from colonnade.train.objective import objective_of
 
 DIM = 6
 
@@ -123,7 +123,7 @@ def train(mesh, plan=None):
         rows.step(agreed=True)
         optimizer.step()
         losses.append(float(mesh.all_reduce("control", loss.detach().clone())))
-    scored = evaluate_retrieval(model, data.test, 30, mesh)
+    scored = Retrieval().evaluate(model, data.test, 30, mesh)
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
     return losses, weights, collection.rows("node", torch.arange(80)), scored
 

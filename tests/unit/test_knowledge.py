@@ -20,12 +20,18 @@ from colonnade.data import open_source, open_triples
 from colonnade.data.contract import Position
 from colonnade.data.sets.triples import Facts
 from colonnade.errors import ConfigError, DataError, NonFiniteError
-from colonnade.models.knowledge import ComplEx, DistMult, KnowledgeGraph, RotatE, TransE
+from colonnade.models.knowledge import ComplEx, DistMult, RotatE, TransE
+from colonnade.models.link_prediction import (
+    KnowledgeGraph,
+    LinkPrediction,
+    filtered_ranks,
+    link_loss,
+    which_of_all,
+)
 from colonnade.predict.predictor import Predictor
 from colonnade.run.run import open_run
 from colonnade.train.dense import DenseGradients
-from colonnade.train.link_prediction import evaluate_links, filtered_ranks
-from colonnade.train.objective import LinkPrediction, link_loss, objective_of, which_of_all
+from colonnade.train.objective import objective_of
 
 MODELS = {"transe": TransE, "distmult": DistMult, "complex": ComplEx, "rotate": RotatE}
 SQUARED = {"norm": 2, "squared": True}
@@ -314,7 +320,7 @@ def train(mesh, name, settings):
         rows.step(agreed=True)
         optimizer.step()
         losses.append(float(mesh.all_reduce("control", loss.detach().clone())))
-    scored = evaluate_links(model, opened(size=82).test, 3, mesh)
+    scored = LinkPrediction().evaluate(model, opened(size=82).test, 3, mesh)
     return losses, collection.rows("entity", torch.arange(ENTITIES)), scored
 
 
@@ -431,7 +437,7 @@ def test_what_does_not_fit_is_refused():
         build("transe", loss="softmax", entities=None)
     model, source = build("transe"), opened().test
     with pytest.raises(ConfigError, match="no entities to rank"):
-        evaluate_links(model, replace_schema(source), 4, Mesh())
+        LinkPrediction().evaluate(model, replace_schema(source), 4, Mesh())
 
 
 def replace_schema(source):

@@ -352,7 +352,7 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     said = json.loads((out / "model.json").read_text())
     with pytest.raises(CheckpointError, match="exported from another model"):
         Predictor.open(out, model=Own())
-    with pytest.raises(ConfigError, match="0 embedding collections"):
+    with pytest.raises(ConfigError, match="0 EmbeddingCollections"):
         Predictor.open(out, model=torch.nn.Linear(1, 1))
     victim = out / said["tables"][1]["file"]
     whole = victim.read_bytes()

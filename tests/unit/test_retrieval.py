@@ -16,11 +16,17 @@ from torch.nn.functional import cross_entropy, normalize, scaled_dot_product_att
 from colonnade import SGD, Batch, Feature, Ids, Mesh, RowOptimizer, Table, Uniform
 from colonnade.errors import ConfigError, DataError, NonFiniteError
 from colonnade.models.dlrm import DLRM
+from colonnade.models.retriever import (
+    Retrieval,
+    best,
+    contrastive_loss,
+    recall_and_ndcg,
+    without_seen,
+)
 from colonnade.models.sasrec import SASRec
 from colonnade.models.two_tower import TwoTower
 from colonnade.train.dense import DenseGradients
-from colonnade.train.objective import Probability, Retrieval, contrastive_loss, objective_of
-from colonnade.train.retrieval import best, evaluate_retrieval, recall_and_ndcg, without_seen
+from colonnade.train.objective import Probability, objective_of
 
 ITEMS = 30
 
@@ -378,4 +384,4 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(DataError, match="one item"):
         two_tower()(pairs)
     with pytest.raises(ConfigError, match="catalogue"):
-        evaluate_retrieval(two_tower(), object(), 4, Mesh())
+        Retrieval().evaluate(two_tower(), object(), 4, Mesh())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,6 @@ from colonnade.config.run import (
 )
 from colonnade.data.contract import Column, Schema
 from colonnade.data.sets.interactions import LOG_Q
-from colonnade.data.sets.triples import RELATION
 from colonnade.errors import ConfigError
 from colonnade.models.dcn import DCN
 from colonnade.models.dcnv2 import DCNv2
@@ -63,16 +62,18 @@ class Kind:
     rows: Literal["vector", "vector and weights", "weights"] = "vector"
     sequence: Pooling = "mean"
     """How a column that is a sequence is pooled."""
-    shares: Mapping[str, float] = field(default_factory=dict)
-    """By table: width of its rows, of `dim`, where it is less."""
-    starts: Mapping[str, float] = field(default_factory=dict)
-    """By table: what new rows are uniform in, +-, whatever `rows.init_scale` says."""
+
+    @property
+    def parameters(self) -> set[str]:
+        """Names that its constructor takes, those that it passes on to its base classes included."""
+        return {name for base in self.model.__mro__ for name in signature(base).parameters}
 
     @property
     def settings(self) -> set[str]:
         """Fields of ModelConfig that it has."""
-        known = set(signature(self.model).parameters) & set(ModelConfig.model_fields)
-        return known | ({"dim"} if self.rows != "weights" else set())
+        return (self.parameters & set(ModelConfig.model_fields)) | (
+            {"dim"} if self.rows != "weights" else set()
+        )
 
 
 KINDS: dict[str, Kind] = {
@@ -90,12 +91,7 @@ KINDS: dict[str, Kind] = {
     "transe": Kind(TransE, sequence="sequence"),
     "distmult": Kind(DistMult, sequence="sequence"),
     "complex": Kind(ComplEx, sequence="sequence"),
-    "rotate": Kind(
-        RotatE,
-        sequence="sequence",
-        shares={"relation": RotatE.relation_share},
-        starts={"relation": 1.0},
-    ),
+    "rotate": Kind(RotatE, sequence="sequence"),
 }
 
 
@@ -107,14 +103,15 @@ def build_model(schema: Schema, config: RunConfig) -> SplitModel:
     tables, features = build_tables(schema, config)
     torch.manual_seed(config.train.seed)
     kind = KINDS[config.model.name]
-    known, log_q = signature(kind.model).parameters, None
+    known, log_q = kind.parameters, None
     if LOG_Q in schema.dense:
         log_q = schema.dense.index(LOG_Q)
     of_data = {"num_dense": len(schema.dense), "tasks": len(schema.labels), "log_q": log_q}
     if "tasks" in known and not schema.labels:
+        rankers = [name for name, other in KINDS.items() if other.model.objective is not None]
         raise ConfigError(
-            f"{config.model.name} learns labels and this data has none; choose a model that ranks (two_tower, sasrec, "
-            "graphsage; of triples transe, distmult, complex, rotate), or other data"
+            f"{config.model.name} learns labels and this data has none; choose a model that ranks "
+            f"({', '.join(rankers)}), or other data"
         )
     given |= {name: value for name, value in of_data.items() if name in known}
     if (idle := TOWER_SETTINGS & set(given)) and "tower_dim" not in given:
@@ -318,17 +315,15 @@ def _row_kind(kind: Kind, table: str, tasks: int, config: RunConfig) -> dict[str
     if kind.rows == "weights":
         initializer = Uniform(scale=(scale or 0.0) if own is None else own)
         return {"dim": tasks, "optimizer": optimizer, "initializer": initializer}
-    every = kind.starts.get(table, dim**-0.5 if scale is None else scale)
+    every = kind.model.init_scales.get(table, dim**-0.5 if scale is None else scale)
     initializer = Uniform(scale=every if own is None else own)
-    share = dim * kind.shares.get(table, 1.0)
-    if config.model.reciprocal and table == RELATION:
-        share *= 2
-    if share != int(share):
+    width = kind.model.row_width(table, dim, config.model.model_dump())
+    if width != int(width):
         raise ConfigError(
-            f"model.dim: got {dim}, of which {config.model.name} gives {kind.shares[table]:g} to rows of {table}; "
+            f"model.dim: got {dim}, of which {config.model.name} gives {width / dim:g} to rows of {table}; "
             "wanted an even number"
         )
-    dim = int(share)
+    dim = int(width)
     vector = {"dim": dim, "optimizer": optimizer, "initializer": initializer}
     if kind.rows == "vector":
         return vector

@@ -75,17 +75,8 @@ class GraphSAGE(Retriever):
                 "what its queries took; a source of graphs has it"
             )
         rows = self.embeddings(batch)
-        log_q = self.log_share(batch)
-        queries = self.asking(self._vectors(rows, "query"))
-        items = self.offering(self._vectors(rows, "item"), log_q)
-        seen, numbers, sample = batch.key.seen, batch.key.truth.values, torch.arange(batch.size)
-        assert seen.offsets is not None
-        taken = (
-            torch.cat([sample, sample.repeat_interleave(seen.offsets.diff())]),
-            torch.cat([numbers, seen.values]),
-        )
-        weight = torch.ones(batch.size) if batch.sample_weight is None else batch.sample_weight
-        return Contrast(queries, items, weight, sample, taken, items, numbers, log_q, log_q)
+        queries, items = self._vectors(rows, "query"), self._vectors(rows, "item")
+        return self.contrast_pairs(batch, queries, items, batch.key.truth.values, [batch.key.seen])
 
     def queries(self, batch: Batch) -> Tensor:
         return self.asking(self._vectors(self.embeddings(self.filled(batch)), "query"))
@@ -108,8 +99,7 @@ class GraphSAGE(Retriever):
 def _layer(layer: nn.Module, own: Tensor, below: Tensor, *, relu: bool) -> Tensor:
     """(n, D), (n f, D) -> (n, D)."""
     assert isinstance(layer, nn.Linear)
-    fan_out = (
-        len(below) // len(own) if len(own) else 1
-    )  # of no samples: none of one, for shapes alone
+    # Without samples any fan-out gives the right shape.
+    fan_out = len(below) // len(own) if len(own) else 1
     both = torch.cat([own, below.view(len(own), fan_out, below.shape[1]).mean(1)], dim=1)
     return normalize(linear(both, layer.weight, layer.bias, relu=relu), dim=1)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from colonnade.batch import Batch
+from colonnade.batch import Batch, Ids
 from colonnade.embedding import EmbeddingCollection
 from colonnade.models.work import Work
 from colonnade.topology.towers import Partition
@@ -32,10 +33,27 @@ class SplitModel(nn.Module):
     flat_work: Work | None = None
     ordered: tuple[str, ...] = ()
     """How the names of weights begin whose columns follow the order of the fields, or of towers."""
+    objective: Any = None
+    """What the model learns (`train.objective.Objective`), where that is not its labels."""
+    init_scales: Mapping[str, float] = {}
+    """By table: new rows are uniform in +- this, whatever `rows.init_scale` says."""
+
+    @classmethod
+    def row_width(cls, table: str, dim: int, settings: Mapping[str, Any]) -> float:
+        """Return the width of a table's rows, of `model.dim` and the model's other settings."""
+        return dim
 
     def __init__(self) -> None:
         super().__init__()
         self._compiled: Callable[..., Any] | None = None
+
+    def filled(self, batch: Batch) -> Batch:
+        """Give the batch empty bags for the features it lacks."""
+        empty = Ids(
+            torch.empty(0, dtype=torch.int64), torch.zeros(batch.size + 1, dtype=torch.int64)
+        )
+        names = [feature.name for feature in self.embeddings.declaration.features]
+        return replace(batch, ids={name: batch.ids.get(name, empty) for name in names})
 
     @abstractmethod
     def network(self, *given: Any) -> Any:

@@ -92,19 +92,8 @@ class TwoTower(Retriever):
                 "name its column first in item_columns"
             )
         queries, items = self._vectors(batch)
-        log_q = self.log_share(batch)
-        queries, items = self.asking(queries), self.offering(items, log_q)
-        ids, sample = batch.ids[self.item_id].values, torch.arange(batch.size)
-        taken = [(sample, ids)]
-        for name in self.taken:
-            bag = batch.ids[name]
-            counts = torch.ones_like(sample) if bag.offsets is None else bag.offsets.diff()
-            taken.append((sample.repeat_interleave(counts), bag.values))
-        samples, items_taken = (torch.cat(column) for column in zip(*taken, strict=True))
-        weight = torch.ones(batch.size) if batch.sample_weight is None else batch.sample_weight
-        return Contrast(
-            queries, items, weight, sample, (samples, items_taken), items, ids, log_q, log_q
-        )
+        taken = [batch.ids[name] for name in self.taken]
+        return self.contrast_pairs(batch, queries, items, batch.ids[self.item_id].values, taken)
 
     def queries(self, batch: Batch) -> Tensor:
         return self.asking(self._vectors(self.filled(batch))[0])

@@ -26,8 +26,6 @@ from colonnade.data.contract import Schema
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, StorageError
 from colonnade.models.build import build_model
-from colonnade.models.knowledge import KnowledgeGraph
-from colonnade.models.retriever import Retriever
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.publish.delivery import (
     Following,
@@ -42,8 +40,10 @@ from colonnade.publish.deltas import WORD, Base
 from colonnade.publish.export import exported
 from colonnade.publish.exported import Export, check_lengths, read_dense, read_export
 from colonnade.run.run import OWN
+from colonnade.run.validation import find_collection
 from colonnade.store.mapped import MappedRows, open_mapped
 from colonnade.store.untrusted import folder_inside
+from colonnade.train.objective import objective_of
 
 AHEAD = 2
 """Batches read ahead of scoring."""
@@ -147,7 +147,7 @@ class Predictor:
         keep_freed_memory()
         dense, rows = _load(folder, export, model, is_full)
         load_dense(model, dense)
-        _collection(model).serve(rows)
+        find_collection(model).serve(rows)
         model.eval().requires_grad_(False)
         opened = cls(
             model, rows, schema=export.schema, config=config, step=export.step, folder=folder,
@@ -170,18 +170,16 @@ class Predictor:
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
-        """Probabilities (B, T) float64. Raises IdRangeError, DataError for a batch that does not fit, CorruptionError,
-        StorageError where a file of rows is damaged, ConfigError of a model of retrieval or of links."""
-        if isinstance(self.model, Retriever):
+        """Predict a batch: probabilities (B, T) float64, or what the model's own `objective.predict` returns.
+
+        Raises IdRangeError, DataError for a batch that does not fit, CorruptionError, StorageError where a file of rows
+        is damaged, ConfigError for a model that predicts nothing, such as one of retrieval."""
+        objective = objective_of(self.model)
+        predict = getattr(objective, "predict", None)
+        if predict is None:
             raise ConfigError(
-                f"{type(self.model).__name__} gives no logits but vectors to search with; use "
-                "predictor.model.queries(batch) and predictor.model.items(batch)"
-            )
-        if isinstance(self.model, KnowledgeGraph):
-            raise ConfigError(
-                f"{type(self.model).__name__} gives no logits but vectors to rank entities by; use "
-                "predictor.model(batch), predictor.model.entities(ids) and predictor.model.compare, or "
-                "`colonnade evaluate`"
+                f"{type(self.model).__name__}'s objective {type(objective).__name__} has no `predict`; give it "
+                "predict(model, batch), or use predictor.model"
             )
         with self._lock:
             if self._torn is not None:
@@ -189,8 +187,7 @@ class Predictor:
                     f"{self.folder}: got a commit that was taken in part only ({self._torn}), so nothing is scored; "
                     "it is taken again, or open the predictor anew"
                 )
-            logits = self.model(batch)
-        return torch.sigmoid(logits.double())
+            return predict(self.model, batch)
 
     def scores(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
         """Each batch and its probabilities, in order. Coming batches are read meanwhile, in a thread; close the
@@ -264,7 +261,9 @@ class Predictor:
                 self.num_failures += 1
 
     def _take(self, following: Following) -> None:
-        change = following.next_change(_collection(self.model).tables, dense_weights(self.model))
+        change = following.next_change(
+            find_collection(self.model).tables, dense_weights(self.model)
+        )
         with self._lock, torch.inference_mode():
             try:
                 for t, each in enumerate(change.tables):
@@ -343,7 +342,7 @@ def _build(export: Export, config: RunConfig | None, folder: Path) -> nn.Module:
         )
     with torch.device("meta"):
         shapes = build_model(export.schema, config)
-    _check(_collection(shapes), export, folder)
+    _check(find_collection(shapes), export, folder)
     _check_dense(shapes, read_dense(folder, export), folder)
     return build_model(export.schema, config)
 
@@ -353,7 +352,7 @@ def _load(
 ) -> tuple[dict[str, Tensor], MappedRows]:
     """Read the dense weights and map the rows of an export of this network. Raises CheckpointError for another
     network's, CorruptionError, StorageError."""
-    collection = _collection(model)
+    collection = find_collection(model)
     _check(collection, export, folder)
     dense = read_dense(folder, export)
     _check_dense(model, dense, folder)
@@ -361,15 +360,6 @@ def _load(
     rows = open_mapped(collection.tables, folder, files, seed=seed, full=is_full, known=known)
     rows.scrub()
     return dense, rows
-
-
-def _collection(model: nn.Module) -> EmbeddingCollection:
-    found = [part for part in model.modules() if isinstance(part, EmbeddingCollection)]
-    if len(found) != 1:
-        raise ConfigError(
-            f"got a model with {len(found)} embedding collections, wanted one; predict with each by itself"
-        )
-    return found[0]
 
 
 def _check(collection: EmbeddingCollection, export: Export, folder: Path) -> None:

@@ -24,6 +24,7 @@ from colonnade.config.run import DenseConfig, RowsConfig, RunConfig, TrainConfig
 from colonnade.data.batches import batches_of
 from colonnade.data.contract import Source, Splits
 from colonnade.errors import ConfigError, DataError
+from colonnade.models.ranking import evaluation_mode
 from colonnade.plan.plan import build_plan
 from colonnade.run.cross_rank_check import agree_on_config
 from colonnade.run.interrupt import stop_on_signals
@@ -78,11 +79,13 @@ def fit(
         found = colonnade.fit(model, data, run="runs/mine", epochs=3, batch_size=4096, dram="2GiB")
         print(found.metrics["test_auc"])
 
-    model            any nn.Module with one EmbeddingCollection inside; `model(batch)` gives logits (B, labels)
+    model            any nn.Module with one EmbeddingCollection inside; `model(batch)` gives logits (B, labels), or
+                     what its objective takes
     data             a Source (colonnade.data), or Splits with validation and test parts
     run              folder for commits, metrics and rows beyond memory; one with commits is gone on with, to the
                      same bits. None: everything stays in this process
-    objective        what is learned and scored; default Probability: binary cross entropy, AUC, log loss
+    objective        what is learned and scored (`Objective`); default: the model's `objective`, else binary cross
+                     entropy, AUC, log loss
     loss             instead: `loss(model(batch), batch)` gives each sample's loss (B,), and the score is its mean
     dense_optimizer  parameters -> torch optimizer; or "adam", "sgd", "adagrad" with dense_lr, dense_weight_decay
     dense_schedule   optimizer -> torch learning rate scheduler, stepped once per step; or ScheduleConfig's settings,
@@ -172,14 +175,11 @@ class MeanLoss:
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
         return self._sum(model, batch) / max(batch.world_weight, 1e-12)
 
-    @torch.no_grad()
     def evaluate(
         self, model: nn.Module, source: Source, batch_size: int, mesh: Mesh
     ) -> dict[str, float]:
-        was_training = model.training
-        model.eval()
         total = torch.zeros(3, dtype=torch.float64)  # loss, weight, samples
-        try:
+        with evaluation_mode(model):
             for batch in batches_of(source, batch_size, mesh, purpose="evaluate"):
                 weight = batch.sample_weight
                 here = [
@@ -188,8 +188,6 @@ class MeanLoss:
                     float(batch.size),
                 ]
                 total += torch.tensor(here, dtype=torch.float64)
-        finally:
-            model.train(was_training)
         value, weights, samples = mesh.all_reduce("evaluate", total).tolist()
         mean = value / weights if weights else float("nan")
         return {"loss": mean, "num_samples": samples}

@@ -13,7 +13,7 @@ from colonnade.plan.cost.consumers import check_bags
 from colonnade.plan.plan import Plan
 from colonnade.publish.mirror import open_url
 from colonnade.train.best import check_monitor
-from colonnade.train.objective import Objective, Retrieval
+from colonnade.train.objective import Objective
 
 
 def find_collection(model: nn.Module) -> EmbeddingCollection:
@@ -36,15 +36,13 @@ def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
         raise ConfigError(
             "train.progressive needs data with days (Splits.days); this data set has none"
         )
-    if isinstance(objective, Retrieval):
-        for part in ("validation", "test"):
-            source = getattr(data, part)
-            if source is not None and getattr(source, "catalogue", None) is None:
-                raise ConfigError(
-                    f"the {part} part has no catalogue of items to rank, by which a retrieval model is judged; leave "
-                    "that part out (test_fraction=0), or use data that has one (movielens_retrieval, gowalla, "
-                    "power_law)"
-                )
+    check_source = getattr(objective, "check_source", None)
+    for part, source in (("validation", data.validation), ("test", data.test)):
+        try:
+            if check_source is not None and source is not None:
+                check_source(source)
+        except ConfigError as error:
+            raise ConfigError(f"the {part} part: {error}") from None
     monitor = config.train.monitor or objective.monitor
     known = getattr(objective, "metrics", None)
     if known is not None and monitor != objective.monitor:

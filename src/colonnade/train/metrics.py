@@ -21,20 +21,18 @@ from colonnade.comm.mesh import Mesh
 from colonnade.data.batches import batches_of
 from colonnade.data.contract import Source
 from colonnade.errors import ConfigError, DataError, NonFiniteError
+from colonnade.models.ranking import evaluation_mode
 
 
-@torch.no_grad()
 def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> dict[str, float]:
     """Collective: each rank scores its share of one pass over `source`; every rank returns the same metrics.
 
     `model(batch)` gives logits (B, T). The first task's metrics have plain names ("auc", `Evaluation.result`), the
     others' end in their label's ("auc_buy"). The model's training flag is put back.
     """
-    was_training = model.training
-    model.eval()
     columns: list[Tensor] = []  # (B, 2 T + 1) float64: scores, labels, weight
     groups: list[Tensor] = []
-    try:
+    with evaluation_mode(model):
         for batch in batches_of(source, batch_size, mesh, purpose="evaluate"):
             if batch.label is None:
                 raise DataError("the batch has no label; evaluation compares scores with labels")
@@ -50,8 +48,6 @@ def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> d
             columns.append(torch.cat([part.cpu().double() for part in parts], dim=1))
             if batch.group is not None:
                 groups.append(batch.group.cpu())
-    finally:
-        model.train(was_training)
     return _pooled(columns, groups, source.schema.labels, mesh)
 
 

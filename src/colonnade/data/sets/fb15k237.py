@@ -19,6 +19,38 @@ from colonnade.errors import DataError
 FOLDER = "fb15k237"
 
 
+PRESET = {
+    "data": {"options": {"max_validation": 1000}},
+    "model": {
+        "name": "transe",
+        "dim": 256,
+        "norm": 2,
+        "squared": True,
+        "loss": "softmax",
+        "reciprocal": True,
+    },
+    "rows": {"optimizer": "adam", "lr": 0.005, "init_scale": 0.05, "schedule": {"name": "linear"}},
+    "train": {"batch_size": 1024, "epochs": 10, "patience": 3},
+}
+PRODUCTS = {"model.dim": 256, "model.loss": "softmax", "train.batch_size": 512, "train.epochs": 30}
+MODEL_PRESETS = {
+    "distmult": PRODUCTS,
+    "complex": PRODUCTS,
+    "rotate": {
+        "model.dim": 1024,
+        "model.norm": 2,
+        "model.squared": True,
+        "model.loss": "softmax",
+        "model.reciprocal": True,
+        "model.center": 0.3,
+        "model.penalty": 0.3,
+        "rows.lr": 0.015,
+        "train.batch_size": 512,
+        "train.epochs": 16,
+    },
+}
+
+
 def open_fb15k237(
     path: str | Path | None = None,
     *,

@@ -19,6 +19,7 @@ from colonnade.data.counter import stream_key
 from colonnade.data.lines import excerpt, field_error, locate, open_lines
 from colonnade.data.sets.graph import FAN_OUTS, open_graph
 from colonnade.data.sets.interactions import (
+    SEQUENCE_SETTINGS,
     SPLIT_KEY,
     Interactions,
     bags_of,
@@ -32,6 +33,28 @@ VALIDATION_FRACTION = 0.1
 LIMIT = 10**8
 """Users and items are numbered from 0 without large gaps; a larger number is a damaged line."""
 WIDEST = len(str(LIMIT))
+
+
+PRESET = {
+    "data": {"options": {"max_history": 100, "max_pairs": 20}},
+    "model": {"name": "two_tower", "dim": 64, "temperature": 0.1},
+    "rows": {"optimizer": "adam", "lr": 0.005, "init_scale": 0.05},
+    "dense": {"lr": 1e-3},
+    "train": {"batch_size": 2048, "epochs": 15, "patience": 3},
+}
+MODEL_PRESETS = {
+    "graphsage": {
+        "data.options": {"samples": "neighbours"},
+        "model.dim": 64,
+        "model.temperature": 0.1,
+        "rows.lr": 0.005,
+        "rows.init_scale": 0.1,
+        "dense.lr": 2e-3,
+        "train.batch_size": 2048,
+        "train.epochs": 10,
+    },
+    "sasrec": {**SEQUENCE_SETTINGS, "model.temperature": 0.1, "train.batch_size": 256},
+}
 
 
 def open_gowalla(

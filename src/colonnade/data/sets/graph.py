@@ -22,7 +22,6 @@ from colonnade.data.sets.interactions import (
     PairSource,
     QuerySource,
     join,
-    rows_of,
 )
 from colonnade.data.tensors import Columns, take_ids
 from colonnade.errors import ConfigError
@@ -117,7 +116,7 @@ def open_graph(
         raise ConfigError(
             f"got fan_outs={list(fan_outs)}, wanted a number of neighbours for each hop, e.g. [10, 5]"
         )
-    num_queries = rows_of(found.train)
+    num_queries = len(found.train.counts)
     if first_item and first_item < num_queries:
         raise ConfigError(
             f"got first_item={first_item}, wanted 0, where queries and items are the same nodes, or {num_queries} or "
@@ -125,8 +124,7 @@ def open_graph(
         )
     num_nodes = max(num_queries, first_item + found.num_items)
     queries = torch.arange(num_queries)
-    assert found.train.offsets is not None
-    pairs = queries.repeat_interleave(found.train.offsets.diff()), found.train.values + first_item
+    pairs = found.train.samples, found.train.values + first_item
     graph = graph_of(*pairs, num_nodes)
     columns = []
     for role in ROLES:

@@ -23,6 +23,21 @@ LOG_Q = "log_q"
 SPLIT_KEY = stream_key(0, 20)
 
 
+SEQUENCE_SETTINGS = {
+    "data.options": {"samples": "sequences", "max_history": 50, "negatives": 16},
+    "model.dim": 64,
+    "rows.lr": 0.005,
+    "model.blocks": 1,
+    "model.max_length": 50,
+    "model.positions": False,
+    "model.dropout": 0.1,
+    "model.temperature": 0.2,
+    "train.batch_size": 64,
+    "train.epochs": 30,
+}
+"""Settings that suit a model of sequences."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
     """`Batch.key` of a query: what its user took and a model should rank first, and what is not ranked at all."""
@@ -44,7 +59,7 @@ class Interactions:
 
     @property
     def num_items(self) -> int:
-        return rows_of(next(iter(self.items.values())))
+        return len(next(iter(self.items.values())).counts)
 
     def log_shares(self) -> Tensor:
         """(I,) float32: log of each item's share of `train`; of an item without any, as if it had half of one."""
@@ -112,9 +127,7 @@ class PairSource:
 
     def _pairs(self) -> Tensor:
         """Places in the lists: the first `max_pairs` of each."""
-        offsets = self.found.train.offsets
-        assert offsets is not None
-        place = _ramps(offsets.diff())[1]
+        place = _ramps(self.found.train.counts)[1]
         return (place < (self.max_pairs or len(place) + 1)).nonzero()[:, 0]
 
     def batches(
@@ -166,9 +179,7 @@ class SequenceSource:
         return len(self._users())
 
     def _users(self) -> Tensor:
-        offsets = self.found.train.offsets
-        assert offsets is not None
-        return (offsets.diff() >= 2).nonzero()[:, 0]
+        return (self.found.train.counts >= 2).nonzero()[:, 0]
 
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
@@ -219,8 +230,7 @@ class QuerySource:
         return len(self._users())
 
     def _users(self) -> Tensor:
-        assert self.truth.offsets is not None
-        return (self.truth.offsets.diff() > 0).nonzero()[:, 0]
+        return (self.truth.counts > 0).nonzero()[:, 0]
 
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
@@ -240,9 +250,7 @@ class QuerySource:
 
 def hold_out(bags: Ids, fraction: float, key: int) -> tuple[Ids, Ids]:
     """(kept, held out): of each bag of m items, floor(`fraction` * m) drawn at random by `key`; order stays."""
-    assert bags.offsets is not None
-    sizes_U = bags.offsets.diff()
-    bag_n = torch.repeat_interleave(torch.arange(len(sizes_U)), sizes_U)
+    sizes_U, bag_n = bags.counts, bags.samples
     drawn = words(key, 0, len(bag_n))
     order = np.lexsort((drawn, bag_n.numpy()))
     place_n = torch.empty(len(bag_n), dtype=torch.int64)
@@ -263,11 +271,9 @@ def bags_of(users_n: Tensor, items_n: Tensor, num_users: int) -> Ids:
 
 def join(one: Ids, other: Ids) -> Ids:
     """The bags of both, side by side."""
-    assert one.offsets is not None and other.offsets is not None
-    sizes = [offsets.diff() for offsets in (one.offsets, other.offsets)]
-    owner = torch.cat([torch.repeat_interleave(torch.arange(len(size)), size) for size in sizes])
+    owner = torch.cat([one.samples, other.samples])
     values = torch.cat([one.values, other.values])[owner.argsort(stable=True)]
-    return Ids(values, _ramps(sizes[0] + sizes[1])[0])
+    return Ids(values, _ramps(one.counts + other.counts)[0])
 
 
 def newest(bags: Ids, most: int) -> Ids:
@@ -280,22 +286,15 @@ def newest(bags: Ids, most: int) -> Ids:
     )
 
 
-def rows_of(ids: Ids) -> int:
-    """Samples that a column has ids for."""
-    return len(ids.values) if ids.offsets is None else len(ids.offsets) - 1
-
-
 def _shuffled(bags: Ids, key: int) -> Ids:
     """The items of each bag in an order drawn by `key`."""
-    assert bags.offsets is not None
-    bag_n = torch.repeat_interleave(torch.arange(len(bags.offsets) - 1), bags.offsets.diff())
+    bag_n = bags.samples
     order = np.lexsort((words(key, 0, len(bag_n)), bag_n.numpy()))
     return Ids(bags.values[torch.from_numpy(order)], bags.offsets)
 
 
 def _chosen(bags: Ids, bag_n: Tensor, is_chosen_n: Tensor) -> Ids:
-    assert bags.offsets is not None
-    sizes = torch.bincount(bag_n[is_chosen_n], minlength=len(bags.offsets) - 1)
+    sizes = torch.bincount(bag_n[is_chosen_n], minlength=len(bags.counts))
     return Ids(bags.values[is_chosen_n], _ramps(sizes)[0])
 
 

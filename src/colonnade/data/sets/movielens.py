@@ -32,6 +32,14 @@ POSITIVE_RATING = 4
 RATING_COLUMNS = ("user_id", "movie_id", "rating")
 
 
+PRESET = {
+    "model": {"name": "dlrm", "dim": 16, "top": [128, 64], "keep_fields": True},
+    "rows": {"lr": 0.1, "initial_accumulator": 1e-6, "init_scale": 0.01},
+    "dense": {"lr": 2e-3},
+    "train": {"batch_size": 4096, "epochs": 5, "patience": 2},
+}
+
+
 def open_movielens(path: str | Path | None = None, *, seed: int = 0) -> Splits:
     """`path`: the folder with ratings.parquet, users.dat and movies.dat; default `$COLONNADE_DATA/ml-1m`.
 

@@ -18,6 +18,7 @@ from colonnade.data.counter import stream_key
 from colonnade.data.lines import locate
 from colonnade.data.sets import movielens
 from colonnade.data.sets.interactions import (
+    SEQUENCE_SETTINGS,
     SPLIT_KEY,
     Interactions,
     bags_of,
@@ -27,6 +28,22 @@ from colonnade.data.sets.interactions import (
 
 TEST_FRACTION = 0.2
 VALIDATION_FRACTION = 0.1
+
+
+PRESET = {
+    "data": {"options": {"max_history": 200, "max_pairs": 20}},
+    "model": {
+        "name": "two_tower",
+        "dim": 64,
+        "query_columns": ["history", "sex", "age", "occupation"],
+        "item_columns": ["item", "year", "genres"],
+        "temperature": 0.15,
+    },
+    "rows": {"optimizer": "adam", "lr": 0.003, "init_scale": 0.05},
+    "dense": {"lr": 1e-3},
+    "train": {"batch_size": 1024, "epochs": 20, "patience": 3},
+}
+MODEL_PRESETS = {"sasrec": SEQUENCE_SETTINGS}
 
 
 def open_movielens_retrieval(

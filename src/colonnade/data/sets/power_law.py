@@ -22,6 +22,14 @@ from colonnade.errors import ConfigError
 STREAM = 30
 
 
+PRESET = {
+    "model": {"name": "graphsage", "dim": 32, "temperature": 0.1},
+    "rows": {"optimizer": "adam", "lr": 0.005, "init_scale": 0.1},
+    "dense": {"lr": 2e-3},
+    "train": {"batch_size": 1024, "epochs": 10, "patience": 3},
+}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EdgeLaw:
     """What edges are drawn by (Chung and Lu 2002, with communities): one end by its node's share; the other by its
