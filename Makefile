@@ -24,9 +24,9 @@ demo: setup
 # Threads that spin while they wait would keep the tests' other processes from the processor: half the time.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 
-# Everything in Python that is not marked slow, but the tests of benches.
+# Everything in Python that is not marked slow, but the tests of benches. A file stays on one worker, which makes its fixtures once.
 test: setup
-	$(PYTEST) -m "not slow" -n 2 --durations 40
+	$(PYTEST) -m "not slow" -n 2 --dist loadfile --durations 40
 
 # The core without Python: plain and under sanitizers.
 test-native: native-test native-sanitize

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from budget import pytest_runtest_makereport, pytest_runtest_protocol  # noqa: F401  (hooks)
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,6 +16,14 @@ ROOT = Path(__file__).resolve().parents[1]
 # No deadline: on a busy machine a slow example says nothing. No database: a run depends on the code only.
 settings.register_profile("colonnade", deadline=None, derandomize=True, database=None)
 settings.load_profile("colonnade")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def standing_worlds():
+    """Close the worlds that `run_ranks` keeps for further calls, after the last test."""
+    yield
+    if (ranks := sys.modules.get("ranks")) is not None:
+        ranks.close_worlds()
 
 
 @pytest.fixture(scope="session")

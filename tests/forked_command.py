@@ -1,23 +1,28 @@
-"""`colonnade` for scripts that tests run: processes forked with torch imported, where a new one needs seconds for it.
+"""`colonnade` for tests that run it: processes forked with torch imported, where a new one needs seconds for it.
 
-The command on the path is a client of a few milliseconds. It hands its words, folder, environment and standard streams
-to the process of the tests, which forks a process that runs `colonnade.cli.main` with them.
+For scripts, the command on the path is a client of a few milliseconds. It hands its words, folder, environment and
+standard streams to the process of the tests, which forks a process that runs `colonnade.cli.main` with them. For what
+looks at the processes themselves, `start_command` forks the command, and that forks its ranks.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import reduction
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
-from ranks import preloaded_context
+from ranks import Child, preloaded_context, start_child
 
 CLIENT = """#!{python} -SE
 import json, os, socket, sys
@@ -85,3 +90,104 @@ def _command(arguments: list[str], folder: str, environment: dict[str, str], han
     from colonnade.cli import main
 
     main()
+
+
+def start_command(
+    output: Path, environment: Mapping[str, str], words: Sequence[str], *, is_forked: bool = True
+) -> Child:
+    """Start `colonnade WORDS`; what it prints goes to the file `output`. Not `is_forked`: as a user does, and its ranks
+    are new processes, too, which costs seconds of processor time for each."""
+    if is_forked:
+        return start_child(output, environment, run_command, list(words))
+    with output.open("ab") as file:
+        command = [sys.executable, "-m", "colonnade", *words]
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+    return Child(StartedProcess(process), output)
+
+
+class StartedProcess:
+    """A started process that has the attributes of a forked one."""
+
+    def __init__(self, process: subprocess.Popen) -> None:
+        self.pid = process.pid
+        self.kill = process.kill
+        self._process = process
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.poll()
+
+    def join(self, seconds: float | None = None) -> None:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pass
+
+
+def run_command(words: Sequence[str]) -> NoReturn:
+    """Do what `colonnade WORDS` does, in this process, and end with its status. It forks the ranks that it starts."""
+    from colonnade.cli import ranks as launch
+
+    launch.subprocess = SimpleNamespace(Popen=ForkedRank)  # type: ignore[attr-defined]
+    _run_main(words)
+
+
+def _run_main(words: Sequence[str]) -> NoReturn:
+    from colonnade.cli import main
+
+    sys.argv = ["colonnade", *words]
+    code = 1
+    try:
+        main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class ForkedRank:
+    """A rank as the launcher starts it with `subprocess.Popen`, but forked from the launcher.
+
+    This process has no threads, and was forked from one that imports only; so a fork of it is as good as a new process.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int]
+    ) -> None:
+        assert list(command[:4]) == [sys.executable, "-u", "-m", "colonnade"]
+        self._code: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for name in os.listdir("/proc/self/fd"):
+                if int(name) > 2 and int(name) not in pass_fds:
+                    try:
+                        os.close(int(name))
+                    except OSError:
+                        pass  # that of the listing itself
+            os.environ.clear()
+            os.environ.update(env)
+            _run_main(command[4:])
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)

@@ -1,25 +1,36 @@
 """Run a function on several ranks: processes of their own, joined by gloo as under torchrun.
 
 Most of a small test's time would be every rank's imports, so ranks are forked from a process that has made them and
-has done nothing else: no thread of torch's runs there yet.
+has done nothing else: no thread of torch's runs there yet. Most of what is left would be waiting for each other while
+a mesh is opened and closed, so the ranks of a world stand by for the next function once they have returned from one
+(`World`). A world is thrown away where a rank failed or did not end, or where a function left something behind that the
+next one could notice (`traces_left`).
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
+import random
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
+import numpy as np
+import torch
+
 from colonnade import close_mesh, open_mesh
+from colonnade.comm import mesh as mesh_module
 from colonnade.comm.rendezvous import HEARTBEATS, STORE
 
 HERE = Path(__file__).resolve().parent
@@ -29,6 +40,13 @@ IMPORTED = [
     "torch", "torch.distributed", "pytest", "colonnade.run.run", "colonnade.run.fit", "torch._dynamo",
     "colonnade.cli.app", "pandas", "pyarrow.parquet",
 ]  # fmt: skip
+MOST_WORLDS = 3
+"""Worlds that stand by at once; the one that was used longest ago is closed for another."""
+MOST_FILES = 400
+"""Open files of a rank, sockets of groups that a function made among them, beyond which its world is closed."""
+CLOSING_SECONDS = 60.0
+WATCHED = ("colonnade", "test_", "torch.distributed.distributed_c10d")
+"""What the names of modules begin with whose attributes a function may not leave changed."""
 
 
 def store_in(folder: Path) -> dict[str, str]:
@@ -45,54 +63,148 @@ def run_ranks(
     *arguments: Any,
     timeout: float = 240,
     ranks_per_host: int | None = None,
+    fresh: bool = False,
 ) -> list[Any]:
-    """`function(mesh, *arguments)` on every rank; what each returned, in rank order. `ranks_per_host`: as if they were
-    on several hosts.
+    """Call `function(mesh, *arguments)` on every rank and return the results in rank order.
 
-    The function lives at the top of a test module. Raises AssertionError with the ranks' output if one fails, or is
+    `ranks_per_host`: pretend that the ranks are on several hosts. `fresh`: start a world for this call alone and close
+    it, for functions that kill or stop ranks, or look at the state of a mesh that nobody has used.
+
+    The function is at the top of a test module. Raises AssertionError with the ranks' output if one fails, or is
     not done after `timeout` seconds.
     """
-    with tempfile.TemporaryDirectory() as text:
-        place = Path(text)
+    deadline = time.monotonic() + timeout
+    if fresh:
+        world = World(num_ranks, ranks_per_host)
+        try:
+            results, _ = world.call(function, arguments, deadline)
+            world.close(deadline)
+            return results
+        finally:
+            world.kill()
+    key = num_ranks, ranks_per_host or num_ranks
+    world = _standing.pop(key, None) or World(num_ranks, ranks_per_host)
+    is_reusable = False
+    try:
+        results, traces = world.call(function, arguments, deadline)
+        if traces:
+            world.close(deadline)
+        is_reusable = not traces
+        return results
+    finally:  # of a call that hangs nobody is left to slow other tests down
+        if is_reusable:
+            _standing[key] = world  # the last one now: dictionaries keep their order
+            while len(_standing) > MOST_WORLDS:
+                _standing.pop(next(iter(_standing))).close()
+        else:
+            world.kill()
+
+
+def close_worlds() -> None:
+    """Close all worlds that stand by. Raises AssertionError where the ranks of one do not leave in order."""
+    while _standing:
+        _standing.popitem()[1].close()
+
+
+class World:
+    """Ranks that wait for functions to call. Their mesh is open from the first call until `close`."""
+
+    def __init__(self, num_ranks: int, ranks_per_host: int | None = None) -> None:
+        self.num_ranks = num_ranks
+        self._folder = tempfile.TemporaryDirectory()
+        self._place = Path(self._folder.name)
+        self._environment = {
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(ranks_per_host or num_ranks),
+            **store_in(self._place),
+            "OMP_NUM_THREADS": "1",
+        }
+        self._num_calls = 0
+        self._ranks: list[Any] = []
+        self._pipes: list[connection.Connection] = []
+        context = preloaded_context()
+        for rank in range(num_ranks):
+            pipe, other_end = context.Pipe()
+            process = context.Process(target=_stand_by, args=(other_end, str(self._place), rank))
+            process.start()
+            other_end.close()  # so that the rank's end is the only one: it closes when the rank ends
+            self._ranks.append(process)
+            self._pipes.append(pipe)
+
+    def call(
+        self, function: Callable, arguments: Sequence[Any], deadline: float
+    ) -> tuple[list[Any], list[str]]:
+        """Return every rank's result, and what the function left behind in any of them."""
+        self._num_calls += 1
+        place = self._place / str(self._num_calls)
+        place.mkdir()
         paths = [str(HERE / room) for room in ROOMS]
         paths.append(str(Path(sys.modules[function.__module__].__file__ or "").parent))
         call = function.__module__, function.__name__, arguments
         (place / "call.pkl").write_bytes(pickle.dumps(call))
-        environment = {
-            **os.environ,
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(ranks_per_host or num_ranks),
-            **store_in(place),
-            "OMP_NUM_THREADS": "1",
-        }
-        context = preloaded_context()
-        children = [
-            context.Process(
-                target=_rank,
-                args=(
-                    place,
-                    rank,
-                    {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    paths,
-                ),
-            )
-            for rank in range(num_ranks)
+        for rank, pipe in enumerate(self._pipes):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            try:
+                pipe.send((str(place), {**os.environ, **self._environment, **own}, paths))
+            except OSError:
+                pass  # it ended between two calls, which its code says
+        traces = self._wait_for_all(place, deadline)
+        results = [
+            pickle.loads((place / f"result-{rank}").read_bytes()) for rank in range(self.num_ranks)
         ]
-        for child in children:
-            child.start()
-        deadline = time.monotonic() + timeout
+        return results, traces
+
+    def _wait_for_all(self, place: Path, deadline: float) -> list[str]:
+        """Wait until every rank has returned; return the traces that it left."""
+        traces: list[str] = []
+        codes: dict[int, int | None] = dict.fromkeys(range(self.num_ranks))
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while waiting:
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    traces += pipe.recv()  # type: ignore[union-attr]
+                    codes[rank] = 0
+                except (EOFError, OSError):
+                    self._ranks[rank].join(max(0.0, deadline - time.monotonic()))
+                    codes[rank] = self._ranks[rank].exitcode or 1
+        self._check(place, [codes[rank] for rank in range(self.num_ranks)])
+        return traces
+
+    def close(self, deadline: float | None = None) -> None:
+        """Have all ranks leave the mesh together and end. Raises AssertionError where one does not do so in order."""
+        limit = time.monotonic() + CLOSING_SECONDS if deadline is None else deadline
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._ranks:
+            process.join(max(0.0, limit - time.monotonic()))
+        codes = [process.exitcode for process in self._ranks]
         try:
-            for child in children:
-                child.join(max(0.0, deadline - time.monotonic()))
-        finally:  # of a call that hangs nobody is left to slow other tests down
-            codes = [child.exitcode for child in children]
-            for child in children:
-                child.kill()
-                child.join()
-        output = "\n".join((place / f"output-{rank}").read_text() for rank in range(num_ranks))
+            if self._num_calls:
+                self._check(self._place / str(self._num_calls), codes)
+        finally:
+            self.kill()
+
+    def _check(self, place: Path, codes: Sequence[int | None]) -> None:
+        files = [place / f"output-{rank}" for rank in range(self.num_ranks)]
+        output = "\n".join(file.read_text() for file in files if file.exists())
         for rank, code in enumerate(codes):
             assert code == 0, f"rank {rank} failed ({code}; None: too late):\n{output}"
-        return [pickle.loads((place / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
+
+    def kill(self) -> None:
+        """End all ranks at once; does nothing to those that have ended."""
+        for pipe, process in zip(self._pipes, self._ranks, strict=True):
+            pipe.close()
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+_standing: dict[tuple[int, int], World] = {}
+"""Worlds that stand by, by their numbers of ranks and of ranks per host; the one used last is the last one."""
 
 
 def preloaded_context() -> multiprocessing.context.ForkServerContext:
@@ -129,6 +241,15 @@ class Child:
     def said(self) -> str:
         return self.output.read_text() if self.output.exists() else ""
 
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Wait until it ends, or so long; return `code`."""
+        self.process.join(seconds)
+        return self.code
+
+    def send(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self.process.pid, number)
+
     def kill(self) -> None:
         self.process.kill()
 
@@ -153,6 +274,7 @@ def _become(output: Path, environment: Mapping[str, str], paths: Sequence[str]) 
         os.dup2(written, stream)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # an import may have asked for it before TMPDIR was set
     sys.path[:0] = [path for path in paths if path not in sys.path]
 
 
@@ -177,18 +299,98 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _rank(place: Path, rank: int, environment: dict[str, str], paths: list[str]) -> None:
-    """What a rank's process does; it ends here, as a program would."""
-    _become(place / f"output-{rank}", environment, paths)
-    code = 0
+def _stand_by(pipe: connection.Connection, folder: str, rank: int) -> None:
+    """Make the calls that come through `pipe` until it is closed. Ends the process as a program would."""
+    start = os.getcwd()
+    randoms = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    output = Path(folder) / f"output-{rank}"
+    mesh = None
     try:
-        module, name, arguments = pickle.loads((place / "call.pkl").read_bytes())
-        function = getattr(__import__(module), name)
-        mesh = open_mesh()
-        found = function(mesh, *arguments)
-        (place / f"result-{rank}").write_bytes(pickle.dumps(found))
-        close_mesh(mesh)
+        gc.freeze()  # what is collected after each call is then the call's own
+        while True:
+            try:
+                place, environment, paths = pipe.recv()
+            except EOFError:
+                break
+            output = Path(place) / f"output-{rank}"
+            _become(output, environment, paths)
+            os.chdir(start)
+            _reset(*randoms)
+            module, name, arguments = pickle.loads((Path(place) / "call.pkl").read_bytes())
+            function = getattr(__import__(module), name)
+            mesh = open_mesh()
+            assert mesh.presence is not None or mesh.num_ranks == 1
+            if mesh.presence is not None:
+                mesh.presence.timeout = mesh_module.TIMEOUT.total_seconds()
+                mesh.at(0)
+            before = State.now()
+            result = function(mesh, *arguments)
+            (Path(place) / f"result-{rank}").write_bytes(pickle.dumps(result))
+            del result, function, arguments
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pipe.send(before.traces_left())
+        if mesh is not None:
+            close_mesh(mesh)
     except BaseException:
         traceback.print_exc()
-        code = 1
-    _end(code)
+        _end(1)
+    _end(0)
+
+
+def _reset(torch_state: torch.Tensor, numpy_state: Any, python_state: Any) -> None:
+    """Set what a function may have changed in this process to what a new one has."""
+    torch.set_rng_state(torch_state)
+    np.random.set_state(numpy_state)
+    random.setstate(python_state)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    torch.set_grad_enabled(True)
+
+
+@dataclass(frozen=True)
+class State:
+    """What a function can leave changed in a process: attributes of modules and classes, threads, files."""
+
+    attributes: Mapping[str, Mapping[str, Any]]
+    threads: frozenset[int | None]
+
+    @staticmethod
+    def now() -> State:
+        return State(_watched_attributes(), _thread_ids())
+
+    def traces_left(self) -> list[str]:
+        """Return what is not as it was, in words; empty: the next function finds a process like a new one."""
+        gc.collect()
+        now = State.now()
+        traces = [
+            f"{owner}.{name}"
+            for owner, values in self.attributes.items()
+            for name, value in values.items()
+            if now.attributes.get(owner, {}).get(name, self) is not value
+        ]
+        deadline = time.monotonic() + 1
+        while (threads := _thread_ids() - self.threads) and time.monotonic() < deadline:
+            time.sleep(0.01)  # it is ending: nobody joins threads that are not waited for
+        traces += [f"thread {thread}" for thread in threads]
+        if (num_files := len(os.listdir("/proc/self/fd"))) > MOST_FILES:
+            traces.append(f"{num_files} open files")
+        return traces
+
+
+def _thread_ids() -> frozenset[int | None]:
+    return frozenset(thread.ident for thread in threading.enumerate())
+
+
+def _watched_attributes() -> dict[str, dict[str, Any]]:
+    """Return the attributes of watched modules, and of the classes that they define, by the owner's name."""
+    attributes = {}
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(WATCHED) or not isinstance(module, ModuleType):
+            continue
+        attributes[name] = dict(vars(module))
+        for value in list(vars(module).values()):
+            if isinstance(value, type) and value.__module__ == name:
+                attributes[f"{name}.{value.__qualname__}"] = dict(vars(value))
+    return attributes

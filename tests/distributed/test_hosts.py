@@ -11,9 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosts_here import ETC, PATHS, need_hosts, open_hosts, sweep, torchrun
+from hosts_here import (
+    ETC,
+    PATHS,
+    call_on_host,
+    interface_names,
+    need_hosts,
+    open_hosts,
+    sweep,
+    torchrun,
+)
+from ranks import start_child
 from scenario import assert_close, assert_same_bits, train
-from world_law_rank import SIZES
+from world_law_rank import SIZES, main
 
 from colonnade import Mesh
 
@@ -34,12 +44,33 @@ def ours(pid: int) -> list[str]:
     return [name for name in namespaces() if name.startswith(f"colonnade-{pid}-")]
 
 
-def test_two_hosts_of_two_ranks_train_what_one_process_trains(tmp_path):
-    with open_hosts(2) as hosts:
-        job = torchrun(
-            hosts, 2, [str(HERE / "world_law_rank.py"), str(tmp_path)], folder=tmp_path, env=PATHS
+def run_by_torchrun(hosts, folder):
+    job = torchrun(
+        hosts, 2, [str(HERE / "world_law_rank.py"), str(folder)], folder=folder, env=PATHS
+    )
+    assert job.wait(120) == [0, 0], job.tail()
+
+
+def run_forked(hosts, folder):
+    """Without torchrun, and with all imports made: rank 0 serves the rendezvous."""
+    environment = {
+        **os.environ, **interface_names(), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "host1", "MASTER_PORT": "29400",
+        "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
+    }  # fmt: skip
+    ranks = [
+        start_child(
+            folder / f"output-{rank}", {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)},
+            call_on_host, hosts.hosts[rank // 2].namespace, hosts.hosts[rank // 2].name, main, str(folder),
         )
-        assert job.wait(120) == [0, 0], job.tail()
+        for rank in range(4)
+    ]  # fmt: skip
+    assert [rank.wait(120) for rank in ranks] == [0] * 4, "\n".join(rank.said() for rank in ranks)
+
+
+@pytest.mark.parametrize("run", [run_forked, pytest.param(run_by_torchrun, marks=pytest.mark.slow)])
+def test_two_hosts_of_two_ranks_train_what_one_process_trains(run, tmp_path):
+    with open_hosts(2) as hosts:
+        run(hosts, tmp_path)
         uplinks = hosts.uplinks()
     found = [torch.load(tmp_path / f"rank-{r}.pt", weights_only=False) for r in range(4)]
     wanted = train(Mesh(), sizes=SIZES, steps=len(SIZES))

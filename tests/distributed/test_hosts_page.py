@@ -9,9 +9,12 @@ import shlex
 import subprocess
 import sys
 
+import pytest
 import yaml
 from hosts_here import PATHS, ROOT, need_hosts, open_hosts
 from torch.distributed.run import get_args_parser
+
+from colonnade.config.run import build_config
 
 PAGE = (ROOT / "docs" / "howto" / "hosts.md").read_text(encoding="utf-8")
 
@@ -37,6 +40,17 @@ def check_command(found) -> None:
     assert found.training_script_args == ["train", "clicks.yaml", "--run", "runs/clicks"]
 
 
+def test_what_is_typed_on_two_hosts():
+    """The form of it; `test_what_is_typed_on_two_hosts_trains_one_model` types it, and takes long."""
+    build_config(yaml.safe_load(block("By hand", "yaml")))
+    lines = block("By hand").replace("\\\n", " ").replace("$NODE", "1").splitlines()
+    (words,) = [shlex.split(line) for line in lines if line.startswith("torchrun ")]
+    found = torchrun_arguments(words[1:])
+    assert (found.nnodes, found.nproc_per_node, found.node_rank) == ("2", "2", 1)
+    check_command(found)
+
+
+@pytest.mark.slow
 def test_what_is_typed_on_two_hosts_trains_one_model(tmp_path):
     need_hosts()
     (tmp_path / "clicks.yaml").write_text(block("By hand", "yaml"), encoding="utf-8")

@@ -17,41 +17,46 @@ from pathlib import Path
 
 import forked_run
 import pytest
-from hosts_here import need_hosts, open_hosts
+from forked_command import run_command, start_command
+from hosts_here import call_on_host, need_hosts, open_hosts
+from ranks import Child, start_child
 from small_run import CONFIG, digest
 
 NOBODY = 65534
 LISTENING, LOOPBACK = "0A", "0100007F"
 MEMORY_FILES = ("store", "heartbeats", "config", "summary")
-SMALL = {"train.epochs": 5, "train.timeout": 20}
+SMALL = {"train.epochs": 2, "train.timeout": 20}
 LONG = {"data.options.num_train": 9_000_000}
 """A run that does not end while a test looks at it."""
 
 
 def command(folder: Path, settings: dict) -> list[str]:
-    """Train the small run on two ranks, in `folder`/run."""
+    """Write a configuration into `folder`; return the words that train it on two ranks, in `folder`/run."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(json.dumps(CONFIG))
     return [
-        sys.executable, "-m", "colonnade", "train", str(folder / "config.yaml"), "--ranks", "2",
-        "--run", str(folder / "run"), *(f"--set={name}={value}" for name, value in settings.items()),
+        "train", str(folder / "config.yaml"), "--ranks", "2", "--run", str(folder / "run"),
+        *(f"--set={name}={value}" for name, value in settings.items()),
     ]  # fmt: skip
 
 
-def start(folder: Path, settings: dict) -> subprocess.Popen:
-    (folder / "temporary").mkdir(parents=True)
-    with (folder / "output").open("w") as output:
-        return subprocess.Popen(
-            command(folder, settings),
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "TMPDIR": str(folder / "temporary"),
-                "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # torch leaves it behind
-            },
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+def environment_in(folder: Path) -> dict[str, str]:
+    (folder / "temporary").mkdir(parents=True, exist_ok=True)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(folder / "temporary"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # torch leaves it behind
+    }
+
+
+WAYS = ["forked", pytest.param("started", marks=pytest.mark.slow)]
+"""How processes come to be: forked with all imports made, or as a user starts them."""
+
+
+def start(folder: Path, settings: dict, way: str = "forked") -> Child:
+    words, environment = command(folder, settings), environment_in(folder)
+    return start_command(folder / "output", environment, words, is_forked=way == "forked")
 
 
 def process_tree(pid: int) -> list[int]:
@@ -118,13 +123,13 @@ def look_until(is_over: Callable[[], bool], pid: int) -> set[tuple[str, int]]:
     return sockets
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
+@pytest.fixture(scope="module", params=WAYS)
+def run(tmp_path_factory, request):
     """A run of two ranks that trains, and every listening socket that it has had since it was started."""
     folder = tmp_path_factory.mktemp("ports")
-    launcher = start(folder, LONG)
+    launcher = start(folder, LONG, request.param)
     try:
-        sockets = look_until(lambda: num_steps(folder) > 3, launcher.pid)
+        sockets = look_until(lambda: num_steps(folder) > 3, launcher.process.pid)
         yield folder, launcher, sockets
     finally:
         launcher.kill()  # its ranks end with it
@@ -133,9 +138,9 @@ def run(tmp_path_factory):
 
 def test_nothing_listens_but_gloo_on_loopback(run):
     _, launcher, sockets = run
-    sockets |= listeners(launcher.pid)
+    sockets |= listeners(launcher.process.pid)
     assert len(sockets) >= 2 and {address for address, _ in sockets} == {LOOPBACK}
-    assert not listeners(launcher.pid) - sockets
+    assert not listeners(launcher.process.pid) - sockets
 
 
 OPEN = """
@@ -159,7 +164,7 @@ def test_another_user_can_neither_read_nor_write_what_ranks_share(run):
     _, launcher, _ = run
     paths = [
         path
-        for pid in process_tree(launcher.pid)
+        for pid in process_tree(launcher.process.pid)
         for path, file in open_files(pid).items()
         if re.match(rf"/memfd:colonnade-({'|'.join(MEMORY_FILES)})\b", file)
     ]
@@ -174,7 +179,7 @@ def test_another_user_can_neither_read_nor_write_what_ranks_share(run):
 
 def test_a_killed_launcher_leaves_no_rank_and_no_file(run):
     folder, launcher, _ = run
-    ranks = process_tree(launcher.pid)[1:]
+    ranks = process_tree(launcher.process.pid)[1:]
     assert len(ranks) == 2
     launcher.kill()
     launcher.wait()
@@ -182,16 +187,17 @@ def test_a_killed_launcher_leaves_no_rank_and_no_file(run):
     assert list((folder / "temporary").iterdir()) == []
 
 
-def test_a_rank_that_is_killed_ends_all_with_status_2(tmp_path):
-    launcher = start(tmp_path, LONG)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_is_killed_ends_all_with_status_2(tmp_path, way):
+    launcher = start(tmp_path, LONG, way)
     try:
         wait_until(lambda: num_steps(tmp_path) > 0)
-        ranks = process_tree(launcher.pid)[1:]
+        ranks = process_tree(launcher.process.pid)[1:]
         os.kill(ranks[1], signal.SIGKILL)
         assert launcher.wait(60) == 2
     finally:
         launcher.kill()
-    output = (tmp_path / "output").read_text()
+    output = launcher.said()
     assert "error: a rank failed (" in output and "rank 1 with status -9" in output
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert list((tmp_path / "temporary").iterdir()) == []
@@ -205,12 +211,12 @@ def test_on_a_host_whose_name_is_no_loopback_address(tmp_path):
         subprocess.run(
             ["ip", "-n", namespace, "addr", "add", "10.9.9.9/32", "dev", "lo"], check=True
         )
-        with (tmp_path / "output").open("w") as output:
-            launcher = hosts.start(
-                0, command(tmp_path, SMALL), stdout=output, stderr=subprocess.STDOUT
-            )
-        sockets = look_until(lambda: launcher.poll() is not None, launcher.pid)
-    assert launcher.returncode == 0, (tmp_path / "output").read_text()
+        launcher = start_child(
+            tmp_path / "output", environment_in(tmp_path), call_on_host, namespace, "host1",
+            run_command, command(tmp_path, SMALL),
+        )  # fmt: skip
+        sockets = look_until(lambda: launcher.code is not None, launcher.process.pid)
+    assert launcher.code == 0, launcher.said()
     assert len(sockets) >= 2 and {address for address, _ in sockets} == {LOOPBACK}
 
 

@@ -12,8 +12,13 @@ from colonnade import close_mesh, open_mesh
 
 SIZES = [24, 23, 3]
 
-if __name__ == "__main__":
+
+def main(folder: str) -> None:
     mesh = open_mesh()
     trained = train(mesh, sizes=SIZES, steps=len(SIZES))
-    torch.save((trained, mesh.world), Path(sys.argv[1]) / f"rank-{mesh.rank}.pt")
+    torch.save((trained, mesh.world), Path(folder) / f"rank-{mesh.rank}.pt")
     close_mesh(mesh)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -4,69 +4,58 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from ranks import start_child
+from rich.console import Console
 from small_run import CONFIG
 
 from colonnade.checkpoint import commits
 from colonnade.checkpoint.commits import slow_words
 from colonnade.checkpoint.header import committed_steps
+from colonnade.cli import ranks
 from colonnade.comm.mesh import Mesh
-from colonnade.config.run import build_config
+from colonnade.config import plan as plan_config
+from colonnade.config.run import build_config, override
+from colonnade.run import interrupt
 from colonnade.run.run import open_run
 from colonnade.store.writer import LogWriter
 
-PROGRAM = """
-import sys
-from pathlib import Path
-from colonnade import Mesh
-from colonnade.cli import ranks
-from colonnade.checkpoint import commits
-from colonnade.config import plan as plan_config
-from colonnade.config import run as config
-from colonnade.run import interrupt
-from rich.console import Console
-from small_run import CONFIG
 
-plan_config.LEAST_RATE = 1
-commits.SLOW_SECONDS, interrupt.REPEAT_SECONDS = 0.3, 0.0
-slow = config.override(config.build_config(CONFIG), {"plan.write_budget": 1, "train.max_steps": 3})
-ranks.train(slow, Path(sys.argv[1]), 1, Console(width=400))
-"""
+def train_slowly(folder):
+    """Train with a commit that would take for ever; do what the command does, in a process that was forked for it."""
+    sys.stdout.reconfigure(line_buffering=True)
+    plan_config.LEAST_RATE = 1
+    commits.SLOW_SECONDS, interrupt.REPEAT_SECONDS = 0.3, 0.0
+    slow = override(build_config(CONFIG), {"plan.write_budget": 1, "train.max_steps": 3})
+    ranks.train(slow, Path(folder), 1, Console(width=400))
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_a_second_signal_ends_a_commit_that_would_take_for_ever(number, tmp_path):
-    child = subprocess.Popen(
-        [sys.executable, "-u", "-c", PROGRAM, str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    said = []
+    child = start_child(tmp_path / "output", os.environ, train_slowly, str(tmp_path / "run"))
     try:
-        for line in child.stdout:
-            said.append(line)
-            if "waiting for a commit" in line:
-                break
-        child.send_signal(number)
+        while "waiting for a commit" not in child.said():
+            assert child.code is None, child.said()
+            time.sleep(0.05)
+        child.send(number)
         time.sleep(0.5)
-        assert child.poll() is None  # the first asks for a commit, which is under way
+        assert child.code is None  # the first asks for a commit, which is under way
         began = time.monotonic()
-        child.send_signal(number)
-        rest, _ = child.communicate(timeout=30)
+        child.send(number)
+        child.wait(30)
+        code = child.code
     finally:
         child.kill()
     assert time.monotonic() - began < 15
-    assert "bytes of rows wait in memory to be written, at plan.write_budget of 1 " in said[-1]
-    assert "waiting" not in rest  # said once
-    assert child.returncode not in (0, -signal.SIGKILL)
+    assert "bytes of rows wait in memory to be written, at plan.write_budget of 1 " in child.said()
+    assert child.said().count("waiting for a commit") == 1
+    assert code not in (None, 0, -signal.SIGKILL)
     assert committed_steps(tmp_path / "run") == []
     run = open_run(build_config(CONFIG), Mesh(), tmp_path / "run")  # nothing torn, nobody's lock
     assert run.resumed_at is None

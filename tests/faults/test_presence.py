@@ -266,7 +266,7 @@ def stopped_at_the_end(mesh):
 
 def test_all_take_their_leave_together():
     with pytest.raises(AssertionError, match="rank 1 failed") as said:
-        run_ranks(2, stopped_at_the_end, timeout=60)
+        run_ranks(2, stopped_at_the_end, timeout=60, fresh=True)
     assert "rank 0 failed" not in str(said.value)
 
 

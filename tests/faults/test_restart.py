@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_run import run_to_end
-from small_run import digest
+from forked_run import finish, run_to_end
+from ranks import start_child
+from small_run import digest, main
+from torch.distributed import TCPStore
 
 SCRIPT = Path(__file__).with_name("small_run.py")
 SETTINGS = {
@@ -66,6 +68,37 @@ def undisturbed(tmp_path_factory):
     return of
 
 
+def restarted(folder: Path, ranks: int, fault: str, settings=SETTINGS) -> str:
+    """What ranks say that are forked, and started again as torchrun does it: all at once when one has failed, with the
+    store that it has served since the first start, where keys of ranks that are gone lie."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        **os.environ, "FAULT": fault, "LIMIT": "60", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+    }  # fmt: skip
+    output = []
+    for restart in range(2):
+        children = [
+            start_child(
+                folder.parent / f"{folder.name}-said-{restart}-{rank}",
+                {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                main, str(folder), json.dumps(settings),
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        output.append(finish(children))
+        assert any(child.code for child in children) == (restart == 0), output[-1]
+    return "\n".join(output)
+
+
+def test_ranks_that_are_started_again_meet_in_the_same_store(undisturbed, tmp_path):
+    said = restarted(tmp_path / "run", 2, "rank 1 SIGKILL push 8")
+    assert digest(tmp_path / "run") == undisturbed(2)
+    assert "started at None" in said and "started at 4" in said
+
+
+@pytest.mark.slow
 def test_a_rank_killed_in_a_push(undisturbed, tmp_path):
     for attempt in range(3):  # on a busy machine torchrun may end rank 0 before it has spoken
         said = torchrun(tmp_path / f"run-{attempt}", 2, "rank 1 SIGKILL push 8")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from forked_command import start_command
 from ranks import run_ranks
 from small_run import CONFIG, digest
 
@@ -29,8 +28,6 @@ from colonnade.errors import (
 from colonnade.run.run import open_run
 from colonnade.store.disk import Change, Disk
 from colonnade.store.manifest import describe, files_of
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def config(**settings):
@@ -146,11 +143,20 @@ def test_two_runs_on_one_folder(tmp_path):
     run.close()
 
 
-@pytest.fixture
-def finished(tmp_path):
-    run = open_run(config(train__epochs=1), Mesh(), tmp_path)
+@pytest.fixture(scope="module")
+def first_epoch(tmp_path_factory):
+    """The folder of a run of one epoch, for copies."""
+    folder = tmp_path_factory.mktemp("first_epoch")
+    run = open_run(config(train__epochs=1), Mesh(), folder)
     run.train()
     run.close()
+    return folder
+
+
+@pytest.fixture
+def finished(first_epoch, tmp_path):
+    """The folder of a finished run that a test may damage or go on with."""
+    shutil.copytree(first_epoch, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
@@ -221,23 +227,26 @@ def test_a_commit_of_one_rank_goes_on_with_two(finished):
     back.close()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_commits_and_ends(ranks, tmp_path):
-    command = [
-        sys.executable, "-m", "colonnade", "train", "--run", str(tmp_path / "run"), "--ranks", str(ranks),
-        "--set", "data.options.num_train=4000000", "--set", "train.epochs=9", "--set", "train.batch_size=512",
+@pytest.mark.parametrize(
+    ("ranks", "way"),
+    [(1, "forked"), (2, "forked"), *(pytest.param(n, "started", marks=pytest.mark.slow) for n in (1, 2))],
+)  # fmt: skip
+def test_ctrl_c_commits_and_ends(ranks, way, tmp_path):
+    words = [
+        "train", "--run", str(tmp_path / "run"), "--ranks", str(ranks), "--set", "data.options.num_train=4000000",
+        "--set", "train.epochs=9", "--set", "train.batch_size=512",
     ]  # fmt: skip
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    child = start_command(tmp_path / "output", environment, words, is_forked=way == "forked")
     deadline = time.monotonic() + 60
     metrics = tmp_path / "run" / "metrics.jsonl"
     while time.monotonic() < deadline and not (
         metrics.exists() and metrics.read_text().count("\n") > 2
     ):
         time.sleep(0.1)
-    child.send_signal(signal.SIGINT)
-    output = child.communicate(timeout=60)[0]
-    assert child.returncode == 0, output
+    child.send(signal.SIGINT)
+    child.wait(60)
+    output = child.said()
+    assert child.code == 0, output
     assert "stopped as asked" in output and "Traceback" not in output, output
     assert committed_steps(tmp_path / "run")

@@ -117,30 +117,22 @@ def hot_of(case):
     return {name: popular(batches, readers[name], count) for name, count in MANY.items()}
 
 
-def counted(mesh):
-    """By case: bytes by (purpose, link), this rank's of all steps."""
-    found = {}
-    for case, (forced, codecs, order) in FORCED.items():
-        alone = replace(mesh, traffic=Traffic())
-        collection = EmbeddingCollection(TABLES, FEATURES)
-        exchanges = {name: said.exchange for name, said in forced.items()}
-        plan = build_plan(
-            TABLES, mesh.num_ranks, shardings=shardings_of(forced), exchanges=exchanges,
-            codecs=codecs, replicated_rows=hot_of(case),
-        )  # fmt: skip
-        collection.open(plan, alone)
-        rows = RowOptimizer(collection)
-        mine = (batch_of(1000 + RANKS * t + mesh.rank, order, SIZE // RANKS) for t in range(STEPS))
-        for batch in collection.lookahead(mine):
-            sum(value.sum() for value in collection(batch).values()).backward()
-            rows.step()
-        found[case] = dict(alone.traffic.sent_bytes)
-    return found
-
-
-@pytest.fixture(scope="module")
-def everyone():
-    return run_ranks(RANKS, counted)
+def counted(mesh, case, hot):
+    """Return bytes by (purpose, link), this rank's of all steps."""
+    forced, codecs, order = FORCED[case]
+    alone = replace(mesh, traffic=Traffic())
+    collection = EmbeddingCollection(TABLES, FEATURES)
+    exchanges = {name: said.exchange for name, said in forced.items()}
+    plan = build_plan(
+        TABLES, mesh.num_ranks, shardings=shardings_of(forced), exchanges=exchanges, codecs=codecs, replicated_rows=hot
+    )  # fmt: skip
+    collection.open(plan, alone)
+    rows = RowOptimizer(collection)
+    mine = (batch_of(1000 + RANKS * t + mesh.rank, order, SIZE // RANKS) for t in range(STEPS))
+    for batch in collection.lookahead(mine):
+        sum(value.sum() for value in collection(batch).values()).backward()
+        rows.step()
+    return dict(alone.traffic.sent_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -152,12 +144,14 @@ def profiles():
 
 
 @pytest.mark.parametrize("case", FORCED)
-def test_what_a_choice_foretells_is_counted(everyone, profiles, case):
+def test_what_a_choice_foretells_is_counted(profiles, case):
+    hot = hot_of(case)
+    everyone = run_ranks(RANKS, counted, case, hot)
     forced, codecs, order = FORCED[case]
     world = World(ranks_per_host=RANKS)
     tables, features, seen = TABLES, FEATURES, profiles[order]
     forced = {name: forced.get(name, EVERYWHERE) for name in NAMES}
-    if hot := hot_of(case):
+    if hot:
         declared = EmbeddingCollection(TABLES, FEATURES).declaration
         sides, seen = sides_of(declared, hot, [batch_of(step, order) for step in range(30)])
         tables, features = sides.tables, sides.features
@@ -168,7 +162,7 @@ def test_what_a_choice_foretells_is_counted(everyone, profiles, case):
     )
     choice = choose(loads, world, forced=forced)
     for purpose in PURPOSES:
-        sent = sum(each[case].get((purpose, "local"), 0) for each in everyone) / (RANKS * STEPS)
+        sent = sum(each.get((purpose, "local"), 0) for each in everyone) / (RANKS * STEPS)
         assert choice.sent[purpose, "local"] == pytest.approx(sent, rel=0.02), purpose
         assert choice.sent[purpose, "remote"] == 0
 

@@ -183,15 +183,27 @@ def everything(mesh):
         found[name, "loss"] = loss_after(mesh, name)
     for name in NAMES:
         found[name, "alone"] = train(mesh, name, feeds_back=False)
-        goes_on(mesh, name)
-        refuses(mesh, name)
     return found
 
 
-@pytest.fixture(scope="module", params=[(3, 3), (4, 2)], ids=["3 ranks", "2 x 2"])
+WORLDS = {"3 ranks": (3, 3), "2 x 2": (4, 2)}
+
+
+@pytest.fixture(scope="module", params=WORLDS.values(), ids=WORLDS)
 def everyone(request):
     num_ranks, per_host = request.param
     return run_ranks(num_ranks, everything, ranks_per_host=per_host)
+
+
+def goes_on_and_refuses(mesh):
+    for name in NAMES:
+        goes_on(mesh, name)
+        refuses(mesh, name)
+
+
+@pytest.mark.parametrize(("num_ranks", "per_host"), WORLDS.values(), ids=WORLDS)
+def test_a_world_goes_on_and_refuses_what_is_not_finite(num_ranks, per_host):
+    run_ranks(num_ranks, goes_on_and_refuses, ranks_per_host=per_host)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import own_model
@@ -53,19 +54,28 @@ def _plateau(optimizer):
 
 
 LATE = {"plan.servers": 1, "plan.staleness_steps": 2}
-BASE = {"epochs": 2, "batch_size": 50, "evaluate_steps": 9, "dense_lr": 0.05, "quiet": True}
+BASE = {"epochs": 1, "batch_size": 50, "evaluate_steps": 5, "dense_lr": 0.05, "quiet": True}
 """600 samples: 12 batches, the last of an epoch as full as the others."""
+LONG = {"epochs": 2, "evaluate_steps": 9}
 CASES = {
     "rows": {},
-    "uneven": {"batch_size": 47, "max_steps": 20},
+    "uneven, ahead": {
+        "batch_size": 47,
+        "epochs": 2,
+        "max_steps": 16,
+        "staleness_steps": 2,
+        "lookahead": 3,
+    },
+    "uneven": {"batch_size": 47, "epochs": 2, "max_steps": 16},
     "ahead": {"staleness_steps": 2, "lookahead": 3},
     "pooled": {"exchange": "pooled"},
     "substitute": {"exchange": "substitute"},
     "towers": {"exchange": "towers"},
     "tower_rows": {"exchange": "tower_rows"},
     "coded": {"wire": {"dense": "int8"}},
-    "own data": {"evaluate_steps": 0},
+    "own data": {"epochs": 2, "evaluate_steps": 0},
     "decisions": {
+        **LONG,
         "accumulate": 5,
         "patience": 2,
         "min_delta": 0.01,
@@ -75,6 +85,15 @@ CASES = {
         "dense_schedule": _plateau,
     },
 }
+
+
+SLOW = ("uneven", "ahead", "towers")
+"""Parts of "uneven, ahead", and what `tower_rows` does, too."""
+
+
+def by_default(names):
+    """Return the cases of a test, those marked that `make test-all` alone runs."""
+    return [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in names]
 
 
 def own_data(number):
@@ -89,13 +108,13 @@ def own_data(number):
     return replace(own_model.splits(), train=open_batches(of, own_model.source(9).schema))
 
 
-def trained(mesh, name, servers):
+def trained(mesh, name, servers, **more):
     """What a rank has at the end: rows and metrics are everybody's, the dense network the trainers'."""
     model, data = own_model.Net("float64", optimizer=Adam(lr=0.05)), own_model.splits()
     if name == "own data":
         world = mesh.world.with_servers(servers)
         data = own_data(None if world.is_server(mesh.rank) else world.trainers.index(mesh.rank))
-    found = fit(model, data, mesh=mesh, servers=servers, **(BASE | CASES[name]))
+    found = fit(model, data, mesh=mesh, servers=servers, **(BASE | more | CASES[name]))
     outcome = found.outcome
     return {
         "rows": own_model.rows_of(model),
@@ -107,23 +126,25 @@ def trained(mesh, name, servers):
     }
 
 
-def everything(mesh, folder, servers):
-    cases = {name: trained(mesh, name, servers) for name in CASES}
-    return cases, on_disk(mesh, folder, servers), decided(mesh, servers), retrieved(mesh, servers)
+@cache
+def with_a_server(name):
+    """What each of two trainers and a server has at the end of a case."""
+    return run_ranks(3, trained, name, 1)
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """The folder of their runs, what two ranks had in the end, and what two with a server."""
+def whole_runs(tmp_path_factory):
+    """The folder of whole runs of two ranks and of two with a server; what the first of them and the server had."""
     folder = tmp_path_factory.mktemp("runs")
-    return folder, run_ranks(2, everything, folder, 0), run_ranks(3, everything, folder, 1)
+    run_ranks(2, run_until, folder / "whole-0", 20, 0)
+    trainer, _, server = run_ranks(3, run_until, folder / "whole-1", 20, 1)
+    return folder, trainer, server
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_trainers_and_a_server_train_what_two_ranks_train(name, told):
-    _, without, with_server = told
-    one, two, server = (cases[name] for cases, *_ in with_server)
-    wanted = without[0][0][name]
+@pytest.mark.parametrize("name", by_default(CASES))
+def test_two_trainers_and_a_server_train_what_two_ranks_train(name):
+    one, two, server = with_a_server(name)
+    wanted = run_ranks(2, trained, name, 0)[0]
     # Norms and pooled sums are added up owner by owner.
     is_exact = name not in ("pooled", "substitute", "towers", "tower_rows", "decisions")
     exact = {"rtol": 0, "atol": 0} if is_exact else {"rtol": 1e-11, "atol": 1e-13}
@@ -142,9 +163,11 @@ def test_two_trainers_and_a_server_train_what_two_ranks_train(name, told):
     assert server["num_rows"] > 0 and one["num_rows"] == two["num_rows"] == 0
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("own data", "coded")])
-def test_and_what_one_rank_trains(name, told):
-    found = told[2][0][0][name]
+@pytest.mark.parametrize(
+    "name", by_default(name for name in CASES if name not in ("own data", "coded"))
+)
+def test_and_what_one_rank_trains(name):
+    found = with_a_server(name)[0]
     wanted = trained(Mesh(), name, 0)
     close = {"rtol": 1e-10, "atol": 1e-12}
     torch.testing.assert_close(found["rows"], wanted["rows"], **close)
@@ -157,7 +180,7 @@ ON_HOSTS = ("rows", "uneven", "ahead", "coded", "pooled", "decisions")
 
 
 def on_hosts(mesh, folder, servers):
-    cases = {name: trained(mesh, name, servers) for name in ON_HOSTS}
+    cases = {name: trained(mesh, name, servers, **LONG) for name in ON_HOSTS}
     return cases, on_disk(mesh, folder, servers), decided(mesh, servers), retrieved(mesh, servers)
 
 
@@ -266,16 +289,41 @@ def test_nothing_is_under_way_when_servers_begin_to_listen():
         assert any(before) and len(at) > len(before) and not any(at)
 
 
-def test_checkpoints_go_from_ranks_with_servers_to_ranks_without_and_back(told):
-    folder, _, ((_, of_trainer, *_), _, (_, of_server, *_)) = told
+def test_the_first_server_tells_of_rows(whole_runs):
+    folder, trainer, server = whole_runs
+    assert server["read"] > 0 and trainer["read"] == 0  # from its files
+    assert trainer["summary"]["row_sources"]["read"] == server["read"]
+    assert trainer["summary"]["num_trainers"] == 2
+    kinds = {
+        name: [line["kind"] for line in read_lines(folder / "whole-1" / name)]
+        for name in (FILE_NAME, ROWS_FILE_NAME)
+    }
+    assert set(OF_ROWS).isdisjoint(kinds[FILE_NAME]) and set(kinds[ROWS_FILE_NAME]) == set(OF_ROWS)
+    assert {"train", "tiers", "tables"} <= {
+        line["kind"] for line in read_run(folder / "whole-1").lines
+    }
+
+
+def halves(mesh, folder):
+    """With a server: the other half of what two ranks have left, and half a run."""
+    return [
+        run_until(mesh, folder / "half-0", 20, 1)["steps"],
+        run_until(mesh, folder / "half-1", 9, 1)["steps"],
+    ]
+
+
+def test_checkpoints_go_from_ranks_with_servers_to_ranks_without_and_back(whole_runs):
+    folder, of_trainer, of_server = whole_runs
+    run_ranks(2, run_until, folder / "half-0", 9, 0)
+    assert run_ranks(3, halves, folder) == [[11, 9]] * 3
     again = run_ranks(2, run_until, folder / "half-1", 20, 0)
     wanted = digest(folder / "whole-0")
     assert digest(folder / "whole-1") == wanted
     assert digest(folder / "half-0") == wanted
     assert digest(folder / "half-1") == wanted
-    assert [each["steps"] for each in of_trainer] == [20, 11, 9] and again[0]["steps"] == 11
-    metrics = of_trainer[0]["metrics"]
-    assert metrics == of_server[0]["metrics"]
+    assert of_trainer["steps"] == 20 and again[0]["steps"] == 11
+    metrics = of_trainer["metrics"]
+    assert metrics == of_server["metrics"]
     read = open_run(load_run_config(folder / "whole-1"), Mesh(), folder / "whole-1", read_only=True)
     found = read.trainer.evaluate(
         read.trainer.data.test
@@ -305,29 +353,15 @@ def retrieved(mesh, servers):
     return {t.name: collection.rows(t.name, torch.arange(t.rows)) for t in collection.tables}
 
 
-def test_candidates_of_a_retrieval_model_are_those_of_the_trainers(told):
+def test_candidates_of_a_retrieval_model_are_those_of_the_trainers():
     _, _, tables = retrieval.train(Mesh(), "two_tower", sizes=(8, 2, 7))
-    for *_, found in (*told[1], *told[2]):
+    for found in (*run_ranks(2, retrieved, 0), *run_ranks(3, retrieved, 1)):
         torch.testing.assert_close(found, tables, rtol=1e-10, atol=1e-12)
 
 
-def test_nan_and_a_wish_to_stop_are_heard_by_all(told):
-    assert [outcome for _, _, outcome, _ in (*told[1], *told[2])] == [(5, 1, True)] * 5
-
-
-def test_the_first_server_tells_of_rows(told):
-    folder, _, ((_, (trainer, *_), *_), _, (_, (server, *_), *_)) = told
-    assert server["read"] > 0 and trainer["read"] == 0  # from its files
-    assert trainer["summary"]["row_sources"]["read"] == server["read"]
-    assert trainer["summary"]["num_trainers"] == 2
-    kinds = {
-        name: [line["kind"] for line in read_lines(folder / "whole-1" / name)]
-        for name in (FILE_NAME, ROWS_FILE_NAME)
-    }
-    assert set(OF_ROWS).isdisjoint(kinds[FILE_NAME]) and set(kinds[ROWS_FILE_NAME]) == set(OF_ROWS)
-    assert {"train", "tiers", "tables"} <= {
-        line["kind"] for line in read_run(folder / "whole-1").lines
-    }
+def test_nan_and_a_wish_to_stop_are_heard_by_all():
+    outcomes = [*run_ranks(2, decided, 0), *run_ranks(3, decided, 1)]
+    assert outcomes == [(5, 1, True)] * 5
 
 
 WORLD = World(num_hosts=2, ranks_per_host=2, servers_per_host=1)

@@ -48,7 +48,7 @@ def train_sharded(mesh, folder):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_sharding_trains_the_same_bits(num_ranks, tmp_path):
     wanted = train(Mesh(), sizes=SIZES)
     for found in run_ranks(num_ranks, train_sharded, tmp_path):

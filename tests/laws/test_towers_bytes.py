@@ -114,9 +114,14 @@ def collection_of(case):
     return EmbeddingCollection(TABLES, FEATURES, consumers=consumers)
 
 
-def counted(mesh):
+ROWS = [case for case in CASES if case.endswith(", rows")]
+BAGS = [case for case in CASES if not case.endswith(", rows")]
+
+
+def counted(mesh, cases):
     found = {}
-    for case, (place, towers, codecs, _) in CASES.items():
+    for case in cases:
+        place, towers, codecs, _ = CASES[case]
         alone = replace(mesh, traffic=Traffic())
         exchanges = exchanges_of(case)
         plan = build_plan(
@@ -138,13 +143,23 @@ def counted(mesh):
 
 @pytest.fixture(scope="module")
 def everyone():
-    return run_ranks(NUM_RANKS, counted, ranks_per_host=WORLD.ranks_per_host)
+    """By rank: what cases of bags send."""
+    return run_ranks(NUM_RANKS, counted, BAGS, ranks_per_host=WORLD.ranks_per_host)
 
 
-def test_bytes_are_foretold(everyone):
+def test_bytes_of_bags_are_foretold(everyone):
+    check_foretold(everyone, BAGS)
+
+
+def test_bytes_of_rows_are_foretold():
+    check_foretold(run_ranks(NUM_RANKS, counted, ROWS, ranks_per_host=WORLD.ranks_per_host), ROWS)
+
+
+def check_foretold(everyone, cases):
     size = SIZE * NUM_RANKS
     sampled = profile(TABLES, FEATURES, [batch_of(step, size) for step in range(20)])
-    for case, (place, towers, codecs, _) in CASES.items():
+    for case in cases:
+        place, towers, codecs, _ = CASES[case]
         loads = table_loads(
             TABLES, FEATURES, sampled, WORLD, batch_size=size, last_batch=100, codecs=codecs
         )
@@ -181,7 +196,7 @@ def test_bytes_are_foretold(everyone):
 def test_slow_messages_are_as_many_as_other_towers(everyone):
     for rank in everyone:
         for purpose in ("fetch", "push"):
-            count = {case: rank[case][1].get((purpose, "remote"), 0) / STEPS for case in CASES}
+            count = {case: rank[case][1].get((purpose, "remote"), 0) / STEPS for case in BAGS}
             assert count["whole"] == count["split"] == count["cut"] == count["coded"] == 1
             assert count["flat"] <= 2  # from each rank that has a table, and to it
         assert rank["whole"][0]["fetch", "remote"] > 0

@@ -112,26 +112,29 @@ def beside(mesh):
     return weights_of(model)
 
 
-def straight_and_in_parts(mesh, place):
-    straight = goes_on(mesh, place / "straight", 6)
-    goes_on(mesh, place / "parts", 3)
-    in_parts = goes_on(mesh, place / "parts", 6)
-    dropped = [goes_on(mesh, place / "dropped", steps, 0.3) for steps in (2, 4)]
-    dropped.append(goes_on(mesh, place / "dropped straight", 4, 0.3))
-    late = [goes_on(mesh, place / "late", steps, late=2) for steps in (3, 6)]
-    late.append(goes_on(mesh, place / "late straight", 6, late=2))
-    of_rows = []
-    for late_by in (0, 2):
-        said = {"late": late_by, "exchange": "tower_rows"}
-        goes_on(mesh, place / f"rows {late_by}", 3, **said)
-        of_rows.append(goes_on(mesh, place / f"rows {late_by}", 6, **said))
-        of_rows.append(goes_on(mesh, place / f"rows straight {late_by}", 6, **said))
-    return straight, in_parts, dropped, late, of_rows, beside(mesh)
+def straight_and_in_parts(mesh, place, late):
+    straight = goes_on(mesh, place / "straight", 6, late=late)
+    goes_on(mesh, place / "parts", 3, late=late)
+    return straight, goes_on(mesh, place / "parts", 6, late=late)
 
 
-def further(mesh, folder):
+def with_dropout(mesh, place):
+    goes_on(mesh, place / "dropped", 2, 0.3)
+    dropped = goes_on(mesh, place / "dropped", 4, 0.3), goes_on(mesh, place / "straight", 4, 0.3)
+    return *dropped, goes_on(mesh, place / "not dropped", 4), beside(mesh)
+
+
+def of_rows(mesh, place, late):
+    settings = {"late": late, "exchange": "tower_rows"}
+    goes_on(mesh, place / "rows", 3, **settings)
+    return goes_on(mesh, place / "rows", 6, **settings), goes_on(
+        mesh, place / "straight", 6, **settings
+    )
+
+
+def further(mesh, folder, late):
     """With a rank in each tower."""
-    return goes_on(mesh, folder, 7), goes_on(mesh, folder.with_name("late"), 7, late=2)
+    return goes_on(mesh, folder, 7, late=late)
 
 
 def same(found, wanted, **close):
@@ -139,33 +142,40 @@ def same(found, wanted, **close):
     torch.testing.assert_close(found[1], wanted[1], **close)
 
 
-def test_towers_go_on_in_other_worlds(tmp_path):
-    one = [goes_on(Mesh(), tmp_path / "one", steps) for steps in (6, 7, 8)]
-    both = beside(Mesh())
+@pytest.mark.parametrize("late", [0, 2])
+def test_towers_go_on_in_other_worlds(late, tmp_path):
+    """What towers had gathered is part of a commit."""
+    one = [goes_on(Mesh(), tmp_path / "one", steps, late=late) for steps in (6, 7)]
     (tmp_path / "ranks").mkdir()
-    late_one = [goes_on(Mesh(), tmp_path / "late", steps, late=2) for steps in (6, 7)]
-    for straight, in_parts, dropped, late, of_rows, theirs in run_ranks(
-        4, straight_and_in_parts, tmp_path / "ranks", ranks_per_host=2
+    for straight, in_parts in run_ranks(
+        4, straight_and_in_parts, tmp_path / "ranks", late, ranks_per_host=2
     ):
         same(in_parts, straight, rtol=0, atol=0)
         same(straight, one[0], rtol=1e-10, atol=1e-12)
-        same(of_rows[0], of_rows[1], rtol=0, atol=0)
-        same(of_rows[0], one[0], rtol=1e-10, atol=1e-12)
-        same(of_rows[2], of_rows[3], rtol=0, atol=0)
-        same(of_rows[2], late_one[0], rtol=1e-10, atol=1e-12)
-        same(
-            dropped[1], dropped[2], rtol=0, atol=0
-        )  # what is dropped is drawn from a rank's own state
-        assert not torch.equal(dropped[2][0]["a"], straight[0]["a"])
-        same(late[1], late[2], rtol=0, atol=0)  # what towers had gathered is part of a commit
-        same(late[2], late_one[0], rtol=1e-10, atol=1e-12)
-        same(theirs, both, rtol=1e-10, atol=1e-12)
     folder = tmp_path / "ranks" / "parts"
-    for found, late in run_ranks(2, further, folder):
+    for found in run_ranks(2, further, folder, late):
         same(found, one[1], rtol=1e-10, atol=1e-12)
-        same(late, late_one[1], rtol=1e-10, atol=1e-12)
-    with pytest.raises(
-        CheckpointError, match="had read ahead"
-    ):  # means, of which no sums are known
-        goes_on(Mesh(), folder.with_name("late"), 8, late=2)
-    same(goes_on(Mesh(), folder, 8), one[2], rtol=1e-10, atol=1e-12)
+    if late:  # means, of which no sums are known
+        with pytest.raises(CheckpointError, match="had read ahead"):
+            goes_on(Mesh(), folder, 8, late=late)
+    else:
+        last = goes_on(Mesh(), tmp_path / "one", 8)
+        same(goes_on(Mesh(), folder, 8), last, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_dropped_is_drawn_from_the_state_of_a_rank(tmp_path):
+    """And towers beside other operators train what one rank does."""
+    both = beside(Mesh())
+    for dropped, straight, whole, theirs in run_ranks(4, with_dropout, tmp_path, ranks_per_host=2):
+        same(dropped, straight, rtol=0, atol=0)
+        assert not torch.equal(dropped[0]["a"], whole[0]["a"])
+        same(theirs, both, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_rows_that_come_together_in_towers_go_on(late, tmp_path):
+    one = goes_on(Mesh(), tmp_path / "one", 6, late=late)
+    (tmp_path / "ranks").mkdir()
+    for in_parts, straight in run_ranks(4, of_rows, tmp_path / "ranks", late, ranks_per_host=2):
+        same(in_parts, straight, rtol=0, atol=0)
+        same(in_parts, one, rtol=1e-10, atol=1e-12)

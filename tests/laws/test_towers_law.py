@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -213,21 +214,49 @@ OTHERS |= ROWS | {
 BITWISE = [name for name in RUNS if name[0] == "values" and name[1] in ("whole", "cut")]
 
 
-def run_all(mesh):
-    found = {}
-    for name, (consumers, settings) in (RUNS | OTHERS).items():
-        found[name] = train(mesh, consumers, **({"exchange": "towers"} | settings))
-    for name in BITWISE:
-        consumers, settings = RUNS[name]
-        found[("flat", *name)] = train(mesh, consumers, "pooled", **settings)
-    coded = Codecs("bf16", "bf16")
-    found["coded"] = train(mesh, VALUES, "towers", "whole", 2, codecs=coded)
-    return found
+GROUPS = {
+    "values whole": [name for name in RUNS if name[:2] == ("values", "whole")],
+    "values in parts": [name for name in RUNS if name[0] == "values" and name[1] != "whole"],
+    "modules": [name for name in RUNS if name[0] == "modules"],
+    "rows": [name for name in ROWS if name[0] == "rows"],
+    "modules of rows": [name for name in ROWS if name[0] != "rows"],
+    "others": [name for name in OTHERS if name not in ROWS],
+}
+"""The runs in parts, each of which is one test's work."""
+
+
+def run_group(mesh, group):
+    results = {}
+    for name in GROUPS[group]:
+        consumers, settings = (RUNS | OTHERS)[name]
+        results[name] = train(mesh, consumers, **({"exchange": "towers"} | settings))
+        if name in BITWISE:
+            results[("flat", *name)] = train(mesh, consumers, "pooled", **settings)
+    if group == "others":
+        coded = Codecs("bf16", "bf16")
+        results["coded"] = train(mesh, VALUES, "towers", "whole", 2, codecs=coded)
+    return results
 
 
 @pytest.fixture(scope="module")
-def everyone():
-    return run_ranks(NUM_RANKS, run_all, ranks_per_host=LOCAL)
+def results_of():
+    """Return a function that runs a group once, and returns every rank's results by name."""
+
+    @cache
+    def run(group):
+        return run_ranks(NUM_RANKS, run_group, group, ranks_per_host=LOCAL)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def everyone(results_of):
+    """By rank: the results of all groups."""
+    parts = [results_of(group) for group in GROUPS]
+    return [
+        {name: value for part in parts for name, value in part[rank].items()}
+        for rank in range(NUM_RANKS)
+    ]
 
 
 def close(found, wanted, what):
@@ -236,9 +265,17 @@ def close(found, wanted, what):
     )
 
 
-def test_ranks_train_what_one_does(everyone):
-    alone = {}
-    for name, (consumers, settings) in (RUNS | OTHERS).items():
+def test_every_run_is_in_a_group():
+    assert sorted(map(str, RUNS | OTHERS)) == sorted(
+        str(n) for group in GROUPS.values() for n in group
+    )
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_ranks_train_what_one_does(results_of, group):
+    alone, everyone = {}, results_of(group)
+    for name in GROUPS[group]:
+        consumers, settings = (RUNS | OTHERS)[name]
         late = settings.get("staleness", 0)
         if (key := (id(consumers), late)) not in alone:
             alone[key] = train(Mesh(), consumers, staleness=late)

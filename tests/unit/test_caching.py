@@ -90,7 +90,7 @@ def test_plans_say_copies_and_come_back_from_json():
         ("exchange=pooled", {"exchange": "pooled"}),
         ("that are replicated", {"shardings": {"item": replicated(2)}}),
         ("cut by columns", {"shardings": {"item": column_wise(range(2))}}),
-        ("being hot", {"hot": {"item": [1]}}),
+        ("all or some", {"replicated_rows": {"item": [1]}}),
     ],
 )
 def test_what_does_not_go_with_copies_is_refused(words, settings):

@@ -106,9 +106,9 @@ def pushed(mesh: Mesh) -> list[str]:
     begins, waits = Mesh._begin, Call.wait
     with pytest.MonkeyPatch.context() as patch:
 
-        def begin(self, purpose, start):
+        def begin(self, purpose, start, *scope):
             said.append(f"{purpose} begins")
-            return begins(self, purpose, start)
+            return begins(self, purpose, start, *scope)
 
         def wait(self):
             said.append(f"{self.purpose} is waited for")

@@ -21,7 +21,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colonnade.comm.rendezvous import HEARTBEATS, STORE
 from colonnade.errors import ColonnadeError, ConfigError, PeerLost, WorldError
 from colonnade.processors import usable_processors
 from colonnade.run.interrupt import REPEAT_SECONDS
@@ -62,6 +61,8 @@ def run_ranks(
     the others are then ended. Returns None if SIGINT or SIGTERM came: the first is passed on to the ranks, which then
     commit and end; the next one ends them at once.
     """
+    from colonnade.comm.rendezvous import HEARTBEATS, STORE  # imports torch
+
     ranks: list[subprocess.Popen[bytes]] = []
     with (
         memory_file("colonnade-store") as store,
