@@ -189,9 +189,10 @@ class EmbeddingCollection(StatefulRows):
         check_policies(by_hand, declared, tables, has_copies=has_copies)
         self.policies: dict[int, RowPolicy] = declared | {t: each for (t,), each in by_hand.items()}
         self.updates = Updates(self.exchange, self.store, self.policies, self.missed)
-        heard = self.cached or self.policies or self.exchange.pushed_parameters
-        is_alone = self.mesh.num_ranks == 1
-        self._lands_late = self.bounds[0] >= LATE and not (is_alone or heard)
+        waits = bool(self.cached or self.policies or self.exchange.pushed_parameters)
+        may_be_late = self.bounds[0] >= LATE and self.mesh.num_ranks > 1
+        # Agreed, for ranks have policies only of tables whose rows they have, and all must call in one order.
+        self._lands_late = may_be_late and bool(self.mesh.least(int(not waits)))
         self._window = Window(
             stall_seconds=lambda: self.store.sources.stall_seconds,
             share=self.store.pinned_share,
