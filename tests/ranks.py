@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from colonnade import close_mesh, open_mesh
-from colonnade.comm import mesh as mesh_module
+from colonnade.comm import process_groups
 from colonnade.comm.rendezvous import HEARTBEATS, STORE
 
 HERE = Path(__file__).resolve().parent
@@ -77,7 +77,7 @@ def run_ranks(
     if fresh:
         world = World(num_ranks, ranks_per_host)
         try:
-            results, _ = world.call(function, arguments, deadline)
+            results, _ = world.call(function, arguments, deadline, is_last=True)
             world.close(deadline)
             return results
         finally:
@@ -132,9 +132,17 @@ class World:
             self._pipes.append(pipe)
 
     def call(
-        self, function: Callable, arguments: Sequence[Any], deadline: float
+        self,
+        function: Callable,
+        arguments: Sequence[Any],
+        deadline: float,
+        *,
+        is_last: bool = False,
     ) -> tuple[list[Any], list[str]]:
-        """Return every rank's result, and what the function left behind in any of them."""
+        """Return every rank's result, and what the function left behind in any of them.
+
+        `is_last`: each rank leaves the mesh and ends as soon as it has returned, for others may be waiting for that.
+        """
         self._num_calls += 1
         place = self._place / str(self._num_calls)
         place.mkdir()
@@ -145,17 +153,17 @@ class World:
         for rank, pipe in enumerate(self._pipes):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             try:
-                pipe.send((str(place), {**os.environ, **self._environment, **own}, paths))
+                pipe.send((str(place), {**os.environ, **self._environment, **own}, paths, is_last))
             except OSError:
                 pass  # it ended between two calls, which its code says
-        traces = self._wait_for_all(place, deadline)
+        traces = self._wait_for_all(place, deadline, is_last)
         results = [
             pickle.loads((place / f"result-{rank}").read_bytes()) for rank in range(self.num_ranks)
         ]
         return results, traces
 
-    def _wait_for_all(self, place: Path, deadline: float) -> list[str]:
-        """Wait until every rank has returned; return the traces that it left."""
+    def _wait_for_all(self, place: Path, deadline: float, is_last: bool) -> list[str]:
+        """Wait until every rank has returned, or ended where it `is_last`; return the traces that they left."""
         traces: list[str] = []
         codes: dict[int, int | None] = dict.fromkeys(range(self.num_ranks))
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
@@ -170,7 +178,8 @@ class World:
                     codes[rank] = 0
                 except (EOFError, OSError):
                     self._ranks[rank].join(max(0.0, deadline - time.monotonic()))
-                    codes[rank] = self._ranks[rank].exitcode or 1
+                    code = self._ranks[rank].exitcode
+                    codes[rank] = 1 if code == 0 and not is_last else code
         self._check(place, [codes[rank] for rank in range(self.num_ranks)])
         return traces
 
@@ -309,7 +318,7 @@ def _stand_by(pipe: connection.Connection, folder: str, rank: int) -> None:
         gc.freeze()  # what is collected after each call is then the call's own
         while True:
             try:
-                place, environment, paths = pipe.recv()
+                place, environment, paths, is_last = pipe.recv()
             except EOFError:
                 break
             output = Path(place) / f"output-{rank}"
@@ -318,10 +327,11 @@ def _stand_by(pipe: connection.Connection, folder: str, rank: int) -> None:
             _reset(*randoms)
             module, name, arguments = pickle.loads((Path(place) / "call.pkl").read_bytes())
             function = getattr(__import__(module), name)
-            mesh = open_mesh()
+            open_mesh()
+            mesh = open_mesh()  # the same world with nothing counted, in a first call, too
             assert mesh.presence is not None or mesh.num_ranks == 1
             if mesh.presence is not None:
-                mesh.presence.timeout = mesh_module.TIMEOUT.total_seconds()
+                mesh.presence.timeout = process_groups.TIMEOUT.total_seconds()
                 mesh.at(0)
             before = State.now()
             result = function(mesh, *arguments)
@@ -329,6 +339,8 @@ def _stand_by(pipe: connection.Connection, folder: str, rank: int) -> None:
             del result, function, arguments
             sys.stdout.flush()
             sys.stderr.flush()
+            if is_last:
+                break
             pipe.send(before.traces_left())
         if mesh is not None:
             close_mesh(mesh)

@@ -388,7 +388,7 @@ def raises_in_backward(mesh):
 
 
 def test_an_error_in_backward_leaves_nobody_waiting():
-    (lost, seconds), (raised, _) = run_ranks(2, raises_in_backward, timeout=60)
+    (lost, seconds), (raised, _) = run_ranks(2, raises_in_backward, timeout=60, fresh=True)
     assert (lost, raised) == ("lost", "raised")
     assert seconds < 30
 
