@@ -22,7 +22,7 @@ DAMAGES = {
     "empty": b"",
     "random": random.Random(0).randbytes(300),
     "list": b"[1, 2]",
-    "deep": b"[" * 20_000,
+    "deep": b"[" * 100_000,
     "stamped": b'{"format": "colonnade store manifest", "version": 2, "step": 2, "segments": [{"file": "../x"}]}',
     "wrong": b'{"train": 5, "data": [], "step": "x", "tables": 3, "model": 7, "kind": {}, "segments": 5}',
 }
