@@ -15,7 +15,7 @@ from colonnade import Mesh
 from colonnade.comm.mesh import ALL
 from colonnade.lookup.fields import Columns
 from colonnade.wire.coding import AS_IT_IS
-from colonnade.wire.tower_transport import ByTower
+from colonnade.wire.transport import ByTower
 
 NUM_RANKS, TOWERS = 6, 3
 CASES = {
@@ -83,7 +83,7 @@ class Alone:
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
 def test_a_rank_serves_itself_last(rank):
     none = Columns({})
-    with patch("colonnade.wire.tower_transport.open_scopes"):
+    with patch("colonnade.wire.transport.open_scopes"):
         route = ByTower(
             Alone(rank), 2, [none] * NUM_RANKS, [none] * TOWERS, [none] * TOWERS, none, AS_IT_IS, torch.float32
         )  # fmt: skip

@@ -15,8 +15,7 @@ from colonnade.exchange.partials import SubstituteExchange
 from colonnade.exchange.pooled import PooledExchange
 from colonnade.exchange.replicated import ReplicatedExchange
 from colonnade.exchange.rows import RowsExchange
-from colonnade.exchange.tower_rows import TowerRowsExchange
-from colonnade.exchange.towers import TowersExchange
+from colonnade.exchange.towers import TowerRowsExchange, TowersExchange
 from colonnade.lookup.contract import BY_TOWERS, Exchange
 from colonnade.lookup.layout import Declaration
 from colonnade.topology.sharding import Sharding, row_wise_in

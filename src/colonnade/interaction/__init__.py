@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from colonnade.interaction.attention import TargetAttention
 from colonnade.interaction.contract import Interaction, SomeFields
-from colonnade.interaction.cross import LowRankCross
-from colonnade.interaction.linear import FieldsLinear, NormalizedLinear
+from colonnade.interaction.linear import FieldsLinear, LowRankCross, NormalizedLinear
 from colonnade.interaction.statistics import FM, BiInteraction, Concat, Sum
 from colonnade.interaction.tower import TowerModule
 

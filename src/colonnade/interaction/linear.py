@@ -1,12 +1,15 @@
-"""Operators with weights: linear maps of the fields side by side, whose columns can be applied where the fields lie.
+"""Operators with weights: linear maps of the fields side by side, whose columns can be applied where the fields are,
+and DCN-v2's cross layers of low rank.
 
-Legend: B samples, F fields, W columns of all fields side by side, E vectors.
+Legend: B samples, F fields, W columns of all fields side by side, E vectors. Of cross layers: n dense columns, W
+columns of x_0 (dense columns and fields side by side), W' some of them, L layers, R rank, O floats that come out, P
+floats of a partial.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from colonnade.interaction.contract import Interaction
+from colonnade.ops.interaction import cross
 from colonnade.ops.linear import linear
 
 
@@ -120,3 +124,95 @@ class NormalizedLinear(SideBySide):
         scale, shift = self.scale.to(fields), self.shift.to(fields)
         normalized = layer_norm(fields, (self.starts[-1],), scale, shift, self.eps)
         return linear(normalized, self.weight.to(fields), self.bias.to(fields))
+
+
+class LowRankCross(SideBySide):
+    """x_{l+1} = x_0 * (U_l t_l + b_l) + x_l with t_l = V_l x_l (Wang et al. 2021), then O floats of x_L, without bias.
+
+    Every x_l is x_0 times a factor, element by element:
+
+        x_l = x_0 * (1 + sum over j < l of b_j + U_j t_j)
+
+    so t_l, and likewise what comes out, needs of x_0 a vector, V_l (x_0 * (1 + sum of b_j)), and for each j < l a
+    matrix, V_l diag(x_0) U_j, which is multiplied with t_j. These are the statistics: level by level, for each of its
+    rows the element of the vector and the rows of its matrices; P = L R + R^2 L (L - 1) / 2 + O (1 + L R) floats. They
+    are linear in x_0, so they add up over fields, and over rows of a bag, that lie anywhere, and one round is enough
+    for all layers. Where values are, the layers are evaluated as they stand, which is less work.
+    """
+
+    def __init__(
+        self,
+        dims: Sequence[int],
+        rank: int,
+        layers: int,
+        out: int,
+        *,
+        num_dense: int = 0,
+        fan_in: int | None = None,
+    ) -> None:
+        """dims: by field. num_dense: n, which come first in x_0. fan_in: inputs of the layer that the last one is a
+        part of; default W. Weights start as those of `nn.Linear`s of these shapes."""
+        super().__init__(dims)
+        self.num_dense = num_dense
+        width = num_dense + self.starts[-1]
+
+        def uniform(*shape: int, inputs: int) -> nn.Parameter:
+            bound = max(1, inputs) ** -0.5
+            return nn.Parameter(torch.empty(*shape).uniform_(-bound, bound))
+
+        self.down = uniform(layers, rank, width, inputs=width)  # V
+        self.up = uniform(layers, rank, width, inputs=rank)  # U, transposed
+        self.bias = uniform(layers, width, inputs=rank)
+        self.last = uniform(out, width, inputs=fan_in or width)
+
+    def width(self, dim: int) -> int:
+        layers, rank, _ = self.down.shape
+        inner = layers * rank + rank**2 * layers * (layers - 1) // 2
+        return inner + len(self.last) * (1 + layers * rank)
+
+    def needs(self) -> Literal["rows", "fields"]:
+        return "rows"
+
+    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
+        n = self.num_dense
+        return self._statistics(fields, lambda each: self._columns(each[..., n:], numbers))
+
+    def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
+        """dense (B, n), where n is not 0."""
+        n = self.num_dense
+        if n:
+            assert dense is not None
+            stats = stats + self._statistics(dense.to(stats), lambda each: each[..., :n])
+        known = stats.new_ones(len(stats), 1)  # 1, t_0, t_1, ... side by side
+        for rows in (*self.down, self.last):
+            level = stats[:, : len(rows) * known.shape[1]]
+            stats = stats[:, level.shape[1] :]
+            found = level.unflatten(1, (len(rows), known.shape[1])) @ known[:, :, None]
+            known = torch.cat([known, found[:, :, 0]], dim=1)
+        return known[:, -len(self.last) :]
+
+    def forward(self, fields: Tensor, dense: Tensor | None = None) -> Tensor:
+        """dense (B, n), where n is not 0."""
+        first = fields
+        if self.num_dense:
+            assert dense is not None
+            first = torch.cat([dense.to(fields), fields], dim=1)
+        x = first
+        for down, up, bias in zip(self.down, self.up, self.bias, strict=True):
+            inner = linear(x, down.to(x), None)
+            x = cross(first, linear(inner, up.T.to(x), bias.to(x)), x)
+        return linear(x, self.last.to(x), None)
+
+    def _statistics(self, values: Tensor, taken: Callable[[Tensor], Tensor]) -> Tensor:
+        """values (B, W') -> (B, P); taken: of weights (..., W), those of these columns."""
+        given = (self.down, self.up, self.bias, self.last)
+        down, up, bias, last = (taken(each.to(values)) for each in given)
+        factors, found = (
+            last.new_ones(1, last.shape[1]),
+            [],
+        )  # of x_l: 1 + sum of b_j; U_0, U_1, ...
+        for k, rows in enumerate((*down, last)):
+            found.append((rows[:, None] * factors).flatten(0, 1))
+            if k < len(up):
+                factors = torch.cat([factors[:1] + bias[k], factors[1:], up[k]])
+        return linear(values, torch.cat(found), None)
