@@ -6,10 +6,11 @@ are sums over ranks. Where there are several hosts of several ranks, the ranks o
 host sends another one block for each of its ranks' samples, not as many as it has ranks; the bytes over an uplink fall
 by the ranks of a host, and what travels inside a host grows by as much.
 
-By tower (`ByTower`): rank l of a tower gets, from every rank of it, all columns of the tower for the samples of its peers: the ranks l of all
-towers. Parts of rows that were split inside the tower are added there, in the order of the ranks. What it then sends
-each peer is one message: those columns, or what an operator made of them. Gradients go the same way back. So a rank
-exchanges slow messages with as many others as there are other towers, each as large as all of a tower's columns.
+By tower (`ByTower`): rank l of a tower gets, from every rank of it, all columns of the tower for the samples of its
+peers: the ranks l of all towers. Parts of rows that were split inside the tower are added there, in the order of the
+ranks. What it then sends each peer is one message: those columns, or what an operator made of them. Gradients go the
+same way back. So a rank exchanges slow messages with as many others as there are other towers, each as large as all
+of a tower's columns.
 
 A rank serves its peers in two turns: those of the other towers first, itself last. So what it has for itself moves
 inside the tower, and is computed, while the slow messages travel; on the way back the turns change places. This costs
