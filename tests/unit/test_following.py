@@ -98,10 +98,10 @@ def lay(files: dict[str, bytes], folder: Path) -> None:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if not (folder / name).exists() or (folder / name).read_bytes() != content:
-            (folder / name).unlink(
-                missing_ok=True
-            )  # a mapped file must not change under its readers
-            (folder / name).write_bytes(content)
+            # Beside, then put in place: a mapped file must not change under its readers, nor a follower find none.
+            beside = folder / f"{name}.beside"
+            beside.write_bytes(content)
+            os.replace(beside, folder / name)
 
 
 @pytest.mark.parametrize("settings", [{}, OPEN], ids=["vocabulary", "evicting"])
