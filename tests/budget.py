@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-MOST_SECONDS = 10.0
+MOST_SECONDS = 20.0
+"""Twice what a test may take on a quiet machine: the same test uses up to twice the processor time on a crowded one."""
 TICKS = os.sysconf("SC_CLK_TCK")
 _began = pytest.StashKey[float]()
 

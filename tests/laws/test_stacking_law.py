@@ -134,7 +134,7 @@ def test_a_stacked_table_trains_what_its_definition_trains():
 
 
 def of_ranks(mesh: Mesh) -> list:
-    hot = trained(mesh, hot={"item": [1, 4]})
+    hot = trained(mesh, replicated_rows={"item": [1, 4]})
     return [trained(mesh), hot, trained(mesh, exchange="rows", staleness_steps=0)]
 
 

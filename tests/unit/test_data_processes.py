@@ -127,8 +127,15 @@ def wait_until(condition, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
+@pytest.fixture
+def readers_of():
+    """Find the processes that a test has started: ranks of earlier tests may stand by."""
+    before = multiprocessing.active_children()
+    return lambda: [child for child in multiprocessing.active_children() if child not in before]
+
+
 def test_readers_are_ahead_by_a_bound_outlive_ctrl_c_and_are_missed_when_killed(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, readers_of
 ):
     monkeypatch.setattr(module, "RUN_SAMPLES", 3)
     batches = ProcessSource(Noted(tmp_path), 2).batches(1)
@@ -140,7 +147,7 @@ def test_readers_are_ahead_by_a_bound_outlive_ctrl_c_and_are_missed_when_killed(
     time.sleep(0.5)
     assert len(list(tmp_path.iterdir())) <= most
 
-    readers = multiprocessing.active_children()
+    readers = readers_of()
     assert len(readers) == 2
     for reader in readers:
         os.kill(reader.pid, signal.SIGINT)
@@ -170,13 +177,13 @@ def test_a_run_with_readers_is_the_run_without(tmp_path):
     assert found[0] == found[1]
 
 
-def test_a_reader_that_is_stopped_is_named_once(tmp_path, monkeypatch, capfd):
+def test_a_reader_that_is_stopped_is_named_once(tmp_path, monkeypatch, capfd, readers_of):
     monkeypatch.setattr(module, "RUN_SAMPLES", 1)
     monkeypatch.setattr(waited, "SAID_SECONDS", 0.2)
     monkeypatch.setattr(waited, "LOOK_SECONDS", 0.05)
     batches = ProcessSource(Noted(tmp_path), 1).batches(1)
     next(batches)
-    (reader,) = multiprocessing.active_children()
+    (reader,) = readers_of()
     os.kill(reader.pid, signal.SIGSTOP)
     threading.Timer(0.6, os.kill, (reader.pid, signal.SIGCONT)).start()
     assert [float(next(batches).dense) for _ in range(40)] == list(range(1, 41))

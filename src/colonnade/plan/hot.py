@@ -33,7 +33,7 @@ def with_hot(
     for name in hot:
         if name not in names:
             raise ConfigError(
-                f"hot: got {name!r}, wanted a table of this model: {', '.join(names)}"
+                f"replicated_rows: got {name!r}, wanted a table of this model: {', '.join(names)}"
             )
     found = []
     for table, sharding in zip(tables, shardings, strict=True):
