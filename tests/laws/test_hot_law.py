@@ -199,7 +199,8 @@ def three_steps(mesh, **settings):
 def hot_and_bytes(mesh):
     return in_and_out(mesh), [zipf_bytes(mesh, num_hot) for num_hot in (0, 1000)], [
         three_steps(mesh), three_steps(mesh, replicated_rows=LISTED),
-        three_steps(mesh, replicated_rows=LISTED, exchange="pooled"), three_steps(mesh, replicated_rows=LISTED, codecs=Codecs("bf16", "fp16")),
+        three_steps(mesh, replicated_rows=LISTED, exchange="pooled"), 
+        three_steps(mesh, replicated_rows=LISTED, codecs=Codecs("bf16", "fp16")),
     ]  # fmt: skip
 
 
@@ -256,9 +257,11 @@ def test_a_plan_says_what_is_hot():
         ({"replicated_rows": {"item": [3, 50]}}, "got hot rows 3 .. 50, wanted ids in 0 .. 49"),
         ({"replicated_rows": {"user": [2**63]}}, "wanted 64-bit ids"),
         ({"replicated_rows": {"item": [1]}, "shardings": {"item": replicated(2)}}, "sharding replicated: got hot rows"),
-        ({"replicated_rows": {"item": [1]}, "shardings": {"item": column_wise([0, 1])}}, "sharding column_wise: got hot rows"),
+        ({"replicated_rows": {"item": [1]}, "shardings": {"item": column_wise([0, 1])}},
+         "sharding column_wise: got hot rows"),
         ({"replicated_rows": {"item": [1]}, "servers": [1]}, "got hot rows beside servers"),
-        ({"replicated_rows": {"item": range(50)}, "dram_bytes": 1500}, "plan.memory.dram: got 1,500 bytes, wanted more than"),
+        ({"replicated_rows": {"item": range(50)}, "dram_bytes": 1500},
+         "plan.memory.dram: got 1,500 bytes, wanted more than"),
         ({"shardings": {"item": replace(row_wise(2), hot=hot_rows([1], 3))}}, "hot rows on 3 of 2 ranks"),
     ],
 )  # fmt: skip
