@@ -199,7 +199,7 @@ def three_steps(mesh, **settings):
 def hot_and_bytes(mesh):
     return in_and_out(mesh), [zipf_bytes(mesh, num_hot) for num_hot in (0, 1000)], [
         three_steps(mesh), three_steps(mesh, replicated_rows=LISTED),
-        three_steps(mesh, replicated_rows=LISTED, exchange="pooled"), 
+        three_steps(mesh, replicated_rows=LISTED, exchange="pooled"),
         three_steps(mesh, replicated_rows=LISTED, codecs=Codecs("bf16", "fp16")),
     ]  # fmt: skip
 
