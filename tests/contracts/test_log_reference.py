@@ -1,4 +1,4 @@
-"""`_native.RowLog` is what `store/log_reference.py` says, over random calls of both; files are byte strings here."""
+"""`_native.RowLog` is what `references/log_reference.py` says, over random calls of both; files are byte strings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every exchange equals exchange/reference.py at the exactness it declares, and so does every mix of them."""
+"""Every exchange equals `references/exchange_reference.py` at the exactness it declares, and so does every mix."""
 
 from __future__ import annotations
 

@@ -93,9 +93,7 @@ def _ranks(name: str, ranks: list[int], kind: Kind, exchange: str, world: World)
                 f"plan.tables.{name}.ranks: got {ranks}, wanted all ranks of two or more hosts, such as "
                 f"{list(grid(world, [0, 1]).ranks)}"
             )
-    if (
-        kind == "host_wise" and exchange not in BY_TOWERS
-    ):  # whose groups are towers (towers/placement.py)
+    if kind == "host_wise" and exchange not in BY_TOWERS:  # whose groups are towers (`in_towers`)
         wanted = list(host_wise(world, world.host(ranks[0])).ranks)
         if ranks != wanted:
             raise ConfigError(
