@@ -9,8 +9,9 @@ ONLY_PORTABLE := ON
 
 setup: $(STAMP)
 
-# torch comes first, as constraints.txt pins it: what is installed later then keeps it.
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find native -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt 2>/dev/null)
+# torch comes first, as constraints.txt pins it: what is installed later then keeps it. An editable install knows packages by their paths, so
+# it is made anew where one came.
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find src -name __init__.py) $(shell find native -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt 2>/dev/null)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -r constraints.txt
