@@ -9,12 +9,14 @@ import random
 import struct
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.data import infer_schema, open_source
+from colonnade.data.tabular import times
 from colonnade.data.tabular.fields import Bag, Category, Key, Label, Number, Sequence
 from colonnade.data.tabular.tables import kind_of
 from colonnade.data.tabular.tfrecord import masked_crc, parse_example
@@ -304,3 +306,10 @@ def test_a_libsvm_file_trains_and_scores(tmp_path):
     scores = tmp_path / "scores.csv"
     assert run(["predict", folder, "--path", str(path), "--output", str(scores)]) == 0
     assert len(scores.read_text().splitlines()) == 301
+
+
+def test_seconds_that_do_not_fit_are_refused():
+    last = times.LAST
+    assert times.read_times(pa.array([last]))[0].tolist() == [2**62]
+    with pytest.raises(pa.ArrowInvalid, match="out of range"):
+        times.read_times(pa.array([last * 1.001]))

@@ -2,10 +2,9 @@
 
 One contract with the same bits for both: `NativeCopies` in this process's memory, `DeviceCopies` in a device's. On a
 device, records that come from owners, sums that go to them, and slots cross to the host, one copy for all tables each;
-what is kept, pooled, summed up and trained stays there. A few operations per table and call; none per row.
+records, pooled values, sums and updates stay there. A few operations per table and call; none per row.
 
-Legend: T tables, N ranks, D a table's width, S slots, n rows of a call, U rows of a batch (U_t of
-table t).
+Legend: T tables, N ranks, D a table's width, S slots, n rows of a call, U rows of a batch (U_t of table t).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SPARE = 2**22
 
 
 class Copies(ABC):
-    """By table and slot of its directory. Slots are given as int64 arrays (n,), each once in a call.
+    """Copies of rows, by table and slot of its directory. Slots are int64 arrays (n,), each slot once in a call.
 
     Used by the training thread alone, in the order of the batches: a slot whose row left with batch n is filled for
     another at batch n + 1 at the earliest, when what was pending there has been taken.
@@ -62,11 +61,11 @@ class Copies(ABC):
 
     @abstractmethod
     def views(self) -> list[RowView]:
-        """By table, where the copies' weights lie, until `grow`."""
+        """Return where the copies' weights are stored, by table, until `grow`."""
 
     @abstractmethod
     def grow(self, t: int, num_slots: int) -> None:
-        """Slots below `num_slots` may be used. Raises BudgetExceeded where a device has no room for them."""
+        """Make slots below `num_slots` usable. Raises BudgetExceeded where a device has no room for them."""
 
     def receive(
         self,
@@ -76,8 +75,11 @@ class Copies(ABC):
         message: Tensor,
         widths: np.ndarray,
     ) -> np.ndarray:
-        """Rows as messages list them: counts (N, T), slots and ids (n,); their records' first `widths` (T,) bytes, one
-        after another (uint8, on the CPU). What else a record has is 0. (n,) bool: something is pending."""
+        """Store rows as messages list them, and return (n,) bool: whether something is pending.
+
+        counts (N, T), slots and ids (n,); message: the first `widths` (T,) bytes of their records, one after another
+        (uint8, on the CPU). The rest of a record is 0.
+        """
         self._unpack(counts, slots, message, widths)
         named = _native.name_slots(self.ids, self.ticks, counts.ravel(), slots, ids)
         return np.asarray(named).view(bool)
@@ -86,49 +88,53 @@ class Copies(ABC):
     def _unpack(
         self, counts: np.ndarray, slots: np.ndarray, message: Tensor, widths: np.ndarray
     ) -> None:
-        """The records of `receive`."""
+        """Store the records of `receive`."""
 
     @abstractmethod
     def records(self, t: int, slots: np.ndarray) -> Tensor:
-        """(n, record_bytes) uint8 on the CPU."""
+        """Return records (n, record_bytes) uint8 on the CPU."""
 
     @abstractmethod
     def put(self, t: int, slots: np.ndarray, records: Tensor) -> None:
-        """records (n, record_bytes) uint8 on the CPU."""
+        """Store records (n, record_bytes) uint8 on the CPU."""
 
     @abstractmethod
     def add(self, counts: np.ndarray, slots: np.ndarray, sums: Any, leaves: np.ndarray) -> None:
-        """One batch's gradients, one tick of each of its rows: counts (T,), slots (U,), their sums. Of rows of `leaves`
-        (U,) bool nothing is added: `take` them."""
+        """Add one batch's gradients, one tick of each of its rows: counts (T,), slots (U,), their sums.
+
+        Rows of `leaves` (U,) bool are left out: `take` them.
+        """
 
     @abstractmethod
     def take(
         self, counts: np.ndarray, slots: np.ndarray, origin: np.ndarray, sums: Any, out: Tensor
     ) -> None:
-        """What is pending of rows as messages list them, and is not from here on: counts (N, T), slots (n,). origin
-        (n,): which row of the batch each is, whose sum comes to it; -1: none. out: elements on the CPU, row after
-        row."""
+        """Write what is pending of rows to `out`, and forget it: counts (N, T), slots (n,) as messages list them.
+
+        origin (n,): which row of the batch each is, whose sum is added; -1: none. out: elements on the CPU, row after
+        row.
+        """
 
     @abstractmethod
     def waiting(self, counts: np.ndarray, slots: np.ndarray) -> Any:
-        """The sums that are pending of rows (n,) listed table by table: counts (T,)."""
+        """Return the pending sums of rows (n,) listed table by table: counts (T,)."""
 
     def waiting_of(self, t: int, slots: np.ndarray) -> Tensor:
-        """(n, D) on the CPU: those of one table."""
+        """Return the pending sums of one table's rows, (n, D) on the CPU."""
         places = torch.from_numpy(slots).to(self.pending[t].device)
         return self.pending[t][places].cpu()
 
     def clear(self, t: int, slots: np.ndarray) -> None:
-        """Nothing is pending there from here on."""
+        """Forget what is pending at these slots."""
         self.ticks[t][slots] = 0
 
     def dirty(self, t: int) -> np.ndarray:
-        """Slots of rows with something pending, ascending by id."""
+        """Return the slots of rows with something pending, ascending by id."""
         slots = np.flatnonzero(self.ticks[t])
         return slots[np.argsort(self.ids[t][slots])]
 
     def state(self, t: int, slots: np.ndarray) -> dict[str, Tensor]:
-        """Of rows with a copy, all that is here, on the CPU: `load` takes it, wherever copies lie then."""
+        """Return all that these slots hold, on the CPU. `load` takes it, in memory or on a device."""
         ticks = torch.from_numpy(self.ticks[t][slots])
         pending = self.waiting_of(t, slots)
         pending[ticks == 0] = 0  # it was never written: commits of one training have the same bytes
@@ -140,6 +146,7 @@ class Copies(ABC):
         }
 
     def load(self, t: int, slots: np.ndarray, state: dict[str, Tensor]) -> None:
+        """Put what `state` returned into these slots."""
         if not len(slots):
             return
         self.grow(t, int(slots.max()) + 1)
@@ -150,15 +157,15 @@ class Copies(ABC):
         self.ticks[t][slots] = state["ticks"].numpy()
 
     def _name_more(self, t: int, num_slots: int) -> None:
-        """Room for so many names and ticks: none is named, nothing is pending."""
+        """Make room for the ids and ticks of `num_slots` slots: new ones have no id and nothing pending."""
         count = num_slots - len(self.ids[t])
         self.ticks[t] = np.concatenate([self.ticks[t], np.zeros(count, np.int32)])
         self.ids[t] = np.concatenate([self.ids[t], np.zeros(count, np.int64)])
 
 
 def travelling_bytes(table: Table, is_changed: bool) -> int:
-    """Of a record on its way to a copy: with the optimizer's state where the copy is trained on (`is_changed`), with
-    the clock where its optimizers count steps."""
+    """Return how many bytes of a record are sent to a copy: with the optimizer's state where the copy is trained on
+    (`is_changed`), with the clock where its optimizers count steps."""
     if not is_changed:
         return table.width * table.itemsize
     counts = any(part.optimizer.counts_steps for part in table.parts)
@@ -166,7 +173,7 @@ def travelling_bytes(table: Table, is_changed: bool) -> int:
 
 
 class NativeCopies(Copies):
-    """sums: `Elements`. Slots beyond those in use are address space, and no memory."""
+    """Copies in this process's memory; sums: `Elements`. Unused slots take address space and no memory."""
 
     def __init__(self, tables: Sequence[Table], capacities: Sequence[int]) -> None:
         """capacities: rows that stay, by table."""
@@ -177,7 +184,7 @@ class NativeCopies(Copies):
 
     @property
     def native(self) -> Any:
-        """Of the rows: what `_native.update` takes."""
+        """Native store of the rows, as `_native.update` takes it."""
         return self.store.native
 
     def views(self) -> list[RowView]:
@@ -202,9 +209,9 @@ class NativeCopies(Copies):
         self.native.unpack_blocks(_int32(slots), counts.ravel(), widths, message)
 
     def records(self, t: int, slots: np.ndarray) -> Tensor:
-        found = torch.empty(len(slots), self.tables[t].record_bytes, dtype=torch.uint8)
-        self.native.pack(t, _int32(slots), found)
-        return found
+        records = torch.empty(len(slots), self.tables[t].record_bytes, dtype=torch.uint8)
+        self.native.pack(t, _int32(slots), records)
+        return records
 
     def put(self, t: int, slots: np.ndarray, records: Tensor) -> None:
         self.native.unpack(t, _int32(slots), records)
@@ -224,14 +231,19 @@ class NativeCopies(Copies):
         )
 
     def waiting(self, counts: np.ndarray, slots: np.ndarray) -> Elements:
-        pairs = zip(self.pending, np.split(slots, counts.cumsum()[:-1]), strict=True)
-        values = torch.cat([sums[torch.from_numpy(mine)].flatten() for sums, mine in pairs])
+        by_table = np.split(slots, counts.cumsum()[:-1])
+        values = torch.cat(
+            [
+                sums[torch.from_numpy(table_slots)].flatten()
+                for sums, table_slots in zip(self.pending, by_table, strict=True)
+            ]
+        )
         widths = np.repeat([table.width for table in self.tables], counts)
         firsts = (widths.cumsum() - widths).astype(np.uint32).view(np.int32)
         return Elements(values, torch.from_numpy(firsts))
 
     def _sums(self) -> list[np.ndarray]:
-        """By table, what is pending."""
+        """Return the pending sums by table."""
         return [each.numpy() for each in self.pending]
 
 
@@ -240,7 +252,7 @@ def _int32(slots: np.ndarray) -> Tensor:
 
 
 class DeviceCopies(Copies):
-    """sums: by table, (U_t, D) of the compute dtype on the device.
+    """Copies in a device's memory; sums: by table, (U_t, D) of the compute dtype on the device.
 
     Memory for the rows that stay is taken at once; for those of a batch that do not, as batches come.
     """
@@ -288,7 +300,7 @@ class DeviceCopies(Copies):
             ) from None
 
     def _have(self, t: int, num_slots: int) -> None:
-        """Of one table; all of it lies there twice for a moment. What torch raises where it does not fit."""
+        """Enlarge one table, which is stored twice for a moment. Raises what torch raises where it does not fit."""
         more = num_slots - len(self.ids[t])
         rows, pending = enlarged(self.rows[t], num_slots), self.pending[t]
         self.pending[t] = torch.cat([pending, pending.new_empty(more, pending.shape[1])])
@@ -316,14 +328,14 @@ class DeviceCopies(Copies):
     def add(
         self, counts: np.ndarray, slots: np.ndarray, sums: Sequence[Tensor], leaves: np.ndarray
     ) -> None:
-        stays, said = np.split(~leaves, counts.cumsum()[:-1]), []
-        for t, mine in enumerate(np.split(slots, counts.cumsum()[:-1])):
+        stays, indices = np.split(~leaves, counts.cumsum()[:-1]), []
+        for t, table_slots in enumerate(np.split(slots, counts.cumsum()[:-1])):
             which = np.flatnonzero(stays[t])
-            places = mine[which]
-            said.append(np.stack([places, which, self.ticks[t][places] > 0]))
+            places = table_slots[which]
+            indices.append(np.stack([places, which, self.ticks[t][places] > 0]))
             self.ticks[t][places] += 1
         for pending, own, (places, which, had) in zip(
-            self.pending, sums, self._moved(said), strict=True
+            self.pending, sums, self._moved(indices), strict=True
         ):
             if len(places):
                 added = own[which]
@@ -338,29 +350,30 @@ class DeviceCopies(Copies):
         sums: Sequence[Tensor],
         out: Tensor,
     ) -> None:
-        said, first = [], 0
+        indices, first = [], 0
         pairs = zip(_by_table(counts, slots), _by_table(counts, origin), strict=True)
-        for t, (mine, of_batch) in enumerate(pairs):
-            said.append(np.stack([mine, of_batch - first, of_batch >= 0, self.ticks[t][mine] > 0]))
-            self.ticks[t][mine] = 0
+        for t, (places, of_batch) in enumerate(pairs):
+            had = self.ticks[t][places] > 0
+            indices.append(np.stack([places, of_batch - first, of_batch >= 0, had]))
+            self.ticks[t][places] = 0
             first += len(sums[t])
-        found = []
+        totals = []
         for pending, own, (places, which, is_used, had) in zip(
-            self.pending, sums, self._moved(said), strict=True
+            self.pending, sums, self._moved(indices), strict=True
         ):
-            taken = pending[places]
+            total = pending[places]
             if len(own) and len(places):
                 added = own[which * is_used]
-                both = torch.where(had.bool()[:, None], added + taken, added)
-                taken = torch.where(is_used.bool()[:, None], both, taken)
-            found.append(taken)
-        blocks = [each.split(n) for each, n in zip(found, counts.T.tolist(), strict=True)]
+                with_batch = torch.where(had.bool()[:, None], added + total, added)
+                total = torch.where(is_used.bool()[:, None], with_batch, total)
+            totals.append(total)
+        blocks = [total.split(n) for total, n in zip(totals, counts.T.tolist(), strict=True)]
         by_rank = [of_table[rank].flatten() for rank in range(len(counts)) for of_table in blocks]
         out.copy_(torch.cat(by_rank))
 
     def waiting(self, counts: np.ndarray, slots: np.ndarray) -> list[Tensor]:
         places = self._moved(np.split(slots, counts.cumsum()[:-1]))
-        return [sums[mine] for sums, mine in zip(self.pending, places, strict=True)]
+        return [sums[where] for sums, where in zip(self.pending, places, strict=True)]
 
     def update(
         self,
@@ -370,12 +383,12 @@ class DeviceCopies(Copies):
         kinds: Sequence[int],
         settings: Sequence[Settings],
     ) -> None:
-        """Rows (n,) listed table by table, by their summed gradients; kinds and settings by part."""
+        """Update rows (n,) listed table by table by their summed gradients; kinds and settings by part."""
         places = slots.long().to(self.device).split(offsets.diff().tolist())
         update(self.rows, places, places, sums, kinds, settings)
 
     def _moved(self, parts: Sequence[np.ndarray]) -> list[Tensor]:
-        """By table, int64 on the device, (.., n) each: one copy for all of them."""
+        """Return `parts` as int64 on the device, (.., n) each, by table: one copy for all of them."""
         whole = torch.from_numpy(np.concatenate(parts, axis=-1).astype(np.int64)).to(self.device)
         return list(whole.split([part.shape[-1] for part in parts], dim=-1))
 
@@ -384,6 +397,6 @@ class DeviceCopies(Copies):
 
 
 def _by_table(counts: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
-    """Values (n,) of rows as messages list them, counts (N, T): by table, those of each rank one after another."""
+    """Sort values (n,) of rows as messages list them, counts (N, T), by table: each rank's after another."""
     blocks = np.split(values, counts.ravel().cumsum()[:-1])
     return [np.concatenate(blocks[t :: counts.shape[1]]) for t in range(counts.shape[1])]

@@ -19,15 +19,18 @@ MIX = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """What `mark` wrote over: as numbers are kept, which and what they were."""
+    """Numbers that `mark` wrote over: their places, and what they were."""
 
     places: np.ndarray  # (n,) int64
     before: np.ndarray  # (n,) int32
 
 
 class Changes:
-    """Of the rows that lie here. Rows of a table may share a number, which is the newest of theirs: a row may be called
-    changed that is not, and never the other way."""
+    """Numbers of the batches that last changed this rank's rows.
+
+    Rows of a table may share a number, the newest of theirs: a row that has not changed may count as changed, and never
+    the other way.
+    """
 
     def __init__(self, rows: Sequence[int | None]) -> None:
         """rows: of each whole table; None: open."""
@@ -39,11 +42,11 @@ class Changes:
         self._newest = np.zeros(self._firsts[-1], np.int32)
 
     def of(self, t: int) -> np.ndarray:
-        """Table t's numbers, int32: a view."""
+        """Return a view of table t's numbers, int32."""
         return self._newest[self._firsts[t] : self._firsts[t + 1]]
 
     def without(self, marked: Iterable[Marked]) -> list[np.ndarray]:
-        """By table, its numbers, copied, as if the newest of what was marked, newest first, had not been."""
+        """Return a copy of the numbers by table as they were before `marked`, which is listed newest first."""
         newest = self._newest.copy()
         for each in marked:
             newest[each.places] = each.before

@@ -10,8 +10,8 @@ published.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from colonnade.publish.deltas import (
     read_word,
 )
 from colonnade.publish.exported import MODEL, parse_model
-from colonnade.publish.mirror import Mirror, open_url
+from colonnade.publish.mirror import Mirror, open_url, storage_errors
 from colonnade.store.checksums import FileChecksums
 from colonnade.store.disk import Disk
 from colonnade.store.durable import checked_content
@@ -99,7 +99,7 @@ def carry(source: Place, target: Place) -> None:
     """`target` publishes what `source` does. Raises CheckpointError where that is nothing, ConfigError where target
     publishes another run, CorruptionError (also where a torn word may be another run's), StorageError; what target
     published then stays whole."""
-    with _explained(source, target):
+    with storage_errors(f"could not carry the publication at {source.root} to {target.root}"):
         for place in (source, target):
             place.files.invalidate_cache()
         content, before = source.word(), target.word()
@@ -136,7 +136,10 @@ def check_target(url: str, run: str) -> None:
     """Raises ConfigError where another run publishes there. A place that cannot be read now is not refused: commits
     are carried when it can be."""
     place = place_of(url)
-    with suppress(StorageError, CorruptionError), _explained(place, place):
+    with (
+        suppress(StorageError, CorruptionError),
+        storage_errors(f"could not carry the publication at {place.root} to {place.root}"),
+    ):
         if (content := place.word()) is not None:
             check_owner(Path(place.root), _said(content, place), run)
 
@@ -214,20 +217,6 @@ def _forget(place: Place, said: Published) -> None:
 def _names(place: Place) -> list[str]:
     found = place.files.ls(place.root, detail=False)
     return [path.rstrip("/").rpartition("/")[2] for path in found]
-
-
-@contextmanager
-def _explained(source: Place, target: Place) -> Iterator[None]:
-    """Whatever a file system raises becomes one StorageError."""
-    try:
-        yield
-    except ColonnadeError:
-        raise
-    except Exception as error:
-        said = str(error) or type(error).__name__
-        raise StorageError(
-            f"could not carry the publication at {source.root} to {target.root}: {said}"
-        ) from error
 
 
 PUBLISHED = "published"

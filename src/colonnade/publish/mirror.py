@@ -240,13 +240,17 @@ def _content(data: bytes) -> bytes:
 
 @contextmanager
 def explained(url: str, what: str) -> Iterator[None]:
-    """Whatever a file system raises becomes one StorageError that names the URL."""
+    """Turn whatever a file system raises into one StorageError that names the URL."""
+    with storage_errors(f"{url}: could not {what}", ". The run folder's own commits are intact"):
+        yield
+
+
+@contextmanager
+def storage_errors(failure: str, hint: str = "") -> Iterator[None]:
+    """Turn whatever a file system raises into one StorageError: `failure`, what was raised, `hint`."""
     try:
         yield
     except ColonnadeError:
         raise
     except Exception as error:
-        said = str(error) or type(error).__name__
-        raise StorageError(
-            f"{url}: could not {what}: {said}. The run folder's own commits are intact"
-        ) from error
+        raise StorageError(f"{failure}: {str(error) or type(error).__name__}{hint}") from error
