@@ -163,17 +163,17 @@ def _timeout(mesh: Mesh) -> timedelta:
     return timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
 
 
-def open_scopes(mesh: Mesh, size: int, threads: Sequence[str] = (TRAINING,)) -> None:
-    """Open the scopes of towers of `size` neighbours: the ranks of each, and those of one number in theirs.
-
-    Collective, the first time.
+def open_scopes(mesh: Mesh, size: int) -> None:
+    """Open the scopes of towers of `size` neighbours for the training thread: the ranks of each tower, and those of one
+    number in theirs. Collective, the first time.
     """
     scopes = [Scope(size), Scope(size, is_across=True)]
     small = [s for s in scopes if 1 < len(s.members(mesh.rank, mesh.num_ranks)) < mesh.num_ranks]
-    if all((thread, scope) in mesh.groups for thread in threads for scope in small):
+    if all((TRAINING, scope) in mesh.groups for scope in small):
         return
     assert mesh.presence is not None
-    make_groups(mesh.groups, threads, scopes, range(mesh.num_ranks), mesh.rank, _timeout(mesh))
+    every = range(mesh.num_ranks)
+    make_groups(mesh.groups, [TRAINING], scopes, every, mesh.rank, _timeout(mesh))
     for scope in small:
         members = frozenset(scope.members(mesh.rank, mesh.num_ranks))
         for purpose in PURPOSES:
