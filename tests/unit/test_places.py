@@ -292,3 +292,10 @@ def test_an_older_commit_out_of_reach_is_said_once(tmp_path):
     assert f"commit of step {step} can no longer be opened: {tmp_path / 'old'}" in said
     assert "newest commit is intact" in said
     commits.close()
+
+
+def test_a_space_gives_no_byte_beyond_its_limit(tmp_path):
+    space = Space(tmp_path, 100)
+    assert space.take(60) and not space.take(41) and space.used == 60
+    assert space.take(40) and not space.take(1)
+    assert Space(tmp_path, None).take(2**62)
