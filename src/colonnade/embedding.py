@@ -261,6 +261,7 @@ class EmbeddingCollection(StatefulRows):
             bounds=self.bounds,
             is_alone=self.mesh.num_ranks == 1,
             land=self.updates.land,
+            is_in_order=self.cached is not None,
         )
         self.updates.read_by(found)
         return found

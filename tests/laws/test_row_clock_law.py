@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections import Counter
 from dataclasses import asdict, replace
 
@@ -527,7 +528,14 @@ def leave_one_out(mesh):
     """What is said; then it goes on."""
     world = Ones(mesh, 6, 9)
     mine, _ = world.batches(4)
-    with world.collection.lookahead(mine) as ahead:
+
+    def late_on_one_rank():
+        """Give the next batch when the first has been left out here, and long before that on other ranks."""
+        for number, batch in enumerate(mine):
+            time.sleep(0.3 if number and mesh.rank else 0.0)
+            yield batch
+
+    with world.collection.lookahead(late_on_one_rank()) as ahead:
         next(ahead)
         with pytest.raises(RuntimeError) as said:
             next(ahead)

@@ -84,10 +84,12 @@ class Lookahead(Iterator[Batch]):
         bounds: Sequence[int],
         is_alone: bool = True,
         land: Callable[[int], int] = lambda count: 0,
+        is_in_order: bool = False,
     ) -> None:
         """fetch(ticket, steps before its use). bounds: ascending, in steps; all that tables have, of which the last is
         when a batch enters the line. land(count): applies the oldest updates that are under way, and says how many are
-        left; none is where a bound is less than `LATE`."""
+        left; none is where a bound is less than `LATE`. is_in_order: `fetch` refuses a batch after one that nobody
+        used."""
         self._batches = iter(batches)
         self._prepare = prepare
         self._fetch = fetch
@@ -97,6 +99,7 @@ class Lookahead(Iterator[Batch]):
         self._deepens = depth == "auto" and is_alone
         self._is_alone = is_alone
         self._land = land
+        self._is_in_order = is_in_order
         self._surplus = 0  # permits to keep back: the window has become shallower
         self._has_said = depth == "auto"  # its own choice, nothing to say
         self._taken, self._since, self._stalled = 0, time.perf_counter(), 0.0
@@ -121,19 +124,32 @@ class Lookahead(Iterator[Batch]):
         return tuple(self._line)
 
     def __next__(self) -> Batch:
-        if self._handed is not None and self._handed.ticket is not None:
-            self._give_back(self._handed)  # nobody used it
+        unused = (
+            self._handed if self._handed is not None and self._handed.ticket is not None else None
+        )
         self._handed = None
+        if unused is not None and not self._is_in_order:
+            self._give_back(unused)
+            unused = None
+        try:
+            self._read_due()
+        finally:
+            # Not before: whether the thread has prepared the next one already is another matter on each rank.
+            if unused is not None:
+                self._give_back(unused)
+        if not self._line:
+            raise StopIteration
+        self._handed = self._line.popleft()
+        return self._handed
+
+    def _read_due(self) -> None:
+        """Make the reads of this call, or put them off until an update has landed."""
         self.catch_up()
         if self._line and self._bound >= LATE:
             self._owed = self._land(0)
         if not self._owed:
             self._land(self._land(0))
             self._read()
-        if not self._line:
-            raise StopIteration
-        self._handed = self._line.popleft()
-        return self._handed
 
     def catch_up(self) -> None:
         """Collective, training thread: what the newest `next()` put off, before anything that sees newer updates."""
