@@ -22,8 +22,9 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find src -name _
 demo: setup
 	$(BIN)/colonnade demo
 
-# Threads that spin while they wait would keep the tests' other processes from the processor: half the time.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
+# Threads that spin while they wait would keep the tests' other processes from the processor: half the time. Bytecode is written
+# even where the environment says not to: workers and a hundred processes import the same files.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 
 # Everything in Python that is not marked slow, but the tests of benches. A file stays on one worker, which makes its fixtures once.
 test: setup
