@@ -39,6 +39,9 @@ ROOMS = ("", "laws", "contracts", "faults", "unit", "bench", "distributed")
 IMPORTED = [
     "torch", "torch.distributed", "pytest", "colonnade.run.run", "colonnade.run.fit", "torch._dynamo",
     "colonnade.cli.app", "pandas", "pyarrow.parquet",
+    # A run's board imports these when it is opened.
+    "tensorboard.compat.proto.event_pb2", "tensorboard.compat.proto.summary_pb2",
+    "tensorboard.summary.writer.record_writer",
 ]  # fmt: skip
 MOST_WORLDS = 3
 """Worlds that stand by at once; the one that was used longest ago is closed for another."""
