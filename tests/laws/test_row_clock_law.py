@@ -258,7 +258,7 @@ LONG = [pytest.param(num_ranks, 60, marks=pytest.mark.slow) for num_ranks in (2,
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first four", "others"])
-@pytest.mark.parametrize(("num_ranks", "steps"), [(3, 30), *LONG])
+@pytest.mark.parametrize(("num_ranks", "steps"), [(3, 20), *LONG])
 def test_reads_miss_no_more_than_the_bounds_and_nothing_is_lost(num_ranks, steps, is_first):
     cases = [
         (staleness, read, rows, policy, depth, "dram")
@@ -292,7 +292,7 @@ def count_batches_by_changing_bounds(mesh, cases, steps):
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first two", "others"])
-@pytest.mark.parametrize(("num_ranks", "steps"), [(3, 40), *LONG])
+@pytest.mark.parametrize(("num_ranks", "steps"), [(3, 26), *LONG])
 def test_reads_miss_no_more_than_the_bounds_that_a_run_goes_on_with(num_ranks, steps, is_first):
     """Bounds by table become others after any step: decisions are those of the slow twin, and invariants hold of every
     read from the next one on."""
