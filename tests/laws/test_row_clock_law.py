@@ -502,11 +502,16 @@ def test_a_run_that_goes_on_with_other_bounds_can_be_cut_anywhere(tmp_path):
 
 def go_on_with_other_bounds(mesh, folder):
     found = {}
-    for name, settings in {
+    changes = {
         "as it was": {}, "lower": {"plan.cache.staleness": 3}, "zero": {"plan.cache.staleness": 0},
         "none": {"plan.cache": None},
-    }.items():  # fmt: skip
-        found[name] = run_parts(mesh, folder / name, [(12, {}), (13, settings)])
+    }  # fmt: skip
+    run_parts(mesh, folder / "begun", [(12, {})])
+    for name in changes if mesh.rank == 0 else ():
+        shutil.copytree(folder / "begun", folder / name)
+    mesh.all_gather_bytes("control", b"copied")
+    for name, settings in changes.items():
+        found[name] = run_parts(mesh, folder / name, [(13, settings)])
     found["late again"] = run_parts(
         mesh, folder / "again", [(12, {"plan.cache.staleness": 0}), (13, {})]
     )
