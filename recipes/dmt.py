@@ -13,7 +13,7 @@ from colonnade.topology.towers import Partition
 
 DIM, ROWS = 16, [40, 60, 90, 120, 50, 70, 80, 110]
 TOWERS = Partition((("C1", "C3", "C5", "C7"), ("C2", "C4", "C6", "C8")))  # which interact
-DATA = {"num_train": 30_000, "num_test": 8_000, "label_model": "pairs", "cardinalities": ROWS}
+DATA = {"num_train": 20_000, "num_test": 4_000, "label_model": "pairs", "cardinalities": ROWS}
 
 
 def train(mesh: colonnade.Mesh, **towers) -> None:

@@ -16,7 +16,7 @@ from colonnade.staleness import row_clock
 
 
 def train(mesh: colonnade.Mesh, copies: TableCache) -> tuple[colonnade.Fitted, dict]:
-    data = open_source("synthetic", num_train=40_000, num_test=4_000, cardinalities=[4_000] * 8)
+    data = open_source("synthetic", num_train=24_000, num_test=2_000, cardinalities=[4_000] * 8)
     kind = {"dim": {"deep": 16, "wide": 1}, "optimizer": colonnade.SGD(lr=0.5)}
     columns = data.train.schema.categorical
     tables = [colonnade.Table(c.name, rows=c.cardinality, **kind) for c in columns]

@@ -16,7 +16,7 @@ from colonnade.run.run import open_run
 
 def train(folder: Path) -> dict:
     config = build_config({
-        "data": {"name": "synthetic", "options": {"num_train": 20_000, "num_test": 4_000}},
+        "data": {"name": "synthetic", "options": {"num_train": 10_000, "num_test": 2_000}},
         "model": {"name": "dlrm", "dim": 8, "bottom": [32], "top": [32]},
         "train": {"batch_size": 500},
         "plan": {

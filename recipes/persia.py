@@ -25,7 +25,7 @@ def build(schema: Schema) -> DLRM:
 if __name__ == "__main__":
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/persia")
     mesh, late = colonnade.open_mesh(), {"staleness_steps": 4, "lookahead": 8, "dense_lr": 0.01}
-    data = open_source("synthetic", num_train=24_000, num_test=4_000, cardinalities=[600] * 6)
+    data = open_source("synthetic", num_train=16_000, num_test=2_000, cardinalities=[600] * 6)
     model = build(data.train.schema)
     found = colonnade.fit(
         model, data, run=folder, mesh=mesh, servers=1, batch_size=256, epochs=1,

@@ -76,7 +76,7 @@ CASES = {
     "own data": {"epochs": 2, "evaluate_steps": 0},
     "decisions": {
         **LONG,
-        "accumulate": 5,
+        "accumulate": 2,
         "patience": 2,
         "min_delta": 0.01,
         "rows_clip_norm": 0.02,

@@ -302,7 +302,7 @@ def close(found, wanted, what: str) -> None:
     )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_equals_the_operators_on_one_rank(num_ranks):
     everyone = [train_all(Mesh())] if num_ranks == 1 else run_ranks(num_ranks, train_all)
     for number, (case, staleness) in enumerate(RUNS):

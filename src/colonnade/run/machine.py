@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,7 @@ def _rotates(place: Path) -> bool | None:
     return None
 
 
+@cache
 def _version(name: str) -> str | None:
     try:
         return version(name)

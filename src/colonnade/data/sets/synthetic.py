@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from math import gcd
 from statistics import NormalDist
 from typing import Literal, NamedTuple
@@ -347,7 +348,7 @@ def open_synthetic(
     bags, sequences  rows of further columns B1 .., S1 .., each with 0 to 8 ids per sample
     seed             names the whole world: ids, effects and labels
 
-    Raises ConfigError. Takes about 0.1 s, to set bias and scales on samples of a third range.
+    Raises ConfigError. The first time takes about 0.1 s, to set bias and scales on samples of a third range.
     """
     rows = [c if max_cardinality is None else min(c, max_cardinality) for c in cardinalities]
     if num_train < 1 or num_test < 0 or max(num_train, num_test) > TEST_START:
@@ -377,15 +378,18 @@ def open_synthetic(
         raise ConfigError(
             f"got groups for label_model={label_model!r}, in which no fields interact; leave them out"
         )
-    law = _build_law(
-        rows,
-        _group_of(rows, groups) if "interaction" in shares else {},
+    group_of = _group_of(rows, groups) if "interaction" in shares else {}
+    law = _calibrated_law(
+        tuple(rows),
+        tuple(group_of.items()),
         exponent=exponent,
         tasks=tasks,
-        lists=[("bag", n) for n in bags] + [("sequence", n) for n in sequences],
+        lists=(*(("bag", n) for n in bags), *(("sequence", n) for n in sequences)),
         seed=seed,
+        label_model=label_model,
+        signal=signal,
+        positive_rate=positive_rate,
     )
-    law = _calibrated(law, shares, signal=signal, positive_rate=positive_rate)
     return Splits(
         train=SyntheticSource(law, 0, num_train),
         test=SyntheticSource(law, TEST_START, TEST_START + num_test) if num_test else None,
@@ -517,6 +521,24 @@ def _build_field(
 def _numbers(tasks: int) -> list[tuple[int, ...]]:
     """What goes into a key for each task: nothing for the first, so that it is the only one's."""
     return [(), *((task,) for task in range(1, tasks))]
+
+
+@lru_cache(maxsize=4)
+def _calibrated_law(
+    rows: tuple[int, ...],
+    group_of: tuple[tuple[str, int], ...],
+    *,
+    exponent: float,
+    tasks: int,
+    lists: tuple[tuple[str, int], ...],
+    seed: int,
+    label_model: str,
+    signal: float,
+    positive_rate: float,
+) -> Law:
+    """Build the law once for all sources that are opened of it; nothing changes one."""
+    law = _build_law(rows, dict(group_of), exponent=exponent, tasks=tasks, lists=lists, seed=seed)
+    return _calibrated(law, LABEL_MODELS[label_model], signal=signal, positive_rate=positive_rate)
 
 
 def _build_law(
