@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -96,7 +97,10 @@ def imports(path: Path) -> set[str]:
     return {name for name in imported if not name.startswith("__")}
 
 
-IMPORTS = {module: imports(path) - {module} for module, path in MODULES.items()}
+@functools.cache
+def all_imports() -> dict[str, set[str]]:
+    """Return every module's imports; not made where tests are only collected."""
+    return {module: imports(path) - {module} for module, path in MODULES.items()}
 
 
 def test_imports_point_down():
@@ -104,7 +108,7 @@ def test_imports_point_down():
     assert missing == set(), "give these a level in LEVELS, and in DESIGN.md"
     upwards = [
         f"{module} imports {other}"
-        for module, others in IMPORTS.items()
+        for module, others in all_imports().items()
         for other in others
         if unit_of(other) != unit_of(module) and LEVEL[unit_of(other)] >= LEVEL[unit_of(module)]
     ]
@@ -113,7 +117,7 @@ def test_imports_point_down():
 
 def test_no_circle_of_imports():
     """What is imported by nobody who is still there is taken away until nothing is: a circle stays."""
-    rest = {module: others & set(MODULES) for module, others in IMPORTS.items()}
+    rest = {module: others & set(MODULES) for module, others in all_imports().items()}
     while free := {module for module, others in rest.items() if not others}:
         rest = {m: others - free for m, others in rest.items() if m not in free}
     assert rest == {}
@@ -133,7 +137,7 @@ def test_folders_do_one_job():
     assert set(crowded) - FAMILIES == set()
     assert {name for name in FAMILIES if not (SOURCE / name).is_dir()} == set()
     users = {module: set() for module in MODULES}
-    for module, others in IMPORTS.items():
+    for module, others in all_imports().items():
         for other in others & set(MODULES) if MODULES[module].name != "__init__.py" else ():
             users[other].add(module)
     single = {

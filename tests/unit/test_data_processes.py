@@ -9,8 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,15 +16,16 @@ import torch
 from criteo_files import criteo_lines
 from hypothesis import given
 from hypothesis import strategies as st
+from noted_batches import Noted, read_and_sleep, wait_for_a_stopped_reader
+from ranks import preloaded_context, start_child
 from test_data_contract import open_columns, same
 
 from colonnade import Mesh
 from colonnade.batch import Batch, Ids
 from colonnade.config.run import build_config, override
-from colonnade.data import Position, Schema, open_source
+from colonnade.data import Position, open_source
 from colonnade.data import processes as module
 from colonnade.data import processes as waited
-from colonnade.data.contract import START
 from colonnade.data.processes import ProcessSource, pack, unpack
 from colonnade.data.sets.criteo import open_criteo
 from colonnade.errors import ConfigError, DataError, ReaderLost
@@ -55,7 +54,7 @@ def test_a_block_gives_back_what_was_packed(sizes, shared):
     assert not any(starts)
 
 
-def test_processes_read_what_the_source_reads(monkeypatch):
+def test_processes_read_what_the_source_reads(monkeypatch, forked):
     """Runs of 2 steps on 2 processes; an epoch that ends inside a run; bags, weights, groups."""
     monkeypatch.setattr(module, "RUN_SAMPLES", 7)
     source = open_columns()
@@ -64,7 +63,7 @@ def test_processes_read_what_the_source_reads(monkeypatch):
     assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_an_epoch_of_nothing_and_bad_arguments():
+def test_an_epoch_of_nothing_and_bad_arguments(forked):
     source = ProcessSource(open_source("synthetic", num_train=20, max_cardinality=9).train, 1)
     assert source.num_samples == 20 and len(source.schema.categorical) == 26
     assert list(source.batches(10, start=Position(0, 2))) == []  # an end at once
@@ -74,7 +73,7 @@ def test_an_epoch_of_nothing_and_bad_arguments():
         ProcessSource(source.source, 0).batches(4)
 
 
-def test_an_error_is_raised_here_when_its_batch_has_its_turn(tmp_path, monkeypatch):
+def test_an_error_is_raised_here_when_its_batch_has_its_turn(tmp_path, monkeypatch, forked):
     monkeypatch.setattr(module, "RUN_SAMPLES", 64)
     lines = criteo_lines(200)
     lines[150] = lines[150] + "\tmore"
@@ -106,25 +105,18 @@ def test_errors_travel_as_they_are_or_are_quoted():
     assert type(quoted) is RuntimeError and str(quoted) == "Peculiar: 1 and 2"
 
 
-@dataclass(frozen=True)
-class Noted:
-    """Batches of one sample, each noted in a folder when it is made."""
-
-    folder: Path
-    schema = Schema((), ())
-    num_samples = 1000
-
-    def batches(self, batch_size, *, rank=0, num_ranks=1, start=START) -> Iterator[Batch]:
-        for step in range(start.step, 1000):
-            (self.folder / str(step)).touch()
-            yield Batch(1, torch.full((1, 1), float(step)), {})
-
-
 def wait_until(condition, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.05)
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Have readers forked with torch imported: for tests of what they read, not of how they start."""
+    preloaded_context()
+    monkeypatch.setattr(module, "STARTED_BY", "forkserver")
 
 
 @pytest.fixture
@@ -158,7 +150,7 @@ def test_readers_are_ahead_by_a_bound_outlive_ctrl_c_and_are_missed_when_killed(
         list(batches)
 
 
-def test_a_run_with_readers_is_the_run_without(tmp_path):
+def test_a_run_with_readers_is_the_run_without(tmp_path, forked):
     values = {
         "data": {"options": {"num_train": 600, "num_test": 100, "cardinalities": [50, 9]}},
         "model": {"dim": 4, "bottom": [4], "top": [4]},
@@ -177,7 +169,7 @@ def test_a_run_with_readers_is_the_run_without(tmp_path):
     assert found[0] == found[1]
 
 
-def test_a_reader_that_is_stopped_is_named_once(tmp_path, monkeypatch, capfd, readers_of):
+def test_a_reader_that_is_stopped_is_named_once(tmp_path, monkeypatch, capfd, readers_of, forked):
     monkeypatch.setattr(module, "RUN_SAMPLES", 1)
     monkeypatch.setattr(waited, "SAID_SECONDS", 0.2)
     monkeypatch.setattr(waited, "LOOK_SECONDS", 0.05)
@@ -194,94 +186,59 @@ def test_a_reader_that_is_stopped_is_named_once(tmp_path, monkeypatch, capfd, re
     )
 
 
-STOPPED = """
-import multiprocessing, os, signal, sys, threading, time
+LEAVE = """
+import sys
 from pathlib import Path
-from test_data_processes import Noted
-from test_lookahead import Slow
-from colonnade.data import processes
+from noted_batches import wait_for_a_stopped_reader
 if __name__ == "__main__":
-    processes.RUN_SAMPLES = 1
-    lookahead = Slow(0.0, 2).lookahead
-    lookahead._batches = iter(processes.ProcessSource(Noted(Path(sys.argv[1])), 1).batches(1))
-    next(lookahead)
-    (reader,) = multiprocessing.active_children()
-    os.kill(reader.pid, signal.SIGSTOP)
-    threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    start = time.monotonic()
-    try:
-        while True:
-            next(lookahead)
-    except KeyboardInterrupt:
-        if sys.argv[2] == "close":
-            lookahead.close()
-            print(lookahead._thread.is_alive(), reader.is_alive())
+    wait_for_a_stopped_reader(Path(sys.argv[1]), "leave")
 """
 
 
-@pytest.mark.parametrize("end", ["close", "leave"])
-def test_a_reader_that_is_stopped_keeps_nobody_from_ending(tmp_path, end):
-    """A Ctrl-C while the lookahead's thread waits for it: `close` returns, and so does the process."""
+def test_closing_ends_a_reader_that_is_stopped(tmp_path):
+    """A Ctrl-C while the lookahead's thread waits for it: `close` returns."""
+    notes, output = tmp_path / "notes", tmp_path / "output"
+    notes.mkdir()
+    child = start_child(output, os.environ, wait_for_a_stopped_reader, notes, "close")
+    try:
+        assert child.wait(60) == 0, child.said()
+    finally:
+        child.kill()
+    assert child.said().split() == ["False", "False"]
+
+
+def test_a_reader_that_is_stopped_keeps_nobody_from_ending(tmp_path):
+    """As above, without a `close`: the interpreter ends, for which this one is new."""
     script, notes = tmp_path / "script.py", tmp_path / "notes"
     notes.mkdir()
-    script.write_text(STOPPED)
+    script.write_text(LEAVE)
     places = [str(Path(__file__).parent), *sys.path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
     done = subprocess.run(
-        [sys.executable, str(script), str(notes), end],
+        [sys.executable, str(script), str(notes)],
         capture_output=True,
         text=True,
         timeout=60,
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == (["False", "False"] if end == "close" else [])
-
-
-SCRIPT = """
-import os, signal, sys, time
-from itertools import islice
-from pathlib import Path
-from threading import Thread
-import multiprocessing
-from test_data_processes import Noted
-from colonnade.data import processes
-if __name__ == "__main__":
-    processes.RUN_SAMPLES = 1
-    batches = processes.ProcessSource(Noted(Path(sys.argv[1])), 2).batches(1)
-    found = []  # threads come and go, as those of one lookahead after another
-    for _ in range(2):
-        thread = Thread(target=lambda: found.extend(islice(batches, 20)))
-        thread.start()
-        thread.join()
-    assert [float(batch.dense) for batch in found] == list(range(40))
-    readers = [child.pid for child in multiprocessing.active_children()]
-    os.kill(readers[0], signal.SIGSTOP)
-    print(*readers, flush=True)
-    time.sleep(300)
-"""
+    assert done.stdout == ""
 
 
 def test_readers_end_with_a_killed_parent_also_one_that_is_stopped(tmp_path):
-    """And what they inherited ends with them: here the pipe to this test."""
-    (tmp_path / "notes").mkdir()
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    places = [str(Path(__file__).parent), *sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
-    parent = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "notes")],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    readers = [int(pid) for pid in parent.stdout.readline().split()]
+    notes, output = tmp_path / "notes", tmp_path / "output"
+    notes.mkdir()
+    parent = start_child(output, os.environ, read_and_sleep, notes)
+    wait_until(lambda: parent.said().endswith("\n") or parent.code is not None)
+    assert parent.code is None, parent.said()
+    readers = [int(pid) for pid in parent.said().split()]
     try:
         assert len(readers) == 2
         parent.kill()
-        parent.communicate(timeout=30)
+        assert parent.wait(30) == -signal.SIGKILL
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers), 30)
     finally:
+        parent.kill()
         for pid in readers:
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)

@@ -12,15 +12,21 @@ from scenario import Net, global_batch
 
 from colonnade import RowOptimizer
 
-pytest.importorskip("lightning", reason="Lightning is not installed (pip install colonnade[test])")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import lightning
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+@pytest.fixture
+def lightning():
+    """Import Lightning here, not at the top: it takes seconds, also of who only collects tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        package = pytest.importorskip(
+            "lightning", reason="Lightning is not installed (pip install colonnade[test])"
+        )
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    return package
 
 
-class Module(lightning.LightningModule):
-    """Two optimizers, so steps are called by hand."""
+class Steps:
+    """What a `LightningModule` of ours is made of. Two optimizers, so steps are called by hand."""
 
     def __init__(self, seed=3):
         super().__init__()
@@ -46,7 +52,7 @@ class Module(lightning.LightningModule):
         return [self.net.state_dict(), self.trainer.optimizers[1].state_dict()]
 
 
-def train(module, first, end, folder, checkpoint=None):
+def train(lightning, module, first, end, folder, checkpoint=None):
     trainer = lightning.Trainer(
         max_epochs=1 if checkpoint is None else 2, accelerator="cpu", logger=False, default_root_dir=folder,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -60,15 +66,18 @@ def train(module, first, end, folder, checkpoint=None):
     return trainer
 
 
-def test_save_checkpoint_and_load_from_checkpoint(tmp_path):
+def test_save_checkpoint_and_load_from_checkpoint(tmp_path, lightning):
+    class Module(Steps, lightning.LightningModule):
+        pass
+
     whole = Module()
-    trainer = train(whole, 0, 4, tmp_path)
+    trainer = train(lightning, whole, 0, 4, tmp_path)
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     again = Module.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
     for name, value in whole.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
     fresh = Module()
-    train(whole, 4, 7, tmp_path, checkpoint=tmp_path / "model.ckpt")
-    train(fresh, 4, 7, tmp_path, checkpoint=tmp_path / "model.ckpt")
+    train(lightning, whole, 4, 7, tmp_path, checkpoint=tmp_path / "model.ckpt")
+    train(lightning, fresh, 4, 7, tmp_path, checkpoint=tmp_path / "model.ckpt")
     assert_same_state(whole, fresh)
     assert int(fresh.net.embeddings.step) == 7

@@ -194,6 +194,8 @@ def _replaced(batch: Batch, kind: type, by: Any) -> Batch:
 RUN_SAMPLES = 1 << 15
 """About so many samples of a rank are one run: starting one costs a seek, and each process holds RUNS_AHEAD of them."""
 RUNS_AHEAD = 2
+STARTED_BY = "spawn"
+"""A process with threads is not safe to fork. Tests start readers otherwise, where only what they read matters."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -236,7 +238,7 @@ class ProcessSource:
             batch_size=None,
             num_workers=self.num_processes,
             prefetch_factor=RUNS_AHEAD,
-            multiprocessing_context="spawn",
+            multiprocessing_context=STARTED_BY,
             worker_init_fn=_settle,
         )
         # A thread of their own starts them, and stays for as long as they do: they end with it (`_settle`), while those
