@@ -169,7 +169,6 @@ ABOVE = {
     ("cli/plan.py", "plan"),
     ("cli/predict.py", "predict"),
     ("data/tabular/columns.py", "_wanted"),
-    ("embedding.py", "open"),
     ("lookup/layout.py", "declare"),
     ("plan/search/search.py", "_possible"),
     ("plan/cost/consumers.py", "model_load"),
