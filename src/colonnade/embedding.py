@@ -142,13 +142,35 @@ class EmbeddingCollection(StatefulRows):
         self._check_waiting(self.plan, self.mesh, step)
         self.step = self.step if step is None else step
         keep_freed_memory()
+        self._open_exchange()
+        self._open_store(backings)
+        self._open_policies(policies or {})
+        self.updates = Updates(self.exchange, self.store, self.policies, self.missed)
+        waits = bool(self.cached or self.policies or self.exchange.pushed_parameters)
+        may_be_late = self.bounds[0] >= LATE and self.mesh.num_ranks > 1
+        # Agreed, for ranks have policies only of tables whose rows they have, and all must call in one order.
+        self._lands_late = may_be_late and bool(self.mesh.least(int(not waits)))
+        self._window = Window(
+            stall_seconds=lambda: self.store.sources.stall_seconds,
+            share=self.store.pinned_share,
+            starved=threading.Event(),
+            crowded=threading.Event(),
+            closing=threading.Event(),
+        )
+        self._opened = True
+        self._put_waiting()
+        return self
+
+    def _open_exchange(self) -> None:
+        """Collective: lay the tables out as the plan says, and open what travels between ranks."""
         is_read = [self.declaration.is_read(table) for table in self.tables]
         self.consistency, late = of_tables(self.plan.bounds, is_read)
         self.bounds = sorted(set(late))  # that reads of some table are late by
         planned, shardings = self.plan.tables, self.plan.shardings
-        said = [each.exchange for each in planned]
-        self.slices = slices_of(self.declaration, shardings, said, late)
+        names = [each.exchange for each in planned]
+        self.slices = slices_of(self.declaration, shardings, names, late)
         laid = self.slices.laid
+        self.shards = tuple(each.sharding.shard_of(self.mesh.rank) for each in laid)
         self.exchange = open_exchange(
             self.slices.declaration,
             self.mesh,
@@ -161,7 +183,10 @@ class EmbeddingCollection(StatefulRows):
             caches=[planned[each.number].cache for each in laid],
             copies_on=self.place.device if self.plan.cache_tier == "hbm" else None,
         )
-        self.shards = tuple(each.sharding.shard_of(self.mesh.rank) for each in laid)
+
+    def _open_store(self, backings: Sequence[Backing]) -> None:
+        """Make room for this rank's rows: in memory, mapped memory, and in its device's above these."""
+        planned, laid = self.plan.tables, self.slices.laid
         tiers = ["dram" if each.is_hot else planned[each.number].tier for each in laid]
         memory = open_dram(
             [each.stored for each in laid],
@@ -182,27 +207,15 @@ class EmbeddingCollection(StatefulRows):
             ]
             self.store = open_hbm(memory, slots, self.place.device, seed=self.seed)
         self.cached = cached_end(self.exchange, memory)
-        tables = [each.table for each in laid]
+
+    def _open_policies(self, by_hand: Mapping[str, RowPolicy]) -> None:
+        """Open what each table's admission and eviction ask for. by_hand: by table, instead of these."""
+        tables = [each.table for each in self.slices.laid]
         declared = open_policies(tables, self.shards, seed=self.seed)
-        by_hand = {self._slices(name): policy for name, policy in (policies or {}).items()}
+        given = {self._slices(name): policy for name, policy in by_hand.items()}
         has_copies = self.cached.has_copies if self.cached else []
-        check_policies(by_hand, declared, tables, has_copies=has_copies)
-        self.policies: dict[int, RowPolicy] = declared | {t: each for (t,), each in by_hand.items()}
-        self.updates = Updates(self.exchange, self.store, self.policies, self.missed)
-        waits = bool(self.cached or self.policies or self.exchange.pushed_parameters)
-        may_be_late = self.bounds[0] >= LATE and self.mesh.num_ranks > 1
-        # Agreed, for ranks have policies only of tables whose rows they have, and all must call in one order.
-        self._lands_late = may_be_late and bool(self.mesh.least(int(not waits)))
-        self._window = Window(
-            stall_seconds=lambda: self.store.sources.stall_seconds,
-            share=self.store.pinned_share,
-            starved=threading.Event(),
-            crowded=threading.Event(),
-            closing=threading.Event(),
-        )
-        self._opened = True
-        self._put_waiting()
-        return self
+        check_policies(given, declared, tables, has_copies=has_copies)
+        self.policies: dict[int, RowPolicy] = declared | {t: each for (t,), each in given.items()}
 
     def serve(self, rows: MappedRows) -> EmbeddingCollection:
         """Instead of `open`: look rows up in exported ones, in place, for prediction only."""

@@ -94,6 +94,14 @@ class Table:
             )
         # torch.bfloat16 says the same as "bfloat16".
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        self._check_dtype()
+        self._check_parts()
+        self._check_constraints()
+        self._check_retention()
+        self._check_hashes()
+        self._check_size()
+
+    def _check_dtype(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise ConfigError(
                 f"table {self.name!r}: got dtype={self.dtype!r}; choose from {', '.join(sorted(ITEM_BYTES))}"
@@ -103,6 +111,8 @@ class Table:
                 f"table {self.name!r}: got master=True with dtype={self.dtype!r}; only a bfloat16 weight is the "
                 "upper half of a float32"
             )
+
+    def _check_parts(self) -> None:
         dims = self.dim if isinstance(self.dim, Mapping) else {"": self.dim}
         if not dims:
             raise ConfigError(f"table {self.name!r}: got dim={{}}, wanted at least one part")
@@ -117,23 +127,31 @@ class Table:
                 f"table {self.name!r}: got parts {sorted(map(str, dims))}, wanted names without a dot"
             )
         for what, kind in (("optimizer", SparseOptimizer), ("initializer", Uniform | None)):
-            value = getattr(self, what)
-            given = value if isinstance(value, Mapping) else dict.fromkeys(dims, value)
-            if set(given) != set(dims):
+            self._check_by_part(what, kind, dims)
+
+    def _check_by_part(self, what: str, kind: Any, dims: Collection[str]) -> None:
+        """Check that attribute `what` is of `kind`, or gives one for each part."""
+        value = getattr(self, what)
+        given = value if isinstance(value, Mapping) else dict.fromkeys(dims, value)
+        if set(given) != set(dims):
+            raise ConfigError(
+                f"table {self.name!r}: got {what}s for {sorted(given)}, wanted one for each of the parts "
+                f"{sorted(dims)}, or one for all"
+            )
+        for each in given.values():
+            if not isinstance(each, kind):
                 raise ConfigError(
-                    f"table {self.name!r}: got {what}s for {sorted(given)}, wanted one for each of the parts "
-                    f"{sorted(dims)}, or one for all"
-                )
-            for each in given.values():
-                if not isinstance(each, kind):
-                    raise ConfigError(
-                        f"table {self.name!r}: got {what}={each!r}, wanted "
-                        + ("SGD(lr=...), Adagrad(lr=...), ..." if what == "optimizer" else "Uniform(scale=...)")
-                    )  # fmt: skip
+                    f"table {self.name!r}: got {what}={each!r}, wanted "
+                    + ("SGD(lr=...), Adagrad(lr=...), ..." if what == "optimizer" else "Uniform(scale=...)")
+                )  # fmt: skip
+
+    def _check_constraints(self) -> None:
         for what in ("max_norm", "weight_bound"):
             value = getattr(self, what)
             if value is not None and not (isinstance(value, int | float) and value > 0):
                 raise ConfigError(f"table {self.name!r}: got {what}={value!r}, wanted more than 0")
+
+    def _check_retention(self) -> None:
         for what, wanted in (("admission", Admission), ("eviction", Eviction)):
             value = getattr(self, what)
             if value is not None and not isinstance(value, wanted):
@@ -146,6 +164,8 @@ class Table:
                     f"table {self.name!r}: got {what} with rows={self.rows}; a vocabulary table has room for every id: "
                     f"leave rows out for an open table, or {what} for one whose rows all stay"
                 )
+
+    def _check_hashes(self) -> None:
         if self.hashes is not None and (
             not isinstance(self.hashes, int)
             or isinstance(self.hashes, bool)
@@ -159,6 +179,8 @@ class Table:
                 f"table {self.name!r}: got hashes={self.hashes} without rows; say how many rows all ids share, or "
                 "leave hashes out for an open table, whose ids have a row each"
             )
+
+    def _check_size(self) -> None:
         is_number = isinstance(self.rows, int) and not isinstance(self.rows, bool)
         if self.rows is not None and (not is_number or not 1 <= self.rows < 2**62):
             raise ConfigError(

@@ -173,21 +173,12 @@ ABOVE = {
     ("cli/plan.py", "plan"),
     ("cli/predict.py", "predict"),
     ("data/tabular/columns.py", "_wanted"),
-    ("embedding.py", "open"),
-    ("lookup/layout.py", "declare"),
     ("plan/search/search.py", "_possible"),
     ("plan/cost/consumers.py", "model_load"),
-    ("plan/plan.py", "build_plan"),
     ("plan/search/explanation.py", "consumer_choices"),
     ("plan/search/tower_choice.py", "narrowed"),
     ("report/pages.py", "figure_lines"),
-    ("store/dram.py", "open_dram"),
-    ("store/log.py", "open_log"),
-    ("table.py", "__post_init__"),
-    ("checkpoint/commits.py", "open_commits"),
-    ("checkpoint/commits.py", "restore"),
     ("run/planning.py", "plan_from_sample"),
-    ("run/run.py", "prepare"),
 }
 """Functions that are longer or more complex than others may be. The list only shrinks."""
 BRANCHES = (

@@ -15,7 +15,7 @@ import json
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -288,19 +288,15 @@ def open_commits(
     if at is not None and at not in steps:
         raise CheckpointError(f"{folder} has no commit of step {at}; it has {steps or 'none'}")
     if at is not None:
-        newer = [other for other in steps if other > at]
+        if mesh.rank == 0 and not read_only:
+            _give_up_newer(folder, disk, [other for other in steps if other > at])
         steps = [other for other in steps if other <= at]
-        if newer and mesh.rank == 0 and not read_only:
-            for other in newer:
-                disk.unlink(header_path(folder, other))
-            disk.sync_dir(folder / "commits")
         mesh.barrier()
     newest = torch.tensor(steps[-1] if steps else -1)
     mesh.broadcast("control", newest)
     step = None if newest < 0 else int(newest)
     check_whole(folder, step, mesh)
-    run = "" if step is None else read_header(folder, step).get("run", "")
-    run = mesh.all_gather_bytes("control", (run or uuid.uuid4().hex).encode())[0].decode()
+    run = _agree_on_run(folder, step, mesh)
     wanted = list(shardings or [row_wise_in(mesh.world)] * len(tables))
     had = wanted if step is None else shardings_of(read_header(folder, step))
     if len(had) != len(tables):
@@ -362,6 +358,20 @@ def remove_others(places: Sequence[Path], used: Collection[str]) -> None:
                 left.rmdir()  # unless something is in it
 
 
+def _give_up_newer(folder: Path, disk: Disk, steps: Sequence[int]) -> None:
+    """Delete the headers of these commits, which the run that goes on from an older one replaces."""
+    for step in steps:
+        disk.unlink(header_path(folder, step))
+    if steps:
+        disk.sync_dir(folder / "commits")
+
+
+def _agree_on_run(folder: Path, step: int | None, mesh: Mesh) -> str:
+    """Collective: return the run's name as the commit of `step` has it, or a new one."""
+    run = "" if step is None else read_header(folder, step).get("run", "")
+    return mesh.all_gather_bytes("control", (run or uuid.uuid4().hex).encode())[0].decode()
+
+
 def restore(trainer: TrainerState, folder: Path, step: int) -> None:
     """Every rank: put dense weights, optimizers, position, random state and held reads back to `step`; before
     the dense gradients are laid out, which take up what rounding had kept."""
@@ -369,62 +379,96 @@ def restore(trainer: TrainerState, folder: Path, step: int) -> None:
     check_model(folder, header, trainer.collection.declaration, trainer.model)
     place = state_folder(folder, step)
     dense = load_state(place / "dense", header["run"])
+    _restore_dense(trainer, dense, header, step)
+    ranks = [
+        load_state(place / f"rank-{rank}", header["run"]) for rank in range(header["num_ranks"])
+    ]
+    trainer.earlier_work = [state["work"] for state in ranks if "work" in state]
+    _restore_position(trainer, folder, dense["position"], ranks)
+    restore_retentions(trainer.collection, place, header)
+    _restore_held(trainer, folder, header, ranks)
+    _restore_copies(trainer, header, ranks)
+
+
+def _restore_dense(
+    trainer: TrainerState, dense: Mapping[str, Any], header: Mapping[str, Any], step: int
+) -> None:
+    """Put back what all ranks have alike: dense weights, optimizer, best score, learning-rate schedules."""
     load_dense(trainer.model, dense["model"])
     # What was learned comes from the commit; learning rates and the like are this run's configuration.
-    chosen = [settings_of(group) for group in trainer.dense_optimizer.param_groups]
+    configured = [settings_of(group) for group in trainer.dense_optimizer.param_groups]
     trainer.dense_optimizer.load_state_dict(dense["dense_optimizer"])
-    for group, settings in zip(trainer.dense_optimizer.param_groups, chosen, strict=True):
+    for group, settings in zip(trainer.dense_optimizer.param_groups, configured, strict=True):
         group.update(settings)
-    if (
-        header.get("monitor", trainer.best.monitor) == trainer.best.monitor
-    ):  # else scores do not compare
+    monitor = trainer.best.monitor
+    if header.get("monitor", monitor) == monitor:  # else scores do not compare
         trainer.best.restore(dense["best"])
     trainer.days = dense["days"]
     trainer.loss_scale.restore(dense.get("loss_scale"))
     groups = {"rows": dense["row_groups"], "dense": dense["dense_optimizer"]["param_groups"]}
     trainer.restore_schedules(dense["lr_schedules"], groups, step)
-    ranks = [
-        load_state(place / f"rank-{rank}", header["run"]) for rank in range(header["num_ranks"])
-    ]
-    trainer.earlier_work = [state["work"] for state in ranks if "work" in state]
+
+
+def _restore_position(
+    trainer: TrainerState,
+    folder: Path,
+    position: tuple[int, int],
+    ranks: Sequence[Mapping[str, Any]],
+) -> None:
+    """Put back each rank's place in its data, its random state, and what rounding of dense gradients had kept.
+
+    position: (epoch, step of the epoch); ranks: state by rank of the world that committed. Raises CheckpointError.
+    """
     sources = [state for state in ranks if not state.get("is_server")]
-    mesh, mine = trainer.mesh.trainers, None
+    mesh, own = trainer.mesh.trainers, None
     if len(sources) != mesh.num_ranks and any(state.get("source") is not None for state in sources):
         raise CheckpointError(
             f"{folder} was committed by {len(sources)} ranks in the middle of an epoch of data sets of their own, and "
             f"this run has {mesh.num_ranks}; go on with {len(sources)}, or from a commit at the end of an epoch"
         )
     if not trainer.mesh.is_server and mesh.rank < len(sources):
-        mine = sources[mesh.rank]
-        torch.set_rng_state(mine["random"])
-        of_gpus = mine.get("random_gpus", [])
+        own = sources[mesh.rank]
+        torch.set_rng_state(own["random"])
+        of_gpus = own.get("random_gpus", [])
         if of_gpus and len(of_gpus) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(of_gpus)
     trainer.dense.restore([state.get("dense_residuals") for state in sources])
-    source = mine.get("source") if mine and len(sources) == mesh.num_ranks else None
-    epoch, step_of_epoch = dense["position"]
+    source = own.get("source") if own and len(sources) == mesh.num_ranks else None
+    epoch, step_of_epoch = position
     trainer.position = Position(epoch, step_of_epoch, source)
-    restore_retentions(trainer.collection, place, header)
+
+
+def _restore_held(
+    trainer: TrainerState,
+    folder: Path,
+    header: Mapping[str, Any],
+    ranks: Sequence[Mapping[str, Any]],
+) -> None:
+    """Put back the reads of coming batches. Raises CheckpointError where they are of tables that were cut otherwise."""
+    collection = trainer.collection
+    laid = collection.slices.laid
     # No more than this run reads ahead: what is further off is not late enough, and no commit would hold it again.
-    late = trainer.collection.consistency.reads_ahead
-    num_held = min(late, *(len(state["held"]) for state in ranks))
-    num_tables = len(trainer.collection.slices.laid)
-    if num_held and len(trainer.collection.bounds) == 1:
+    num_held = min(collection.consistency.reads_ahead, *(len(state["held"]) for state in ranks))
+    if num_held and len(collection.bounds) == 1:
         # Where all tables have one bound, what was read of some alone is read anew.
-        num_held *= len(tables_held([ranks[0]["held"][0]], num_tables)) == num_tables
-    laid, tables = trainer.collection.slices.laid, trainer.collection.tables
-    then = lay_out(tables, shardings_of(header))
-    if num_held and [each.label for each in then] != [each.label for each in laid]:
+        num_held *= len(tables_held([ranks[0]["held"][0]], len(laid))) == len(laid)
+    before = lay_out(collection.tables, shardings_of(header))
+    if num_held and [each.label for each in before] != [each.label for each in laid]:
         raise CheckpointError(
             f"{folder}: got a commit that holds what was read ahead of tables that were cut by columns otherwise, or "
             "had other hot rows; go on with the shardings of the commit, or from one of a run without staleness"
         )
     trainer.held = [(i, [state["held"][i] for state in ranks]) for i in range(num_held)]
+
+
+def _restore_copies(
+    trainer: TrainerState, header: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
+) -> None:
+    """Put back this rank's copies of rows, where they are of the shardings of this run."""
     cached: CachedExchange | None = trainer.collection.cached
     copies: list[Any] = [state.get("cache") for state in ranks]
-    is_same = [each.plain() for each in trainer.collection.plan.shardings] == list(
-        header["shardings"].values()
-    )
+    shardings = [each.plain() for each in trainer.collection.plan.shardings]
+    is_same = shardings == list(header["shardings"].values())
     if cached is not None and is_same and is_taken_up(cached, copies):
         load(cached, copies[trainer.mesh.rank])
 

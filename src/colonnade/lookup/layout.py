@@ -17,6 +17,7 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch, Ids
 from colonnade.errors import ConfigError, DataError, IdRangeError, NonFiniteError
+from colonnade.interaction import Interaction
 from colonnade.lookup.contract import Consumer
 from colonnade.table import POOLINGS, Feature, Part, Table
 
@@ -142,6 +143,31 @@ def declare(
     output_dtype: torch.dtype | None = None,
 ) -> Declaration:
     """Check a model's declaration. Raises ConfigError naming what does not fit."""
+    _check_lists(tables, features)
+    _check_tables(tables, features)
+    compute = tables[0].compute_dtype
+    output = compute if output_dtype is None else str(output_dtype).removeprefix("torch.")
+    allowed = ("float64",) if compute == "float64" else ("float32", "bfloat16", "float16")
+    if output not in allowed:
+        raise ConfigError(
+            f"got output_dtype={output} for tables of {tables[0].dtype}; choose from {', '.join(allowed)}"
+        )
+    declaration = Declaration(tuple(tables), tuple(features), {}, output)  # type: ignore[arg-type]
+    by_name = {field.name: field for field in declaration.fields}
+    twice = sorted({f.name for f in declaration.fields if f is not by_name[f.name]})
+    if twice:
+        raise ConfigError(f"two fields are named {twice[0]!r}; rename the feature or the part")
+    checked: dict[str, Consumer] = {}
+    for name, (interaction, wanted) in consumers.items():
+        if name in by_name:
+            raise ConfigError(f"consumer {name!r} has the name of a feature; rename one of them")
+        _check_inputs(declaration, by_name, name, interaction, wanted)
+        checked[name] = Consumer(interaction, tuple(wanted))
+    return replace(declaration, consumers=checked)
+
+
+def _check_lists(tables: Sequence[Table], features: Sequence[Feature]) -> None:
+    """Raise ConfigError for what is no list, an empty one, or one with a name twice."""
     if not isinstance(tables, Collection) or not all(isinstance(t, Table) for t in tables):
         raise ConfigError(
             f"got {tables!r} as tables, wanted a list of Table: EmbeddingCollection([Table('item', 16, rows=1000)], "
@@ -162,6 +188,10 @@ def declare(
             )
     if not features:
         raise ConfigError("got no features, wanted at least one: Feature('item', 'item')")
+
+
+def _check_tables(tables: Sequence[Table], features: Sequence[Feature]) -> None:
+    """Raise ConfigError for tables of several dtypes, or features of tables that are not declared."""
     kinds = {(table.dtype, table.master) for table in tables}
     if len(kinds) > 1:
         words = sorted(dtype + " with master" * master for dtype, master in kinds)
@@ -176,43 +206,34 @@ def declare(
                 f"feature {feature.name!r} looks up table {feature.table!r}; declared tables: "
                 f"{', '.join(sorted(known))}"
             )
-    compute = tables[0].compute_dtype
-    output = compute if output_dtype is None else str(output_dtype).removeprefix("torch.")
-    allowed = ("float64",) if compute == "float64" else ("float32", "bfloat16", "float16")
-    if output not in allowed:
-        raise ConfigError(
-            f"got output_dtype={output} for tables of {tables[0].dtype}; choose from {', '.join(allowed)}"
-        )
-    declaration = Declaration(tuple(tables), tuple(features), {}, output)  # type: ignore[arg-type]
-    by_name = {field.name: field for field in declaration.fields}
-    twice = sorted({f.name for f in declaration.fields if f is not by_name[f.name]})
-    if twice:
-        raise ConfigError(f"two fields are named {twice[0]!r}; rename the feature or the part")
-    checked: dict[str, Consumer] = {}
-    for name, (interaction, wanted) in consumers.items():
-        if name in by_name:
-            raise ConfigError(f"consumer {name!r} has the name of a feature; rename one of them")
-        for place, field in enumerate(wanted):
-            if field not in by_name:
-                raise ConfigError(
-                    f"consumer {name!r} takes feature {field!r}; declared features: "
-                    f"{', '.join(by_name)}"
-                )
-            is_sequence = features[by_name[field].feature].pooling == "sequence"
-            if is_sequence and place < len(wanted) - interaction.sequences:
-                raise ConfigError(
-                    f"consumer {name!r} takes feature {field!r}, which is a sequence; "
-                    "pool it (sum, mean) or leave it without a consumer"
-                )
-            if not is_sequence and place >= len(wanted) - interaction.sequences:
-                raise ConfigError(
-                    f"consumer {name!r} takes feature {field!r} as a sequence, but it is pooled; declare "
-                    "it with pooling='sequence'"
-                )
-        if problem := interaction.refusal([by_name[field].dim for field in wanted]):
-            raise ConfigError(f"consumer {name!r} {problem}")
-        checked[name] = Consumer(interaction, tuple(wanted))
-    return replace(declaration, consumers=checked)
+
+
+def _check_inputs(
+    declaration: Declaration,
+    fields: Mapping[str, Field],
+    name: str,
+    interaction: Interaction,
+    wanted: Sequence[str],
+) -> None:
+    """Raise ConfigError where consumer `name` cannot take the fields that it wants, in this order."""
+    for place, field in enumerate(wanted):
+        if field not in fields:
+            raise ConfigError(
+                f"consumer {name!r} takes feature {field!r}; declared features: {', '.join(fields)}"
+            )
+        is_sequence = declaration.features[fields[field].feature].pooling == "sequence"
+        if is_sequence and place < len(wanted) - interaction.sequences:
+            raise ConfigError(
+                f"consumer {name!r} takes feature {field!r}, which is a sequence; "
+                "pool it (sum, mean) or leave it without a consumer"
+            )
+        if not is_sequence and place >= len(wanted) - interaction.sequences:
+            raise ConfigError(
+                f"consumer {name!r} takes feature {field!r} as a sequence, but it is pooled; declare "
+                "it with pooling='sequence'"
+            )
+    if problem := interaction.refusal([fields[field].dim for field in wanted]):
+        raise ConfigError(f"consumer {name!r} {problem}")
 
 
 def outputs(declaration: Declaration) -> tuple[Output, ...]:

@@ -6,7 +6,7 @@ Making, printing and comparing a plan touches no device and no file.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -256,17 +256,74 @@ def build_plan(
     keeps; on one rank they mean nothing. `cache_tier`: where copies lie, in memory or (hbm) in that of the device
     the collection is on when it is opened.
     """
-    exchanges, shardings = exchanges or {}, shardings or {}
-    for said in (exchange, *exchanges.values()):
-        if said not in EXCHANGES:
+    exchanges, shardings, staleness = exchanges or {}, shardings or {}, staleness or {}
+    table_bytes = table_bytes or {}
+    _check_names((exchange, *exchanges.values()), codecs)
+    check_staleness(staleness, [table.name for table in tables])
+    _check_shardings(shardings, tables, num_ranks, servers)
+    _check_numbers(lookahead, staleness_steps, dram_bytes)
+    everywhere = Sharding("row_wise", tuple(servers)) if servers else row_wise(num_ranks)
+    of_tables = [shardings.get(table.name, everywhere) for table in tables]
+    of_tables = with_hot(tables, of_tables, replicated_rows or {}, num_ranks, servers)
+    caches = (caches or {}) if num_ranks > 1 else {}
+    of_exchanges = [
+        implied_exchange(each, exchanges.get(table.name, exchange))
+        for table, each in zip(tables, of_tables, strict=True)
+    ]
+    check_caches(
+        caches, tables, of_tables, of_exchanges,
+        staleness_steps=staleness_steps or max(staleness.values(), default=0),
+        codecs=codecs, hbm_bytes=hbm_bytes, servers=servers, tier=cache_tier,
+    )  # fmt: skip
+    capacities = _divide_memory(
+        tables, of_tables, num_ranks, dram_bytes, hbm_bytes, table_bytes, mapped
+    )
+    planned = tuple(
+        TablePlan(
+            name=table.name,
+            sharding=of_tables[t],
+            exchange="cached" if table.name in caches else of_exchanges[t],
+            cache=caches.get(table.name),
+            capacity_rows=capacities[t].rows,
+            fits=capacities[t].fits,
+            tier=capacities[t].tier,
+            rest="-" if capacities[t].fits else "ssd" if ssd else "run folder",
+            hbm_rows=capacities[t].hbm_rows,
+            staleness_steps=staleness.get(table.name),
+        )
+        for t, table in enumerate(tables)
+    )
+    plan = Plan(
+        num_ranks=num_ranks, dram_bytes=dram_bytes, lookahead=lookahead, staleness_steps=staleness_steps,
+        tables=planned, mapped=mapped, ssd=tuple(ssd), write_budget=write_budget, hbm_bytes=hbm_bytes,
+        codecs=codecs, servers=tuple(servers), towers=towers, cache_tier=cache_tier,
+    )  # fmt: skip
+    if lookahead == "auto" and (num_ranks > 1 or not plan.needs_backing):
+        # Ranks must agree on a depth; and with nothing at rest there is nothing to wait for.
+        return replace(plan, lookahead=DEEP if plan.needs_backing else 2)
+    return plan
+
+
+def _check_names(exchanges: Iterable[str], codecs: Codecs) -> None:
+    """Raise ConfigError for an exchange or a codec that does not exist."""
+    for name in exchanges:
+        if name not in EXCHANGES:
             raise ConfigError(
-                f"unknown exchange {said!r}; choose from {', '.join(sorted(EXCHANGES))}"
+                f"unknown exchange {name!r}; choose from {', '.join(sorted(EXCHANGES))}"
             )
-    for said in (codecs.values, codecs.gradients, codecs.dense):
-        if said not in CODECS:
-            raise ConfigError(f"unknown codec {said!r}; choose from {', '.join(CODECS)}")
+    for name in (codecs.values, codecs.gradients, codecs.dense):
+        if name not in CODECS:
+            raise ConfigError(f"unknown codec {name!r}; choose from {', '.join(CODECS)}")
+
+
+def _check_shardings(
+    shardings: Mapping[str, Sharding],
+    tables: Sequence[Table],
+    num_ranks: int,
+    servers: Sequence[int],
+) -> None:
+    """Raise ConfigError for a sharding of an unknown table, or on a rank that can have no rows."""
     names = [table.name for table in tables]
-    check_staleness(staleness or {}, names)
     for name, sharding in shardings.items():
         if name not in names:
             raise ConfigError(
@@ -281,8 +338,14 @@ def build_plan(
                 f"table {name!r}: got a sharding on rank {others[0]}, which trains; where there are servers all rows "
                 f"lie on them: {', '.join(map(str, servers))}"
             )
-    ahead = 2 if lookahead == "auto" else lookahead
-    if not all(isinstance(each, int) and each >= 0 for each in (ahead, staleness_steps)):
+
+
+def _check_numbers(
+    lookahead: int | Literal["auto"], staleness_steps: int, dram_bytes: int | None
+) -> None:
+    """Raise ConfigError for a number below the least that it may be."""
+    depth = 2 if lookahead == "auto" else lookahead
+    if not all(isinstance(each, int) and each >= 0 for each in (depth, staleness_steps)):
         raise ConfigError(
             f"got lookahead={lookahead}, staleness_steps={staleness_steps}; wanted 0 or more (of lookahead, or auto)"
         )
@@ -290,21 +353,35 @@ def build_plan(
         raise ConfigError(
             f"got dram_bytes={dram_bytes}; wanted a positive number of bytes, or None"
         )
-    everywhere = Sharding("row_wise", tuple(servers)) if servers else row_wise(num_ranks)
-    of_tables = [shardings.get(table.name, everywhere) for table in tables]
-    of_tables = with_hot(tables, of_tables, replicated_rows or {}, num_ranks, servers)
-    caches = (caches or {}) if num_ranks > 1 else {}
-    of_exchanges = [
-        implied_exchange(each, exchanges.get(table.name, exchange))
-        for table, each in zip(tables, of_tables, strict=True)
-    ]
-    check_caches(
-        caches, tables, of_tables, of_exchanges,
-        staleness_steps=staleness_steps or max((staleness or {}).values(), default=0),
-        codecs=codecs, hbm_bytes=hbm_bytes, servers=servers, tier=cache_tier,
-    )  # fmt: skip
-    every = lay_out(tables, of_tables)
-    asked = dram_bytes, hbm_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Capacity:
+    """Memory that each rank with rows of one table has for them."""
+
+    rows: int
+    hbm_rows: int
+    """Rows in the memory of its device."""
+    tier: Tier
+    """Kind of the memory that `rows` lie in."""
+    fits: bool
+    """Nothing is ever evicted: all rows that a rank owns have room, or no budget limits the table."""
+
+
+def _divide_memory(
+    tables: Sequence[Table],
+    shardings: Sequence[Sharding],
+    num_ranks: int,
+    dram_bytes: int | None,
+    hbm_bytes: int | None,
+    table_bytes: Mapping[str, int],
+    mapped: Place | None,
+) -> list[_Capacity]:
+    """Divide the memory of each rank among its tables. Returns by table what the fullest rank has room for.
+
+    Raises ConfigError for budgets that hold not even a row of each table.
+    """
+    every, is_limited = lay_out(tables, shardings), dram_bytes is not None
     dram_bytes = beside_hot(every, dram_bytes, "plan.memory.dram", slot_bytes)
     hbm_bytes = beside_hot(every, hbm_bytes, "plan.memory.hbm", lambda table: table.record_bytes)
     laid = [each for each in every if not each.is_hot]
@@ -316,85 +393,73 @@ def build_plan(
         held = [
             table for table, shard in zip(slices, shards, strict=True) if shard.place is not None
         ]
-        check_budget(tables, held, dram_bytes, table_bytes or {})
-        least = sum(table.record_bytes for table in held)
-        if hbm_bytes is not None and hbm_bytes < least:
-            raise ConfigError(
-                f"plan.memory.hbm: got {hbm_bytes:,} bytes, wanted at least {least:,}: one row of each of "
-                f"{len(held)} tables; and enough for the rows of a window of batches"
-            )
+        check_budget(tables, held, dram_bytes, table_bytes)
+        _check_hbm(held, hbm_bytes)
     on_device = [0] * len(slices)
     if hbm_bytes is not None:
         on_device = _fullest(loads, [hbm_rows(slices, hbm_bytes, shards) for shards in loads])
-    share_out = partial(capacity_rows, fixed_bytes=table_bytes)
-    by_load = [share_out(slices, dram_bytes, shards) for shards in loads]
-    chosen: set[int] = set()
+    divide = partial(capacity_rows, budget_bytes=dram_bytes, fixed_bytes=table_bytes)
+    by_load = [divide(slices, shards=shards) for shards in loads]
+    mapped_slices: set[int] = set()
     if mapped is not None:
-        # Of a table's ranks, each has room for it there.
-        left = [
-            set(range(len(slices)))
-            - set(mapped_tables(slices, given, mapped.bytes, shards))
-            - {t for t, shard in enumerate(shards) if shard.place is None}
-            for given, shards in zip(by_load, loads, strict=True)
-        ]
-        apart = {laid[t].number for each in left for t in each}  # slices of a table lie alike
-        chosen = {t for t, each in enumerate(laid) if each.number not in apart}
-        others = [t for t in range(len(slices)) if t not in chosen]
-        kinds = [slices[t] for t in others]
-        shared = [share_out(kinds, dram_bytes, [shards[t] for t in others]) for shards in loads]
-        by_load = []
-        for shards, given in zip(loads, shared, strict=True):
-            others_have = dict(zip(others, given, strict=True))
-            by_load.append(
-                [
-                    others_have.get(t, shards[t].most_rows(table.rows or 0))
-                    for t, table in enumerate(slices)
-                ]
-            )
-    capacities = _least_by_table(laid, _fullest(loads, by_load))
+        mapped_slices = _choose_mapped(laid, loads, by_load, mapped)
+        by_load = [_beside_mapped(slices, shards, mapped_slices, divide) for shards in loads]
+    in_memory = _least_by_table(laid, _fullest(loads, by_load))
     on_device = _least_by_table(laid, on_device)
-    in_files = {laid[t].number for t in chosen}
-    rest = "ssd" if ssd else "run folder"
-    planned = []
-    for t, (table, rows) in enumerate(zip(tables, capacities, strict=True)):
-        is_limited = dram_bytes is not None or table.name in (table_bytes or {})
-        sharding = of_tables[t]
-        whole = table.rows is not None and rows >= share(table.rows, sharding.num_owners)
-        fits = whole or not is_limited
-        planned.append(
-            TablePlan(
-                name=table.name,
-                sharding=sharding,
-                exchange="cached" if table.name in caches else of_exchanges[t],
-                cache=caches.get(table.name),
-                capacity_rows=rows,
-                fits=fits,
-                tier="mapped" if t in in_files else "dram",
-                rest="-" if fits else rest,
-                hbm_rows=on_device[t],
-                staleness_steps=(staleness or {}).get(table.name),
-            )
+    mapped_numbers = {laid[s].number for s in mapped_slices}
+    return [
+        _Capacity(
+            rows=rows,
+            hbm_rows=on_device[t],
+            tier="mapped" if t in mapped_numbers else "dram",
+            fits=(table.rows is not None and rows >= share(table.rows, shardings[t].num_owners))
+            or not (is_limited or table.name in table_bytes),
         )
-    dram_bytes, hbm_bytes = asked
-    plan = Plan(
-        num_ranks=num_ranks,
-        dram_bytes=dram_bytes,
-        lookahead=lookahead,
-        staleness_steps=staleness_steps,
-        tables=tuple(planned),
-        mapped=mapped,
-        ssd=tuple(ssd),
-        write_budget=write_budget,
-        hbm_bytes=hbm_bytes,
-        codecs=codecs,
-        servers=tuple(servers),
-        towers=towers,
-        cache_tier=cache_tier,
-    )
-    if lookahead == "auto" and (num_ranks > 1 or not plan.needs_backing):
-        # Ranks must agree on a depth; and with nothing at rest there is nothing to wait for.
-        return replace(plan, lookahead=DEEP if plan.needs_backing else 2)
-    return plan
+        for t, (table, rows) in enumerate(zip(tables, in_memory, strict=True))
+    ]
+
+
+def _check_hbm(held: Sequence[Table], hbm_bytes: int | None) -> None:
+    """Raise ConfigError where device memory has no room for one row of each table that a rank has rows of."""
+    least = sum(table.record_bytes for table in held)
+    if hbm_bytes is not None and hbm_bytes < least:
+        raise ConfigError(
+            f"plan.memory.hbm: got {hbm_bytes:,} bytes, wanted at least {least:,}: one row of each of "
+            f"{len(held)} tables; and enough for the rows of a window of batches"
+        )
+
+
+def _choose_mapped(
+    laid: Sequence[Laid],
+    loads: Sequence[Sequence[Shard]],
+    by_load: Sequence[Sequence[int]],
+    mapped: Place,
+) -> set[int]:
+    """Choose the slices that lie in mapped memory: of tables for which each of their ranks has room there.
+
+    by_load: rows in memory by load and slice, if nothing were mapped.
+    """
+    slices = [each.table for each in laid]
+    without_room: set[int] = set()
+    for capacities, shards in zip(by_load, loads, strict=True):
+        fitting = set(mapped_tables(slices, capacities, mapped.bytes, shards))
+        absent = {s for s, shard in enumerate(shards) if shard.place is None}
+        without_room |= set(range(len(slices))) - fitting - absent
+    unmapped = {laid[s].number for s in without_room}  # slices of a table lie alike
+    return {s for s, each in enumerate(laid) if each.number not in unmapped}
+
+
+def _beside_mapped(
+    slices: Sequence[Table],
+    shards: Sequence[Shard],
+    mapped_slices: Collection[int],
+    divide: Callable[..., list[int]],
+) -> list[int]:
+    """Divide one rank's memory among the slices that are not mapped. Returns rows by slice; of mapped ones, all."""
+    others = [s for s in range(len(slices)) if s not in mapped_slices]
+    rows = divide([slices[s] for s in others], shards=[shards[s] for s in others])
+    rows_of = dict(zip(others, rows, strict=True))
+    return [rows_of.get(s, shards[s].most_rows(table.rows or 0)) for s, table in enumerate(slices)]
 
 
 def plan_of(

@@ -30,13 +30,15 @@ from colonnade.config.run import RunConfig, dump_config, load_config, override
 from colonnade.data import Splits, num_steps
 from colonnade.data.processes import read_ahead
 from colonnade.data.tabular.tables import lasting_options
+from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, StorageError
 from colonnade.formats import stamp
 from colonnade.interaction import TowerModule
 from colonnade.models.build import build_model, lasting_towers
 from colonnade.models.tower_modules import words_of
 from colonnade.plan.constraints import is_settled
-from colonnade.plan.plan import plan_of
+from colonnade.plan.measure.device import Device
+from colonnade.plan.plan import Plan, plan_of
 from colonnade.plan.search.candidates import Memory
 from colonnade.plan.towers.advice import advised
 from colonnade.processors import usable_processors
@@ -49,6 +51,7 @@ from colonnade.run.machine import machine_facts
 from colonnade.run.planner import placed_in_towers
 from colonnade.run.planning import SAMPLE_LOOKUPS, Planned, plan_for_all, plan_from_sample
 from colonnade.run.start import (
+    Taken,
     complete_outcome,
     outcome_of,
     plan_warm_start,
@@ -215,10 +218,7 @@ def prepare(
     """Collective: the one way from a model and its data to a run, whoever built them; as `open_run`."""
     config = settle(config, objective)
     collection, mesh_of_all = find_collection(model), mesh
-    if collection.is_open and collection.mesh.world.has_servers:
-        mesh = collection.mesh
-    elif not read_only:  # reading a run needs no servers because it was trained with some
-        mesh = with_servers(mesh, config.plan.servers)
+    mesh = _mesh_of_run(collection, mesh, config, read_only)
     agree_on_model(
         model, collection, data, mesh,
         objective=type(objective).__name__, monitor=config.train.monitor, at=at, has_folder=folder is not None,
@@ -227,21 +227,17 @@ def prepare(
     if folder is not None and not read_only:
         _check_same_run(folder, config)
         if at is None:
-            num_epochs = len(data.days) if config.train.progressive else config.train.num_epochs
-            final_summary = read_final_summary(folder, config.train, num_epochs, mesh)
+            final_summary = _read_final_summary(folder, config, data, mesh)
         if final_summary is not None:  # open it for reading
             read_only, mesh = True, mesh_of_all
-    tells_next_use = config.data.next_use and not read_only
     if not read_only:
-        check_data(data, config, objective)
-    if tells_next_use:
-        splits_with_next_use(data, config.train.num_epochs)  # refused before anything is opened
-    if not read_only and not mesh.is_server:  # nor a GPU
-        move_network(model, config.train.device, mesh)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+        _prepare_training(model, data, config, mesh, objective)
+    opening = _Opening(
+        model, collection, data, config, mesh, folder, objective, read_only,
+        dense_optimizer or partial(_dense_optimizer, config=config), console, disk or Disk(),
+    )  # fmt: skip
     rows = RowOptimizer(collection, clip_value=config.rows.clip_value)
-    make = dense_optimizer or partial(_dense_optimizer, config=config)
-    optimizer = make(parameters or [nn.Parameter(torch.empty(0))])
+    optimizer = opening.make_optimizer(opening.parameters or [nn.Parameter(torch.empty(0))])
     run_steps = total_steps(config, data)
     if console is not None and not read_only:
         warn_of_few_steps(config, run_steps, console)
@@ -249,9 +245,94 @@ def prepare(
         row_schedule(rows) if row_schedule else build_schedule(rows, config.rows.schedule, run_steps),
         dense_schedule(optimizer) if dense_schedule else build_schedule(optimizer, config.dense.schedule, run_steps),
     ]  # fmt: skip
-    disk = disk or Disk()
-    commits, step = None, None
-    if collection.is_open and (folder is not None or read_only):
+    plan, device = _make_plan(opening, optimizer)
+    plan_of_start = _plan_warm_start(opening)
+    commits, step = _open_rows(opening, plan, at)
+    trainer = _build_trainer(opening, rows, optimizer, schedules, run_steps, commits)
+    if folder is not None and step is not None:
+        with _closed_on_error(commits):
+            restore(trainer, folder, step)
+    elif plan_of_start is not None:
+        warm_start(trainer, plan_of_start)
+        if console is not None:
+            console.print(str(plan_of_start), highlight=False)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    trainer.dense.synchronise([*frozen, *model.buffers()])
+    trainer.dense.attach()
+    if folder is not None and not read_only:
+        if mesh.rank == 0:
+            _write_run_files(opening, folder, device)
+        if commits is not None:
+            commits.destinations = open_destinations(
+                config.train, folder, commits, step, opening.disk
+            )
+    return Run(config, mesh, trainer, folder, commits, step, final_summary=final_summary)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """Run that is being opened: what all steps of that need."""
+
+    model: nn.Module
+    collection: EmbeddingCollection
+    data: Splits
+    config: RunConfig
+    mesh: Mesh
+    folder: Path | None
+    objective: Objective
+    read_only: bool
+    make_optimizer: OptimizerMaker
+    console: Console | None
+    disk: Disk
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Dense parameters that are trained."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def trained_folder(self) -> Path | None:
+        """Folder that the run writes to; None: it writes nothing."""
+        return None if self.read_only else self.folder
+
+
+def _mesh_of_run(
+    collection: EmbeddingCollection, mesh: Mesh, config: RunConfig, read_only: bool
+) -> Mesh:
+    """Return the mesh with the servers of the plan. Reading a run needs none because it was trained with some."""
+    if collection.is_open and collection.mesh.world.has_servers:
+        return collection.mesh
+    return mesh if read_only else with_servers(mesh, config.plan.servers)
+
+
+def _read_final_summary(
+    folder: Path, config: RunConfig, data: Splits, mesh: Mesh
+) -> dict[str, Any] | None:
+    """Return the summary of a run that has nothing left to train, None of any other."""
+    num_epochs = len(data.days) if config.train.progressive else config.train.num_epochs
+    return read_final_summary(folder, config.train, num_epochs, mesh)
+
+
+def _prepare_training(
+    model: nn.Module, data: Splits, config: RunConfig, mesh: Mesh, objective: Objective
+) -> None:
+    """Check the data; move the network to its device, which servers do not need. Raises before anything is opened."""
+    check_data(data, config, objective)
+    if config.data.next_use:
+        splits_with_next_use(data, config.train.num_epochs)
+    if not mesh.is_server:
+        move_network(model, config.train.device, mesh)
+
+
+def _make_plan(opening: _Opening, optimizer: Optimizer) -> tuple[Plan | None, Device | None]:
+    """Collective: plan the rows; None where the collection is open already. Nothing is written before ranks agree.
+
+    Returns the plan, and the device as it was measured for one. Raises ConfigError.
+    """
+    collection, config, mesh, folder = (
+        opening.collection, opening.config, opening.mesh, opening.folder,
+    )  # fmt: skip
+    if collection.is_open and (folder is not None or opening.read_only):
         raise ConfigError(
             "this model's collection is open already, so a run folder cannot back its rows; build the model anew"
         )
@@ -259,106 +340,125 @@ def prepare(
     if not collection.is_open:
         laid = placed_in_towers(config, collection, mesh.world)
         wanted = laid.plan
-        if read_only:  # what was committed is found where it is, and nothing is written
+        if opening.read_only:  # what was committed is found where it is, and nothing is written
             memory = MemoryConfig(dram=wanted.memory.dram)
             wanted = wanted.model_copy(update={"memory": memory})
         plan = plan_of(wanted, collection.tables, mesh.world)
-        check_lookups(plan, collection, data)
-        if not read_only:
+        check_lookups(plan, collection, opening.data)
+        if not opening.read_only:
             check_tiers(plan.ssd, plan.mapped)
     agree_on_plan(plan, optimizer, mesh)  # the last word before anything is written
-    if folder is not None:
-        if not read_only:
-            check_shared(folder, mesh)
-            _fetch_if_bare(folder, config, mesh, console)
-    device = None
-    is_chosen = plan is not None and not is_settled(laid.plan, collection.tables, mesh.world)
-    if plan is not None and not read_only and (is_chosen or config.plan.placement == "profiled"):
-        done = 0 if folder is None else max(committed_steps(folder), default=0)
-        plan, device = plan_for_all(
-            model, collection, data, laid, mesh, folder, objective=objective, make_optimizer=make,
-            first_step=done,
-        )  # fmt: skip
-        check_lookups(plan, collection, data)
-    taken = None
-    if config.train.warm_start is not None and not read_only:
-        if folder is None or not committed_steps(folder):
-            skip = config.train.warm_start_skip
-            taken = plan_warm_start(model, collection.tables, config.train.warm_start, skip)
+    if (folder := opening.trained_folder) is not None:
+        check_shared(folder, mesh)
+        _fetch_if_bare(folder, config, mesh, opening.console)
+    if plan is None or opening.read_only:
+        return plan, None
+    if is_settled(laid.plan, collection.tables, mesh.world) and config.plan.placement != "profiled":
+        return plan, None
+    plan, device = plan_for_all(
+        opening.model, collection, opening.data, laid, mesh, folder, objective=opening.objective,
+        make_optimizer=opening.make_optimizer,
+        first_step=0 if folder is None else max(committed_steps(folder), default=0),
+    )  # fmt: skip
+    check_lookups(plan, collection, opening.data)
+    return plan, device
+
+
+def _plan_warm_start(opening: _Opening) -> Taken | None:
+    """Plan what a run without commits takes from another one; None: nothing."""
+    train, folder = opening.config.train, opening.folder
+    if train.warm_start is None or opening.read_only:
+        return None
+    if folder is not None and committed_steps(folder):
+        return None
+    return plan_warm_start(
+        opening.model, opening.collection.tables, train.warm_start, train.warm_start_skip
+    )
+
+
+def _open_rows(
+    opening: _Opening, plan: Plan | None, at: int | str | None
+) -> tuple[Commits | None, int | None]:
+    """Collective: open the run folder's commits, and the rows of a collection that is not open yet.
+
+    Returns the commits, and the step of the one that the run goes on from; None where there is no folder or no commit.
+    """
+    folder, console, commits, step = opening.folder, opening.console, None, None
     if folder is not None:
         commits, step = open_commits(
             folder,
-            collection.tables,
-            mesh,
-            keep=config.train.keep_commits,
-            disk=disk,
-            read_only=read_only,
+            opening.collection.tables,
+            opening.mesh,
+            keep=opening.config.train.keep_commits,
+            disk=opening.disk,
+            read_only=opening.read_only,
             at=None if at is None else resolve(folder, at),
             shardings=None if plan is None else plan.shardings,
             places=() if plan is None else plan.ssd,
             write_budget=None if plan is None else plan.write_budget,
         )
-        for said in lost_words(commits) if step is not None and not read_only else ():
-            if console is not None:
-                console.print(said, style="yellow", highlight=False)
+        if step is not None and not opening.read_only and console is not None:
+            for words in lost_words(commits):
+                console.print(words, style="yellow", highlight=False)
     if plan is not None:
+        backings = commits.backings if commits else ()
         with _closed_on_error(commits):
-            collection.open(
-                plan,
-                mesh,
-                backings=commits.backings if commits else (),
-                step=step,
-            )
-    exchange = collection.exchange
-    dense = DenseGradients(
-        parameters, mesh, collection.plan.codecs.dense, late=exchange.pushed_parameters,
-        towers=tower_weights(collection.declaration, exchange.inside, mesh.num_ranks, optimizer),
+            opening.collection.open(plan, opening.mesh, backings=backings, step=step)
+    return commits, step
+
+
+def _build_trainer(
+    opening: _Opening,
+    rows: RowOptimizer,
+    optimizer: Optimizer,
+    schedules: Sequence[LRScheduler | ReduceLROnPlateau | None],
+    run_steps: int | None,
+    commits: Commits | None,
+) -> Trainer:
+    """Build the trainer of an open collection; print how the model's towers go together."""
+    collection, config, mesh, console = (
+        opening.collection, opening.config, opening.mesh, opening.console,
     )  # fmt: skip
-    part = part_of(mesh)
+    exchange, data, part = collection.exchange, opening.data, part_of(mesh)
+    if config.data.next_use and not opening.read_only:
+        data = splits_with_next_use(data, config.train.num_epochs)
     trainer = Trainer(
-        model,
+        opening.model,
         collection,
-        splits_with_next_use(data, config.train.num_epochs) if tells_next_use else data,
+        data,
         _schedule(config),
-        objective=objective,
+        objective=opening.objective,
         dense_optimizer=optimizer,
         rows=rows,
-        dense=dense,
+        dense=DenseGradients(
+            opening.parameters, mesh, collection.plan.codecs.dense, late=exchange.pushed_parameters,
+            towers=tower_weights(collection.declaration, exchange.inside, mesh.num_ranks, optimizer),
+        ),
         lr_schedules=[schedule for schedule in schedules if schedule is not None],
         progress=Progress(
             total_steps=run_steps,
             console=console or Terminal(quiet=True),
-            folder=None if part is None or read_only else folder,
+            folder=None if part is None else opening.trained_folder,
             part=part or "all",
             is_quiet=console is None or mesh.rank > 0,
         ),
         commits=commits,
         loss_scale=loss_scale(config.train.loss_scale),
-    )
-    if console is not None and (said := words_of(model, collection)):
-        console.print(said, highlight=False)
-    if folder is not None and step is not None:
-        with _closed_on_error(commits):
-            restore(trainer, folder, step)
-    elif taken is not None:
-        warm_start(trainer, taken)
-        if console is not None:
-            console.print(str(taken), highlight=False)
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    dense.synchronise([*frozen, *model.buffers()])
-    dense.attach()
-    if folder is not None and not read_only:
-        if mesh.rank == 0:
-            write = partial(write_durably, disk, checked=False)
-            write(folder / "config.yaml", dump_config(config).encode())
-            write(folder / "plan.json", collection.plan.to_json().encode())
-            if device is not None:
-                write(folder / "device.json", device.to_json().encode())
-            facts = json.dumps(stamp("colonnade machine") | machine_facts(folder), indent=2)
-            write(folder / "machine.json", facts.encode())
-        if commits is not None:
-            commits.destinations = open_destinations(config.train, folder, commits, step, disk)
-    return Run(config, mesh, trainer, folder, commits, step, final_summary=final_summary)
+    )  # fmt: skip
+    if console is not None and (words := words_of(opening.model, collection)):
+        console.print(words, highlight=False)
+    return trainer
+
+
+def _write_run_files(opening: _Opening, folder: Path, device: Device | None) -> None:
+    """Write what describes the run into its folder; one rank does."""
+    write = partial(write_durably, opening.disk, checked=False)
+    write(folder / "config.yaml", dump_config(opening.config).encode())
+    write(folder / "plan.json", opening.collection.plan.to_json().encode())
+    if device is not None:
+        write(folder / "device.json", device.to_json().encode())
+    facts = json.dumps(stamp("colonnade machine") | machine_facts(folder), indent=2)
+    write(folder / "machine.json", facts.encode())
 
 
 @contextmanager

@@ -429,9 +429,6 @@ def open_dram(
     files (DAX, CXL, persistent memory), else the page cache. Compute works on them in place. They are scratch files
     without names, taken whole at once; raises StorageError where they cannot be.
     """
-    parts = [(t, part) for t, table in enumerate(tables) for part in table.parts]
-    numbers = [(t, part.column, part.dim, part.state) for t, part in parts]
-    starts = [part.optimizer.initial_state(part.dim) for _, part in parts]
     shards = shards or [Shard()] * len(tables)
     directories = [
         None if shard.place is None else place
@@ -441,23 +438,7 @@ def open_dram(
         for place in directories:
             if place is not None:
                 place.mkdir(parents=True, exist_ok=True)
-        native = _native.Dram(
-            _native.Parts(*torch.tensor(numbers, dtype=torch.int32).T.contiguous()),
-            [table.state_floats for table in tables],
-            [table.rows or 0 for table in tables],
-            [min(rows, MAX_SLOTS) for rows in capacity_rows],
-            [table_seed(seed, table.origin[0]) for table in tables],
-            [part.init_scale for _, part in parts],
-            [value for value, _ in starts],
-            [count for _, count in starts],
-            tables[0].dtype,
-            tables[0].master,
-            [shard.num_owners for shard in shards],
-            [-1 if shard.place is None else shard.place for shard in shards],
-            bool(backings),
-            ["" if place is None else str(place) for place in directories],
-            [table.origin[1] for table in tables],
-        )
+        native = _reserve(tables, capacity_rows, seed, shards, directories, bool(backings))
     except (OSError, MemoryError) as error:
         if not any(directories):
             raise
@@ -466,6 +447,37 @@ def open_dram(
             "budget of mapped memory"
         ) from None
     return DramStore(tables, native, backings)
+
+
+def _reserve(
+    tables: Sequence[Table],
+    capacity_rows: Sequence[int],
+    seed: int,
+    shards: Sequence[Shard],
+    directories: Sequence[Path | None],
+    is_backed: bool,
+) -> _native.Dram:
+    """Reserve the address space of `open_dram`. Raises OSError, MemoryError."""
+    parts = [(t, part) for t, table in enumerate(tables) for part in table.parts]
+    numbers = [(t, part.column, part.dim, part.state) for t, part in parts]
+    starts = [part.optimizer.initial_state(part.dim) for _, part in parts]
+    return _native.Dram(
+        _native.Parts(*torch.tensor(numbers, dtype=torch.int32).T.contiguous()),
+        [table.state_floats for table in tables],
+        [table.rows or 0 for table in tables],
+        [min(rows, MAX_SLOTS) for rows in capacity_rows],
+        [table_seed(seed, table.origin[0]) for table in tables],
+        [part.init_scale for _, part in parts],
+        [value for value, _ in starts],
+        [count for _, count in starts],
+        tables[0].dtype,
+        tables[0].master,
+        [shard.num_owners for shard in shards],
+        [-1 if shard.place is None else shard.place for shard in shards],
+        is_backed,
+        ["" if place is None else str(place) for place in directories],
+        [table.origin[1] for table in tables],
+    )
 
 
 def _bytes(rows: Tensor) -> np.ndarray:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -32,7 +32,7 @@ from colonnade.store import live as lives
 from colonnade.store import manifest as manifests
 from colonnade.store.compaction import Collector, Rewriting
 from colonnade.store.contract import Manifest, RowBatch, SegmentEntry
-from colonnade.store.disk import Disk
+from colonnade.store.disk import Disk, DiskFile
 from colonnade.store.durable import TEMPORARY_SUFFIX, write_durably
 from colonnade.store.live import LiveRecords
 from colonnade.store.log_files import LogFiles, SegmentFile, allow_many_files
@@ -473,76 +473,77 @@ def open_log(
     if record_bytes < 1:
         raise ValueError(f"got record_bytes={record_bytes}, wanted at least 1")
     allow_many_files()
-    home_lock = None
-    if not read_only:
-        if step is None:
-            disk.make_dir(directory)
-        elif not directory.is_dir():
-            raise CheckpointError(
-                f"{directory}: no such directory, wanted the commit of step {step}"
-            )
-        home_lock = disk.lock(directory / LOCK_NAME)
+    home_lock = None if read_only else _lock_home(directory, disk, step)
     store = opened = None
     try:
         read = partial(
-            manifests.read_manifest,
-            directory,
-            table=table_name,
-            identity=identity,
+            manifests.read_manifest, directory, table=table_name, identity=identity,
             record_bytes=record_bytes,
-        )
-        manifest, store_id = None, ""
-        known: dict[int, str] = {}
-        kept: dict[int, Manifest] = {}
-        if step is not None:
-            manifest, store_id, known = read(step)
-            for other in manifests.committed_steps(directory) if not read_only else ():
-                if other < step:
-                    kept[other] = read(other)[0]
-            kept[step] = manifest
+        )  # fmt: skip
+        older = () if read_only else manifests.committed_steps(directory)
+        by_step, store_id, known = _read_manifests(read, step, older)
         opened = open_stripes(
-            directory,
-            stripes,
-            disk=None if read_only else disk,
-            home_lock=home_lock,
-            known=known,
+            directory, stripes, disk=None if read_only else disk, home_lock=home_lock, known=known,
             store_id=store_id,
-        )
+        )  # fmt: skip
         shape = SegmentShape(record_bytes, owner_digest(table_name, identity))
-        named = [entry.number for m in kept.values() for entry in m.segments]
         longest = max(segment_bytes, HEADER.size + shape.stride)
+        numbers = [entry.number for each in by_step.values() for entry in each.segments]
         # One that takes nothing needs no room for it.
         log = _native.RowLog(
             record_bytes, rows or 0, num_owners, place, longest, shape.chunk_bytes(chunk_bytes), 3,
-            1 + max(named, default=0),
+            1 + max(numbers, default=0),
         )  # fmt: skip
         pages = -(-longest // 4096) * 4096
-        mapped = access == "mapped"
-        files = LogFiles(log, disk, opened, shape, longest_bytes=pages, is_mapped=mapped)
+        is_mapped = access == "mapped"
         store = LogBacking(
-            directory,
-            table_name=table_name,
-            identity=identity,
-            shape=shape,
-            disk=disk,
-            log=log,
-            files=files,
-            stripes=opened,
-            reader=reader or _native.PageReader("auto", READ_DEPTH),
+            directory, table_name=table_name, identity=identity, shape=shape, disk=disk, log=log,
+            files=LogFiles(log, disk, opened, shape, longest_bytes=pages, is_mapped=is_mapped),
+            stripes=opened, reader=reader or _native.PageReader("auto", READ_DEPTH),
             writer=None if read_only else writer or LogWriter(),
             collector=None if read_only else collector or Collector(),
             segment_bytes=longest,
-        )
-        if manifest is not None:
-            store._load(manifest)
+        )  # fmt: skip
+        if step is not None:
+            store._load(by_step[step])
         if not read_only:
-            store._start(kept)
+            store._start(by_step)
     except BaseException:
-        if store is not None:
-            store.close()
-        elif opened is not None:
-            opened.release()
-        elif home_lock is not None:
-            home_lock.close()
+        _give_up(store, opened, home_lock)
         raise
     return store
+
+
+def _read_manifests(
+    read: Callable[[int], tuple[Manifest, str, dict[int, str]]],
+    step: int | None,
+    steps: Iterable[int],
+) -> tuple[dict[int, Manifest], str, dict[int, str]]:
+    """Read the manifest of `step` and, of `steps`, of those before it.
+
+    Returns them by step, and the store's id and directories as that of `step` says; of a new store nothing.
+    """
+    if step is None:
+        return {}, "", {}
+    manifest, store_id, known = read(step)
+    older = {other: read(other)[0] for other in steps if other < step}
+    return {**older, step: manifest}, store_id, known
+
+
+def _lock_home(directory: Path, disk: Disk, step: int | None) -> DiskFile:
+    """Lock a store's directory, which is made for a new store. Raises CheckpointError, StoreLocked."""
+    if step is None:
+        disk.make_dir(directory)
+    elif not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory, wanted the commit of step {step}")
+    return disk.lock(directory / LOCK_NAME)
+
+
+def _give_up(store: LogBacking | None, stripes: Stripes | None, home_lock: DiskFile | None) -> None:
+    """Close what was opened last, which closes what it was opened with."""
+    if store is not None:
+        store.close()
+    elif stripes is not None:
+        stripes.release()
+    elif home_lock is not None:
+        home_lock.close()
