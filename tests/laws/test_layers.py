@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,10 +77,15 @@ def unit_of(module: str) -> str:
     return next((name for name in names if name in LEVEL), module)
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path) -> set[str]:
     """Return the modules that a file imports, at the top, inside functions or for type checking."""
     imported = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if (
             isinstance(node, ast.ImportFrom)
             and (node.module or "").partition(".")[0] == "colonnade"
@@ -96,7 +102,10 @@ def imports(path: Path) -> set[str]:
     return {name for name in imported if not name.startswith("__")}
 
 
-IMPORTS = {module: imports(path) - {module} for module, path in MODULES.items()}
+@cache
+def all_imports() -> dict[str, set[str]]:
+    """Return what each module imports, read when a test asks: collection alone parses nothing."""
+    return {module: imports(path) - {module} for module, path in MODULES.items()}
 
 
 def test_imports_point_down():
@@ -104,7 +113,7 @@ def test_imports_point_down():
     assert missing == set(), "give these a level in LEVELS, and in DESIGN.md"
     upwards = [
         f"{module} imports {other}"
-        for module, others in IMPORTS.items()
+        for module, others in all_imports().items()
         for other in others
         if unit_of(other) != unit_of(module) and LEVEL[unit_of(other)] >= LEVEL[unit_of(module)]
     ]
@@ -113,7 +122,7 @@ def test_imports_point_down():
 
 def test_no_circle_of_imports():
     """What is imported by nobody who is still there is taken away until nothing is: a circle stays."""
-    rest = {module: others & set(MODULES) for module, others in IMPORTS.items()}
+    rest = {module: others & set(MODULES) for module, others in all_imports().items()}
     while free := {module for module, others in rest.items() if not others}:
         rest = {m: others - free for m, others in rest.items() if m not in free}
     assert rest == {}
@@ -133,7 +142,7 @@ def test_folders_do_one_job():
     assert set(crowded) - FAMILIES == set()
     assert {name for name in FAMILIES if not (SOURCE / name).is_dir()} == set()
     users = {module: set() for module in MODULES}
-    for module, others in IMPORTS.items():
+    for module, others in all_imports().items():
         for other in others & set(MODULES) if MODULES[module].name != "__init__.py" else ():
             users[other].add(module)
     single = {
@@ -204,7 +213,7 @@ def test_files_and_functions_stay_small():
     for path in files():
         text = path.read_text(encoding="utf-8")
         assert len(text.splitlines()) <= MOST_LINES_OF_A_FILE, f"{path.relative_to(ROOT)}: split it"
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 if lines > MOST_LINES or count_branches(node) > MOST_COMPLEX:

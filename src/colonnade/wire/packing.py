@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -111,6 +112,7 @@ def _unpack(message: np.ndarray, rows: Tensor, num_owners: Tensor, places: Tenso
     return Requests(torch.as_tensor(ids), np.asarray(counts)[None, :], codes)
 
 
+@lru_cache(maxsize=2**14)
 def expected_list_bytes(count: float, rows: int, num_owners: int) -> float:
     """Bytes of a list that asks an owner for `count` of its rows, every set of so many being as likely: what hashed ids
     come to, and popular ids that are spread over a table; ids in order of popularity are to be measured. rows 0: an
@@ -163,6 +165,7 @@ def listed_head_bytes(count: float, rows: int) -> float:
     return 1 + sum(count >= 1 << 7 * i for i in range(1, 10)) + (0 if rows else 11)
 
 
+@lru_cache(maxsize=2**14)
 def _drawn_bytes(length: float, keys: float) -> float:
     size = chance_before = 0.0
     for width in range(65):
