@@ -136,8 +136,8 @@ def test_a_batch_is_what_batch_py_and_the_schema_say(source):
 
 
 EVERY_SIZE = [(num_ranks, size) for num_ranks in (2, 3, 7) for size in (5, 16, 1000)]
-TYPICAL_SIZES = {(2, 1000), (3, 16), (7, 5)}
-"""Every number of ranks and every size of a batch once; the other pairs are slow."""
+TYPICAL_SIZES = {(2, 16), (3, 5), (7, 1000)}
+"""Every number of ranks and every size of a batch once, small batches to few ranks; the other pairs are slow."""
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_ranks_blocks_make_the_batch_of_one_rank(source, num_ranks, batch_size):
 
 def test_any_position_resumes_exactly(source):
     whole = list(source.batches(16, rank=1, num_ranks=2, start=Position(2, 0)))
-    for step in (0, 1, 3, 4, 9):
+    for step in (1, 3, 4, 9):
         rest = list(source.batches(16, rank=1, num_ranks=2, start=Position(2, step)))
         assert len(rest) == len(whole[step:]), step
         assert all(same(a, b) for a, b in zip(rest, whole[step:], strict=True)), step

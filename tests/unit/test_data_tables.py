@@ -181,7 +181,7 @@ def test_other_declarations(name, tmp_path, kind):
     check(batch, declaration, rows)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10, 30), deadline=None)
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 30))
 def test_csv_and_parquet_give_the_same_batch(tmp_path_factory, seed, count):
     folder, rows = tmp_path_factory.mktemp("both"), samples(count, seed)

@@ -140,6 +140,8 @@ def _block_bytes(length: int, count: float, keys: float) -> float:
         longer = free**count if free > 0 and 2.0**width <= keys - count else 0.0
         chance = (1 - longer) ** length
         size += (chance - chance_before) * (1 + math.ceil(length * width / 8))
+        if chance == 1.0:  # and stays so
+            break
         chance_before = chance
     return size
 
@@ -166,6 +168,8 @@ def _drawn_bytes(length: float, keys: float) -> float:
     for width in range(65):
         chance = min(1.0, 2.0**width / keys) ** length
         size += (chance - chance_before) * (1 + math.ceil(length * width / 8))
+        if chance == 1.0:  # and stays so
+            break
         chance_before = chance
     return size
 
