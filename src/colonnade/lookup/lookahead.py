@@ -90,31 +90,21 @@ class Lookahead(Iterator[Batch]):
         when a batch enters the line. land(count): applies the oldest updates that are under way, and says how many are
         left; none is where a bound is less than `LATE`. is_in_order: `fetch` refuses a batch after one that nobody
         used."""
-        self._batches = iter(batches)
-        self._prepare = prepare
+        self._prepared = PreparedBatches(iter(batches), prepare, drop, window, depth, is_alone)
         self._fetch = fetch
-        self._drop = drop
         self._window = window
-        self.depth = SHALLOW if depth == "auto" else depth
-        self._deepens = depth == "auto" and is_alone
-        self._is_alone = is_alone
         self._land = land
         self._is_in_order = is_in_order
-        self._surplus = 0  # permits to keep back: the window has become shallower
-        self._has_said = depth == "auto"  # its own choice, nothing to say
-        self._taken, self._since, self._stalled = 0, time.perf_counter(), 0.0
         self._bounds = tuple(bounds)
         self._bound = bounds[-1]
-        self._ready: queue.Queue = queue.Queue()
-        # First in, first out: every rank's thread prepares exactly the batches it has a permit for before
-        # it sees the stop, so no rank waits in `prepare` for one that has already left.
-        self._permits: queue.Queue[bool] = queue.Queue()
         self._line: deque[Batch] = deque()  # fetched, oldest first
         self._handed: Batch | None = None
         self._owed = 0  # updates that were under way when a batch was handed out before the reads that see them
-        self._was_late = True
-        self._ended = False
-        self._thread: threading.Thread | None = None
+
+    @property
+    def depth(self) -> int:
+        """Batches that are prepared ahead, as it is now."""
+        return self._prepared.depth
 
     @property
     def fetched(self) -> tuple[Batch, ...]:
@@ -129,14 +119,14 @@ class Lookahead(Iterator[Batch]):
         )
         self._handed = None
         if unused is not None and not self._is_in_order:
-            self._give_back(unused)
+            self._prepared.give_back(unused)
             unused = None
         try:
             self._read_due()
         finally:
             # Not before: whether the thread has prepared the next one already is another matter on each rank.
             if unused is not None:
-                self._give_back(unused)
+                self._prepared.give_back(unused)
         if not self._line:
             raise StopIteration
         self._handed = self._line.popleft()
@@ -160,7 +150,7 @@ class Lookahead(Iterator[Batch]):
 
     def _read(self, gone: int = 0) -> None:
         """All that is due. gone: batches that have left the line since it was."""
-        while not self._ended and len(self._line) + gone <= self._bound:
+        while not self._prepared.is_exhausted and len(self._line) + gone <= self._bound:
             self._enter(gone)
         for steps in self._bounds[:-1]:
             if len(self._line) + gone > steps:
@@ -168,18 +158,16 @@ class Lookahead(Iterator[Batch]):
 
     def _enter(self, gone: int) -> None:
         """The next batch is read, and waits in the line."""
-        batch = self._take()
+        batch = self._prepared.take()
         if batch is None:
-            self._ended = True
             return
         before = self._window.stall_seconds()
         try:
             self._fetch(batch.ticket, len(self._line) + gone)
         except BaseException:  # nobody else has it to give up
-            self._give_back(batch)
+            self._prepared.give_back(batch)
             raise
-        if not self._was_late:
-            self._stalled += self._window.stall_seconds() - before
+        self._prepared.count_stall(self._window.stall_seconds() - before)
         self._line.append(batch)
 
     def __enter__(self) -> Lookahead:
@@ -192,46 +180,61 @@ class Lookahead(Iterator[Batch]):
         """Stop the thread and give back what was prepared and not used. Safe to call twice. Reads that the newest
         `next()` put off until an update had landed are not made: such a lookahead has taken one batch fewer from its
         source than one without an update under way."""
-        self._ended, self._owed = True, 0
-        self._permits.put(False)
+        self._owed = 0
+        self._prepared.stop()
         if self._handed is not None and self._handed.ticket is not None:
-            self._give_back(self._handed)
+            self._prepared.give_back(self._handed)
         for batch in self._line:
-            self._give_back(batch)
+            self._prepared.give_back(batch)
         self._line.clear()
-        self._join()
+        self._prepared.join()
 
-    def _join(self) -> None:
-        """Wait for the thread, which has been told to stop, and give back what it made ready. After PATIENCE seconds
-        processes that it waits for are killed: one that is stopped would never answer."""
-        start = time.monotonic()
-        self._window.closing.set()  # the thread may wait for room for a batch that has not enough
-        while self._thread is not None and self._thread.is_alive():
-            self._drain()
-            self._thread.join(0.01)
-            if time.monotonic() - start > PATIENCE:
-                kill_readers(self._thread)
-        self._window.closing.clear()
-        self._drain()
 
-    def _take(self) -> Batch | None:
+class PreparedBatches:
+    """Batches that a thread prepares while earlier ones compute, `depth` of them before they are taken.
+
+    Not collective itself: `prepare` is. Training thread alone, but for the thread that it starts at the first `take`.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Batch],
+        prepare: Callable[[Batch], Any],
+        drop: Callable[[Any], None],
+        window: Window,
+        depth: int | Literal["auto"],
+        is_alone: bool,
+    ) -> None:
+        self._batches = batches
+        self._prepare = prepare
+        self._drop = drop
+        self._window = window
+        self.depth = SHALLOW if depth == "auto" else depth
+        self._deepens = depth == "auto" and is_alone
+        self._is_alone = is_alone
+        self._surplus = 0  # permits to keep back: the window has become shallower
+        self._has_warned = depth == "auto"  # its own choice: nothing to warn of
+        self._taken, self._since, self._stalled = 0, time.perf_counter(), 0.0
+        self._was_late = True
+        self.is_exhausted = False
+        """No batch comes any more: the last one was taken, one failed, or it was stopped."""
+        self._ready: queue.Queue = queue.Queue()
+        # First in, first out: every rank's thread prepares exactly the batches it has a permit for before
+        # it sees the stop, so no rank waits in `prepare` for one that has already left.
+        self._permits: queue.Queue[bool] = queue.Queue()
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> Batch | None:
+        """Wait for the next batch; None after the last one. Raises what reading or preparing it raised."""
         if self.depth == 0:
             batch = _next(self._batches)
-            if batch is not None:
+            if batch is None:
+                self.is_exhausted = True
+            else:
                 batch.ticket = self._prepare(batch)
             return batch
         if self._thread is None:
-            for _ in range(self.depth):
-                self._permits.put(True)
-            self._thread = threading.Thread(
-                target=_run,
-                args=(self._batches, self._prepare, self._permits, self._ready, self._window),
-                name="lookahead",
-                daemon=True,
-            )
-            # The thread does not hold this object: left behind without `close`, it stops the thread.
-            weakref.finalize(self, self._permits.put, False)
-            self._thread.start()
+            self._start()
         self._adapt()
         try:
             item = self._ready.get_nowait()
@@ -245,10 +248,58 @@ class Lookahead(Iterator[Batch]):
             self._surplus -= 1
         else:
             self._permits.put(True)  # the thread may prepare one more
+        self.is_exhausted = not isinstance(item, Batch)
         if isinstance(item, BaseException):
-            self._ended = True
             raise item
         return item
+
+    def count_stall(self, seconds: float) -> None:
+        """Count the seconds that training waited for reads of the batch that was taken last, if it came in time."""
+        if not self._was_late:
+            self._stalled += seconds
+
+    def give_back(self, batch: Batch) -> None:
+        """Drop a batch that nobody will use."""
+        self._drop(batch.ticket)
+        batch.ticket = None
+
+    def stop(self) -> None:
+        """Let the thread end, once it has prepared what it has permits for."""
+        self.is_exhausted = True
+        self._permits.put(False)
+
+    def join(self) -> None:
+        """Wait for the thread, which has been told to stop, and give back what it made ready. After PATIENCE seconds
+        processes that it waits for are killed: one that is stopped would never answer."""
+        start = time.monotonic()
+        self._window.closing.set()  # the thread may wait for room for a batch that has not enough
+        while self._thread is not None and self._thread.is_alive():
+            self._drain()
+            self._thread.join(0.01)
+            if time.monotonic() - start > PATIENCE:
+                kill_readers(self._thread)
+        self._window.closing.clear()
+        self._drain()
+
+    def _start(self) -> None:
+        for _ in range(self.depth):
+            self._permits.put(True)
+        self._thread = threading.Thread(
+            target=_run,
+            args=(self._batches, self._prepare, self._permits, self._ready, self._window),
+            name="lookahead",
+            daemon=True,
+        )
+        # The thread does not hold this object: left behind without `stop`, it stops the thread.
+        weakref.finalize(self, self._permits.put, False)
+        self._thread.start()
+
+    def _drain(self) -> None:
+        """Give back what is ready."""
+        while not self._ready.empty():
+            item = self._ready.get()
+            if isinstance(item, Batch):
+                self.give_back(item)
 
     def _adapt(self) -> None:
         """More permits, or fewer."""
@@ -270,8 +321,8 @@ class Lookahead(Iterator[Batch]):
         """Batches in flight have pinned so much that the next one waits for their end: `depth` is what fits."""
         if depth >= self.depth:
             return
-        if not self._has_said:
-            self._has_said = True
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"looking {self.depth} batches ahead needs more rows at once than the memory budget holds; about "
                 f"{depth} fit. Training goes on, to the same result, perhaps slower: raise plan.memory.dram, or lower "
@@ -283,17 +334,6 @@ class Lookahead(Iterator[Batch]):
             self._surplus += self.depth - depth
             self.depth = depth
             self._deepens = False
-
-    def _drain(self) -> None:
-        """Give back what is ready."""
-        while not self._ready.empty():
-            item = self._ready.get()
-            if isinstance(item, Batch):
-                self._give_back(item)
-
-    def _give_back(self, batch: Batch) -> None:
-        self._drop(batch.ticket)
-        batch.ticket = None
 
 
 def _run(

@@ -1,0 +1,107 @@
+"""Count the Python calls of a training step, and the files that they enter: what who reads the code has to follow.
+
+Two tables, one id a sample, a loop of one's own with a lookahead; all threads of rank 0 are counted, calls inside the
+package alone. Nothing is timed: the same commit gives the same counts.
+
+    step_calls_vs_BASE     the largest ratio of the worlds to the counts of another checkout (--base FOLDER)
+
+--base: a checkout with an environment of its own (`make setup`), counted by this checkout's worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import (
+    BENCH,
+    BenchError,
+    Measured,
+    describe_machine,
+    print_machine,
+    report,
+    write_report,
+)
+from rich.console import Console
+from rich.table import Table
+from workers.step_calls import WORLDS
+
+import colonnade
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write cases, raw values and ratios here")
+    parser.add_argument("--quick", action="store_true", help="changes nothing: this is quick")
+    parser.add_argument("--base", type=Path, help="another checkout to compare with")
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False)
+    checkouts = {"colonnade": Path(sys.executable)}
+    if options.base is not None:
+        checkouts["base"] = options.base / ".venv" / "bin" / "python"
+        if not checkouts["base"].is_file():
+            raise BenchError(f"--base {options.base}: it has no .venv; run `make setup` there")
+    measured = [
+        Measured(world, system, unit, [value])
+        for world in WORLDS
+        for system, python in checkouts.items()
+        for unit, value in count(python, world).items()
+    ]
+    values = {(m.case, m.system, m.unit): m.median for m in measured}
+    ratios = {}
+    if options.base is not None:
+        by_world = {
+            f"step_calls_{world.replace(' ', '_')}": values[world, "colonnade", "calls/step"]
+            / values[world, "base", "calls/step"]
+            for world in WORLDS
+        }
+        ratios = {"step_calls": max(by_world.values()), **by_world}
+    result = report(
+        "step_calls",
+        version=colonnade.__version__,
+        machine=describe_machine(),
+        measured=measured,
+        ratios=ratios,
+    )
+    if options.json:
+        write_report(options.json, result)
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in ("world", "system", "calls a step", "files"):
+        table.add_column(heading, justify="left" if heading in ("world", "system") else "right")
+    for world in WORLDS:
+        for system in checkouts:
+            calls, files = (values[world, system, unit] for unit in ("calls/step", "files"))
+            table.add_row(world, system, f"{calls:,.0f}", f"{files:.0f}")
+    console.print(table)
+    for name, ratio in ratios.items():
+        console.print(f"{name}: {ratio:.2f}")
+    print_machine(console, result)
+
+
+def count(python: Path, world: str) -> dict[str, float]:
+    """Run one world with an interpreter; return what its rank 0 counted, by unit. Raises BenchError."""
+    command = [
+        str(python), "-m", "torch.distributed.run", "--standalone",
+        f"--nproc-per-node={WORLDS[world]['ranks']}", "-m", "workers.step_calls", world,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=BENCH, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise BenchError(f"{world}: {done.stderr[-1000:]}")
+    counted: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return {"calls/step": counted["calls"], "files": float(len(counted["files"]))}
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BenchError as error:
+        sys.exit(f"error: {error}")
