@@ -13,6 +13,7 @@ import typer
 from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
+    from colonnade.config.run import RunConfig
     from colonnade.run.planning import Planned
     from colonnade.table import Table
     from colonnade.topology.world import World
@@ -36,6 +37,27 @@ EXAMPLES = (
 )
 
 
+RunOption = Annotated[
+    Path, typer.Option(help="Where the run folder is to lie: whose disk rows rest on by default.")
+]
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Processes of one machine that the plan is for, default 1; or --world."
+    ),
+]
+WorldOption = Annotated[
+    str | None,
+    typer.Option(help="Hosts and ranks that the plan is for, e.g. 4x2; under torchrun: its."),
+]
+HostOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"With --simulate: memory for rows of each host, or MEMORY:SSD. Default: {HOST}."
+    ),
+]
+
+
 def plan(
     config: Annotated[
         Path | None,
@@ -48,20 +70,9 @@ def plan(
         str | None,
         typer.Option(help="File or folder of the data; default: its folder in $COLONNADE_DATA."),
     ] = None,
-    run: Annotated[
-        Path,
-        typer.Option(help="Where the run folder is to lie: whose disk rows rest on by default."),
-    ] = Path("runs"),
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Processes of one machine that the plan is for, default 1; or --world."
-        ),
-    ] = None,
-    world: Annotated[
-        str | None,
-        typer.Option(help="Hosts and ranks that the plan is for, e.g. 4x2; under torchrun: its."),
-    ] = None,
+    run: RunOption = Path("runs"),
+    ranks: RanksOption = None,
+    world: WorldOption = None,
     uplink: Annotated[
         str | None, typer.Option(help="What a host's link to others carries, e.g. 10Gbit.")
     ] = None,
@@ -82,12 +93,7 @@ def plan(
         float | None,
         typer.Option(min=1.0, help="Parameters: hosts and seconds for so many, as a simulation."),
     ] = None,
-    host: Annotated[
-        str | None,
-        typer.Option(
-            help=f"With --simulate: memory for rows of each host, or MEMORY:SSD. Default: {HOST}."
-        ),
-    ] = None,
+    host: HostOption = None,
     sample: Annotated[int, typer.Option(min=1, help="Lookups of the sample that is profiled.")] = 1
     << 20,
     set_: Annotated[
@@ -120,27 +126,41 @@ def plan(
         _left_open(config, set_),
     )
     if simulate is not None:
-        from colonnade.cli.plan_tables import as_values as simulated_values
-        from colonnade.cli.plan_tables import room_of, show_simulation, simulated
-        from colonnade.plan.measure.links import planned_world
-
-        room = room_of(host or HOST, simulate)  # refused before anything is measured
         if table is not None:
             raise ConfigError(
                 "--table: got a table beside --simulate, which has no choices to show; leave one of them out"
             )
-        found, tables = plan_run(chosen, run, planned_world("1"), lookups=sample)
-        work, cases = simulated(found, tables, chosen.train.samples_per_step, simulate, room, here)
-        if as_json:
-            print(json.dumps(simulated_values(simulate, work, cases), indent=2))
-        else:
-            show_simulation(simulate, chosen.train.samples_per_step, work, cases)
+        _simulate(chosen, run, here, simulate, host or HOST, sample, as_json)
         return
     found, tables = plan_run(chosen, run, here, lookups=sample, table=table)
     if as_json:
         print(json.dumps(as_values(found, tables), indent=2))
     else:
         show(found, tables, target, table)
+
+
+def _simulate(
+    config: RunConfig,
+    run: Path,
+    world: World,
+    parameters: float,
+    host: str,
+    sample: int,
+    as_json: bool,
+) -> None:
+    """Print hosts and seconds for a model of so many parameters, from what this machine measures of a smaller one."""
+    from colonnade.cli.plan_tables import as_values, room_of, show_simulation, simulated
+    from colonnade.plan.measure.links import planned_world
+    from colonnade.run.run import plan_run
+
+    room = room_of(host, parameters)  # refused before anything is measured
+    planned, tables = plan_run(config, run, planned_world("1"), lookups=sample)
+    batch_size = config.train.samples_per_step
+    work, cases = simulated(planned, tables, batch_size, parameters, room, world)
+    if as_json:
+        print(json.dumps(as_values(parameters, work, cases), indent=2))
+    else:
+        show_simulation(parameters, batch_size, work, cases)
 
 
 def _world(

@@ -21,6 +21,14 @@ EXAMPLES = (
 )
 
 
+AtOption = Annotated[
+    str | None,
+    typer.Option(
+        help="A committed step, best or last; default: best where a validation part chose one, else last."
+    ),
+]
+
+
 def predict(
     model: Annotated[
         Path, typer.Argument(help="Run folder, or one that `colonnade export` wrote.")
@@ -42,12 +50,7 @@ def predict(
         str | None,
         typer.Option(help="Reader of --path; default: the one the model was trained with."),
     ] = None,
-    at: Annotated[
-        str | None,
-        typer.Option(
-            help="A committed step, best or last; default: best where a validation part chose one, else last."
-        ),
-    ] = None,
+    at: AtOption = None,
     batch_size: Annotated[
         int | None,
         typer.Option(min=1, help="Samples scored at a time; default: that of training."),

@@ -515,7 +515,6 @@ def placed_plan(
     rows: Mapping[str, tuple[int, Tier]],
     *,
     lookahead: int,
-    prediction: Mapping[str, Any] | None = None,
 ) -> Plan:
     """`plan` with other rows in memory, by name: (rows, tier); as `plan.placement` gave them."""
     is_limited = plan.dram_bytes is not None
@@ -543,7 +542,6 @@ def placed_plan(
         tables=tuple(planned),
         lookahead=lookahead,
         placement="profiled",
-        prediction=prediction,
     )
 
 

@@ -56,10 +56,14 @@ def names_of(runs: Sequence[RunRecord]) -> list[str]:
 
 def figure_lines(runs: Sequence[RunRecord]) -> list[Line]:
     """Metrics first (at the chosen step, then last), then speed and size. A run without a figure shows "-"."""
-    found: list[Line] = []
+    return _metric_lines(runs) + _speed_lines(runs)
+
+
+def _metric_lines(runs: Sequence[RunRecord]) -> list[Line]:
+    lines: list[Line] = []
     evaluated, choices = [metrics_of(run) for run in runs], [choice_of(run) for run in runs]
     if any(choices):
-        found.append(Line("chosen step", tuple(c.words if c else "-" for c in choices)))
+        lines.append(Line("chosen step", tuple(c.words if c else "-" for c in choices)))
     pairs = dict.fromkeys(
         (metric, part) for each in evaluated for metric, parts in each.items() for part in parts
     )
@@ -71,32 +75,37 @@ def figure_lines(runs: Sequence[RunRecord]) -> list[Line]:
                 chosen_value(c, p)[1] if c and p else None
                 for c, p in zip(choices, points, strict=True)
             ]
-            found.append(_judged(f"{name}, chosen", metric, chosen))
+            lines.append(_judged(f"{name}, chosen", metric, chosen))
         elif is_constant(metric):
             continue
         if any(len(p) > 1 for p in points) or not is_judged(metric):
             last = [p[-1][1] if p else None for p in points]
-            found.append(
+            lines.append(
                 _judged(f"{name}, last", metric, last)
                 if is_judged(metric)
                 else Line(name, tuple(metric_value(metric, v) for v in last))
             )
+    return lines
+
+
+def _speed_lines(runs: Sequence[RunRecord]) -> list[Line]:
     rates = [_rate(run) for run in runs]
     known = [rate for rate in rates if rate is not None]
     fastest = tuple(i for i, r in enumerate(rates) if len(known) > 1 and r == max(known))
-    found.append(Line("samples/s, median", tuple(map(count_words, rates)), fastest))
-    found.append(Line("steps", tuple(f"{run.step:,}" for run in runs)))
-    found.append(Line("time", tuple(seconds_words(run.seconds or None) for run in runs)))
-    found.append(Line("ranks", tuple(str(run.plan.get("num_ranks", "-")) for run in runs)))
     rows = [sum(t.rows_known for t in tables_of(run)) or None for run in runs]
-    found.append(Line("rows known, rank 0", tuple(map(count_words, rows))))
     sizes = [run.summary.get("resident_bytes") for run in runs]
-    found.append(Line("memory for rows, rank 0", tuple(map(bytes_words, sizes))))
     sent = [sum(traffic.totals(run).values()) for run in runs]
+    lines = [
+        Line("samples/s, median", tuple(map(count_words, rates)), fastest),
+        Line("steps", tuple(f"{run.step:,}" for run in runs)),
+        Line("time", tuple(seconds_words(run.seconds or None) for run in runs)),
+        Line("ranks", tuple(str(run.plan.get("num_ranks", "-")) for run in runs)),
+        Line("rows known, rank 0", tuple(map(count_words, rows))),
+        Line("memory for rows, rank 0", tuple(map(bytes_words, sizes))),
+    ]
     if any(sent):
-        found.append(Line("sent by rank 0", tuple(map(bytes_words, sent))))
-    found.append(Line("status", tuple(run.status for run in runs)))
-    return found
+        lines.append(Line("sent by rank 0", tuple(map(bytes_words, sent))))
+    return [*lines, Line("status", tuple(run.status for run in runs))]
 
 
 def different_settings(runs: Sequence[RunRecord]) -> list[Line]:

@@ -13,9 +13,10 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from colonnade.batch import Batch
 from colonnade.checkpoint.header import committed_steps, read_header
 from colonnade.checkpoint.stores import open_stores, shardings_of
 from colonnade.comm.mesh import Mesh
+from colonnade.config.plan import PlanConfig
 from colonnade.config.run import RunConfig
 from colonnade.data.batches import open_batches
 from colonnade.data.contract import Schema, Source, Splits, bags_of, num_steps
@@ -59,6 +61,7 @@ from colonnade.store.disk import Disk
 from colonnade.store.dram import RowSources
 from colonnade.store.log import LogBacking
 from colonnade.store.table_shards import lay_out
+from colonnade.table import Table
 from colonnade.terminal import Terminal
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
@@ -366,111 +369,65 @@ def plan_from_sample(
     before, not again; `folder`: whose device.json may say the same; `world`: with what is known of its links. Memory is
     shared as `plan.placement` says. Raises BudgetExceeded where a batch does not fit, ConfigError where there is no
     sample or what is said of shardings cannot be, StorageError where a directory cannot be measured."""
-    owners, trainers = len(world.owners), world.num_trainers
-    even = plan_of(config.plan, collection.tables, world)
+    owners, even = len(world.owners), plan_of(config.plan, collection.tables, world)
     sample = read_sample(data.train, config.train.samples_per_step, lookups)
     declared = collection.declaration
     lookups_of = [stacked(batch, declared) for batch in sample]
     found = profile(collection.tables, declared.features, lookups_of)
     hot = hot_of(config.plan, declared, lookups_of, world, _recorded(folder))
-    every = lay_out(
-        collection.tables, plan_of(config.plan, collection.tables, world, hot=hot).shardings
-    )
-    dram = beside_hot(every, config.plan.memory.dram, "plan.memory.dram", slot_bytes)
-    steps = _steps(config, data.train)
-    if steps is None:
-        steps = first_step + UNKNOWN_LENGTH * len(sample)
-    memory = config.plan.memory
+    dram = _dram_beside_hot(config.plan, collection.tables, world, hot)
+    known_steps = _steps(config, data.train)
+    steps = first_step + UNKNOWN_LENGTH * len(sample) if known_steps is None else known_steps
     mapped_bytes = 0 if even.mapped is None else even.mapped.bytes
-    is_auto = config.plan.lookahead == "auto"
+    is_even, is_auto = config.plan.placement == "even", config.plan.lookahead == "auto"
     batch_size = found.largest_batch  # of data smaller than a batch: what there is
     at_once = 1 + even.latest
-
-    def asked(depth: int, shardings: Sequence[Sharding] | None = None) -> list[Demand]:
-        return demands(
-            collection.tables,
-            found,
-            batch_size=batch_size,
-            window=depth + at_once,
-            at_once=at_once,
-            num_ranks=owners,
-            num_samples=data.train.num_samples,
-            first_batch=first_step,
-            last_batch=max(steps, first_step + 1),
-            fixed_bytes=memory.tables,
-            shardings=shardings,
-        )
-
-    for depth in AUTO_DEPTHS if is_auto else (int(config.plan.lookahead),):
-        wanted = asked(depth)
-        if window_fits(wanted, dram):
-            break
+    asked = partial(
+        demands, collection.tables, found, batch_size=batch_size, at_once=at_once, num_ranks=owners,
+        num_samples=data.train.num_samples, first_batch=first_step,
+        last_batch=max(steps, first_step + 1), fixed_bytes=config.plan.memory.tables,
+    )  # fmt: skip
+    depths = AUTO_DEPTHS if is_auto else (int(config.plan.lookahead),)
+    depth, wanted = _fitting_window(depths, at_once, asked, dram)
     place(wanted, dram, mapped_bytes, at_once=at_once)
     # Only now is the disk touched: what does not fit has been said.
-    places = [each.path for each in even.ssd] or [str(place_of_rows)]
-    if not even.needs_backing:
-        places = []
+    places = _places(even, place_of_rows)
     device = device or measured_before(folder, places) or measure(places)
     sides, seen = sides_of(declared, hot, lookups_of) if hot else (declared, found)
     loads = loads_of(
-        sides, seen, world, last_batch=steps, num_samples=data.train.num_samples,
-        codecs=even.codecs,
+        sides, seen, world, last_batch=steps, num_samples=data.train.num_samples, codecs=even.codecs,
     )  # fmt: skip
     bags = bags_of(data.train.schema) | set(stacks_of(declared))
     choice = choose_for(collection, sides, loads, config, world, device, wanted, bags, hot)
     even = plan_of(config.plan, collection.tables, world, choice, hot)
-    # Of who has which rows, now that it is known.
     shardings = [table.sharding for table in even.tables]
-    wanted = asked(depth, shardings)
-    if config.plan.placement == "even":
-        placed = as_planned(wanted, even)
-    else:
-        placed = place_on_ranks(
-            wanted, shardings, world.num_ranks, dram, mapped_bytes, at_once=at_once
-        )
+    wanted = asked(window=depth + at_once, shardings=shardings)
+    placed = (
+        as_planned(wanted, even) if is_even
+        else place_on_ranks(wanted, shardings, world.num_ranks, dram, mapped_bytes, at_once=at_once)
+    )  # fmt: skip
     capacities = {each.name: (each.rows, each.tier) for each in placed}
     wanted, placed = mean_over_ranks(wanted, placed, shardings, owners)
     if costs is None:
-        mine = sample
-        if trainers > 1:  # a rank's own share: what travels between ranks is not foretold
-            mine = read_sample(data.train, config.train.samples_per_step, 1, trainers)
         costs = rehearse(
-            model,
-            [batch for batch in mine if batch.size == mine[0].size][:REHEARSED],
-            data.train.schema,
-            objective,
-            make_optimizer,
-            batch_size=config.train.samples_per_step,
-            place=Path(places[0]) if places else None,
-            reads={each.name: each.reads for each in placed},
-        )
-    if config.plan.placement == "even" and even.lookahead != "auto":
+            model, _rehearsed(sample, data.train, config.train.samples_per_step, world.num_trainers),
+            data.train.schema, objective, make_optimizer, batch_size=config.train.samples_per_step,
+            place=Path(places[0]) if places else None, reads={each.name: each.reads for each in placed},
+        )  # fmt: skip
+    if is_even and even.lookahead != "auto":
         depth = even.lookahead
     elif is_auto:
         depth = depth_for(placed, costs, device, depth)
     prediction = predict(
-        collection.tables,
-        wanted,
-        placed,
-        [found.lookups_per_sample(t) for t in range(len(collection.tables))],
-        costs,
-        device,
-        batch_size=batch_size,
-        num_batches=max(steps - first_step, 1),
-        num_ranks=owners,
-        lookahead=depth,
+        collection.tables, wanted, placed,
+        [found.lookups_per_sample(t) for t in range(len(collection.tables))], costs, device,
+        batch_size=batch_size, num_batches=max(steps - first_step, 1), num_ranks=owners, lookahead=depth,
         write_budget=config.plan.write_budget,
         links=link_costs(choice, loads, device, model, world, collection.declaration, even),
-    )
+    )  # fmt: skip
     plan = replace(even, prediction=asdict(prediction))
-    if config.plan.placement == "profiled":
-        plan = placed_plan(
-            even,
-            collection.tables,
-            capacities,
-            lookahead=depth,
-            prediction=asdict(prediction),
-        )
+    if not is_even:
+        plan = placed_plan(plan, collection.tables, capacities, lookahead=depth)
     return Planned(plan, found, device, costs, prediction, choice, tuple(loads), world)
 
 
@@ -494,6 +451,41 @@ def as_planned(wanted: Sequence[Demand], plan: Plan) -> list[Placed]:
         )
         for each, table in zip(wanted, plan.tables, strict=True)
     ]
+
+
+def _dram_beside_hot(
+    config: PlanConfig, tables: Sequence[Table], world: World, hot: Mapping[str, Sequence[int]]
+) -> int | None:
+    """Return the memory that copies of hot rows leave on each rank; None: there is no limit."""
+    laid = lay_out(tables, plan_of(config, tables, world, hot=hot).shardings)
+    return beside_hot(laid, config.memory.dram, "plan.memory.dram", slot_bytes)
+
+
+def _rehearsed(
+    sample: Sequence[Batch], source: Source, batch_size: int, num_trainers: int
+) -> list[Batch]:
+    """Return the batches to time: of several ranks one rank's, for what travels between ranks is predicted apart."""
+    if num_trainers > 1:
+        sample = read_sample(source, batch_size, 1, num_trainers)
+    return [batch for batch in sample if batch.size == sample[0].size][:REHEARSED]
+
+
+def _places(plan: Plan, place_of_rows: Path) -> list[str]:
+    """Return the directories that rows of this plan rest in; none where all fit in memory."""
+    if not plan.needs_backing:
+        return []
+    return [each.path for each in plan.ssd] or [str(place_of_rows)]
+
+
+def _fitting_window(
+    depths: Iterable[int], at_once: int, asked: Callable[..., list[Demand]], dram: int | None
+) -> tuple[int, list[Demand]]:
+    """Return the first of these depths whose window of batches fits in memory, else the last; and what it demands."""
+    for depth in depths:
+        wanted = asked(window=depth + at_once)
+        if window_fits(wanted, dram):
+            break
+    return depth, wanted
 
 
 def plan_for_all(

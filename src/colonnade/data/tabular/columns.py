@@ -116,6 +116,11 @@ def _wanted(field: Field, kind: pa.DataType) -> tuple[str, str]:
         fix = "Declare a time, or give days_before" if is_time(kind) else "Convert the column"
         return "numbers", f"{fix}, or read another column"
     assert isinstance(field, Named)
+    return _wanted_of_ids(field, kind)
+
+
+def _wanted_of_ids(field: Named, kind: pa.DataType) -> tuple[str, str]:
+    """As `_wanted`, of a field of ids, whose column has some value."""
     several = isinstance(field, Bag | SequenceField)
     if is_list(kind) and not several:
         return "one value per row", "Declare a bag or a sequence"

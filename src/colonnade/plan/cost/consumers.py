@@ -16,7 +16,7 @@ from colonnade.exchange.operator_cut import (
 )
 from colonnade.interaction import Concat, SomeFields
 from colonnade.lookup.contract import queries_of
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.layout import Declaration, Field
 from colonnade.lookup.views import slices_of
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.topology.sharding import Sharding
@@ -122,64 +122,89 @@ def model_load(
     """`loads`: of the declaration's tables. `bags`: features whose samples may have several ids, beside those of which
     a sample of the data has shown some. `world`, `reads_ahead`: as `substitution.barred`. `declared`: by the model, of
     a declaration that has hot rows of tables beside cold ones."""
-    compute = declaration.compute_dtype
-    values, gradients = CODECS[codecs.values], CODECS[codecs.gradients]
     columns: dict[str, ColumnLoad] = {}
     for load in loads:
         readers = [each for each in declaration.features if each.table == load.name]
         columns |= {each.name: column for each, column in zip(readers, load.columns, strict=False)}
     fields = []
     for field in declaration.fields:
-        feature = declaration.features[field.feature]
-        column = columns.get(feature.name)
-        longest = 1 if column is None else column.longest
-        has_bags = longest > 1 or feature.name in bags
-        added = 0.0
-        if feature.pooling in ("mean", "sqrtn") and column and has_bags and not column.is_weighted:
-            added = column.lookups * compute.itemsize
+        name = declaration.features[field.feature].name
         fields.append(
-            FieldLoad(
-                field.name, declaration.parts[field.part][0], field.feature, field.dim,
-                float(values.row_bytes([field.dim], compute)),
-                float(gradients.row_bytes([field.dim], compute)), added, has_bags,
-                _per_sample(column, loads) if feature.pooling == "sequence" else None,
-            )
-        )  # fmt: skip
-    numbers = {field.name: i for i, field in enumerate(fields)}
-    consumers = []
-    for name, consumer in declaration.consumers.items():
-        why = barred(declared or declaration, name, world=world, reads_ahead=reads_ahead)
-        hot = None if declared is None else _hot_of(name, declared, declaration)
-        is_apart = hot is not None and why is None and isinstance(consumer.interaction, Concat)
-        if is_apart:
-            why = (
-                f"what hot and cold rows of table {hot} give is put together where the samples are"
-            )
-        width = None if why else partial_width(declaration, name)
-        needs = consumer.interaction.needs()
-        of_partial = [width or 0]
-        inside = None
-        is_split = isinstance(consumer.interaction, SomeFields)  # which towers do not do
-        never = never_in_towers(declaration, name, world, reads_ahead=reads_ahead)
-        if never is None and not is_split:
-            inside = result_width(declaration, name)
-        queries = queries_of(consumer)
-        of_query = sum(fields[numbers[each]].dim for each in queries)
-        # Logarithms of sums are not rounded (exchange/partials.py).
-        both = (CODECS["exact"],) * 2 if queries else (values, gradients)
-        consumers.append(
-            ConsumerLoad(
-                name, tuple(numbers[each] for each in consumer.features), width,
-                float(both[0].row_bytes(of_partial, compute)),
-                float(both[1].row_bytes(of_partial, compute)), needs == "fields", why or "",
-                inside, float(values.row_bytes([inside or 0], compute)),
-                float(gradients.row_bytes([inside or 0], compute)),
-                tuple(numbers[each] for each in consumer.features[len(queries) :]) if queries else (),
-                of_query, float(CODECS["exact"].row_bytes([of_query], compute)) if queries else 0.0,
-                is_apart, str(hot) if is_split else "", consumer.interaction.merge == "whole",
-            )
-        )  # fmt: skip
+            _field_load(declaration, field, columns.get(name), loads, codecs, name in bags)
+        )
+    original = declared or declaration
+    consumers = [
+        _consumer_load(
+            declaration, name, fields, codecs,
+            barred(original, name, world=world, reads_ahead=reads_ahead),
+            never_in_towers(declaration, name, world, reads_ahead=reads_ahead) is None,
+            None if declared is None else _hot_of(name, declared, declaration),
+        )
+        for name in declaration.consumers
+    ]  # fmt: skip
     return ModelLoad(tuple(fields), tuple(consumers))
+
+
+def _field_load(
+    declaration: Declaration,
+    field: Field,
+    column: ColumnLoad | None,
+    loads: Sequence[TableLoad],
+    codecs: Codecs,
+    has_bags: bool,
+) -> FieldLoad:
+    """Return what a field costs. column: its feature's in a sample of the data, if there is one; has_bags: samples may
+    have several ids though the sample of the data shows none."""
+    compute, feature = declaration.compute_dtype, declaration.features[field.feature]
+    has_bags |= column is not None and column.longest > 1
+    added = 0.0
+    if feature.pooling in ("mean", "sqrtn") and column and has_bags and not column.is_weighted:
+        added = column.lookups * compute.itemsize
+    return FieldLoad(
+        field.name, declaration.parts[field.part][0], field.feature, field.dim,
+        float(CODECS[codecs.values].row_bytes([field.dim], compute)),
+        float(CODECS[codecs.gradients].row_bytes([field.dim], compute)), added, has_bags,
+        _per_sample(column, loads) if feature.pooling == "sequence" else None,
+    )  # fmt: skip
+
+
+def _consumer_load(
+    declaration: Declaration,
+    name: str,
+    fields: Sequence[FieldLoad],
+    codecs: Codecs,
+    why: str | None,
+    can_be_inside: bool,
+    hot: str | None,
+) -> ConsumerLoad:
+    """Return what a consumer costs. why: nobody but the samples' ranks may evaluate it, if so; can_be_inside: a tower
+    may; hot: table of which it takes hot rows beside cold ones."""
+    consumer, compute = declaration.consumers[name], declaration.compute_dtype
+    values, gradients, exact = (
+        CODECS[codecs.values], CODECS[codecs.gradients], CODECS["exact"],
+    )  # fmt: skip
+    numbers = {field.name: i for i, field in enumerate(fields)}
+    is_apart = hot is not None and why is None and isinstance(consumer.interaction, Concat)
+    if is_apart:
+        why = f"what hot and cold rows of table {hot} give is put together where the samples are"
+    width = None if why else partial_width(declaration, name)
+    is_split = isinstance(consumer.interaction, SomeFields)  # which towers do not do
+    inside = result_width(declaration, name) if can_be_inside and not is_split else None
+    queries = queries_of(consumer)
+    of_query = sum(fields[numbers[each]].dim for each in queries)
+    # Logarithms of sums are not rounded (exchange/partials.py).
+    there, back = (exact, exact) if queries else (values, gradients)
+    sequences = consumer.features[len(queries) :] if queries else ()
+    return ConsumerLoad(
+        name, tuple(numbers[each] for each in consumer.features), width,
+        float(there.row_bytes([width or 0], compute)), float(back.row_bytes([width or 0], compute)),
+        consumer.interaction.needs() == "fields", why or "", inside,
+        float(values.row_bytes([inside or 0], compute)),
+        float(gradients.row_bytes([inside or 0], compute)),
+        tuple(numbers[each] for each in sequences), of_query,
+        float(exact.row_bytes([of_query], compute)) if queries else 0.0,
+        is_apart, str(hot) if is_split else "", consumer.interaction.merge == "whole",
+    )  # fmt: skip
 
 
 def _hot_of(name: str, declared: Declaration, sides: Declaration) -> str | None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from colonnade.lookup.contract import BY_TOWERS
 from colonnade.plan.cost.comm_volume import MATES_BYTES, PURPOSES, TABLE_BYTES, ExchangeName
+from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad
 from colonnade.plan.cost.partials import Floats, Partials, is_cut
 from colonnade.plan.cost.paths import blocks_added
 from colonnade.plan.cost.tower_paths import Hop
@@ -37,7 +38,7 @@ def consumer_choices(
     """By consumer. owners (T, N): the part of a table's columns that a rank has rows of, whatever its exchange; by
     table: `exchanges`, `names`; later: by how many seconds a step is longer where partials travel, if it is known;
     inside: consumers that are evaluated inside a tower, and which."""
-    model = partials.model
+    model, inside = partials.model, inside or {}
     under = [exchange == "substitute" for exchange in exchanges]
     mine = owners * [[float(each)] for each in under]
     are_cut = is_cut(owners)
@@ -47,8 +48,8 @@ def consumer_choices(
     found = []
     for c, consumer in enumerate(model.consumers):
         values = float(floats[partials.takes[c]].sum())
-        if c in (inside or {}):
-            why = f"evaluated inside tower {(inside or {})[c]}, which fewer floats leave"
+        if c in inside:
+            why = f"evaluated inside tower {inside[c]}, which fewer floats leave"
             width = float(consumer.inside_width or 0)
             found.append(ConsumerChoice(consumer.name, True, width, values, why))
             continue
@@ -57,11 +58,7 @@ def consumer_choices(
         others = [names[t] for t in tables if not under[t]]
         cut = [names[t] for t in tables if are_cut[t]]
         if c in some:
-            why = (
-                "rows of its sequence stay where they lie" if consumer.sequences else "fewer floats"
-            )
-            if consumer.beside:
-                why += f"; of table {consumer.beside}, which has hot rows, values travel"
+            why = _reason_for_partials(consumer)
         elif len({exchanges[t] for t in tables}) == 1 and exchanges[tables[0]] in BY_TOWERS:
             why = "its fields do not all lie in one tower, or what it gives there is not less than values"
         elif partial is None:
@@ -69,29 +66,44 @@ def consumer_choices(
         elif cut:
             why = f"rows of table {cut[0]} are cut by columns"
         elif others:
-            first = next(t for t in tables if not under[t])
-            why = f"table {names[first]} is under {exchanges[first]}"
-            if len(others) == len(tables):
-                of = {exchanges[t] for t in tables}
-                why = f"its tables are under {', '.join(sorted(of))}"
+            why = _reason_of_others(tables, under, exchanges, names)
             if not some and later is not None:
                 why += f"; with partials a step takes {1e3 * later:.3g} ms more"
             elif partial >= values:
                 why += f"; a partial is {_floats(partial)} floats, values {_floats(values)}"
         else:
             why = _costs_more(partials, c, some, floats, partial)
-        split = [
-            model.fields[f].name
-            for f in consumer.fields
-            if consumer.needs_bags
-            and model.fields[f].has_bags
-            and counts[model.fields[f].table] > 1
-        ]
+        split = _split_bags(model, consumer, counts)
         if split and partial is not None and c not in some and others:
             why += f"; bags of {split[0]} are split"
-        said = ConsumerChoice(consumer.name, c in some, partial, values, why, consumer.is_apart)
-        found.append(said)
+        found.append(
+            ConsumerChoice(consumer.name, c in some, partial, values, why, consumer.is_apart)
+        )
     return tuple(found)
+
+
+def _reason_for_partials(consumer: ConsumerLoad) -> str:
+    """Say why partials of a consumer travel."""
+    why = "rows of its sequence stay where they lie" if consumer.sequences else "fewer floats"
+    if consumer.beside:
+        why += f"; of table {consumer.beside}, which has hot rows, values travel"
+    return why
+
+
+def _reason_of_others(
+    tables: Sequence[int], under: Sequence[bool], exchanges: Sequence[str], names: Sequence[str]
+) -> str:
+    """Say which exchange the tables of a consumer have, some of which are not `under` the one of partials."""
+    others = [t for t in tables if not under[t]]
+    if len(others) == len(tables):
+        return f"its tables are under {', '.join(sorted({exchanges[t] for t in tables}))}"
+    return f"table {names[others[0]]} is under {exchanges[others[0]]}"
+
+
+def _split_bags(model: ModelLoad, consumer: ConsumerLoad, counts: Floats) -> list[str]:
+    """Return the fields that a consumer needs whole bags of, which lie on several ranks. counts (T,): ranks of each."""
+    fields = [model.fields[f] for f in consumer.fields if consumer.needs_bags]
+    return [each.name for each in fields if each.has_bags and counts[each.table] > 1]
 
 
 def _costs_more(

@@ -136,29 +136,43 @@ class Search:
         tried = [each for each in OPTIONS if each in options]
         if said.exchange in BY_TOWERS and said.kind not in (None, "replicated"):
             tried = [(said.exchange, said.kind)]  # as a person or `towers.placement` laid it out
-        found = [
+        possible = [
             (exchange, kind)
             for exchange, kind in tried
-            if (said.kind is None or kind == said.kind)
-            and (said.exchange is None or exchange == said.exchange)
-            and self.may_pool(t, exchange)
-            and (exchange != "substitute" or said.exchange == exchange or t in self.grouped)
-            and (
-                exchange != "substitute" or said.kind or kind == "table_wise" or t not in self.whole
-            )
-            and (exchange not in BY_TOWERS or said.exchange == exchange)
-            and (kind != "host_wise" or self.has_hosts or said.kind == kind)
-            and (kind != "replicated" or not self.world.has_servers)
-            and (kind not in CUT or said.kind == kind or most_slices(load, kind, self.world) > 1)
+            if said.kind in (None, kind)
+            and said.exchange in (None, exchange)
+            and self._has_exchange(t, exchange, kind, said)
+            and self._has_sharding(load, kind, said)
         ]
-        if found:
-            return found
+        if possible:
+            return possible
         wanted = ", ".join(str(each) for each in (said.exchange, said.kind) if each) or "any"
         why = "a feature reads it as a sequence" if not load.is_pooled else "no choice has both"
         raise ConfigError(
             f"table {load.name!r}: got {wanted}, which it cannot have ({why}); set another plan.exchange or "
             f"plan.sharding, or plan.tables.{load.name}"
         )
+
+    def _has_exchange(self, t: int, exchange: ExchangeName, kind: Kind, said: Forced) -> bool:
+        """Whether a table of this kind of sharding may have this exchange, or was asked to."""
+        if exchange == "substitute":
+            if said.exchange != exchange and t not in self.grouped:
+                return False
+            if not said.kind and kind != "table_wise" and t in self.whole:
+                return False
+        if exchange in BY_TOWERS and said.exchange != exchange:
+            return False
+        return self.may_pool(t, exchange)
+
+    def _has_sharding(self, load: TableLoad, kind: Kind, said: Forced) -> bool:
+        """Whether this world has this kind of sharding for a table, or was asked for it."""
+        if kind == "replicated" and self.world.has_servers:
+            return False
+        if said.kind == kind:
+            return True
+        if kind == "host_wise" and not self.has_hosts:
+            return False
+        return kind not in CUT or most_slices(load, kind, self.world) > 1
 
     def may_pool(self, t: int, exchange: ExchangeName) -> bool:
         """Whether owners can serve a table so: rows of sequences travel one by one, or not at all."""

@@ -43,16 +43,11 @@ def narrowed(
     fields = model.fields
     able = {}
     for c, consumer in enumerate(model.consumers):
-        mine = {towers[fields[f].table] for f in consumer.fields}
-        of = {exchanges[fields[f].table] for f in consumer.fields}
-        is_cut = any(cut[fields[f].table] for f in consumer.fields)
-        if (
-            not is_cut
-            and consumer.inside_width is not None
-            and len(mine) == len(of) == 1
-            and mine != {None}
-        ):
-            able[str(c)] = next(iter(mine))
+        tables = {fields[f].table for f in consumer.fields}
+        of_towers, of_exchanges = {towers[t] for t in tables}, {exchanges[t] for t in tables}
+        can_be_inside = consumer.inside_width is not None and not any(cut[t] for t in tables)
+        if can_be_inside and len(of_towers) == len(of_exchanges) == 1 and of_towers != {None}:
+            able[str(c)] = next(iter(of_towers))
     if not able:
         return Narrowed()
 
@@ -70,26 +65,39 @@ def narrowed(
     for some in sets(list(able), floats):
         if floats(some) < floats(best):
             best = tuple(some)
-    kept, values, gradients = needed(best), dict[int, float](), dict[int, float]()
-    asked: dict[int, float] = {}
+    inside = {int(c): tower for c in best if (tower := able[c]) is not None}
+    return _bytes_of(model, best, needed(best), num_owners, inside)
+
+
+def _bytes_of(
+    model: ModelLoad,
+    names: Sequence[str],
+    needed: Collection[int],
+    num_owners: Sequence[int],
+    inside: Mapping[int, int],
+) -> Narrowed:
+    """Count by table what travels otherwise where the consumers of these `names` are evaluated `inside` towers.
+
+    needed: fields whose values leave their tower all the same.
+    """
+    fields = model.fields
+    values, gradients, asked = dict[int, float](), dict[int, float](), dict[int, float]()
     weighed = set()
-    taken = {f for c in best for f in model.consumers[int(c)].fields}
-    for f in taken:
+    for f in {f for name in names for f in model.consumers[int(name)].fields}:
         each = fields[f]
-        if f not in kept:
+        if f not in needed:
             values[each.table] = values.get(each.table, 0.0) - each.value_bytes
             gradients[each.table] = gradients.get(each.table, 0.0) - each.gradient_bytes
         if each.added_bytes and num_owners[each.table] > 1 and each.feature not in weighed:
             weighed.add(each.feature)
             asked[each.table] = asked.get(each.table, 0.0) + each.added_bytes
-    for name in best:
+    for name in names:
         consumer = model.consumers[int(name)]
         width = sum(fields[f].dim for f in consumer.fields)
         for f in consumer.fields:
             table, part = fields[f].table, fields[f].dim / width
             values[table] = values.get(table, 0.0) + part * consumer.inside_value_bytes
             gradients[table] = gradients.get(table, 0.0) + part * consumer.inside_gradient_bytes
-    inside = {int(c): tower for c in best if (tower := able[c]) is not None}
     return Narrowed(inside, values, gradients, asked)
 
 
