@@ -519,7 +519,9 @@ def test_the_lock_does_not_outlive_a_failed_opening(tmp_path):
 # ---- write amplification
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.9, 1.2])
+@pytest.mark.parametrize(
+    "exponent", [0.9, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.0, 1.2))]
+)
 def test_write_amplification_at_seventy_percent(tmp_path, exponent):
     """Rows written again and again by a Zipf law: what reaches the disk, over what was written."""
     num_rows, batch, record_bytes = 40_000, 2000, 48

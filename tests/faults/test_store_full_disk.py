@@ -79,7 +79,10 @@ def check_error(error: StorageError, disk: FailingDisk) -> None:
     assert "steps committed, if there are any" in str(error) and "same --run" in str(error)
 
 
-@pytest.mark.parametrize("once", [True, False], ids=["once", "until mended"])
+@pytest.mark.parametrize(
+    "once",
+    [pytest.param(True, id="once", marks=pytest.mark.slow), pytest.param(False, id="until mended")],
+)
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_space_at_every_change_of_the_disk(tmp_path, once, stride):
     number, was_refused = 1 + int(once), True

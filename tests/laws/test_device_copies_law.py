@@ -34,7 +34,7 @@ from colonnade.staleness import RowClock, row_clock
 
 BOUNDS = [row_clock(6), RowClock(0, 3), row_clock(0), RowClock(2, 0)]
 """By turns, of tables."""
-LESS = ("float64", "float16")
+LESS = ("float64", "float16", "bfloat16")
 """Kinds of rows that are much like others."""
 IDS, STEPS = 40, 11
 

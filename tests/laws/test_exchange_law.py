@@ -20,9 +20,10 @@ def run_cases(mesh, names, cases):
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),
     [
-        (1, [STALE, EXACT]),
+        (1, [STALE]),
         (2, [EXACT]),
         (3, [STALE]),
+        pytest.param(1, [EXACT], marks=pytest.mark.slow),
         pytest.param(2, [STALE], marks=pytest.mark.slow),
         pytest.param(3, [EXACT], marks=pytest.mark.slow),
     ],

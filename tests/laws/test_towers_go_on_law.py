@@ -142,7 +142,7 @@ def same(found, wanted, **close):
     torch.testing.assert_close(found[1], wanted[1], **close)
 
 
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_towers_go_on_in_other_worlds(late, tmp_path):
     """What towers had gathered is part of a commit."""
     one = [goes_on(Mesh(), tmp_path / "one", steps, late=late) for steps in (6, 7)]

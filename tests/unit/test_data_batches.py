@@ -264,7 +264,7 @@ def train_unevenly(mesh, folder, counts, kind):
     return whole, parts
 
 
-@pytest.mark.parametrize("kind", [Stream, Counted])
+@pytest.mark.parametrize("kind", [Stream, pytest.param(Counted, marks=pytest.mark.slow)])
 def test_ranks_may_end_at_different_times(tmp_path, kind):
     """Rank 1 has nothing in the second half of an epoch, also where the run goes on there."""
     (whole, parts), (whole_1, parts_1) = run_ranks(2, train_unevenly, tmp_path, [9, 4], kind)

@@ -50,7 +50,7 @@ def train(folder, settings):
             "rows.admission.probability": 0.5,
             "plan.memory.dram": 90_000,
         },
-        {"train.accumulate": 4, "rows.clip_norm": 0.05},
+        pytest.param({"train.accumulate": 4, "rows.clip_norm": 0.05}, marks=pytest.mark.slow),
     ],
     ids=["files", "come and go", "micro-batches"],
 )

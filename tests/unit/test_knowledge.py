@@ -346,7 +346,7 @@ def test_three_ranks_train_and_score_what_one_does(name, settings):
 @pytest.mark.parametrize(
     "name, settings",
     [
-        ("complex", {}),
+        pytest.param("complex", {}, marks=pytest.mark.slow),
         pytest.param("rotate", {"margin": 4.0}, marks=pytest.mark.slow),
         pytest.param(
             "rotate", {"norm": 2, "loss": "softmax", "temperature": 4.0}, marks=pytest.mark.slow

@@ -185,7 +185,9 @@ beside.join()
     assert run(code, OMP_NUM_THREADS="6") == ["2"]
 
 
-@pytest.mark.parametrize("said, wanted", [("2", "2"), ("unset", "1")])
+@pytest.mark.parametrize(
+    "said, wanted", [("2", "2"), pytest.param("unset", "1", marks=pytest.mark.slow)]
+)
 def test_threads_of_ranks_are_shared_out_once(said, wanted):
     """What OMP_NUM_THREADS says is of each rank already: launchers divide before they set it."""
     code = """

@@ -77,9 +77,9 @@ def plain(tmp_path_factory):
     "memory",
     [
         pytest.param({"ssd": "a:1GiB"}, marks=pytest.mark.slow),
-        {"ssd": ["a:1GiB", "b:1GiB"]},
+        pytest.param({"ssd": ["a:1GiB", "b:1GiB"]}, marks=pytest.mark.slow),
         pytest.param({"mapped": "m:100KiB"}, marks=pytest.mark.slow),
-        {"mapped": "m:100KiB", "ssd": "a", "tables": {"C3": "8KiB"}},
+        {"mapped": "m:100KiB", "ssd": ["a:1GiB", "b:1GiB"], "tables": {"C3": "8KiB"}},
     ],
     ids=str,
 )

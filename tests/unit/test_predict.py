@@ -72,7 +72,7 @@ def folder(tmp_path_factory) -> Path:
     ("settings", "num_ranks"),
     [
         ({}, 1),
-        ({"model.name": "deepfm", "model.bottom": None}, 1),
+        pytest.param({"model.name": "deepfm", "model.bottom": None}, 1, marks=pytest.mark.slow),
         ({"model.name": "dcnv2", "model.bottom": None}, 1),
         ({"model.name": "lr", "model.bottom": None, "model.top": None, "model.dim": None}, 1),
         ({"plan.memory.dram": 90_000}, 2),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from colonnade.config.run import build_config, override
 from colonnade.models.build import build_model
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.publish.export import export_run
+from colonnade.run import planning
 from colonnade.run import run as runs
 from colonnade.store.log import LogBacking
 from colonnade.topology.sharding import (
@@ -296,6 +299,22 @@ def configured(mesh, folder):
         f"plan.tables.{names[3]}.replicated_rows": 40,
     }
     auto = {**wanted, "plan.exchange": "auto", "plan.sharding": "auto"}
+    with quickly_measured():
+        return plans_of_hot_rows(mesh, folder, names, wanted, auto)
+
+
+@contextmanager
+def quickly_measured():
+    """Plans time small files for a moment."""
+    before = planning.measure
+    planning.measure = partial(before, scratch_bytes=8 << 20, seconds=0.003, widths=(16,))
+    try:
+        yield
+    finally:
+        planning.measure = before
+
+
+def plans_of_hot_rows(mesh, folder, names, wanted, auto):
     first = chosen_hot(mesh, folder / "hot", 1, wanted)
     # A list that was made otherwise: the run goes on with it.
     go_on(mesh, folder / "said", "others hot", 1)
