@@ -122,6 +122,8 @@ def test_nothing_stays(tmp_path):
     with pytest.raises(KeyboardInterrupt), open_hosts(2) as hosts:
         assert len(ours(os.getpid())) == 3
         sleeper = hosts.start(0, ["sleep", "600"])
+        while Path(f"/proc/{sleeper.pid}/comm").read_text() != "sleep\n":
+            time.sleep(0.01)  # it is on its way into its host
         raise KeyboardInterrupt
     assert sleeper.returncode == -signal.SIGTERM
     assert ours(os.getpid()) == [] and not list(ETC.glob(f"colonnade-{os.getpid()}-*"))

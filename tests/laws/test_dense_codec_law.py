@@ -186,10 +186,14 @@ def everything(mesh):
     return found
 
 
-WORLDS = {"3 ranks": (3, 3), "2 x 2": (4, 2)}
+WORLDS = [
+    pytest.param((3, 3), id="3 ranks", marks=pytest.mark.slow),
+    pytest.param((4, 2), id="2 x 2"),
+]
+"""(ranks, of each host): sums inside a host first, or none are."""
 
 
-@pytest.fixture(scope="module", params=WORLDS.values(), ids=WORLDS)
+@pytest.fixture(scope="module", params=WORLDS)
 def everyone(request):
     num_ranks, per_host = request.param
     return run_ranks(num_ranks, everything, ranks_per_host=per_host)
@@ -201,8 +205,9 @@ def goes_on_and_refuses(mesh):
         refuses(mesh, name)
 
 
-@pytest.mark.parametrize(("num_ranks", "per_host"), WORLDS.values(), ids=WORLDS)
-def test_a_world_goes_on_and_refuses_what_is_not_finite(num_ranks, per_host):
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_world_goes_on_and_refuses_what_is_not_finite(world):
+    num_ranks, per_host = world
     run_ranks(num_ranks, goes_on_and_refuses, ranks_per_host=per_host)
 
 

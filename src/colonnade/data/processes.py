@@ -195,7 +195,7 @@ RUN_SAMPLES = 1 << 15
 """About so many samples of a rank are one run: starting one costs a seek, and each process holds RUNS_AHEAD of them."""
 RUNS_AHEAD = 2
 STARTED_BY = "spawn"
-"""A process with threads is not safe to fork. Tests start readers otherwise, where only what they read matters."""
+"""Start method of readers: a process with threads is not safe to fork."""
 PR_SET_PDEATHSIG = 1
 
 
