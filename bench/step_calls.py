@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from harness import (
     BENCH,
     BenchError,
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = report(
         "step_calls",
         version=colonnade.__version__,
-        machine=describe_machine(),
+        machine=describe_machine(versions={"torch": torch.__version__}),
         measured=measured,
         ratios=ratios,
     )
