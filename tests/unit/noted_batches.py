@@ -39,7 +39,7 @@ def wait_for_a_stopped_reader(notes: Path, end: str) -> None:
 
     processes.RUN_SAMPLES, processes.STARTED_BY = 1, "fork"
     lookahead = Slow(0.0, 2).lookahead
-    lookahead._batches = iter(processes.ProcessSource(Noted(notes), 1).batches(1))
+    lookahead._prepared._batches = iter(processes.ProcessSource(Noted(notes), 1).batches(1))
     next(lookahead)
     (reader,) = multiprocessing.active_children()
     os.kill(reader.pid, signal.SIGSTOP)
@@ -50,7 +50,7 @@ def wait_for_a_stopped_reader(notes: Path, end: str) -> None:
     except KeyboardInterrupt:
         if end == "close":
             lookahead.close()
-            print(lookahead._thread.is_alive(), reader.is_alive())
+            print(lookahead._prepared._thread.is_alive(), reader.is_alive())
 
 
 def read_and_sleep(notes: Path) -> None:
