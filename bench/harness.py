@@ -150,6 +150,32 @@ def open_worker(
     return Worker(name, process, log)
 
 
+def run_ranks(python: str, num_ranks: int, words: Sequence[str]) -> str:
+    """Run `python -m WORDS` in the bench folder on ranks of this machine, one thread each; return what they print.
+
+    Raises BenchError with the end of what they say where one fails.
+    """
+    command = [
+        python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "-m", *words],
+        cwd=BENCH,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise BenchError(f"{num_ranks} ranks of {words[0]}: {done.stderr[-1000:]}")
+    return done.stdout
+
+
 def close_workers(workers: Iterable[Worker]) -> None:
     for worker in workers:
         worker.close()

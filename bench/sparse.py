@@ -40,6 +40,7 @@ from harness import (
     print_machine,
     read_cpu_seconds,
     report,
+    run_ranks,
     write_report,
 )
 from kernels import Facet
@@ -132,17 +133,9 @@ def several(
     ids: Path, ranks: int, servers: int, batch_size: int, rounds: int, steps: int
 ) -> Measured:
     """Samples a second of all ranks together."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-        "-m", "workers.sparse_ranks", str(ids), str(DIM), str(servers), str(rounds), str(steps),
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=BENCH, env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise BenchError(f"{ranks} ranks: {done.stderr[-1000:]}")
-    line = next(line for line in done.stdout.splitlines() if line.startswith('{"seconds"'))
+    words = ["workers.sparse_ranks", *map(str, (ids, DIM, servers, rounds, steps))]
+    printed = run_ranks(sys.executable, ranks, words)
+    line = next(line for line in printed.splitlines() if line.startswith('{"seconds"'))
     rates = [batch_size / seconds for seconds in json.loads(line)["seconds"]]
     return Measured(f"{ranks} ranks, {servers} servers", "colonnade", "samples/s", rates)
 

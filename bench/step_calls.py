@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +19,12 @@ from typing import Any
 
 import torch
 from harness import (
-    BENCH,
     BenchError,
     Measured,
     describe_machine,
     print_machine,
     report,
+    run_ranks,
     write_report,
 )
 from rich.console import Console
@@ -87,17 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def count(python: Path, world: str) -> dict[str, float]:
     """Run one world with an interpreter; return what its rank 0 counted, by unit. Raises BenchError."""
-    command = [
-        str(python), "-m", "torch.distributed.run", "--standalone",
-        f"--nproc-per-node={WORLDS[world]['ranks']}", "-m", "workers.step_calls", world,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=BENCH, env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise BenchError(f"{world}: {done.stderr[-1000:]}")
-    counted: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    printed = run_ranks(str(python), WORLDS[world]["ranks"], ["workers.step_calls", world])
+    counted: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
     return {"calls/step": counted["calls"], "files": float(len(counted["files"]))}
 
 

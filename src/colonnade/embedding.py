@@ -212,10 +212,11 @@ class EmbeddingCollection(StatefulRows):
         """Open what each table's admission and eviction ask for. by_hand: by table, instead of these."""
         tables = [each.table for each in self.slices.laid]
         declared = open_policies(tables, self.shards, seed=self.seed)
-        given = {self._slices(name): policy for name, policy in by_hand.items()}
+        overrides = {self._slices(name): policy for name, policy in by_hand.items()}
         has_copies = self.cached.has_copies if self.cached else []
-        check_policies(given, declared, tables, has_copies=has_copies)
-        self.policies: dict[int, RowPolicy] = declared | {t: each for (t,), each in given.items()}
+        check_policies(overrides, declared, tables, has_copies=has_copies)
+        by_number = {t: policy for (t,), policy in overrides.items()}
+        self.policies: dict[int, RowPolicy] = declared | by_number
 
     def serve(self, rows: MappedRows) -> EmbeddingCollection:
         """Instead of `open`: look rows up in exported ones, in place, for prediction only."""

@@ -132,13 +132,13 @@ class Table:
     def _check_by_part(self, what: str, kind: Any, dims: Collection[str]) -> None:
         """Check that attribute `what` is of `kind`, or gives one for each part."""
         value = getattr(self, what)
-        given = value if isinstance(value, Mapping) else dict.fromkeys(dims, value)
-        if set(given) != set(dims):
+        by_part = value if isinstance(value, Mapping) else dict.fromkeys(dims, value)
+        if set(by_part) != set(dims):
             raise ConfigError(
-                f"table {self.name!r}: got {what}s for {sorted(given)}, wanted one for each of the parts "
+                f"table {self.name!r}: got {what}s for {sorted(by_part)}, wanted one for each of the parts "
                 f"{sorted(dims)}, or one for all"
             )
-        for each in given.values():
+        for each in by_part.values():
             if not isinstance(each, kind):
                 raise ConfigError(
                     f"table {self.name!r}: got {what}={each!r}, wanted "

@@ -196,7 +196,7 @@ if __name__ == "__main__":
 
 
 def test_closing_ends_a_reader_that_is_stopped(tmp_path):
-    """A Ctrl-C while the lookahead's thread waits for it: `close` returns."""
+    """Close a lookahead whose thread waits for the reader, after a Ctrl-C."""
     notes, output = tmp_path / "notes", tmp_path / "output"
     notes.mkdir()
     child = start_child(output, os.environ, wait_for_a_stopped_reader, notes, "close")
@@ -208,7 +208,7 @@ def test_closing_ends_a_reader_that_is_stopped(tmp_path):
 
 
 def test_a_reader_that_is_stopped_keeps_nobody_from_ending(tmp_path):
-    """As above, without a `close`: the interpreter ends, for which this one is new."""
+    """End a new interpreter whose lookahead nobody closes."""
     script, notes = tmp_path / "script.py", tmp_path / "notes"
     notes.mkdir()
     script.write_text(LEAVE)

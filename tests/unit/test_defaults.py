@@ -83,13 +83,13 @@ def train(config: RunConfig, folder: Path | None, data: Splits | None = None):
 
 
 def test_a_small_csv_is_learnt_without_a_setting(tmp_path):
-    path, test = write_csv(tmp_path / "train.csv", 4000), write_csv(tmp_path / "test.csv", 3000, 2)
+    path, test = write_csv(tmp_path / "train.csv", 3000), write_csv(tmp_path / "test.csv", 3000, 2)
     config = override(
         preset("csv"), {"data.path": str(path), "data.options.test": str(test), **QUICK}
     )
     outcome, printed = train(config, tmp_path / "run")
     assert outcome.metrics["test_auc"] >= 0.70
-    assert "chosen for 4,000 training samples" in printed and "train.batch_size=64" in printed
+    assert "chosen for 3,000 training samples" in printed and "train.batch_size=64" in printed
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert recorded["train"]["batch_size"] == 64 and recorded["train"]["monitor"] == "log_loss"
     assert recorded["data"]["options"]["validation_fraction"] == 0.1

@@ -26,7 +26,7 @@ def lightning():
 
 
 class Steps:
-    """What a `LightningModule` of ours is made of. Two optimizers, so steps are called by hand."""
+    """Methods of a `LightningModule` of ours. It has two optimizers, so steps are called by hand."""
 
     def __init__(self, seed=3):
         super().__init__()

@@ -282,6 +282,13 @@ def test_a_sketch_admits_too_early_no_more_often_than_it_says():
     assert asked.num_bytes <= 1.5 * 20_000 * math.log2(1 / 0.02) + 40_000
 
 
+def test_a_counter_stays_at_its_most():
+    """A counter that began again at 0 would send a row away that was admitted long ago."""
+    sketch, row = _native.CountMinSketch(255, 2, 64, 1, 0, 1, 0), torch.tensor([7])
+    is_admitted = [int(sketch.hear(row, step)[0]) for step in range(600)]
+    assert is_admitted == [0] * 254 + [1] * 346
+
+
 def test_halved_counts_are_forgotten():
     asked = policy(admission=CountMinAdmission(updates=2, expected_ids=100, halve_steps=10))
     one = torch.tensor([5])

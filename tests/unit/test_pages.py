@@ -31,7 +31,7 @@ LONG = {
     "docs/howto/sharding.md", "docs/howto/data.md", "docs/howto/partition.md", "docs/howto/towers.md",
     "docs/concepts/ranks.md", "docs/concepts/staleness.md",
 }  # fmt: skip
-"""Pages whose commands take more than 5 seconds of processor."""
+"""Pages whose commands take long, and show what other tests look at, too."""
 
 
 def name_of(page: Path) -> str:

@@ -114,10 +114,11 @@ def plan(
             f"--host: got {host} without --simulate, which alone has other hosts than this one; say how many "
             "parameters, e.g. --simulate 100e12, or leave it out"
         )
-    here = _world(world, ranks, uplink, local)
-    if here is None:  # another rank says it
+    topology = _world(world, ranks, uplink, local)
+    if topology is None:  # another rank says it
         return
-    if simulate is None and uplink is not None and here.num_hosts == 1 and here.origin == "planned":
+    is_one_host = topology.num_hosts == 1 and topology.origin == "planned"
+    if simulate is None and uplink is not None and is_one_host:
         raise ConfigError(
             f"--uplink: got {uplink} for one host, which sends nothing over it; say how many, e.g. --world 2x1"
         )
@@ -130,9 +131,9 @@ def plan(
             raise ConfigError(
                 "--table: got a table beside --simulate, which has no choices to show; leave one of them out"
             )
-        _simulate(chosen, run, here, simulate, host or HOST, sample, as_json)
+        _simulate(chosen, run, topology, simulate, host or HOST, sample, as_json)
         return
-    found, tables = plan_run(chosen, run, here, lookups=sample, table=table)
+    found, tables = plan_run(chosen, run, topology, lookups=sample, table=table)
     if as_json:
         print(json.dumps(as_values(found, tables), indent=2))
     else:

@@ -373,35 +373,35 @@ def plan_from_sample(
     sample = read_sample(data.train, config.train.samples_per_step, lookups)
     declared = collection.declaration
     lookups_of = [stacked(batch, declared) for batch in sample]
-    found = profile(collection.tables, declared.features, lookups_of)
+    profiled = profile(collection.tables, declared.features, lookups_of)
     hot = hot_of(config.plan, declared, lookups_of, world, _recorded(folder))
     dram = _dram_beside_hot(config.plan, collection.tables, world, hot)
     known_steps = _steps(config, data.train)
     steps = first_step + UNKNOWN_LENGTH * len(sample) if known_steps is None else known_steps
     mapped_bytes = 0 if even.mapped is None else even.mapped.bytes
     is_even, is_auto = config.plan.placement == "even", config.plan.lookahead == "auto"
-    batch_size = found.largest_batch  # of data smaller than a batch: what there is
+    batch_size = profiled.largest_batch  # of data smaller than a batch: what there is
     at_once = 1 + even.latest
-    asked = partial(
-        demands, collection.tables, found, batch_size=batch_size, at_once=at_once, num_ranks=owners,
+    demands_of = partial(
+        demands, collection.tables, profiled, batch_size=batch_size, at_once=at_once, num_ranks=owners,
         num_samples=data.train.num_samples, first_batch=first_step,
         last_batch=max(steps, first_step + 1), fixed_bytes=config.plan.memory.tables,
     )  # fmt: skip
     depths = AUTO_DEPTHS if is_auto else (int(config.plan.lookahead),)
-    depth, wanted = _fitting_window(depths, at_once, asked, dram)
+    depth, wanted = _fitting_window(depths, at_once, demands_of, dram)
     place(wanted, dram, mapped_bytes, at_once=at_once)
     # Only now is the disk touched: what does not fit has been said.
     places = _places(even, place_of_rows)
     device = device or measured_before(folder, places) or measure(places)
-    sides, seen = sides_of(declared, hot, lookups_of) if hot else (declared, found)
+    sides, side_profile = sides_of(declared, hot, lookups_of) if hot else (declared, profiled)
     loads = loads_of(
-        sides, seen, world, last_batch=steps, num_samples=data.train.num_samples, codecs=even.codecs,
+        sides, side_profile, world, last_batch=steps, num_samples=data.train.num_samples, codecs=even.codecs,
     )  # fmt: skip
     bags = bags_of(data.train.schema) | set(stacks_of(declared))
     choice = choose_for(collection, sides, loads, config, world, device, wanted, bags, hot)
     even = plan_of(config.plan, collection.tables, world, choice, hot)
     shardings = [table.sharding for table in even.tables]
-    wanted = asked(window=depth + at_once, shardings=shardings)
+    wanted = demands_of(window=depth + at_once, shardings=shardings)
     placed = (
         as_planned(wanted, even) if is_even
         else place_on_ranks(wanted, shardings, world.num_ranks, dram, mapped_bytes, at_once=at_once)
@@ -420,7 +420,7 @@ def plan_from_sample(
         depth = depth_for(placed, costs, device, depth)
     prediction = predict(
         collection.tables, wanted, placed,
-        [found.lookups_per_sample(t) for t in range(len(collection.tables))], costs, device,
+        [profiled.lookups_per_sample(t) for t in range(len(collection.tables))], costs, device,
         batch_size=batch_size, num_batches=max(steps - first_step, 1), num_ranks=owners, lookahead=depth,
         write_budget=config.plan.write_budget,
         links=link_costs(choice, loads, device, model, world, collection.declaration, even),
@@ -428,7 +428,7 @@ def plan_from_sample(
     plan = replace(even, prediction=asdict(prediction))
     if not is_even:
         plan = placed_plan(plan, collection.tables, capacities, lookahead=depth)
-    return Planned(plan, found, device, costs, prediction, choice, tuple(loads), world)
+    return Planned(plan, profiled, device, costs, prediction, choice, tuple(loads), world)
 
 
 def _recorded(folder: Path | None) -> dict[str, Sharding]:
@@ -478,11 +478,11 @@ def _places(plan: Plan, place_of_rows: Path) -> list[str]:
 
 
 def _fitting_window(
-    depths: Iterable[int], at_once: int, asked: Callable[..., list[Demand]], dram: int | None
+    depths: Iterable[int], at_once: int, demands_of: Callable[..., list[Demand]], dram: int | None
 ) -> tuple[int, list[Demand]]:
     """Return the first of these depths whose window of batches fits in memory, else the last; and what it demands."""
     for depth in depths:
-        wanted = asked(window=depth + at_once)
+        wanted = demands_of(window=depth + at_once)
         if window_fits(wanted, dram):
             break
     return depth, wanted

@@ -120,7 +120,7 @@ def _wanted(field: Field, kind: pa.DataType) -> tuple[str, str]:
 
 
 def _wanted_of_ids(field: Named, kind: pa.DataType) -> tuple[str, str]:
-    """As `_wanted`, of a field of ids, whose column has some value."""
+    """Return what `_wanted` does, for a field of ids whose column has some value."""
     several = isinstance(field, Bag | SequenceField)
     if is_list(kind) and not several:
         return "one value per row", "Declare a bag or a sequence"

@@ -193,11 +193,12 @@ def _consumer_load(
     queries = queries_of(consumer)
     of_query = sum(fields[numbers[each]].dim for each in queries)
     # Logarithms of sums are not rounded (exchange/partials.py).
-    there, back = (exact, exact) if queries else (values, gradients)
+    codec, gradient_codec = (exact, exact) if queries else (values, gradients)
     sequences = consumer.features[len(queries) :] if queries else ()
     return ConsumerLoad(
         name, tuple(numbers[each] for each in consumer.features), width,
-        float(there.row_bytes([width or 0], compute)), float(back.row_bytes([width or 0], compute)),
+        float(codec.row_bytes([width or 0], compute)),
+        float(gradient_codec.row_bytes([width or 0], compute)),
         consumer.interaction.needs() == "fields", why or "", inside,
         float(values.row_bytes([inside or 0], compute)),
         float(gradients.row_bytes([inside or 0], compute)),

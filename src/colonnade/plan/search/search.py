@@ -118,8 +118,8 @@ class Search:
         self.are_held = len(loads) * world.num_ranks > FEW
         self.is_large = len(loads) * world.num_ranks > MANY
         self.possible = [
-            self._possible(t, load, said, options)
-            for t, (load, said) in enumerate(zip(loads, self.forced, strict=True))
+            self._possible(t, load, forced, options)
+            for t, (load, forced) in enumerate(zip(loads, self.forced, strict=True))
         ]
         self.owners = np.array(world.owners)
         self.paths, self.num_towers = Paths(world, towers), towers
@@ -131,44 +131,45 @@ class Search:
         self.scale = 1.0
 
     def _possible(
-        self, t: int, load: TableLoad, said: Forced, options: Collection[Option]
+        self, t: int, load: TableLoad, forced: Forced, options: Collection[Option]
     ) -> list[Option]:
         tried = [each for each in OPTIONS if each in options]
-        if said.exchange in BY_TOWERS and said.kind not in (None, "replicated"):
-            tried = [(said.exchange, said.kind)]  # as a person or `towers.placement` laid it out
-        possible = [
+        if forced.exchange in BY_TOWERS and forced.kind not in (None, "replicated"):
+            # As a person or `towers.placement` laid it out.
+            tried = [(forced.exchange, forced.kind)]
+        candidates = [
             (exchange, kind)
             for exchange, kind in tried
-            if said.kind in (None, kind)
-            and said.exchange in (None, exchange)
-            and self._has_exchange(t, exchange, kind, said)
-            and self._has_sharding(load, kind, said)
+            if forced.kind in (None, kind)
+            and forced.exchange in (None, exchange)
+            and self._has_exchange(t, exchange, kind, forced)
+            and self._has_sharding(load, kind, forced)
         ]
-        if possible:
-            return possible
-        wanted = ", ".join(str(each) for each in (said.exchange, said.kind) if each) or "any"
+        if candidates:
+            return candidates
+        wanted = ", ".join(str(each) for each in (forced.exchange, forced.kind) if each) or "any"
         why = "a feature reads it as a sequence" if not load.is_pooled else "no choice has both"
         raise ConfigError(
             f"table {load.name!r}: got {wanted}, which it cannot have ({why}); set another plan.exchange or "
             f"plan.sharding, or plan.tables.{load.name}"
         )
 
-    def _has_exchange(self, t: int, exchange: ExchangeName, kind: Kind, said: Forced) -> bool:
-        """Whether a table of this kind of sharding may have this exchange, or was asked to."""
+    def _has_exchange(self, t: int, exchange: ExchangeName, kind: Kind, forced: Forced) -> bool:
+        """Tell whether a table of this kind of sharding may have this exchange, or is forced to."""
         if exchange == "substitute":
-            if said.exchange != exchange and t not in self.grouped:
+            if forced.exchange != exchange and t not in self.grouped:
                 return False
-            if not said.kind and kind != "table_wise" and t in self.whole:
+            if not forced.kind and kind != "table_wise" and t in self.whole:
                 return False
-        if exchange in BY_TOWERS and said.exchange != exchange:
+        if exchange in BY_TOWERS and forced.exchange != exchange:
             return False
         return self.may_pool(t, exchange)
 
-    def _has_sharding(self, load: TableLoad, kind: Kind, said: Forced) -> bool:
-        """Whether this world has this kind of sharding for a table, or was asked for it."""
+    def _has_sharding(self, load: TableLoad, kind: Kind, forced: Forced) -> bool:
+        """Tell whether this world has this kind of sharding for a table, or it is forced."""
         if kind == "replicated" and self.world.has_servers:
             return False
-        if said.kind == kind:
+        if forced.kind == kind:
             return True
         if kind == "host_wise" and not self.has_hosts:
             return False

@@ -81,7 +81,7 @@ def _bytes_of(
     needed: fields whose values leave their tower all the same.
     """
     fields = model.fields
-    values, gradients, asked = dict[int, float](), dict[int, float](), dict[int, float]()
+    values, gradients, id_bytes = dict[int, float](), dict[int, float](), dict[int, float]()
     weighed = set()
     for f in {f for name in names for f in model.consumers[int(name)].fields}:
         each = fields[f]
@@ -90,7 +90,7 @@ def _bytes_of(
             gradients[each.table] = gradients.get(each.table, 0.0) - each.gradient_bytes
         if each.added_bytes and num_owners[each.table] > 1 and each.feature not in weighed:
             weighed.add(each.feature)
-            asked[each.table] = asked.get(each.table, 0.0) + each.added_bytes
+            id_bytes[each.table] = id_bytes.get(each.table, 0.0) + each.added_bytes
     for name in names:
         consumer = model.consumers[int(name)]
         width = sum(fields[f].dim for f in consumer.fields)
@@ -98,7 +98,7 @@ def _bytes_of(
             table, part = fields[f].table, fields[f].dim / width
             values[table] = values.get(table, 0.0) + part * consumer.inside_value_bytes
             gradients[table] = gradients.get(table, 0.0) + part * consumer.inside_gradient_bytes
-    return Narrowed(inside, values, gradients, asked)
+    return Narrowed(inside, values, gradients, id_bytes)
 
 
 KIND: Kind = "table_wise"
