@@ -20,13 +20,13 @@ from colonnade.comm.collectives import announced
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import BudgetExceeded, ConfigError, IdRangeError
 from colonnade.exchange import open_exchange
-from colonnade.exchange.cached import cached_end, without_copies
-from colonnade.exchange.rows import RowsExchange
+from colonnade.exchange.cached import cached_part, without_copies
 from colonnade.exchange.updates import Update, Updates
 from colonnade.interaction import Interaction
-from colonnade.lookup.contract import Pushed, RowSource, Ticket
+from colonnade.lookup.contract import LookupContext, PinnedRows, Pushed, RowSource
 from colonnade.lookup.layout import declare
 from colonnade.lookup.lookahead import LATE, Lookahead, Window
+from colonnade.lookup.mapped_lookup import MappedLookup
 from colonnade.lookup.outputs import all_finite
 from colonnade.lookup.views import slices_of
 from colonnade.ops.memory import keep_freed_memory
@@ -82,7 +82,7 @@ class EmbeddingCollection(StatefulRows):
         self.handle = torch.empty(0, dtype=self.declaration.output_dtype, requires_grad=True)
         # Says where outputs go: `to` moves it with the module, while rows stay where they were opened.
         self.register_buffer("place", torch.empty(0), persistent=False)
-        self.live: list[Ticket] = []  # forward done, not yet stepped
+        self.live: list[LookupContext] = []  # forward done, not yet stepped
         self.pushed: Pushed | None = None  # gradients of `live`
         self.step = 0  # updates, with those under way
         # Batches, by updates that reads missed: a read for each bound of tables; without what a commit held.
@@ -206,7 +206,7 @@ class EmbeddingCollection(StatefulRows):
                 for shard, each in zip(self.shards, laid, strict=True)
             ]
             self.store = open_hbm(memory, slots, self.place.device, seed=self.seed)
-        self.cached = cached_end(self.exchange, memory)
+        self.cached = cached_part(self.exchange.parts, memory)
 
     def _open_policies(self, by_hand: Mapping[str, RowPolicy]) -> None:
         """Open what each table's admission and eviction ask for. by_hand: by table, instead of these."""
@@ -224,7 +224,7 @@ class EmbeddingCollection(StatefulRows):
             raise ConfigError("this collection is open already; build a new one to predict with")
         self.mesh = Mesh()
         self.slices = slices_of(self.declaration, [row_wise(1)] * len(self.tables))
-        self._reader = RowsExchange(self.slices.declaration, self.mesh)
+        self._reader = MappedLookup(self.slices.declaration, rows)
         self._served, self._opened = rows, True
         return self
 
@@ -233,7 +233,7 @@ class EmbeddingCollection(StatefulRows):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self._served is not None:
             rows, device = self.slices.looked_up(batch), self.place.device
-            found = self._reader.read(rows, self._served, device)
+            found = self._reader.read(rows, device)
             return self.slices.seen(found, self.slices.offsets_of(batch))
         self.ensure_open()
         ticket, batch.ticket = batch.ticket, None
@@ -255,7 +255,7 @@ class EmbeddingCollection(StatefulRows):
                 self.drop(ticket)
                 raise
         self.live.append(ticket)
-        return self.slices.values(self.exchange, ticket, self.handle, self.place.device)
+        return self._values(ticket)
 
     def lookahead(self, batches: Iterable[Batch]) -> Lookahead:
         """The same batches in the same order, each ready to use: its ids have travelled, its rows are resident.
@@ -280,23 +280,23 @@ class EmbeddingCollection(StatefulRows):
         self.updates.read_by(found)
         return found
 
-    def prepare(self, batch: Batch, *, purpose: str = "route") -> Ticket:
+    def prepare(self, batch: Batch, *, purpose: str = "route") -> LookupContext:
         """Collective, any one thread: ids travel, owners make the rows resident and pin them. While a lookahead
-        closes, rows that have no room are left out: the ticket is good for `drop` alone."""
+        closes, rows that have no room are left out: the context is good for `drop` alone."""
         self.ensure_open()
-        ticket = self.slices.route(self.exchange, batch, self.step, purpose)
-        batch.world_weight, batch.foreseen = ticket.weight, None
-        owned = ticket.owned_ids, ticket.owned_offsets, ticket.next_use
+        context = self._send_ids(batch, purpose)
+        owned = context.owned.ids, context.owned.offsets, context.owned.next_use
         try:
             while True:
                 seen = self.store.releases
                 try:
-                    ticket.slots, ticket.job = self.store.acquire(*owned)
-                    self.exchange.place(ticket, self.store.views())
+                    slots, context.job = self.store.acquire(*owned)
+                    context.pinned = PinnedRows(slots)
+                    self.exchange.resolve_slots(context, self.store.views())
                     if batch.held is not None:
-                        ticket.steps_left, held = batch.held
-                        self.exchange.restore(ticket, held)
-                    return ticket
+                        context.steps_left, held = batch.held
+                        self.exchange.restore(context, held)
+                    return context
                 except BudgetExceeded:
                     # Rows of batches in flight may leave soon; not if training itself waits for this one.
                     waiting = self._window.starved.is_set()
@@ -304,31 +304,31 @@ class EmbeddingCollection(StatefulRows):
                     if not (waiting or is_main):
                         self._window.crowded.set()
                     if self._window.closing.is_set() and not waiting:
-                        return ticket  # without rows. Not an error: other ranks' threads wait for this one's ids
+                        return context  # without rows. Not an error: other ranks' threads wait for this one's ids
                     released = self.store.wait_for_release(seen, 0.05)
                     if is_main or (waiting and not released and self._window.starved.is_set()):
                         raise
         except BaseException:  # nobody else has it to give up
-            self.drop(ticket)
+            self.drop(context)
             raise
 
-    def fetch(self, ticket: Ticket, steps_left: int = 0) -> None:
+    def fetch(self, context: LookupContext, steps_left: int = 0) -> None:
         """Collective, training thread: read rows that are due so many steps before their use, as they are now."""
-        ticket.steps_left = steps_left
-        if not (unread := ticket.unread()):
+        context.steps_left = steps_left
+        if not self.exchange.due(context):
             return
-        self.store.wait(ticket.job)
+        assert context.pinned is not None
+        self.store.wait(context.job)
         in_place = not self.consistency.reads_ahead
-        self.exchange.fetch(ticket, RowSource(self.store.views(), ticket.pinned, in_place))
-        for each in unread:
-            each.seen = None if each.reads is None else self.step - len(self.updates)
+        source = RowSource(self.store.views(), context.pinned.slots, in_place)
+        self.exchange.fetch(context, source, self.step - len(self.updates))
 
     def finite(self) -> bool:
         """Whether every gradient recorded on this rank is finite."""
         return all(
             all_finite(part)
-            for ticket in self.live
-            for gradients, _ in ticket.recorded()
+            for context in self.live
+            for gradients in context.gradients.backwards
             for part in gradients
         )
 
@@ -338,20 +338,15 @@ class EmbeddingCollection(StatefulRows):
 
         Once per step: `push` then applies it. RuntimeError if a backward came in between.
         """
-        for ticket in self.live:
-            for gradients, versions in ticket.recorded():
-                if [gradient._version for gradient in gradients] != versions:
-                    raise RuntimeError(
-                        "a gradient given to backward was changed in place before step(); rows keep no copy of "
-                        "it: give backward a tensor of its own"
-                    )
-        recorded = sum(ticket.num_backwards for ticket in self.live)
+        for context in self.live:
+            context.gradients.check()
+        recorded = sum(len(context.gradients.backwards) for context in self.live)
         if self.pushed is None:
             pushed = Pushed(self.exchange.begin_push(self.live, self.step), recorded)
             if not self._lands_late:
                 pushed.arrive()
             self.pushed = pushed
-        elif self.pushed.recorded != recorded:
+        elif self.pushed.num_backwards != recorded:
             raise RuntimeError(
                 "backward was called after the gradients were clipped; clip between the last backward "
                 "and step()"
@@ -384,29 +379,29 @@ class EmbeddingCollection(StatefulRows):
         if pushed is not None:
             pushed.arrive()
 
-    def keep(self, tickets: Sequence[Ticket]) -> None:
+    def keep(self, contexts: Sequence[LookupContext]) -> None:
         """Drop the other batches since the last step: no rank had a gradient for them."""
         self.take_back()
-        kept = {id(ticket) for ticket in tickets}
-        for ticket in self.live:
-            if id(ticket) not in kept:
-                self.drop(ticket)
-        self.live = list(tickets)
+        numbers = {id(context) for context in contexts}
+        for context in self.live:
+            if id(context) not in numbers:
+                self.drop(context)
+        self.live = list(contexts)
 
     def forget(self) -> None:
         """Drop every batch since the last step without applying it."""
         self.keep([])
 
-    def drop(self, ticket: Ticket) -> None:
+    def drop(self, context: LookupContext) -> None:
         """Give a prepared batch up: nothing of it is applied, its rows are unpinned."""
-        self.exchange.drop(ticket)
-        slots = ticket.slots
-        ticket.finish()
-        if slots is not None:
+        self.exchange.drop(context)
+        pinned = context.pinned
+        context.finish()
+        if pinned is not None:
             try:
-                self.store.wait(ticket.job)  # its rows may still be on their way into their slots
+                self.store.wait(context.job)  # its rows may still be on their way into their slots
             finally:
-                self.store.release(slots, ticket.owned_offsets, dirty=False)
+                self.store.release(pinned.slots, context.owned.offsets, dirty=False)
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
         """Collective, every rank with the same ids (N,): their weights (N, dim) as they are now.
@@ -490,16 +485,40 @@ class EmbeddingCollection(StatefulRows):
         """Evaluation: sees every update, leaves no trace; any number of training batches may be in flight. A server
         calls it where the others call the collection: `topology.reads`."""
         self.updates.settle()
-        ticket = self.slices.route(self.exchange, batch, self.step, "evaluate")
-        batch.world_weight = ticket.weight
-        found = self.store.read(ticket.owned_ids, ticket.owned_offsets)
+        context = self._send_ids(batch, "evaluate")
+        found = self.store.read(context.owned.ids, context.owned.offsets)
         views = [
             RowView(rows.data_ptr(), table.width * table.itemsize, table.width, table.dtype)
             for rows, table in zip(found, self.store.tables, strict=True)
         ]
         numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in found]
-        self.exchange.fetch(ticket, RowSource(views, torch.cat(numbers), True, found))
-        return self.slices.values(self.exchange, ticket, self.handle, self.place.device)
+        source = RowSource(views, torch.cat(numbers), True, found)
+        self.exchange.fetch(context, source, self.step)
+        return self._values(context)
+
+    def _send_ids(self, batch: Batch, purpose: str) -> LookupContext:
+        """Collective: send a batch's ids, by the tables as they are laid out."""
+        rows = self.slices.looked_up(batch)
+        hot = self.slices.split_hot(rows)
+        context = self.exchange.send_ids(rows if hot is None else hot.batch, self.step, purpose)
+        context.hot = hot
+        if self.slices.attending:
+            context.sequence_offsets = self.slices.offsets_of(batch)
+        batch.world_weight, batch.foreseen = context.batch.weight, None
+        return context
+
+    def _values(self, context: LookupContext) -> dict[str, Tensor]:
+        """Return what the model declared, of a batch that was fetched."""
+        found = self.exchange.values(context, self.handle, self.place.device)
+        if self.slices.merges_nothing:
+            return found
+        return self.slices.seen(
+            found,
+            context.sequence_offsets,
+            context.hot,
+            context.batch.dense,
+            self.exchange.consumers,
+        )
 
     @property
     def is_open(self) -> bool:

@@ -208,8 +208,8 @@ class RowOptimizer(Optimizer):
         """Forget gradients recorded since the last step."""
         self._gradient_scale = 1.0
         self.collection.take_back()
-        for ticket in self.collection.live:
-            ticket.forget()
+        for context in self.collection.live:
+            context.gradients.clear()
 
     @contextmanager
     def settled(self) -> Iterator[list[Before]]:
@@ -245,7 +245,7 @@ class RowOptimizer(Optimizer):
 
     def _words(self, finite: bool) -> list[float]:
         live = self.collection.live
-        return [float(not finite), *(float(ticket.num_backwards > 0) for ticket in live)]
+        return [float(not finite), *(float(bool(each.gradients.backwards)) for each in live)]
 
     def _heard(self, words: list[float]) -> bool:
         """words: the sum of all ranks'."""

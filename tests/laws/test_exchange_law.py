@@ -7,7 +7,6 @@ from exchanges import CHOICES, check, run_exchange
 from ranks import run_ranks
 
 from colonnade import Mesh
-from colonnade.exchange import EXCHANGES
 
 SIZES = [9, 0, 1, 13]
 STALE, EXACT = ("float32", 1), ("float64", 0)
@@ -37,14 +36,3 @@ def test_equals_reference(num_ranks, cases):
     for i, name in enumerate(names):
         for j, case in enumerate(cases):
             check(CHOICES[name], SIZES, *case, [results[i][j] for results in everyone])
-
-
-def test_what_each_declares():
-    assert {name: kind.exactness.kind for name, kind in EXCHANGES.items()} == {
-        "rows": "bitwise",
-        "pooled": "reassociated",
-        "replicated": "bitwise",
-        "substitute": "reassociated",
-        "tower_rows": "reassociated",
-        "towers": "reassociated",
-    }

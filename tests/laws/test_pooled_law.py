@@ -111,7 +111,7 @@ def hold(mesh, choice: Choice = MIXED):
     collection = open_collection(mesh, choice, "float64", staleness_steps=1)
     ticket = collection.prepare(share_of(global_batch(3, 11), mesh.rank, mesh.num_ranks))
     collection.fetch(ticket)
-    held = collection.exchange.hold(ticket)
+    held = collection.exchange.prefetched(ticket)
     values = collection.exchange.values(ticket, collection.handle)
     collection.drop(ticket)
     return held, {name: value.detach() for name, value in values.items()}
@@ -123,7 +123,7 @@ def restored(choice: Choice, held, step: int = 3):
     batch = global_batch(step, 11)
     batch.held = 0, held  # no step is left before it
     ticket = collection.prepare(batch)
-    again = collection.exchange.hold(ticket)
+    again = collection.exchange.prefetched(ticket)
     return collection.exchange.values(ticket, collection.handle), again
 
 

@@ -601,16 +601,16 @@ def lose_letters(mesh):
     """Batches that do not come to their owners leave nothing behind: nothing is lost."""
     world = Ones(mesh, 10, 12)
     mine, _ = world.batches(2)
-    sent = routing.exchanged
+    sent = routing.exchange_messages
 
     def lost(*_):
         raise OSError("the letters")
 
-    routing.exchanged = lost
+    routing.exchange_messages = lost
     for batch in mine:
         with pytest.raises(OSError, match="the letters"):
             world.collection(batch)
-    routing.exchanged = sent
+    routing.exchange_messages = sent
     total, _ = world.run(20)
     with world.rows.settled():
         return [np.array_equal(held, total) for held in world.held()]

@@ -260,8 +260,7 @@ def train(mesh, case: Case, *, exchanges=None, shardings=None, staleness: int = 
 
 def at_owners(collection) -> tuple[str, ...]:
     """Consumers that are evaluated there."""
-    ends = getattr(collection.exchange, "ends", [collection.exchange])
-    return tuple(each for end in ends for each in getattr(end, "consumers", ()))
+    return collection.exchange.consumers
 
 
 def step_too_late(mesh) -> None:
@@ -369,7 +368,7 @@ def held(mesh):
     batch = share_of(global_batch(3, 11), mesh.rank, mesh.num_ranks)
     ticket = collection.prepare(batch)
     collection.fetch(ticket)
-    return collection, batch, ticket, collection.exchange.hold(ticket)
+    return collection, batch, ticket, collection.exchange.prefetched(ticket)
 
 
 def hold_and_see(mesh):
@@ -387,7 +386,7 @@ def test_what_was_read_ahead_is_read_in_another_world():
     found = []
     for batch.held in ((0, reads), (0, doubled)):
         ticket = collection.prepare(batch)
-        assert collection.exchange.hold(ticket).keys() == {name for each in reads for name in each}
+        assert collection.exchange.prefetched(ticket).keys() == {name for each in reads for name in each}
         collection.live.append(ticket)
         values = collection.exchange.values(ticket, collection.handle)
         sum(value.sum() for value in values.values()).backward()

@@ -168,8 +168,7 @@ def train(mesh, consumers, exchange="pooled", places=None, towers=None, stalenes
     with torch.no_grad():
         seen.append(dict(collection(share_of(global_batch(9, 7), mesh.rank, mesh.num_ranks))))
     left = {name: weight.detach() for name, weight in collection.named_parameters()}
-    ends = getattr(collection.exchange, "ends", [collection.exchange])
-    inside = tuple(name for end in ends for name in getattr(end, "consumers", ()))
+    inside = collection.exchange.consumers
     return seen, all_rows(collection) | left, inside, sent, collection.exchange.exactness
 
 

@@ -78,9 +78,7 @@ def one_step(mesh, exchange, codec):
     sum(each.square().sum() for each in wanted).backward()
     rows.step()
     sent = {key: count - before.get(key, 0) for key, count in mesh.traffic.sent_bytes.items()}
-    width = sum(
-        end.whole.width for end in getattr(collection.exchange, "ends", [collection.exchange])
-    )
+    width = sum(part.layout.arriving.width for part in collection.exchange.parts)
     return sent, {name: found[name].detach() for name in consumers}, width
 
 

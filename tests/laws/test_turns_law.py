@@ -13,9 +13,7 @@ from test_towers_law import MODULES, VALUES, close, train
 
 from colonnade import Mesh
 from colonnade.comm.mesh import ALL
-from colonnade.lookup.fields import Columns
-from colonnade.wire.coding import AS_IT_IS
-from colonnade.wire.transport import ByTower
+from colonnade.wire.tower_transport import peers_of, turns_of
 
 NUM_RANKS, TOWERS = 6, 3
 CASES = {
@@ -73,22 +71,18 @@ def test_bits_are_the_same(everyone, found, wanted):
             assert torch.equal(left[each], value), each
 
 
-class Alone:
-    """A world's end that is asked for nothing but its place."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.num_ranks = rank, NUM_RANKS
-
-
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
 def test_a_rank_serves_itself_last(rank):
-    none = Columns({})
-    with patch("colonnade.wire.transport.open_scopes"):
-        route = ByTower(
-            Alone(rank), 2, [none] * NUM_RANKS, [none] * TOWERS, [none] * TOWERS, none, AS_IT_IS, torch.float32
-        )  # fmt: skip
-    assert route.peers[-1] == rank
-    assert sorted(route.peers) == list(range(rank % 2, NUM_RANKS, 2))
+    peers = peers_of(rank, 2, NUM_RANKS)
+    assert peers[-1] == rank
+    assert sorted(peers) == list(range(rank % 2, NUM_RANKS, 2))
     sizes = [3, 0, 5, 7, 11, 13]
     others = sum(sizes[each] for each in range(rank % 2, NUM_RANKS, 2) if each != rank)
-    assert route.samples(sizes) == [others, sizes[rank]]
+    turns = turns_of(rank, 2, tuple(sizes))
+    assert [turn.num_samples for turn in turns] == [others, sizes[rank]]
+    for turn in turns:
+        samples = torch.arange(sum(sizes)).split(sizes)
+        wanted = torch.cat([samples[each] for each in turn.ranks])
+        if turn.rows is not None:
+            assert torch.equal(torch.arange(sum(sizes))[turn.rows], wanted)
+        assert sum(turn.counts) == len(wanted)

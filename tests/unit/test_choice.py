@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from colonnade import World
 from colonnade.errors import ConfigError
-from colonnade.lookup.contract import BY_TOWERS
+from colonnade.lookup.hops import BY_TOWERS
 from colonnade.plan.cost.comm_volume import (
     BESIDE_SECONDS,
     FIXED_BYTES,

@@ -188,7 +188,7 @@ def test_closing_does_not_wait_for_room_that_never_comes(tmp_path):
     assert run(model, batches(3, 40)).isfinite().all()
 
 
-@pytest.mark.parametrize("at", ["acquire", "place"])
+@pytest.mark.parametrize("at", ["acquire", "resolve_slots"])
 def test_a_batch_that_cannot_be_prepared_leaves_nothing_pinned(tmp_path, monkeypatch, at):
     """Whatever goes wrong once its ids have come to the owners: all memory is free for the next batches."""
     model = collection(tmp_path, lookahead=0, rows_in_memory=60)

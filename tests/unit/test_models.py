@@ -255,8 +255,8 @@ def test_bfloat16_of_the_dense_network(case):
         assert not torch.equal(logits, exact), "nothing was computed in bfloat16"
     bce(logits, given.label).backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-    (ticket,) = (t for t in model.embeddings.live if t.gradients)
-    assert all(gradient.dtype == torch.float32 for gradient in ticket.gradients[0])
+    (backwards,) = (each.gradients.backwards for each in model.embeddings.live)
+    assert all(gradient.dtype == torch.float32 for gradient in backwards[0])
 
 
 @pytest.mark.parametrize("case", TYPICAL_FIRST)

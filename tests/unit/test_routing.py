@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from colonnade.errors import WorldError
-from colonnade.wire.id_distribution import exchanged
+from colonnade.wire.id_distribution import exchange_messages
 
 
 class Told:
@@ -25,4 +25,4 @@ class Told:
 def test_sizes_that_are_none_are_refused():
     messages = [[np.zeros(3, np.uint8)] * 2, [np.zeros(0, np.uint8)] * 2]
     with pytest.raises(WorldError, match=r"rank 1 told sizes \[3, -1\] of its messages"):
-        exchanged(messages, Told([[3, 0], [3, -1]]), 2.0, "route")
+        exchange_messages(messages, Told([[3, 0], [3, -1]]), 2.0, "route")

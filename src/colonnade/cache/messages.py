@@ -129,7 +129,7 @@ def _tables(num_ranks: int, num_tables: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The owner's side of a ticket."""
+    """Owner's side of a batch."""
 
     named: Named
     ids: np.ndarray  # (P,) int64

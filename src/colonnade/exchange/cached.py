@@ -1,5 +1,5 @@
-"""Exchange `cached`: rows stay where they are used, as long as bounds allow; sums of several batches' gradients go to
-owners.
+"""Row cache around an exchange of rows: rows stay where they are used, as long as bounds allow; sums of several
+batches' gradients go to owners (HET, Miao et al. 2021).
 
 A directory (`cache.directory`) says of each batch, by the order of batches alone, which rows' owners are spoken to.
 Their ids travel ahead of training as always; rows whose copies may be used as they are are not named. Who has a copy
@@ -12,7 +12,7 @@ Legend: T tables, N ranks, U unique rows of this rank's batch, W rows it names t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,20 +46,28 @@ from colonnade.cache.messages import (
     with_notes,
     without_notes,
 )
-from colonnade.cache.next_use import Planned, Seen, in_sight, rows_of
+from colonnade.cache.next_use import Seen, in_sight, rows_of
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
-from colonnade.exchange.owner import listed, soonest, take
-from colonnade.exchange.rows import Fetched, RowsExchange
-from colonnade.lookup.contract import Asked, Exchange, RowGradients, RowSource, Ticket
-from colonnade.lookup.kernels import Kernels
-from colonnade.lookup.layout import Declaration
-from colonnade.lookup.outputs import summed_backwards
+from colonnade.exchange.row_owner import gather, list_requests, owned_rows, soonest_use
+from colonnade.exchange.rows import FetchedRows, RowsExchange, RowsLookup
+from colonnade.lookup.contract import (
+    BatchInfo,
+    ExchangePart,
+    LookupRequest,
+    PartLookup,
+    PinnedRows,
+    RowGradients,
+    RowSource,
+)
+from colonnade.lookup.kernels import NOWHERE, Kernels
+from colonnade.lookup.layout import Declaration, Lookups
 from colonnade.lookup.row_layout import RowLayout, row_layout
 from colonnade.lookup.views import Slices
 from colonnade.staleness import RowClock
+from colonnade.store.contract import RowView
 from colonnade.topology.sharding import Sharding
-from colonnade.wire.packing import pack_requests, unpack_requests
+from colonnade.wire.packing import unpack_requests
 
 
 @dataclass
@@ -113,8 +121,8 @@ class TableCache:
 
 
 @dataclass(slots=True)
-class Flight:
-    """One training batch, from its route to its push."""
+class CacheTransfer:
+    """One training batch: what the directories decided of its rows, from its ids to its push."""
 
     number: int
     decisions: Sequence[Decision]  # by table
@@ -134,8 +142,20 @@ class Flight:
     is_dropped: bool = False
 
 
-class CachedExchange(RowsExchange):
-    """One rank's end, in a world of several. One batch is one step."""
+@dataclass(slots=True)
+class CachedLookup(PartLookup):
+    """One training batch whose rows are read from copies."""
+
+    transfer: CacheTransfer | None = None
+    reads: FetchedRows | None = None
+
+
+class CachedExchange:
+    """One rank's side, in a world of several. One batch is one step. Evaluations go by the exchange of rows that it
+    wraps."""
+
+    operators = None
+    counts_norm = True
 
     def __init__(
         self,
@@ -146,7 +166,10 @@ class CachedExchange(RowsExchange):
         device: torch.device | None = None,
     ) -> None:
         """caches: by table; None: of another exchange. device: whose memory copies lie in, None: this process's."""
-        super().__init__(declaration, mesh, shardings)
+        self.rows = RowsExchange(declaration, mesh, shardings)
+        self.declaration, self.mesh = declaration, mesh
+        self.owner, self.deal, self.outputs = self.rows.owner, self.rows.deal, self.rows.outputs
+        self.widths, self.exactness = self.owner.widths, self.rows.exactness
         self.has_copies = [each is not None for each in caches]
         none = TableCache(0, RowClock(0, 0))
         self.caches = [each or none for each in caches]
@@ -168,7 +191,7 @@ class CachedExchange(RowsExchange):
         self.store: Any = None  # this rank's rows
         self.number = 0  # of the newest batch that was pushed
         self.is_settled = False  # owners' rows have, for the moment, what waits at copies
-        self._flights: list[Flight] = []  # routed and not pushed, in order
+        self._flights: list[CacheTransfer] = []  # routed and not pushed, in order
         self._lock = (
             threading.Lock()
         )  # of the directories and flights: routes come from the lookahead's thread
@@ -182,7 +205,7 @@ class CachedExchange(RowsExchange):
             return iter(batches)
 
         def see(batch: Batch) -> Seen:
-            planned = super(CachedExchange, self).planned(slices.looked_up(batch))
+            planned = self.rows.plan_batch(slices.looked_up(batch))[:2]
             return Seen(planned, rows_of(planned[1], self.deal.table_offsets(planned[1]).tolist()))
 
         return in_sight(batches, see, self.windows)
@@ -192,34 +215,32 @@ class CachedExchange(RowsExchange):
         """Batches that are read before one is routed, beside it."""
         return max(self.windows)
 
-    def planned(self, batch: Batch) -> Planned:
-        return super().planned(batch) if batch.foreseen is None else batch.foreseen.planned
+    def plan_batch(self, batch: Batch) -> tuple[Lookups, _native.Plan, Tensor | None]:
+        """Return a batch's lookups, their plan and `Batch.next_use` by unique row. Raises as `build_requests`."""
+        if batch.foreseen is None:
+            return self.rows.plan_batch(batch)
+        lookups, plan = batch.foreseen.planned
+        return lookups, plan, self.owner.codes_of(batch, plan)
 
-    def ask(self, batch: Batch, purpose: str = "route") -> Asked:
-        """Raises IdRangeError, DataError."""
+    def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
+        """See the contract."""
         if purpose == "evaluate":
-            return super().ask(batch, purpose)
-        lookups, plan = self.planned(batch)
-        codes = self._codes(batch, plan)
+            return self.rows.build_requests(batch, purpose)
+        lookups, plan, codes = self.plan_batch(batch)
         with self._lock:
-            flight, wire, origin = self._decide(plan, batch.foreseen)
+            flight, named_plan, origin = self._decide(plan, batch.foreseen)
             self._flights.append(flight)
-        wire_codes = None
+        named_codes = None
         if codes is not None:
-            wire_codes = torch.zeros(len(origin), dtype=torch.uint8)  # of others: not known
-            is_mine = torch.from_numpy(origin >= 0)
-            wire_codes[is_mine] = codes[torch.from_numpy(origin)[is_mine]]
-        blocks = self.deal.blocks(wire)
-        firsts, lasts = (b.reshape(-1, self.mesh.num_ranks).T for b in (blocks[:-1], blocks[1:]))
-        requests = pack_requests(
-            torch.as_tensor(wire.unique_ids), firsts, lasts, self.table_rows, self.deal.num_owners,
-            self.deal.places, codes=wire_codes,
-        )  # fmt: skip
-        return Asked(batch.size, with_notes(flight.named, requests), (lookups, plan, flight))
+            named_codes = torch.zeros(len(origin), dtype=torch.uint8)  # unknown of evicted rows
+            is_used = torch.from_numpy(origin >= 0)
+            named_codes[is_used] = codes[torch.from_numpy(origin)[is_used]]
+        requests = self.rows.pack(named_plan, named_codes)
+        return LookupRequest(with_notes(flight.named, requests), lookups, plan, transfer=flight)
 
     def _decide(
         self, plan: _native.Plan, seen: Seen | None
-    ) -> tuple[Flight, _native.Plan, np.ndarray]:
+    ) -> tuple[CacheTransfer, _native.Plan, np.ndarray]:
         """The next batch's; a plan of the rows that it names; which row of the batch each of these is, -1: none."""
         unique = np.asarray(plan.unique_ids)
         ends = self.deal.table_offsets(plan).tolist()
@@ -247,7 +268,9 @@ class CachedExchange(RowsExchange):
         listing = np.argsort(tables, kind="stable")
         ids = np.concatenate([unique[named], of_rows.evicted_ids])
         wire = _native.make_plan(
-            listed(torch.from_numpy(ids[listing]), counts), self.table_rows, self.deal.num_owners
+            list_requests(torch.from_numpy(ids[listing]), counts),
+            self.owner.table_rows,
+            self.deal.num_owners,
         )
         by_wire = np.empty(len(ids), np.int64)
         by_wire[np.asarray(wire.inverse)] = listing
@@ -271,45 +294,50 @@ class CachedExchange(RowsExchange):
             sizes.reshape(-1, num_ranks).T, is_over & ~whole, (asked == MISS) | (is_over & whole),
             written[at], ages[at],
         )  # fmt: skip
-        flight = Flight(
+        flight = CacheTransfer(
             self.directories[0].number, decisions, ends, [each.num_slots for each in self.directories],
             slots, pushed, said, origin[at], where[at], ids[at],
         )  # fmt: skip
         return flight, wire, origin[by_wire]
 
-    def answer(
-        self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
-    ) -> Ticket:
-        if purpose == "evaluate":
-            return super().answer(asked, heard, step=step, weight=weight, purpose=purpose)
-        lookups, plan, flight = asked.lookups
-        notes, requests_of = without_notes(heard)
+    def serve_requests(
+        self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
+    ) -> PartLookup:
+        """See the contract."""
+        if batch.is_evaluated:
+            return self.rows.serve_requests(request, received, batch)
+        plan, flight, owner = request.plan, request.transfer, self.owner
+        assert plan is not None
+        notes, requests_of = without_notes(received)
         places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
-        requests = unpack_requests(requests_of, self.table_rows, self.deal.num_owners, places)
+        requests = unpack_requests(requests_of, owner.table_rows, self.deal.num_owners, places)
         named = read_notes(notes, requests.counts)
-        owner_plan = _native.make_plan(
-            listed(requests.ids, requests.counts), self.table_rows, self.undealt
-        )
-        written = listed(
+        owner_plan = owner.plan_requests(requests.ids, requests.counts)
+        written = list_requests(
             requests.ids[torch.from_numpy(named.written)], named.counted(named.written)
         )
         flight.serving = Serving(
             named, requests.ids.numpy(),
-            _native.make_plan(written, self.table_rows, self.undealt), written,
+            _native.make_plan(written, owner.table_rows, owner.one_owner), written,
         )  # fmt: skip
         with self._lock:
             changed = self._changed(flight, flight.serving)
             flight.marked = self.mark(flight.serving.plan, flight.number)
         flight.sent, flight.fresh = named.wanted | changed, flight.named.wanted.copy()
         if any(self.is_kept):
-            self._exchange_marks(flight, changed, purpose)
-        codes = None if requests.codes is None else soonest(requests.codes.numpy(), owner_plan)
-        return Ticket(
-            step, asked.size, lookups, plan, torch.as_tensor(owner_plan.unique_ids),
-            torch.as_tensor(owner_plan.block_offsets), owner_plan, weight, codes, flight, purpose=purpose,
-        )  # fmt: skip
+            self._exchange_marks(flight, changed, batch.purpose)
+        codes = requests.codes
+        owned = owned_rows(
+            owner_plan, None if codes is None else soonest_use(codes.numpy(), owner_plan)
+        )
+        return CachedLookup(batch, request.lookups, plan, owned, owner_plan, transfer=flight)
 
-    def _changed(self, flight: Flight, serving: Serving) -> np.ndarray:
+    def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
+        """See the contract."""
+        slots = lookup.slots
+        lookup.pinned = PinnedRows(slots, gather(slots, lookup.owner_plan.inverse))
+
+    def _changed(self, flight: CacheTransfer, serving: Serving) -> np.ndarray:
         """(P,) bool: asked for by who has a copy, which will not be what is here. All batches before are marked."""
         named, changed = serving.named, np.zeros(len(serving.ids), bool)
         rows = np.flatnonzero(named.renewed)
@@ -318,7 +346,7 @@ class CachedExchange(RowsExchange):
         changed[rows] = since | (ages >= FAR)
         return changed
 
-    def _exchange_marks(self, flight: Flight, changed: np.ndarray, purpose: str) -> None:
+    def _exchange_marks(self, flight: CacheTransfer, changed: np.ndarray, purpose: str) -> None:
         """Collective: who has a copy of a row that it named hears whether the row comes."""
         assert flight.serving is not None and flight.fresh is not None
         named, served = flight.named, flight.serving.named
@@ -329,11 +357,13 @@ class CachedExchange(RowsExchange):
 
     # ---- fetch
 
-    def fetch(self, ticket: Ticket, source: RowSource) -> None:
-        """Collective. Raises RuntimeError where it is not the turn of this batch."""
-        flight = ticket.wire
-        if not isinstance(flight, Flight):
-            return super().fetch(ticket, source)
+    def fetch(self, lookup: PartLookup, source: RowSource) -> None:
+        """See the contract. Raises RuntimeError where it is not the turn of this batch."""
+        if isinstance(lookup, RowsLookup):
+            self.rows.fetch(lookup, source)
+            return
+        assert isinstance(lookup, CachedLookup)
+        flight = lookup.transfer
         if self.is_settled:
             raise RuntimeError(
                 "got a batch to train on inside `with rows.settled()`, after which rows are what they were; leave it "
@@ -345,15 +375,31 @@ class CachedExchange(RowsExchange):
                 "left out, or a second one read before RowOptimizer.step(); close the lookahead, drop what was read "
                 "with collection.forget(), and open it again"
             )
-        assert ticket.placed is not None
-        self._receive(flight, ticket.placed)
+        self._receive(flight, _slots_by_request(lookup))
         views = self.copies.views()
-        kernels = self.kernels(views)
-        taken = take(torch.from_numpy(flight.slots.astype(np.int32)), ticket.plan.inverse)
-        ticket.reads = Fetched(kernels, kernels.place(ticket.lookups, views, taken), self.copies)
-        return None
+        kernels = self.owner.kernels(views)
+        by_lookup = gather(torch.from_numpy(flight.slots.astype(np.int32)), lookup.plan.inverse)
+        lookup.reads = FetchedRows(
+            kernels, kernels.place(lookup.lookups, views, by_lookup), self.copies
+        )
 
-    def _receive(self, flight: Flight, placed: Tensor) -> None:
+    def pooled(self, lookup: Any, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+        """See the contract."""
+        return self.rows.pooled(lookup, into)
+
+    def has_values(self, lookup: Any) -> bool:
+        """See the contract."""
+        return lookup.reads is not None
+
+    def prefetched(self, lookup: Any) -> dict[str, Tensor]:
+        """See the contract."""
+        return self.rows.prefetched(lookup)
+
+    def restore(self, lookup: Any, held: Sequence[Mapping[str, Tensor]]) -> None:
+        """See the contract."""
+        self.rows.restore(lookup, held)
+
+    def _receive(self, flight: CacheTransfer, placed: Tensor) -> None:
         """Collective: records travel to the copies."""
         assert flight.serving is not None and flight.sent is not None and flight.fresh is not None
         sent, fresh = flight.sent, flight.fresh
@@ -383,25 +429,30 @@ class CachedExchange(RowsExchange):
 
     # ---- push
 
-    def _begin_push(self, ticket: Ticket, step: int, number: int) -> Callable[[], RowGradients]:
-        flight = ticket.wire
+    def begin_push(
+        self, lookup: PartLookup, gradients: list[Tensor] | None, step: int, number: int
+    ) -> Callable[[], RowGradients]:
+        """See the contract."""
+        assert isinstance(lookup, CachedLookup) and lookup.transfer is not None
+        flight, reads = lookup.transfer, lookup.reads
+        assert reads is not None
         if number:
             raise RuntimeError(
                 "with a cache a step is of one batch; call RowOptimizer.step() after each"
             )
-        assert ticket.placed is not None
-        kernels: Kernels = ticket.reads.kernels
-        summed = summed_backwards(ticket, self.declaration.compute_dtype)
-        if summed is None:
-            summed = kernels.zeros(ticket.lookups)
-        sums = flight.sums = kernels.row_sums(ticket, self._table_offsets(ticket), summed)
+        kernels: Kernels = reads.kernels
+        if gradients is None:
+            gradients = kernels.zeros(lookup.lookups)
+        offsets = self.rows.table_offsets(lookup)
+        sums = flight.sums = kernels.row_sums(lookup, offsets, gradients)
         named, serving = flight.named, flight.serving
+        assert serving is not None
         going = row_layout(named.counted(named.written), self.widths)
         send = self.mesh.room(going.num_elements, self.declaration.compute_dtype)
         where, origin = flight.where[named.written], flight.origin[named.written]
         self.copies.take(going.counts, where, origin, sums, send)
         self.copies.add(np.diff(flight.ends), flight.slots, sums, flight.pushed)
-        placed = ticket.placed[torch.from_numpy(serving.named.written)]
+        placed = _slots_by_request(lookup)[torch.from_numpy(serving.named.written)]
         return partial(self.pushed, "push", send, going, serving, placed)
 
     def pushed(
@@ -417,14 +468,14 @@ class CachedExchange(RowsExchange):
         return RowGradients(
             placed[firsts].contiguous(), torch.as_tensor(plan.block_offsets),
             plan.segment_offsets, plan.entries,
-            _native.RowGradients(received.data_ptr(), index, self.native.compute), (received, index, plan),
+            _native.RowGradients(received.data_ptr(), index, self.owner.native.compute), (received, index, plan),
         )  # fmt: skip
 
     def update(
         self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
         """The owner's rows, then this rank's copies of those that its batch used."""
-        super().update(store, pushed, optimizers, settings)
+        self.owner.update(store, pushed, optimizers, settings)
         flight = self._flights[0]
         assert flight.fresh is not None
         # Counted here: a batch that was read may yet be dropped.
@@ -445,7 +496,7 @@ class CachedExchange(RowsExchange):
     ) -> None:
         """slots (n,) table by table, counts (T,) of them; sums: of their gradients, as `Copies` has them. Only where
         copies outlast their batch."""
-        kernels = self.kernels(self.copies.views())
+        kernels = self.owner.kernels(self.copies.views())
         pushed = kernels.of_sums(slots, counts, sums, np.array(self.is_kept))
         if len(pushed.slots):
             kernels.update(self.copies, pushed, optimizers, settings)
@@ -461,22 +512,21 @@ class CachedExchange(RowsExchange):
             marked = [flight.marked for flight in reversed(self._flights)]
             return directories, self.changes.without(each for each in marked if each is not None)
 
-    def drop(self, ticket: Ticket) -> None:
-        """Decisions are undone, the newest first: once all later batches are dropped, too."""
-        flight = ticket.wire
-        if not isinstance(flight, Flight):
-            return super().drop(ticket)
-        ticket.reads = None
-        ticket.forget()
-        self._undo(flight)
-        return None
+    def drop(self, lookup: PartLookup) -> None:
+        """Undo decisions, the newest first: once all later batches are dropped, too."""
+        if isinstance(lookup, RowsLookup):
+            self.rows.drop(lookup)
+            return
+        assert isinstance(lookup, CachedLookup) and lookup.transfer is not None
+        lookup.reads = None
+        self._undo(lookup.transfer)
 
-    def take_back(self, asked: Asked) -> None:
-        flight = asked.lookups[-1]
-        if isinstance(flight, Flight):
-            self._undo(flight)
+    def cancel(self, request: LookupRequest) -> None:
+        """See the contract."""
+        if request.transfer is not None:
+            self._undo(request.transfer)
 
-    def _undo(self, flight: Flight) -> None:
+    def _undo(self, flight: CacheTransfer) -> None:
         with self._lock:
             flight.is_dropped = True
             while self._flights and self._flights[-1].is_dropped:
@@ -501,10 +551,16 @@ def without_copies(cached: CachedExchange | None, tables: Sequence[int]) -> Sequ
     return tables
 
 
-def cached_end(exchange: Exchange, store: Any) -> CachedExchange | None:
-    """The one of a plan that keeps copies: it finds this rank's rows in `store`."""
-    for end in getattr(exchange, "ends", (exchange,)):
-        if isinstance(end, CachedExchange):
-            end.store = store
-            return end
+def cached_part(parts: Sequence[ExchangePart], store: Any) -> CachedExchange | None:
+    """Return the part that keeps copies, where a plan has one: it finds this rank's rows in `store`."""
+    for part in parts:
+        if isinstance(part, CachedExchange):
+            part.store = store
+            return part
     return None
+
+
+def _slots_by_request(lookup: PartLookup) -> Tensor:
+    """Return the slot of each request, int32."""
+    assert lookup.pinned is not None and lookup.pinned.by_request is not None
+    return lookup.pinned.by_request

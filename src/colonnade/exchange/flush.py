@@ -21,11 +21,10 @@ from colonnade import _native
 from colonnade.cache.messages import Named, Serving
 from colonnade.errors import BudgetExceeded
 from colonnade.exchange.cached import CachedExchange
-from colonnade.exchange.owner import listed, take
-from colonnade.exchange.rows import RowsExchange
+from colonnade.exchange.row_owner import gather, list_requests
 from colonnade.lookup.row_layout import RowLayout, row_layout
 from colonnade.table import CLOCK_BYTES
-from colonnade.wire.id_distribution import exchanged
+from colonnade.wire.id_distribution import exchange_messages
 from colonnade.wire.packing import pack_requests, unpack_requests
 
 GROUP = "evaluate"
@@ -62,7 +61,7 @@ def settled(
     slots = held[0]
     before = []
     try:
-        placed = take(slots, plan.inverse)
+        placed = gather(slots, plan.inverse)
         pushed = exchange.pushed(GROUP, send, going, serving, placed)
         ends = offsets.tolist()
         for t, table in enumerate(exchange.declaration.tables):
@@ -71,7 +70,7 @@ def settled(
             store.native.pack(t, slots[mine].contiguous(), records)
             before.append(Before(ids[mine].clone(), records))
         store.before_update(slots, offsets)
-        RowsExchange.update(exchange, store, pushed, optimizers, settings)
+        exchange.owner.update(store, pushed, optimizers, settings)
         # Rows are newer than what rests of them once they are released; they stay pinned.
         held.append(store.acquire(ids, offsets)[0])
         store.release(held.pop(0), offsets, dirty=True)
@@ -135,9 +134,9 @@ def _hand_over(exchange: CachedExchange, chosen: Sequence[np.ndarray]) -> None:
     offsets = torch.as_tensor(plan.block_offsets)
     (slots,) = _acquired(exchange, torch.as_tensor(plan.unique_ids), offsets)
     try:
-        pushed = exchange.pushed(GROUP, send, going, serving, take(slots, plan.inverse))
+        pushed = exchange.pushed(GROUP, send, going, serving, gather(slots, plan.inverse))
         store.before_update(slots, offsets)
-        RowsExchange.update(exchange, store, pushed, *exchange.rule)
+        exchange.owner.update(store, pushed, *exchange.rule)
     finally:
         store.release(slots, offsets, dirty=True)
     exchange.mark(plan, exchange.number)
@@ -153,24 +152,24 @@ def _waiting(
     by_id = [copies.ids[t][slots] for t, slots in enumerate(dirty)]
     counts = np.array([[len(slots) for slots in dirty]])
     plan = _native.make_plan(
-        listed(torch.from_numpy(np.concatenate(by_id)), counts),
-        exchange.table_rows, exchange.deal.num_owners,
+        list_requests(torch.from_numpy(np.concatenate(by_id)), counts),
+        exchange.owner.table_rows, exchange.deal.num_owners,
     )  # fmt: skip
     blocks = exchange.deal.blocks(plan)
     firsts, lasts = (b.reshape(-1, mesh.num_ranks).T for b in (blocks[:-1], blocks[1:]))
     requests = pack_requests(
-        torch.as_tensor(plan.unique_ids), firsts, lasts, exchange.table_rows,
+        torch.as_tensor(plan.unique_ids), firsts, lasts, exchange.owner.table_rows,
         exchange.deal.num_owners, exchange.deal.places, codes=None,
     )  # fmt: skip
-    (heard,), _ = exchanged([requests], mesh, 0.0, GROUP)
+    (heard,), _ = exchange_messages([requests], mesh, 0.0, GROUP)
     places = torch.from_numpy(exchange.deal.places[mesh.rank].copy())
-    asked = unpack_requests(heard, exchange.table_rows, exchange.deal.num_owners, places)
-    wanted = listed(asked.ids, asked.counts)
+    asked = unpack_requests(heard, exchange.owner.table_rows, exchange.deal.num_owners, places)
+    wanted = list_requests(asked.ids, asked.counts)
     everything = np.ones(len(asked.ids), bool)
     none = np.zeros(len(asked.ids), np.int64)
     serving = Serving(
         Named(asked.counts, ~everything, ~everything, everything, none), asked.ids.numpy(),
-        _native.make_plan(wanted, exchange.table_rows, exchange.undealt), wanted,
+        _native.make_plan(wanted, exchange.owner.table_rows, exchange.owner.one_owner), wanted,
     )  # fmt: skip
     going = row_layout(lasts - firsts, exchange.widths)
     send = torch.empty(going.num_elements, dtype=copies.pending[0].dtype)

@@ -14,8 +14,8 @@ from dataclasses import replace
 from itertools import combinations
 
 from colonnade.interaction import Concat
-from colonnade.lookup.contract import EVALUATING, Consumer, queries_of
-from colonnade.lookup.layout import Declaration, shared_outputs
+from colonnade.lookup.hops import EVALUATING
+from colonnade.lookup.layout import Consumer, Declaration, queries_of, shared_outputs
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World

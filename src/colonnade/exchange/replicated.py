@@ -1,7 +1,7 @@
-"""`replicated`: every rank has every row, so lookups read this rank's own; what each rank's batch sums up per row goes
-to all ranks, which apply it in rank order.
+"""`replicated`: every rank has every row, so lookups read this rank's own; each rank's sums of gradients per row go to
+all ranks, which apply them in rank order.
 
-Ahead of a step, ids travel, so that each rank has the rows at hand that any rank's batch will change. No value does.
+Ahead of a step, ids are sent, so that each rank has the rows at hand that any rank's batch will change. No value is.
 The sums are those of `rows`, in the same order: its bits, whatever the sharding.
 
 Legend: T tables, N ranks, U unique rows of this rank, O rows that some rank asked for.
@@ -9,151 +9,156 @@ Legend: T tables, N ranks, U unique rows of this rank, O rows that some rank ask
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
-from colonnade.exchange.owner import listed, soonest, take
-from colonnade.exchange.rows import Fetched, RowsExchange, Wire
-from colonnade.lookup.contract import Asked, RowGradients, RowSource, Ticket
-from colonnade.lookup.layout import Declaration, collect, explain_range
+from colonnade.exchange.row_owner import gather, list_requests, owned_rows, soonest_use
+from colonnade.exchange.rows import FetchedRows, RowsExchange, RowsLookup
+from colonnade.lookup.contract import (
+    BatchInfo,
+    LookupRequest,
+    PartLookup,
+    PinnedRows,
+    RowGradients,
+    RowSource,
+)
+from colonnade.lookup.kernels import NOWHERE
+from colonnade.lookup.layout import Declaration
 from colonnade.lookup.row_layout import row_layout
 from colonnade.store.contract import RowView
-from colonnade.topology.sharding import Sharding, table_wise
-from colonnade.wire.codec import CODECS, Draw, decode, encode
+from colonnade.topology.sharding import table_wise
 from colonnade.wire.coding import AS_IT_IS, Coding
 from colonnade.wire.packing import pack_requests, unpack_requests
 
 
-class ReplicatedExchange(RowsExchange):
-    """One rank's end. In a world of one: `rows`.
+class ReplicatedExchange:
+    """One rank's side, in a world of several.
 
-    A ticket's owned rows are those of all ranks' batches; its wire describes this rank's unique rows as one block
-    (`asked`), and all ranks' as they come here (`serving`).
+    A lookup's owned rows are those of all ranks' batches; of its messages, `wanted` is this rank's unique rows as one
+    block, `served` all ranks' as they come here.
     """
 
-    def __init__(
-        self,
-        declaration: Declaration,
-        mesh: Mesh,
-        shardings: Sequence[Sharding] | None = None,
-        coding: Coding = AS_IT_IS,
-    ) -> None:
-        """shardings: by table; every rank has what is looked up, so they are not looked at."""
-        here = [table_wise(mesh.rank)] * len(declaration.tables)
-        super().__init__(declaration, mesh, here, coding)
+    operators = None
 
-    def ask(self, batch: Batch, purpose: str = "route") -> Asked:
-        """Raises IdRangeError, DataError."""
-        if self.mesh.num_ranks == 1:
-            return super().ask(batch, purpose)
-        lookups = collect(batch, self.declaration, self.consumption)
-        try:
-            plan = _native.make_plan(lookups.native, self.table_rows, self.undealt)
-        except IndexError as error:
-            raise explain_range(error, self.declaration, self.consumption.features) from None
-        codes = self._codes(batch, plan)
+    def __init__(self, declaration: Declaration, mesh: Mesh, coding: Coding = AS_IT_IS) -> None:
+        self.mesh, self.counts_norm = mesh, mesh.rank == 0
+        self.rows = RowsExchange(
+            declaration, mesh, [table_wise(mesh.rank)] * len(declaration.tables), coding
+        )
+        self.declaration, self.outputs = declaration, self.rows.outputs
+        self.owner, self.exactness = self.rows.owner, self.rows.exactness
+
+    def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
+        """See the contract."""
+        owner = self.owner
+        lookups, plan, codes = self.rows.plan_batch(batch)
         message = np.empty(0, np.uint8)
         if purpose != "evaluate":  # nobody needs the rows that others only read
-            offsets = self._table_offsets_of(plan).numpy()
+            offsets = np.asarray(plan.block_offsets)
             (message,) = pack_requests(
-                torch.as_tensor(plan.unique_ids), offsets[None, :-1], offsets[None, 1:], self.table_rows,
-                self.undealt, np.zeros((1, len(self.widths)), np.int64), codes=codes,
+                torch.as_tensor(plan.unique_ids), offsets[None, :-1], offsets[None, 1:], owner.table_rows,
+                owner.one_owner, np.zeros((1, len(owner.widths)), np.int64), codes=codes,
             )  # fmt: skip
-        return Asked(batch.size, [message] * self.mesh.num_ranks, (lookups, plan, codes))
+        return LookupRequest([message] * self.mesh.num_ranks, lookups, plan, codes)
 
-    def answer(
-        self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
-    ) -> Ticket:
-        if self.mesh.num_ranks == 1:
-            return super().answer(asked, heard, step=step, weight=weight, purpose=purpose)
-        lookups, plan, codes = asked.lookups
-        offsets = self._table_offsets_of(plan)
-        if purpose == "evaluate":
-            return Ticket(
-                step, asked.size, lookups, plan, torch.as_tensor(plan.unique_ids), offsets, plan, weight,
-                codes, purpose=purpose,
-            )  # fmt: skip
-        everywhere = torch.zeros(len(self.widths), dtype=torch.int64)
-        requests = unpack_requests(heard, self.table_rows, self.undealt, everywhere)
-        wanted = listed(requests.ids, requests.counts)
-        owner_plan = _native.make_plan(wanted, self.table_rows, self.undealt)
-        codes = None if requests.codes is None else soonest(requests.codes.numpy(), owner_plan)
-        ticket = Ticket(
-            step, asked.size, lookups, plan, torch.as_tensor(owner_plan.unique_ids),
-            torch.as_tensor(owner_plan.block_offsets), owner_plan, weight, codes, purpose=purpose,
-        )  # fmt: skip
-        ours = row_layout(offsets.diff().numpy()[None], self.widths)
-        all_ranks = row_layout(requests.counts, self.widths)
-        ticket.wire = Wire(
-            ours, all_ranks, ours.rank_major(self.widths), all_ranks.rank_major(self.widths), wanted
-        )  # fmt: skip
-        return ticket
-
-    def place(self, ticket: Ticket, views: Sequence[RowView]) -> None:
-        """The slot of each of this rank's unique rows."""
-        if self.mesh.num_ranks == 1:
-            return super().place(ticket, views)
-        ticket.placed = self._mine(ticket, ticket.pinned)
-
-    def _mine(self, ticket: Ticket, rows: Tensor) -> Tensor:
-        """(U,) int32: `rows` (O,) int32 of all that ranks asked for, of this rank's."""
-        if ticket.wire is None:  # of an evaluation, whose owned rows are this rank's
-            return rows
-        first = int(ticket.wire.serving.counts[: self.mesh.rank].sum())
-        inverse = torch.as_tensor(ticket.owner_plan.inverse)
-        return take(rows, inverse[first : first + ticket.plan.num_unique].contiguous())
-
-    def fetch(self, ticket: Ticket, source: RowSource) -> None:
-        """Not collective: the rows are here."""
-        if self.mesh.num_ranks == 1:
-            return super().fetch(ticket, source)
-        kernels = self.kernels(source.views)
-        mine = ticket.placed if source.rows is ticket.slots else None
-        if mine is None:
-            mine = self._mine(ticket, source.rows)
-        codec = CODECS[self.coding.codecs.values]
-        if codec.name == "exact" and source.in_place and kernels is self.native:
-            placed = kernels.place(ticket.lookups, source.views, take(mine, ticket.plan.inverse))
-            ticket.reads = Fetched(kernels, placed, source)
-            return
-        counts = np.zeros((self.mesh.num_ranks, len(self.widths)), dtype=np.int64)
-        counts[0] = self._table_offsets(ticket).diff().numpy()
-        layout, unique = row_layout(counts, self.widths), torch.as_tensor(ticket.plan.unique_ids)
-        values = kernels.message(source, mine, layout, listed(unique, counts))
-        if (
-            codec.name != "exact"
-        ):  # as if it had travelled: what is read must not depend on the sharding
-            blocks = self._blocks(layout)
-            decode(codec, encode(codec, values, blocks), blocks, values)
-        index = layout.rank_major(self.widths)
-        ticket.reads = self._received(ticket, values, index)
-
-    def _table_offsets(self, ticket: Ticket) -> Tensor:
-        return self._table_offsets_of(ticket.plan)
-
-    def _table_offsets_of(self, plan: _native.Plan) -> Tensor:
-        """(T + 1,) int64: this rank's unique rows by table."""
-        return torch.as_tensor(plan.block_offsets)
-
-    def _outgoing(self, sums: Tensor, sizes: list[int]) -> tuple[Tensor, list[int]]:
-        """All of them, to every rank."""
-        num_ranks = self.mesh.num_ranks
-        return sums.repeat(num_ranks), [len(sums)] * num_ranks
-
-    def _draws(self, plan: _native.Plan, step: int, number: int) -> list[Draw]:
-        by_table = torch.as_tensor(plan.unique_ids).split(
-            self._table_offsets_of(plan).diff().tolist()
+    def serve_requests(
+        self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
+    ) -> RowsLookup:
+        """See the contract."""
+        plan, owner = request.plan, self.owner
+        assert plan is not None
+        if batch.is_evaluated:
+            return RowsLookup(batch, request.lookups, plan, owned_rows(plan, request.codes), plan)
+        every_rank = torch.zeros(len(owner.widths), dtype=torch.int64)
+        requests = unpack_requests(received, owner.table_rows, owner.one_owner, every_rank)
+        owner_plan = owner.plan_requests(requests.ids, requests.counts)
+        codes = requests.codes
+        owned = owned_rows(
+            owner_plan, None if codes is None else soonest_use(codes.numpy(), owner_plan)
         )
-        seeds = self._seeds(number)
-        return [Draw(ids, seed, step) for ids, seed in zip(by_table, seeds, strict=True)]
+        messages = self.rows.lay_out(self._own_counts(plan), requests.counts, requests.ids)
+        return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
 
-    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
-        """Every rank has the same sums: the first counts them."""
-        summed, square = super().squared_norm(pushed)
-        return summed, square if self.mesh.rank == 0 else 0.0
+    def cancel(self, request: LookupRequest) -> None:
+        """See the contract: a request leaves nothing behind."""
+
+    def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
+        """Local, any thread: find the slot of each of this rank's unique rows."""
+        assert isinstance(lookup, RowsLookup)
+        lookup.pinned = PinnedRows(lookup.slots, self._of_unique(lookup, lookup.slots))
+
+    def fetch(self, lookup: RowsLookup, source: RowSource) -> None:
+        """Not collective: the rows are on this rank."""
+        kernels, codec = self.owner.kernels(source.views), self.rows.codec
+        unique_rows = lookup.slots_of(source)
+        if unique_rows is None:
+            unique_rows = self._of_unique(lookup, source.rows)
+        is_exact = codec.values.name == "exact"
+        if is_exact and source.in_place and kernels is self.owner.native:
+            by_lookup = gather(unique_rows, lookup.plan.inverse)
+            placed = kernels.place(lookup.lookups, source.views, by_lookup)
+            lookup.reads = FetchedRows(kernels, placed, source)
+            return
+        counts = self._own_counts(lookup.plan)
+        layout = row_layout(counts, self.owner.widths)
+        requests = list_requests(torch.as_tensor(lookup.plan.unique_ids), counts)
+        values = kernels.message(source, unique_rows, layout, requests)
+        if not is_exact:  # as if it were sent: what is read must not depend on the sharding
+            codec.decode_values(codec.encode_values(values, layout), layout, values)
+        index = layout.rank_major(self.owner.widths)
+        lookup.reads = self.rows.receive(lookup, values, index)
+
+    def pooled(self, lookup: RowsLookup, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+        """See the contract."""
+        return self.rows.pooled(lookup, into)
+
+    def begin_push(
+        self, lookup: RowsLookup, gradients: list[Tensor] | None, step: int, number: int
+    ) -> Callable[[], RowGradients]:
+        """See the contract: this rank's sums of all its rows go to every rank."""
+        if gradients is None:
+            gradients = self.owner.native.zeros(lookup.lookups)
+        sums = self.rows.sum_rows(lookup, gradients)
+        return self.rows.send_sums(lookup, sums, step, number, to_all=True)
+
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        """See the contract."""
+        self.owner.update(store, pushed, optimizers, settings)
+
+    def drop(self, lookup: RowsLookup) -> None:
+        """See the contract."""
+        self.rows.drop(lookup)
+
+    def has_values(self, lookup: RowsLookup) -> bool:
+        """See the contract."""
+        return self.rows.has_values(lookup)
+
+    def prefetched(self, lookup: RowsLookup) -> dict[str, Tensor]:
+        """See the contract."""
+        return self.rows.prefetched(lookup)
+
+    def restore(self, lookup: RowsLookup, held: Sequence[Mapping[str, Tensor]]) -> None:
+        """See the contract."""
+        self.rows.restore(lookup, held)
+
+    def _own_counts(self, plan: Any) -> np.ndarray:
+        """Return this rank's unique rows by rank and table, (N, T), as if each had been asked of itself."""
+        counts = np.zeros((self.mesh.num_ranks, len(self.owner.widths)), dtype=np.int64)
+        counts[self.mesh.rank] = np.diff(np.asarray(plan.block_offsets))
+        return counts
+
+    def _of_unique(self, lookup: RowsLookup, rows: Tensor) -> Tensor:
+        """Pick from `rows` (O,) int32 of all that ranks asked for those of this rank's unique rows, (U,)."""
+        if lookup.messages is None:  # of an evaluation, whose owned rows are this rank's
+            return rows
+        first = int(lookup.messages.served.counts[: self.mesh.rank].sum())
+        inverse = torch.as_tensor(lookup.owner_plan.inverse)
+        return gather(rows, inverse[first : first + lookup.plan.num_unique].contiguous())

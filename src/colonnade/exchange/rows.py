@@ -1,10 +1,10 @@
-"""`rows`: unique rows travel to the requester; gradients are summed per row before they travel back.
+"""`rows`: unique rows are sent to the ranks that look them up; gradients are summed per row before they are sent back.
 
 Per rank and step: ids of its unique rows out (and when they are needed next, where a reader says it), their
 values in, one summed gradient per row out. In a world of one, synchronous, nothing is copied: lookups read the
 owner's rows in place.
 
-Legend: B samples, F features, T tables, N ranks, E lookups, U unique rows of this rank, O rows it owns,
+Legend: B samples, T tables, N ranks, E lookups, U unique rows of this rank, O rows it owns,
 P rows other ranks (and this one) asked it for.
 """
 
@@ -22,88 +22,75 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Call, Mesh
-from colonnade.exchange.owner import Owner, listed, soonest, take
-from colonnade.exchange.prefetched import rows_held, values_of
+from colonnade.exchange.prefetched import gather_held_values, held_rows
+from colonnade.exchange.row_owner import RowOwner, gather, list_requests, owned_rows, soonest_use
 from colonnade.lookup.contract import (
     BITWISE,
-    Asked,
+    BatchInfo,
     ByPage,
+    LookupRequest,
+    PartLookup,
+    PinnedRows,
     RowGradients,
     RowSource,
-    Ticket,
 )
 from colonnade.lookup.kernels import NOWHERE, Kernels
-from colonnade.lookup.layout import (
-    Declaration,
-    Lookups,
-    collect,
-    collect_codes,
-    consumption,
-    explain_range,
-    outputs,
-)
-from colonnade.lookup.outputs import CPU, found, summed_backwards
+from colonnade.lookup.layout import Declaration, Lookups, collect, consumption, outputs
 from colonnade.lookup.row_layout import RowLayout, row_layout
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
-from colonnade.store.mapped import MappedRows
 from colonnade.topology.sharding import Sharding, row_wise_in
-from colonnade.wire.codec import CODECS, Block, Codec, Draw, decode, encode
 from colonnade.wire.coding import AS_IT_IS, Coding
 from colonnade.wire.id_distribution import counted
 from colonnade.wire.owner_map import deal
 from colonnade.wire.packing import pack_requests, unpack_requests
+from colonnade.wire.row_messages import RowCodec
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
-    """Both ends of a ticket's messages."""
+class RowMessages:
+    """Layouts of a batch's messages of rows."""
 
-    asked: RowLayout  # my unique rows, by owner
-    serving: RowLayout  # rows asked of me, by requester
-    asked_index: Tensor  # (U,) int32 element of each unique row
-    serving_index: Tensor  # (P,) int32 element of each row asked of me
-    requests: _native.Lookups  # what all ranks asked me for: one one-hot feature per (rank, table)
-
-
-@dataclass(slots=True)
-class Arrival:
-    """A message of rows on its way here."""
-
-    work: Call | None
-    keep: Any
-    decode: Callable[[], None] | None = None  # once it has arrived
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        if self.decode is not None:
-            self.decode()
-            self.decode = None
+    wanted: RowLayout  # this rank's unique rows, by owner
+    served: RowLayout  # rows asked of this rank, by requester
+    wanted_index: Tensor  # (U,) int32 element of each unique row
+    served_index: Tensor  # (P,) int32 element of each row asked of this rank
+    requests: (
+        _native.Lookups
+    )  # what all ranks asked this one for: a one-hot feature per (rank, table)
 
 
 @dataclass(slots=True)
-class Fetched:
-    """Where `values` finds the row of each lookup."""
+class FetchedRows:
+    """Where `pooled` reads the row of each lookup."""
 
     kernels: Kernels
-    placed: Any  # theirs
-    keep: Any
-    arrival: Arrival | None = None
+    placed: Any  # the kernels' own
+    keep: Any  # what must live as long
+    arrival: Callable[[], None] | None = None  # to wait for first
     index: Tensor | None = None
     """(U,) int32, where rows were copied: the element of `keep` that each unique row begins with."""
 
     def wait(self) -> None:
+        """Wait until the rows have arrived."""
         if self.arrival is not None:
-            self.arrival.wait()
+            self.arrival()
             self.arrival = None
 
 
-class RowsExchange(Owner):
-    """One rank's end."""
+@dataclass(slots=True)
+class RowsLookup(PartLookup):
+    """One batch whose rows are sent to where they are looked up."""
 
-    exactness = BITWISE
+    messages: RowMessages | None = None  # None in a world of one, until something is copied
+    reads: FetchedRows | None = None
+
+
+class RowsExchange:
+    """One rank's side of an exchange of unique rows."""
+
+    operators = None
+    counts_norm = True
 
     def __init__(
         self,
@@ -112,269 +99,276 @@ class RowsExchange(Owner):
         shardings: Sequence[Sharding] | None = None,
         coding: Coding = AS_IT_IS,
     ) -> None:
-        """shardings: by table, where rows are not dealt to all ranks."""
-        self.coding = coding
-        self.declaration = declaration
-        num_ranks = max(1, mesh.num_ranks)
+        """shardings: by table, where rows are not sharded over all ranks."""
+        self.declaration, self.mesh = declaration, mesh
+        self.num_ranks = mesh.num_ranks
         everywhere = row_wise_in(mesh.world)
-        self.deal = deal(shardings or [everywhere] * len(declaration.tables), num_ranks)
+        self.deal = deal(shardings or [everywhere] * len(declaration.tables), self.num_ranks)
         self.outputs = outputs(declaration)
-        self.consumption = consumption(declaration)
-        super().__init__(declaration, self.consumption, self.outputs, mesh)
-        self.exactness = coding.exactness(BITWISE, declaration.dtype, mesh.num_ranks)
+        self.owner = RowOwner(declaration, consumption(declaration), self.outputs, mesh)
+        self.codec = RowCodec(declaration, mesh.rank, coding)
+        self.exactness = coding.exactness(BITWISE, declaration.dtype, self.num_ranks)
 
-    def ask(self, batch: Batch, purpose: str = "route") -> Asked:
-        """Raises IdRangeError, DataError."""
-        lookups, plan = self.planned(batch)
-        codes = self._codes(batch, plan)
-        return Asked(batch.size, self.requests(plan, codes), (lookups, plan, codes))
+    def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
+        """See the contract."""
+        lookups, plan, codes = self.plan_batch(batch)
+        return LookupRequest(self.pack(plan, codes), lookups, plan, codes)
 
-    def requests(self, plan: _native.Plan, codes: Tensor | None) -> list[np.ndarray]:
-        """Local. By rank, uint8: what it is asked for of the plan's rows; codes (U,) of them. World of one: []."""
-        num_ranks = self.mesh.num_ranks
-        if num_ranks == 1:
+    def plan_batch(self, batch: Batch) -> tuple[Lookups, _native.Plan, Tensor | None]:
+        """Return a batch's lookups, their plan and `Batch.next_use` by unique row. Raises as `build_requests`."""
+        lookups = collect(batch, self.declaration, self.owner.consumption)
+        plan = self.owner.make_plan(lookups, self.deal.num_owners)
+        return lookups, plan, self.owner.codes_of(batch, plan)
+
+    def pack(self, plan: _native.Plan, codes: Tensor | None) -> list[np.ndarray]:
+        """Return by rank the request (uint8) for its rows of the plan; codes (U,) of them. World of one: []."""
+        if self.num_ranks == 1:
             return []
         blocks = self.deal.blocks(plan)
-        firsts, lasts = (b.reshape(-1, num_ranks).T for b in (blocks[:-1], blocks[1:]))
+        firsts, lasts = (b.reshape(-1, self.num_ranks).T for b in (blocks[:-1], blocks[1:]))
         return pack_requests(
-            torch.as_tensor(plan.unique_ids), firsts, lasts, self.table_rows, self.deal.num_owners,
+            torch.as_tensor(plan.unique_ids), firsts, lasts, self.owner.table_rows, self.deal.num_owners,
             self.deal.places, codes=codes,
         )  # fmt: skip
 
-    def planned(self, batch: Batch) -> tuple[Lookups, _native.Plan]:
-        """Local. Raises IdRangeError, DataError."""
-        lookups = collect(batch, self.declaration, self.consumption)
-        try:
-            plan = _native.make_plan(lookups.native, self.table_rows, self.deal.num_owners)
-        except IndexError as error:
-            raise explain_range(error, self.declaration, self.consumption.features) from None
-        return lookups, plan
-
-    def answer(
-        self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
-    ) -> Ticket:
-        lookups, plan, codes = asked.lookups
+    def serve_requests(
+        self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
+    ) -> RowsLookup:
+        """See the contract."""
+        plan = request.plan
+        assert plan is not None
         blocks = self.deal.blocks(plan)
-        if self.mesh.num_ranks == 1:
-            return Ticket(
-                step, asked.size, lookups, plan, torch.as_tensor(plan.unique_ids),
-                torch.from_numpy(blocks), plan, weight, codes, purpose=purpose,
-            )  # fmt: skip
-        counts = np.diff(blocks).reshape(len(self.widths), -1).T  # (N, T)
+        if self.num_ranks == 1:
+            return RowsLookup(batch, request.lookups, plan, owned_rows(plan, request.codes), plan)
+        counts = np.diff(blocks).reshape(len(self.owner.widths), -1).T  # (N, T)
         places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
-        requests = unpack_requests(heard, self.table_rows, self.deal.num_owners, places)
-        wanted = listed(requests.ids, requests.counts)
-        owner_plan = _native.make_plan(wanted, self.table_rows, self.undealt)
-        codes = None if requests.codes is None else soonest(requests.codes.numpy(), owner_plan)
-        ticket = Ticket(
-            step, asked.size, lookups, plan, torch.as_tensor(owner_plan.unique_ids),
-            torch.as_tensor(owner_plan.block_offsets), owner_plan, weight, codes, purpose=purpose,
-        )  # fmt: skip
-        ticket.wire = self._wire(counts, requests.counts, wanted)
-        return ticket
+        requests = unpack_requests(received, self.owner.table_rows, self.deal.num_owners, places)
+        owner_plan = self.owner.plan_requests(requests.ids, requests.counts)
+        codes = requests.codes
+        owned = owned_rows(
+            owner_plan, None if codes is None else soonest_use(codes.numpy(), owner_plan)
+        )
+        messages = self.lay_out(counts, requests.counts, requests.ids)
+        return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
 
-    def _codes(self, batch: Batch, plan: _native.Plan) -> Tensor | None:
-        """(U,) uint8: `Batch.next_use` by unique row. Raises DataError."""
-        if batch.next_use is None:
-            return None
-        return soonest(collect_codes(batch, self.declaration, self.consumption), plan)
+    def cancel(self, request: LookupRequest) -> None:
+        """See the contract: a request leaves nothing behind."""
 
-    def place(self, ticket: Ticket, views: Sequence[RowView]) -> None:
-        """And in which order the update finds them quickly: that thread has time."""
-        super().place(ticket, views)
-        plan = ticket.owner_plan
+    def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
+        """Local, any thread: find the slot of each request, and the order in which the update finds rows quickly."""
+        slots, plan = lookup.slots, lookup.owner_plan
+        by_page = None
         if views[0].rows is None:
-            found = _native.by_page(
-                ticket.pinned, ticket.owned_offsets, plan.segment_offsets, plan.entries
+            by_page = _native.by_page(
+                slots, lookup.owned.offsets, plan.segment_offsets, plan.entries
             )
-            ticket.by_page = ByPage(*map(torch.as_tensor, found)) if found else None
+        lookup.pinned = PinnedRows(
+            slots,
+            gather(slots, plan.inverse),
+            ByPage(*map(torch.as_tensor, by_page)) if by_page else None,
+        )
 
-    def fetch(self, ticket: Ticket, source: RowSource) -> None:
-        """Collective in a world of several. Row values are copied before it returns; they may still travel."""
-        kernels = self.kernels(source.views)
-        placed = ticket.placed if source.rows is ticket.slots else None
-        if placed is None:
-            placed = take(source.rows, ticket.owner_plan.inverse)
-        if self.mesh.num_ranks == 1 and source.in_place:
-            order = (
-                ticket.by_page.entries if ticket.by_page and source.rows is ticket.slots else None
-            )
-            where = kernels.place(ticket.lookups, source.views, placed, order)
-            ticket.reads = Fetched(kernels, where, source)
+    def fetch(self, lookup: RowsLookup, source: RowSource) -> None:
+        """Begin to send rows. Their values are copied before it returns."""
+        kernels = self.owner.kernels(source.views)
+        by_request = lookup.slots_of(source)
+        pinned = None if by_request is None else lookup.pinned
+        if by_request is None:
+            by_request = gather(source.rows, lookup.owner_plan.inverse)
+        if self.num_ranks == 1 and source.in_place:
+            order = pinned.by_page.entries if pinned and pinned.by_page else None
+            placed = kernels.place(lookup.lookups, source.views, by_request, order)
+            lookup.reads = FetchedRows(kernels, placed, source)
             return
-        wire = ticket.wire or self._local_wire(ticket)
-        ticket.wire = wire
-        rows = source.rows if self.mesh.num_ranks == 1 else placed
-        counts_as = counted(ticket.purpose, "fetch")
-        send = self.mesh.room(wire.serving.num_elements, self.declaration.dtype)
-        kernels.message(source, rows, wire.serving, wire.requests, send)
-        if self.mesh.num_ranks == 1:
-            ticket.reads = self._received(ticket, send, wire.asked_index)
+        messages = lookup.messages = lookup.messages or self.lay_out_own(lookup)
+        rows = source.rows if self.num_ranks == 1 else by_request
+        send = self.mesh.room(messages.served.num_elements, self.declaration.dtype)
+        kernels.message(source, rows, messages.served, messages.requests, send)
+        if self.num_ranks == 1:
+            lookup.reads = self.receive(lookup, send, messages.wanted_index)
             return
-        values = empty(wire.asked.num_elements, dtype=self.declaration.dtype)
-        arrival = self._send(send, wire.serving, wire.asked, values, counts_as)
-        ticket.reads = self._received(ticket, values, wire.asked_index, arrival)
+        values = empty(messages.wanted.num_elements, dtype=self.declaration.dtype)
+        tag = counted(lookup.batch.purpose, "fetch")
+        arrival = self._send(send, messages, values, tag)
+        lookup.reads = self.receive(lookup, values, messages.wanted_index, arrival)
 
     def _send(
-        self, send: Tensor, theirs: RowLayout, mine: RowLayout, into: Tensor, counts_as: str
-    ) -> Arrival:
-        """Collective. send: rows laid out as `theirs`; into: room for those of others, laid out as `mine`."""
-        codec = CODECS[self.coding.codecs.values]
-        if codec.name == "exact":
-            _, work = self.mesh.all_to_all(
-                "fetch", send, theirs.rank_elements, mine.rank_elements, wait=False,
-                counts_as=counts_as, into=into,
+        self, send: Tensor, messages: RowMessages, into: Tensor, tag: str
+    ) -> Callable[[], None]:
+        """Collective: send rows, laid out as served, and receive others into `into`, laid out as wanted. Return what
+        waits for them."""
+        codec, served, wanted = self.codec, messages.served, messages.wanted
+        if codec.values.name == "exact":
+            _, call = self.mesh.all_to_all(
+                "fetch", send, served.rank_elements, wanted.rank_elements, wait=False,
+                counts_as=tag, into=into,
             )  # fmt: skip
-            return Arrival(work, (send, into))
-        coded = encode(codec, send, self._blocks(theirs))
-        data, work = self.mesh.all_to_all(
-            "fetch", coded, self._rank_bytes(codec, theirs, send.dtype),
-            self._rank_bytes(codec, mine, send.dtype), wait=False, counts_as=counts_as,
+            return partial(_wait_for, call, send)
+        coded = codec.encode_values(send, served)
+        data, call = self.mesh.all_to_all(
+            "fetch", coded, codec.rank_bytes(codec.values, served, send.dtype),
+            codec.rank_bytes(codec.values, wanted, send.dtype), wait=False, counts_as=tag,
         )  # fmt: skip
-        return Arrival(work, coded, partial(decode, codec, data, self._blocks(mine), into))
 
-    def _received(
-        self, ticket: Ticket, values: Tensor, index: Tensor, arrival: Arrival | None = None
-    ) -> Fetched:
-        """Rows in one block of values: index (U,) int32, the element that each begins with."""
-        view = RowView(values.data_ptr(), self.itemsize, 1, self.dtype)
-        taken = take(index, ticket.plan.inverse)
-        placed = self.native.place(ticket.lookups, [view] * len(self.widths), taken)
-        return Fetched(self.native, placed, values, arrival, index)
+        def decode() -> None:
+            _wait_for(call, coded)
+            codec.decode_values(data, wanted, into)
 
-    def pooled(self, ticket: Ticket, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
-        """One tensor per output, filled from the fetched rows."""
-        reads: Fetched = ticket.reads
+        return decode
+
+    def receive(
+        self,
+        lookup: PartLookup,
+        values: Tensor,
+        index: Tensor,
+        arrival: Callable[[], None] | None = None,
+    ) -> FetchedRows:
+        """Return rows as one block of values: index (U,) int32, the element that each begins with."""
+        native = self.owner.native
+        view = RowView(values.data_ptr(), native.itemsize, 1, native.dtype)
+        by_lookup = gather(index, lookup.plan.inverse)
+        placed = native.place(lookup.lookups, [view] * len(self.owner.widths), by_lookup)
+        return FetchedRows(native, placed, values, arrival, index)
+
+    def pooled(self, lookup: RowsLookup, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+        """See the contract."""
+        reads = lookup.reads
+        assert reads is not None
         reads.wait()
-        return reads.kernels.pool(ticket.lookups, reads.placed, into)
+        return reads.kernels.pool(lookup.lookups, reads.placed, into)
 
-    def read(self, batch: Batch, rows: MappedRows, device: torch.device = CPU) -> dict[str, Tensor]:
-        """Prediction, in a world of one: what `values` gives, of rows that nobody changes. No plan, no ticket, no
-        graph. Raises IdRangeError, DataError as `route` does, CorruptionError and StorageError where a file of rows is
-        damaged."""
-        lookups = collect(batch, self.declaration, self.consumption)
-        try:
-            slots = rows.find(lookups.ids, lookups.feature_offsets, self.consumption.tables)
-        except IndexError:
-            self.ask(batch)  # says which
-            raise
-        pooled = self.native.pool(lookups, (*rows.places(), slots, None))
-        rows.check()
-        return found(self.declaration, self.outputs, pooled, device, batch.dense)
+    def begin_push(
+        self, lookup: RowsLookup, gradients: list[Tensor] | None, step: int, number: int
+    ) -> Callable[[], RowGradients]:
+        """See the contract."""
+        kernels = self.owner.native if lookup.reads is None else lookup.reads.kernels
+        if gradients is None:
+            gradients = kernels.zeros(lookup.lookups)
+        if self.num_ranks == 1:
+            return partial(kernels.of_outputs, lookup, gradients)
+        return self.send_sums(lookup, self.sum_rows(lookup, gradients), step, number)
 
-    def drop(self, ticket: Ticket) -> None:
-        if ticket.reads is not None:
-            ticket.reads.wait()
-        ticket.reads = None
-        ticket.forget()
-
-    def hold(self, ticket: Ticket) -> dict[str, Tensor]:
-        """What a fetched ticket has read: ids (U,), table_offsets (T + 1,), values listed table by table."""
-        reads: Fetched = ticket.reads
-        reads.wait()
-        offsets = self._table_offsets(ticket)
-        width = torch.from_numpy(self.widths).repeat_interleave(offsets.diff())
-        assert reads.index is not None  # `hold` is for values that were copied
-        starts = reads.index.long() & 0xFFFFFFFF
-        ramp = torch.arange(int(width.sum())) - (width.cumsum(0) - width).repeat_interleave(width)
-        values = reads.keep[starts.repeat_interleave(width) + ramp]
-        return {
-            "ids": torch.as_tensor(ticket.plan.unique_ids).clone(),
-            "table_offsets": offsets,
-            "values": values,
-        }
-
-    def restore(self, ticket: Ticket, held: Sequence[dict[str, Tensor]]) -> None:
-        """Instead of `fetch`: the values that all ranks of some world held for this step's global batch. Raises
-        CheckpointError for what another exchange held."""
-        parts = rows_held(held)
-        unique, offsets = torch.as_tensor(ticket.plan.unique_ids), self._table_offsets(ticket)
-        blocks, indices, start = [], [], 0
-        for t, dim in enumerate(self.widths.tolist()):
-            mine = unique[offsets[t] : offsets[t + 1]]
-            blocks.append(values_of(parts, self.widths, t, mine).flatten())
-            indices.append(torch.arange(len(mine)) * dim + start)
-            start += blocks[-1].numel()
-        index = torch.cat(indices).to(torch.int32)
-        ticket.reads = self._received(ticket, torch.cat(blocks), index)
-        ticket.wire = ticket.wire or self._local_wire(ticket)
-
-    def _table_offsets(self, ticket: Ticket) -> Tensor:
-        """(T + 1,) int64: this rank's unique rows by table."""
-        return self.deal.table_offsets(ticket.plan)
-
-    def _begin_push(self, ticket: Ticket, step: int, number: int) -> Callable[[], RowGradients]:
-        kernels = self.native if ticket.reads is None else ticket.reads.kernels
-        summed = summed_backwards(ticket, self.declaration.compute_dtype)
-        if summed is None:
-            summed = kernels.zeros(ticket.lookups)
-        if self.mesh.num_ranks == 1:
-            return partial(kernels.of_outputs, ticket, summed)
-        wire, plan = ticket.wire, ticket.plan
-        send = self.mesh.room(wire.asked.num_elements, self.declaration.compute_dtype)
-        asked = RowGradients(
-            ticket.pinned, self._table_offsets(ticket), plan.segment_offsets, plan.entries,
-            self.native.source(ticket, summed), summed,
+    def sum_rows(self, lookup: RowsLookup, gradients: list[Tensor]) -> Tensor:
+        """Return this rank's sums of gradients by unique row, laid out as wanted."""
+        owner, plan, messages = self.owner, lookup.plan, lookup.messages
+        assert messages is not None
+        send = self.mesh.room(messages.wanted.num_elements, owner.compute_dtype)
+        entries = RowGradients(
+            lookup.slots, self.table_offsets(lookup), plan.segment_offsets, plan.entries,
+            owner.native.source(lookup, gradients), gradients,
         )  # fmt: skip
-        self.native.sum_into(asked, send, wire.asked_index)
-        codec, dtype = CODECS[self.coding.codecs.gradients], send.dtype
-        sizes, theirs = wire.asked.rank_elements, wire.serving.rank_elements
-        if codec.name != "exact":
-            send = encode(codec, send, self._blocks(wire.asked), self._draws(plan, step, number))
-            sizes, theirs = (
-                self._rank_bytes(codec, each, dtype) for each in (wire.asked, wire.serving)
-            )
-        send, sizes = self._outgoing(send, sizes)
-        data, call = self.mesh.all_to_all("push", send, sizes, theirs, wait=False)
-        arrival = Arrival(call, send)
+        owner.native.sum_into(entries, send, messages.wanted_index)
+        return send
+
+    def send_sums(
+        self,
+        lookup: RowsLookup,
+        sums: Tensor,
+        step: int,
+        number: int,
+        *,
+        to_all: bool = False,
+    ) -> Callable[[], RowGradients]:
+        """Collective: send sums of rows to their owners, or all of them to every rank; what it returns waits for those
+        that come here."""
+        codec, dtype, messages = self.codec, sums.dtype, lookup.messages
+        assert messages is not None
+        wanted, served = messages.wanted, messages.served
+        is_exact = codec.gradients.name == "exact"
+        sizes, sizes_in = wanted.rank_elements, served.rank_elements
+        if not is_exact:
+            draws = codec.draws(lookup.plan, self.deal.blocks(lookup.plan), step, number)
+            sums = codec.encode_gradients(sums, wanted, draws)
+            sizes, sizes_in = (codec.rank_bytes(codec.gradients, each, dtype) for each in (wanted, served))  # fmt: skip
+        if to_all:
+            sizes, sums = [len(sums)] * self.num_ranks, sums.repeat(self.num_ranks)
+        data, call = self.mesh.all_to_all("push", sums, sizes, sizes_in, wait=False)
 
         def finish() -> RowGradients:
-            arrival.wait()
-            received = data
-            if codec.name != "exact":
-                received = empty(wire.serving.num_elements, dtype=dtype)
-                decode(codec, data, self._blocks(wire.serving), received)
-            return RowGradients(
-                ticket.pinned, ticket.owned_offsets,
-                ticket.owner_plan.segment_offsets, ticket.owner_plan.entries,
-                _native.RowGradients(received.data_ptr(), wire.serving_index, self.native.compute), received,
-                ticket.by_page,
-            )  # fmt: skip
+            _wait_for(call, sums)
+            received = data if is_exact else codec.decode_gradients(data, served, dtype)
+            return received_gradients(lookup, received, messages, self.owner)
 
         return finish
 
-    def _outgoing(self, sums: Tensor, sizes: list[int]) -> tuple[Tensor, list[int]]:
-        """What this rank sends of its rows' sums, and how much of it to each rank."""
-        return sums, sizes
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        """See the contract."""
+        self.owner.update(store, pushed, optimizers, settings)
 
-    def _blocks(self, layout: RowLayout) -> list[Block]:
-        """Rank by rank, table by table."""
-        dims = [tuple(part.dim for part in table.parts) for table in self.declaration.tables]
-        return [Block(n, dims[t]) for counts in layout.counts.tolist() for t, n in enumerate(counts)]  # fmt: skip
+    def drop(self, lookup: RowsLookup) -> None:
+        """See the contract."""
+        if lookup.reads is not None:
+            lookup.reads.wait()
+        lookup.reads = None
 
-    def _rank_bytes(self, codec: Codec, layout: RowLayout, dtype: torch.dtype) -> list[int]:
-        tables = self.declaration.tables
-        width = [codec.row_bytes([part.dim for part in table.parts], dtype) for table in tables]
-        return (layout.counts @ np.array(width)).tolist()
+    def has_values(self, lookup: RowsLookup) -> bool:
+        """See the contract."""
+        return lookup.reads is not None
 
-    def _draws(self, plan: _native.Plan, step: int, number: int) -> list[Draw]:
-        """Of the rows this rank asked for, block by block."""
-        num_ranks, borders = self.mesh.num_ranks, self.deal.blocks(plan).tolist()
-        unique, seeds = torch.as_tensor(plan.unique_ids), self._seeds(number)
-        places = [(t, t * num_ranks + r) for r in range(num_ranks) for t in range(len(seeds))]
-        return [Draw(unique[borders[b] : borders[b + 1]], seeds[t], step) for t, b in places]
+    def prefetched(self, lookup: RowsLookup) -> dict[str, Tensor]:
+        """Return ids (U,), table_offsets (T + 1,) and values, table by table, of a fetched batch."""
+        reads = lookup.reads
+        assert reads is not None and reads.index is not None  # values that wait were copied
+        reads.wait()
+        offsets = self.table_offsets(lookup)
+        width = torch.from_numpy(self.owner.widths).repeat_interleave(offsets.diff())
+        starts = reads.index.long() & 0xFFFFFFFF
+        ramp = torch.arange(int(width.sum())) - (width.cumsum(0) - width).repeat_interleave(width)
+        return {
+            "ids": torch.as_tensor(lookup.plan.unique_ids).clone(),
+            "table_offsets": offsets,
+            "values": reads.keep[starts.repeat_interleave(width) + ramp],
+        }
 
-    def _seeds(self, number: int) -> list[int]:
-        """By table."""
-        tables, rank = self.declaration.tables, self.mesh.rank
-        return [self.coding.seed(table.name, rank, number) for table in tables]
+    def restore(self, lookup: RowsLookup, held: Sequence[Mapping[str, Tensor]]) -> None:
+        """See the contract."""
+        parts = held_rows(held)
+        unique, offsets = torch.as_tensor(lookup.plan.unique_ids), self.table_offsets(lookup)
+        blocks, indices, start = [], [], 0
+        for t, dim in enumerate(self.owner.widths.tolist()):
+            ids = unique[offsets[t] : offsets[t + 1]]
+            blocks.append(gather_held_values(parts, self.owner.widths, t, ids).flatten())
+            indices.append(torch.arange(len(ids)) * dim + start)
+            start += blocks[-1].numel()
+        index = torch.cat(indices).to(torch.int32)
+        lookup.reads = self.receive(lookup, torch.cat(blocks), index)
+        lookup.messages = lookup.messages or self.lay_out_own(lookup)
 
-    def _wire(self, counts: np.ndarray, asked: np.ndarray, requests: _native.Lookups) -> Wire:
-        mine, theirs = row_layout(counts, self.widths), row_layout(asked, self.widths)
-        return Wire(
-            mine, theirs, mine.table_major(self.widths), theirs.rank_major(self.widths), requests
-        )
+    def table_offsets(self, lookup: PartLookup) -> Tensor:
+        """Return where this rank's unique rows of each table begin, (T + 1,) int64."""
+        return self.deal.table_offsets(lookup.plan)
 
-    def _local_wire(self, ticket: Ticket) -> Wire:
-        counts = np.diff(ticket.owned_offsets.numpy())[None, :]
-        return self._wire(counts, counts, listed(ticket.owned_ids, counts))
+    def lay_out(self, wanted: np.ndarray, served: np.ndarray, ids: Tensor) -> RowMessages:
+        """Lay messages out: wanted (N, T) rows of each owner, served (N, T) rows for each rank, whose ids these are."""
+        widths = self.owner.widths
+        coming, going = row_layout(wanted, widths), row_layout(served, widths)
+        return RowMessages(
+            coming, going, coming.table_major(widths), going.rank_major(widths),
+            list_requests(ids, served),
+        )  # fmt: skip
+
+    def lay_out_own(self, lookup: PartLookup) -> RowMessages:
+        """Lay out the message of a world of one: every row that is looked up."""
+        counts = np.diff(lookup.owned.offsets.numpy())[None, :]
+        return self.lay_out(counts, counts, lookup.owned.ids)
+
+
+def received_gradients(
+    lookup: PartLookup, received: Tensor, messages: RowMessages, owner: RowOwner
+) -> RowGradients:
+    """Return sums that came from all ranks, laid out as served, as gradients of the owned rows."""
+    plan = lookup.owner_plan
+    source = _native.RowGradients(received.data_ptr(), messages.served_index, owner.native.compute)
+    pinned = lookup.pinned
+    return RowGradients(
+        lookup.slots, lookup.owned.offsets, plan.segment_offsets, plan.entries, source, received,
+        pinned.by_page if pinned else None,
+    )  # fmt: skip
+
+
+def _wait_for(call: Call | None, keep: Tensor) -> None:
+    """Wait for a call whose message `keep` is."""
+    if call is not None:
+        call.wait()

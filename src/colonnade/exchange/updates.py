@@ -19,7 +19,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from colonnade.lookup.contract import Exchange, Pushed, Ticket, touched
+from colonnade.exchange.exchange import Exchange
+from colonnade.lookup.contract import LookupContext, Pushed, unique_owned
 from colonnade.store.dram import DramStore
 from colonnade.store.hbm import HbmStore
 from colonnade.store.policies import RowPolicy, RowRetention
@@ -32,7 +33,7 @@ class Update:
     step: int
     """Updates before it."""
     pushed: Pushed
-    tickets: Sequence[Ticket]
+    contexts: Sequence[LookupContext]
     optimizers: Tensor  # (P,) int32
     settings: Tensor  # (P, 16) float64, its own
 
@@ -77,8 +78,8 @@ class Updates:
             self._apply(update)
             return
         self.underway.append(update)
-        for ticket in update.tickets:
-            ticket.close()
+        for context in update.contexts:
+            context.is_done = True
 
     def land(self, count: int) -> int:
         """Apply the oldest that are under way. Returns how many are left."""
@@ -96,23 +97,22 @@ class Updates:
 
     def _apply(self, update: Update) -> None:
         """Wait for its gradients, sum and update, release the rows."""
-        gradients, tickets = update.pushed.arrive(), update.tickets
+        gradients, contexts = update.pushed.arrive(), update.contexts
         if gradients is not None:
-            for ticket in tickets:  # one whose values were restored was never fetched
-                self.store.wait(ticket.job)
+            for context in contexts:  # one whose values were restored was never fetched
+                self.store.wait(context.job)
             self.store.before_update(gradients.slots, gradients.offsets)
             self.exchange.update(self.store, gradients, update.optimizers, update.settings)
         for t, policy in self.policies.items():
-            self._ask(policy, t, tickets, update.step)
-        for ticket in tickets:
-            slots = ticket.by_page.slots if ticket.by_page else ticket.pinned
-            self.store.release(slots, ticket.owned_offsets, dirty=True)
-            ticket.finish()
-            self.missed.update(ticket.missed(update.step))
+            self._ask(policy, t, contexts, update.step)
+        for context in contexts:
+            self.store.release(context.slots_to_release, context.owned.offsets, dirty=True)
+            context.finish()
+            self.missed.update(context.missed(update.step))
 
-    def _ask(self, policy: RowPolicy, t: int, tickets: Sequence[Ticket], step: int) -> None:
+    def _ask(self, policy: RowPolicy, t: int, contexts: Sequence[LookupContext], step: int) -> None:
         """The policy hears of the rows of table t that were just updated here, and names those to forget."""
-        updated, where = touched(tickets, t)
+        updated, where = unique_owned(contexts, t)
         clocks = self.store.clocks(t, where)
         if isinstance(policy, RowRetention) and policy.reads_norms:
             norms = self.exchange.squared_norms(self.store.views()[t], where)

@@ -1,13 +1,14 @@
-"""*What* travels: how values get from owners to the samples that need them, and gradients back.
+"""Exchange contract: how values get from the ranks that own rows to the samples that need them, and gradients back.
 
 Who calls when, per training step t (every rank, in this order; one issuing thread per method):
 
-    route    lookahead thread   ids of batch t travel to their owners
-    fetch    training thread    values travel back (k steps before use under bounded staleness; k is a table's own)
-    values   training thread    inside forward
-    push     training thread    around RowOptimizer.step: applied once every rank agreed that all is finite, or, where
-                                reads are early by two steps or more, after the next step, before reads that see it
-    drop     any                instead of push: evaluation, cancelled batches
+    send_ids      lookahead thread   ids of batch t are sent to their owners
+    fetch         training thread    values are sent back (k steps before use under bounded staleness; a table's own k)
+    values        training thread    inside forward
+    begin_push    training thread    around RowOptimizer.step: applied once every rank agreed that all is finite, or,
+                                     where reads are early by two steps or more, after the next step, before reads that
+                                     see it
+    drop          any                instead of a push: evaluation, cancelled batches
 
 Legend: B samples, F features, T tables, E lookups of this rank, U unique rows of this rank,
 O unique rows this rank owns and some rank asked for, N ranks.
@@ -15,21 +16,19 @@ O unique rows this rank owns and some rank asked for, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, device, nn
+from torch import Tensor
 
-from colonnade.interaction import Interaction
+from colonnade import _native
+from colonnade.batch import Batch
+from colonnade.lookup.hot import Dealt
+from colonnade.lookup.layout import Declaration, Lookups, Output
 from colonnade.store.contract import RowView
-
-BY_TOWERS: tuple[Literal["towers", "tower_rows"], ...] = ("towers", "tower_rows")
-"""Exchanges of which values of samples cross between towers alone."""
-EVALUATING = ("substitute", *BY_TOWERS)
-"""Exchanges that may evaluate consumers before values travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,132 +45,161 @@ REASSOCIATED = Exactness("reassociated")
 
 
 @dataclass(frozen=True, slots=True)
-class Consumer:
-    """An operator and the features it takes, in order. All of them pooled."""
-
-    interaction: Interaction
-    features: tuple[str, ...]
-
-
-def queries_of(consumer: Consumer) -> tuple[str, ...]:
-    """Fields whose values go to where rows of its sequences lie."""
-    sequences = consumer.interaction.sequences
-    return consumer.features[:-sequences] if sequences else ()
-
-
-@dataclass(frozen=True, slots=True)
 class RowSource:
-    """Where an owner finds the rows a ticket asks it for."""
+    """Memory that a fetch reads owned rows from."""
 
     views: Sequence[RowView]  # by table
-    rows: Tensor  # (O,) int32: row number in its table's view, in the order of `Ticket.owned_ids`
+    rows: Tensor  # (O,) int32: row number in its table's view, in the order of `OwnedRows.ids`
     in_place: bool  # the rows stay where they are and unchanged until `values`
     keep: Any = None  # whatever must stay alive with the addresses
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One batch's lookups on this rank, checked: nothing has travelled yet."""
+class BatchInfo:
+    """Facts of a batch that every exchange needs."""
 
+    step: int  # updates made before its ids were sent
     size: int  # B
-    messages: Sequence[Any]  # by rank, uint8 arrays: what it is asked for (world of one: [])
-    lookups: Any  # the exchange's own
+    weight: float  # sum of sample weights over all ranks' batches
+    purpose: str = "route"  # group that its ids were sent on
+    dense: Tensor | None = None  # (B, n), for operators that take such columns
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether nothing is trained on it."""
+        return self.purpose == "evaluate"
+
+
+@dataclass(frozen=True, slots=True)
+class LookupRequest:
+    """One batch's checked lookups on this rank, before anything is sent."""
+
+    messages: Sequence[np.ndarray]  # by rank, uint8: what it is asked for (world of one: [])
+    lookups: Lookups
+    plan: _native.Plan | None  # of `lookups`, where this rank needs one
+    codes: Any = None  # `Batch.next_use` by lookup or unique row
+    transfer: Any = None  # cache.transfer.CacheTransfer of a cached table
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRows:
+    """Rows of this rank that some rank's batch uses, each once, grouped by table."""
+
+    ids: Tensor  # (O,) int64
+    offsets: Tensor  # (T + 1,) int64
+    next_use: Tensor | None = None  # (O,) uint8: the soonest `Batch.next_use` of a row's lookups
 
 
 @dataclass(frozen=True, slots=True)
 class ByPage:
-    """A ticket's rows in the order in which they lie in memory, table by table, and what asked for each. Which order
-    that is depends on who is resident: only what comes out the same in any order may follow it."""
+    """Pinned rows in the order in which they lie in memory, table by table, and the requests for each. That order
+    depends on which rows are resident: only what comes out the same in any order may follow it."""
 
     slots: Tensor  # (O,) int32
     segment_offsets: Tensor  # (O + 1,) int32
     entries: Tensor  # int32
 
 
+@dataclass(frozen=True, slots=True)
+class PinnedRows:
+    """Slots of the owned rows in this rank's store, pinned until the batch is applied or dropped."""
+
+    slots: Tensor  # (O,) int32
+    by_request: Tensor | None = None  # int32: `slots` by request, once resolved
+    by_page: ByPage | None = None  # for the update
+
+
 @dataclass(slots=True)
-class Ticket:
-    """What `route` learned, needed by everything after it. Of several exchanges: `parts`, one for each; gradients are
-    recorded, and rows of all of them acquired and released, here. Parts are lent gradients by `push`."""
+class PartLookup:
+    """One batch in one exchange of a plan."""
 
-    step: int
-    batch_size: int
-    lookups: Any  # exchange.layout.Lookups
-    plan: Any  # _native.Plan of them
-    owned_ids: Tensor  # (O,) int64, grouped by table
-    owned_offsets: Tensor  # (T + 1,) int64
-    owner_plan: Any  # _native.Plan: groups what all ranks asked this one for, by row
-    weight: float  # sum of sample weights over all ranks' batches
-    next_use: Tensor | None = (
-        None  # (O,) uint8: `Batch.next_use` by row owned here, the soonest of its lookups
-    )
-    wire: Any = None  # the exchange's own layout of its buffers
-    slots: Tensor | None = None  # (O,) int32 once acquired by the owner's store
-    job: Any = None  # of that acquire: what to wait for before its rows are read or released
-    placed: Tensor | None = None  # int32, `slots` by what was asked for, once `place` was called
-    by_page: ByPage | None = None  # the same, and `owner_plan` as far as an update needs it
-    reads: Any = None  # fetched values, exchange's own form
-    dense: Tensor | None = None  # (B, n) of its batch, for operators that take such columns
-    seen: int | None = (
-        None  # updates applied when it was fetched; None: not yet, or a commit held it
-    )
-    steps_left: int = 0  # before its use, when `fetch` or `restore` is called
-    bound: int = 0  # of one of several: steps that its rows are read ahead
-    purpose: str = "route"  # the group it was routed on; "evaluate": nothing is trained of it
-    is_done: bool = False  # its gradients were pushed, or it was dropped
-    gradients: list[list[Tensor]] = field(default_factory=list)  # one list per backward
-    versions: list[list[int]] = field(
-        default_factory=list
-    )  # of these tensors when they were recorded
-
-    parts: Sequence[Ticket] = ()
-    dealt: Any = None  # exchange.hot.Dealt, of a collection with hot rows
-    offsets: Any = None  # of sequences that are attended to where samples are: exchange.slices
+    batch: BatchInfo
+    lookups: Lookups  # that this rank pools: its samples', or where bags are sent, all ranks'
+    plan: _native.Plan  # of `lookups`
+    owned: OwnedRows
+    owner_plan: _native.Plan  # groups all ranks' requests for owned rows by row
+    pinned: PinnedRows | None = None
 
     @property
-    def pinned(self) -> Tensor:
-        """`slots`, of a ticket whose rows are acquired."""
-        assert self.slots is not None
-        return self.slots
+    def slots(self) -> Tensor:
+        """(O,) int32 of the pinned rows."""
+        assert self.pinned is not None
+        return self.pinned.slots
 
-    def recorded(self) -> Iterator[tuple[Sequence[Tensor], Sequence[int]]]:
-        """Of each backward so far: gradients, and their versions when they were recorded."""
-        return zip(self.gradients, self.versions, strict=True)
+    def slots_of(self, source: RowSource) -> Tensor | None:
+        """Return the slot of each request where that is known: the source's rows are the pinned ones."""
+        pinned = self.pinned
+        return pinned.by_request if pinned is not None and source.rows is pinned.slots else None
 
-    @property
-    def num_backwards(self) -> int:
-        return len(self.gradients)
+
+@dataclass(slots=True)
+class RecordedGradients:
+    """Gradients that backward gave for the outputs of one batch. Kept as they are, not copied."""
+
+    backwards: list[list[Tensor]] = field(default_factory=list)  # by backward, by output
+    versions: list[list[int]] = field(default_factory=list)  # of these tensors when recorded
 
     def record(self, gradients: Sequence[Tensor]) -> None:
-        """What a backward gave, by output. Kept as it is, not copied."""
-        self.gradients.append(list(gradients))
+        """Add the gradients of one backward, by output."""
+        self.backwards.append(list(gradients))
         self.versions.append([gradient._version for gradient in gradients])
 
-    def unread(self) -> list[Ticket]:
-        """Itself, or parts of it, that neither `fetch` nor `restore` has given values."""
-        return [each for each in self.parts or (self,) if each.reads is None]
+    def check(self) -> None:
+        """Raise RuntimeError where a recorded tensor was changed in place."""
+        for gradients, versions in zip(self.backwards, self.versions, strict=True):
+            if [gradient._version for gradient in gradients] != versions:
+                raise RuntimeError(
+                    "a gradient given to backward was changed in place before step(); rows keep no copy of "
+                    "it: give backward a tensor of its own"
+                )
+
+    def sum(self, dtype: torch.dtype) -> list[Tensor] | None:
+        """Return the sums over backwards, by output; several are added in `dtype`. None: there was no backward."""
+        if len(self.backwards) < 2:
+            return self.backwards[0] if self.backwards else None
+        wide = [[part.to(dtype) for part in each] for each in self.backwards]
+        return [sum(parts[1:], parts[0]) for parts in zip(*wide, strict=True)]
+
+    def clear(self) -> None:
+        """Forget every backward."""
+        self.backwards.clear()
+        self.versions.clear()
+
+
+@dataclass(slots=True)
+class LookupContext:
+    """One batch in flight, from its ids' way to the owners to the update of its rows."""
+
+    batch: BatchInfo
+    parts: Sequence[PartLookup]  # by exchange of the plan
+    owned: OwnedRows  # by all of them
+    hot: Dealt | None = None  # which lookups are of hot rows, where a table has some
+    sequence_offsets: Mapping[str, Tensor] = field(default_factory=dict)  # by attended field
+    pinned: PinnedRows | None = None
+    job: _native.AcquireJob | None = None  # to wait for before pinned rows are read or released
+    gradients: RecordedGradients = field(default_factory=RecordedGradients)
+    updates_seen: dict[int, int] = field(default_factory=dict)
+    """By staleness bound: updates applied when its tables were fetched; nothing of what a commit held."""
+    steps_left: int = 0  # before its use, when it is fetched or restored
+    is_done: bool = False  # its gradients were pushed, or it was dropped
 
     def missed(self, step: int) -> list[int]:
-        """How many updates before `step` its reads did not see; one number for tables of one bound. Without what a
-        commit held."""
-        read = {(each.bound, each.seen) for each in self.parts or (self,)}
-        return [step - seen for _, seen in read if seen is not None]
+        """Return by staleness bound how many updates before `step` its reads did not see."""
+        return [step - seen for seen in self.updates_seen.values()]
 
-    def forget(self) -> None:
-        """As if no backward had come."""
-        for ticket in (self, *self.parts):
-            ticket.gradients.clear()
-            ticket.versions.clear()
-
-    def close(self) -> None:
-        """No backward may reach it any more."""
-        for ticket in (self, *self.parts):
-            ticket.is_done = True
+    @property
+    def slots_to_release(self) -> Tensor:
+        """Pinned slots (O,), in the order of memory where that is known."""
+        assert self.pinned is not None
+        pinned = self.parts[0].pinned if len(self.parts) == 1 else None
+        return pinned.by_page.slots if pinned and pinned.by_page else self.pinned.slots
 
     def finish(self) -> None:
-        """Applied or dropped."""
-        self.close()
-        for ticket in (self, *self.parts):
-            ticket.slots = None
+        """Let no backward reach it, and forget its slots: it was applied or dropped."""
+        self.is_done = True
+        self.pinned = None
+        for part in self.parts:
+            part.pinned = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,36 +211,37 @@ class RowGradients:
     offsets: Tensor  # (T + 1,) int64
     segment_offsets: Any  # (O + 1,) int32
     entries: Any  # int32
-    source: Any  # _native.OutputGradients, _native.RowGradients or device_kernels.Sums
+    source: Any  # _native.OutputGradients, _native.RowGradients or kernels.Sums
     keep: Any = None
     by_page: ByPage | None = None  # the same rows and segments, for an update
 
 
-def touched(tickets: Sequence[Ticket], t: int) -> tuple[Tensor, Tensor]:
-    """(ids (n,) int64, slots (n,) int32): rows of table t that these batches use, each once."""
+def unique_owned(contexts: Sequence[LookupContext], t: int) -> tuple[Tensor, Tensor]:
+    """Return (ids (n,) int64, slots (n,) int32) of the rows of table t that these batches use, each once."""
     ids, slots = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int32)]
-    for ticket in tickets:
-        first, last = ticket.owned_offsets[t : t + 2].tolist()
-        ids.append(ticket.owned_ids[first:last])
-        slots.append(ticket.pinned[first:last])
-    found, where = torch.cat(ids), torch.cat(slots)
-    if len(tickets) > 1:
-        _, first_of = np.unique(found.numpy(), return_index=True)
-        found, where = found[first_of], where[first_of]
-    return found, where
+    for context in contexts:
+        assert context.pinned is not None
+        first, last = context.owned.offsets[t : t + 2].tolist()
+        ids.append(context.owned.ids[first:last])
+        slots.append(context.pinned.slots[first:last])
+    all_ids, all_slots = torch.cat(ids), torch.cat(slots)
+    if len(contexts) > 1:
+        _, first_of = np.unique(all_ids.numpy(), return_index=True)
+        all_ids, all_slots = all_ids[first_of], all_slots[first_of]
+    return all_ids, all_slots
 
 
 @dataclass(slots=True)
 class Pushed:
-    """Gradients on their way to their owners, and how many backwards they are of."""
+    """Gradients on their way to their owners."""
 
     finish: Callable[[], RowGradients | None] | None
     """Of `Exchange.begin_push`; None: they have arrived."""
-    recorded: int
+    num_backwards: int
     gradients: RowGradients | None = None
 
     def arrive(self) -> RowGradients | None:
-        """Collective: once they have."""
+        """Collective: wait for them."""
         if self.finish is not None:
             self.gradients, self.finish = self.finish(), None
         return self.gradients
@@ -228,71 +257,75 @@ class Inside:
     """By name."""
 
 
-class Exchange(Protocol):
-    """One rank's end. Every method but `place`, `values`, `hold` and `squared_norms` is collective in a world of
-    several."""
+class ExchangePart(Protocol):
+    """One exchange of a plan, on one rank, for the tables that it is chosen for. Methods are collective in a world of
+    several unless they say otherwise; `Exchange` calls them on every rank in one order."""
 
-    @property
-    def exactness(self) -> Exactness: ...
+    declaration: Declaration
+    """The features of these tables."""
+    outputs: Sequence[Output]
+    exactness: Exactness
+    owner: Any  # exchange.row_owner.RowOwner
+    operators: Any  # exchange.operators.Operators, where some consumers are evaluated on the way; else None
+    counts_norm: bool
+    """Whether this rank's sums count towards the gradient norm: once where all ranks have the same."""
 
-    def route(self, batch: Any, step: int, *, purpose: str = "route") -> Ticket: ...
-
-    def place(self, ticket: Ticket, views: Sequence[RowView]) -> None:
-        """Optional, any thread, once `slots` of these views are there: what of `fetch` and the update can be done
-        ahead."""
+    def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
+        """Local: check a batch; everything that can be wrong with it is noticed here. Raises IdRangeError, DataError,
+        NonFiniteError."""
         ...
 
-    def fetch(self, ticket: Ticket, source: RowSource) -> None: ...
-
-    def values(self, ticket: Ticket, handle: Tensor, device: device = ...) -> dict[str, Tensor]:
-        """Collective where what a tower gathered early leaves it when it is used (`towers`, rows read ahead).
-
-        By consumer: (B, P) combined; by feature without a consumer: (B, D) pooled or (E_f, D) sequence. They are
-        made where the values are and moved to `device`, where consumers are evaluated.
-
-        Differentiable: backward records (lookups, gradient) on the ticket. `handle` requires a gradient, so that
-        torch runs that backward.
-        """
+    def serve_requests(
+        self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
+    ) -> PartLookup:
+        """Local, but collective inside a tower where rows are requested once a tower. received: by rank, what its
+        `build_requests` made for this one (world of one: []). Raises WorldError for any other message."""
         ...
 
-    @property
-    def pushed_parameters(self) -> Sequence[nn.Parameter]:
-        """Dense parameters whose gradients `push` completes: the same on every rank. What it adds to `.grad` of each
-        is of the global batch, on the rank that has the rows, so the sum over ranks is to be taken after it."""
+    def cancel(self, request: LookupRequest) -> None:
+        """Local: undo what the newest request decided; it will not be used, served or not."""
         ...
 
-    @property
-    def inside(self) -> Inside | None:
-        """Which consumers the ranks of one tower alone evaluate, so that gradients of their weights need be summed over
-        these only; None: none."""
+    def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
+        """Local, any thread: prepare what `fetch` and the update can use, once `lookup.pinned` is set."""
         ...
 
-    def begin_push(self, tickets: Sequence[Ticket], step: int) -> Callable[[], RowGradients | None]:
-        """Gradients recorded on the tickets -> sums at the owners, as one application: as far as nobody else is waited
-        for, where that can be. What it returns does the rest; that, too, is collective, and may come after the next
-        push has begun. None: nothing to do. step: updates made before, which codecs draw their random bits from."""
+    def fetch(self, lookup: PartLookup, source: RowSource) -> None:
+        """Begin to send values to the samples' ranks. Rows are read before it returns."""
         ...
 
-    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
-        """The sum of squares of all rows' summed gradients, and gradients that need not be summed again."""
+    def pooled(self, lookup: PartLookup, into: Mapping[int, Tensor] = ...) -> list[Tensor]:
+        """Return one tensor per output, of what was fetched. into: by output that other exchanges have fields of, too,
+        the tensor to write this one's fields into. Collective where a tower's values leave it when they are used."""
+        ...
+
+    def begin_push(
+        self, lookup: PartLookup, gradients: list[Tensor] | None, step: int, number: int
+    ) -> Callable[[], RowGradients]:
+        """Begin to send gradients (by output; None: zeros) to the rows' owners; what it returns ends that, collective,
+        too, and may be called after the next push has begun. step: updates made before, number: of the batch in its
+        step, which codecs draw their random bits from."""
         ...
 
     def update(
         self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
-        """Apply them to pinned rows of this rank's store: see `_native.update`."""
+        """Local: apply gradients to pinned rows of this rank's store: see `_native.update`."""
         ...
 
-    def drop(self, ticket: Ticket) -> None: ...
-
-    def hold(self, ticket: Ticket) -> dict[str, Tensor]:
-        """What a fetched ticket has read, for a commit: `restore` takes it in any world."""
+    def drop(self, lookup: PartLookup) -> None:
+        """Give a batch up: wait for what is on its way, forget it."""
         ...
 
-    def restore(self, ticket: Ticket, held: Sequence[dict[str, Tensor]]) -> None:
-        """Instead of `fetch`: what all ranks of some world held for this step's global batch."""
+    def prefetched(self, lookup: PartLookup) -> dict[str, Tensor]:
+        """Return what was fetched, for a commit: `restore` takes it in any world."""
         ...
 
-    def squared_norms(self, rows: RowView, slots: Tensor) -> Tensor:
-        """(len(slots),) of rows that lie there: sums of squares of their weights."""
+    def restore(self, lookup: PartLookup, held: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take instead of a `fetch` what all ranks of some world held for this step's global batch. Raises
+        CheckpointError."""
+        ...
+
+    def has_values(self, lookup: PartLookup) -> bool:
+        """Local: whether it was fetched or restored."""
         ...

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from colonnade.interaction import Concat
-from colonnade.lookup.contract import Consumer
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.layout import Consumer, Declaration
 from colonnade.topology.sharding import Sharding
 
 

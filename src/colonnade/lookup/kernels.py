@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from colonnade import _native
-from colonnade.lookup.contract import RowGradients, RowSource, Ticket
+from colonnade.lookup.contract import PartLookup, RowGradients, RowSource
 from colonnade.lookup.layout import Consumption, Declaration, Lookups, Output
 from colonnade.lookup.row_layout import Elements, RowLayout, row_layout
 from colonnade.ops import optimizers as rules
@@ -66,13 +66,13 @@ class Kernels(Protocol):
         table. into: on the CPU, what they are written to."""
         ...
 
-    def of_outputs(self, ticket: Ticket, gradients: list[Tensor]) -> RowGradients:
-        """What backward gave, shaped as `pool`'s result: gradients of the rows of a ticket, in a world of one. Borrows
+    def of_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
+        """What backward gave, shaped as `pool`'s result: gradients of its pinned rows, in a world of one. Borrows
         them."""
         ...
 
-    def row_sums(self, ticket: Ticket, offsets: Tensor, gradients: list[Tensor]) -> Any:
-        """What backward gave, added up by row of the ticket's plan: offsets (T + 1,) of these rows by table. As
+    def row_sums(self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]) -> Any:
+        """What backward gave, added up by row of the lookup's plan: offsets (T + 1,) of these rows by table. As
         `cache.copies.Copies` of the rows that were pooled takes it."""
         ...
 
@@ -85,13 +85,13 @@ class Kernels(Protocol):
 
     def merged(
         self,
-        tickets: Sequence[Ticket],
+        batches: Sequence[PartLookup],
         pushed: Sequence[RowGradients],
         slots: Tensor,
         plan: _native.Plan,
     ) -> RowGradients:
         """Several batches as one: each row's sum of each batch, added in their order. plan: of the owned rows of all
-        tickets, listed ticket by ticket; slots: by its unique rows."""
+        batches, listed batch by batch; slots: by its unique rows."""
         ...
 
     def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
@@ -190,26 +190,26 @@ class NativeKernels:
         )  # fmt: skip
         return send
 
-    def of_outputs(self, ticket: Ticket, gradients: list[Tensor]) -> RowGradients:
-        plan = ticket.plan
+    def of_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
+        plan = lookup.plan
         return RowGradients(
-            ticket.pinned, ticket.owned_offsets, plan.segment_offsets, plan.entries,
-            self.source(ticket, gradients), gradients, ticket.by_page,
+            lookup.slots, lookup.owned.offsets, plan.segment_offsets, plan.entries,
+            self.source(lookup, gradients), gradients, lookup.pinned.by_page if lookup.pinned else None,
         )  # fmt: skip
 
-    def source(self, ticket: Ticket, gradients: list[Tensor]) -> _native.OutputGradients:
+    def source(self, lookup: PartLookup, gradients: list[Tensor]) -> _native.OutputGradients:
         dtype = str(gradients[0].dtype).removeprefix("torch.")
         return _native.OutputGradients(
-            ticket.lookups.native, self.reads, *self._addresses(gradients), dtype
+            lookup.lookups.native, self.reads, *self._addresses(gradients), dtype
         )
 
-    def row_sums(self, ticket: Ticket, offsets: Tensor, gradients: list[Tensor]) -> Elements:
-        plan, layout = ticket.plan, row_layout(offsets.diff().numpy()[None, :], self.widths)
+    def row_sums(self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]) -> Elements:
+        plan, layout = lookup.plan, row_layout(offsets.diff().numpy()[None, :], self.widths)
         values = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
         sums = Elements(values, layout.rank_major(self.widths))
         mine = RowGradients(
-            ticket.pinned, offsets, plan.segment_offsets, plan.entries,
-            self.source(ticket, gradients), gradients,
+            lookup.slots, offsets, plan.segment_offsets, plan.entries,
+            self.source(lookup, gradients), gradients,
         )  # fmt: skip
         self.sum_into(mine, sums.values, sums.index)
         return sums
@@ -252,9 +252,9 @@ class NativeKernels:
         ), sums
 
     def merged(
-        self, tickets: Sequence[Ticket], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
+        self, batches: Sequence[PartLookup], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
     ) -> RowGradients:  # fmt: skip
-        counts = np.stack([np.diff(ticket.owned_offsets.numpy()) for ticket in tickets])
+        counts = np.stack([np.diff(batch.owned.offsets.numpy()) for batch in batches])
         layout = row_layout(counts, self.widths)
         sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
         index = layout.rank_major(self.widths)
@@ -407,16 +407,18 @@ class DeviceKernels:
         found = torch.cat(blocks)
         return found.cpu() if into is None else into.copy_(found)
 
-    def of_outputs(self, ticket: Ticket, gradients: list[Tensor]) -> RowGradients:
-        offsets = ticket.owned_offsets
-        sums = Sums(self.row_sums(ticket, offsets, gradients))
-        return RowGradients(ticket.pinned, offsets, None, None, sums, gradients)
+    def of_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
+        offsets = lookup.owned.offsets
+        sums = Sums(self.row_sums(lookup, offsets, gradients))
+        return RowGradients(lookup.slots, offsets, None, None, sums, gradients)
 
-    def row_sums(self, ticket: Ticket, offsets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
-        placed: Placed = ticket.reads.placed
+    def row_sums(
+        self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
+    ) -> list[Tensor]:
+        placed: Placed = lookup.reads.placed  # type: ignore[attr-defined]
         device, bags = placed.index.device, placed.bags
         gradients = [each.to(device) for each in gradients]
-        lookups, plan = ticket.lookups, ticket.plan
+        lookups, plan = lookup.lookups, lookup.plan
         segments, entries = torch.as_tensor(plan.segment_offsets), torch.as_tensor(plan.entries)
         firsts = segments[offsets].tolist()
         parts = [lookups.feature_offsets, segments, entries]  # one copy for all of them
@@ -475,14 +477,14 @@ class DeviceKernels:
         return RowGradients(torch.from_numpy(rows), offsets, None, None, Sums(mine), sums)
 
     def merged(
-        self, tickets: Sequence[Ticket], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
+        self, batches: Sequence[PartLookup], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
     ) -> RowGradients:  # fmt: skip
         parts = [each.source.by_table for each in pushed]
         segments = torch.as_tensor(plan.segment_offsets)
         blocks = torch.as_tensor(plan.block_offsets)
         firsts, entries = segments[blocks].tolist(), torch.as_tensor(plan.entries).long()
-        counts = np.stack([np.diff(ticket.owned_offsets.numpy()) for ticket in tickets])
-        # Rows are listed ticket by ticket, table by table; here a table's rows lie side by side.
+        counts = np.stack([np.diff(batch.owned.offsets.numpy()) for batch in batches])
+        # Rows are listed batch by batch, table by table; here a table's rows lie side by side.
         starts = np.concatenate([[0], np.cumsum(counts.ravel())])[:-1].reshape(counts.shape)
         here = np.cumsum(counts, axis=0) - counts
         shifts = torch.from_numpy(here - starts)

@@ -18,8 +18,21 @@ from colonnade import _native
 from colonnade.batch import Batch, Ids
 from colonnade.errors import ConfigError, DataError, IdRangeError, NonFiniteError
 from colonnade.interaction import Interaction
-from colonnade.lookup.contract import Consumer
 from colonnade.table import POOLINGS, Feature, Part, Table
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """An operator and the features it takes, in order. All of them pooled."""
+
+    interaction: Interaction
+    features: tuple[str, ...]
+
+
+def queries_of(consumer: Consumer) -> tuple[str, ...]:
+    """Return the fields whose values go to where rows of its sequences are stored."""
+    sequences = consumer.interaction.sequences
+    return consumer.features[:-sequences] if sequences else ()
 
 
 @dataclass(frozen=True, slots=True)

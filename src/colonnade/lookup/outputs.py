@@ -1,4 +1,4 @@
-"""From pooled tensors to what a model sees; on the way back, gradients are recorded on the ticket and nothing else."""
+"""From pooled tensors to what a model sees; on the way back, gradients are recorded on the context and nothing else."""
 
 from __future__ import annotations
 
@@ -10,61 +10,65 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import DataError
-from colonnade.lookup.contract import Consumer, Ticket
-from colonnade.lookup.layout import Declaration, Output
+from colonnade.lookup.contract import LookupContext
+from colonnade.lookup.layout import Consumer, Declaration, Output
 
 CPU = torch.device("cpu")
 
 
 class Pools(Protocol):
-    """What pools a ticket's values: an exchange."""
+    """Exchange, as far as forward needs it."""
 
-    def pooled(self, ticket: Ticket) -> list[Tensor]: ...
+    def pooled(self, context: LookupContext) -> list[Tensor]:
+        """Return one tensor per output."""
+        ...
 
 
 class _Pool(torch.autograd.Function):
-    """Forward pools; backward only records the gradients on the ticket: rows change in RowOptimizer.step."""
+    """Forward pools; backward only records gradients on the context: rows change in RowOptimizer.step."""
 
     @staticmethod
-    def forward(ctx, exchange: Pools, ticket: Ticket, handle: Tensor):
-        ctx.ticket = ticket
-        return tuple(exchange.pooled(ticket))
+    def forward(ctx, exchange: Pools, context: LookupContext, handle: Tensor):
+        ctx.context = context
+        return tuple(exchange.pooled(context))
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
-        if ctx.ticket.is_done:
+        if ctx.context.is_done:
             raise RuntimeError(
                 "backward reached a batch that RowOptimizer.step() has applied or dropped already; "
                 "call backward before step"
             )
-        ctx.ticket.record([gradient.contiguous() for gradient in gradients])
+        ctx.context.gradients.record([gradient.contiguous() for gradient in gradients])
         return None, None, None
 
 
-def recorded(exchange: Pools, ticket: Ticket, handle: Tensor) -> tuple[Tensor, ...]:
-    """One tensor per output, in a graph whose backward records its gradients on the ticket."""
-    return _Pool.apply(exchange, ticket, handle)
+def record_backward(exchange: Pools, context: LookupContext, handle: Tensor) -> tuple[Tensor, ...]:
+    """Return one tensor per output, in a graph whose backward records their gradients on the context."""
+    return _Pool.apply(exchange, context, handle)
 
 
-def found(
+def build_outputs(
     declaration: Declaration,
     outputs: Sequence[Output],
     tensors: Sequence[Tensor],
     device: torch.device,
     dense: Tensor | None,
 ) -> dict[str, Tensor]:
-    """What a model sees of the outputs, by name. dense: (B, n) of the batch."""
-    seen = {}
+    """Return what a model sees of the outputs, by name. dense: (B, n) of the batch."""
+    by_name = {}
     for output, pooled in zip(outputs, tensors, strict=True):
         tensor = pooled.to(device)  # once, before the consumers that share it
         for name in output.names:
             consumer = declaration.consumers.get(name)
             if output.is_partial:
                 assert consumer is not None
-                seen[name] = combine(name, consumer, tensor, dense)
+                by_name[name] = combine(name, consumer, tensor, dense)
+            elif consumer is None:
+                by_name[name] = tensor
             else:
-                seen[name] = tensor if consumer is None else evaluate(name, consumer, tensor, dense)
-    return {name: seen[name] for name in declaration.output_names if name in seen}
+                by_name[name] = evaluate(name, consumer, tensor, dense)
+    return {name: by_name[name] for name in declaration.output_names if name in by_name}
 
 
 def combine(name: str, consumer: Consumer, stats: Tensor, dense: Tensor | None) -> Tensor:
@@ -97,14 +101,6 @@ def _dense(name: str, consumer: Consumer, dense: Tensor | None, like: Tensor) ->
             f"{(len(like), wanted)}. The reader's schema and the model's operators must agree"
         )
     return (dense.to(like),)
-
-
-def summed_backwards(ticket: Ticket, dtype: torch.dtype) -> list[Tensor] | None:
-    """The ticket's gradients over its backwards, by output; several are added in `dtype`. None: there are none."""
-    if len(ticket.gradients) < 2:
-        return ticket.gradients[0] if ticket.gradients else None
-    wide = [[part.to(dtype) for part in each] for each in ticket.gradients]
-    return [sum(parts[1:], parts[0]) for parts in zip(*wide, strict=True)]
 
 
 def all_finite(values: Tensor) -> bool:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.interaction import Concat, SomeFields
-from colonnade.lookup.contract import EVALUATING, Consumer, Exchange, Ticket, queries_of
+from colonnade.lookup.hops import EVALUATING
 from colonnade.lookup.hot import Dealt, deal
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.layout import Consumer, Declaration, queries_of
 from colonnade.lookup.outputs import combine, evaluate
 from colonnade.lookup.stacking import added_up, stacked, stacks_of
 from colonnade.store.table_shards import Laid, lay_out
@@ -187,13 +187,9 @@ class Slices:
             if declared.features[field.feature].pooling == "sequence"
         )
 
-    def route(self, exchange: Exchange, batch: Batch, step: int, purpose: str) -> Ticket:
-        """`Exchange.route` of a batch of declared features."""
-        rows = self.looked_up(batch)
-        dealt = deal(rows, self.declared, self.hot) if self.hot else None
-        ticket = exchange.route(rows if dealt is None else dealt.batch, step, purpose=purpose)
-        ticket.dealt, ticket.offsets = dealt, self.offsets_of(batch)
-        return ticket
+    def split_hot(self, batch: Batch) -> Dealt | None:
+        """Return a batch by the rows of each table, those of hot rows apart; None where no table has some."""
+        return deal(batch, self.declared, self.hot) if self.hot else None
 
     def looked_up(self, batch: Batch) -> Batch:
         """By the rows of each table, where ids are others."""
@@ -208,12 +204,10 @@ class Slices:
                 found[field] = torch.arange(batch.size + 1) if offsets is None else offsets
         return found
 
-    def values(
-        self, exchange: Exchange, ticket: Ticket, handle: Tensor, device: torch.device
-    ) -> dict[str, Tensor]:
-        """`Exchange.values`, as a model sees them."""
-        found = exchange.values(ticket, handle, device)
-        return self.seen(found, ticket.offsets, ticket.dealt, ticket.dense, evaluated_by(exchange))
+    @cached_property
+    def merges_nothing(self) -> bool:
+        """Whether outputs of exchanges are those that the model declared."""
+        return not (self.is_cut or self.attending or self.stacks)
 
     def seen(
         self,
@@ -353,9 +347,3 @@ def slices_of(
         if is_attended if interaction.sequences else exchange in EVALUATING:
             given.add(name)
     return Slices(declared, laid, frozenset(given), split)
-
-
-def evaluated_by(exchange: Exchange) -> frozenset[str]:
-    """Consumers that are evaluated before the samples' ranks."""
-    ends = getattr(exchange, "ends", [exchange])
-    return frozenset(name for end in ends for name in getattr(end, "consumers", ()))

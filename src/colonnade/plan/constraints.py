@@ -13,7 +13,7 @@ from typing import Any
 from colonnade.config.plan import PlanConfig, TablePlanConfig
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import tower_of
-from colonnade.lookup.contract import BY_TOWERS
+from colonnade.lookup.hops import BY_TOWERS
 from colonnade.plan.search.candidates import Forced
 from colonnade.plan.search.cutting import CUT, everywhere
 from colonnade.table import Feature, Table

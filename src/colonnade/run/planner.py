@@ -15,7 +15,7 @@ from colonnade.config.run import RunConfig
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.formats import read_text
-from colonnade.lookup.contract import BY_TOWERS
+from colonnade.lookup.hops import BY_TOWERS
 from colonnade.lookup.layout import Declaration
 from colonnade.plan.constraints import forced_by, towered
 from colonnade.plan.cost.comm_volume import alone

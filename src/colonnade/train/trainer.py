@@ -315,7 +315,9 @@ class Trainer:
         self.clock.restart()
         with self.phases("commit", whole=True):
             self._hand_out()
-            self.commits.begin(self, [self.collection.exchange.hold(b.ticket) for b in fetched])
+            self.commits.begin(
+                self, [self.collection.exchange.prefetched(b.ticket) for b in fetched]
+            )
 
     def _hand_out(self) -> None:
         """Collective: every rank has all weights as they are after this step."""

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import WorldError
-from colonnade.lookup.contract import Asked, Ticket
+from colonnade.lookup.contract import LookupRequest
 
 WEIGHT = struct.Struct("<d")
 SAMPLES = struct.Struct("<I")
@@ -29,65 +27,31 @@ SIZE_BYTES = 4
 """Of a message, told before it."""
 
 
-class Asks(Protocol):
-    """The part of an exchange that routes."""
-
-    def ask(self, batch: Batch, purpose: str = "route") -> Asked:
-        """Local: everything that can be wrong with a batch is found here. Raises IdRangeError, DataError,
-        NonFiniteError."""
-        ...
-
-    def answer(
-        self, asked: Asked, heard: Sequence[np.ndarray], *, step: int, weight: float, purpose: str
-    ) -> Ticket:
-        """Local, but collective inside a tower under `tower_rows`. heard: by rank, what its `ask` had for this one
-        (world of one: []); weight: `Ticket.weight`. Raises WorldError for what no `ask` makes."""
-        ...
-
-    def take_back(self, asked: Asked) -> None:
-        """Local: what was asked, the newest, will not be used, answered or not."""
-        ...
+def send_requests(
+    requests: Sequence[LookupRequest], mesh: Mesh, weight: float, purpose: str
+) -> tuple[list[list[np.ndarray]], float]:
+    """Collective on `purpose`'s group: send each exchange's messages. Return them by exchange, by rank they are from
+    (world of one: none), and the weight of all ranks' samples."""
+    if mesh.num_ranks == 1:
+        return [[] for _ in requests], weight
+    return exchange_messages([request.messages for request in requests], mesh, weight, purpose)
 
 
-def route(ends: Sequence[Asks], mesh: Mesh, batch: Batch, step: int, purpose: str) -> list[Ticket]:
-    """Collective on `purpose`'s group: each exchange's ticket. Raises what `ask` raises, before anything travels.
-    Whatever it raises, it is as if nothing had been asked here."""
-    asked: list[Asked] = []
-    try:
-        for end in ends:
-            asked.append(end.ask(batch, purpose))
-        weight = float(batch.size if batch.sample_weight is None else batch.sample_weight.sum())
-        heard: list[list[np.ndarray]] = [[] for _ in ends]
-        if mesh.num_ranks > 1:
-            heard, weight = exchanged([each.messages for each in asked], mesh, weight, purpose)
-        tickets = [
-            end.answer(each, messages, step=step, weight=weight, purpose=purpose)
-            for end, each, messages in zip(ends, asked, heard, strict=True)
-        ]
-    except BaseException:
-        for end, each in zip(ends, asked, strict=False):
-            end.take_back(each)
-        raise
-    for ticket in tickets:
-        ticket.dense = batch.dense
-    return tickets
-
-
-def exchanged(
+def exchange_messages(
     messages: Sequence[Sequence[np.ndarray]], mesh: Mesh, weight: float, purpose: str
 ) -> tuple[list[list[np.ndarray]], float]:
     """messages: by exchange, by rank they are for. Returns them by exchange, by rank they are from, and the weight of
     all samples. Raises WorldError for what no rank sends."""
     sizes = np.array([[len(each) for each in by_rank] for by_rank in messages], np.int32).T
     head = np.frombuffer(WEIGHT.pack(weight), np.uint8)
-    letters = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
+    parts = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
     one, counts_as = [1] * mesh.num_ranks, counted(purpose, "route")
     told, _ = mesh.all_to_all(
         purpose, torch.from_numpy(np.ascontiguousarray(sizes)), one, one, counts_as=counts_as
     )
     theirs = _checked(told.numpy())
     data, _ = mesh.all_to_all(
-        purpose, torch.from_numpy(np.concatenate(letters)), _lengths(sizes), _lengths(theirs),
+        purpose, torch.from_numpy(np.concatenate(parts)), _lengths(sizes), _lengths(theirs),
         counts_as=counts_as,
     )  # fmt: skip
     received = data.numpy()

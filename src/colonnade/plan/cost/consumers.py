@@ -15,8 +15,7 @@ from colonnade.exchange.operator_cut import (
     substituted,
 )
 from colonnade.interaction import Concat, SomeFields
-from colonnade.lookup.contract import queries_of
-from colonnade.lookup.layout import Declaration, Field
+from colonnade.lookup.layout import Declaration, Field, queries_of
 from colonnade.lookup.views import slices_of
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.topology.sharding import Sharding

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.exchange.operator_cut import tower_of
-from colonnade.lookup.contract import BY_TOWERS
+from colonnade.lookup.hops import BY_TOWERS
 from colonnade.plan.cost.tower_paths import Hop, Towered, mates, towered
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks

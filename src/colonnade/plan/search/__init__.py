@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from colonnade.lookup.contract import BY_TOWERS
+from colonnade.lookup.hops import BY_TOWERS
 from colonnade.plan.cost.consumers import ModelLoad
 from colonnade.plan.cost.partials import check_joint
 from colonnade.plan.cost.table_stats import TableLoad

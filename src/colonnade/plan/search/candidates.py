@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from colonnade.lookup.contract import BY_TOWERS
+from colonnade.lookup.hops import BY_TOWERS
 from colonnade.plan.cost.comm_volume import ExchangeName, step_seconds
 from colonnade.topology.sharding import Kind, Sharding
 

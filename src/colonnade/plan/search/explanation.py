@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from colonnade.lookup.contract import BY_TOWERS
+from colonnade.lookup.hops import BY_TOWERS
 from colonnade.plan.cost.comm_volume import MATES_BYTES, PURPOSES, TABLE_BYTES, ExchangeName
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad
 from colonnade.plan.cost.partials import Floats, Partials, is_cut

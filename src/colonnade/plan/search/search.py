@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
-from colonnade.lookup.contract import BY_TOWERS
+from colonnade.lookup.hops import BY_TOWERS
 from colonnade.plan.cost.comm_volume import (
     BESIDE_SECONDS,
     CALLS,

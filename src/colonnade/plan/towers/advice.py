@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from colonnade.lookup.contract import BY_TOWERS
+from colonnade.lookup.hops import BY_TOWERS
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, bare
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate

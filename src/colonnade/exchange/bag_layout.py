@@ -1,0 +1,282 @@
+"""Layout of an exchange of bags: which columns each rank sends, what arrives at the samples, and which bags are divided
+where. Pure.
+
+Legend: C columns of lookups, W columns of all fields side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from colonnade.batch import Batch
+from colonnade.errors import ConfigError, DataError
+from colonnade.exchange.operator_cut import result_width
+from colonnade.lookup.fields import Columns, Fields, Key, Run, runs_of
+from colonnade.lookup.layout import (
+    Consumption,
+    Declaration,
+    Lookups,
+    Output,
+    collect,
+    outputs,
+    weighed,
+)
+from colonnade.table import POOLINGS
+from colonnade.topology.sharding import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedFields:
+    """What the fields of consumers ask for that are evaluated before values reach the samples' ranks. Numbers are
+    indices into Declaration.features, but in `taken_by` and `attended`."""
+
+    consumers: tuple[str, ...] = ()
+    taken_by: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By consumer of pooled values: its fields, indices into Declaration.fields."""
+    attended: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By consumer of a sequence: fields of its query and of the sequence."""
+    averaged: frozenset[int] = frozenset()
+    """Features whose means are made before the samples' ranks, which need not divide them."""
+    averaged_by_owner: frozenset[int] = frozenset()
+    """Those of them whose bags are whole on one rank, which pools them as declared."""
+    unsplit: frozenset[int] = frozenset()
+    """Features of which a sample may have one id at most: its consumer needs whole bags, and rows are on several
+    ranks."""
+
+    @property
+    def weighed(self) -> frozenset[int]:
+        """Features whose lookups are weighed by the length of their bag instead."""
+        return self.averaged - self.averaged_by_owner
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """Fields whose values go to the ranks that have rows of a sequence."""
+        return tuple(dict.fromkeys(query for query, _ in self.attended.values()))
+
+
+def evaluated_fields(
+    declaration: Declaration,
+    shardings: Sequence[Sharding],
+    consumers: Sequence[str],
+    *,
+    has_whole_bags: bool,
+) -> EvaluatedFields:
+    """Return what evaluating these consumers asks for. has_whole_bags: whether bags whose rows are split are added up
+    before."""
+    numbers = {each.name: i for i, each in enumerate(declaration.fields)}
+    taken_by, attended = {}, {}
+    for name in consumers:
+        consumer = declaration.consumers[name]
+        fields = tuple(numbers[each] for each in consumer.features)
+        if consumer.interaction.sequences:
+            attended[name] = (fields[0], fields[1])
+        else:
+            taken_by[name] = fields
+    taken = [*taken_by.values(), *((query,) for query, _ in attended.values())]
+    features = {declaration.fields[i].feature for fields in taken for i in fields}
+    whole = {
+        f
+        for f in features
+        if shardings[declaration.table_of(declaration.features[f])].num_owners == 1
+    }
+    averaged = {f for f in features if declaration.features[f].pooling in ("mean", "sqrtn")}
+    unsplit = {
+        declaration.fields[i].feature
+        for name, fields in taken_by.items()
+        if declaration.consumers[name].interaction.needs() == "fields"
+        for i in fields
+    }
+    return EvaluatedFields(
+        tuple(consumers),
+        taken_by,
+        attended,
+        frozenset(averaged),
+        frozenset(averaged & whole),
+        frozenset() if has_whole_bags else frozenset(unsplit - whole),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Bags that the samples' rank divides by their lengths, or by the roots of these."""
+
+    column: int  # of lookups
+    pooling: str
+    columns: slice  # of what arrives
+
+
+@dataclass(frozen=True)
+class BagLayout:
+    """Layout of one exchange, on one rank."""
+
+    declaration: Declaration
+    evaluated: EvaluatedFields
+    outputs: tuple[Output, ...]
+    fields: Fields
+    """All fields, pooled ones first."""
+    shares: tuple[Fields, ...]
+    """By rank: those of tables that it has rows of."""
+    arriving: Columns
+    """What comes to the samples' ranks."""
+    requested: Consumption
+    """Lookups of a rank's own samples, as they are requested."""
+    runs: tuple[list[Run], ...]
+    """By output: where its columns are among the arriving ones."""
+    divisions: tuple[Division, ...]
+
+    def sums(self, rank: int) -> Declaration:
+        """Return what a rank pools of its share: sums, but for means that it has whole bags of."""
+        return self.shares[rank].as_sums(but=self.evaluated.averaged_by_owner)
+
+    def pooled(self, rank: int) -> Columns:
+        """Return the columns that a rank pools."""
+        return self.shares[rank].columns
+
+    def from_owner(self, rank: int) -> Columns:
+        """Return what a rank sends where owners evaluate consumers: partials of those that it has fields of, and values
+        that are needed as they are."""
+        share = set(self.shares[rank].order)
+
+        def is_sent(key: Key) -> bool:
+            if isinstance(key, int):
+                return key in share
+            return bool(share & set(self.evaluated.taken_by.get(key, ())))
+
+        return Columns({key: dim for key, dim in self.arriving.dims.items() if is_sent(key)})
+
+    def fields_of(self, key: Key) -> tuple[int, ...]:
+        """Return the fields that a column of `arriving` is made of."""
+        return (key,) if isinstance(key, int) else self.evaluated.taken_by[key]
+
+
+def lay_out_bags(
+    declaration: Declaration,
+    shardings: Sequence[Sharding],
+    num_ranks: int,
+    evaluated: EvaluatedFields,
+) -> BagLayout:
+    """Lay an exchange of bags out. Raises ConfigError for sequences whose rows would have to be sent."""
+    every_output = tuple(_outputs(declaration, evaluated.consumers))
+    for output in every_output:
+        if output.is_sequence:
+            feature = declaration.features[declaration.fields[output.fields[0]].feature]
+            raise ConfigError(
+                f"feature {feature.name!r} of table {feature.table!r}: got exchange pooled, substitute, "
+                "towers or tower_rows for a sequence, whose rows reach the model one by one; give this table "
+                "exchange rows"
+            )
+    order = dict.fromkeys(i for output in every_output for i in output.fields)
+    unordered = Fields(declaration, tuple(order))
+    fields = Fields(declaration, unordered.pooled + unordered.sequences)
+    arriving = _arriving(declaration, evaluated, every_output)
+    features = fields.features
+    poolings = [declaration.features[f].pooling for f in features]
+    column = {f: c for c, f in enumerate(features)}
+    divisions = [
+        Division(column[f], declaration.features[f].pooling, arriving.of(key))
+        for key, f in ((k, declaration.fields[k].feature) for k in arriving.dims if isinstance(k, int))
+        if declaration.features[f].pooling in ("mean", "sqrtn") and f not in evaluated.averaged
+    ]  # fmt: skip
+    return BagLayout(
+        declaration=declaration,
+        evaluated=evaluated,
+        outputs=every_output,
+        fields=fields,
+        shares=tuple(fields.share(rank, shardings) for rank in range(num_ranks)),
+        arriving=arriving,
+        requested=Consumption(
+            features,
+            (),
+            torch.tensor(
+                [declaration.table_of(declaration.features[f]) for f in features], dtype=torch.int32
+            ),
+            torch.tensor(
+                [
+                    _requested_pooling(f, pooling, evaluated, num_ranks)
+                    for f, pooling in zip(features, poolings, strict=True)
+                ],
+                dtype=torch.uint8,
+            ),
+        ),
+        runs=tuple(runs_of([output.pieces for output in every_output], arriving)),
+        divisions=tuple(divisions),
+    )
+
+
+def _outputs(declaration: Declaration, consumers: Collection[str]) -> list[Output]:
+    """Return outputs, those of evaluated consumers by themselves."""
+    separate: list[Output] = []
+    for output in outputs(declaration):
+        if others := tuple(name for name in output.names if name not in consumers):
+            separate.append(replace(output, names=others))
+        for name in output.names:
+            if name in consumers:
+                width = result_width(declaration, name)
+                assert width is not None
+                separate.append(Output((name,), output.fields, (), width, False, True))
+    return separate
+
+
+def _arriving(
+    declaration: Declaration, evaluated: EvaluatedFields, every_output: Sequence[Output]
+) -> Columns:
+    """Return fields and partials of the outputs; then queries, and what is attended to, which is merged there."""
+    dims: dict[Key, int] = {}
+    merged: dict[Key, int] = {}
+    for output in every_output:
+        for key, _ in output.pieces:
+            if key in evaluated.attended:
+                merged[key] = output.width
+            else:
+                is_partial = isinstance(key, str)
+                dims[key] = output.width if is_partial else declaration.fields[int(key)].dim
+    for i in evaluated.queries:
+        dims[i] = declaration.fields[i].dim
+    return Columns({**dims, **merged})
+
+
+def _requested_pooling(f: int, pooling: str, evaluated: EvaluatedFields, num_ranks: int) -> int:
+    """Return how lookups of feature f are pooled by their owner, as `_native.Lookups` numbers it. In a world of one the
+    lookups are the owner's, too."""
+    is_whole = f in evaluated.averaged_by_owner or (pooling == "sequence" and num_ranks == 1)
+    return POOLINGS.index(pooling if is_whole else "sum")  # type: ignore[arg-type]
+
+
+def collect_bags(batch: Batch, layout: BagLayout) -> Lookups:
+    """Return a batch's lookups, weighed by the lengths of bags where a mean is made by several owners. Raises
+    DataError, NonFiniteError."""
+    declaration, evaluated = layout.declaration, layout.evaluated
+    lookups = collect(batch, declaration, layout.requested)
+    if not evaluated.weighed and not evaluated.unsplit:
+        return lookups
+    weights, dtype = list(lookups.weights), declaration.compute_dtype
+    for c, f in enumerate(layout.requested.features):
+        if (bags := lookups.bags[c]) is None:
+            continue
+        lengths, feature = bags.diff(), declaration.features[f]
+        if f in evaluated.unsplit and len(lengths) and int(lengths.max()) > 1:
+            raise DataError(
+                f"feature {feature.name!r}: got a sample with {int(lengths.max())} ids, wanted at most one: its "
+                "table's rows lie on several ranks and its consumer needs a sample's whole bag on one. Give table "
+                f"{feature.table!r} the sharding table_wise, or exchange pooled"
+            )
+        if f in evaluated.weighed:
+            weights[c] = _share_of_mean(lengths, feature.pooling, weights[c], dtype)
+    if not evaluated.weighed:
+        return lookups
+    return weighed(lookups, weights, layout.requested, dtype)
+
+
+def _share_of_mean(
+    lengths: Tensor, pooling: str, weights: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the weight of each lookup of bags of these lengths, so that their sum is the mean, or the sum over the
+    root of the length."""
+    divisors = lengths.clamp(min=1).to(dtype)
+    shares = 1 / (divisors if pooling == "mean" else divisors.sqrt())
+    shares = shares.repeat_interleave(lengths)
+    return shares if weights is None else shares * weights.to(dtype)

@@ -1,0 +1,459 @@
+"""Exchanges of bags: lookups are sent to the ranks that own their rows, which pool them for the samples of all ranks at
+once; sums, or what operators make of them, come back hop by hop, and gradients go the same way.
+
+    pooled      owners' sums to the samples' ranks
+    substitute  owners evaluate the model's first operators on the rows they have; partial results are sent, which the
+                samples' ranks add up and combine (DES, Rong et al. 2020)
+    towers      sums to one rank of the owners' tower, which evaluates operators of fields that are all there; what it
+                makes of them crosses between towers once (DMT, Luo et al. 2024)
+    tower_rows  lookups go to the samples' peer in the rows' tower; it asks the owners inside the tower for the rows of
+                all its peers' lookups, each once, as ranks of a small world under `rows`, pools and goes on as
+                `towers`. A row that many samples use is sent once inside a tower, not a bag for each
+
+Per rank and step: an id per lookup out, a block of (its samples, a sender's columns) in from every sender, and such a
+block of gradients out. Blocks are added in a fixed order. A requester divides by the bags' lengths where a feature asks
+for means, so an owner need not know what lies elsewhere.
+
+Where rows are read ahead, what is inside a tower is gathered early, and waits there: operators are evaluated, and
+what they make leaves, in the step that uses it, with the weights of that step.
+
+Legend: B samples of this rank, G samples of all ranks, M of a rank's peers, W columns of what arrives, W_o of what this
+rank pools.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade import _native
+from colonnade.batch import Batch
+from colonnade.comm.mesh import Mesh
+from colonnade.errors import WorldError
+from colonnade.exchange import prefetched_bags
+from colonnade.exchange.attention import RemoteAttention
+from colonnade.exchange.bag_layout import BagLayout, collect_bags
+from colonnade.exchange.bag_lookup import BagReads, BagsLookup, Evaluation, InnerHop, LastHop
+from colonnade.exchange.operators import Operators
+from colonnade.exchange.row_owner import RowOwner, gather, owned_rows, soonest_use
+from colonnade.exchange.rows import RowsExchange
+from colonnade.lookup.contract import (
+    REASSOCIATED,
+    BatchInfo,
+    LookupRequest,
+    PinnedRows,
+    RowGradients,
+    RowSource,
+)
+from colonnade.lookup.kernels import NOWHERE
+from colonnade.lookup.layout import collect_codes, consumption, explain_range, outputs
+from colonnade.ops.memory import empty
+from colonnade.store.contract import RowView
+from colonnade.wire import bags
+from colonnade.wire.coding import Coding
+from colonnade.wire.id_distribution import SAMPLES, counted, exchange_messages
+from colonnade.wire.owner_map import Deal
+from colonnade.wire.transport import PendingTransfer
+
+CPU = torch.device("cpu")
+
+
+class BagsExchange:
+    """One rank's side of an exchange of bags."""
+
+    counts_norm = True
+
+    def __init__(
+        self,
+        layout: BagLayout,
+        owner_map: Deal,
+        mesh: Mesh,
+        inner_hops: Sequence[InnerHop],
+        last_hop: LastHop,
+        coding: Coding,
+        *,
+        operators: Operators | None = None,
+        attention: Mapping[str, RemoteAttention] | None = None,
+        keeps_pooled: bool = False,
+        waits_in_tower: bool = False,
+        tower: RowsExchange | None = None,
+        peers: Sequence[int] = (),
+    ) -> None:
+        """owner_map: who pools which table's lookups. Values go over the inner hops, in this order, and the last one,
+        before which `operators` are evaluated. attention: by consumer of a sequence. keeps_pooled: commits hold what
+        operators were evaluated of; waits_in_tower: values wait before the last hop until they are used. tower: asked
+        for rows that are pooled here, by `peers`."""
+        self.layout, self.owner_map, self.mesh = layout, owner_map, mesh
+        self.declaration, self.outputs = layout.declaration, layout.outputs
+        self.inner_hops, self.last_hop = tuple(inner_hops), last_hop
+        self.operators, self.attention = operators, attention or {}
+        self.keeps_pooled, self.waits_in_tower = keeps_pooled, waits_in_tower
+        self.tower, self.peers = tower, tuple(peers)
+        self.num_ranks = mesh.num_ranks
+        self.share = layout.shares[mesh.rank]
+        sums = layout.sums(mesh.rank)
+        self.owner = RowOwner(sums, consumption(sums), outputs(sums), mesh)
+        self.dtype = self.declaration.compute_dtype
+        exact = coding.exactness(REASSOCIATED, self.declaration.dtype, self.num_ranks)
+        roundings = last_hop.transport.roundings
+        self.exactness = replace(exact, max_error=roundings * exact.max_error)
+        used = {key for output in self.outputs for key, _ in output.pieces}
+        self._only_queries = [
+            layout.arriving.of(i) for i in layout.evaluated.queries if i not in used
+        ]
+
+    # ---- ids
+
+    def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
+        """See the contract."""
+        layout, owner = self.layout, self.owner
+        lookups = collect_bags(batch, layout)
+        codes = None
+        if batch.next_use is not None:
+            codes = collect_codes(batch, self.declaration, layout.requested)
+        try:
+            if self.num_ranks == 1:
+                plan = _native.make_plan(lookups.native, owner.table_rows, owner.one_owner)
+                return LookupRequest([], lookups, plan, codes)
+            messages = bags.pack(lookups, owner.table_rows, self.owner_map, codes)
+        except IndexError as error:
+            raise explain_range(error, self.declaration, layout.requested.features) from None
+        if self.tower is not None:  # other ranks than peers need the number of samples alone
+            size = np.frombuffer(SAMPLES.pack(batch.size), np.uint8)
+            messages = [
+                message if rank in self.peers else size for rank, message in enumerate(messages)
+            ]
+        return LookupRequest(messages, lookups, None, codes)
+
+    def serve_requests(
+        self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
+    ) -> BagsLookup:
+        """See the contract. Collective inside the tower where rows are requested once a tower."""
+        if self.tower is not None:
+            return self._serve_peers(self.tower, request, received, batch)
+        plan, joined = request.plan, bags.Joined(request.lookups, [batch.size], request.codes)
+        if self.num_ranks > 1:
+            joined = self._join(received)
+            plan = self.owner.make_plan(joined.lookups, self.owner.one_owner)
+        assert plan is not None
+        codes = None if joined.codes is None else soonest_use(joined.codes, plan)
+        return BagsLookup(
+            batch, joined.lookups, plan, owned_rows(plan, codes), plan,
+            sizes=joined.sizes, requested=request.lookups,
+        )  # fmt: skip
+
+    def _serve_peers(
+        self,
+        tower: RowsExchange,
+        request: LookupRequest,
+        received: Sequence[np.ndarray],
+        batch: BatchInfo,
+    ) -> BagsLookup:
+        """Collective inside the tower: ask it for the rows of all peers' lookups."""
+        joined = self._join([received[rank] for rank in self.peers])
+        of_peers = dict(zip(self.peers, joined.sizes, strict=True))
+        sizes = [
+            of_peers[rank] if rank in of_peers else _read_size(rank, message)
+            for rank, message in enumerate(received)
+        ]
+        plan = self.owner.make_plan(joined.lookups, tower.deal.num_owners)
+        codes = None if joined.codes is None else soonest_use(joined.codes, plan)
+        messages = tower.pack(plan, codes)
+        if tower.num_ranks > 1:
+            (messages,), _ = exchange_messages([messages], tower.mesh, 0.0, batch.purpose)
+        inner = tower.serve_requests(
+            LookupRequest(messages, joined.lookups, plan, codes),
+            messages,
+            replace(batch, size=sum(joined.sizes)),
+        )
+        return BagsLookup(
+            batch, joined.lookups, plan, inner.owned, inner.owner_plan,
+            sizes=sizes, requested=request.lookups, inner=inner,
+        )  # fmt: skip
+
+    def _join(self, messages: Sequence[np.ndarray]) -> bags.Joined:
+        """Join lookups that came here into one batch. Raises WorldError."""
+        owner = self.owner
+        return bags.join(
+            messages,
+            owner.consumption,
+            owner.table_rows,
+            self.owner_map,
+            self.mesh.rank,
+            self.dtype,
+        )
+
+    def cancel(self, request: LookupRequest) -> None:
+        """See the contract: a request leaves nothing behind."""
+
+    def resolve_slots(self, lookup: BagsLookup, views: Sequence[RowView]) -> None:
+        """Local, any thread: find the slot of each lookup, or of each row that was asked of this rank."""
+        if self.tower is not None and lookup.inner is not None:
+            lookup.inner.pinned = lookup.pinned
+            self.tower.resolve_slots(lookup.inner, views)
+            return
+        slots = lookup.slots
+        lookup.pinned = PinnedRows(slots, gather(slots, lookup.owner_plan.inverse))
+
+    # ---- values
+
+    def fetch(self, lookup: BagsLookup, source: RowSource) -> None:
+        """Begin to send values. Rows are pooled before it returns; where there is attention, what is merged of it is
+        here then."""
+        kept = lookup.evaluation
+        if self.operators is not None:
+            self.operators.try_once()
+            kept.versions = self.operators.versions()
+        block = empty(sum(lookup.sizes), 0, dtype=self.dtype)
+        if self.share.order:
+            pooled = self._pool(lookup, source)
+            block = pooled.pop(0) if self.share.columns.dims else block
+            kept.sequence_rows = pooled
+        if self.keeps_pooled and not lookup.batch.is_evaluated:
+            kept.pooled = block
+        self._send(lookup, block)
+        if self.attention:
+            self._attend(lookup)
+
+    def _pool(self, lookup: BagsLookup, source: RowSource) -> list[Tensor]:
+        """Return, of the samples that this rank serves, sums of its fields (G, W_o), where it has any, and the rows of
+        each sequence."""
+        if self.tower is not None and lookup.inner is not None:
+            lookup.inner.pinned = lookup.inner.pinned or lookup.pinned
+            self.tower.fetch(lookup.inner, source)
+            return [each.to(CPU) for each in self.tower.pooled(lookup.inner)]
+        by_request = lookup.slots_of(source)
+        if by_request is None:
+            by_request = gather(source.rows, lookup.owner_plan.inverse)
+        kernels = self.owner.kernels(source.views)
+        placed = kernels.place(lookup.lookups, source.views, by_request)
+        into = {}
+        if kernels is self.owner.native and self.share.columns.dims:
+            shape = sum(lookup.sizes), self.share.columns.width
+            into = {0: self.mesh.room(math.prod(shape), self.dtype).view(shape)}
+        return [each.to(CPU) for each in kernels.pool(lookup.lookups, placed, into)]
+
+    def _send(self, lookup: BagsLookup, block: Tensor) -> None:
+        """Send a block of what this rank pooled over all hops, or until it waits for its use."""
+        sizes, tag = lookup.sizes, counted(lookup.batch.purpose, "fetch")
+        hops = [*(hop.transport for hop in self.inner_hops), self.last_hop.transport]
+        blocks = hops[0].split(block, sizes)
+        for hop in self.inner_hops:
+            blocks = hop.transport.receive(hop.transport.send(blocks, sizes, tag), sizes)
+        if self.waits_in_tower and not lookup.batch.is_evaluated:
+            lookup.evaluation.gathered = list(blocks)
+            return
+        self._send_last(lookup, blocks)
+
+    def _send_last(self, lookup: BagsLookup, blocks: Iterable[Tensor]) -> None:
+        """Evaluate operators, and send what they make over the last hop."""
+        last, tag = self.last_hop, counted(lookup.batch.purpose, "fetch")
+        if self.operators is not None:
+            lookup.evaluation.partials = []
+            record = None if lookup.batch.is_evaluated else lookup.evaluation.partials
+            blocks = self.operators.messages(blocks, last.columns, last.sent, record)
+        lookup.reads = BagReads(last.transport.send(blocks, lookup.sizes, tag))
+
+    def _attend(self, lookup: BagsLookup) -> None:
+        """Collective: queries have to be here before they can go out."""
+        sizes, kept = lookup.sizes, lookup.evaluation
+        tag, is_trained = counted(lookup.batch.purpose, "fetch"), not lookup.batch.is_evaluated
+        total, arriving = self.total(lookup), self.layout.arriving
+        kept.attended = {}
+        for name, attention in self.attention.items():
+            dim = self.declaration.fields[attention.sequence].dim
+            rows, lengths = total.new_zeros(0, dim), torch.zeros(0, dtype=torch.int64)
+            if attention.has_rows:
+                number = self.share.sequences.index(attention.sequence)
+                rows = kept.sequence_rows[number].detach()
+                feature = self.declaration.fields[attention.sequence].feature
+                offsets = lookup.lookups.bags[self.share.features.index(feature)]
+                lengths = (
+                    torch.ones(sum(sizes), dtype=torch.int64) if offsets is None else offsets.diff()
+                )
+            query = total[:, arriving.of(attention.query)].contiguous()
+            attended = attention.fetch(query, rows, lengths, sizes, tag, is_trained)
+            total[:, arriving.of(name)] = attended.merged.detach()
+            if is_trained:
+                kept.attended[name] = attended
+        lookup.reads = BagReads(total=total)
+
+    def total(self, lookup: BagsLookup) -> Tensor:
+        """Return (B, W) of the compute dtype, the caller's own: sums over senders. Collective, the first time, where
+        values waited in a tower."""
+        if lookup.reads is None:
+            assert self.operators is not None and lookup.evaluation.gathered is not None
+            lookup.evaluation.versions = self.operators.versions()
+            self._send_last(lookup, lookup.evaluation.gathered)
+        reads = lookup.reads
+        assert reads is not None
+        if reads.total is not None:
+            return reads.total.clone()
+        assert reads.pending is not None
+        reads.pending.wait()
+        total = empty(lookup.batch.size, self.layout.arriving.width, dtype=self.dtype)
+        self.last_hop.transport.add(reads.pending, total)
+        return total
+
+    def pooled(self, lookup: BagsLookup, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+        """See the contract."""
+        total = self.total(lookup)
+        self._divide(lookup, total)
+        dtype, tensors = self.declaration.output_dtype, []
+        for i, (output, runs) in enumerate(zip(self.outputs, self.layout.runs, strict=True)):
+            is_all = len(runs) == 1 and runs[0].width == total.shape[1] and len(self.outputs) == 1
+            if is_all and i not in into:
+                tensors.append(total.to(dtype))
+                continue
+            tensor = into[i] if i in into else empty(len(total), output.width, dtype=dtype)
+            for run in runs:
+                tensor[:, run.columns_here] = total[:, run.columns_there]
+            tensors.append(tensor)
+        return tensors
+
+    def _divide(self, lookup: BagsLookup, total: Tensor) -> None:
+        """Divide sums by the lengths of their bags, in place, where the samples' rank does that."""
+        requested = lookup.requested
+        assert requested is not None
+        for division in self.layout.divisions:
+            if (offsets := requested.bags[division.column]) is not None:
+                lengths = offsets.diff().clamp(min=1).to(total.dtype)
+                divisor = lengths if division.pooling == "mean" else _sqrt(lengths)
+                total[:, division.columns] /= divisor[:, None]
+
+    # ---- gradients
+
+    def begin_push(
+        self, lookup: BagsLookup, gradients: list[Tensor] | None, step: int, number: int
+    ) -> Callable[[], RowGradients]:
+        """See the contract."""
+        total = self._gradients(lookup, gradients)
+        last = self.last_hop.transport
+        pending = last.send_back_total(total, lookup.sizes, step, number)
+        return partial(self._end_push, lookup, pending, step, number)
+
+    def _end_push(
+        self, lookup: BagsLookup, pending: PendingTransfer, step: int, number: int
+    ) -> RowGradients:
+        """Take gradients back over all hops, and through the operators; return those of the rows that were pooled
+        here."""
+        last, sizes, kept = self.last_hop, lookup.sizes, lookup.evaluation
+        blocks: Iterable[Tensor] = last.transport.receive_back(pending, sizes)
+        if self.operators is not None:
+            blocks = self.operators.gradients(blocks, last.sent, last.columns, kept.partials)
+        for hop in reversed(self.inner_hops):
+            blocks = hop.transport.receive_back(hop.transport.send_back(blocks, sizes), sizes)
+        hops = [*(hop.transport for hop in self.inner_hops), last.transport]
+        received = hops[0].join(iter(blocks), sizes)
+        if not self.share.order:
+            none = torch.empty(0, dtype=torch.int32)
+            source = _native.RowGradients(received.data_ptr(), none, self.owner.native.compute)
+            ends = torch.zeros(1, dtype=torch.int32)
+            return RowGradients(lookup.slots, lookup.owned.offsets, ends, none, source)
+        if self.tower is not None and lookup.inner is not None:
+            return self.tower.begin_push(lookup.inner, [received], step, number)()
+        of_rows = [kept.row_gradients[i].contiguous() for i in self.share.sequences]
+        pooled = [received] if self.share.columns.dims else []
+        return self.owner.native.of_outputs(lookup, [*pooled, *of_rows])
+
+    def _gradients(self, lookup: BagsLookup, gradients: list[Tensor] | None) -> Tensor:
+        """Return (B, W) of the compute dtype: gradients of the sums. Collective where there is attention."""
+        total = empty(lookup.batch.size, self.layout.arriving.width, dtype=self.dtype)
+        if gradients is None:
+            total.zero_()
+        else:
+            for gradient, runs in zip(gradients, self.layout.runs, strict=True):
+                for run in runs:
+                    there, here = total[:, run.columns_there], gradient[:, run.columns_here]
+                    there.copy_(here) if run.is_first else there.add_(here)
+        requested = lookup.requested
+        assert requested is not None
+        for division in self.layout.divisions:
+            if (offsets := requested.bags[division.column]) is not None:
+                lengths = offsets.diff().clamp(min=1).to(self.dtype)
+                divisor = lengths if division.pooling == "mean" else _sqrt(lengths)
+                total[:, division.columns] *= (1 / divisor)[:, None]
+        self._push_attention(lookup, total)
+        return total
+
+    def _push_attention(self, lookup: BagsLookup, total: Tensor) -> None:
+        """Collective where there is attention: add gradients of queries to `total` (B, W); keep those of rows here."""
+        kept, arriving = lookup.evaluation, self.layout.arriving
+        for columns in self._only_queries:
+            total[:, columns] = 0.0
+        kept.row_gradients = {}
+        for name, attention in self.attention.items():
+            gradient = total[:, arriving.of(name)].contiguous()
+            of_query, of_rows = attention.push(kept.attended[name], gradient, lookup.sizes)
+            total[:, arriving.of(attention.query)] += of_query
+            before = kept.row_gradients.get(attention.sequence)
+            kept.row_gradients[attention.sequence] = of_rows if before is None else before + of_rows
+
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        """See the contract."""
+        self.owner.update(store, pushed, optimizers, settings)
+
+    def drop(self, lookup: BagsLookup) -> None:
+        """See the contract."""
+        if lookup.reads is not None and lookup.reads.pending is not None:
+            lookup.reads.pending.wait()
+        lookup.reads, lookup.evaluation = None, Evaluation()
+        if self.tower is not None and lookup.inner is not None:
+            self.tower.drop(lookup.inner)
+
+    # ---- commits
+
+    def has_values(self, lookup: BagsLookup) -> bool:
+        """See the contract."""
+        return lookup.reads is not None or lookup.evaluation.gathered is not None
+
+    def prefetched(self, lookup: BagsLookup) -> dict[str, Tensor]:
+        """See the contract."""
+        layout, rank = self.layout, self.mesh.rank
+        if self.keeps_pooled:
+            return prefetched_bags.hold_pooled(lookup, layout, rank)
+        if self.waits_in_tower:
+            return prefetched_bags.hold_gathered(lookup, layout, self.last_hop.columns, self.peers)
+        return prefetched_bags.hold_sums(self.total(lookup), layout)
+
+    def restore(self, lookup: BagsLookup, held: Sequence[Mapping[str, Tensor]]) -> None:
+        """See the contract."""
+        layout, rank = self.layout, self.mesh.rank
+        if self.keeps_pooled:
+            assert self.operators is not None
+            prefetched_bags.restore_pooled(
+                lookup, layout, rank, self.operators, self.last_hop, held
+            )
+        elif self.waits_in_tower:
+            columns, transport = self.last_hop.columns, self.last_hop.transport
+            samples = prefetched_bags.restore_gathered(lookup, layout, columns, self.peers, held)
+            lookup.evaluation.gathered = list(transport.split(samples, lookup.sizes))
+        else:
+            widths = self.owner.widths
+            lookup.reads = BagReads(
+                total=prefetched_bags.restore_sums(lookup, layout, rank, widths, held)
+            )
+
+
+def _read_size(rank: int, message: np.ndarray) -> int:
+    """Return the size of the batch of a rank that is no peer. Raises WorldError."""
+    if len(message) != SAMPLES.size:
+        raise WorldError(
+            f"rank {rank} sent {len(message)} bytes, wanted {SAMPLES.size} that tell the size of its batch; all ranks "
+            "must run one version of Colonnade on one model"
+        )
+    return int(SAMPLES.unpack(message.tobytes())[0])
+
+
+def _sqrt(values: Tensor) -> Tensor:
+    """Return correctly rounded roots, as the native kernels'; torch's own on a CPU are not."""
+    return torch.from_numpy(np.sqrt(values.numpy()))

@@ -1,0 +1,361 @@
+"""Exchange of a plan: runs all its parts, each with the tables that chose its hops.
+
+Ids are sent after one header, the owner's store acquires the rows of all tables at once, and outputs come as declared
+whatever is sent: of an output with fields of several parts, each part writes its own, and reads their gradients there.
+
+Legend: T tables, O rows this rank owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.batch import Batch
+from colonnade.comm.mesh import Mesh
+from colonnade.exchange.prefetched import TABLES, tables_held
+from colonnade.lookup.contract import (
+    BatchInfo,
+    Exactness,
+    ExchangePart,
+    Inside,
+    LookupContext,
+    OwnedRows,
+    PinnedRows,
+    RowGradients,
+    RowSource,
+)
+from colonnade.lookup.layout import Declaration, Output, outputs
+from colonnade.lookup.outputs import CPU, build_outputs, record_backward
+from colonnade.ops.memory import empty
+from colonnade.store.contract import RowView
+from colonnade.wire.id_distribution import send_requests
+
+KINDS = ("bitwise", "reassociated", "lossy")
+"""Kinds of exactness, best first."""
+
+
+class Exchange:
+    """One rank's side of everything that a plan sends for lookups.
+
+    Methods are collective in a world of several, but for `resolve_slots` and `squared_norms`; each is called by one
+    thread (`lookup.contract`).
+    """
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        mesh: Mesh,
+        parts: Mapping[str, ExchangePart],
+        reads_ahead: Sequence[int],
+    ) -> None:
+        """parts: by name, each of `part_of` this declaration; reads_ahead: of each, steps between reading a row and its
+        use."""
+        self.declaration, self.mesh = declaration, mesh
+        self.names, self.parts = tuple(parts), tuple(parts.values())
+        self.reads_ahead = tuple(reads_ahead)
+        # Most urgent first.
+        self._order = sorted(range(len(self.parts)), key=lambda i: self.reads_ahead[i])
+        partials = {
+            each.names[0]: each for part in self.parts for each in part.outputs if each.is_partial
+        }
+        self.outputs = _split_partials(outputs(declaration), partials)
+        by_table = [0] * len(declaration.tables)
+        for i, part in enumerate(self.parts):
+            for feature in part.declaration.features:
+                by_table[declaration.table_of(feature)] = i
+        # Runs of tables of one part: (part, first table, last table + 1).
+        self.runs: list[tuple[int, int, int]] = []
+        for i, run in groupby(range(len(by_table)), lambda t: by_table[t]):
+            tables = list(run)
+            self.runs.append((i, tables[0], tables[-1] + 1))
+        # By part, by output of it: which of these.
+        self.places = [[self._find_output(each) for each in part.outputs] for part in self.parts]
+        every = [i for places in self.places for i in places]
+        self.shared = [i for i in range(len(self.outputs)) if every.count(i) > 1]
+        self.operators = [part.operators for part in self.parts if part.operators is not None]
+        self.dtype = declaration.compute_dtype
+
+    def _find_output(self, output: Output) -> int:
+        """Return the number of a part's output."""
+        return next(
+            i
+            for i, each in enumerate(self.outputs)
+            if each.is_partial == output.is_partial and output.names[0] in each.names
+        )
+
+    # ---- facts
+
+    @property
+    def exactness(self) -> Exactness:
+        """Weakest of the parts'."""
+        every = [part.exactness for part in self.parts]
+        kind = max((each.kind for each in every), key=KINDS.index)
+        return Exactness(kind, max(each.max_error for each in every))
+
+    @property
+    def consumers(self) -> tuple[str, ...]:
+        """Names of those that are evaluated before the samples' ranks."""
+        return tuple(name for operators in self.operators for name in operators.consumers)
+
+    @property
+    def pushed_parameters(self) -> tuple[nn.Parameter, ...]:
+        """Dense parameters whose gradients `begin_push` completes, the same on every rank. What it adds to `.grad` is
+        of the global batch, on the rank that has the rows, so the sum over ranks is to be taken after it."""
+        return tuple(dict.fromkeys(p for each in self.operators for p in each.parameters))
+
+    @property
+    def inside(self) -> Inside | None:
+        """Consumers that the ranks of one tower alone evaluate, so that gradients of their weights need be summed over
+        these only; None: none."""
+        every = (operators.inside for operators in self.operators)
+        return next((inside for inside in every if inside is not None), None)
+
+    # ---- ids
+
+    def send_ids(self, batch: Batch, step: int, purpose: str = "route") -> LookupContext:
+        """Send a batch's ids to the owners of their rows, on `purpose`'s group. Raises IdRangeError, DataError before
+        anything is sent; whatever it raises, it is as if nothing had been requested here."""
+        requests = []
+        try:
+            for part in self.parts:
+                requests.append(part.build_requests(batch, purpose))
+            weight = float(batch.size if batch.sample_weight is None else batch.sample_weight.sum())
+            received, weight = send_requests(requests, self.mesh, weight, purpose)
+            info = BatchInfo(step, batch.size, weight, purpose, batch.dense)
+            lookups = [
+                part.serve_requests(request, messages, info)
+                for part, request, messages in zip(self.parts, requests, received, strict=True)
+            ]
+        except BaseException:
+            for part, request in zip(self.parts, requests, strict=False):
+                part.cancel(request)
+            raise
+        return LookupContext(info, lookups, self._all_owned([each.owned for each in lookups]))
+
+    def resolve_slots(self, context: LookupContext, views: Sequence[RowView]) -> None:
+        """Any thread, once `context.pinned` is set: prepare what fetches and the update can use."""
+        self._share_slots(context)
+        for part, lookup in zip(self.parts, context.parts, strict=True):
+            part.resolve_slots(lookup, views)
+
+    # ---- values
+
+    def due(self, context: LookupContext) -> list[int]:
+        """Return the numbers of the parts that are to be fetched for use in `context.steps_left` steps and were not,
+        the most urgent first."""
+        return [
+            i
+            for i in self._order
+            if self.reads_ahead[i] >= context.steps_left
+            and not self.parts[i].has_values(context.parts[i])
+        ]
+
+    def fetch(self, context: LookupContext, source: RowSource, num_applied: int) -> None:
+        """Begin to send values of the parts that are due. num_applied: updates that the rows have seen."""
+        due = self.due(context)
+        if context.pinned is not None and source.rows is context.pinned.slots:
+            self._share_slots(context)
+            rows = [lookup.slots for lookup in context.parts]
+        else:
+            rows = self._by_part(context, source.rows)
+        for i in due:
+            # Rows that may change before their use are copied.
+            in_place = source.in_place or not self.reads_ahead[i]
+            own = replace(source, rows=rows[i], in_place=in_place) if len(rows) > 1 else source
+            self.parts[i].fetch(context.parts[i], own)
+            context.updates_seen[self.reads_ahead[i]] = num_applied
+
+    def values(
+        self, context: LookupContext, handle: Tensor, device: torch.device = CPU
+    ) -> dict[str, Tensor]:
+        """Return by consumer (B, P) combined; by feature without a consumer (B, D) pooled or (E_f, D) sequence. They
+        are made where the values are and moved to `device`, where consumers are evaluated. Collective where what a
+        tower gathered early leaves it when it is used.
+
+        Differentiable: backward records gradients on the context. `handle` requires a gradient, so that torch runs that
+        backward.
+        """
+        tensors = record_backward(self, context, handle)
+        return build_outputs(self.declaration, self.outputs, tensors, device, context.batch.dense)
+
+    def pooled(self, context: LookupContext) -> list[Tensor]:
+        """Return one tensor per output. Each part writes its fields where they belong: to put tensors side by side, and
+        to cut their gradients apart again, took longer than to exchange what they hold."""
+        if len(self.parts) == 1:
+            return self.parts[0].pooled(context.parts[0])
+        dtype = self.declaration.output_dtype
+        tensors = {
+            i: empty(context.batch.size, self.outputs[i].width, dtype=dtype) for i in self.shared
+        }
+        for part, lookup, places in zip(self.parts, context.parts, self.places, strict=True):
+            into = {j: tensors[i] for j, i in enumerate(places) if i in tensors}
+            tensors |= zip(places, part.pooled(lookup, into), strict=True)
+        return [tensors[i] for i in range(len(self.outputs))]
+
+    # ---- gradients
+
+    def begin_push(
+        self, contexts: Sequence[LookupContext], step: int
+    ) -> Callable[[], RowGradients | None]:
+        """Begin to send recorded gradients to the rows' owners, as one application: every rank pushes the same batches,
+        with gradients or without. What it returns ends that, is collective, too, and may be called after the next push
+        has begun; None: nothing to do. step: updates made before."""
+        if not contexts:
+            return lambda: None
+        summed = [context.gradients.sum(self.dtype) for context in contexts]
+        for context in contexts:
+            self._share_slots(context)
+        for part, i in zip(self.parts, range(len(self.parts)), strict=True):
+            if part.operators is not None:
+                used = [context.parts[i].evaluation.versions for context in contexts]  # type: ignore[attr-defined]
+                part.operators.check_weights(used)
+        # What one sends travels while the next one computes.
+        begun = []
+        for i, (part, places) in enumerate(zip(self.parts, self.places, strict=True)):
+            for number, (context, gradients) in enumerate(zip(contexts, summed, strict=True)):
+                own = None if gradients is None else [gradients[place] for place in places]
+                begun.append(part.begin_push(context.parts[i], own, step, number))
+
+        def finish() -> RowGradients:
+            arrived = iter([end() for end in begun])
+            merged = []
+            for i, part in enumerate(self.parts):
+                of_part = [next(arrived) for _ in contexts]
+                merged.append(part.owner.merge([each.parts[i] for each in contexts], of_part))
+            return self._join_gradients(merged)
+
+        return finish
+
+    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
+        """Local: return gradients that need not be summed again, and the sum of squares of all rows' sums that count
+        towards the norm on this rank."""
+        summed, total = [], 0.0
+        for part, own in zip(self.parts, self._of_parts(pushed), strict=True):
+            each, square = part.owner.kernels_of(own).squared_norm(own)
+            summed.append(each)
+            total += square if part.counts_norm else 0.0
+        return self._join_gradients(summed), total
+
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        """Local: apply gradients to pinned rows of this rank's store: see `_native.update`."""
+        for part, own in zip(self.parts, self._of_parts(pushed), strict=True):
+            part.update(store, own, optimizers, settings)
+
+    def squared_norms(self, rows: RowView, slots: Tensor) -> Tensor:
+        """Local: return sums of squares of the weights of rows that are stored there, (len(slots),)."""
+        return self.parts[0].owner.kernels([rows]).squared_norms(rows, slots)
+
+    def drop(self, context: LookupContext) -> None:
+        """Give a batch up: evaluation, cancelled batches."""
+        for part, lookup in zip(self.parts, context.parts, strict=True):
+            part.drop(lookup)
+        context.gradients.clear()
+
+    # ---- commits
+
+    def prefetched(self, context: LookupContext) -> dict[str, Tensor]:
+        """Return what a batch has fetched, for a commit; of several parts, each one's name before the names of what it
+        holds, and of which tables that is."""
+        if len(self.parts) == 1:
+            return self.parts[0].prefetched(context.parts[0])
+        fetched = [i for i, lookup in enumerate(context.parts) if self.parts[i].has_values(lookup)]
+        tables = [t for i, first, last in self.runs if i in fetched for t in range(first, last)]
+        return {
+            TABLES: torch.tensor(tables, dtype=torch.int64),
+            **{
+                f"{self.names[i]}.{key}": value
+                for i in fetched
+                for key, value in self.parts[i].prefetched(context.parts[i]).items()
+            },
+        }
+
+    def restore(self, context: LookupContext, held: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take, instead of a fetch, what all ranks of some world held for this step's global batch. Raises
+        CheckpointError."""
+        if len(self.parts) == 1:
+            self.parts[0].restore(context.parts[0], held)
+            return
+        known = tables_held(held, len(self.declaration.tables))
+        for i, name in enumerate(self.names):
+            tables = {t for j, first, last in self.runs if i == j for t in range(first, last)}
+            if self.reads_ahead[i] <= context.steps_left or not tables <= known:
+                continue  # to be fetched when it is due
+            # What it held itself, and what others did: its tables may have had another exchange.
+            prefix = f"{name}."
+            own = [
+                {**each, **{key.removeprefix(prefix): each[key] for key in each if key.startswith(prefix)}}
+                for each in held
+            ]  # fmt: skip
+            self.parts[i].restore(context.parts[i], own)
+
+    # ---- rows of all parts and of each
+
+    def _share_slots(self, context: LookupContext) -> None:
+        """Give each part the slots of its rows."""
+        if all(lookup.pinned is not None for lookup in context.parts):
+            return
+        assert context.pinned is not None
+        for lookup, slots in zip(
+            context.parts, self._by_part(context, context.pinned.slots), strict=True
+        ):
+            lookup.pinned = PinnedRows(slots)
+
+    def _by_part(self, context: LookupContext, values: Tensor) -> list[Tensor]:
+        """Split (O,) by row of all tables into those of each part."""
+        if len(self.parts) == 1:
+            return [values]
+        ends = context.owned.offsets.tolist()
+        return [
+            torch.cat(
+                [values[ends[first] : ends[last]] for i, first, last in self.runs if i == number]
+            )
+            for number in range(len(self.parts))
+        ]
+
+    def _join(self, values: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
+        """Join values by row of each part into (O,) by row of all tables; offsets: of each part's rows, (T + 1,)."""
+        ends = [each.tolist() for each in offsets]
+        return torch.cat(
+            [values[i][ends[i][first] : ends[i][last]] for i, first, last in self.runs]
+        )
+
+    def _all_owned(self, owned: Sequence[OwnedRows]) -> OwnedRows:
+        """Join the owned rows of all parts."""
+        if len(owned) == 1:
+            return owned[0]
+        offsets = [each.offsets for each in owned]
+        ids = self._join([each.ids for each in owned], offsets)
+        codes = [each.next_use for each in owned if each.next_use is not None]
+        next_use = self._join(codes, offsets) if codes else None
+        return OwnedRows(ids, torch.stack(offsets).sum(0), next_use)
+
+    def _join_gradients(self, pushed: Sequence[RowGradients]) -> RowGradients:
+        """Join gradients of all parts; `_of_parts` takes them apart."""
+        if len(pushed) == 1:
+            return pushed[0]
+        offsets = [each.offsets for each in pushed]
+        slots = self._join([each.slots for each in pushed], offsets)
+        return RowGradients(slots, torch.stack(offsets).sum(0), None, None, list(pushed))
+
+    def _of_parts(self, pushed: RowGradients) -> Sequence[RowGradients]:
+        return [pushed] if len(self.parts) == 1 else pushed.source
+
+
+def _split_partials(
+    declared: Sequence[Output], partials: Mapping[str, Output]
+) -> tuple[Output, ...]:
+    """Return outputs, those whose partials some part has by themselves."""
+    separate: list[Output] = []
+    for output in declared:
+        if others := tuple(name for name in output.names if name not in partials):
+            separate.append(replace(output, names=others))
+        separate += (partials[name] for name in output.names if name in partials)
+    return tuple(separate)

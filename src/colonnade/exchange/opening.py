@@ -1,0 +1,336 @@
+"""Opening of a plan's exchange: each kind of hops becomes the part that runs it.
+
+A part is one exchange with the tables that chose it. Tables whose rows are read ahead by other steps are other parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from colonnade.comm.mesh import TRAINING, Mesh
+from colonnade.comm.process_groups import tower_mesh
+from colonnade.errors import ConfigError
+from colonnade.exchange.attention import RemoteAttention
+from colonnade.exchange.bag_layout import BagLayout, evaluated_fields, lay_out_bags
+from colonnade.exchange.bag_lookup import InnerHop, LastHop
+from colonnade.exchange.bags import BagsExchange
+from colonnade.exchange.cached import CachedExchange, TableCache
+from colonnade.exchange.exchange import Exchange
+from colonnade.exchange.operator_cut import (
+    barred,
+    evaluated_in_towers,
+    part_of,
+    substituted,
+    tower_of,
+    towers_of_fields,
+)
+from colonnade.exchange.operators import Operators
+from colonnade.exchange.replicated import ReplicatedExchange
+from colonnade.exchange.rows import RowsExchange
+from colonnade.interaction import TargetAttention
+from colonnade.lookup.contract import ExchangePart, Inside
+from colonnade.lookup.hops import BY_TOWERS, EXCHANGES, Hop
+from colonnade.lookup.layout import Declaration
+from colonnade.topology.sharding import Sharding, row_wise_in, table_wise
+from colonnade.topology.towers import tower_ranks
+from colonnade.wire.codec import EXACT, Codecs
+from colonnade.wire.coding import Coding
+from colonnade.wire.owner_map import deal
+from colonnade.wire.tower_transport import PeerTransport, TowerTransport, peers_of
+from colonnade.wire.transport import LocalTransport, WorldTransport, only
+
+TOWER_THREADS = ("lookahead", TRAINING)
+"""Threads that issue the calls of a tower's small world."""
+
+
+def implied_exchange(sharding: Sharding, name: str) -> str:
+    """Return the exchange of a table that chose `name`: of replicated rows only ids and gradients are sent."""
+    return "replicated" if sharding.is_replicated else name
+
+
+def check_exchange(table: str, name: str, sharding: Sharding, num_ranks: int) -> None:
+    """Raise ConfigError where a table's sharding is of another world, or not one for its exchange."""
+    if sharding.ranks[-1] >= num_ranks:
+        raise ConfigError(
+            f"table {table!r}: got a sharding on rank {sharding.ranks[-1]}, wanted ranks 0 .. {num_ranks - 1}"
+        )
+    if sharding.is_replicated and len(sharding.ranks) < num_ranks:
+        raise ConfigError(
+            f"table {table!r}: got copies on {len(sharding.ranks)} of {num_ranks} ranks, wanted one on each: "
+            "replicated(num_ranks)"
+        )
+    if name == "replicated" and not sharding.is_replicated:
+        raise ConfigError(
+            f"table {table!r}: got exchange=replicated for rows that are sharded {sharding.kind}, wanted the sharding "
+            "replicated, which implies it"
+        )
+
+
+def open_exchange(
+    declaration: Declaration,
+    mesh: Mesh,
+    *,
+    exchanges: Sequence[str] | None = None,
+    shardings: Sequence[Sharding] | None = None,
+    codecs: Codecs = EXACT,
+    seed: int = 0,
+    reads_ahead: Sequence[int] | None = None,
+    towers: int | None = None,
+    caches: Sequence[TableCache | None] = (),
+    copies_on: torch.device | None = None,
+) -> Exchange:
+    """Collective: open this rank's side. By table: `exchanges`, keys of EXCHANGES or "cached", default "rows";
+    `caches` of the latter, copies in memory or in that of `copies_on`; `shardings`, default row_wise;
+    `reads_ahead`, steps between reading a row and its use, default 0. seed: the run's, of the random bits that codecs
+    round gradients with and updates rows. towers: groups of ranks that `towers` goes by, default one for each host.
+    Raises ConfigError where this cannot work in this world."""
+    num_tables = len(declaration.tables)
+    shardings = shardings or [row_wise_in(mesh.world)] * num_tables
+    names = [
+        implied_exchange(sharding, name)
+        for sharding, name in zip(shardings, exchanges or ["rows"] * num_tables, strict=True)
+    ]
+    for table, name, sharding in zip(declaration.tables, names, shardings, strict=True):
+        check_exchange(table.name, name, sharding, mesh.num_ranks)
+    if mesh.num_ranks > 1:
+        names = _beside_towers(names, shardings, mesh, towers)
+    coding = Coding(codecs, seed)
+    kinds = list(zip(names, reads_ahead or [0] * num_tables, strict=True))
+    looked_up = {feature.table for feature in declaration.features}
+    tables = {
+        kind: {t.name for t, of in zip(declaration.tables, kinds, strict=True) if of == kind}
+        & looked_up
+        for kind in sorted(set(kinds))
+    }
+    used = {kind: members for kind, members in tables.items() if members} or {kinds[0]: set()}
+    repeated = {name for name, _ in used if sum(name == other for other, _ in used) > 1}
+    parts: dict[str, ExchangePart] = {}
+    for (name, late), members in used.items():
+        part = declaration if len(used) == 1 else part_of(declaration, members, name)
+        key = f"{name}@{late}" if name in repeated else name
+        if name == "cached":
+            parts[key] = CachedExchange(part, mesh, shardings, caches, copies_on)
+        else:
+            hops = EXCHANGES[name]
+            parts[key] = open_part(hops, part, mesh, shardings, coding, towers, late)
+    return Exchange(declaration, mesh, parts, [late for _, late in used])
+
+
+def _beside_towers(
+    names: Sequence[str], shardings: Sequence[Sharding], mesh: Mesh, num_towers: int | None
+) -> list[str]:
+    """Return exchanges by table: bags of a table whose rows are not all in one tower are sent as under `pooled`."""
+    if not any(name in BY_TOWERS for name in names):
+        return list(names)
+    ranks = tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
+    return [
+        "pooled" if name == "towers" and tower_of(sharding, ranks) is None else name
+        for name, sharding in zip(names, shardings, strict=True)
+    ]
+
+
+def open_part(
+    hops: Sequence[Hop],
+    declaration: Declaration,
+    mesh: Mesh,
+    shardings: Sequence[Sharding],
+    coding: Coding,
+    num_towers: int | None,
+    reads_ahead: int,
+) -> ExchangePart:
+    """Collective: open an exchange of these hops. Raises ConfigError."""
+    first = hops[0]
+    if first.request == "unique_ids":
+        if first.reply == "nothing" and mesh.num_ranks > 1:
+            return ReplicatedExchange(declaration, mesh, coding)
+        return RowsExchange(declaration, mesh, shardings, coding)
+    if first.group == "peers" and mesh.num_ranks > 1:
+        return _open_towers(hops, declaration, mesh, shardings, coding, num_towers, reads_ahead)
+    operators_at_owners = first.reply == "partials" and first.group == "world"
+    return _open_bags(operators_at_owners, declaration, mesh, shardings, coding, reads_ahead)
+
+
+def _open_bags(
+    evaluates: bool,
+    declaration: Declaration,
+    mesh: Mesh,
+    shardings: Sequence[Sharding],
+    coding: Coding,
+    reads_ahead: int,
+) -> BagsExchange:
+    """Open bags that owners pool; `evaluates`: and evaluate operators of."""
+    consumers: tuple[str, ...] = ()
+    if evaluates:
+        consumers = substituted(declaration, shardings, world=mesh.world, reads_ahead=reads_ahead)
+        _check_sequences(declaration, mesh, consumers, reads_ahead)
+    evaluated = evaluated_fields(declaration, shardings, consumers, has_whole_bags=False)
+    layout = lay_out_bags(declaration, shardings, mesh.num_ranks, evaluated)
+    messages = [layout.from_owner(rank) for rank in range(mesh.num_ranks)]
+    sent, dtype = messages[mesh.rank], declaration.compute_dtype
+    transport: LocalTransport | WorldTransport
+    if mesh.num_ranks == 1:
+        transport = LocalTransport(sent, layout.arriving, dtype)
+    else:
+        transport = WorldTransport(mesh, messages, layout.arriving, coding, dtype)
+    operators = None
+    if evaluates:
+        operators = Operators(
+            declaration, consumers, evaluated.taken_by, evaluators="the rows' owners"
+        )
+    return BagsExchange(
+        layout,
+        deal(shardings, mesh.num_ranks),
+        mesh,
+        [],
+        LastHop(transport, layout.pooled(mesh.rank), sent),
+        coding,
+        operators=operators,
+        attention=_attention(layout, mesh, shardings),
+        keeps_pooled=evaluates,
+    )
+
+
+def _check_sequences(
+    declaration: Declaration, mesh: Mesh, consumers: Sequence[str], reads_ahead: int
+) -> None:
+    """Raise ConfigError where a consumer of a sequence cannot be evaluated where its rows are."""
+    for name, consumer in declaration.consumers.items():
+        if not consumer.interaction.sequences or name in consumers:
+            continue
+        why = barred(declaration, name, world=mesh.world, reads_ahead=reads_ahead)
+        by_name = {each.name: declaration.features[each.feature] for each in declaration.fields}
+        feature = by_name[consumer.features[-1]]
+        raise ConfigError(
+            f"feature {feature.name!r} of table {feature.table!r}: got exchange substitute for a sequence that "
+            f"consumer {name!r} takes, but {why}; give this table exchange rows"
+        )
+
+
+def _attention(
+    layout: BagLayout, mesh: Mesh, shardings: Sequence[Sharding]
+) -> dict[str, RemoteAttention]:
+    """Return attention by consumer of a sequence that owners evaluate."""
+    declaration, attention = layout.declaration, {}
+    for name, (query, sequence) in layout.evaluated.attended.items():
+        interaction = declaration.consumers[name].interaction
+        assert isinstance(interaction, TargetAttention)
+        feature = declaration.features[declaration.fields[sequence].feature]
+        ranks = shardings[declaration.table_of(feature)].ranks
+        attention[name] = RemoteAttention(interaction, mesh, ranks, query, sequence)
+    return attention
+
+
+def _open_towers(
+    hops: Sequence[Hop],
+    declaration: Declaration,
+    mesh: Mesh,
+    shardings: Sequence[Sharding],
+    coding: Coding,
+    num_towers: int | None,
+    reads_ahead: int,
+) -> BagsExchange:
+    """Open bags that leave a tower from one rank of it for each sample. Where the inner hop's reply is rows, they are
+    pooled there, too. Raises ConfigError for towers that this world does not have."""
+    towers = tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
+    size, own = len(towers[0]), mesh.rank // len(towers[0])
+    sends_rows = hops[1].reply == "rows"
+    pooled_on = shardings
+    if sends_rows:
+        _check_in_towers(declaration, shardings, towers)
+        pooled_on = _on_peers(mesh.rank, shardings, towers)
+    consumers = evaluated_in_towers(
+        declaration, pooled_on, mesh.world, num_towers=len(towers), reads_ahead=reads_ahead
+    )
+    evaluated = evaluated_fields(declaration, pooled_on, consumers, has_whole_bags=True)
+    layout = lay_out_bags(declaration, pooled_on, mesh.num_ranks, evaluated)
+    by_field = towers_of_fields(declaration, pooled_on, towers)
+    inside = [
+        only(layout.fields.columns, _in_tower(by_field, tower)) for tower in range(len(towers))
+    ]
+    carried = [
+        only(
+            layout.arriving,
+            [key for key in layout.arriving.dims if by_field[layout.fields_of(key)[0]] == tower],
+        )
+        for tower in range(len(towers))
+    ]
+    dtype, peers = declaration.compute_dtype, peers_of(mesh.rank, size, mesh.num_ranks)
+    last = PeerTransport(mesh, size, carried, layout.arriving, coding, dtype)
+    inner, tower = [], None
+    if sends_rows:
+        tower = RowsExchange(
+            layout.sums(mesh.rank), tower_mesh(mesh, size, TOWER_THREADS), _inside(mesh.rank, shardings, towers)
+        )  # fmt: skip
+    else:
+        messages = [layout.pooled(rank) for rank in range(mesh.num_ranks)]
+        inner = [InnerHop(TowerTransport(mesh, size, messages, inside[own], dtype))]
+    tower_by_consumer = {
+        name: number
+        for name, fields in evaluated.taken_by.items()
+        if (number := by_field[fields[0]]) is not None
+    }
+    operators = Operators(
+        declaration,
+        consumers,
+        evaluated.taken_by,
+        evaluators="ranks of a tower",
+        inside=Inside(size, tower_by_consumer) if tower_by_consumer else None,
+    )
+    return BagsExchange(
+        layout,
+        deal(pooled_on, mesh.num_ranks),
+        mesh,
+        inner,
+        LastHop(last, inside[own], carried[own]),
+        coding,
+        operators=operators,
+        waits_in_tower=bool(reads_ahead and consumers),
+        tower=tower,
+        peers=peers,
+    )
+
+
+def _in_tower(by_field: Sequence[int | None], tower: int) -> list[int]:
+    """Return the fields whose rows are all in that tower."""
+    return [i for i, home in enumerate(by_field) if home == tower]
+
+
+def _check_in_towers(
+    declaration: Declaration, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
+) -> None:
+    """Raise ConfigError for looked-up rows that are not all in one tower."""
+    for feature in declaration.features:
+        sharding = shardings[declaration.table_of(feature)]
+        if tower_of(sharding, towers) is None and feature.pooling != "sequence":
+            raise ConfigError(
+                f"table {feature.table!r}: got exchange tower_rows and rows on ranks {list(sharding.ranks)}, "
+                f"wanted all of them in one of {len(towers)} towers, such as ranks {list(towers[0])}; give it "
+                "such a sharding, or exchange towers"
+            )
+
+
+def _on_peers(
+    rank: int, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
+) -> list[Sharding]:
+    """Return shardings as this rank's samples see them: a table is on the peer in its tower."""
+    size = len(towers[0])
+    return [
+        table_wise((tower_of(sharding, towers) or 0) * size + rank % size) for sharding in shardings
+    ]
+
+
+def _inside(
+    rank: int, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
+) -> list[Sharding]:
+    """Return shardings in the small world of this rank's tower; of tables of other towers any."""
+    size = len(towers[0])
+    first = rank // size * size
+    return [
+        replace(sharding, ranks=tuple(each - first for each in sharding.ranks))
+        if tower_of(sharding, towers) == first // size
+        else table_wise(0)
+        for sharding in shardings
+    ]

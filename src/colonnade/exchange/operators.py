@@ -1,0 +1,217 @@
+"""Operators of the model that an exchange evaluates on the way from the rows to the samples.
+
+Weights of such an operator are dense parameters, the same on every rank that evaluates it. What a rank evaluates is for
+samples of other ranks, too, so its part of their gradient is that of the global batch; it is added to their `.grad`
+there when gradients are pushed. The sum over these ranks, or over all, is then what one rank would have, as it is for
+every other dense parameter.
+
+Legend: R samples that something is evaluated for, W columns of their fields, P of what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from colonnade.errors import ConfigError
+from colonnade.exchange.operator_cut import result_width
+from colonnade.lookup.contract import Inside
+from colonnade.lookup.fields import Columns
+from colonnade.lookup.layout import Declaration
+from colonnade.wire.transport import Places, placed
+
+NUM_TRIED = 3
+"""Samples that operators are tried on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """One consumer and one batch, as evaluated here."""
+
+    fields: tuple[int, ...]
+    """Those that it was evaluated of."""
+    values: Tensor  # (R, W) of them side by side, a leaf
+    result: Tensor  # (R, P)
+
+
+Partials = Mapping[str, Partial]
+"""By consumer."""
+
+
+class Operators:
+    """Consumers that are evaluated before values reach the samples' ranks."""
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        consumers: Sequence[str],
+        taken_by: Mapping[str, tuple[int, ...]],
+        *,
+        evaluators: str,
+        inside: Inside | None = None,
+    ) -> None:
+        """consumers: names of all; taken_by: fields of those whose pooled values are taken (the others attend to
+        sequences: `attention.py`). evaluators: who evaluates them, for messages."""
+        self.declaration, self.taken_by = declaration, taken_by
+        self.consumers = tuple(consumers)
+        self.evaluators, self.inside = evaluators, inside
+        self.modules = [declaration.consumers[name].interaction for name in consumers]
+        self._are_tried = False
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Parameters that are trained, each once."""
+        return tuple(dict.fromkeys(p for module in self.modules for p in _trained(module)))
+
+    def versions(self) -> list[int]:
+        """Return versions of the parameters, which change when these do."""
+        return [parameter._version for parameter in self.parameters]
+
+    def try_once(self) -> None:
+        """Evaluate all on a few samples of zeros, on every rank before anything is sent: each has all weights, but the
+        ranks that evaluate an operator are some of them, and what fails there would look like a lost peer to others.
+        Raises ConfigError, on every rank, for an operator that returns another shape than it declared."""
+        if self._are_tried:
+            return
+        for name, fields in self.taken_by.items():
+            interaction = self.declaration.consumers[name].interaction
+            dims = [self.declaration.fields[i].dim for i in fields]
+            values = torch.zeros(NUM_TRIED, sum(dims), dtype=self.declaration.compute_dtype)
+            modes = [(each, each.training) for each in interaction.modules()]
+            for each in interaction.modules():
+                # Nothing is counted. Dropout may change its input in place, in training alone.
+                each.training = isinstance(each, _DropoutNd)
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    if interaction.one_width:
+                        values = values.unflatten(1, (len(fields), -1))
+                    self._check(name, interaction.partial_of(values, range(len(fields))), NUM_TRIED)
+            finally:
+                for each, is_training in modes:
+                    each.training = is_training
+        self._are_tried = True
+
+    def messages(
+        self,
+        blocks: Iterable[Tensor],
+        columns: Columns,
+        sent: Columns,
+        record: list[Partials] | None,
+    ) -> Iterator[Tensor]:
+        """Yield for blocks (R, all of `columns`) what is sent instead, (R, P): values and partials side by side; read
+        only. record: where what was evaluated is added for `gradients`; None: nothing is trained."""
+        for block in blocks:
+            partials = self.evaluate(block, columns, record is not None)
+            if record is not None:
+                record.append(partials)
+            yield self.side_by_side(block, columns, sent, partials)
+
+    def evaluate(self, pooled: Tensor, columns: Columns, is_trained: bool) -> Partials:
+        """Return partials of the consumers that take some of these columns: pooled (R, all of `columns`)."""
+        partials = {}
+        for name, fields in self.taken_by.items():
+            if numbers := tuple(n for n, i in enumerate(fields) if i in columns.dims):
+                partials[name] = self._evaluate(name, numbers, pooled, columns, is_trained)
+        return partials
+
+    def side_by_side(
+        self, pooled: Tensor, columns: Columns, sent: Columns, partials: Partials
+    ) -> Tensor:
+        """Return (R, P) as it is sent: values and partials side by side; read only."""
+        values = tuple((key, columns.starts[key]) for key in sent.dims if isinstance(key, int))
+        results = [
+            (partials[key].result.detach(), ((key, 0),))
+            for key in sent.dims
+            if isinstance(key, str)
+        ]
+        return placed([(pooled, values), *results], sent.dims)
+
+    def gradients(
+        self,
+        blocks: Iterable[Tensor],
+        sent: Columns,
+        columns: Columns,
+        record: Sequence[Partials],
+    ) -> Iterator[Tensor]:
+        """Yield for gradients (R, P) of what was sent those (R, W) of pooled fields, the last turn first; read only.
+        Gradients of weights are added to theirs."""
+        for received, partials in zip(blocks, reversed(record), strict=True):
+            yield self._gradient(partials, received, sent, columns)
+
+    def check_weights(self, versions: Sequence[list[int] | None]) -> None:
+        """Check weights before gradients are pushed, and give each parameter a gradient. versions: by batch, those it
+        used. Raises RuntimeError, on the ranks where a weight has changed since; others wait for these, as for any rank
+        that raises."""
+        now = self.versions()
+        if any(used not in (None, now) for used in versions):
+            raise RuntimeError(
+                f"weights of {', '.join(map(repr, self.consumers))}, which {self.evaluators} evaluate, were changed "
+                "between forward and RowOptimizer.step(), which completes their gradients; call it before the dense "
+                "gradients are summed over ranks and before the dense optimizer's step"
+            )
+        for parameter in self.parameters:  # a rank may have none of its fields
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _evaluate(
+        self, name: str, numbers: Sequence[int], pooled: Tensor, columns: Columns, is_trained: bool
+    ) -> Partial:
+        """Evaluate a consumer of those of its fields."""
+        taken = tuple(self.taken_by[name][n] for n in numbers)
+        interaction = self.declaration.consumers[name].interaction
+        places = tuple((i, columns.starts[i]) for i in taken)
+        values = placed([(pooled, places)], {i: columns.dims[i] for i in taken}).detach()
+        if not len(pooled):  # a module need not know what to make of no samples
+            width = result_width(self.declaration, name) or 0
+            return Partial(taken, values, pooled.new_zeros(0, width))
+        with torch.set_grad_enabled(is_trained):
+            values.requires_grad_(is_trained)
+            shaped = values.unflatten(1, (len(taken), -1)) if interaction.one_width else values
+            result = interaction.partial_of(shaped, numbers)
+        self._check(name, result, len(pooled))
+        return Partial(taken, values, result)
+
+    def _gradient(
+        self, partials: Partials, received: Tensor, sent: Columns, columns: Columns
+    ) -> Tensor:
+        values = tuple((key, sent.starts[key]) for key in sent.dims if isinstance(key, int))
+        blocks: list[tuple[Tensor, Places]] = [(received, values)]
+        for key, partial in partials.items() if len(received) else ():
+            # A result needs no gradient where neither its values nor its weights are trained.
+            if key not in sent.dims or not partial.result.requires_grad:
+                continue
+            parameters = _trained(self.declaration.consumers[key].interaction)
+            gradient, *of_weights = torch.autograd.grad(
+                partial.result, [partial.values, *parameters], received[:, sent.of(key)],
+                retain_graph=True, allow_unused=True,
+            )  # fmt: skip
+            for parameter, of_weight in zip(parameters, of_weights, strict=True):
+                if of_weight is not None:
+                    _add(parameter, of_weight)
+            if gradient is not None:
+                starts = accumulate((columns.dims[i] for i in partial.fields), initial=0)
+                blocks.append((gradient, tuple(zip(partial.fields, starts, strict=False))))
+        return placed(blocks, columns.dims)
+
+    def _check(self, name: str, result: Tensor, num_samples: int) -> None:
+        wanted = (num_samples, result_width(self.declaration, name))
+        if result.shape != wanted:
+            raise ConfigError(
+                f"consumer {name!r}: its operator gave {tuple(result.shape)} for {num_samples} samples, wanted {wanted}"
+                ": a row for each sample, of as many floats as its `width` says"
+            )
+
+
+def _trained(interaction: nn.Module) -> list[nn.Parameter]:
+    return [each for each in interaction.parameters() if each.requires_grad]
+
+
+@torch.no_grad()
+def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.add_(gradient)

@@ -1,0 +1,288 @@
+"""What ranks had read ahead of exchanges of bags, as commits hold it: sums by sample, what waits in a tower, or what
+owners evaluated operators of.
+
+Legend: B samples of this rank, G of all ranks, M of a rank's peers, W columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade.errors import CheckpointError
+from colonnade.exchange.bag_layout import BagLayout
+from colonnade.exchange.bag_lookup import BagReads, BagsLookup, LastHop
+from colonnade.exchange.operators import Operators
+from colonnade.exchange.prefetched import Held, gather_held_values, held_rows, other_exchange
+from colonnade.lookup.fields import Columns
+from colonnade.wire.transport import WorldTransport, together
+
+# ---- sums of bags, by sample
+
+
+def hold_sums(total: Tensor, layout: BagLayout) -> dict[str, Tensor]:
+    """Return sums (B, W) and whose they are."""
+    dims = torch.tensor([layout.declaration.fields[i].dim for i in layout.fields.order])
+    return {"sums": total, "fields": encode_names(_names(layout)), "field_dims": dims}
+
+
+def restore_sums(
+    lookup: BagsLookup, layout: BagLayout, rank: int, widths: np.ndarray, held: Sequence[Held]
+) -> Tensor:
+    """Return this rank's sums (B, W): its samples of what all ranks of some world held for this step's global batch,
+    whose blocks are in rank order in every world; or sums of the rows that another exchange held. widths: by table.
+    Raises CheckpointError where neither is held."""
+    sizes, names = lookup.sizes, _names(layout)
+    first = sum(sizes[:rank])
+    if has_sums(held, names):
+        every = gather_held_sums(held, names, layout.arriving, sum(sizes))
+    elif any("gathered" in each for each in held):
+        every = gather_held_columns(held, names, layout.fields.columns, sizes)
+    else:
+        return _sums_of_rows(lookup, layout, widths, held_rows(held))
+    return every[first : first + sizes[rank]]
+
+
+def _sums_of_rows(
+    lookup: BagsLookup, layout: BagLayout, widths: np.ndarray, parts: Sequence[Held]
+) -> Tensor:
+    """Return sums (B, W) of the compute dtype, by sample, of rows that were read ahead."""
+    lookups, declaration, fields = lookup.requested, layout.declaration, layout.fields
+    assert lookups is not None
+    size, dtype = lookup.batch.size, declaration.compute_dtype
+    sums = torch.zeros(size, fields.width, dtype=dtype)
+    bounds, requested = lookups.feature_offsets.tolist(), layout.requested
+    for c, (f, t) in enumerate(zip(requested.features, requested.tables.tolist(), strict=True)):
+        ids = lookups.ids[bounds[c] : bounds[c + 1]]
+        rows = gather_held_values(parts, widths, t, ids).to(dtype)
+        if (weights := lookups.weights[c]) is not None:
+            rows = rows * weights.to(dtype)[:, None]
+        if (offsets := lookups.bags[c]) is not None:
+            samples = torch.arange(size).repeat_interleave(offsets.diff())
+            rows = torch.zeros(size, rows.shape[1], dtype=dtype).index_add_(0, samples, rows)
+        for i in fields.order:
+            field, start = declaration.fields[i], fields.columns.starts[i]
+            if field.feature == f:
+                column = declaration.parts[field.part][1].column
+                sums[:, start : start + field.dim] = rows[:, column : column + field.dim]
+    return sums
+
+
+def has_sums(held: Sequence[Held], names: Collection[str]) -> bool:
+    """Return whether every rank held sums of all these fields."""
+    return bool(held) and all(
+        set(names) <= {name for fields, _ in _sums_in(each) for name in fields} for each in held
+    )
+
+
+def gather_held_sums(
+    held: Sequence[Held], names: Sequence[str], columns: Columns, num_samples: int
+) -> Tensor:
+    """Return (G, W) of these columns, called `names`, from what each rank held of its samples. Raises CheckpointError
+    for another number of samples, or another width."""
+    blocks = []
+    for each in held:
+        by_name = {
+            name: part for fields, parts in _sums_in(each) for name, part in zip(fields, parts, strict=False)
+        }  # fmt: skip
+        if set(names) <= set(by_name):
+            blocks.append(torch.cat([by_name[name] for name in names], 1))
+    sums = torch.cat(blocks) if len(blocks) == len(held) else torch.empty(0, 0)
+    if sums.shape != (num_samples, columns.width):
+        raise CheckpointError(
+            f"the commit holds sums of shape {tuple(sums.shape)} that were read ahead, this batch wants "
+            f"{(num_samples, columns.width)}; go on with the data, model and batch size of the commit"
+        )
+    return sums
+
+
+def _sums_in(held: Held) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
+    """Yield (fields, sums of each) of each exchange that held some."""
+    for key in held:
+        prefix, _, last = key.rpartition(".")
+        if last != "sums":
+            continue
+        start = f"{prefix}." if prefix else ""
+        fields, sums = decode_names(held[f"{start}fields"]), held[key]
+        dims = held.get(f"{start}field_dims")
+        # Commits of before have no dims, and all fields of one.
+        sizes = [sums.shape[1] // len(fields)] * len(fields) if dims is None else dims.tolist()
+        yield fields, sums.split(sizes, 1)
+
+
+# ---- what waits inside a tower
+
+
+def hold_gathered(
+    lookup: BagsLookup, layout: BagLayout, columns: Columns, peers: Sequence[int]
+) -> dict[str, Tensor]:
+    """Return what is gathered here (M, W), of which fields, and the places of its samples in the global batch."""
+    gathered, names = (
+        lookup.evaluation.gathered,
+        dict(zip(layout.fields.order, _names(layout), strict=True)),
+    )
+    assert gathered is not None
+    return {
+        "gathered": torch.cat(gathered),
+        "gathered fields": encode_names(names[int(i)] for i in columns.dims),
+        "samples": _samples_of(peers, lookup.sizes),
+        "of samples": torch.tensor(sum(lookup.sizes)),
+    }
+
+
+def restore_gathered(
+    lookup: BagsLookup,
+    layout: BagLayout,
+    columns: Columns,
+    peers: Sequence[int],
+    held: Sequence[Held],
+) -> Tensor:
+    """Return (M, W) of `columns`, of this rank's peers' samples. Raises CheckpointError where other things than sums
+    were held."""
+    sizes, names, whole = lookup.sizes, _names(layout), layout.fields.columns
+    if has_sums(held, names):
+        every = gather_held_sums(held, names, whole, sum(sizes))
+    elif all("gathered" in each for each in held):
+        every = gather_held_columns(held, names, whole, sizes)
+    else:
+        raise other_exchange()
+    samples = every[_samples_of(peers, sizes)]
+    return torch.cat([samples[:, whole.of(i)] for i in columns.dims] or [samples[:, :0]], dim=1)
+
+
+def _samples_of(ranks: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Return the places of these ranks' samples in the global batch, (M,) int64."""
+    ends = list(accumulate(sizes))
+    return torch.cat([torch.arange(ends[rank] - sizes[rank], ends[rank]) for rank in ranks])
+
+
+def gather_held_columns(
+    held: Sequence[Held], names: Sequence[str], columns: Columns, sizes: Sequence[int]
+) -> Tensor:
+    """Return (G, W) of all ranks' samples and `columns`, called `names`, from what ranks of towers had gathered,
+    each of some samples and its tower's fields. sizes: samples by rank. Raises CheckpointError where some are missing."""
+    places = dict(zip(names, columns.dims, strict=True))
+    every = torch.full((sum(sizes), columns.width), float("nan"), dtype=held[0]["gathered"].dtype)
+    for each in held:
+        first, fields = 0, decode_names(each["gathered fields"])
+        if not set(fields) <= set(names) or len(every) != int(each["of samples"]):
+            raise other_exchange()
+        for name in fields:
+            into = columns.of(places[name])
+            width = into.stop - into.start
+            every[each["samples"], into] = each["gathered"][:, first : first + width]
+            first += width
+    if sum(each["gathered"].numel() for each in held) != every.numel():
+        raise other_exchange()
+    return every
+
+
+# ---- what owners evaluated operators of
+
+
+def hold_pooled(lookup: BagsLookup, layout: BagLayout, rank: int) -> dict[str, Tensor]:
+    """Return what partials were evaluated of here, (G, dim) by field: rows may be others when their gradients come."""
+    pooled, columns = lookup.evaluation.pooled, layout.pooled(rank)
+    assert pooled is not None
+    return {
+        _pooled_name(layout, i): pooled[:, columns.of(i)].clone() for i in layout.shares[rank].order
+    }
+
+
+def restore_pooled(
+    lookup: BagsLookup,
+    layout: BagLayout,
+    rank: int,
+    operators: Operators,
+    last_hop: LastHop,
+    held: Sequence[Held],
+) -> None:
+    """Take what owners held instead of a fetch; each field is added over the ranks that had rows of it. Raises
+    CheckpointError for what another exchange held, or another cut."""
+    sizes, whole, kept = lookup.sizes, layout.fields.columns, lookup.evaluation
+    is_alike = [set(each) for each in held] == [
+        {_pooled_name(layout, i) for i in share.order} for share in layout.shares
+    ]
+    if is_alike and isinstance(last_hop.transport, WorldTransport):
+        _restore_alike(lookup, layout, rank, operators, last_hop.transport, held)
+        return
+    every = torch.zeros(sum(sizes), whole.width, dtype=layout.declaration.compute_dtype)
+    for i in layout.fields.order:
+        name = _pooled_name(layout, i)
+        if not (parts := [each[name] for each in held if name in each]):
+            raise CheckpointError(
+                "the commit holds what another exchange had read ahead, or owners that evaluated other consumers; "
+                "go on with the exchanges and the number of ranks of the commit, or from a commit without staleness"
+            )
+        every[:, whole.of(i)] = sum(parts[1:], parts[0])
+    first = sum(sizes[:rank])
+    own = every[first : first + sizes[rank]]
+    partials = operators.evaluate(own, whole, False)
+    lookup.reads = BagReads(total=operators.side_by_side(own, whole, layout.arriving, partials))
+    # A sample's bag of a field is on one rank, or the operator is linear: whole fields give the same gradients.
+    columns = layout.pooled(rank)
+    pooled = torch.cat([every[:, whole.of(i)] for i in columns.dims] or [every[:, :0]], dim=1)
+    kept.partials = [operators.evaluate(pooled, columns, True)]
+    pooled = pooled.clone()  # partials may look into it
+    for i in layout.shares[rank].order:
+        owners = [r for r, share in enumerate(layout.shares) if i in share.order]
+        if owners[0] != rank:
+            pooled[:, columns.of(i)] = 0.0  # held once
+    kept.pooled = pooled
+
+
+def _restore_alike(
+    lookup: BagsLookup,
+    layout: BagLayout,
+    rank: int,
+    operators: Operators,
+    transport: WorldTransport,
+    held: Sequence[Held],
+) -> None:
+    """In the world that held it: every owner's message as it was, to the bit."""
+    sizes, kept = lookup.sizes, lookup.evaluation
+    first = sum(sizes[:rank])
+    blocks: list[list[Tensor]] = [[] for _ in transport.routes]
+    for owner, (each, share) in enumerate(zip(held, layout.shares, strict=True)):
+        parts = [each[_pooled_name(layout, i)] for i in share.order]
+        none = torch.zeros(sum(sizes), 0, dtype=layout.declaration.compute_dtype)
+        pooled, columns = torch.cat([none, *parts], dim=1), share.columns
+        partials = operators.evaluate(pooled, columns, owner == rank)
+        if owner == rank:
+            kept.pooled, kept.partials = pooled, [partials]
+        for route, received in zip(transport.routes, blocks, strict=True):
+            sent = operators.side_by_side(pooled, columns, route.columns_of(owner), partials)
+            received.append(sent[first : first + sizes[rank]])
+    arrived = [route.arrived(of) for route, of in zip(transport.routes, blocks, strict=True)]
+    lookup.reads = BagReads(together(arrived))
+
+
+# ---- names
+
+
+def _names(layout: BagLayout) -> list[str]:
+    """Return what the sums of fields are called, in their order."""
+    averaged = layout.evaluated.averaged
+    fields = [layout.declaration.fields[i] for i in layout.fields.order]
+    return [f"averaged {each.name}" if each.feature in averaged else each.name for each in fields]
+
+
+def _pooled_name(layout: BagLayout, i: int) -> str:
+    """Return what a field is called that owners pooled."""
+    field = layout.declaration.fields[i]
+    is_averaged = field.feature in layout.evaluated.averaged
+    return f"{'averaged' if is_averaged else 'pooled'} {field.name}"
+
+
+def encode_names(fields: Iterable[str]) -> Tensor:
+    """Return names of fields side by side as uint8."""
+    return torch.tensor(list(", ".join(fields).encode()), dtype=torch.uint8)
+
+
+def decode_names(names: Tensor) -> list[str]:
+    """Return what `encode_names` was given."""
+    return bytes(names.numpy()).decode().split(", ")

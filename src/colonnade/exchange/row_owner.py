@@ -1,0 +1,129 @@
+"""Owner's side of an exchange: what is computed where rows are stored, whatever is sent.
+
+Legend: T tables, O rows this rank owns and some rank asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade import _native
+from colonnade.batch import Batch
+from colonnade.comm.mesh import Mesh
+from colonnade.lookup.contract import OwnedRows, PartLookup, RowGradients
+from colonnade.lookup.kernels import DeviceKernels, Kernels, NativeKernels, Sums
+from colonnade.lookup.layout import (
+    Consumption,
+    Declaration,
+    Lookups,
+    Output,
+    collect_codes,
+    explain_range,
+)
+from colonnade.store.contract import RowView
+
+
+class RowOwner:
+    """Kernels on this rank's rows, in memory or on a device, and plans of the rows that batches use."""
+
+    def __init__(
+        self, declaration: Declaration, consumption: Consumption, outputs: Sequence[Output], mesh: Mesh
+    ) -> None:  # fmt: skip
+        """Take what the kernels pool: all that was declared, or what this rank has rows of."""
+        self.declaration, self.consumption = declaration, consumption
+        self.widths = declaration.widths
+        self.table_rows = torch.tensor([t.rows or 0 for t in declaration.tables])
+        self.one_owner = torch.ones(len(declaration.tables), dtype=torch.int64)  # by table
+        self.compute_dtype = declaration.compute_dtype
+        declared = (declaration, consumption, outputs)
+        self.native = NativeKernels(*declared, mesh.num_ranks)
+        self.on_device = DeviceKernels(*declared, self.native)
+
+    def kernels(self, views: Sequence[RowView]) -> Kernels:
+        """Return those for rows that are stored there."""
+        return self.native if views[0].rows is None else self.on_device
+
+    def kernels_of(self, pushed: RowGradients) -> Kernels:
+        """Return those that made these gradients."""
+        return self.on_device if isinstance(pushed.source, Sums) else self.native
+
+    def update(
+        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+    ) -> None:
+        """Apply gradients to pinned rows of this rank's store: see `_native.update`."""
+        self.kernels(store.views()).update(store, pushed, optimizers, settings)
+
+    def make_plan(self, lookups: Lookups, num_owners: Tensor) -> _native.Plan:
+        """Group lookups by row; rows of a table are listed owner by owner. Raises IdRangeError."""
+        try:
+            return _native.make_plan(lookups.native, self.table_rows, num_owners)
+        except IndexError as error:
+            raise explain_range(error, self.declaration, self.consumption.features) from None
+
+    def plan_requests(self, ids: Tensor, counts: np.ndarray) -> _native.Plan:
+        """Group requests for this rank's rows by row: ids source by source, table by table; counts (sources, T)."""
+        return _native.make_plan(list_requests(ids, counts), self.table_rows, self.one_owner)
+
+    def codes_of(self, batch: Batch, plan: _native.Plan) -> Tensor | None:
+        """Return `Batch.next_use` by unique row, (U,) uint8. Raises DataError."""
+        if batch.next_use is None:
+            return None
+        return soonest_use(collect_codes(batch, self.declaration, self.consumption), plan)
+
+    def merge(self, lookups: Sequence[PartLookup], pushed: Sequence[RowGradients]) -> RowGradients:
+        """Return several batches as one application: each is summed per row, then they are, in order."""
+        if len(pushed) == 1:
+            return pushed[0]
+        counts = np.stack([np.diff(lookup.owned.offsets.numpy()) for lookup in lookups])
+        plan = self.plan_requests(torch.cat([lookup.owned.ids for lookup in lookups]), counts)
+        slots = torch.cat([part.slots for part in pushed])
+        entries = torch.as_tensor(plan.entries)
+        firsts = entries[torch.as_tensor(plan.segment_offsets)[:-1].long()].long()
+        return self.kernels_of(pushed[0]).merged(lookups, pushed, slots[firsts].contiguous(), plan)
+
+
+def owned_rows(plan: _native.Plan, next_use: Tensor | None = None) -> OwnedRows:
+    """Return the rows that a plan of one owner lists."""
+    return OwnedRows(
+        torch.as_tensor(plan.unique_ids), torch.as_tensor(plan.block_offsets), next_use
+    )
+
+
+def list_requests(ids: Tensor, counts: np.ndarray) -> _native.Lookups:
+    """Return requests as lookups of one one-hot feature per (source, table): ids listed source by source, table by
+    table; counts (sources, T)."""
+    tables, poolings = _features_of(*counts.shape)
+    offsets = np.zeros(counts.size + 1, np.int64)
+    np.cumsum(counts.ravel(), out=offsets[1:])
+    return _native.Lookups(ids, torch.from_numpy(offsets), tables, poolings, 0, None, None)
+
+
+@lru_cache(maxsize=64)
+def _features_of(num_sources: int, num_tables: int) -> tuple[Tensor, Tensor]:
+    """Return the table and pooling of each, the same in every step; read only."""
+    tables = torch.arange(num_tables, dtype=torch.int32).repeat(num_sources)
+    return tables, torch.full((num_sources * num_tables,), 2, dtype=torch.uint8)
+
+
+def gather(values: Tensor, index: Any) -> Tensor:
+    """Return values[index], int32."""
+    index = torch.as_tensor(index)
+    out = torch.empty(len(index), dtype=torch.int32)
+    _native.take(values, index, out)
+    return out
+
+
+def soonest_use(codes: np.ndarray, plan: _native.Plan) -> Tensor:
+    """Reduce codes of `Batch.next_use` by lookup to the soonest by unique row."""
+    starts = np.asarray(plan.segment_offsets)[:-1]
+    if not len(starts):
+        return torch.empty(0, dtype=torch.uint8)
+    # One less: 0 (unknown) becomes the farthest, for another lookup of the row may know.
+    by_lookup = codes[np.asarray(plan.entries)] - np.uint8(1)
+    return torch.from_numpy(np.minimum.reduceat(by_lookup, starts) + np.uint8(1))

@@ -1,0 +1,42 @@
+"""Exchanges as values: the hops that a batch's ids, values and gradients go over.
+
+Hops are listed from the samples to the rows. Ids go forward over them, values come back in reverse order, gradients go
+forward again; `Exchange` runs every table's hops, so that a new exchange is a new row of `EXCHANGES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One leg between the samples' ranks and the rows' owners."""
+
+    request: Literal["unique_ids", "lookups"]
+    """What goes forward: each row's id once, or every lookup of a bag."""
+    reply: Literal["rows", "bags", "partials", "nothing"]
+    """What comes back: rows, pooled bags, or what operators of the model make of bags before they are sent; "nothing":
+    every rank has the rows."""
+    group: Literal["world", "tower", "peers"]
+    """Ranks that it is between: all, those of a tower, or those of one number in each tower."""
+
+
+EXCHANGES: dict[str, tuple[Hop, ...]] = {
+    "rows": (Hop("unique_ids", "rows", "world"),),
+    "replicated": (Hop("unique_ids", "nothing", "world"),),
+    "pooled": (Hop("lookups", "bags", "world"),),
+    "substitute": (Hop("lookups", "partials", "world"),),
+    "towers": (Hop("lookups", "partials", "peers"), Hop("lookups", "bags", "tower")),
+    "tower_rows": (Hop("lookups", "partials", "peers"), Hop("unique_ids", "rows", "tower")),
+}
+"""By the name that settings have."""
+
+BY_TOWERS = cast(
+    tuple[Literal["towers", "tower_rows"], ...],
+    tuple(name for name, hops in EXCHANGES.items() if hops[0].group == "peers"),
+)
+"""Exchanges whose samples' values cross between towers alone."""
+EVALUATING = tuple(name for name, hops in EXCHANGES.items() if hops[0].reply == "partials")
+"""Exchanges that may evaluate consumers before values are sent."""
