@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -290,8 +291,10 @@ class EmbeddingCollection(StatefulRows):
             while True:
                 seen = self.store.releases
                 try:
-                    slots, context.job = self.store.acquire(*owned)
+                    acquired: tuple[Tensor, Any] = self.store.acquire(*owned)
+                    slots, job = acquired
                     context.pinned = PinnedRows(slots)
+                    context.wait_for_rows = partial(self.store.wait, job)
                     self.exchange.resolve_slots(context, self.store.views())
                     if batch.held is not None:
                         context.steps_left, held = batch.held
@@ -318,7 +321,7 @@ class EmbeddingCollection(StatefulRows):
         if not self.exchange.due(context):
             return
         assert context.pinned is not None
-        self.store.wait(context.job)
+        context.wait_for_rows()
         in_place = not self.consistency.reads_ahead
         source = RowSource(self.store.views(), context.pinned.slots, in_place)
         self.exchange.fetch(context, source, self.step - len(self.updates))
@@ -399,7 +402,7 @@ class EmbeddingCollection(StatefulRows):
         context.finish()
         if pinned is not None:
             try:
-                self.store.wait(context.job)  # its rows may still be on their way into their slots
+                context.wait_for_rows()  # its rows may still be on their way into their slots
             finally:
                 self.store.release(pinned.slots, context.owned.offsets, dirty=False)
 

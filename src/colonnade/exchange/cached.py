@@ -551,7 +551,7 @@ def without_copies(cached: CachedExchange | None, tables: Sequence[int]) -> Sequ
     return tables
 
 
-def cached_part(parts: Sequence[ExchangePart], store: Any) -> CachedExchange | None:
+def cached_part(parts: Sequence[ExchangePart[Any]], store: Any) -> CachedExchange | None:
     """Return the part that keeps copies, where a plan has one: it finds this rank's rows in `store`."""
     for part in parts:
         if isinstance(part, CachedExchange):

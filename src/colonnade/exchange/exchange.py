@@ -51,7 +51,7 @@ class Exchange:
         self,
         declaration: Declaration,
         mesh: Mesh,
-        parts: Mapping[str, ExchangePart],
+        parts: Mapping[str, ExchangePart[Any]],
         reads_ahead: Sequence[int],
     ) -> None:
         """parts: by name, each of `part_of` this declaration; reads_ahead: of each, steps between reading a row and its

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -107,7 +108,7 @@ def open_exchange(
     }
     used = {kind: members for kind, members in tables.items() if members} or {kinds[0]: set()}
     repeated = {name for name, _ in used if sum(name == other for other, _ in used) > 1}
-    parts: dict[str, ExchangePart] = {}
+    parts: dict[str, ExchangePart[Any]] = {}
     for (name, late), members in used.items():
         part = declaration if len(used) == 1 else part_of(declaration, members, name)
         key = f"{name}@{late}" if name in repeated else name
@@ -140,7 +141,7 @@ def open_part(
     coding: Coding,
     num_towers: int | None,
     reads_ahead: int,
-) -> ExchangePart:
+) -> ExchangePart[Any]:
     """Collective: open an exchange of these hops. Raises ConfigError."""
     first = hops[0]
     if first.request == "unique_ids":

@@ -100,7 +100,7 @@ class Updates:
         gradients, contexts = update.pushed.arrive(), update.contexts
         if gradients is not None:
             for context in contexts:  # one whose values were restored was never fetched
-                self.store.wait(context.job)
+                context.wait_for_rows()
             self.store.before_update(gradients.slots, gradients.offsets)
             self.exchange.update(self.store, gradients, update.optimizers, update.settings)
         for t, policy in self.policies.items():

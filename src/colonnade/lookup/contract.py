@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -166,6 +166,10 @@ class RecordedGradients:
         self.versions.clear()
 
 
+def _wait_for_nothing() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class LookupContext:
     """One batch in flight, from its ids' way to the owners to the update of its rows."""
@@ -176,7 +180,7 @@ class LookupContext:
     hot: Dealt | None = None  # which lookups are of hot rows, where a table has some
     sequence_offsets: Mapping[str, Tensor] = field(default_factory=dict)  # by attended field
     pinned: PinnedRows | None = None
-    job: _native.AcquireJob | None = None  # to wait for before pinned rows are read or released
+    wait_for_rows: Callable[[], None] = _wait_for_nothing  # in their slots, before they are read or released
     gradients: RecordedGradients = field(default_factory=RecordedGradients)
     updates_seen: dict[int, int] = field(default_factory=dict)
     """By staleness bound: updates applied when its tables were fetched; nothing of what a commit held."""
@@ -257,13 +261,16 @@ class Inside:
     """By name."""
 
 
-class ExchangePart(Protocol):
+Lookup = TypeVar("Lookup", bound=PartLookup)
+
+
+class ExchangePart(Protocol[Lookup]):
     """One exchange of a plan, on one rank, for the tables that it is chosen for. Methods are collective in a world of
     several unless they say otherwise; `Exchange` calls them on every rank in one order."""
 
     declaration: Declaration
     """The features of these tables."""
-    outputs: Sequence[Output]
+    outputs: tuple[Output, ...]
     exactness: Exactness
     owner: Any  # exchange.row_owner.RowOwner
     operators: Any  # exchange.operators.Operators, where some consumers are evaluated on the way; else None
@@ -277,7 +284,7 @@ class ExchangePart(Protocol):
 
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
-    ) -> PartLookup:
+    ) -> Lookup:
         """Local, but collective inside a tower where rows are requested once a tower. received: by rank, what its
         `build_requests` made for this one (world of one: []). Raises WorldError for any other message."""
         ...
@@ -286,21 +293,21 @@ class ExchangePart(Protocol):
         """Local: undo what the newest request decided; it will not be used, served or not."""
         ...
 
-    def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
+    def resolve_slots(self, lookup: Lookup, views: Sequence[RowView]) -> None:
         """Local, any thread: prepare what `fetch` and the update can use, once `lookup.pinned` is set."""
         ...
 
-    def fetch(self, lookup: PartLookup, source: RowSource) -> None:
+    def fetch(self, lookup: Lookup, source: RowSource) -> None:
         """Begin to send values to the samples' ranks. Rows are read before it returns."""
         ...
 
-    def pooled(self, lookup: PartLookup, into: Mapping[int, Tensor] = ...) -> list[Tensor]:
+    def pooled(self, lookup: Lookup, into: Mapping[int, Tensor] = ...) -> list[Tensor]:
         """Return one tensor per output, of what was fetched. into: by output that other exchanges have fields of, too,
         the tensor to write this one's fields into. Collective where a tower's values leave it when they are used."""
         ...
 
     def begin_push(
-        self, lookup: PartLookup, gradients: list[Tensor] | None, step: int, number: int
+        self, lookup: Lookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
         """Begin to send gradients (by output; None: zeros) to the rows' owners; what it returns ends that, collective,
         too, and may be called after the next push has begun. step: updates made before, number: of the batch in its
@@ -313,19 +320,19 @@ class ExchangePart(Protocol):
         """Local: apply gradients to pinned rows of this rank's store: see `_native.update`."""
         ...
 
-    def drop(self, lookup: PartLookup) -> None:
+    def drop(self, lookup: Lookup) -> None:
         """Give a batch up: wait for what is on its way, forget it."""
         ...
 
-    def prefetched(self, lookup: PartLookup) -> dict[str, Tensor]:
+    def prefetched(self, lookup: Lookup) -> dict[str, Tensor]:
         """Return what was fetched, for a commit: `restore` takes it in any world."""
         ...
 
-    def restore(self, lookup: PartLookup, held: Sequence[Mapping[str, Tensor]]) -> None:
+    def restore(self, lookup: Lookup, held: Sequence[Mapping[str, Tensor]]) -> None:
         """Take instead of a `fetch` what all ranks of some world held for this step's global batch. Raises
         CheckpointError."""
         ...
 
-    def has_values(self, lookup: PartLookup) -> bool:
+    def has_values(self, lookup: Lookup) -> bool:
         """Local: whether it was fetched or restored."""
         ...
