@@ -112,7 +112,7 @@ def bare_loop(around: Around) -> Block:
             dense.zero()
             loss = weighted_loss(model(batch), batch)
             loss.backward()
-            finite = bool(torch.isfinite(loss)) and collection.finite()
+            finite = bool(torch.isfinite(loss)) and collection.pipeline.gradients.are_finite()
             finite, _, _ = dense.reduce(finite=finite, stop=False, loss=loss.detach())
             assert finite
             rows.step(agreed=True)

@@ -24,6 +24,7 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.linear import FM
 from colonnade.models.split import Scorer
+from colonnade.pipeline.prepared_batches import as_prepared
 from colonnade.train.metrics import auc, log_loss
 from workers.ads import FIELDS, Ads
 
@@ -138,8 +139,9 @@ def _race(
         batch = next(batches, None)
         if batch is None:
             return
-        batch.ticket = collection.prepare(batch)
-        collection.fetch(batch.ticket)
+        batch = as_prepared(batch)
+        batch.context = collection.pipeline.prepare(batch)
+        collection.pipeline.fetch(batch.context)
         ends = now + float(np.exp(SPREAD * random.standard_normal()))
         held = [p.data.clone() for p in parameters]
         heapq.heappush(at_work, (ends, started, batch, held, applied))

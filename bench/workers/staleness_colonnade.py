@@ -80,9 +80,9 @@ class Trained(exchange_colonnade.Opened):
 
     def update(self) -> None:
         if self.late:  # whose gradients come with the rows'
-            self.collection.collect()
+            self.collection.pipeline.collect()
         self.dense.send(finite=True, stop=False)
-        self.collection.collect()
+        self.collection.pipeline.collect()
         self.dense.wait()
         self.rows.step(agreed=True)
         self.optimizer.step()

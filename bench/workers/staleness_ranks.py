@@ -121,7 +121,7 @@ def train(
         assert batch.label is not None
         loss = cross_entropy(logits, batch.label.to(dtype), reduction="sum") / batch.world_weight
         loss.backward()
-        collection.collect()
+        collection.pipeline.collect()
         dense.reduce(finite=True, stop=False)
         rows.step(agreed=True)
         optimizer.step()
@@ -134,7 +134,7 @@ def train(
         scores = torch.cat([logits_of(as_batch(samples)).flatten() for samples in test])
     seconds = time.perf_counter() - began
     facts = {
-        "updates missed": fmean(collection.missed.elements()),
+        "updates missed": fmean(collection.pipeline.missed.elements()),
         "samples/s": steps * RANKS * PER_RANK / seconds,
     }
     return Trained(scores, kept, facts)

@@ -8,7 +8,7 @@ Legend: B samples, n dense columns, E lookups of one feature.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -58,16 +58,8 @@ class Batch:
     # them, in a world of one rank.
     next_use: Mapping[str, Tensor] | None = None
     ends_epoch: bool = False  # the last one of its epoch
-    ticket: Any = field(
-        default=None, repr=False
-    )  # exchange.contract.Ticket once its ids have travelled
-    foreseen: Any = field(
-        default=None, repr=False
-    )  # exchange.foreseeing.Seen until then, where a cache is told of coming batches
-    held: Any = None  # (steps until its use, reads that a resumed run must use instead of fetching)
-    world_weight: float = (
-        0.0  # sum of sample weights over all ranks' batches of this step, once known
-    )
+    world_weight: float = 0.0
+    """Sum of sample weights over all ranks' batches of this step, once its rows are looked up."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Move dense, label and sample_weight to a device. Ids stay on the CPU, where rows are looked up.
@@ -89,15 +81,12 @@ class Batch:
         }
         if all(after[name] is each for name, each in before.items()):
             return self
-        moved = replace(self, **after)
-        self.ticket = None  # the copy has it now, and uses it once
-        return moved
+        return replace(self, **after)
 
 
 MOVED = ("dense", "label", "sample_weight")
 LEAVES = (*MOVED, "ids", "group", "next_use")
 """What of a batch holds tensors: children of its pytree node."""
-OTHERS = tuple(name for name in Batch.__slots__ if name not in LEAVES)
 
 
 class _Others(tuple):
@@ -109,13 +98,21 @@ class _Others(tuple):
     __hash__ = None  # type: ignore[assignment]
 
 
-def _flatten_batch(batch: Batch) -> tuple[list[Any], _Others]:
-    leaves = [getattr(batch, name) for name in LEAVES]
-    return leaves, _Others(getattr(batch, name) for name in OTHERS)
+def register_batch(kind: type[Batch]) -> None:
+    """Make torch's pytrees take batches of this class apart."""
+    others = tuple(each.name for each in fields(kind) if each.name not in LEAVES)
 
+    def flatten(batch: Batch) -> tuple[list[Any], _Others]:
+        leaves = [getattr(batch, name) for name in LEAVES]
+        return leaves, _Others(getattr(batch, name) for name in others)
 
-def _unflatten_batch(leaves: Any, others: _Others) -> Batch:
-    return Batch(**dict(zip(LEAVES, leaves, strict=True)), **dict(zip(OTHERS, others, strict=True)))
+    def unflatten(leaves: Any, values: _Others) -> Batch:
+        return kind(
+            **dict(zip(LEAVES, leaves, strict=True)), **dict(zip(others, values, strict=True))
+        )
+
+    name = f"colonnade.{kind.__name__}"
+    pytree.register_pytree_node(kind, flatten, unflatten, serialized_type_name=name)
 
 
 pytree.register_pytree_node(
@@ -124,6 +121,4 @@ pytree.register_pytree_node(
     lambda leaves, _: Ids(*leaves),
     serialized_type_name="colonnade.Ids",
 )
-pytree.register_pytree_node(
-    Batch, _flatten_batch, _unflatten_batch, serialized_type_name="colonnade.Batch"
-)
+register_batch(Batch)

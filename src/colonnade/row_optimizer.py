@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, NonFiniteError
 from colonnade.exchange.flush import Before, settled
+from colonnade.pipeline.gradients import StepGradients
 from colonnade.single_caller import caller_of
 
 # Columns of `_native.update`'s settings: those of one number by name, then the others.
@@ -72,6 +73,11 @@ class RowOptimizer(Optimizer):
         self._checked = torch.empty(0)  # (P, 16) float64, with the gradients' scale:
         self._checked_scale = 0.0
 
+    @property
+    def gradients(self) -> StepGradients:
+        """Gradients since the last step, of an open collection."""
+        return self.collection.pipeline.gradients
+
     @torch.no_grad()
     def step(self, closure: Callable | None = None, *, agreed: bool = False):
         """Collective. Raises NonFiniteError, on every rank and with nothing applied, for a gradient that
@@ -95,7 +101,7 @@ class RowOptimizer(Optimizer):
             self._agree(error)
         if error is not None:
             raise error
-        self.collection.push(self._kinds, settings)
+        self.collection.pipeline.push(self._kinds, settings)
         self._gradient_scale = 1.0
 
     @torch.no_grad()
@@ -124,7 +130,7 @@ class RowOptimizer(Optimizer):
             p.grad for each in dense for group in each.param_groups for p in group["params"]
         ]
         finite = all(bool(torch.isfinite(grad).all()) for grad in of_dense if grad is not None)
-        if self._agreed(finite and self.collection.finite()):
+        if self._agreed(finite and self.gradients.are_finite()):
             self.scale_grad_(1 / scale)
             self.step(agreed=True)
             for each in dense:
@@ -188,9 +194,9 @@ class RowOptimizer(Optimizer):
         if not max_norm > 0:
             raise ConfigError(f"clip_grad_norm_: got max_norm={max_norm}, wanted more than 0")
         self.collection.ensure_open()
-        if not agreed and self.collection.pushed is None:
+        if not agreed and self.gradients.pushed is None:
             self._agree()
-        norm = math.sqrt(self.collection.squared_gradient_norm()) * self._gradient_scale
+        norm = math.sqrt(self.gradients.squared_norm(self.collection.step)) * self._gradient_scale
         if not math.isfinite(norm):
             self._refuse("the norm of the summed gradients")
         self._gradient_scale *= min(1.0, max_norm / (norm + 1e-6))  # as torch's
@@ -207,9 +213,8 @@ class RowOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients recorded since the last step."""
         self._gradient_scale = 1.0
-        self.collection.take_back()
-        for context in self.collection.live:
-            context.gradients.clear()
+        if self.collection.is_open:
+            self.gradients.clear()
 
     @contextmanager
     def settled(self) -> Iterator[list[Before]]:
@@ -217,7 +222,7 @@ class RowOptimizer(Optimizer):
         caches), one update of each with the settings of now; evaluate, read rows or commit. Afterwards they are as
         before. By slice, the rows that change for it, as they were; none where there is no cache."""
         self.collection.ensure_open()
-        self.collection.updates.settle()
+        self.collection.pipeline.updates.settle()
         cached = self.collection.cached
         if cached is None:
             yield []
@@ -229,8 +234,8 @@ class RowOptimizer(Optimizer):
     def _agree(self, error: ConfigError | None = None) -> None:
         """Collective, one word: every rank has settings that rules can use (error: why this one has not), else
         ConfigError; and all gradients are finite, unless they were pushed, else NonFiniteError."""
-        is_pushed = self.collection.pushed is not None
-        said = [] if is_pushed else self._words(self.collection.finite())
+        is_pushed = self.gradients.pushed is not None
+        said = [] if is_pushed else self._words(self.gradients.are_finite())
         heard = self._sum([float(error is not None), *said])
         if heard[0]:
             raise error or ConfigError(
@@ -244,13 +249,11 @@ class RowOptimizer(Optimizer):
         return self._heard(self._sum(self._words(finite)))
 
     def _words(self, finite: bool) -> list[float]:
-        live = self.collection.live
-        return [float(not finite), *(float(bool(each.gradients.backwards)) for each in live)]
+        return [float(not finite), *map(float, self.gradients.has_recorded())]
 
     def _heard(self, words: list[float]) -> bool:
         """words: the sum of all ranks'."""
-        live = self.collection.live
-        self.collection.keep([t for t, used in zip(live, words[1:], strict=True) if used])
+        self.gradients.drop_unused(words[1:])
         return not words[0]
 
     def _sum(self, said: list[float]) -> list[float]:

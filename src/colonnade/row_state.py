@@ -8,7 +8,7 @@ Legend: N trained rows of a table, D its width, S scalars of optimizer state of 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.exchange.updates import Updates
 from colonnade.lookup.layout import Declaration
 from colonnade.lookup.views import Slices
+from colonnade.pipeline.pipeline import Pipeline
 from colonnade.plan.plan import Plan
 from colonnade.retention import CountMinAdmission
 from colonnade.store.dram import DramStore
@@ -107,7 +107,7 @@ class StatefulRows(nn.Module):
     """Size of rows with their optimizer state up to which they go into a state_dict; set it on a collection."""
     checkpoint: Any = None
     """Folder and step that `save` goes on from (`train.checkpoint.Checkpoint`)."""
-    _has_loaded_states = False  # optimizer state was loaded and no step was made since
+    _states_loaded_at: int | None = None  # step at which optimizer state was loaded
 
     if TYPE_CHECKING:  # set by EmbeddingCollection
         declaration: Declaration
@@ -118,7 +118,7 @@ class StatefulRows(nn.Module):
         slices: Slices
         store: DramStore | HbmStore
         policies: dict[int, RowPolicy]
-        updates: Updates
+        pipeline: Pipeline
         _served: Any
         _waiting: dict[str, Any]
         _closed_names: frozenset[str]
@@ -265,7 +265,7 @@ class StatefulRows(nn.Module):
         self._ensure_received()
         if self.is_open:
             self._check_in_memory(purpose)
-            self.updates.settle()
+            self.pipeline.updates.settle()
         tables = {}
         for t, table in enumerate(self.declaration.tables):
             places = [weight_bytes(table), low_bytes(table), clock_bytes(table)]
@@ -326,7 +326,7 @@ class StatefulRows(nn.Module):
         self._ensure_received()
         if self.is_open:
             self._check_in_memory("RowOptimizer.state_dict()")
-            self.updates.settle()
+            self.pipeline.updates.settle()
         states: dict[int, dict[str, Tensor]] = {}
         for t, table in enumerate(self.declaration.tables):
             groups = self._groups_of(t)
@@ -414,7 +414,7 @@ class StatefulRows(nn.Module):
                 self._put(kind, waiting.pop(kind))
 
     def _put(self, kind: str, state: Any) -> None:
-        self.updates.settle()
+        self.pipeline.updates.settle()
         if kind == "states":
             self._put_states(state)
             return
@@ -435,7 +435,7 @@ class StatefulRows(nn.Module):
             records, old = records_of(table, columns, position), old[is_known]
             # FTRL's weights follow from its state: where they change, its state starts anew with them.
             is_same = (old[:, weight_bytes(table)] == records[:, weight_bytes(table)]).all(dim=1)
-            is_same |= self._has_loaded_states
+            is_same |= self._states_loaded_at == self.step
             for part in table.parts:
                 rows = is_same if part.optimizer.name == "ftrl" else slice(None)
                 place = state_bytes(table, part)
@@ -470,7 +470,7 @@ class StatefulRows(nn.Module):
                     records = records[is_known].contiguous()
                     records[:, place] = values[position[is_known]]
                     self._put_run(t, old_ids[is_known].contiguous(), records)
-        self._has_loaded_states = True
+        self._states_loaded_at = self.step
 
     def _put_run(self, t: int, ids: Tensor, records: Tensor) -> None:
         if len(ids):
@@ -512,9 +512,6 @@ class StatefulRows(nn.Module):
         state = {name: self.__dict__[name] for name in self._closed_names}
         return {
             **state,
-            "live": [],
-            "pushed": None,
-            "missed": Counter(),
             "_opened": False,
             "_waiting": waiting,
             "_plan": self.plan,

@@ -39,7 +39,7 @@ def main(folder: Path, steps: int, every: int) -> None:
     for step, batch in enumerate(collection.lookahead(shares), start=1):
         dense.zero()
         loss_of(model, batch).backward()
-        finite, _, _ = dense.reduce(finite=collection.finite(), stop=False)
+        finite, _, _ = dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)
         assert finite
         rows.step(agreed=True)
         optimizer.step()

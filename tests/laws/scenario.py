@@ -284,7 +284,7 @@ def train(
         dense.zero()
         loss = loss_of(model, batch)
         loss.backward()
-        finite, _, _ = dense.reduce(finite=collection.finite(), stop=False)
+        finite, _, _ = dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)
         assert finite
         rows.step(agreed=True)
         optimizer.step()

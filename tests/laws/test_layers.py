@@ -32,6 +32,8 @@ LEVELS = [
     {"plan.search"},
     {"plan.towers"},
     {"plan"},
+    {"pipeline"},
+    {"row_access"},
     {"row_state"},
     {"embedding"},
     {"row_optimizer"},

@@ -115,7 +115,7 @@ def train(mesh, shardings=None, exchanges=None):
         entropy = nn.functional.binary_cross_entropy_with_logits
         loss = entropy(logits, batch.label, reduction="sum") / max(batch.world_weight, 1e-12)
         loss.backward()
-        assert dense.reduce(finite=collection.finite(), stop=False)[0]
+        assert dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)[0]
         rows.step(agreed=True)
         optimizer.step()
     ids = {"single": torch.zeros(1, dtype=torch.int64), "few": torch.arange(2)}

@@ -109,11 +109,11 @@ def test_batches_and_backwards_accumulate_and_are_clipped(everyone):
 def hold(mesh, choice: Choice = MIXED):
     """What a batch that was read ahead holds, and its values."""
     collection = open_collection(mesh, choice, "float64", staleness_steps=1)
-    ticket = collection.prepare(share_of(global_batch(3, 11), mesh.rank, mesh.num_ranks))
-    collection.fetch(ticket)
+    ticket = collection.pipeline.prepare(share_of(global_batch(3, 11), mesh.rank, mesh.num_ranks))
+    collection.pipeline.fetch(ticket)
     held = collection.exchange.prefetched(ticket)
     values = collection.exchange.values(ticket, collection.handle)
-    collection.drop(ticket)
+    collection.pipeline.drop(ticket)
     return held, {name: value.detach() for name, value in values.items()}
 
 
@@ -121,8 +121,7 @@ def restored(choice: Choice, held, step: int = 3):
     """Values of the same batch in a world of one, where nothing is fetched; and what a second commit holds of it."""
     collection = open_collection(Mesh(), choice, "float64", staleness_steps=1)
     batch = global_batch(step, 11)
-    batch.held = 0, held  # no step is left before it
-    ticket = collection.prepare(batch)
+    ticket = collection.pipeline.prepare(batch, (0, held))  # no step is left before it
     again = collection.exchange.prefetched(ticket)
     return collection.exchange.values(ticket, collection.handle), again
 
@@ -178,7 +177,7 @@ def test_wrong_ids_are_refused_before_anything_travels(name):
     collection = open_collection(ALONE, CHOICES[name], "float32")
     right = global_batch(0, 7)
     with pytest.raises(AssertionError):
-        collection.prepare(right)
+        collection.pipeline.prepare(right)
     before = dict(ALONE.traffic.sent_bytes)
     for feature, ids, error in (
         ("user", Ids(right.ids["user"].values + 53), IdRangeError),
@@ -188,5 +187,5 @@ def test_wrong_ids_are_refused_before_anything_travels(name):
     ):
         batch = Batch(7, right.dense, {**right.ids, feature: ids}, label=right.label)
         with pytest.raises(error, match=feature):
-            collection.prepare(batch)
+            collection.pipeline.prepare(batch)
     assert before and dict(ALONE.traffic.sent_bytes) == before

@@ -264,7 +264,7 @@ def begun(mesh):
     )
     run = open_run(config, mesh, None, data=opened(config))
     updates, evaluate, before, at = (
-        run.trainer.collection.updates, run.trainer.evaluate, [], [],
+        run.trainer.collection.pipeline.updates, run.trainer.evaluate, [], [],
     )  # fmt: skip
 
     def watched(source):
@@ -347,7 +347,7 @@ def retrieved(mesh, servers):
             collection(batch)
         else:
             Retrieval().loss(model, batch, trainers).backward()
-        dense.reduce(finite=collection.finite(), stop=False)
+        dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)
         rows.step(agreed=True)
         optimizer.step()
     return {t.name: collection.rows(t.name, torch.arange(t.rows)) for t in collection.tables}

@@ -94,12 +94,12 @@ def under_way(mesh: Mesh, staleness: int) -> dict:
         found["seen"].append(round(value.item()))
         (-value).sum().div(mesh.num_ranks).backward()
         rows.step()
-        found["left"].append(len(collection.updates))
+        found["left"].append(len(collection.pipeline.updates))
         if len(found["seen"]) == STEPS // 2:
-            assert len(coming.fetched) == staleness and len(collection.updates) == 1
+            assert len(coming.fetched) == staleness and len(collection.pipeline.updates) == 1
     return found | {
         "last": round(collection.rows("count", zero).item()),
-        "missed": collection.missed,
+        "missed": collection.pipeline.missed,
     }
 
 

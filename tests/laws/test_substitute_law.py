@@ -366,8 +366,8 @@ def held(mesh):
     plan = build_plan(collection.tables, mesh.num_ranks, staleness_steps=1, **settings)
     collection.open(plan, mesh)
     batch = share_of(global_batch(3, 11), mesh.rank, mesh.num_ranks)
-    ticket = collection.prepare(batch)
-    collection.fetch(ticket)
+    ticket = collection.pipeline.prepare(batch)
+    collection.pipeline.fetch(ticket)
     return collection, batch, ticket, collection.exchange.prefetched(ticket)
 
 
@@ -380,17 +380,19 @@ def hold_and_see(mesh):
 def test_what_was_read_ahead_is_read_in_another_world():
     everyone = run_ranks(2, hold_and_see)
     collection, batch, ticket, _ = held(Mesh())
-    collection.drop(ticket)
+    collection.pipeline.drop(ticket)
     reads = [each for each, _ in everyone]
     doubled = [{name: 2 * value for name, value in each.items()} for each in reads]
     found = []
-    for batch.held in ((0, reads), (0, doubled)):
-        ticket = collection.prepare(batch)
-        assert collection.exchange.prefetched(ticket).keys() == {name for each in reads for name in each}
-        collection.live.append(ticket)
+    for read in (reads, doubled):
+        ticket = collection.pipeline.prepare(batch, (0, read))
+        assert collection.exchange.prefetched(ticket).keys() == {
+            name for each in reads for name in each
+        }
+        collection.pipeline.gradients.contexts.append(ticket)
         values = collection.exchange.values(ticket, collection.handle)
         sum(value.sum() for value in values.values()).backward()
-        square = collection.squared_gradient_norm()
+        square = collection.pipeline.gradients.squared_norm(collection.step)
         found.append(({name: value.detach() for name, value in values.items()}, square))
         collection.forget()
     for name, value in found[0][0].items():

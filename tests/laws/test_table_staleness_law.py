@@ -66,7 +66,7 @@ def seen_by_table(mesh: Mesh, bounds: dict[str, int], **plan) -> dict:
         rows.step()
     zero = torch.zeros(1, dtype=torch.int64)
     last = {name: round(collection.rows(name, zero).item()) for name in NAMES}
-    return {"seen": seen, "last": last, "missed": collection.missed}
+    return {"seen": seen, "last": last, "missed": collection.pipeline.missed}
 
 
 def promised(k: int) -> list[int]:

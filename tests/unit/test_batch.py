@@ -36,9 +36,9 @@ def test_a_moved_batch_takes_its_place_in_a_lookahead():
     stream = loop.collection.lookahead(global_batch(step, 8) for step in range(3))
     batch = next(stream)
     moved = batch.to("meta")
-    assert batch.ticket is None
-    assert moved.ticket is not None
-    loop.collection.drop(moved.ticket)
+    assert batch.context is None
+    assert moved.context is not None
+    loop.collection.pipeline.drop(moved.context)
     stream.close()
 
 

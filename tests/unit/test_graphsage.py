@@ -119,7 +119,7 @@ def train(mesh, plan=None):
         dense.zero()
         loss = Retrieval().loss(model, batch, mesh)
         loss.backward()
-        dense.reduce(finite=collection.finite(), stop=False)
+        dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)
         rows.step(agreed=True)
         optimizer.step()
         losses.append(float(mesh.all_reduce("control", loss.detach().clone())))

@@ -23,7 +23,8 @@ from colonnade import (
     build_plan,
 )
 from colonnade.errors import BudgetExceeded
-from colonnade.lookup.lookahead import DEEPEST, LOOKED_AT, Lookahead, Window, _run, next_depth
+from colonnade.pipeline.lookahead import Lookahead
+from colonnade.pipeline.prepared_batches import DEEPEST, LOOKED_AT, Window, _run, next_depth
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_depth_follows_what_training_waits_for(depth, stalled, window, wanted):
     assert next_depth(depth, stalled=stalled, window=window) == wanted
 
 
-class Ticket:
+class Context:
     reads = None
 
 
@@ -59,30 +60,30 @@ class Slow:
             (Batch(1, torch.zeros(1, 0), {}) for _ in range(400)),
             prepare=self.prepare,
             fetch=self.fetch,
-            drop=lambda ticket: None,
+            drop=lambda context: None,
             window=self.window,
             depth=depth,
             bounds=(0,),
             is_alone=is_alone,
         )
 
-    def prepare(self, batch):
+    def prepare(self, batch, held):
         self.prepared += 1
-        ticket = Ticket()
-        ticket.due = time.perf_counter() + self.seconds
-        return ticket
+        context = Context()
+        context.due = time.perf_counter() + self.seconds
+        return context
 
-    def fetch(self, ticket, steps_left):
+    def fetch(self, context, steps_left):
         start = time.perf_counter()
-        if ticket.due > start:
-            time.sleep(ticket.due - start)
+        if context.due > start:
+            time.sleep(context.due - start)
             self.stall += time.perf_counter() - start
-        ticket.reads = ()
+        context.reads = ()
 
     def run(self, num_batches, step):
         with self.lookahead as batches:
             for number, batch in enumerate(batches):
-                batch.ticket = None
+                batch.context = None
                 self.ahead.append(self.prepared - number)
                 if number == num_batches:
                     break
@@ -158,14 +159,17 @@ def test_who_has_a_batch_is_not_starved_of_it():
     window = Window(lambda: 0.0, lambda: 0.0, *(threading.Event() for _ in range(3)))
     starved_then = []
 
-    def prepare(batch: Batch) -> None:
+    coming = batches(3, 2)
+
+    def prepare_next():
         starved_then.append(window.starved.is_set())
+        return next(coming)
 
     permits, ready = queue.Queue(), queue.Queue()
     for said in (True, True, False):
         permits.put(said)
     window.starved.set()  # training waits for the first, and is not heard again
-    _run(batches(3, 2), prepare, permits, ready, window)
+    _run(prepare_next, permits, ready, window)
     assert starved_then == [True, False] and ready.qsize() == 2
 
 
@@ -195,11 +199,11 @@ def test_a_batch_that_cannot_be_prepared_leaves_nothing_pinned(tmp_path, monkeyp
     model.ensure_open()
     dropped = []
     of, drop = (model.store if at == "acquire" else model.exchange), model.exchange.drop
-    monkeypatch.setattr(model.exchange, "drop", lambda ticket: (dropped.append(ticket), drop(ticket)))  # fmt: skip
+    monkeypatch.setattr(model.exchange, "drop", lambda context: (dropped.append(context), drop(context)))  # fmt: skip
     with monkeypatch.context() as broken, pytest.raises(OSError, match="no such luck"):
         broken.setattr(of, at, fail)
-        model.prepare(next(batches(1, 50)))
-    assert [ticket.is_done for ticket in dropped] == [True]
+        model.pipeline.prepare(next(batches(1, 50)))
+    assert [context.is_done for context in dropped] == [True]
     assert model.store.pinned_share() == 0
     assert run(model, batches(3, 50, seed=1)).isfinite().all()
 

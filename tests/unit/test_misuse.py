@@ -75,7 +75,8 @@ def test_threads_that_call_at_once_are_refused_and_the_collection_still_works():
     embeddings = collection()
     rows, inside, leave = RowOptimizer(embeddings), threading.Event(), threading.Event()
     errors: list[Exception] = []
-    prepare = embeddings.prepare
+    embeddings.ensure_open()
+    prepare = embeddings.pipeline.prepare
 
     def slow_prepare(*arguments, **options):
         inside.set()
@@ -88,7 +89,7 @@ def test_threads_that_call_at_once_are_refused_and_the_collection_still_works():
         except Exception as error:
             errors.append(error)
 
-    embeddings.prepare = slow_prepare
+    embeddings.pipeline.prepare = slow_prepare
     first = threading.Thread(target=call)
     first.start()
     assert inside.wait(10)
@@ -101,7 +102,7 @@ def test_threads_that_call_at_once_are_refused_and_the_collection_still_works():
         rows.step()
     leave.set()
     first.join()
-    embeddings.prepare = prepare
+    embeddings.pipeline.prepare = prepare
     assert len(errors) == 7
     assert all(isinstance(e, ConfigError) and "wanted one at a time" in str(e) for e in errors)
     rows.zero_grad()

@@ -255,7 +255,9 @@ def test_bfloat16_of_the_dense_network(case):
         assert not torch.equal(logits, exact), "nothing was computed in bfloat16"
     bce(logits, given.label).backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-    (backwards,) = (each.gradients.backwards for each in model.embeddings.live)
+    (backwards,) = (
+        each.gradients.backwards for each in model.embeddings.pipeline.gradients.contexts
+    )
     assert all(gradient.dtype == torch.float32 for gradient in backwards[0])
 
 

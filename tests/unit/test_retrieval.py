@@ -313,7 +313,7 @@ def train(mesh, name, sizes=(8, 2, 7, 1)):
         dense.zero()
         loss = Retrieval().loss(model, batch, mesh)
         loss.backward()
-        dense.reduce(finite=collection.finite(), stop=False)
+        dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)
         rows.step(agreed=True)
         optimizer.step()
         losses.append(float(mesh.all_reduce("control", loss.detach().clone())))

@@ -206,14 +206,14 @@ def test_where_rows_lie_changes_no_bit(dtype):
         embeddings = collection(*tables)
         rows = RowOptimizer(embeddings)
         for ids in births.split(500):  # born, and given up again
-            embeddings.drop(embeddings.prepare(batch(ids.tolist(), "a", "b")))
+            embeddings.pipeline.drop(embeddings.pipeline.prepare(batch(ids.tolist(), "a", "b")))
         random = torch.Generator().manual_seed(1)
         norms = []
         for _ in range(3):
             ids = torch.randint(0, 3000, (2000,), generator=random)
             gradient = torch.randn(2000, 16, generator=random)
             backward(embeddings, ids.tolist(), gradient, "a", "b")
-            (lookup,) = embeddings.live[0].parts
+            (lookup,) = embeddings.pipeline.gradients.contexts[0].parts
             assert lookup.pinned.by_page is not None
             norms.append(float(rows.clip_grad_norm_(0.7)))
             rows.step()

@@ -76,7 +76,7 @@ def test_outputs_are_written_where_they_are_read_and_gradients_read_where_they_w
                 return begin(lookup, gradients, *others)
 
             patch.setattr(part, "begin_push", begin_push)
-        collection.collect()
+        collection.pipeline.collect()
     addresses = {each.data_ptr() for each in given}
     assert len(pushed) == len(collection.exchange.parts)
     for gradients in pushed:
@@ -100,7 +100,7 @@ def test_a_batch_that_is_given_up_leaves_no_gradient():
     collection = opened()
     outputs = collection(batch_of(0))
     outputs["some"].sum().backward()
-    (context,) = collection.live
+    (context,) = collection.pipeline.gradients.contexts
     assert len(context.gradients.backwards) == 1
     collection.forget()
     assert not context.gradients.backwards
@@ -125,7 +125,7 @@ def pushed(mesh: Mesh) -> list[str]:
 
         patch.setattr(Mesh, "_begin", begin)
         patch.setattr(Call, "wait", wait)
-        collection.collect()
+        collection.pipeline.collect()
     return said
 
 

@@ -27,6 +27,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
@@ -99,7 +100,8 @@ class Foresight:
         self._base = self._first
 
 
-Planned = tuple[Lookups, _native.Plan]
+Planned = tuple[Lookups, _native.Plan, Tensor | None]
+"""Lookups of a batch, their plan and `Batch.next_use` by unique row."""
 Rows = tuple[np.ndarray, np.ndarray]
 """Of one table: where they are in the plan (U,), and their ids, ascending."""
 
@@ -127,29 +129,29 @@ def in_sight(
     batches: Iterable[Batch],
     see: Callable[[Batch], Seen],
     windows: Sequence[int],
-) -> Iterator[Batch]:
-    """The same batches, each `foreseen`. windows: by table, one number, or 0: nothing of it has to be known. An error
-    of reading, or of `see`, is raised so many batches earlier."""
+) -> Iterator[tuple[Batch, Seen]]:
+    """Yield the same batches, and what is known of each. windows: by table, one number, or 0: nothing of it has to be
+    known. An error of reading, or of `see`, is raised so many batches earlier."""
     sights = [Foresight(window) if window else None for window in windows]
-    waiting: deque[Batch] = deque()
+    waiting: deque[tuple[Batch, Seen]] = deque()
     most = max(windows)
 
-    def told() -> Batch:
-        batch = waiting.popleft()
-        batch.foreseen.told = [None if sight is None else sight.next() for sight in sights]
-        return batch
+    def next_known() -> tuple[Batch, Seen]:
+        batch, seen = waiting.popleft()
+        seen.told = [None if sight is None else sight.next() for sight in sights]
+        return batch, seen
 
     for batch in batches:
-        mine = copy.copy(batch)  # the caller may hand the same one twice
-        mine.foreseen = see(mine)
-        for sight, (_, ids) in zip(sights, mine.foreseen.rows, strict=True):
+        own = copy.copy(batch)  # the caller may hand the same one twice
+        seen = see(own)
+        for sight, (_, ids) in zip(sights, seen.rows, strict=True):
             if sight is not None:
                 sight.see(ids)
-        waiting.append(mine)
+        waiting.append((own, seen))
         if len(waiting) > most:
-            yield told()
+            yield next_known()
     while waiting:
-        yield told()
+        yield next_known()
 
 
 NEVER, FARTHEST = 255, 254

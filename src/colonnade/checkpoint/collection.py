@@ -245,7 +245,7 @@ def _commit(
             captured = _capture(collection, commits.run, step, optimizer)
             collection.store.begin_commit()
     else:
-        collection.updates.settle()
+        collection.pipeline.updates.settle()
         captured = _capture(collection, commits.run, step, None)
         collection.store.begin_commit()
     commits.make_durable(collection, captured, lambda _: None)

@@ -448,8 +448,8 @@ def _restore_held(
     collection = trainer.collection
     laid = collection.slices.laid
     # No more than this run reads ahead: what is further off is not late enough, and no commit would hold it again.
-    num_held = min(collection.consistency.reads_ahead, *(len(state["held"]) for state in ranks))
-    if num_held and len(collection.bounds) == 1:
+    num_held = min(collection.opened.reads_ahead, *(len(state["held"]) for state in ranks))
+    if num_held and len(collection.opened.bounds) == 1:
         # Where all tables have one bound, what was read of some alone is read anew.
         num_held *= len(tables_held([ranks[0]["held"][0]], len(laid))) == len(laid)
     before = lay_out(collection.tables, shardings_of(header))

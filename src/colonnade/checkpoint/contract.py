@@ -9,6 +9,7 @@ import torch
 
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Position
+from colonnade.pipeline.prepared_batches import Held
 
 if TYPE_CHECKING:
     from colonnade.embedding import EmbeddingCollection
@@ -33,7 +34,7 @@ class TrainerState(Protocol):
     days: Any
     loss_scale: Any
     progress: Any
-    held: list[tuple[int, list[dict]]]
+    held: list[Held]
     earlier_work: Any
 
     def count_work(self) -> Mapping[str, Any]:

@@ -61,7 +61,7 @@ from colonnade.lookup.contract import (
     RowSource,
 )
 from colonnade.lookup.kernels import NOWHERE, Kernels
-from colonnade.lookup.layout import Declaration, Lookups
+from colonnade.lookup.layout import Declaration
 from colonnade.lookup.row_layout import RowLayout, row_layout
 from colonnade.lookup.views import Slices
 from colonnade.staleness import RowClock
@@ -191,6 +191,7 @@ class CachedExchange:
         self.store: Any = None  # this rank's rows
         self.number = 0  # of the newest batch that was pushed
         self.is_settled = False  # owners' rows have, for the moment, what waits at copies
+        self._seen: Seen | None = None  # of the batch that a lookahead routes next
         self._flights: list[CacheTransfer] = []  # routed and not pushed, in order
         self._lock = (
             threading.Lock()
@@ -200,35 +201,35 @@ class CachedExchange:
     # ---- route
 
     def in_sight(self, batches: Iterable[Batch], slices: Slices) -> Iterator[Batch]:
-        """The same batches, one lookahead's, with what is known of coming ones where a table's policy looks ahead."""
+        """Yield the same batches, those of one lookahead, which are routed one by one as they are yielded. Where a
+        table's policy looks ahead, what is known of coming ones is known here then."""
         if not self.window:
-            return iter(batches)
+            yield from batches
+            return
 
         def see(batch: Batch) -> Seen:
-            planned = self.rows.plan_batch(slices.looked_up(batch))[:2]
-            return Seen(planned, rows_of(planned[1], self.deal.table_offsets(planned[1]).tolist()))
+            _, plan, _ = planned = self.rows.plan_batch(slices.looked_up(batch))
+            return Seen(planned, rows_of(plan, self.deal.table_offsets(plan).tolist()))
 
-        return in_sight(batches, see, self.windows)
+        for batch, seen in in_sight(batches, see, self.windows):
+            self._seen = seen
+            yield batch
 
     @property
     def window(self) -> int:
         """Batches that are read before one is routed, beside it."""
         return max(self.windows)
 
-    def plan_batch(self, batch: Batch) -> tuple[Lookups, _native.Plan, Tensor | None]:
-        """Return a batch's lookups, their plan and `Batch.next_use` by unique row. Raises as `build_requests`."""
-        if batch.foreseen is None:
-            return self.rows.plan_batch(batch)
-        lookups, plan = batch.foreseen.planned
-        return lookups, plan, self.owner.codes_of(batch, plan)
-
     def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
         """See the contract."""
         if purpose == "evaluate":
             return self.rows.build_requests(batch, purpose)
-        lookups, plan, codes = self.plan_batch(batch)
+        seen = None
+        if purpose == "route":  # by a lookahead
+            seen, self._seen = self._seen, None
+        lookups, plan, codes = self.rows.plan_batch(batch) if seen is None else seen.planned
         with self._lock:
-            flight, named_plan, origin = self._decide(plan, batch.foreseen)
+            flight, named_plan, origin = self._decide(plan, seen)
             self._flights.append(flight)
         named_codes = None
         if codes is not None:

@@ -118,7 +118,7 @@ class Exchange:
 
     # ---- ids
 
-    def send_ids(self, batch: Batch, step: int, purpose: str = "route") -> LookupContext:
+    def send_ids(self, batch: Batch, purpose: str = "route") -> LookupContext:
         """Send a batch's ids to the owners of their rows, on `purpose`'s group. Raises IdRangeError, DataError before
         anything is sent; whatever it raises, it is as if nothing had been requested here."""
         requests = []
@@ -127,7 +127,7 @@ class Exchange:
                 requests.append(part.build_requests(batch, purpose))
             weight = float(batch.size if batch.sample_weight is None else batch.sample_weight.sum())
             received, weight = send_requests(requests, self.mesh, weight, purpose)
-            info = BatchInfo(step, batch.size, weight, purpose, batch.dense)
+            info = BatchInfo(batch.size, weight, purpose, batch.dense)
             lookups = [
                 part.serve_requests(request, messages, info)
                 for part, request, messages in zip(self.parts, requests, received, strict=True)

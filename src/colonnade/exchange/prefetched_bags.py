@@ -164,7 +164,7 @@ def gather_held_columns(
     held: Sequence[Held], names: Sequence[str], columns: Columns, sizes: Sequence[int]
 ) -> Tensor:
     """Return (G, W) of all ranks' samples and `columns`, called `names`, from what ranks of towers had gathered,
-    each of some samples and its tower's fields. sizes: samples by rank. Raises CheckpointError where some are missing."""
+    each of some samples and its tower's fields. sizes: samples by rank. Raises CheckpointError where one is missing."""
     places = dict(zip(names, columns.dims, strict=True))
     every = torch.full((sum(sizes), columns.width), float("nan"), dtype=held[0]["gathered"].dtype)
     for each in held:

@@ -58,7 +58,6 @@ class RowSource:
 class BatchInfo:
     """Facts of a batch that every exchange needs."""
 
-    step: int  # updates made before its ids were sent
     size: int  # B
     weight: float  # sum of sample weights over all ranks' batches
     purpose: str = "route"  # group that its ids were sent on
@@ -180,7 +179,9 @@ class LookupContext:
     hot: Dealt | None = None  # which lookups are of hot rows, where a table has some
     sequence_offsets: Mapping[str, Tensor] = field(default_factory=dict)  # by attended field
     pinned: PinnedRows | None = None
-    wait_for_rows: Callable[[], None] = _wait_for_nothing  # in their slots, before they are read or released
+    wait_for_rows: Callable[[], None] = (
+        _wait_for_nothing  # in their slots, before they are read or released
+    )
     gradients: RecordedGradients = field(default_factory=RecordedGradients)
     updates_seen: dict[int, int] = field(default_factory=dict)
     """By staleness bound: updates applied when its tables were fetched; nothing of what a commit held."""

@@ -16,6 +16,7 @@ from colonnade.checkpoint.fingerprint import dense_weights
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, DataError, IdRangeError
 from colonnade.publish.exported import ExportedTable, read_dense, read_export
+from colonnade.row_access import adopt_rows
 from colonnade.store.records import fresh_records
 from colonnade.store.row_file import open_row_file
 from colonnade.store.table_shards import RecordShape
@@ -46,7 +47,7 @@ def load_rows(
     if ids is None:
         ids = torch.arange(len(values))
     _check(kind, values, ids)
-    collection.updates.settle()
+    collection.pipeline.updates.settle()
     for start in range(0, len(ids), RUN):
         part = slice(start, start + RUN)
         put_records(collection, t, ids[part], fresh_records(kind, values[part]))
@@ -146,7 +147,9 @@ def put_records(collection: EmbeddingCollection, t: int, ids: Tensor, records: T
         for start in range(0, len(here), run):
             part = slice(start, start + run)
             collection.store.put(number, here[part], theirs[part].contiguous())
-            collection.adopt(number, here[part], theirs[part].contiguous())
+            adopt_rows(
+                collection.opened, number, here[part], theirs[part].contiguous(), collection.step
+            )
 
 
 def _table(collection: EmbeddingCollection, name: str) -> tuple[int, Table]:

@@ -278,9 +278,11 @@ class Counters:
     def missed(self) -> dict[str, float]:
         """Batches, by how many updates their reads missed; {} where none may be late."""
         collection = self._watched.collection
-        if not collection.consistency.reads_ahead:
+        if not collection.opened.reads_ahead:
             return {}
-        now = {str(steps): float(count) for steps, count in sorted(collection.missed.items())}
+        now = {
+            str(steps): float(count) for steps, count in sorted(collection.pipeline.missed.items())
+        }
         gained, self._missed = _gained(now, self._missed)
         return {steps: count for steps, count in gained.items() if count}
 

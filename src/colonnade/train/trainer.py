@@ -25,7 +25,8 @@ from colonnade.data.contract import Position, Source, Splits
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, DataError, NonFiniteError
 from colonnade.exchange.flush import apply_planned_bounds
-from colonnade.lookup.lookahead import Lookahead
+from colonnade.pipeline.lookahead import Lookahead
+from colonnade.pipeline.prepared_batches import Held, PreparedBatch
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.train.best import Best, check_monitor
 from colonnade.train.dense import DenseGradients
@@ -141,7 +142,7 @@ class Trainer:
         self.mesh = collection.mesh
         self.phases = Phases()
         self.position = Position()  # of the next batch to train on, in steps of `batch_size`
-        self.held: list = []  # reads a resumed run must use as they were
+        self.held: list[Held] = []  # reads a resumed run must use as they were
         # Outcome and start of the call of `train` under way.
         self.outcome, self.started = Outcome(), time.perf_counter()
         # `count_work` of each rank when the commit was made that this run resumed from; empty: a new run.
@@ -162,7 +163,7 @@ class Trainer:
         self.limit = -1
         if self.collection.cached is not None:
             apply_planned_bounds(self.collection.cached)
-        batches = self.collection.lookahead(self._stream())
+        batches = self.collection.lookahead(self._stream(), held=self.held)
         try:
             with telling(self.mesh.presence):
                 self._train(batches, outcome)
@@ -251,13 +252,13 @@ class Trainer:
             if batch.ends_epoch:
                 break
         with self.phases("check gradients"):
-            finite = bool(torch.isfinite(total)) and self.collection.finite()
+            finite = bool(torch.isfinite(total)) and self.collection.pipeline.gradients.are_finite()
             send = partial(self.dense.send, finite=finite, stop=self.stop_asked, loss=total)
             waits = bool(self.collection.exchange.pushed_parameters)
             if not waits:
                 send()
         with self.phases("push rows"):
-            self.collection.collect()  # travels beside the dense gradients; applied when all ranks agree
+            self.collection.pipeline.collect()  # travels beside the dense gradients; applied when all ranks agree
         with self.phases("check gradients"):
             if waits:  # for the gradients of weights that are used where rows are
                 send()
@@ -308,7 +309,7 @@ class Trainer:
             self.collection(batch)
         return torch.zeros(())
 
-    def commit(self, fetched: tuple[Batch, ...]) -> None:
+    def commit(self, fetched: tuple[PreparedBatch, ...]) -> None:
         """Collective. Once this is written, in the background, a run can go on from here to the same bits."""
         if self.commits is None:
             return
@@ -316,7 +317,7 @@ class Trainer:
         with self.phases("commit", whole=True):
             self._hand_out()
             self.commits.begin(
-                self, [self.collection.exchange.prefetched(b.ticket) for b in fetched]
+                self, [self.collection.exchange.prefetched(batch.unused) for batch in fetched]
             )
 
     def _hand_out(self) -> None:
@@ -330,7 +331,7 @@ class Trainer:
         found: dict[str, float] = {}
         with self.phases("evaluate", whole=True):
             # On all ranks alike, before servers listen: what is under way may need an answer of theirs.
-            self.collection.updates.settle()
+            self.collection.pipeline.updates.settle()
             if self.mesh.is_server:
                 while announced(self.mesh, False):
                     with torch.no_grad():
@@ -359,9 +360,9 @@ class Trainer:
             # Under bounded staleness the last steps' successors are read meanwhile, as they are in a longer run: a
             # commit holds what was read. So are those by which a cache decides.
             cached = self.collection.cached
-            left += self.collection.consistency.reads_ahead - self.collection.step
+            left += self.collection.opened.reads_ahead - self.collection.step
             left += 0 if cached is None else cached.window
-        held, position, parts = list(self.held), self.position, self.schedule.accumulate
+        position, parts = self.position, self.schedule.accumulate
         while position.epoch < self.num_epochs:
             source = self.data.train
             if self.schedule.progressive:
@@ -380,7 +381,6 @@ class Trainer:
                         return
                     left = None if left is None else left - 1
                 batch.position = Position(position.epoch, number // parts)
-                batch.held = held.pop(0) if held else None
                 yield batch
             position = Position(position.epoch + 1, 0)
 

@@ -1,14 +1,4 @@
-"""Batches made ready ahead of training: the ids of coming batches travel, and their rows become resident,
-while earlier batches compute.
-
-    reader -> prepare (thread, `depth` batches ahead) -> fetch (training thread) -> delay line -> training
-
-The delay line is the whole of bounded staleness: a batch is fetched when it enters and used when it
-leaves, so many updates later. Where tables have several bounds, each fetches what is due by then, whenever the batch
-has come so far.
-
-Where an update is still under way when a batch is handed out, what would be read now, and sees that update, is read
-later: at the next `next()`, once it has landed. The line is as much shorter meanwhile. Reads see what they always do.
+"""Batches prepared ahead by a thread: their ids are sent and their rows pinned while earlier ones compute.
 
 How far ahead: as deep as told, or, with depth "auto", deeper while training waits for reads that were asked for as
 early as the depth allows. Whatever the depth, a window whose rows do not fit memory becomes shallower.
@@ -16,27 +6,60 @@ early as the depth allows. Whatever the depth, a window whose rows do not fit me
 
 from __future__ import annotations
 
-import copy
 import queue
 import threading
 import time
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import chain, repeat
+from typing import Literal
+
+from torch import Tensor
 
 from colonnade import _native
-from colonnade.batch import Batch
+from colonnade.batch import Batch, register_batch
 from colonnade.data.processes import kill_readers
+from colonnade.lookup.contract import LookupContext
 
 SHALLOW, DEEPEST = 2, 64
 STALLED = 0.02  # of the time: worth looking further ahead
 CROWDED = 0.5  # of a table's slots in a window: what is not in it should keep the rest
 LOOKED_AT = 16  # batches between two decisions
-LATE = 2  # steps: reads that are so early leave an update one to travel in, and their own values another
 PATIENCE = 2.0  # seconds, with processes that read what nobody wants any more
+
+Held = tuple[int, Sequence[Mapping[str, Tensor]]]
+"""Steps until a batch's use, and what all ranks had fetched of it: of a commit under bounded staleness."""
+
+
+@dataclass(slots=True)
+class PreparedBatch(Batch):
+    """Batch of a lookahead: its ids were sent, its rows are pinned. It is used once."""
+
+    context: LookupContext | None = field(default=None, repr=False)
+
+    @property
+    def unused(self) -> LookupContext:
+        """Context of a batch that was not used yet."""
+        assert self.context is not None
+        return self.context
+
+    def take_context(self) -> LookupContext | None:
+        """Return the context for the batch's only use; None where it was used."""
+        context, self.context = self.context, None
+        return context
+
+    def _with_moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        moved = Batch._with_moved(self, move)
+        if moved is not self:
+            self.context = None  # the copy has it now
+        return moved
+
+
+register_batch(PreparedBatch)
+NAMES = tuple(each.name for each in fields(Batch))
 
 
 def next_depth(depth: int, *, stalled: float, window: float) -> int:
@@ -63,133 +86,6 @@ class Window:
     closing: threading.Event  # batches that are prepared from here on will be dropped
 
 
-class Lookahead(Iterator[Batch]):
-    """`next()` is the moment of reading: everything applied before it is visible to the batch that is fetched.
-
-    An error while reading or preparing a batch is raised when that batch's turn comes.
-    Where reads are late, one is open at a time: updates land, and evaluations settle, for a collection's newest.
-    With `depth` 0 there is no thread: each batch is prepared when it is asked for. `depth` changes only where
-    `is_alone`: every rank's thread must prepare as many batches as the others' before it stops.
-    """
-
-    def __init__(
-        self,
-        batches: Iterable[Batch],
-        *,
-        prepare: Callable[[Batch], Any],
-        fetch: Callable[[Any, int], None],
-        drop: Callable[[Any], None],
-        window: Window,
-        depth: int | Literal["auto"],
-        bounds: Sequence[int],
-        is_alone: bool = True,
-        land: Callable[[int], int] = lambda count: 0,
-        is_in_order: bool = False,
-    ) -> None:
-        """fetch(ticket, steps before its use). bounds: ascending, in steps; all that tables have, of which the last is
-        when a batch enters the line. land(count): applies the oldest updates that are under way, and says how many are
-        left; none is where a bound is less than `LATE`. is_in_order: `fetch` refuses a batch after one that nobody
-        used."""
-        self._prepared = PreparedBatches(iter(batches), prepare, drop, window, depth, is_alone)
-        self._fetch = fetch
-        self._window = window
-        self._land = land
-        self._is_in_order = is_in_order
-        self._bounds = tuple(bounds)
-        self._bound = bounds[-1]
-        self._line: deque[Batch] = deque()  # fetched, oldest first
-        self._handed: Batch | None = None
-        self._owed = 0  # updates that were under way when a batch was handed out before the reads that see them
-
-    @property
-    def depth(self) -> int:
-        """Batches that are prepared ahead, as it is now."""
-        return self._prepared.depth
-
-    @property
-    def fetched(self) -> tuple[Batch, ...]:
-        """Read but not yet used, oldest first: what a commit has to store under bounded staleness. Collective where
-        reads were put off."""
-        self.catch_up()
-        return tuple(self._line)
-
-    def __next__(self) -> Batch:
-        unused = (
-            self._handed if self._handed is not None and self._handed.ticket is not None else None
-        )
-        self._handed = None
-        if unused is not None and not self._is_in_order:
-            self._prepared.give_back(unused)
-            unused = None
-        try:
-            self._read_due()
-        finally:
-            # Not before: whether the thread has prepared the next one already is another matter on each rank.
-            if unused is not None:
-                self._prepared.give_back(unused)
-        if not self._line:
-            raise StopIteration
-        self._handed = self._line.popleft()
-        return self._handed
-
-    def _read_due(self) -> None:
-        """Make the reads of this call, or put them off until an update has landed."""
-        self.catch_up()
-        if self._line and self._bound >= LATE:
-            self._owed = self._land(0)
-        if not self._owed:
-            self._land(self._land(0))
-            self._read()
-
-    def catch_up(self) -> None:
-        """Collective, training thread: what the newest `next()` put off, before anything that sees newer updates."""
-        owed, self._owed = self._owed, 0
-        if owed:
-            self._land(owed)
-            self._read(1)
-
-    def _read(self, gone: int = 0) -> None:
-        """All that is due. gone: batches that have left the line since it was."""
-        while not self._prepared.is_exhausted and len(self._line) + gone <= self._bound:
-            self._enter(gone)
-        for steps in self._bounds[:-1]:
-            if len(self._line) + gone > steps:
-                self._fetch(self._line[steps - gone].ticket, steps)
-
-    def _enter(self, gone: int) -> None:
-        """The next batch is read, and waits in the line."""
-        batch = self._prepared.take()
-        if batch is None:
-            return
-        before = self._window.stall_seconds()
-        try:
-            self._fetch(batch.ticket, len(self._line) + gone)
-        except BaseException:  # nobody else has it to give up
-            self._prepared.give_back(batch)
-            raise
-        self._prepared.count_stall(self._window.stall_seconds() - before)
-        self._line.append(batch)
-
-    def __enter__(self) -> Lookahead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop the thread and give back what was prepared and not used. Safe to call twice. Reads that the newest
-        `next()` put off until an update had landed are not made: such a lookahead has taken one batch fewer from its
-        source than one without an update under way."""
-        self._owed = 0
-        self._prepared.stop()
-        if self._handed is not None and self._handed.ticket is not None:
-            self._prepared.give_back(self._handed)
-        for batch in self._line:
-            self._prepared.give_back(batch)
-        self._line.clear()
-        self._prepared.join()
-
-
 class PreparedBatches:
     """Batches that a thread prepares while earlier ones compute, `depth` of them before they are taken.
 
@@ -199,14 +95,14 @@ class PreparedBatches:
     def __init__(
         self,
         batches: Iterator[Batch],
-        prepare: Callable[[Batch], Any],
-        drop: Callable[[Any], None],
+        prepare: Callable[[Batch, Held | None], LookupContext],
+        drop: Callable[[LookupContext], None],
         window: Window,
         depth: int | Literal["auto"],
+        held: Sequence[Held],
         is_alone: bool,
     ) -> None:
-        self._batches = batches
-        self._prepare = prepare
+        self._next = partial(_prepare_next, batches, prepare, chain(held, repeat(None)))
         self._drop = drop
         self._window = window
         self.depth = SHALLOW if depth == "auto" else depth
@@ -224,14 +120,11 @@ class PreparedBatches:
         self._permits: queue.Queue[bool] = queue.Queue()
         self._thread: threading.Thread | None = None
 
-    def take(self) -> Batch | None:
+    def take(self) -> PreparedBatch | None:
         """Wait for the next batch; None after the last one. Raises what reading or preparing it raised."""
         if self.depth == 0:
-            batch = _next(self._batches)
-            if batch is None:
-                self.is_exhausted = True
-            else:
-                batch.ticket = self._prepare(batch)
+            batch = self._next()
+            self.is_exhausted = batch is None
             return batch
         if self._thread is None:
             self._start()
@@ -248,7 +141,7 @@ class PreparedBatches:
             self._surplus -= 1
         else:
             self._permits.put(True)  # the thread may prepare one more
-        self.is_exhausted = not isinstance(item, Batch)
+        self.is_exhausted = not isinstance(item, PreparedBatch)
         if isinstance(item, BaseException):
             raise item
         return item
@@ -258,10 +151,10 @@ class PreparedBatches:
         if not self._was_late:
             self._stalled += seconds
 
-    def give_back(self, batch: Batch) -> None:
+    def give_back(self, batch: PreparedBatch) -> None:
         """Drop a batch that nobody will use."""
-        self._drop(batch.ticket)
-        batch.ticket = None
+        if (context := batch.take_context()) is not None:
+            self._drop(context)
 
     def stop(self) -> None:
         """Let the thread end, once it has prepared what it has permits for."""
@@ -286,7 +179,7 @@ class PreparedBatches:
             self._permits.put(True)
         self._thread = threading.Thread(
             target=_run,
-            args=(self._batches, self._prepare, self._permits, self._ready, self._window),
+            args=(self._next, self._permits, self._ready, self._window),
             name="lookahead",
             daemon=True,
         )
@@ -298,7 +191,7 @@ class PreparedBatches:
         """Give back what is ready."""
         while not self._ready.empty():
             item = self._ready.get()
-            if isinstance(item, Batch):
+            if isinstance(item, PreparedBatch):
                 self.give_back(item)
 
     def _adapt(self) -> None:
@@ -337,20 +230,17 @@ class PreparedBatches:
 
 
 def _run(
-    batches: Iterator[Batch],
-    prepare: Callable[[Batch], Any],
+    prepare_next: Callable[[], PreparedBatch | None],
     permits: queue.Queue[bool],
     ready: queue.Queue,
     window: Window,
 ) -> None:
-    """The thread: one batch per permit; None after the last one, or the error."""
+    """Run the thread: one batch per permit; None after the last one, or the error."""
     # Its work is hidden behind training's, which should get the processors.
     _native.limit_threads_here(max(1, _native.num_threads() // 4))
     try:
         while permits.get():
-            batch = _next(batches)
-            if batch is not None:
-                batch.ticket = prepare(batch)
+            batch = prepare_next()
             # Training may be slow to wake and say so itself: the batch after this may wait for this one's rows.
             window.starved.clear()
             ready.put(batch)
@@ -360,7 +250,20 @@ def _run(
         ready.put(error)
 
 
-def _next(batches: Iterator[Batch]) -> Batch | None:
-    """A batch of its own: the caller may hand the same one twice."""
+def _prepare_next(
+    batches: Iterator[Batch],
+    prepare: Callable[[Batch, Held | None], LookupContext],
+    held: Iterator[Held | None],
+) -> PreparedBatch | None:
+    """Prepare the next batch; None after the last one. It is one of its own: the caller may hand the same one twice."""
     batch = next(batches, None)
-    return None if batch is None else copy.copy(batch)
+    if batch is None:
+        return None
+    own = as_prepared(batch)
+    own.context = prepare(own, next(held))
+    return own
+
+
+def as_prepared(batch: Batch) -> PreparedBatch:
+    """Return a copy that can have a context."""
+    return PreparedBatch(**{name: getattr(batch, name) for name in NAMES})

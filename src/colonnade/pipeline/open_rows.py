@@ -1,0 +1,144 @@
+"""Opening of a collection's rows as a plan lays them out: exchange, store and policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from colonnade.comm.mesh import Mesh
+from colonnade.exchange import open_exchange
+from colonnade.exchange.cached import CachedExchange, cached_part
+from colonnade.exchange.exchange import Exchange
+from colonnade.lookup.layout import Declaration
+from colonnade.lookup.views import Slices, slices_of
+from colonnade.plan.plan import Plan
+from colonnade.staleness import of_tables
+from colonnade.store.contract import Backing
+from colonnade.store.dram import DramStore, open_dram
+from colonnade.store.hbm import HbmStore, open_hbm
+from colonnade.store.policies import RowPolicy, check_policies, open_policies
+from colonnade.topology.sharding import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRows:
+    """Rows of a collection on this rank, and how they are reached."""
+
+    plan: Plan
+    mesh: Mesh
+    views: Slices
+    shards: tuple[Shard, ...]
+    """By table as it is laid out: what this rank has of it."""
+    exchange: Exchange
+    store: DramStore | HbmStore
+    policies: Mapping[int, RowPolicy]
+    """By table as it is laid out: who decides which rows are forgotten."""
+    cached: CachedExchange | None
+    """Part of the exchange that keeps copies of rows."""
+    bounds: tuple[int, ...]
+    """Steps that reads of some table are ahead, ascending."""
+
+    @property
+    def reads_ahead(self) -> int:
+        """Steps that the earliest reads are ahead."""
+        return self.bounds[-1]
+
+    def numbers_of(self, table: int) -> tuple[int, ...]:
+        """Return the numbers of a declared table's slices among all that are laid out, from the left."""
+        return self.views.of_table[table]
+
+
+def open_rows(
+    declaration: Declaration,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    seed: int,
+    device: torch.device,
+    backings: Sequence[Backing],
+    policies: Mapping[str, RowPolicy],
+) -> OpenRows:
+    """Collective: lay rows out as planned. device: of the collection, for rows and copies in its memory; backings: by
+    table, for rows that memory has no room for; policies: by table, instead of its own admission and eviction. Raises
+    ConfigError for what cannot work in this world."""
+    is_read = [declaration.is_read(table) for table in declaration.tables]
+    _, late = of_tables(plan.bounds, is_read)
+    names = [each.exchange for each in plan.tables]
+    views = slices_of(declaration, plan.shardings, names, late)
+    laid = views.laid
+    shards = tuple(each.sharding.shard_of(mesh.rank) for each in laid)
+    exchange = open_exchange(
+        views.declaration,
+        mesh,
+        exchanges=[names[each.number] for each in laid],
+        shardings=[each.sharding for each in laid],
+        codecs=plan.codecs,
+        seed=seed,
+        reads_ahead=[late[each.number] for each in laid],
+        towers=plan.towers,
+        caches=[plan.tables[each.number].cache for each in laid],
+        copies_on=device if plan.cache_tier == "hbm" else None,
+    )
+    memory, store = _open_store(views, plan, shards, seed, device, backings)
+    cached = cached_part(exchange.parts, memory)
+    return OpenRows(
+        plan,
+        mesh,
+        views,
+        shards,
+        exchange,
+        store,
+        _open_policies(views, shards, seed, cached, policies),
+        cached,
+        tuple(sorted(set(late))),
+    )
+
+
+def _open_store(
+    views: Slices,
+    plan: Plan,
+    shards: Sequence[Shard],
+    seed: int,
+    device: torch.device,
+    backings: Sequence[Backing],
+) -> tuple[DramStore, DramStore | HbmStore]:
+    """Make room for this rank's rows: in memory and mapped memory, and in its device's above these. Return the store in
+    memory, and the topmost."""
+    planned, laid = plan.tables, views.laid
+    tiers = ["dram" if each.is_hot else planned[each.number].tier for each in laid]
+    memory = open_dram(
+        [each.stored for each in laid],
+        [each.room(planned[each.number].capacity_rows) for each in laid],
+        seed=seed,
+        shards=shards,
+        backings=backings,
+        directories=[
+            Path(plan.mapped.path) if plan.mapped and tier == "mapped" else None for tier in tiers
+        ],
+    )
+    if plan.hbm_bytes is None:
+        return memory, memory
+    slots = [
+        0 if shard.place is None else each.room(planned[each.number].hbm_rows)
+        for shard, each in zip(shards, laid, strict=True)
+    ]
+    return memory, open_hbm(memory, slots, device, seed=seed)
+
+
+def _open_policies(
+    views: Slices,
+    shards: Sequence[Shard],
+    seed: int,
+    cached: CachedExchange | None,
+    by_hand: Mapping[str, RowPolicy],
+) -> dict[int, RowPolicy]:
+    """Open what each table's admission and eviction ask for. by_hand: by table, instead of these."""
+    tables = [each.table for each in views.laid]
+    declared = open_policies(tables, shards, seed=seed)
+    names = [table.name for table in views.declared.tables]
+    overrides = {views.of_table[names.index(name)]: policy for name, policy in by_hand.items()}
+    check_policies(overrides, declared, tables, has_copies=cached.has_copies if cached else [])
+    return declared | {t: policy for (t,), policy in overrides.items()}

@@ -1,0 +1,224 @@
+"""Batches of one collection in flight: ids sent, rows pinned, values fetched, gradients applied.
+
+prepare (lookahead's thread) -> fetch -> values -> backward -> push -> update (all training thread)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colonnade.batch import Batch
+from colonnade.errors import BudgetExceeded, ConfigError
+from colonnade.lookup.contract import LookupContext, PinnedRows, Pushed, RowSource
+from colonnade.pipeline.gradients import StepGradients
+from colonnade.pipeline.lookahead import LATE, Lookahead, Window
+from colonnade.pipeline.open_rows import OpenRows
+from colonnade.pipeline.updates import Update, Updates
+from colonnade.store.contract import RowView
+
+
+@dataclass(slots=True)
+class StepCounter:
+    """Number of updates of a collection, those under way included."""
+
+    value: int = 0
+
+
+class Pipeline:
+    """Batches in flight of an open collection. Methods are collective; `prepare` is called by any one thread, all
+    others by the training thread."""
+
+    def __init__(self, rows: OpenRows, steps: StepCounter) -> None:
+        self.rows, self.steps = rows, steps
+        self.exchange, self.store, self.views = rows.exchange, rows.store, rows.views
+        # Batches, by updates that reads missed: a read for each bound of tables; without what a commit held.
+        self.missed: Counter[int] = Counter()
+        self.updates = Updates(self.exchange, self.store, rows.policies, self.missed)
+        waits = bool(rows.cached or rows.policies or self.exchange.pushed_parameters)
+        may_be_late = rows.bounds[0] >= LATE and rows.mesh.num_ranks > 1
+        # Agreed, for ranks have policies only of tables whose rows they have, and all must call in one order.
+        may_arrive_late = may_be_late and bool(rows.mesh.least(int(not waits)))
+        self.gradients = StepGradients(
+            self.exchange, rows.mesh, self.drop, may_arrive_late=may_arrive_late
+        )
+        self._window = Window(
+            stall_seconds=lambda: self.store.sources.stall_seconds,
+            share=self.store.pinned_share,
+            starved=threading.Event(),
+            crowded=threading.Event(),
+            closing=threading.Event(),
+        )
+
+    def lookahead(
+        self, batches: Iterable[Batch], held: Sequence[tuple[int, Sequence[Mapping[str, Tensor]]]]
+    ) -> Lookahead:
+        """See `EmbeddingCollection.lookahead`. held: for each of the first batches, steps until its use and what all
+        ranks had fetched of it."""
+        self.updates.settle()
+        rows = self.rows
+        lookahead = Lookahead(
+            batches if rows.cached is None else rows.cached.in_sight(batches, self.views),
+            prepare=self.prepare,
+            fetch=self.fetch,
+            drop=self.drop,
+            window=self._window,
+            depth=rows.plan.lookahead,
+            bounds=rows.bounds,
+            held=held,
+            is_alone=rows.mesh.num_ranks == 1,
+            land=self.updates.land,
+            is_in_order=rows.cached is not None,
+        )
+        self.updates.read_by(lookahead)
+        return lookahead
+
+    def prepare(
+        self,
+        batch: Batch,
+        held: tuple[int, Sequence[Mapping[str, Tensor]]] | None = None,
+        *,
+        purpose: str = "route",
+    ) -> LookupContext:
+        """Send a batch's ids; owners make its rows resident and pin them. held: as of `lookahead`. While a lookahead
+        closes, rows that have no room are left out: the context is good for `drop` alone. Raises BudgetExceeded where
+        memory has no room for the rows, IdRangeError and DataError for a batch that cannot be looked up."""
+        context = self._send_ids(batch, purpose)
+        try:
+            if self._pin(context) and held is not None:
+                context.steps_left, fetched = held
+                self.exchange.restore(context, fetched)
+        except BaseException:  # nobody else has it to give up
+            self.drop(context)
+            raise
+        return context
+
+    def _pin(self, context: LookupContext) -> bool:
+        """Pin a batch's rows; return False where a closing lookahead has no room for them."""
+        owned = context.owned
+        while True:
+            releases = self.store.releases
+            try:
+                acquired: tuple[Tensor, Any] = self.store.acquire(
+                    owned.ids, owned.offsets, owned.next_use
+                )
+                slots, job = acquired
+                context.pinned = PinnedRows(slots)
+                context.wait_for_rows = partial(self.store.wait, job)
+                self.exchange.resolve_slots(context, self.store.views())
+                return True
+            except BudgetExceeded:
+                # Rows of batches in flight may leave soon; not if training itself waits for this one.
+                waiting = self._window.starved.is_set()
+                is_main = threading.current_thread() is threading.main_thread()
+                if not (waiting or is_main):
+                    self._window.crowded.set()
+                if self._window.closing.is_set() and not waiting:
+                    return False  # not an error: other ranks' threads wait for this one's ids
+                was_released = self.store.wait_for_release(releases, 0.05)
+                if is_main or (waiting and not was_released and self._window.starved.is_set()):
+                    raise
+
+    def begin(self, batch: Batch) -> LookupContext:
+        """Prepare and fetch a batch that no lookahead prepared. Raises ConfigError where rows are read ahead."""
+        if self.rows.reads_ahead:
+            raise ConfigError(
+                "bounded staleness reads ahead: iterate over collection.lookahead(batches)"
+            )
+        # Not on the group of the lookahead's thread, whose order of calls must stay its own.
+        context = self.prepare(batch, purpose="control")
+        try:
+            self.fetch(context)
+        except BaseException:  # nobody else has it to give up
+            self.drop(context)
+            raise
+        return context
+
+    def fetch(self, context: LookupContext, steps_left: int = 0) -> None:
+        """Read rows that are due so many steps before their use, as they are now."""
+        context.steps_left = steps_left
+        if not self.exchange.due(context):
+            return
+        assert context.pinned is not None
+        context.wait_for_rows()
+        in_place = not self.rows.reads_ahead
+        source = RowSource(self.store.views(), context.pinned.slots, in_place)
+        self.exchange.fetch(context, source, self.steps.value - len(self.updates))
+
+    def read(self, batch: Batch) -> LookupContext:
+        """Fetch a batch for evaluation: it sees every update and leaves no trace; any number of training batches may be
+        in flight."""
+        self.updates.settle()
+        context = self._send_ids(batch, "evaluate")
+        values = self.store.read(context.owned.ids, context.owned.offsets)
+        views = [
+            RowView(rows.data_ptr(), table.width * table.itemsize, table.width, table.dtype)
+            for rows, table in zip(values, self.store.tables, strict=True)
+        ]
+        numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in values]
+        source = RowSource(views, torch.cat(numbers), True, values)
+        self.exchange.fetch(context, source, self.steps.value)
+        return context
+
+    def _send_ids(self, batch: Batch, purpose: str) -> LookupContext:
+        """Send a batch's ids, by the tables as they are laid out."""
+        views = self.views
+        rows = views.looked_up(batch)
+        hot = views.split_hot(rows)
+        context = self.exchange.send_ids(rows if hot is None else hot.batch, purpose)
+        context.hot = hot
+        if views.attending:
+            context.sequence_offsets = views.offsets_of(batch)
+        batch.world_weight = context.batch.weight
+        return context
+
+    def values(
+        self, context: LookupContext, handle: Tensor, device: torch.device
+    ) -> dict[str, Tensor]:
+        """Return what the model declared, of a batch that was fetched: see `Exchange.values`."""
+        values = self.exchange.values(context, handle, device)
+        if self.views.merges_nothing:
+            return values
+        return self.views.seen(
+            values,
+            context.sequence_offsets,
+            context.hot,
+            context.batch.dense,
+            self.exchange.consumers,
+        )
+
+    def collect(self) -> Pushed:
+        """Send what backward recorded since the last step: see `StepGradients.collect`."""
+        return self.gradients.collect(self.steps.value)
+
+    def push(self, optimizers: Tensor, settings: Tensor) -> None:
+        """Send what backward recorded to the rows' owners, apply it once, release the rows.
+
+        Where reads are `LATE` steps early or more it only begins (`updates.py`), unless gradients were waited for
+        (clipping), or a policy or a cache must hear of each update. optimizers (P,) int32, settings (P, 16)
+        float64 by declared part: see `_native.update`."""
+        step = self.steps.value
+        pushed, contexts = self.gradients.hand_over(step)
+        by_part = self.views.by_part
+        self.updates.make(
+            Update(step, pushed, contexts, by_part(optimizers), by_part(settings).clone())
+        )
+        self.steps.value += 1
+
+    def drop(self, context: LookupContext) -> None:
+        """Give a prepared batch up: nothing of it is applied, its rows are unpinned."""
+        self.exchange.drop(context)
+        pinned = context.pinned
+        context.finish()
+        if pinned is not None:
+            try:
+                context.wait_for_rows()  # they may still be on their way into their slots
+            finally:
+                self.store.release(pinned.slots, context.owned.offsets, dirty=False)

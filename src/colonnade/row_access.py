@@ -1,0 +1,92 @@
+"""Rows of an open collection by table and id: read, list, delete, adopt.
+
+Legend: N ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from colonnade.errors import ConfigError, IdRangeError
+from colonnade.exchange.cached import without_copies
+from colonnade.pipeline.open_rows import OpenRows
+from colonnade.store.contract import Rows, RowView
+from colonnade.store.policies import RowRetention
+from colonnade.table import CLOCK_BYTES
+
+PACKED = torch.contiguous_format
+
+
+def table_number(rows: OpenRows, table: str) -> int:
+    """Return the number of a declared table. Raises ConfigError for an unknown one."""
+    names = [each.name for each in rows.views.declared.tables]
+    if table not in names:
+        raise ConfigError(f"unknown table {table!r}; choose from {', '.join(names)}")
+    return names.index(table)
+
+
+def read_weights(rows: OpenRows, table: str, ids: Tensor) -> Tensor:
+    """Implement `EmbeddingCollection.rows`: collective, with the same ids (N,) on every rank."""
+    number = table_number(rows, table)
+    slices, declared = rows.numbers_of(number), rows.views.declared
+    num_rows = rows.views.laid[slices[0]].table.rows
+    unique, inverse = torch.unique(ids, return_inverse=True)
+    if num_rows is not None and len(unique) and not (unique[0] >= 0 and unique[-1] < num_rows):
+        raise IdRangeError(
+            f"table {table!r}: got ids {int(unique[0])} .. {int(unique[-1])}, wanted 0 .. {num_rows - 1}"
+        )
+    width, compute = declared.tables[number].width, declared.compute_dtype
+    weights = torch.zeros(len(unique), width, dtype=compute)
+    for t in slices:
+        laid, shard = rows.views.laid[t], rows.shards[t]
+        is_owned = shard.owns(unique, num_rows)
+        if rows.mesh.rank not in laid.sharding.holders:
+            is_owned[:] = False  # another's copy of a replicated row
+        num_owned = int(is_owned.sum())
+        offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(rows.shards) - t))
+        own = rows.store.read(unique[is_owned].contiguous(), offsets)[t].to(compute)
+        weights[is_owned, slice(*laid.columns)] = own
+    # One rank's values and zeros: exact.
+    return rows.mesh.all_reduce("evaluate", weights).to(declared.dtype)[inverse]
+
+
+def delete_rows(rows: OpenRows, table: str, ids: Tensor) -> None:
+    """Implement `EmbeddingCollection.delete`: with the same ids (N,) on every rank."""
+    for t in without_copies(rows.cached, rows.numbers_of(table_number(rows, table))):
+        own = ids[rows.shards[t].owns(ids, rows.views.laid[t].table.rows)].unique()
+        rows.store.delete(t, own)
+        policy = rows.policies.get(t)
+        if isinstance(policy, RowRetention):
+            policy.drop(own)
+
+
+def scan_rows(rows: OpenRows, table: str) -> Iterator[Rows]:
+    """Implement `EmbeddingCollection.scan`."""
+    for t in rows.numbers_of(table_number(rows, table)):
+        kind = rows.views.laid[t].table
+        for ids, records in rows.store.scan(t):
+            # Copied even where one row is contiguous already: its clock may lie at any byte.
+            weights = records[:, : kind.width * kind.itemsize].clone(memory_format=PACKED)
+            clocks = records[:, -CLOCK_BYTES:].clone(memory_format=PACKED)
+            yield Rows(
+                ids,
+                weights.view(rows.views.declared.dtype),
+                clocks.view(torch.int64).flatten(),
+            )
+
+
+def adopt_rows(rows: OpenRows, t: int, ids: Tensor, records: Tensor, step: int) -> None:
+    """Admit rows of slice t that were loaded from elsewhere, between steps; others may be evicted for them. ids (N,)
+    unique; records (N, record_bytes) uint8; step: updates made before."""
+    policy = rows.policies.get(t)
+    if not isinstance(policy, RowRetention):
+        return
+    norms, table = None, rows.views.laid[t].table
+    if policy.reads_norms:
+        every = torch.arange(len(ids), dtype=torch.int32)
+        view = RowView(records.data_ptr(), table.record_bytes, table.width, table.dtype)
+        norms = rows.exchange.squared_norms(view, every)
+    rows.store.delete(t, policy.adopt(ids, step, norms).unique())
