@@ -26,8 +26,8 @@ from colonnade.pipeline.lookahead import Lookahead
 from colonnade.pipeline.open_rows import open_rows
 from colonnade.pipeline.pipeline import Pipeline, StepCounter
 from colonnade.pipeline.prepared_batches import Held, PreparedBatch
+from colonnade.pipeline.row_access import delete_rows, read_weights, scan_rows
 from colonnade.plan.plan import Plan, build_plan
-from colonnade.row_access import delete_rows, read_weights, scan_rows
 from colonnade.row_state import StatefulRows
 from colonnade.single_caller import one_at_a_time, run_eagerly
 from colonnade.store.contract import Backing, Rows

@@ -33,7 +33,6 @@ LEVELS = [
     {"plan.towers"},
     {"plan"},
     {"pipeline"},
-    {"row_access"},
     {"row_state"},
     {"embedding"},
     {"row_optimizer"},

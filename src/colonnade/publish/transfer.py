@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from colonnade.checkpoint.fingerprint import dense_weights
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, DataError, IdRangeError
+from colonnade.pipeline.row_access import adopt_rows
 from colonnade.publish.exported import ExportedTable, read_dense, read_export
-from colonnade.row_access import adopt_rows
 from colonnade.store.records import fresh_records
 from colonnade.store.row_file import open_row_file
 from colonnade.store.table_shards import RecordShape
