@@ -19,14 +19,13 @@ from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
 from colonnade.interaction import Interaction
 from colonnade.lookup.layout import declare
-from colonnade.lookup.mapped_lookup import MappedLookup
 from colonnade.lookup.views import slices_of
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.pipeline.lookahead import Lookahead
 from colonnade.pipeline.open_rows import open_rows
 from colonnade.pipeline.pipeline import Pipeline, StepCounter
 from colonnade.pipeline.prepared_batches import Held, PreparedBatch
-from colonnade.pipeline.row_access import delete_rows, read_weights, scan_rows
+from colonnade.pipeline.row_access import MappedLookup, delete_rows, read_weights, scan_rows
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.row_state import StatefulRows
 from colonnade.single_caller import one_at_a_time, run_eagerly

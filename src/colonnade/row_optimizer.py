@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, NonFiniteError
-from colonnade.exchange.flush import Before, settled
+from colonnade.exchange.cached_state import Before, settled
 from colonnade.pipeline.gradients import StepGradients
 from colonnade.single_caller import caller_of
 

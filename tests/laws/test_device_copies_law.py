@@ -29,7 +29,7 @@ from colonnade import (
 from colonnade.cache.copies import DeviceCopies
 from colonnade.exchange import cached_state
 from colonnade.exchange.cached import TableCache
-from colonnade.exchange.flush import apply_planned_bounds
+from colonnade.exchange.cached_state import apply_planned_bounds
 from colonnade.staleness import RowClock, row_clock
 
 BOUNDS = [row_clock(6), RowClock(0, 3), row_clock(0), RowClock(2, 0)]

@@ -40,7 +40,7 @@ from colonnade.cache.copies import DeviceCopies
 from colonnade.config.run import build_config, override
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached import TableCache
-from colonnade.exchange.flush import apply_planned_bounds
+from colonnade.exchange.cached_state import apply_planned_bounds
 from colonnade.run import run as runs
 from colonnade.run.run import open_run
 from colonnade.staleness import RowClock, row_clock

@@ -16,8 +16,7 @@ from colonnade.checkpoint.fingerprint import dense_weights, fingerprint
 from colonnade.checkpoint.header import FORMAT
 from colonnade.checkpoint.states import load_state
 from colonnade.checkpoint.stores import shardings_of
-from colonnade.exchange.cached_state import state
-from colonnade.exchange.flush import Before
+from colonnade.exchange.cached_state import Before, state
 from colonnade.formats import stamp
 from colonnade.store.policies import RowRetention
 from colonnade.store.table_shards import RecordShape

@@ -1,5 +1,5 @@
-"""Layout of an exchange of bags: which columns each rank sends, what arrives at the samples, and which bags are divided
-where. Pure.
+"""Exchange of bags as values: which columns each rank sends, what arrives at the samples, which bags are divided where;
+and what a batch needs of it.
 
 Legend: C columns of lookups, W columns of all fields side by side.
 """
@@ -15,6 +15,9 @@ from torch import Tensor
 from colonnade.batch import Batch
 from colonnade.errors import ConfigError, DataError
 from colonnade.exchange.operator_cut import result_width
+from colonnade.exchange.operators import Attended, Partials
+from colonnade.exchange.rows import RowsLookup
+from colonnade.lookup.contract import PartLookup
 from colonnade.lookup.fields import Columns, Fields, Key, Run, runs_of
 from colonnade.lookup.layout import (
     Consumption,
@@ -27,6 +30,7 @@ from colonnade.lookup.layout import (
 )
 from colonnade.table import POOLINGS
 from colonnade.topology.sharding import Sharding
+from colonnade.wire.transport import InnerTransport, LastTransport, PendingTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,3 +284,51 @@ def _share_of_mean(
     shares = 1 / (divisors if pooling == "mean" else divisors.sqrt())
     shares = shares.repeat_interleave(lengths)
     return shares if weights is None else shares * weights.to(dtype)
+
+
+@dataclass(slots=True)
+class EvaluatedBatch:
+    """What a rank keeps of a batch between sending values and their gradients."""
+
+    pooled: Tensor | None = None  # (G, W_o), where owners evaluate operators
+    partials: list[Partials] = field(default_factory=list)  # by turn
+    versions: list[int] | None = None  # of the operators' weights then
+    gathered: list[Tensor] | None = None  # by turn: what waits inside a tower for its use
+    sequence_rows: list[Tensor] = field(default_factory=list)  # of attended sequences, (E, D)
+    attended: dict[str, Attended] = field(default_factory=dict)  # by consumer
+    row_gradients: dict[int, Tensor] = field(default_factory=dict)  # by field of such a sequence
+
+
+@dataclass(slots=True)
+class BagReads:
+    """What the samples' rank reads: a transfer on its way, or all columns."""
+
+    pending: PendingTransfer | None = None
+    total: Tensor | None = None  # (B, W)
+
+
+@dataclass(slots=True)
+class BagsLookup(PartLookup):
+    """One batch whose bags are pooled by owners. `lookups` are all ranks' of rows here; in a tower, all peers'."""
+
+    sizes: list[int] = field(default_factory=list)  # samples by rank
+    requested: Lookups | None = None  # of this rank's own samples
+    reads: BagReads | None = None
+    evaluation: EvaluatedBatch = field(default_factory=EvaluatedBatch)
+    inner: RowsLookup | None = None  # of rows that are requested once a tower
+
+
+@dataclass(frozen=True, slots=True)
+class InnerHop:
+    """Hop that ends inside a tower."""
+
+    transport: InnerTransport
+
+
+@dataclass(frozen=True, slots=True)
+class LastHop:
+    """Hop that ends at the samples' ranks."""
+
+    transport: LastTransport
+    columns: Columns  # at its senders
+    sent: Columns  # what they send: columns, or partials of some

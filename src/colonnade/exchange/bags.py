@@ -27,7 +27,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,10 +37,16 @@ from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import WorldError
 from colonnade.exchange import prefetched_bags
-from colonnade.exchange.attention import RemoteAttention
-from colonnade.exchange.bag_layout import BagLayout, collect_bags
-from colonnade.exchange.bag_lookup import BagReads, BagsLookup, Evaluation, InnerHop, LastHop
-from colonnade.exchange.operators import Operators
+from colonnade.exchange.bag_layout import (
+    BagLayout,
+    BagReads,
+    BagsLookup,
+    EvaluatedBatch,
+    InnerHop,
+    LastHop,
+    collect_bags,
+)
+from colonnade.exchange.operators import Operators, RemoteAttention
 from colonnade.exchange.row_owner import RowOwner, gather, owned_rows, soonest_use
 from colonnade.exchange.rows import RowsExchange
 from colonnade.lookup.contract import (
@@ -60,6 +65,7 @@ from colonnade.wire import bags
 from colonnade.wire.coding import Coding
 from colonnade.wire.id_distribution import SAMPLES, counted, exchange_messages
 from colonnade.wire.owner_map import Deal
+from colonnade.wire.tower_transport import PeerTransport
 from colonnade.wire.transport import PendingTransfer
 
 CPU = torch.device("cpu")
@@ -69,6 +75,7 @@ class BagsExchange:
     """One rank's side of an exchange of bags."""
 
     counts_norm = True
+    cancel = after_update = None
 
     def __init__(
         self,
@@ -112,7 +119,6 @@ class BagsExchange:
     # ---- ids
 
     def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
-        """See the contract."""
         layout, owner = self.layout, self.owner
         lookups = collect_bags(batch, layout)
         codes = None
@@ -190,9 +196,6 @@ class BagsExchange:
             self.dtype,
         )
 
-    def cancel(self, request: LookupRequest) -> None:
-        """See the contract: a request leaves nothing behind."""
-
     def resolve_slots(self, lookup: BagsLookup, views: Sequence[RowView]) -> None:
         """Local, any thread: find the slot of each lookup, or of each row that was asked of this rank."""
         if self.tower is not None and lookup.inner is not None:
@@ -243,8 +246,9 @@ class BagsExchange:
     def _send(self, lookup: BagsLookup, block: Tensor) -> None:
         """Send a block of what this rank pooled over all hops, or until it waits for its use."""
         sizes, tag = lookup.sizes, counted(lookup.batch.purpose, "fetch")
-        hops = [*(hop.transport for hop in self.inner_hops), self.last_hop.transport]
-        blocks = hops[0].split(block, sizes)
+        blocks: Iterable[Tensor] = [block]
+        if isinstance(self.last_hop.transport, PeerTransport) and not self.inner_hops:
+            blocks = self.last_hop.transport.split(block, sizes)
         for hop in self.inner_hops:
             blocks = hop.transport.receive(hop.transport.send(blocks, sizes, tag), sizes)
         if self.waits_in_tower and not lookup.batch.is_evaluated:
@@ -303,7 +307,6 @@ class BagsExchange:
         return total
 
     def pooled(self, lookup: BagsLookup, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
-        """See the contract."""
         total = self.total(lookup)
         self._divide(lookup, total)
         dtype, tensors = self.declaration.output_dtype, []
@@ -333,7 +336,6 @@ class BagsExchange:
     def begin_push(
         self, lookup: BagsLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
-        """See the contract."""
         total = self._gradients(lookup, gradients)
         last = self.last_hop.transport
         pending = last.send_back_total(total, lookup.sizes, step, number)
@@ -350,8 +352,7 @@ class BagsExchange:
             blocks = self.operators.gradients(blocks, last.sent, last.columns, kept.partials)
         for hop in reversed(self.inner_hops):
             blocks = hop.transport.receive_back(hop.transport.send_back(blocks, sizes), sizes)
-        hops = [*(hop.transport for hop in self.inner_hops), last.transport]
-        received = hops[0].join(iter(blocks), sizes)
+        received = torch.cat(list(blocks)[::-1])  # several turns where rows are pooled for peers
         if not self.share.order:
             none = torch.empty(0, dtype=torch.int32)
             source = _native.RowGradients(received.data_ptr(), none, self.owner.native.compute)
@@ -396,28 +397,19 @@ class BagsExchange:
             before = kept.row_gradients.get(attention.sequence)
             kept.row_gradients[attention.sequence] = of_rows if before is None else before + of_rows
 
-    def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
-    ) -> None:
-        """See the contract."""
-        self.owner.update(store, pushed, optimizers, settings)
-
     def drop(self, lookup: BagsLookup) -> None:
-        """See the contract."""
         if lookup.reads is not None and lookup.reads.pending is not None:
             lookup.reads.pending.wait()
-        lookup.reads, lookup.evaluation = None, Evaluation()
+        lookup.reads, lookup.evaluation = None, EvaluatedBatch()
         if self.tower is not None and lookup.inner is not None:
             self.tower.drop(lookup.inner)
 
     # ---- commits
 
     def has_values(self, lookup: BagsLookup) -> bool:
-        """See the contract."""
         return lookup.reads is not None or lookup.evaluation.gathered is not None
 
     def prefetched(self, lookup: BagsLookup) -> dict[str, Tensor]:
-        """See the contract."""
         layout, rank = self.layout, self.mesh.rank
         if self.keeps_pooled:
             return prefetched_bags.hold_pooled(lookup, layout, rank)
@@ -426,7 +418,6 @@ class BagsExchange:
         return prefetched_bags.hold_sums(self.total(lookup), layout)
 
     def restore(self, lookup: BagsLookup, held: Sequence[Mapping[str, Tensor]]) -> None:
-        """See the contract."""
         layout, rank = self.layout, self.mesh.rank
         if self.keeps_pooled:
             assert self.operators is not None
@@ -436,6 +427,7 @@ class BagsExchange:
         elif self.waits_in_tower:
             columns, transport = self.last_hop.columns, self.last_hop.transport
             samples = prefetched_bags.restore_gathered(lookup, layout, columns, self.peers, held)
+            assert isinstance(transport, PeerTransport)
             lookup.evaluation.gathered = list(transport.split(samples, lookup.sizes))
         else:
             widths = self.owner.widths

@@ -12,7 +12,7 @@ Legend: T tables, N ranks, U unique rows of this rank's batch, W rows it names t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ from colonnade.lookup.contract import (
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.kernels import NOWHERE, Kernels
+from colonnade.lookup.kernels import Kernels
 from colonnade.lookup.layout import Declaration
 from colonnade.lookup.row_layout import RowLayout, row_layout
 from colonnade.lookup.views import Slices
@@ -170,6 +170,8 @@ class CachedExchange:
         self.declaration, self.mesh = declaration, mesh
         self.owner, self.deal, self.outputs = self.rows.owner, self.rows.deal, self.rows.outputs
         self.widths, self.exactness = self.owner.widths, self.rows.exactness
+        self.pooled, self.has_values = self.rows.pooled, self.rows.has_values
+        self.prefetched, self.restore = self.rows.prefetched, self.rows.restore
         self.has_copies = [each is not None for each in caches]
         none = TableCache(0, RowClock(0, 0))
         self.caches = [each or none for each in caches]
@@ -221,7 +223,6 @@ class CachedExchange:
         return max(self.windows)
 
     def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
-        """See the contract."""
         if purpose == "evaluate":
             return self.rows.build_requests(batch, purpose)
         seen = None
@@ -304,7 +305,6 @@ class CachedExchange:
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
     ) -> PartLookup:
-        """See the contract."""
         if batch.is_evaluated:
             return self.rows.serve_requests(request, received, batch)
         plan, flight, owner = request.plan, request.transfer, self.owner
@@ -334,7 +334,6 @@ class CachedExchange:
         return CachedLookup(batch, request.lookups, plan, owned, owner_plan, transfer=flight)
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
-        """See the contract."""
         slots = lookup.slots
         lookup.pinned = PinnedRows(slots, gather(slots, lookup.owner_plan.inverse))
 
@@ -384,22 +383,6 @@ class CachedExchange:
             kernels, kernels.place(lookup.lookups, views, by_lookup), self.copies
         )
 
-    def pooled(self, lookup: Any, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
-        """See the contract."""
-        return self.rows.pooled(lookup, into)
-
-    def has_values(self, lookup: Any) -> bool:
-        """See the contract."""
-        return lookup.reads is not None
-
-    def prefetched(self, lookup: Any) -> dict[str, Tensor]:
-        """See the contract."""
-        return self.rows.prefetched(lookup)
-
-    def restore(self, lookup: Any, held: Sequence[Mapping[str, Tensor]]) -> None:
-        """See the contract."""
-        self.rows.restore(lookup, held)
-
     def _receive(self, flight: CacheTransfer, placed: Tensor) -> None:
         """Collective: records travel to the copies."""
         assert flight.serving is not None and flight.sent is not None and flight.fresh is not None
@@ -433,7 +416,6 @@ class CachedExchange:
     def begin_push(
         self, lookup: PartLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
-        """See the contract."""
         assert isinstance(lookup, CachedLookup) and lookup.transfer is not None
         flight, reads = lookup.transfer, lookup.reads
         assert reads is not None
@@ -472,11 +454,8 @@ class CachedExchange:
             _native.RowGradients(received.data_ptr(), index, self.owner.native.compute), (received, index, plan),
         )  # fmt: skip
 
-    def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
-    ) -> None:
-        """The owner's rows, then this rank's copies of those that its batch used."""
-        self.owner.update(store, pushed, optimizers, settings)
+    def after_update(self, optimizers: Tensor, settings: Tensor) -> None:
+        """Update this rank's copies of the rows that its batch used, after the owners' rows."""
         flight = self._flights[0]
         assert flight.fresh is not None
         # Counted here: a batch that was read may yet be dropped.
@@ -523,7 +502,6 @@ class CachedExchange:
         self._undo(lookup.transfer)
 
     def cancel(self, request: LookupRequest) -> None:
-        """See the contract."""
         if request.transfer is not None:
             self._undo(request.transfer)
 

@@ -134,7 +134,8 @@ class Exchange:
             ]
         except BaseException:
             for part, request in zip(self.parts, requests, strict=False):
-                part.cancel(request)
+                if part.cancel is not None:
+                    part.cancel(request)
             raise
         return LookupContext(info, lookups, self._all_owned([each.owned for each in lookups]))
 
@@ -247,7 +248,9 @@ class Exchange:
     ) -> None:
         """Local: apply gradients to pinned rows of this rank's store: see `_native.update`."""
         for part, own in zip(self.parts, self._of_parts(pushed), strict=True):
-            part.update(store, own, optimizers, settings)
+            part.owner.update(store, own, optimizers, settings)
+            if part.after_update is not None:
+                part.after_update(optimizers, settings)
 
     def squared_norms(self, rows: RowView, slots: Tensor) -> Tensor:
         """Local: return sums of squares of the weights of rows that are stored there, (len(slots),)."""

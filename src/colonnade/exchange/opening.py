@@ -14,9 +14,13 @@ import torch
 from colonnade.comm.mesh import TRAINING, Mesh
 from colonnade.comm.process_groups import tower_mesh
 from colonnade.errors import ConfigError
-from colonnade.exchange.attention import RemoteAttention
-from colonnade.exchange.bag_layout import BagLayout, evaluated_fields, lay_out_bags
-from colonnade.exchange.bag_lookup import InnerHop, LastHop
+from colonnade.exchange.bag_layout import (
+    BagLayout,
+    InnerHop,
+    LastHop,
+    evaluated_fields,
+    lay_out_bags,
+)
 from colonnade.exchange.bags import BagsExchange
 from colonnade.exchange.cached import CachedExchange, TableCache
 from colonnade.exchange.exchange import Exchange
@@ -28,7 +32,7 @@ from colonnade.exchange.operator_cut import (
     tower_of,
     towers_of_fields,
 )
-from colonnade.exchange.operators import Operators
+from colonnade.exchange.operators import Operators, RemoteAttention
 from colonnade.exchange.replicated import ReplicatedExchange
 from colonnade.exchange.rows import RowsExchange
 from colonnade.interaction import TargetAttention

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import CheckpointError
-from colonnade.exchange.bag_layout import BagLayout
-from colonnade.exchange.bag_lookup import BagReads, BagsLookup, LastHop
+from colonnade.exchange.bag_layout import BagLayout, BagReads, BagsLookup, LastHop
 from colonnade.exchange.operators import Operators
 from colonnade.exchange.prefetched import Held, gather_held_values, held_rows, other_exchange
 from colonnade.lookup.fields import Columns

@@ -9,7 +9,7 @@ Legend: T tables, N ranks, U unique rows of this rank, O rows that some rank ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from colonnade.lookup.contract import (
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.kernels import NOWHERE
 from colonnade.lookup.layout import Declaration
 from colonnade.lookup.row_layout import row_layout
 from colonnade.store.contract import RowView
@@ -44,7 +43,7 @@ class ReplicatedExchange:
     block, `served` all ranks' as they come here.
     """
 
-    operators = None
+    operators = cancel = after_update = None
 
     def __init__(self, declaration: Declaration, mesh: Mesh, coding: Coding = AS_IT_IS) -> None:
         self.mesh, self.counts_norm = mesh, mesh.rank == 0
@@ -53,9 +52,14 @@ class ReplicatedExchange:
         )
         self.declaration, self.outputs = declaration, self.rows.outputs
         self.owner, self.exactness = self.rows.owner, self.rows.exactness
+        self.pooled, self.drop, self.has_values = (
+            self.rows.pooled,
+            self.rows.drop,
+            self.rows.has_values,
+        )
+        self.prefetched, self.restore = self.rows.prefetched, self.rows.restore
 
     def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
-        """See the contract."""
         owner = self.owner
         lookups, plan, codes = self.rows.plan_batch(batch)
         message = np.empty(0, np.uint8)
@@ -70,7 +74,6 @@ class ReplicatedExchange:
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
     ) -> RowsLookup:
-        """See the contract."""
         plan, owner = request.plan, self.owner
         assert plan is not None
         if batch.is_evaluated:
@@ -84,9 +87,6 @@ class ReplicatedExchange:
         )
         messages = self.rows.lay_out(self._own_counts(plan), requests.counts, requests.ids)
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
-
-    def cancel(self, request: LookupRequest) -> None:
-        """See the contract: a request leaves nothing behind."""
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
         """Local, any thread: find the slot of each of this rank's unique rows."""
@@ -114,10 +114,6 @@ class ReplicatedExchange:
         index = layout.rank_major(self.owner.widths)
         lookup.reads = self.rows.receive(lookup, values, index)
 
-    def pooled(self, lookup: RowsLookup, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
-        """See the contract."""
-        return self.rows.pooled(lookup, into)
-
     def begin_push(
         self, lookup: RowsLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
@@ -126,28 +122,6 @@ class ReplicatedExchange:
             gradients = self.owner.native.zeros(lookup.lookups)
         sums = self.rows.sum_rows(lookup, gradients)
         return self.rows.send_sums(lookup, sums, step, number, to_all=True)
-
-    def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
-    ) -> None:
-        """See the contract."""
-        self.owner.update(store, pushed, optimizers, settings)
-
-    def drop(self, lookup: RowsLookup) -> None:
-        """See the contract."""
-        self.rows.drop(lookup)
-
-    def has_values(self, lookup: RowsLookup) -> bool:
-        """See the contract."""
-        return self.rows.has_values(lookup)
-
-    def prefetched(self, lookup: RowsLookup) -> dict[str, Tensor]:
-        """See the contract."""
-        return self.rows.prefetched(lookup)
-
-    def restore(self, lookup: RowsLookup, held: Sequence[Mapping[str, Tensor]]) -> None:
-        """See the contract."""
-        self.rows.restore(lookup, held)
 
     def _own_counts(self, plan: Any) -> np.ndarray:
         """Return this rank's unique rows by rank and table, (N, T), as if each had been asked of itself."""

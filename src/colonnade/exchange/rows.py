@@ -40,11 +40,10 @@ from colonnade.lookup.row_layout import RowLayout, row_layout
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import Sharding, row_wise_in
-from colonnade.wire.coding import AS_IT_IS, Coding
+from colonnade.wire.coding import AS_IT_IS, Coding, RowCodec
 from colonnade.wire.id_distribution import counted
 from colonnade.wire.owner_map import deal
 from colonnade.wire.packing import pack_requests, unpack_requests
-from colonnade.wire.row_messages import RowCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +90,7 @@ class RowsExchange:
 
     operators = None
     counts_norm = True
+    cancel = after_update = None
 
     def __init__(
         self,
@@ -110,7 +110,6 @@ class RowsExchange:
         self.exactness = coding.exactness(BITWISE, declaration.dtype, self.num_ranks)
 
     def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
-        """See the contract."""
         lookups, plan, codes = self.plan_batch(batch)
         return LookupRequest(self.pack(plan, codes), lookups, plan, codes)
 
@@ -134,7 +133,6 @@ class RowsExchange:
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
     ) -> RowsLookup:
-        """See the contract."""
         plan = request.plan
         assert plan is not None
         blocks = self.deal.blocks(plan)
@@ -150,9 +148,6 @@ class RowsExchange:
         )
         messages = self.lay_out(counts, requests.counts, requests.ids)
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
-
-    def cancel(self, request: LookupRequest) -> None:
-        """See the contract: a request leaves nothing behind."""
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
         """Local, any thread: find the slot of each request, and the order in which the update finds rows quickly."""
@@ -231,7 +226,6 @@ class RowsExchange:
         return FetchedRows(native, placed, values, arrival, index)
 
     def pooled(self, lookup: RowsLookup, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
-        """See the contract."""
         reads = lookup.reads
         assert reads is not None
         reads.wait()
@@ -240,7 +234,6 @@ class RowsExchange:
     def begin_push(
         self, lookup: RowsLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
-        """See the contract."""
         kernels = self.owner.native if lookup.reads is None else lookup.reads.kernels
         if gradients is None:
             gradients = kernels.zeros(lookup.lookups)
@@ -291,20 +284,12 @@ class RowsExchange:
 
         return finish
 
-    def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
-    ) -> None:
-        """See the contract."""
-        self.owner.update(store, pushed, optimizers, settings)
-
     def drop(self, lookup: RowsLookup) -> None:
-        """See the contract."""
         if lookup.reads is not None:
             lookup.reads.wait()
         lookup.reads = None
 
     def has_values(self, lookup: RowsLookup) -> bool:
-        """See the contract."""
         return lookup.reads is not None
 
     def prefetched(self, lookup: RowsLookup) -> dict[str, Tensor]:
@@ -323,7 +308,6 @@ class RowsExchange:
         }
 
     def restore(self, lookup: RowsLookup, held: Sequence[Mapping[str, Tensor]]) -> None:
-        """See the contract."""
         parts = held_rows(held)
         unique, offsets = torch.as_tensor(lookup.plan.unique_ids), self.table_offsets(lookup)
         blocks, indices, start = [], [], 0

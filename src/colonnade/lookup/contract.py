@@ -278,6 +278,14 @@ class ExchangePart(Protocol[Lookup]):
     counts_norm: bool
     """Whether this rank's sums count towards the gradient norm: once where all ranks have the same."""
 
+    @property
+    def cancel(self) -> Callable[[LookupRequest], None] | None:
+        """Local: undo what the newest request decided; it will not be used, served or not. None: nothing to undo."""
+
+    @property
+    def after_update(self) -> Callable[[Tensor, Tensor], None] | None:
+        """Local: called with optimizers and settings (`_native.update`) once owned rows were updated. None: nothing."""
+
     def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
         """Local: check a batch; everything that can be wrong with it is noticed here. Raises IdRangeError, DataError,
         NonFiniteError."""
@@ -288,10 +296,6 @@ class ExchangePart(Protocol[Lookup]):
     ) -> Lookup:
         """Local, but collective inside a tower where rows are requested once a tower. received: by rank, what its
         `build_requests` made for this one (world of one: []). Raises WorldError for any other message."""
-        ...
-
-    def cancel(self, request: LookupRequest) -> None:
-        """Local: undo what the newest request decided; it will not be used, served or not."""
         ...
 
     def resolve_slots(self, lookup: Lookup, views: Sequence[RowView]) -> None:
@@ -313,12 +317,6 @@ class ExchangePart(Protocol[Lookup]):
         """Begin to send gradients (by output; None: zeros) to the rows' owners; what it returns ends that, collective,
         too, and may be called after the next push has begun. step: updates made before, number: of the batch in its
         step, which codecs draw their random bits from."""
-        ...
-
-    def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
-    ) -> None:
-        """Local: apply gradients to pinned rows of this rank's store: see `_native.update`."""
         ...
 
     def drop(self, lookup: Lookup) -> None:

@@ -18,10 +18,9 @@ from torch import Tensor
 from colonnade.batch import Batch
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.lookup.contract import LookupContext, PinnedRows, Pushed, RowSource
-from colonnade.pipeline.gradients import StepGradients
+from colonnade.pipeline.gradients import StepGradients, Update, Updates
 from colonnade.pipeline.lookahead import LATE, Lookahead, Window
 from colonnade.pipeline.open_rows import OpenRows
-from colonnade.pipeline.updates import Update, Updates
 from colonnade.store.contract import RowView
 
 
@@ -201,7 +200,7 @@ class Pipeline:
     def push(self, optimizers: Tensor, settings: Tensor) -> None:
         """Send what backward recorded to the rows' owners, apply it once, release the rows.
 
-        Where reads are `LATE` steps early or more it only begins (`updates.py`), unless gradients were waited for
+        Where reads are `LATE` steps early or more it only begins (`gradients.py`), unless gradients were waited for
         (clipping), or a policy or a cache must hear of each update. optimizers (P,) int32, settings (P, 16)
         float64 by declared part: see `_native.update`."""
         step = self.steps.value

@@ -24,7 +24,7 @@ from colonnade.data.batches import batches_of, no_samples
 from colonnade.data.contract import Position, Source, Splits
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, DataError, NonFiniteError
-from colonnade.exchange.flush import apply_planned_bounds
+from colonnade.exchange.cached_state import apply_planned_bounds
 from colonnade.pipeline.lookahead import Lookahead
 from colonnade.pipeline.prepared_batches import Held, PreparedBatch
 from colonnade.row_optimizer import RowOptimizer

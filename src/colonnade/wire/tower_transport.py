@@ -103,14 +103,6 @@ class TowerTransport:
         self.scope = Scope(size)
         open_scopes(mesh, size)
 
-    def split(self, block: Tensor, sizes: Sequence[int]) -> Iterable[Tensor]:
-        """See the contract: turns are cut while it is sent."""
-        return [block]
-
-    def join(self, gradients: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """See the contract."""
-        return next(gradients)
-
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
         """Send block (G, P): to each local rank the samples of its peers."""
         (block,) = blocks
@@ -209,11 +201,6 @@ class PeerTransport:
         counts = [turn.num_samples for turn in self._turns(sizes)]
         return block[: sum(counts)].split(counts)
 
-    def join(self, gradients: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Return (M, W)."""
-        blocks = list(gradients)
-        return torch.cat(blocks[::-1])
-
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
         """Send (m, Y) for each turn, contiguous: what leaves the tower, for its peers' samples."""
         codec, parts = CODECS[self.coding.codecs.values], []
@@ -231,7 +218,6 @@ class PeerTransport:
         return together(parts)
 
     def add(self, pending: PendingTransfer, total: Tensor) -> None:
-        """See the contract."""
         size = len(total)
         # Turns are the same whatever the sizes: towers are told from the order of the parts.
         others = tuple(tower for tower in range(len(self.carried)) if tower != self.tower)

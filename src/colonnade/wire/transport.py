@@ -65,16 +65,8 @@ class Transport(Protocol):
     roundings: int
     """By a codec, of a value on its way over this hop."""
 
-    def split(self, block: Tensor, sizes: Sequence[int]) -> Iterable[Tensor]:
-        """Local: cut what the first hop begins with into the blocks of its turns."""
-        ...
-
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
         """Send a block for each turn; one is taken from `blocks` when that before it has left."""
-        ...
-
-    def join(self, gradients: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Local: put gradients of the blocks of `split` together, the last turn first."""
         ...
 
 
@@ -169,27 +161,16 @@ class LocalTransport:
         (self.runs,) = runs_of([sent.starts.items()], whole)
         self.is_whole = list(sent.dims.items()) == list(whole.dims.items())
 
-    def split(self, block: Tensor, sizes: Sequence[int]) -> Iterable[Tensor]:
-        """See the contract."""
-        return [block]
-
-    def join(self, gradients: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """See the contract."""
-        return next(gradients)
-
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
-        """See the contract."""
         (block,) = blocks
         return PendingTransfer(block)
 
     def add(self, pending: PendingTransfer, total: Tensor) -> None:
-        """See the contract."""
         add_runs(pending.received, total, self.runs)
 
     def send_back_total(
         self, total: Tensor, sizes: Sequence[int], step: int, number: int
     ) -> PendingTransfer:
-        """See the contract."""
         if self.is_whole:
             return PendingTransfer(total)
         block = empty(len(total), self.sent.width, dtype=self.dtype)
@@ -197,7 +178,6 @@ class LocalTransport:
         return PendingTransfer(block)
 
     def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """See the contract."""
         yield pending.received
 
 
@@ -218,14 +198,6 @@ class WorldTransport:
         self.roundings = max((route.roundings for route in self.routes), default=1)
         self.runs = [runs_of([each.columns.starts.items()], self.sent)[0] for each in self.routes]
 
-    def split(self, block: Tensor, sizes: Sequence[int]) -> Iterable[Tensor]:
-        """See the contract: there is one turn."""
-        return [block]
-
-    def join(self, gradients: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """See the contract."""
-        return next(gradients)
-
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
         """See the contract: one block (G, P)."""
         (block,) = blocks
@@ -240,14 +212,12 @@ class WorldTransport:
         return together(parts)
 
     def add(self, pending: PendingTransfer, total: Tensor) -> None:
-        """See the contract."""
         for route, part in zip(self.routes, pending.parts, strict=True):
             route.add(part, total)
 
     def send_back_total(
         self, total: Tensor, sizes: Sequence[int], step: int, number: int
     ) -> PendingTransfer:
-        """See the contract."""
         return together([route.push(total, sizes, step, number) for route in self.routes])
 
     def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
