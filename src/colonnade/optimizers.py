@@ -7,15 +7,18 @@ reference counts steps (Adam's bias correction), the row's own clock counts. D: 
 
 from __future__ import annotations
 
-import math
-import sys
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from pydantic import AllowInfNan
+from pydantic import Field as Limits
+
+from colonnade.config.validation import Expected, Fraction, NonNegative, validate_fields
 from colonnade.errors import ConfigError
 
-LARGEST = sys.float_info.max
-"""Largest number that a float holds; an integer may be larger."""
+Betas = Annotated[
+    tuple[Fraction, Fraction], Expected("two numbers of 0 or more, below 1, as a tuple")
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,27 +33,10 @@ class SparseOptimizer:
     counts_steps: ClassVar[bool] = False
     """Whether it depends on the row's clock."""
 
-    lr: float
+    lr: NonNegative
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            limit = 1.0 if setting.name in ("momentum", "betas") else math.inf
-            numbers = value if isinstance(value, tuple) and setting.name == "betas" else (value,)
-            if not all(
-                isinstance(n, int | float) and 0 <= n < limit and n <= LARGEST for n in numbers
-            ):
-                raise ConfigError(
-                    f"{type(self).__name__}: got {setting.name}={value!r}, wanted "
-                    + (
-                        "numbers of 0 or more, below 1"
-                        if limit == 1
-                        else "a finite number, 0 or more"
-                    )
-                )
-        betas = getattr(self, "betas", (0.0, 0.0))
-        if not isinstance(betas, tuple) or len(betas) != 2:
-            raise ConfigError(f"{type(self).__name__}: got betas={betas!r}, wanted two, as a tuple")  # fmt: skip
+        validate_fields(self)
 
     def state_floats(self, dim: int) -> int:
         """Scalars of optimizer state that lie with each row."""
@@ -72,9 +58,9 @@ class SGD(SparseOptimizer):
 
     name = "sgd"
 
-    momentum: float = 0.0
+    momentum: Fraction = 0.0
     nesterov: bool = False
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
 
     def __post_init__(self) -> None:
         SparseOptimizer.__post_init__(self)
@@ -96,9 +82,9 @@ class Adagrad(SparseOptimizer):
     name = "adagrad"
     kind = 3
 
-    eps: float = 1e-10
-    initial_accumulator: float = 0.0
-    weight_decay: float = 0.0
+    eps: NonNegative = 1e-10
+    initial_accumulator: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0
 
     def state_floats(self, dim: int) -> int:
         return dim
@@ -118,9 +104,9 @@ class RowWiseAdagrad(SparseOptimizer):
     kind = 1
     is_of_rows = True
 
-    eps: float = 1e-8
-    initial_accumulator: float = 0.0
-    weight_decay: float = 0.0
+    eps: NonNegative = 1e-8
+    initial_accumulator: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0
 
     def state_floats(self, dim: int) -> int:
         return 1
@@ -137,9 +123,9 @@ class Adam(SparseOptimizer):
     kind = 4
     counts_steps = True
 
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
 
     def state_floats(self, dim: int) -> int:
         return 2 * dim
@@ -154,9 +140,9 @@ class RowWiseAdam(SparseOptimizer):
     counts_steps = True
     is_of_rows = True
 
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
 
     def state_floats(self, dim: int) -> int:
         return dim + 1
@@ -170,9 +156,9 @@ class AdamW(SparseOptimizer):
     kind = 6
     counts_steps = True
 
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 1e-2
 
     def state_floats(self, dim: int) -> int:
         return 2 * dim
@@ -185,15 +171,16 @@ class FTRL(SparseOptimizer):
     name = "ftrl"
     kind = 7
 
-    beta: float = 1.0
-    l1: float = 0.0
-    l2: float = 0.0
-    initial_accumulator: float = 0.0
-
-    def __post_init__(self) -> None:
-        SparseOptimizer.__post_init__(self)
-        if not self.lr:
-            raise ConfigError("FTRL: got lr=0, wanted more: the rule divides by it")
+    lr: Annotated[
+        float,
+        AllowInfNan(False),
+        Limits(gt=0),
+        Expected("a finite number above 0, which the rule divides by"),
+    ]
+    beta: NonNegative = 1.0
+    l1: NonNegative = 0.0
+    l2: NonNegative = 0.0
+    initial_accumulator: NonNegative = 0.0
 
     def state_floats(self, dim: int) -> int:
         return 2 * dim
@@ -211,9 +198,9 @@ class LAMB(SparseOptimizer):
     counts_steps = True
     is_of_rows = True
 
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-6
-    weight_decay: float = 0.0
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-6
+    weight_decay: NonNegative = 0.0
 
     def state_floats(self, dim: int) -> int:
         return 2 * dim

@@ -7,13 +7,16 @@ evicted, is forgotten with its optimizer state and clock; the next read of its i
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal
 
+from pydantic import Field as Limits
+
+from colonnade.config.validation import Expected, validate_fields
 from colonnade.errors import ConfigError
 
-ORDERS = ("frequency", "norm", "recency")
+HalvingSteps = Annotated[int, Limits(ge=1, le=2**32)]
+AgeSteps = Annotated[int, Limits(ge=1, le=2**31)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,19 +32,17 @@ class CountMinAdmission:
     the ranks. With `halve_steps`, every count is halved once in so many steps, so that only ids pass that come often.
     """
 
-    updates: int
-    expected_ids: int
-    error: float = 0.01
-    halve_steps: int | None = None
+    updates: Annotated[
+        int,
+        Limits(ge=2, le=255),
+        Expected("a whole number, 2 .. 255: it is a byte that counts"),
+    ]
+    expected_ids: Annotated[int, Limits(ge=1, le=2**40)]
+    error: Annotated[float, Limits(ge=1e-6, le=0.5), Expected("1e-6 .. 0.5, such as 0.01")] = 0.01
+    halve_steps: HalvingSteps | None = None
 
     def __post_init__(self) -> None:
-        _whole(self, "updates", 2, 255, "it is a byte that counts")
-        _whole(self, "expected_ids", 1, 2**40)
-        _whole(self, "halve_steps", 1, 2**32)
-        if not _is_number(self.error) or not 1e-6 <= self.error <= 0.5:
-            raise ConfigError(
-                f"CountMinAdmission: got error={self.error}, wanted 1e-6 .. 0.5, such as 0.01"
-            )
+        validate_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,23 +50,20 @@ class RandomAdmission:
     """A row stays from an update on with this probability, drawn at each of its updates until it does: by a hash of
     (seed, table, id, step), the same in every run. Until then as `CountMinAdmission` has it. Takes no memory."""
 
-    probability: float
+    probability: Annotated[float, Limits(gt=0, lt=1), Expected("more than 0, less than 1")]
 
     def __post_init__(self) -> None:
-        if not _is_number(self.probability) or not 0 < self.probability < 1:
-            raise ConfigError(
-                f"RandomAdmission: got probability={self.probability}, wanted more than 0, less than 1"
-            )
+        validate_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgeEviction:
     """A row is forgotten when `steps` steps have passed without an update of it. 31 bytes of memory a row."""
 
-    steps: int
+    steps: AgeSteps
 
     def __post_init__(self) -> None:
-        _whole(self, "steps", 1, 2**31)
+        validate_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,19 +86,13 @@ class MaxRowsEviction:
     `AgeEviction`, whether the table is full or not.
     """
 
-    rows: int
-    by: Literal["recency", "frequency", "norm"] = "recency"
-    halve_steps: int | None = None
-    age_steps: int | None = None
+    rows: Annotated[int, Limits(ge=1, le=2**48)]
+    by: Literal["frequency", "norm", "recency"] = "recency"
+    halve_steps: HalvingSteps | None = None
+    age_steps: AgeSteps | None = None
 
     def __post_init__(self) -> None:
-        _whole(self, "rows", 1, 2**48)
-        _whole(self, "halve_steps", 1, 2**32)
-        _whole(self, "age_steps", 1, 2**31)
-        if self.by not in ORDERS:
-            raise ConfigError(
-                f"MaxRowsEviction: got by={self.by!r}; choose from {', '.join(ORDERS)}"
-            )
+        validate_fields(self)
         if self.halve_steps is not None and self.by != "frequency":
             raise ConfigError(
                 f"MaxRowsEviction: got halve_steps={self.halve_steps} with by={self.by!r}; only counts are halved: "
@@ -115,19 +107,3 @@ class MaxRowsEviction:
 
 Admission = CountMinAdmission | RandomAdmission
 Eviction = AgeEviction | MaxRowsEviction
-
-
-def _whole(value: Any, name: str, least: int, most: int, why: str = "") -> None:
-    number = getattr(value, name)
-    if number is None and name in ("halve_steps", "age_steps"):
-        return
-    if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
-        raise ConfigError(
-            f"{type(value).__name__}: got {name}={number!r}, wanted a whole number, {least} .. {most}"
-            + (f": {why}" if why else "")
-        )
-
-
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar, get_args
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Annotated, Any, Literal, TypeVar
 
+from pydantic import BeforeValidator
+from pydantic import Field as Limits
+
+from colonnade.config.validation import Expected, NonNegative, validate_fields
 from colonnade.errors import ConfigError
 from colonnade.optimizers import RowWiseAdagrad, SparseOptimizer
 from colonnade.retention import Admission, Eviction, MaxRowsEviction
 
-Pooling = Literal["sum", "mean", "sqrtn", "sequence"]
+Pooling = Literal["mean", "sequence", "sqrtn", "sum"]
 POOLINGS = ("sum", "mean", "sequence", "sqrtn")  # a pooling's place is its number in the core
 ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 CLOCK_BYTES = 8
@@ -20,17 +23,24 @@ MAX_RECORD_BYTES = 1 << 31
 MOST_HASHES = 16
 
 T = TypeVar("T")
+Width = Annotated[int, Limits(ge=1)]
+ByPart = Annotated[
+    Mapping[Annotated[str, Limits(pattern=r"^[^.]+$")], T],
+    Limits(min_length=1),
+    # Strict validation takes no mapping but a dict.
+    BeforeValidator(lambda value: dict(value) if isinstance(value, Mapping) else value),
+]
+"""One for each part, by its name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uniform:
     """Each weight of a new row is drawn from `[-scale, scale)` by (seed, table, id, position)."""
 
-    scale: float
+    scale: NonNegative
 
     def __post_init__(self) -> None:
-        if not 0 <= self.scale < math.inf:
-            raise ConfigError(f"Uniform: got scale={self.scale}, wanted a finite number, 0 or more")
+        validate_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,129 +73,77 @@ class Table:
     half, updates are those of float32, to the bit.
     """
 
-    name: str
-    dim: int | Mapping[str, int]
-    rows: int | None = field(default=None, kw_only=True)
-    optimizer: SparseOptimizer | Mapping[str, SparseOptimizer] = field(
-        default=RowWiseAdagrad(lr=0.02), kw_only=True
-    )
-    initializer: Uniform | Mapping[str, Uniform] | None = field(default=None, kw_only=True)
+    name: Annotated[
+        str, Limits(min_length=1), Expected("text. Write Table('item', dim=16, rows=1000)")
+    ]
+    dim: Annotated[
+        Width | ByPart[Width],
+        Expected("at least 1, or at least one part with such a width and a name without a dot"),
+    ]
+    _: KW_ONLY
+    rows: Annotated[
+        int | None,
+        Limits(ge=1, lt=2**62),
+        Expected("1 or more, below 2**62; leave rows out for an open table of any 64-bit ids"),
+    ] = None
+    optimizer: Annotated[
+        SparseOptimizer | ByPart[SparseOptimizer],
+        Expected("SGD(lr=...), Adagrad(lr=...), ..., or one for each part by name"),
+    ] = field(default=RowWiseAdagrad(lr=0.02))
+    initializer: Annotated[
+        Uniform | ByPart[Uniform | None] | None,
+        Expected("Uniform(scale=...), or one for each part by name"),
+    ] = None
     """None: uniform in +-1/sqrt(dim)."""
-    dtype: Literal["float32", "float64", "bfloat16", "float16"] = field(
-        default="float32", kw_only=True
-    )
-    master: bool = field(default=False, kw_only=True)
-    max_norm: float | None = field(default=None, kw_only=True)
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32", "float64"],
+        # torch.bfloat16 says the same as "bfloat16".
+        BeforeValidator(lambda value: str(value).removeprefix("torch.")),
+    ] = "float32"
+    master: bool = False
+    max_norm: Annotated[float | None, Limits(gt=0)] = None
     """An updated row (of each part) that is longer than this is shrunk to it, as in nn.Embedding."""
-    weight_bound: float | None = field(default=None, kw_only=True)
+    weight_bound: Annotated[float | None, Limits(gt=0)] = None
     """Weights of an updated row are clamped to +-this, before they are rounded to 16 bits (PERSIA's weight_bound)."""
-    admission: Admission | None = field(default=None, kw_only=True)
+    admission: Annotated[
+        Admission | None, Expected("CountMinAdmission(...) or RandomAdmission(...)")
+    ] = None
     """Of an open table: from which update on a row stays (`CountMinAdmission`, `RandomAdmission`). None: the first."""
-    eviction: Eviction | None = field(default=None, kw_only=True)
+    eviction: Annotated[Eviction | None, Expected("AgeEviction(...) or MaxRowsEviction(...)")] = (
+        None
+    )
     """Of an open table: which rows leave (`AgeEviction`, `MaxRowsEviction`). None: none."""
-    hashes: int | None = field(default=None, kw_only=True)
+    hashes: Annotated[
+        int | None, Limits(ge=1, le=MOST_HASHES), Expected("a whole number, 1 .. 16, such as 2")
+    ] = None
     """With `rows`: any 64-bit id is taken, and its vector is the sum of so many rows, chosen by hashes. None: ids are
     rows."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(
-                f"got {self.name!r} as a table's name, wanted text. Write Table('item', dim=16, rows=1000)"
-            )
-        # torch.bfloat16 says the same as "bfloat16".
-        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        self._check_dtype()
-        self._check_parts()
-        self._check_constraints()
-        self._check_retention()
-        self._check_hashes()
-        self._check_size()
-
-    def _check_dtype(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise ConfigError(
-                f"table {self.name!r}: got dtype={self.dtype!r}; choose from {', '.join(sorted(ITEM_BYTES))}"
-            )
+        validate_fields(self, f"table {self.name!r}")
         if self.master and self.dtype != "bfloat16":
             raise ConfigError(
                 f"table {self.name!r}: got master=True with dtype={self.dtype!r}; only a bfloat16 weight is the "
                 "upper half of a float32"
             )
-
-    def _check_parts(self) -> None:
         dims = self.dim if isinstance(self.dim, Mapping) else {"": self.dim}
-        if not dims:
-            raise ConfigError(f"table {self.name!r}: got dim={{}}, wanted at least one part")
-        for part, dim in dims.items():
-            if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
+        for setting in ("optimizer", "initializer"):
+            value = getattr(self, setting)
+            if isinstance(value, Mapping) and set(value) != set(dims):
                 raise ConfigError(
-                    f"table {self.name!r}: got dim={self.dim}, wanted at least 1"
-                    + (f" for part {part!r}" if part else "")
+                    f"table {self.name!r}: got {setting}s for {sorted(value)}, wanted one for each of the parts "
+                    f"{sorted(dims)}, or one for all"
                 )
-        if isinstance(self.dim, Mapping) and not all(map(_is_word, dims)):
-            raise ConfigError(
-                f"table {self.name!r}: got parts {sorted(map(str, dims))}, wanted names without a dot"
-            )
-        for what, kind in (("optimizer", SparseOptimizer), ("initializer", Uniform | None)):
-            self._check_by_part(what, kind, dims)
-
-    def _check_by_part(self, what: str, kind: Any, dims: Collection[str]) -> None:
-        """Check that attribute `what` is of `kind`, or gives one for each part."""
-        value = getattr(self, what)
-        by_part = value if isinstance(value, Mapping) else dict.fromkeys(dims, value)
-        if set(by_part) != set(dims):
-            raise ConfigError(
-                f"table {self.name!r}: got {what}s for {sorted(by_part)}, wanted one for each of the parts "
-                f"{sorted(dims)}, or one for all"
-            )
-        for each in by_part.values():
-            if not isinstance(each, kind):
+        for setting in ("admission", "eviction"):
+            if getattr(self, setting) is not None and self.rows is not None:
                 raise ConfigError(
-                    f"table {self.name!r}: got {what}={each!r}, wanted "
-                    + ("SGD(lr=...), Adagrad(lr=...), ..." if what == "optimizer" else "Uniform(scale=...)")
-                )  # fmt: skip
-
-    def _check_constraints(self) -> None:
-        for what in ("max_norm", "weight_bound"):
-            value = getattr(self, what)
-            if value is not None and not (isinstance(value, int | float) and value > 0):
-                raise ConfigError(f"table {self.name!r}: got {what}={value!r}, wanted more than 0")
-
-    def _check_retention(self) -> None:
-        for what, wanted in (("admission", Admission), ("eviction", Eviction)):
-            value = getattr(self, what)
-            if value is not None and not isinstance(value, wanted):
-                names = [kind.__name__ for kind in get_args(wanted)]
-                raise ConfigError(
-                    f"table {self.name!r}: got {what}={value!r}, wanted {'(...) or '.join(names)}(...)"
+                    f"table {self.name!r}: got {setting} with rows={self.rows}; a vocabulary table has room for every "
+                    f"id: leave rows out for an open table, or {setting} for one whose rows all stay"
                 )
-            if value is not None and self.rows is not None:
-                raise ConfigError(
-                    f"table {self.name!r}: got {what} with rows={self.rows}; a vocabulary table has room for every id: "
-                    f"leave rows out for an open table, or {what} for one whose rows all stay"
-                )
-
-    def _check_hashes(self) -> None:
-        if self.hashes is not None and (
-            not isinstance(self.hashes, int)
-            or isinstance(self.hashes, bool)
-            or not 1 <= self.hashes <= MOST_HASHES
-        ):
-            raise ConfigError(
-                f"table {self.name!r}: got hashes={self.hashes!r}, wanted a whole number, 1 .. {MOST_HASHES}, such as 2"
-            )
         if self.hashes is not None and self.rows is None:
             raise ConfigError(
                 f"table {self.name!r}: got hashes={self.hashes} without rows; say how many rows all ids share, or "
                 "leave hashes out for an open table, whose ids have a row each"
-            )
-
-    def _check_size(self) -> None:
-        is_number = isinstance(self.rows, int) and not isinstance(self.rows, bool)
-        if self.rows is not None and (not is_number or not 1 <= self.rows < 2**62):
-            raise ConfigError(
-                f"table {self.name!r}: got rows={self.rows}, wanted 1 or more, below 2**62; "
-                "leave rows out for an open table that takes any 64-bit id"
             )
         if self.record_bytes >= MAX_RECORD_BYTES:
             raise ConfigError(
@@ -365,17 +323,9 @@ class Feature:
     pooling: Pooling = field(default="sum", kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.pooling not in POOLINGS:
-            raise ConfigError(
-                f"feature {self.name!r}: got pooling={self.pooling!r}; choose from "
-                f"{', '.join(sorted(POOLINGS))}"
-            )
+        validate_fields(self, f"feature {self.name!r}")
 
 
 def _of(value: T | Mapping[str, T], part: str) -> T:
     chosen: Any = value[part] if isinstance(value, Mapping) else value
     return chosen
-
-
-def _is_word(name: object) -> bool:
-    return isinstance(name, str) and bool(name) and "." not in name

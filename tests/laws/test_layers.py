@@ -19,6 +19,7 @@ SOURCE = ROOT / "src" / "colonnade"
 # A folder or file may import from lower levels only; those of one level may not import each other.
 LEVELS = [
     {"errors", "_native", "config.section", "sizes", "processors", "terminal"},
+    {"config.validation"},
     {"formats", "retention", "staleness", "batch", "optimizers", "ops"},
     {"config"},
     {"table", "interaction", "topology", "single_caller"},

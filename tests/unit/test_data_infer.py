@@ -181,7 +181,7 @@ def test_a_declared_age(tmp_path):
     }
     (batch,) = open_source("csv", path, schema={"fields": schema}).train.batches(9)
     assert batch.dense.flatten().tolist() == pytest.approx([2 / 24, -1.0, 1.0])
-    with pytest.raises(ConfigError, match="days_before: got 'soon'"):
+    with pytest.raises(ConfigError, match="got days_before='soon'"):
         Number("t", days_before="soon")
     path.write_text("y,t\n1,2024-03-01\n0,yesterday\n")
     splits = open_source("csv", path, schema={"fields": schema})

@@ -229,7 +229,7 @@ def test_modules_can_still_be_applied_and_moved():
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: Table(1000, 16), "got 1000 as a table's name"),
+        (lambda: Table(1000, 16), "got name=1000, wanted text. Write Table"),
         (lambda: EmbeddingCollection(1000, 16), "got 1000 as tables, wanted a list of Table"),
         (lambda: EmbeddingCollection([Table("a", 2)], ["a"]), "as features, wanted a list of"),
         (lambda: RowOptimizer(torch.nn.Linear(1, 1)), "got a Linear, wanted the model's Embedding"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import FrozenInstanceError, replace
+from types import MappingProxyType
+
 import pytest
 import torch
 
@@ -13,12 +17,19 @@ from colonnade.optimizers import FTRL, SPARSE_OPTIMIZERS
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Table("", 2), "got '' as a table's name, wanted text"),
+        (lambda: Table("", 2), "got name='', wanted text"),
         (lambda: Table("t", 0), "at least 1"),
         (lambda: Table("t", True), "at least 1"),
         (lambda: Table("t", {}), "at least one part"),
         (lambda: Table("t", {"a.b": 2}), "without a dot"),
-        (lambda: Table("t", {"a": 2, "b": 0}), "part 'b'"),
+        (lambda: Table("t", {"": 2}), "without a dot"),
+        (lambda: Table("t", 2.0), "got dim=2.0, wanted at least 1"),
+        (lambda: Table("t", 2, rows=9.0), "got rows=9.0, wanted 1 or more"),
+        (lambda: Table("t", 2, master=1), "got master=1, wanted true or false"),
+        (lambda: Table("t", 2, optimizer={"lr": 1.0}), "wanted SGD"),
+        (lambda: Table("t", 2, admission={"probability": 0.5}), "wanted CountMinAdmission"),
+        (lambda: Feature("f", 3), "feature 'f': got table=3, wanted text"),
+        (lambda: Table("t", {"a": 2, "b": 0}), "got dim={'a': 2, 'b': 0}, wanted at least 1"),
         (lambda: Table("t", {"a": 2}, optimizer={"b": SGD(lr=1)}), r"\['a'\]"),
         (lambda: Table("t", {"a": 2}, initializer={"b": Uniform(scale=1)}), r"\['a'\]"),
         (lambda: Table("t", 2, optimizer="adam"), "SGD"),
@@ -38,8 +49,8 @@ from colonnade.optimizers import FTRL, SPARSE_OPTIMIZERS
         (lambda: Adam(lr="0.1"), "lr='0.1', wanted a finite number"),
         (lambda: Adam(lr=10**400), "wanted a finite number"),
         (lambda: Table("t", 2**31, optimizer=SGD(lr=1)), "lower dim"),
-        (lambda: Table("t", 4, optimizer=SGD(lr=1), max_norm="1"), "max_norm='1', wanted more"),
-        (lambda: Table(5, 4, optimizer=SGD(lr=1)), "got 5 as a table's name, wanted text"),
+        (lambda: Table("t", 4, optimizer=SGD(lr=1), max_norm="1"), "max_norm='1', wanted a number"),
+        (lambda: Table(5, 4, optimizer=SGD(lr=1)), "got name=5, wanted text"),
         (lambda: FTRL(lr=0), "divides"),
         (lambda: RowWiseAdagrad(lr=float("inf")), "finite"),
     ],
@@ -101,6 +112,25 @@ def test_a_field_must_be_named_with_its_part():
             [Feature("a", "t")],
             consumers={"c": (Concat(), ["a"])},
         )
+
+
+def test_parts_may_come_in_any_mapping():
+    dims = {"deep": 4, "wide": 1}
+    table = Table(
+        "item", MappingProxyType(dims), initializer={"deep": None, "wide": Uniform(scale=1)}
+    )
+    assert table == Table("item", dims, initializer=table.initializer)
+
+
+def test_values_are_frozen_and_travel():
+    table = Table("item", 4, rows=9, optimizer=Adam(lr=1), max_norm=2)
+    assert pickle.loads(pickle.dumps(table)) == table
+    assert replace(table, rows=8).rows == 8 and replace(table, rows=9) == table
+    assert len({table, replace(table)}) == 1
+    with pytest.raises(ConfigError, match="table 'item': got rows=0"):
+        replace(table, rows=0)
+    with pytest.raises(FrozenInstanceError):
+        table.rows = 8
 
 
 def test_a_dtype_may_be_torchs():

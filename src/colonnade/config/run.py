@@ -25,6 +25,7 @@ from colonnade.config.plan import (
 )
 from colonnade.config.retention import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.config.section import Section
+from colonnade.config.validation import describe_problem
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.formats import check_stamp, parse_yaml, read_text, stamp
 
@@ -418,7 +419,7 @@ def _explain(problem: Any) -> str:
         return _unknown(name, section.model_fields, name)
     if problem["type"] in ("model_type", "dict_type"):
         return f"{name}: got {_excerpt(problem['input'])}, wanted settings of it by name, such as {name}.NAME=VALUE"
-    if wanted := _wanted(problem):
+    if (wanted := describe_problem(problem)) != problem["msg"]:
         return f"{name}: got {_excerpt(problem['input'])}, {wanted}"
     said = problem["msg"].removeprefix("Value error, ")
     if not name or said.startswith("unknown setting"):  # a check of several settings together
@@ -433,35 +434,6 @@ def _explain(problem: Any) -> str:
 def _excerpt(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]} ... ({len(text):,} characters)"
-
-
-WANTED = {
-    "int": "wanted a whole number",
-    "float": "wanted a number",
-    "bool": "wanted true or false",
-    "string": "wanted text",
-    "list": "wanted a list",
-    "tuple": "wanted a list",
-}
-
-
-def _wanted(problem: Any) -> str | None:
-    """Say what a value of the wrong kind should have been; None where pydantic's own words say it."""
-    if problem["type"] == "literal_error":
-        return _suggest(problem["input"], problem["ctx"]["expected"])
-    kind, _, _ = problem["type"].partition("_")
-    if problem["type"].endswith(("_type", "_parsing", "_from_float")) and kind in WANTED:
-        return WANTED[kind]
-    words = problem["msg"]
-    return words.replace("Input should be", "wanted", 1) if words.startswith("Input") else None
-
-
-def _suggest(value: Any, expected: str) -> str:
-    """Name the nearest of some words, else all. expected: as pydantic lists them, "'a', 'b' or 'c'"."""
-    known = [word.strip(" '") for word in expected.replace(" or ", ", ").split(",")]
-    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.6)
-    every = f"choose from {', '.join(known)}"
-    return f"did you mean {near[0]}? Else {every}" if near else every
 
 
 def _unknown(name: str, known: Mapping[str, Any], path: str) -> str:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from colonnade import __version__
 from colonnade.report import figures, tiers, tower_map, traffic
-from colonnade.report.page import Page
+from colonnade.report.page import NumberTable, render_page
 from colonnade.report.reading import (
     RunRecord,
     TableFigures,
@@ -124,26 +123,23 @@ def different_settings(runs: Sequence[RunRecord]) -> list[Line]:
 
 
 def compare_page(runs: Sequence[RunRecord]) -> str:
-    """The page's HTML."""
+    """Return the page's HTML."""
     names = names_of(runs)
-    page = Page(f"{len(runs)} runs compared")
-    page.header("Comparison", "Best figures are marked. Runs: " + ", ".join(names) + ".")
     lines = figure_lines(runs)
-    page.numbers(
-        ["", *names], [[line.name, *line.values] for line in lines],
-        best={i: [1 + b for b in line.best] for i, line in enumerate(lines)},
-    )  # fmt: skip
-    page.heading("Settings that differ")
-    different = different_settings(runs)
-    if different:
-        rows = [[line.name, *line.values] for line in different]
-        page.numbers(["setting", *names], rows, wraps=True)
-    else:
-        page.charts([], "None: all settings are the same.")
-    page.heading("Curves")
-    page.charts(figures.overlaid(dict(zip(names, runs, strict=True))), "Nothing recorded yet.")
-    page.footer(f"Colonnade {__version__} · written {datetime.now():%Y-%m-%d %H:%M}")
-    return page.html()
+    differences = [[line.name, *line.values] for line in different_settings(runs)]
+    return render_page(
+        "compare.html",
+        charts={"curves": figures.overlaid(dict(zip(names, runs, strict=True)))},
+        title=f"{len(runs)} runs compared",
+        names=names,
+        numbers=NumberTable(
+            columns=["", *names],
+            rows=[[line.name, *line.values] for line in lines],
+            best={i: [1 + b for b in line.best] for i, line in enumerate(lines)},
+        ),
+        differences=differences
+        and NumberTable(columns=["setting", *names], rows=differences, wraps=True),
+    )
 
 
 def _judged(name: str, metric: str, values: Sequence[float | None]) -> Line:
@@ -177,54 +173,50 @@ def _machine(run: RunRecord) -> dict[str, Any]:
 MAX_TABLE_LINES = 40
 MAX_METRIC_TILES = 4
 MAX_COLUMNS = 8
-NO_CHARTS = "Nothing recorded yet: the first figures come after a few steps of training."
 
 
 def run_page(run: RunRecord) -> str:
-    """The page's HTML."""
-    page = Page(run.name)
-    page.header("Training run", _lead(run), run.status)
-    page.tiles(headline(run))
+    """Return the page's HTML."""
     tables = tables_of(run)
-    page.heading("Quality")
-    page.charts(
-        [figures.losses(run), *figures.metric_charts(run), figures.learning_rates(run)], NO_CHARTS
-    )
-    _evaluations(page, run)
-    page.heading("Speed")
-    page.charts(
-        [figures.throughput(run), figures.phases_total(run), figures.phases_over_time(run)],
-        NO_CHARTS,
-    )
-    page.heading("Rows")
-    page.charts([figures.row_sources(run)], NO_CHARTS)
-    _missed(page, run)
-    _copies(page, run)
-    _copy_ages(page, run)
-    _traffic(page, run)
-    _tiers(page, run)
-    page.heading("Tables")
-    page.charts(
-        [figures.table_sizes(tables), figures.table_traffic(tables)],
-        "Sizes are recorded at the first evaluation, traffic with the first steps.",
-    )
-    if tables:
-        _table_lines(page, tables)
-    _towers(page, run)
-    page.heading("Settings")
-    page.facts(
-        {
+    tier_table = _tier_table(run)
+    towers = tower_map.read_towers(run.folder)
+    return render_page(
+        "run.html",
+        charts={
+            "quality": [
+                figures.losses(run), *figures.metric_charts(run), figures.learning_rates(run)
+            ],
+            "speed": [
+                figures.throughput(run), figures.phases_total(run), figures.phases_over_time(run)
+            ],
+            "rows": [figures.row_sources(run)],
+            "traffic": [traffic.sent_bytes(run)],
+            "tiers": tiers.charts(run) if tier_table else [],
+            "tables": [figures.table_sizes(tables), figures.table_traffic(tables)],
+            "towers": [tower_map.plane(towers)] if towers else [],
+        },
+        title=run.name,
+        status=run.status,
+        lead=_lead(run),
+        folder=run.folder.resolve(),
+        num_ranks=_ranks(run),
+        tiles=headline(run),
+        evaluations=_evaluation_table(run),
+        missed_updates=_missed_table(run),
+        copies=_copy_table(run),
+        copy_ages=_copy_age_table(run),
+        sent=_traffic_table(run),
+        tiers=tier_table,
+        tables=_size_table(tables),
+        towers=towers and _tower_tables(towers),
+        settings={
             name.capitalize(): flat(section)
             for name, section in run.config.items()
             if isinstance(section, Mapping)
-        }
-    )
-    page.heading("Plan and machine")
-    page.facts({"Plan": _plan(run), "Machine": _machine_facts(run.machine)})
-    page.footer(
-        f"Colonnade {__version__} · written {datetime.now():%Y-%m-%d %H:%M} from {run.folder.resolve()}"
-    )
-    return page.html()
+        },
+        plan=_plan(run),
+        machine=_machine_facts(run.machine),
+    )  # fmt: skip
 
 
 def headline(run: RunRecord) -> list[tuple[str, str, str]]:
@@ -291,12 +283,11 @@ def _lead(run: RunRecord) -> str:
     return f"{words}. {ends.get(run.status, '')}".strip()
 
 
-def _evaluations(page: Page, run: RunRecord) -> None:
-    """A line for each, the chosen one marked; of very many the newest."""
+def _evaluation_table(run: RunRecord) -> NumberTable | None:
+    """Return a line for each evaluation, the chosen one marked; of very many the newest; None if there was none."""
     lines = run.of_kind("evaluate")
     if not lines:
-        page.charts([], "No evaluation yet: metrics come at the end of an epoch.")
-        return
+        return None
     metrics = metrics_of(run)
     shown = [(part, metric) for metric, parts in metrics.items() for part in parts]
     shown = [pair for pair in shown if not is_constant(pair[1])][:MAX_COLUMNS]
@@ -310,10 +301,9 @@ def _evaluations(page: Page, run: RunRecord) -> None:
             marked[len(rows)] = [2 + i for i, pair in enumerate(shown) if is_judged(pair[1])]
         rows.append([f"{line['step']:,}", str(line.get("epoch", "-")), *values])
     left_out = f" The newest {len(rows)} of {len(lines)}." if len(rows) < len(lines) else ""
-    names = [f"{part} {metric_words(m)}" for part, m in shown]
-    page.numbers(
-        ["step", "epoch", *names],
-        rows,
+    return NumberTable(
+        columns=["step", "epoch", *(f"{part} {metric_words(m)}" for part, m in shown)],
+        rows=rows,
         title="Evaluations",
         note=f"Marked: {choice.words}.{left_out}",
         best=marked,
@@ -321,44 +311,40 @@ def _evaluations(page: Page, run: RunRecord) -> None:
     )
 
 
-def _tiers(page: Page, run: RunRecord) -> None:
-    """Add nothing if all rows are in memory and files hold commits alone, or the record has no counts."""
+def _tier_table(run: RunRecord) -> NumberTable | None:
+    """Return None if all rows are in memory and files hold commits alone, or the record has no counts."""
     counts = tiers.totals(run)
     if not tiers.has_rows_below_memory(counts, sums_of(run, "rows").get("evicted", 0)):
-        return
-    page.heading("Tiers")
+        return None
     by_tier = [tiers.tier_words(each) for each in counts.values()]
-    page.numbers(
-        ["", *counts],
-        [list(row) for row in zip(tiers.TIER_LINES, *by_tier, strict=True)],
+    return NumberTable(
+        columns=["", *counts],
+        rows=list(zip(tiers.TIER_LINES, *by_tier, strict=True)),
         title="What each tier did",
         note="Of the first rank with rows, since the newest start of the run; lifetime: of its files, from step 0 on.",
     )
-    page.charts(tiers.charts(run), NO_CHARTS)
 
 
-def _missed(page: Page, run: RunRecord) -> None:
-    """Nothing where every read saw every update."""
+def _missed_table(run: RunRecord) -> NumberTable | None:
+    """Return None where every read saw every update."""
     counts = {int(n): count for n, count in sums_of(run, "missed").items() if n.isdigit()}
     total = sum(counts.values())
     if not total:
-        return
-    rows = [[f"{n:,}", f"{counts[n]:,.0f}", f"{counts[n] / total:.1%}"] for n in sorted(counts)]
-    page.numbers(
-        ["updates missed", "reads", "share"],
-        rows,
+        return None
+    return NumberTable(
+        columns=["updates missed", "reads", "share"],
+        rows=[[f"{n:,}", f"{counts[n]:,.0f}", f"{counts[n] / total:.1%}"] for n in sorted(counts)],
         title="How late reads of rows were",
         note="One read for each step and bound of tables; those that a commit held are not counted.",
     )
 
 
-def _copies(page: Page, run: RunRecord) -> None:
-    """Nothing where ranks keep no copies of rows."""
+def _copy_table(run: RunRecord) -> NumberTable | None:
+    """Return None where ranks keep no copies of rows."""
     counts = sums_of(run, "cache")
-    asked = {name: counts.get(name, 0.0) for name in ("hits", "misses", "lease_over")}
-    total = sum(asked.values())
+    total = sum(counts.get(name, 0.0) for name in ("hits", "misses", "lease_over"))
     if not total:
-        return
+        return None
     words = {
         "hits": "used without a word",
         "misses": "no copy: the row was asked for",
@@ -368,32 +354,30 @@ def _copies(page: Page, run: RunRecord) -> None:
         "pushed_leaving": "the copy left with the batch that used it",
         "pushed_evicted": "the copy was driven out",
     }
-    rows = [
-        [text, f"{counts.get(name, 0):,.0f}", f"{counts.get(name, 0) / total:.1%}"]
-        for name, text in words.items()
-    ]
     pushed = sum(counts.get(name, 0) for name in words if name.startswith("pushed"))
-    page.numbers(
-        ["rows of batches", "rows", "of all"],
-        rows,
+    return NumberTable(
+        columns=["rows of batches", "rows", "of all"],
+        rows=[
+            [text, f"{counts.get(name, 0):,.0f}", f"{counts.get(name, 0) / total:.1%}"]
+            for name, text in words.items()
+        ],
         title="Copies of rows on rank 0",
         note=f"{counts.get('ticks', 0) / max(1.0, pushed):,.1f} batches' gradients in each sum that was sent.",
     )
 
 
-def _copy_ages(page: Page, run: RunRecord) -> None:
-    """Nothing where ranks keep no copies of rows."""
+def _copy_age_table(run: RunRecord) -> NumberTable | None:
+    """Return None where ranks keep no copies of rows."""
     counts = {int(n): count for n, count in sums_of(run, "copy_ages").items() if n.isdigit()}
     total = sum(counts.values())
     if not total:
-        return
-    rows = [
-        [_age_words(age), f"{counts[age]:,.0f}", f"{counts[age] / total:.1%}"]
-        for age in sorted(counts)
-    ]
-    page.numbers(
-        ["batches since the owner was asked", "rows", "share"],
-        rows,
+        return None
+    return NumberTable(
+        columns=["batches since the owner was asked", "rows", "share"],
+        rows=[
+            [_age_words(age), f"{counts[age]:,.0f}", f"{counts[age] / total:.1%}"]
+            for age in sorted(counts)
+        ],
         title="How old rows were when rank 0 read them",
         note="Of each other rank a read misses at most so many batches, and those that waited there when the owner was "
         "asked: write_bound at most.",
@@ -407,43 +391,40 @@ def _age_words(least: int) -> str:
     return f"{least:,} to {2 * least - 1:,}"
 
 
-def _traffic(page: Page, run: RunRecord) -> None:
-    page.heading("Traffic")
+def _traffic_table(run: RunRecord) -> NumberTable | None:
+    """Return None where no bytes sent were recorded."""
     sent = traffic.totals(run)
     if not sent:
-        ranks = _ranks(run)
-        page.charts(
-            [], "One rank: nothing travels." if ranks == 1 else "No bytes sent were recorded."
-        )
-        return
-    page.numbers(
-        list(traffic.COLUMNS),
-        traffic.table_lines(sent, traffic.totals(run, "messages"), traffic.steps_of(run)),
+        return None
+    return NumberTable(
+        columns=traffic.COLUMNS,
+        rows=traffic.table_lines(sent, traffic.totals(run, "messages"), traffic.steps_of(run)),
         title="What rank 0 sent",
         note="Payload that left the rank, each byte once; what it passes on for others included.",
     )
-    page.charts([traffic.sent_bytes(run)], NO_CHARTS)
 
 
-def _towers(page: Page, run: RunRecord) -> None:
-    """Only where `colonnade towers` has left a map in the folder."""
-    found = tower_map.read_towers(run.folder)
-    if found is None:
-        return
-    page.heading("Towers")
-    page.charts([tower_map.plane(found)], NO_CHARTS)
-    page.numbers(
-        list(tower_map.AFFINITY_COLUMNS),
-        tower_map.affinity_lines(found),
-        title="Mean |cosine| of two features",
-        note="Of pairs inside a tower, and of pairs across towers.",
-    )
-    page.numbers(
-        list(tower_map.LOAD_COLUMNS), tower_map.load_lines(found), title="What each tower holds"
-    )
+def _tower_tables(towers: tower_map.TowerMap) -> list[NumberTable]:
+    """Return how alike features of a tower are, and what each tower holds."""
+    return [
+        NumberTable(
+            columns=tower_map.AFFINITY_COLUMNS,
+            rows=tower_map.affinity_lines(towers),
+            title="Mean |cosine| of two features",
+            note="Of pairs inside a tower, and of pairs across towers.",
+        ),
+        NumberTable(
+            columns=tower_map.LOAD_COLUMNS,
+            rows=tower_map.load_lines(towers),
+            title="What each tower holds",
+        ),
+    ]
 
 
-def _table_lines(page: Page, tables: list[TableFigures]) -> None:
+def _size_table(tables: list[TableFigures]) -> NumberTable | None:
+    """Return a line for each table, the smallest of very many as one; None if there are none."""
+    if not tables:
+        return None
     rows = [_table_line(t) for t in tables[:MAX_TABLE_LINES]]
     rest = tables[MAX_TABLE_LINES:]
     if rest:
@@ -458,16 +439,14 @@ def _table_lines(page: Page, tables: list[TableFigures]) -> None:
             sum(t.unique or 0 for t in rest),
         )
         rows.append(_table_line(total))
-    columns = [
-        "table",
-        "rows in memory",
-        "rows in files",
-        "memory",
-        "files",
-        "lookups a batch",
-        "rows a batch",
-    ]
-    page.numbers(columns, rows, wide=(2, 4, 5))
+    return NumberTable(
+        columns=[
+            "table", "rows in memory", "rows in files", "memory", "files", "lookups a batch",
+            "rows a batch",
+        ],
+        rows=rows,
+        wide=(2, 4, 5),
+    )  # fmt: skip
 
 
 def _table_line(t: TableFigures) -> list[str]:

@@ -20,11 +20,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
-from pydantic import AllowInfNan, BeforeValidator, Strict, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, BeforeValidator, Strict
 from pydantic import Field as Limits
 
+from colonnade.config.validation import validate_fields
 from colonnade.data.tabular.arrow import Dtype
 from colonnade.data.tabular.times import parse_time
 from colonnade.errors import ConfigError
@@ -51,12 +52,8 @@ class Field:
     """The file's column; default: `name`."""
 
     def __post_init__(self) -> None:
-        for name, adapter in _adapters(type(self)).items():
-            try:
-                value = adapter.validate_python(getattr(self, name))
-            except ValidationError as error:
-                raise self._refusal(name, error.errors()[0]["msg"]) from None
-            object.__setattr__(self, name, value)
+        # YAML has lists where the fields have tuples.
+        validate_fields(self, f"field {self.name!r}", strict=None)
         if not self.name or "." in self.name:
             raise ConfigError(
                 f"field {self.name!r}: got this name, wanted one without a dot; "
@@ -71,7 +68,7 @@ class Field:
     def _refusal(self, setting: str, wanted: str) -> ConfigError:
         wanted = wanted[0].lower() + wanted[1:]
         return ConfigError(
-            f"field {self.name!r}, {setting}: got {getattr(self, setting)!r}; {wanted}"
+            f"field {self.name!r}: got {setting}={getattr(self, setting)!r}; {wanted}"
         )
 
     @property
@@ -351,17 +348,6 @@ FIELDS: dict[str, type[Field]] = {
 
 Categorical = Category | Bag | Sequence | Bucket | Time | Cross
 """Fields that become ids of a table."""
-
-
-_ADAPTERS: dict[type, dict[str, TypeAdapter]] = {}
-
-
-def _adapters(kind: type[Field]) -> dict[str, TypeAdapter]:
-    if kind in _ADAPTERS:
-        return _ADAPTERS[kind]
-    hints = get_type_hints(kind, include_extras=True)
-    _ADAPTERS[kind] = {f.name: TypeAdapter(hints[f.name]) for f in dataclasses.fields(kind)}
-    return _ADAPTERS[kind]
 
 
 def field_from_dict(name: object, values: object) -> Field:

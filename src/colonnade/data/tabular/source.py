@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field as Limits
 
+from colonnade.config.validation import Expected, Fraction, validate_fields
 from colonnade.data.contract import START, Position, Schema, Splits, spans
 from colonnade.data.counter import mix64, permutation, stream_key
 from colonnade.data.tabular.chunk import Chunk, join
@@ -191,32 +193,21 @@ def _part(chunk: Chunk, order: NDArray[np.int64] | None, begin: int, end: int) -
 class Splitting:
     """How samples are parted into train, validation and test, and read."""
 
-    test_fraction: float = 0.0
-    validation_fraction: float = 0.0
-    split_by: str | None = None
+    test_fraction: Fraction = 0.0
+    validation_fraction: Fraction = 0.0
+    split_by: Annotated[str | None, Expected("the name of a column")] = None
     days: bool = False
-    shuffle_window: int = 0
-    seed: int = 0
-    threads: int = 1
+    shuffle_window: Annotated[int, Limits(ge=0)] = 0
+    seed: Annotated[int, Limits(ge=0)] = 0
+    threads: Annotated[int, Limits(ge=1)] = 1
 
     def __post_init__(self) -> None:
-        for name in ("test_fraction", "validation_fraction"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < 1:
-                raise ConfigError(f"got {name}={value!r}, wanted 0 <= {name} < 1")
+        validate_fields(self, subject="")
         if self.test_fraction + self.validation_fraction >= 1:
             raise ConfigError(
                 f"got test_fraction={self.test_fraction} and validation_fraction={self.validation_fraction}, "
                 "wanted less than 1 together: nothing is left to train on"
             )
-        for name, least in (("shuffle_window", 0), ("threads", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"got {name}={value!r}, wanted an integer of {least} or more")
-        if not isinstance(self.days, bool):
-            raise ConfigError(f"got days={self.days!r}, wanted true or false")
-        if self.split_by is not None and not isinstance(self.split_by, str):
-            raise ConfigError(f"got split_by={self.split_by!r}, wanted the name of a column")
         if self.days and self.test_fraction + self.validation_fraction:
             raise ConfigError(
                 "got days and a fraction to hold out, wanted one of them: day by day, a model is tested on the "
@@ -319,7 +310,3 @@ def _pieces(lengths: NDArray[np.int64], begin: int, end: int | None) -> NDArray[
     high = np.minimum(ends, total if end is None else end) - starts
     kept = np.flatnonzero(low < high)
     return np.stack([kept, low[kept], high[kept]], axis=1).astype(np.int64)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
