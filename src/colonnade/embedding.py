@@ -28,7 +28,7 @@ from colonnade.pipeline.prepared_batches import Held, PreparedBatch
 from colonnade.pipeline.row_access import MappedLookup, delete_rows, read_weights, scan_rows
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.row_state import StatefulRows
-from colonnade.single_caller import one_at_a_time, run_eagerly
+from colonnade.single_caller import OneCaller, one_at_a_time, run_eagerly
 from colonnade.store.contract import Backing, Rows
 from colonnade.store.mapped import MappedRows
 from colonnade.store.policies import RowPolicy
@@ -74,6 +74,7 @@ class EmbeddingCollection(StatefulRows):
         # Says where outputs go: `to` moves it with the module, while rows stay where they were opened.
         self.register_buffer("place", torch.empty(0), persistent=False)
         self.steps = StepCounter()
+        self.caller = OneCaller()
         self._waiting: dict[str, Any] = {}  # loaded state of rows, until they have a place
         self._opened = False
         self._served: MappedRows | None = None
@@ -172,7 +173,8 @@ class EmbeddingCollection(StatefulRows):
             rows, device = self.slices.looked_up(batch), self.place.device
             found = self._reader.read(rows, device)
             return self.slices.seen(found, self.slices.offsets_of(batch))
-        self.ensure_open()
+        if not self._opened:
+            self.ensure_open()
         context = batch.take_context() if isinstance(batch, PreparedBatch) else None
         if not (self.training and torch.is_grad_enabled()):
             if context is not None:

@@ -17,7 +17,6 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, NonFiniteError
 from colonnade.exchange.cached_state import Before, settled
 from colonnade.pipeline.gradients import StepGradients
-from colonnade.single_caller import caller_of
 
 # Columns of `_native.update`'s settings: those of one number by name, then the others.
 SETTINGS = ("lr", "weight_decay", "eps", "", "", "nesterov", "l1", "l2", "beta")
@@ -86,7 +85,7 @@ class RowOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with caller_of(self.collection):
+        with self.collection.caller:
             self._step(agreed)
         return loss
 
@@ -234,34 +233,33 @@ class RowOptimizer(Optimizer):
     def _agree(self, error: ConfigError | None = None) -> None:
         """Collective, one word: every rank has settings that rules can use (error: why this one has not), else
         ConfigError; and all gradients are finite, unless they were pushed, else NonFiniteError."""
-        is_pushed = self.gradients.pushed is not None
-        said = [] if is_pushed else self._words(self.gradients.are_finite())
-        heard = self._sum([float(error is not None), *said])
-        if heard[0]:
+        gradients = self.gradients
+        is_pushed, votes = gradients.pushed is not None, [float(error is not None)]
+        if not is_pushed:
+            votes += [float(not gradients.are_finite()), *gradients.has_recorded()]
+        totals = self._sum(votes)
+        if totals[0]:
             raise error or ConfigError(
                 "another rank has settings that no rule can use; no row was changed"
             )
-        if not is_pushed and not self._heard(heard[1:]):
+        if is_pushed:
+            return
+        gradients.drop_unused(totals[2:])
+        if totals[1]:
             self._refuse("an embedding gradient")
 
     def _agreed(self, finite: bool) -> bool:
-        """Collective: whether that is so on every rank; batches that no rank has gradients of are dropped."""
-        return self._heard(self._sum(self._words(finite)))
+        """Collective: return whether that is so on every rank; batches that no rank has gradients of are dropped."""
+        totals = self._sum([float(not finite), *self.gradients.has_recorded()])
+        self.gradients.drop_unused(totals[1:])
+        return not totals[0]
 
-    def _words(self, finite: bool) -> list[float]:
-        return [float(not finite), *map(float, self.gradients.has_recorded())]
-
-    def _heard(self, words: list[float]) -> bool:
-        """words: the sum of all ranks'."""
-        self.gradients.drop_unused(words[1:])
-        return not words[0]
-
-    def _sum(self, said: list[float]) -> list[float]:
-        """Collective: over all ranks."""
+    def _sum(self, votes: list[float]) -> list[float]:
+        """Collective: return the sums over all ranks."""
         mesh = self.collection.mesh
         if mesh.num_ranks == 1:
-            return said
-        return mesh.all_reduce("push", torch.tensor(said), counts_as="control").tolist()
+            return votes
+        return mesh.all_reduce("push", torch.tensor(votes), counts_as="control").tolist()
 
     def _refuse(self, what: str) -> NoReturn:
         self.zero_grad()

@@ -64,12 +64,6 @@ class OneCaller:
         return OneCaller, ()  # a copy has a lock of its own
 
 
-def caller_of(collection: Any) -> OneCaller:
-    """Return the lock of a collection, made at its first use."""
-    caller: OneCaller = collection.__dict__.setdefault("_caller", OneCaller())
-    return caller
-
-
 def one_at_a_time(forward: Callable[[Any, Batch], T]) -> Callable[[Any, Batch], T]:
     """Wrap a collection's `forward`: check that it gets a batch, and that no other thread is inside."""
 
@@ -82,7 +76,7 @@ def one_at_a_time(forward: Callable[[Any, Batch], T]) -> Callable[[Any, Batch], 
             )
         if collection._served is not None:  # rows that nobody changes: any number of threads
             return forward(collection, batch)
-        with caller_of(collection):
+        with collection.caller:
             return forward(collection, batch)
 
     return checked

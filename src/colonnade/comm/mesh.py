@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,15 @@ from torch import Tensor
 from colonnade.comm.peer_status import Presence
 from colonnade.comm.rendezvous import Peer
 from colonnade.comm.shm import Mates, Post
-from colonnade.comm.traffic import Traffic, ring_sum, tree_children, waiting
+from colonnade.comm.traffic import (
+    Link,
+    Traffic,
+    begin_waiting,
+    end_waiting,
+    link,
+    ring_sum,
+    tree_children,
+)
 from colonnade.ops.memory import empty
 from colonnade.topology.world import World
 
@@ -83,14 +92,31 @@ class Call:
 
     def wait(self) -> None:
         """Until it is done. One thread at a time. Raises PeerLost."""
-        with waiting(self.purpose):
+        begin_waiting()
+        try:
             self.presence.wait(self.purpose, self.work)
             post, self.post = self.post, None
             if post is not None:
-                try:
-                    post.arrive()
-                except OSError:  # a mate's memory went with it
-                    raise self.presence.lose(self.purpose, None) from None
+                post.arrive()
+        except OSError:  # a mate's memory went with it
+            raise self.presence.lose(self.purpose, None) from None
+        finally:
+            end_waiting(self.purpose)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A rank's place in a scope."""
+
+    members: range
+    """Ranks that it makes calls with there, itself included."""
+    links: tuple[Link | None, ...]
+    """By member; None: itself."""
+    is_one_host: bool
+    suffix: str
+    """Of a call's name: among whom it is made."""
+    groups: Scope
+    """Scope that the groups of its calls are of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +144,13 @@ class Mesh:
     """What its calls' purposes begin with, as others read of them: "trainers " of a `crew`."""
     mates: Mates | None = None
     """The ranks of this host, where they can read each other's memory; None: every message travels."""
+    num_ranks: int = field(init=False)
+    _reaches: dict[Scope, Reach] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_ranks", self.world.num_ranks)
 
     @property
     def trainers(self) -> Mesh:
@@ -129,10 +162,6 @@ class Mesh:
     def is_server(self) -> bool:
         """Whether this rank has rows only."""
         return self.world.is_server(self.rank)
-
-    @property
-    def num_ranks(self) -> int:
-        return self.world.num_ranks
 
     @property
     def peers(self) -> Sequence[Peer]:
@@ -171,22 +200,21 @@ class Mesh:
         if self.num_ranks == 1:
             return send, None
         width = send.element_size() * math.prod(send.shape[1:])
-        counted, members = counts_as or purpose, scope.members(self.rank, self.num_ranks)
-        for peer, rows in zip(members, send_rows, strict=True):
-            self._count(counted, peer, width * rows)
+        reach = self._reaches.get(scope) or self._reach(scope)
+        sent, got = [width * rows for rows in send_rows], [width * rows for rows in receive_rows]
+        self.traffic.count(counts_as or purpose, reach.links, sent)
         received = into
         if received is None:
             received = send.new_empty((sum(receive_rows), *send.shape[1:]))
-        mates, post = self._mates(members), None
-        if mates is not None:
-            sent, got = ([width * rows for rows in each] for each in (send_rows, receive_rows))
-            post = mates.post(self.label(purpose, scope), members, send, sent, received, got)
-        if post is None:
-            call = self._all_to_all(purpose, scope, send, send_rows, received, receive_rows)
-        else:
-            sizes = post.send_bytes, post.got_bytes
-            call = self._all_to_all(purpose, scope, post.send, sizes[0], post.got, sizes[1])
-            call.post = post
+        post = None
+        if self.mates is not None and reach.is_one_host:
+            name = purpose + reach.suffix
+            post = self.mates.post(name, reach.members, send, sent, received, got)
+        arguments = (received, send, list(receive_rows), list(send_rows))
+        if post is not None:
+            arguments = (post.got, post.send, list(post.got_bytes), list(post.send_bytes))
+        call = self._begin(purpose, partial(dist.all_to_all_single, *arguments), scope)
+        call.post = post
         if not wait:
             return received, call
         call.wait()
@@ -194,10 +222,10 @@ class Mesh:
 
     def room(self, num_elements: int, dtype: torch.dtype, scope: Scope = ALL) -> Tensor:
         """Allocate (num_elements,), to be written to and sent in `scope`: where ranks of one host can read it."""
-        mates = self._mates(scope.members(self.rank, self.num_ranks))
-        return (
-            empty(num_elements, dtype=dtype) if mates is None else mates.room(num_elements, dtype)
-        )
+        reach = self._reaches.get(scope) or self._reach(scope)
+        if self.mates is None or not reach.is_one_host:
+            return empty(num_elements, dtype=dtype)
+        return self.mates.room(num_elements, dtype)
 
     def all_reduce(self, purpose: str, values: Tensor, *, counts_as: str | None = None) -> Tensor:
         """Collective, in place: the sum over ranks, the same bits on every rank."""
@@ -205,9 +233,7 @@ class Mesh:
             if values.numel():
                 sent = ring_sum(values.nbytes, values.element_size(), self.rank, self.num_ranks)
                 self._count(counts_as or purpose, (self.rank - 1) % self.num_ranks, *sent)
-            self._begin(
-                purpose, lambda group: dist.all_reduce(values, group=group, async_op=True)
-            ).wait()
+            self._begin(purpose, partial(dist.all_reduce, values)).wait()
         return values
 
     def all_gather(self, purpose: str, values: Tensor) -> list[Tensor]:
@@ -217,9 +243,7 @@ class Mesh:
         others, after = self.num_ranks - 1, (self.rank + 1) % self.num_ranks
         self._count(purpose, after, others * values.nbytes, others)  # a ring: one block a round
         out = [torch.empty_like(values) for _ in range(self.num_ranks)]
-        self._begin(
-            purpose, lambda group: dist.all_gather(out, values, group=group, async_op=True)
-        ).wait()
+        self._begin(purpose, partial(dist.all_gather, out, values)).wait()
         return out
 
     def all_gather_bytes(self, purpose: str, data: bytes) -> list[bytes]:
@@ -240,10 +264,7 @@ class Mesh:
         if self.num_ranks > 1:
             for peer in tree_children(self.rank, self.num_ranks):
                 self._count(counts_as or purpose, peer, values.nbytes)
-            self._begin(
-                purpose,
-                lambda group: dist.broadcast(values, group=group, group_src=0, async_op=True),
-            ).wait()
+            self._begin(purpose, partial(dist.broadcast, values, group_src=0)).wait()
         return values
 
     def least(self, count: int, purpose: str = "control") -> int:
@@ -256,55 +277,47 @@ class Mesh:
 
     def label(self, purpose: str, scope: Scope = ALL) -> str:
         """Name a call for people: what it is for, and among whom."""
-        if not scope.size:
-            return purpose
-        is_host = scope.size == self.world.ranks_per_host
-        kind = "over" if scope.is_across else "in"
-        blocks = ("hosts" if scope.is_across else "host") if is_host else (
-            f"towers of {scope.size}" if scope.is_across else f"tower of {scope.size}"
-        )  # fmt: skip
-        return f"{purpose} {kind} {blocks}"
+        return purpose + self._reach(scope).suffix
 
-    def _mates(self, members: Sequence[int]) -> Mates | None:
-        """Return the host's shared memory where these ranks are all of this host, and can read each other's."""
-        if self.mates is None:
-            return None
-        host = self.world.host
-        return self.mates if host(members[0]) == host(members[-1]) else None
-
-    def _all_to_all(
-        self,
-        purpose: str,
-        scope: Scope,
-        send: Tensor,
-        send_rows: Sequence[int],
-        received: Tensor,
-        receive_rows: Sequence[int],
-    ) -> Call:
-        return self._begin(
-            purpose,
-            lambda group: dist.all_to_all_single(
-                received, send, list(receive_rows), list(send_rows), group=group, async_op=True
-            ),
-            scope,
-        )
+    def _reach(self, scope: Scope) -> Reach:
+        """Return this rank's place in a scope, and keep it in `_reaches`."""
+        return self._reaches.setdefault(scope, _find_reach(self.world, self.rank, scope))
 
     def _count(self, purpose: str, peer: int, num_bytes: int, messages: int = 1) -> None:
-        self.traffic.count(purpose, self.world, self.rank, peer, num_bytes, messages)
+        links = [self._reach(ALL).links[peer]]
+        self.traffic.count(purpose, links, [num_bytes], messages)
 
     def group(self, thread: str, scope: Scope = ALL) -> dist.ProcessGroup:
         """Return the group on which a thread makes its calls in a scope."""
-        if len(scope.members(self.rank, self.num_ranks)) == self.num_ranks:
-            scope = ALL
-        return self.groups[thread, scope]
+        return self.groups[thread, self._reach(scope).groups]
 
-    def _begin(
-        self, purpose: str, start: Callable[[dist.ProcessGroup], Any], scope: Scope = ALL
-    ) -> Call:
+    def _begin(self, purpose: str, start: Callable[..., Any], scope: Scope = ALL) -> Call:
+        """Begin a call of torch.distributed. Raises PeerLost."""
         assert self.presence is not None
-        label = self.called + self.label(purpose, scope)
-        self.presence.enter(label)
+        reach = self._reaches.get(scope) or self._reach(scope)
+        name = self.called + purpose + reach.suffix
+        self.presence.enter(name)
+        group = self.groups[THREADS.get(purpose, TRAINING), reach.groups]
         try:
-            return Call(self.presence, label, start(self.group(thread_of(purpose), scope)))
+            return Call(self.presence, name, start(group=group, async_op=True))
         except RuntimeError as error:
-            raise self.presence.lose(label, error) from error
+            raise self.presence.lose(name, error) from error
+
+
+def _find_reach(world: World, rank: int, scope: Scope) -> Reach:
+    """Return the place of a rank in a scope."""
+    num_ranks = world.num_ranks
+    members = scope.members(rank, num_ranks)
+    suffix = ""
+    if scope.size:
+        is_host = scope.size == world.ranks_per_host
+        blocks = "host" if is_host else "tower"
+        of_size = "" if is_host else f" of {scope.size}"
+        suffix = f" over {blocks}s{of_size}" if scope.is_across else f" in {blocks}{of_size}"
+    return Reach(
+        members,
+        tuple(None if peer == rank else link(world, rank, peer) for peer in members),
+        world.host(members[0]) == world.host(members[-1]),
+        suffix,
+        ALL if len(members) == num_ranks else scope,
+    )

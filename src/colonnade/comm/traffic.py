@@ -40,15 +40,19 @@ class Traffic:
     """Rows of one purpose leave on two threads."""
 
     def count(
-        self, purpose: str, world: World, rank: int, peer: int, num_bytes: int, messages: int = 1
+        self,
+        purpose: str,
+        links: Sequence[Link | None],
+        num_bytes: Sequence[int],
+        messages: int = 1,
     ) -> None:
-        """`rank`, which is this one, sends `num_bytes` to `peer`. Nothing is counted of 0 bytes or to itself."""
-        if not num_bytes or peer == rank:
-            return
-        key = (purpose, link(world, rank, peer))
+        """Count bytes that this rank sends over links, `messages` for each. Nothing is counted of 0 bytes, or of what
+        it sends itself (link None)."""
         with self._counting:
-            self.sent_bytes[key] += num_bytes
-            self.messages[key] += messages
+            for link, count in zip(links, num_bytes, strict=True):
+                if count and link is not None:
+                    self.sent_bytes[purpose, link] += count
+                    self.messages[purpose, link] += messages
 
     def bytes_of(self, purpose: str) -> int:
         return sum(self.sent_bytes[purpose, each] for each in LINKS)
@@ -91,29 +95,42 @@ def tree_children(place: int, size: int) -> Sequence[int]:
     return found
 
 
-_of_thread = threading.local()
+class _OfThread(threading.local):
+    """Waits of one thread."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.since = 0.0
+        self.seconds: dict[str, float] = defaultdict(float)
+
+
+_of_thread = _OfThread()
+
+
+def begin_waiting() -> None:
+    """Begin a wait of this thread; one inside another is part of it."""
+    if not _of_thread.depth:
+        _of_thread.since = time.perf_counter()
+    _of_thread.depth += 1
+
+
+def end_waiting(purpose: str) -> None:
+    """End the wait that began last."""
+    _of_thread.depth -= 1
+    if not _of_thread.depth:
+        _of_thread.seconds[purpose] += time.perf_counter() - _of_thread.since
 
 
 @contextmanager
 def waiting(purpose: str) -> Iterator[None]:
-    """What runs inside is a wait of this thread's; one inside another is part of it."""
-    if getattr(_of_thread, "is_waiting", False):
-        yield
-        return
-    start, _of_thread.is_waiting = time.perf_counter(), True
+    """Count what runs inside as a wait of this thread."""
+    begin_waiting()
     try:
         yield
     finally:
-        _of_thread.is_waiting = False
-        _seconds()[purpose] += time.perf_counter() - start
+        end_waiting(purpose)
 
 
 def waited() -> Mapping[str, float]:
-    """Seconds by purpose since this thread began; it goes on counting."""
-    return _seconds()
-
-
-def _seconds() -> dict[str, float]:
-    if not hasattr(_of_thread, "seconds"):
-        _of_thread.seconds = defaultdict(float)
+    """Return seconds by purpose since this thread began; it goes on counting."""
     return _of_thread.seconds

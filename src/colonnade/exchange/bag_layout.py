@@ -292,7 +292,6 @@ class EvaluatedBatch:
 
     pooled: Tensor | None = None  # (G, W_o), where owners evaluate operators
     partials: list[Partials] = field(default_factory=list)  # by turn
-    versions: list[int] | None = None  # of the operators' weights then
     gathered: list[Tensor] | None = None  # by turn: what waits inside a tower for its use
     sequence_rows: list[Tensor] = field(default_factory=list)  # of attended sequences, (E, D)
     attended: dict[str, Attended] = field(default_factory=dict)  # by consumer

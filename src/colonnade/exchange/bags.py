@@ -171,9 +171,10 @@ class BagsExchange:
         ]
         plan = self.owner.make_plan(joined.lookups, tower.deal.num_owners)
         codes = None if joined.codes is None else soonest_use(joined.codes, plan)
-        messages = tower.pack(plan, codes)
+        messages: list[np.ndarray] = []
         if tower.num_ranks > 1:
-            (messages,), _ = exchange_messages([messages], tower.mesh, 0.0, batch.purpose)
+            requests = tower.pack(plan, codes)
+            (messages,), _ = exchange_messages([requests], tower.mesh, 0.0, batch.purpose)
         inner = tower.serve_requests(
             LookupRequest(messages, joined.lookups, plan, codes),
             messages,
@@ -213,7 +214,7 @@ class BagsExchange:
         kept = lookup.evaluation
         if self.operators is not None:
             self.operators.try_once()
-            kept.versions = self.operators.versions()
+            lookup.weight_versions = self.operators.versions()
         block = empty(sum(lookup.sizes), 0, dtype=self.dtype)
         if self.share.order:
             pooled = self._pool(lookup, source)
@@ -294,7 +295,7 @@ class BagsExchange:
         values waited in a tower."""
         if lookup.reads is None:
             assert self.operators is not None and lookup.evaluation.gathered is not None
-            lookup.evaluation.versions = self.operators.versions()
+            lookup.weight_versions = self.operators.versions()
             self._send_last(lookup, lookup.evaluation.gathered)
         reads = lookup.reads
         assert reads is not None

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,7 @@ from colonnade.lookup.contract import (
     Inside,
     LookupContext,
     OwnedRows,
+    PartLookup,
     PinnedRows,
     RowGradients,
     RowSource,
@@ -34,7 +37,7 @@ from colonnade.lookup.layout import Declaration, Output, outputs
 from colonnade.lookup.outputs import CPU, build_outputs, record_backward
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
-from colonnade.wire.id_distribution import send_requests
+from colonnade.wire.id_distribution import exchange_messages
 
 KINDS = ("bitwise", "reassociated", "lossy")
 """Kinds of exactness, best first."""
@@ -126,18 +129,22 @@ class Exchange:
             for part in self.parts:
                 requests.append(part.build_requests(batch, purpose))
             weight = float(batch.size if batch.sample_weight is None else batch.sample_weight.sum())
-            received, weight = send_requests(requests, self.mesh, weight, purpose)
+            received: list[list[np.ndarray]] = [[]] * len(requests)
+            if self.mesh.num_ranks > 1:
+                messages = [request.messages for request in requests]
+                received, weight = exchange_messages(messages, self.mesh, weight, purpose)
             info = BatchInfo(batch.size, weight, purpose, batch.dense)
             lookups = [
-                part.serve_requests(request, messages, info)
-                for part, request, messages in zip(self.parts, requests, received, strict=True)
+                part.serve_requests(request, answers, info)
+                for part, request, answers in zip(self.parts, requests, received, strict=True)
             ]
         except BaseException:
             for part, request in zip(self.parts, requests, strict=False):
                 if part.cancel is not None:
                     part.cancel(request)
             raise
-        return LookupContext(info, lookups, self._all_owned([each.owned for each in lookups]))
+        owned = lookups[0].owned if len(lookups) == 1 else self._all_owned(lookups)
+        return LookupContext(info, lookups, owned)
 
     def resolve_slots(self, context: LookupContext, views: Sequence[RowView]) -> None:
         """Any thread, once `context.pinned` is set: prepare what fetches and the update can use."""
@@ -157,14 +164,18 @@ class Exchange:
             and not self.parts[i].has_values(context.parts[i])
         ]
 
-    def fetch(self, context: LookupContext, source: RowSource, num_applied: int) -> None:
-        """Begin to send values of the parts that are due. num_applied: updates that the rows have seen."""
-        due = self.due(context)
-        if context.pinned is not None and source.rows is context.pinned.slots:
-            self._share_slots(context)
-            rows = [lookup.slots for lookup in context.parts]
-        else:
-            rows = self._by_part(context, source.rows)
+    def fetch(
+        self, context: LookupContext, due: Sequence[int], source: RowSource, num_applied: int
+    ) -> None:
+        """Begin to send values of the parts that are `due`. num_applied: updates that the rows have seen."""
+        rows = [source.rows]
+        if len(self.parts) > 1:
+            is_pinned = context.pinned is not None and source.rows is context.pinned.slots
+            rows = (
+                [lookup.slots for lookup in context.parts]
+                if is_pinned
+                else self._by_part(context, source.rows)
+            )
         for i in due:
             # Rows that may change before their use are copied.
             in_place = source.in_place or not self.reads_ahead[i]
@@ -212,26 +223,32 @@ class Exchange:
         summed = [context.gradients.sum(self.dtype) for context in contexts]
         for context in contexts:
             self._share_slots(context)
-        for part, i in zip(self.parts, range(len(self.parts)), strict=True):
+        for i, part in enumerate(self.parts):
             if part.operators is not None:
-                used = [context.parts[i].evaluation.versions for context in contexts]  # type: ignore[attr-defined]
-                part.operators.check_weights(used)
+                part.operators.check_weights(
+                    [context.parts[i].weight_versions for context in contexts]
+                )
         # What one sends travels while the next one computes.
         begun = []
         for i, (part, places) in enumerate(zip(self.parts, self.places, strict=True)):
             for number, (context, gradients) in enumerate(zip(contexts, summed, strict=True)):
                 own = None if gradients is None else [gradients[place] for place in places]
                 begun.append(part.begin_push(context.parts[i], own, step, number))
+        return partial(self._end_push, contexts, begun)
 
-        def finish() -> RowGradients:
-            arrived = iter([end() for end in begun])
-            merged = []
-            for i, part in enumerate(self.parts):
-                of_part = [next(arrived) for _ in contexts]
-                merged.append(part.owner.merge([each.parts[i] for each in contexts], of_part))
-            return self._join_gradients(merged)
-
-        return finish
+    def _end_push(
+        self, contexts: Sequence[LookupContext], begun: Sequence[Callable[[], RowGradients]]
+    ) -> RowGradients:
+        """Wait for gradients, part by part, and return them as one application."""
+        arrived, count = [end() for end in begun], len(contexts)
+        if len(arrived) == 1:
+            return arrived[0]
+        return self._join_gradients([
+            part.owner.merge(
+                [context.parts[i] for context in contexts], arrived[i * count : (i + 1) * count]
+            )
+            for i, part in enumerate(self.parts)
+        ])  # fmt: skip
 
     def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
         """Local: return gradients that need not be summed again, and the sum of squares of all rows' sums that count
@@ -303,12 +320,14 @@ class Exchange:
 
     def _share_slots(self, context: LookupContext) -> None:
         """Give each part the slots of its rows."""
-        if all(lookup.pinned is not None for lookup in context.parts):
+        pinned = context.pinned
+        if context.parts[0].pinned is not None:
             return
-        assert context.pinned is not None
-        for lookup, slots in zip(
-            context.parts, self._by_part(context, context.pinned.slots), strict=True
-        ):
+        assert pinned is not None
+        if len(self.parts) == 1:
+            context.parts[0].pinned = pinned
+            return
+        for lookup, slots in zip(context.parts, self._by_part(context, pinned.slots), strict=True):
             lookup.pinned = PinnedRows(slots)
 
     def _by_part(self, context: LookupContext, values: Tensor) -> list[Tensor]:
@@ -330,10 +349,9 @@ class Exchange:
             [values[i][ends[i][first] : ends[i][last]] for i, first, last in self.runs]
         )
 
-    def _all_owned(self, owned: Sequence[OwnedRows]) -> OwnedRows:
+    def _all_owned(self, lookups: Sequence[PartLookup]) -> OwnedRows:
         """Join the owned rows of all parts."""
-        if len(owned) == 1:
-            return owned[0]
+        owned = [lookup.owned for lookup in lookups]
         offsets = [each.offsets for each in owned]
         ids = self._join([each.ids for each in owned], offsets)
         codes = [each.next_use for each in owned if each.next_use is not None]

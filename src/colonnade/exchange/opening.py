@@ -277,13 +277,15 @@ def _open_towers(
         for name, fields in evaluated.taken_by.items()
         if (number := by_field[fields[0]]) is not None
     }
-    operators = Operators(
-        declaration,
-        consumers,
-        evaluated.taken_by,
-        evaluators="ranks of a tower",
-        inside=Inside(size, tower_by_consumer) if tower_by_consumer else None,
-    )
+    operators = None
+    if consumers:
+        operators = Operators(
+            declaration,
+            consumers,
+            evaluated.taken_by,
+            evaluators="ranks of a tower",
+            inside=Inside(size, tower_by_consumer),
+        )
     return BagsExchange(
         layout,
         deal(pooled_on, mesh.num_ranks),

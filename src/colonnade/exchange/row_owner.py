@@ -70,10 +70,8 @@ class RowOwner:
         """Group requests for this rank's rows by row: ids source by source, table by table; counts (sources, T)."""
         return _native.make_plan(list_requests(ids, counts), self.table_rows, self.one_owner)
 
-    def codes_of(self, batch: Batch, plan: _native.Plan) -> Tensor | None:
+    def codes_of(self, batch: Batch, plan: _native.Plan) -> Tensor:
         """Return `Batch.next_use` by unique row, (U,) uint8. Raises DataError."""
-        if batch.next_use is None:
-            return None
         return soonest_use(collect_codes(batch, self.declaration, self.consumption), plan)
 
     def merge(self, lookups: Sequence[PartLookup], pushed: Sequence[RowGradients]) -> RowGradients:

@@ -111,18 +111,18 @@ class RowsExchange:
 
     def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
         lookups, plan, codes = self.plan_batch(batch)
-        return LookupRequest(self.pack(plan, codes), lookups, plan, codes)
+        messages = self.pack(plan, codes) if self.num_ranks > 1 else []
+        return LookupRequest(messages, lookups, plan, codes)
 
     def plan_batch(self, batch: Batch) -> tuple[Lookups, _native.Plan, Tensor | None]:
         """Return a batch's lookups, their plan and `Batch.next_use` by unique row. Raises as `build_requests`."""
         lookups = collect(batch, self.declaration, self.owner.consumption)
         plan = self.owner.make_plan(lookups, self.deal.num_owners)
-        return lookups, plan, self.owner.codes_of(batch, plan)
+        codes = None if batch.next_use is None else self.owner.codes_of(batch, plan)
+        return lookups, plan, codes
 
     def pack(self, plan: _native.Plan, codes: Tensor | None) -> list[np.ndarray]:
-        """Return by rank the request (uint8) for its rows of the plan; codes (U,) of them. World of one: []."""
-        if self.num_ranks == 1:
-            return []
+        """Return by rank the request (uint8) for its rows of the plan; codes (U,) of them."""
         blocks = self.deal.blocks(plan)
         firsts, lasts = (b.reshape(-1, self.num_ranks).T for b in (blocks[:-1], blocks[1:]))
         return pack_requests(
@@ -135,10 +135,9 @@ class RowsExchange:
     ) -> RowsLookup:
         plan = request.plan
         assert plan is not None
-        blocks = self.deal.blocks(plan)
         if self.num_ranks == 1:
             return RowsLookup(batch, request.lookups, plan, owned_rows(plan, request.codes), plan)
-        counts = np.diff(blocks).reshape(len(self.owner.widths), -1).T  # (N, T)
+        counts = np.diff(self.deal.blocks(plan)).reshape(len(self.owner.widths), -1).T  # (N, T)
         places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
         requests = unpack_requests(received, self.owner.table_rows, self.deal.num_owners, places)
         owner_plan = self.owner.plan_requests(requests.ids, requests.counts)
@@ -228,7 +227,8 @@ class RowsExchange:
     def pooled(self, lookup: RowsLookup, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
         reads = lookup.reads
         assert reads is not None
-        reads.wait()
+        if reads.arrival is not None:
+            reads.wait()
         return reads.kernels.pool(lookup.lookups, reads.placed, into)
 
     def begin_push(

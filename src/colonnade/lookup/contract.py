@@ -118,6 +118,7 @@ class PartLookup:
     owned: OwnedRows
     owner_plan: _native.Plan  # groups all ranks' requests for owned rows by row
     pinned: PinnedRows | None = None
+    weight_versions: list[int] | None = None  # of operators' weights, when they were used
 
     @property
     def slots(self) -> Tensor:

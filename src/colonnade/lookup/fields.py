@@ -4,7 +4,7 @@ lie in the other."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,14 +23,13 @@ class Run:
     there: int
     width: int
     is_first: bool  # nobody has written them there before
+    columns_here: slice = field(init=False, compare=False)
+    columns_there: slice = field(init=False, compare=False)
 
-    @property
-    def columns_here(self) -> slice:
-        return slice(self.here, self.here + self.width)
-
-    @property
-    def columns_there(self) -> slice:
-        return slice(self.there, self.there + self.width)
+    def __post_init__(self) -> None:
+        # Made once: a step asks for them dozens of times.
+        object.__setattr__(self, "columns_here", slice(self.here, self.here + self.width))
+        object.__setattr__(self, "columns_there", slice(self.there, self.there + self.width))
 
 
 Key = int | str

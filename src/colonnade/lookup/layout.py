@@ -61,17 +61,17 @@ class Declaration:
         """Leave out cached properties, some of which are native objects."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Of rows."""
         return getattr(torch, self.tables[0].dtype)
 
-    @property
+    @cached_property
     def compute_dtype(self) -> torch.dtype:
         """Of lookup weights, sums of gradients and optimizer state."""
         return getattr(torch, self.tables[0].compute_dtype)
 
-    @property
+    @cached_property
     def output_dtype(self) -> torch.dtype:
         """Of what the collection returns."""
         return getattr(torch, self.output)
@@ -332,12 +332,16 @@ def collect(batch: Batch, declaration: Declaration, consumption: Consumption) ->
     """The batch's ids, a column of lookups after the other. Raises DataError, NonFiniteError naming the feature."""
     values, bags, weights, dtype = [], [], [], declaration.compute_dtype
     for f in consumption.features:
-        ids = checked_ids(batch, declaration.features[f], dtype)
+        feature = declaration.features[f]
+        ids = batch.ids.get(feature.name)
+        if not _is_column(ids, batch.size):
+            ids = checked_ids(batch, feature, dtype)
+        assert ids is not None
         values.append(ids.values)
         bags.append(ids.offsets)
         weights.append(ids.weights)
     # A tensor's `len` is a function in Python, and takes forty times as long as `numel`.
-    offsets = torch.from_numpy(np.cumsum([0, *(each.numel() for each in values)], dtype=np.int64))
+    offsets = torch.from_numpy(np.cumsum([0, *[each.numel() for each in values]], dtype=np.int64))
     all_ids = torch.cat(values) if values else torch.empty(0, dtype=torch.int64)
     return _lookups(all_ids, offsets, bags, weights, consumption, batch.size, dtype)
 
@@ -377,7 +381,7 @@ def _lookups(
     dtype: torch.dtype,
 ) -> Lookups:
     bag_offsets = None
-    if any(bag is not None for bag in bags):
+    if bags.count(None) < len(bags):
         ramp = torch.arange(size + 1, dtype=torch.int64)
         starts = [
             (ramp if bag is None else bag)[:-1] + start
@@ -385,7 +389,7 @@ def _lookups(
         ]
         bag_offsets = torch.cat([*starts, offsets[-1:]])
     all_weights = None
-    if any(each is not None for each in weights):
+    if weights.count(None) < len(weights):
         all_weights = torch.cat(
             [
                 torch.ones(count, dtype=dtype) if each is None else each.to(dtype)
@@ -421,8 +425,6 @@ def _check_ids(feature: Feature, ids: Ids, size: int, compute_dtype: torch.dtype
         raise DataError(
             f"feature {feature.name!r}: got a {type(ids).__name__}, wanted Ids(values, offsets, weights)"
         )
-    if ids.offsets is None and ids.weights is None and _is_column(ids.values, size):
-        return
     for what, given in (("ids", ids.values), ("offsets", ids.offsets), ("weights", ids.weights)):
         if given is None and what != "ids":
             continue
@@ -464,8 +466,11 @@ def _check_ids(feature: Feature, ids: Ids, size: int, compute_dtype: torch.dtype
             )
 
 
-def _is_column(values: object, size: int) -> bool:
-    """One id a sample, and nothing wrong with them: what most features have, asked for once a feature and step."""
+def _is_column(ids: object, size: int) -> bool:
+    """Return whether these are one id a sample, and nothing is wrong with them: what most features have."""
+    if type(ids) is not Ids or ids.offsets is not None or ids.weights is not None:
+        return False
+    values = ids.values
     return (
         type(values) is Tensor
         and values.dtype is torch.int64

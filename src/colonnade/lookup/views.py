@@ -187,13 +187,18 @@ class Slices:
             if declared.features[field.feature].pooling == "sequence"
         )
 
-    def split_hot(self, batch: Batch) -> Dealt | None:
-        """Return a batch by the rows of each table, those of hot rows apart; None where no table has some."""
-        return deal(batch, self.declared, self.hot) if self.hot else None
+    def split_hot(self, batch: Batch) -> Dealt:
+        """Return a batch by the rows of each table, those of hot rows apart."""
+        return deal(batch, self.declared, self.hot)
+
+    @cached_property
+    def is_hashed(self) -> bool:
+        """Whether ids of some table are hashed to rows."""
+        return bool(stacks_of(self.declared))
 
     def looked_up(self, batch: Batch) -> Batch:
-        """By the rows of each table, where ids are others."""
-        return stacked(batch, self.declared)
+        """Return a batch by the rows of each table, where ids are others."""
+        return stacked(batch, self.declared) if self.is_hashed else batch
 
     def offsets_of(self, batch: Batch) -> dict[str, Tensor]:
         """(B + 1,) of each sequence that is attended to here, by field. Of a batch that was checked."""

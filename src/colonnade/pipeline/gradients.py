@@ -50,16 +50,16 @@ class StepGradients:
 
     def are_finite(self) -> bool:
         """Return whether every gradient recorded on this rank is finite."""
-        return all(
-            all_finite(part)
-            for context in self.contexts
-            for gradients in context.gradients.backwards
-            for part in gradients
-        )
+        for context in self.contexts:
+            for gradients in context.gradients.backwards:
+                for part in gradients:
+                    if not all_finite(part):
+                        return False
+        return True
 
-    def has_recorded(self) -> list[bool]:
-        """Return by batch whether it has had a backward on this rank."""
-        return [bool(context.gradients.backwards) for context in self.contexts]
+    def has_recorded(self) -> list[float]:
+        """Return by batch 1 where it has had a backward on this rank, else 0."""
+        return [float(bool(context.gradients.backwards)) for context in self.contexts]
 
     def collect(self, step: int) -> Pushed:
         """Collective: send what backward recorded since the last step to the rows' owners. It has arrived there, unless
@@ -112,14 +112,16 @@ class StepGradients:
     def drop_unused(self, is_used: Sequence[float]) -> None:
         """Collective: drop the batches since the last step that no rank had a gradient for. is_used: by batch, how many
         ranks had."""
-        self.take_back()
-        used = []
-        for context, count in zip(self.contexts, is_used, strict=True):
+        if self.pushed is not None:
+            self.take_back()
+        if all(is_used):
+            return
+        contexts, self.contexts = self.contexts, []
+        for context, count in zip(contexts, is_used, strict=True):
             if count:
-                used.append(context)
+                self.contexts.append(context)
             else:
                 self._drop(context)
-        self.contexts = used
 
     def forget(self) -> None:
         """Collective: drop every batch since the last step without applying it."""
@@ -174,7 +176,8 @@ class Updates:
         """Apply it after all others: now, where its gradients have arrived, else in `land`. No backward may reach its
         batches any more."""
         if update.pushed.finish is None:
-            self.settle()
+            if self.underway:
+                self.settle()
             self._apply(update)
             return
         self.underway.append(update)
@@ -197,7 +200,8 @@ class Updates:
 
     def _apply(self, update: Update) -> None:
         """Wait for its gradients, sum and update, release the rows."""
-        gradients, contexts = update.pushed.arrive(), update.contexts
+        contexts, pushed = update.contexts, update.pushed
+        gradients = pushed.gradients if pushed.finish is None else pushed.arrive()
         if gradients is not None:
             for context in contexts:  # one whose values were restored was never fetched
                 context.wait_for_rows()

@@ -97,12 +97,14 @@ class Lookahead(Iterator[Batch]):
 
     def _read_due(self) -> None:
         """Make the reads of this call, or put them off until an update has landed."""
-        self.catch_up()
-        if self._line and self._bound >= LATE:
-            self._owed = self._land(0)
-        if not self._owed:
+        if self._bound >= LATE:
+            self.catch_up()
+            if self._line:
+                self._owed = self._land(0)
+            if self._owed:
+                return
             self._land(self._land(0))
-            self._read()
+        self._read()
 
     def catch_up(self) -> None:
         """Collective, training thread: what the newest `next()` put off, before anything that sees newer updates."""

@@ -38,6 +38,7 @@ class Pipeline:
     def __init__(self, rows: OpenRows, steps: StepCounter) -> None:
         self.rows, self.steps = rows, steps
         self.exchange, self.store, self.views = rows.exchange, rows.store, rows.views
+        self.reads_ahead = rows.reads_ahead
         # Batches, by updates that reads missed: a read for each bound of tables; without what a commit held.
         self.missed: Counter[int] = Counter()
         self.updates = Updates(self.exchange, self.store, rows.policies, self.missed)
@@ -127,7 +128,7 @@ class Pipeline:
 
     def begin(self, batch: Batch) -> LookupContext:
         """Prepare and fetch a batch that no lookahead prepared. Raises ConfigError where rows are read ahead."""
-        if self.rows.reads_ahead:
+        if self.reads_ahead:
             raise ConfigError(
                 "bounded staleness reads ahead: iterate over collection.lookahead(batches)"
             )
@@ -143,13 +144,14 @@ class Pipeline:
     def fetch(self, context: LookupContext, steps_left: int = 0) -> None:
         """Read rows that are due so many steps before their use, as they are now."""
         context.steps_left = steps_left
-        if not self.exchange.due(context):
+        if not (due := self.exchange.due(context)):
             return
         assert context.pinned is not None
         context.wait_for_rows()
-        in_place = not self.rows.reads_ahead
+        in_place = not self.reads_ahead
         source = RowSource(self.store.views(), context.pinned.slots, in_place)
-        self.exchange.fetch(context, source, self.steps.value - len(self.updates))
+        num_applied = self.steps.value - len(self.updates.underway)
+        self.exchange.fetch(context, due, source, num_applied)
 
     def read(self, batch: Batch) -> LookupContext:
         """Fetch a batch for evaluation: it sees every update and leaves no trace; any number of training batches may be
@@ -163,15 +165,19 @@ class Pipeline:
         ]
         numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in values]
         source = RowSource(views, torch.cat(numbers), True, values)
-        self.exchange.fetch(context, source, self.steps.value)
+        self.exchange.fetch(context, self.exchange.due(context), source, self.steps.value)
         return context
 
     def _send_ids(self, batch: Batch, purpose: str) -> LookupContext:
         """Send a batch's ids, by the tables as they are laid out."""
         views = self.views
-        rows = views.looked_up(batch)
-        hot = views.split_hot(rows)
-        context = self.exchange.send_ids(rows if hot is None else hot.batch, purpose)
+        rows, hot = batch, None
+        if views.is_hashed:
+            rows = views.looked_up(batch)
+        if views.hot:
+            hot = views.split_hot(rows)
+            rows = hot.batch
+        context = self.exchange.send_ids(rows, purpose)
         context.hot = hot
         if views.attending:
             context.sequence_offsets = views.offsets_of(batch)
@@ -205,10 +211,9 @@ class Pipeline:
         float64 by declared part: see `_native.update`."""
         step = self.steps.value
         pushed, contexts = self.gradients.hand_over(step)
-        by_part = self.views.by_part
-        self.updates.make(
-            Update(step, pushed, contexts, by_part(optimizers), by_part(settings).clone())
-        )
+        if self.views.is_cut:
+            optimizers, settings = map(self.views.by_part, (optimizers, settings))
+        self.updates.make(Update(step, pushed, contexts, optimizers, settings.clone()))
         self.steps.value += 1
 
     def drop(self, context: LookupContext) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import chain, repeat
+from operator import attrgetter
 from typing import Literal
 
 from torch import Tensor
@@ -59,7 +60,7 @@ class PreparedBatch(Batch):
 
 
 register_batch(PreparedBatch)
-NAMES = tuple(each.name for each in fields(Batch))
+VALUES = attrgetter(*(each.name for each in fields(Batch)))
 
 
 def next_depth(depth: int, *, stalled: float, window: float) -> int:
@@ -266,4 +267,4 @@ def _prepare_next(
 
 def as_prepared(batch: Batch) -> PreparedBatch:
     """Return a copy that can have a context."""
-    return PreparedBatch(**{name: getattr(batch, name) for name in NAMES})
+    return PreparedBatch(*VALUES(batch))

@@ -18,23 +18,12 @@ from numpy.typing import NDArray
 
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import WorldError
-from colonnade.lookup.contract import LookupRequest
 
 WEIGHT = struct.Struct("<d")
 SAMPLES = struct.Struct("<I")
 """Number of samples of the sender's batch, which `tower_rows` sends inside a tower."""
 SIZE_BYTES = 4
 """Of a message, told before it."""
-
-
-def send_requests(
-    requests: Sequence[LookupRequest], mesh: Mesh, weight: float, purpose: str
-) -> tuple[list[list[np.ndarray]], float]:
-    """Collective on `purpose`'s group: send each exchange's messages. Return them by exchange, by rank they are from
-    (world of one: none), and the weight of all ranks' samples."""
-    if mesh.num_ranks == 1:
-        return [[] for _ in requests], weight
-    return exchange_messages([request.messages for request in requests], mesh, weight, purpose)
 
 
 def exchange_messages(

@@ -450,7 +450,7 @@ def _placing(blocks: tuple[Places, ...], dims: Places) -> tuple[list[list[Run]],
 def placed(blocks: Sequence[tuple[Tensor, Places]], dims: Mapping[Key, int]) -> Tensor:
     """(R, W), contiguous, of columns of these dims: what lies in blocks (R, any) of one dtype; the sum of what lies in
     several, in their order, and 0 of what lies in none. Read only: it is a block itself where that is the whole."""
-    every, filled = _placing(tuple(places for _, places in blocks), tuple(dims.items()))
+    every, filled = _placing(tuple([places for _, places in blocks]), tuple(dims.items()))
     width, num_rows = sum(dims.values()), len(blocks[0][0])
     taken = [(block, runs) for (block, _), runs in zip(blocks, every, strict=True) if runs]
     if len(taken) == 1 and len(taken[0][1]) == 1 and filled == width == taken[0][0].shape[1]:
