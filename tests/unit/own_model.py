@@ -37,7 +37,7 @@ class Net(nn.Module):
     def forward(self, batch):
         found = self.collection(batch)
         product = torch.stack([found[name] for name in self.names]).prod(dim=0)
-        return product.sum(dim=1, keepdim=True) + self.bias(batch.dense.to(product.dtype))
+        return product.sum(dim=1, keepdim=True) + self.bias(batch.dense.to(product))
 
 
 def columns(num_samples, seed=0, extra=()):
