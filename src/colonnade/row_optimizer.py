@@ -86,22 +86,19 @@ class RowOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self.collection.caller:
-            self._step(agreed)
+            self.collection.ensure_open()
+            error: ConfigError | None = None
+            try:
+                settings = self._own_settings()
+            except ConfigError as own_error:
+                error, settings = own_error, torch.empty(0)
+            if not agreed:
+                self._agree(error)
+            if error is not None:
+                raise error
+            self.collection.pipeline.push(self._kinds, settings)
+            self._gradient_scale = 1.0
         return loss
-
-    def _step(self, agreed: bool) -> None:
-        self.collection.ensure_open()
-        error: ConfigError | None = None
-        try:
-            settings = self._own_settings()
-        except ConfigError as found:
-            error, settings = found, torch.empty(0)
-        if not agreed:
-            self._agree(error)
-        if error is not None:
-            raise error
-        self.collection.pipeline.push(self._kinds, settings)
-        self._gradient_scale = 1.0
 
     @torch.no_grad()
     def scaled_step(self, scaler: torch.amp.GradScaler, *dense: Optimizer) -> bool:
@@ -233,7 +230,7 @@ class RowOptimizer(Optimizer):
     def _agree(self, error: ConfigError | None = None) -> None:
         """Collective, one word: every rank has settings that rules can use (error: why this one has not), else
         ConfigError; and all gradients are finite, unless they were pushed, else NonFiniteError."""
-        gradients = self.gradients
+        gradients = self.collection.pipeline.gradients
         is_pushed, votes = gradients.pushed is not None, [float(error is not None)]
         if not is_pushed:
             votes += [float(not gradients.are_finite()), *gradients.has_recorded()]

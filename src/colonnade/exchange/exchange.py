@@ -222,7 +222,8 @@ class Exchange:
             return lambda: None
         summed = [context.gradients.sum(self.dtype) for context in contexts]
         for context in contexts:
-            self._share_slots(context)
+            if context.parts[0].pinned is None:
+                self._share_slots(context)
         for i, part in enumerate(self.parts):
             if part.operators is not None:
                 part.operators.check_weights(
@@ -321,8 +322,6 @@ class Exchange:
     def _share_slots(self, context: LookupContext) -> None:
         """Give each part the slots of its rows."""
         pinned = context.pinned
-        if context.parts[0].pinned is not None:
-            return
         assert pinned is not None
         if len(self.parts) == 1:
             context.parts[0].pinned = pinned

@@ -126,13 +126,15 @@ class Lookahead(Iterator[Batch]):
         batch = self._prepared.take()
         if batch is None:
             return
-        before = self._window.stall_seconds()
+        measures = self._prepared.deepens
+        before = self._window.stall_seconds() if measures else 0.0
         try:
             self._fetch(batch.unused, len(self._line) + gone)
         except BaseException:  # nobody else has it to give up
             self._prepared.give_back(batch)
             raise
-        self._prepared.count_stall(self._window.stall_seconds() - before)
+        if measures:
+            self._prepared.count_stall(self._window.stall_seconds() - before)
         self._line.append(batch)
 
     def __enter__(self) -> Lookahead:

@@ -107,7 +107,8 @@ class PreparedBatches:
         self._drop = drop
         self._window = window
         self.depth = SHALLOW if depth == "auto" else depth
-        self._deepens = depth == "auto" and is_alone
+        self.deepens = depth == "auto" and is_alone
+        """Whether it looks further ahead while training waits for reads: `count_stall` tells it."""
         self._is_alone = is_alone
         self._surplus = 0  # permits to keep back: the window has become shallower
         self._has_warned = depth == "auto"  # its own choice: nothing to warn of
@@ -201,7 +202,7 @@ class PreparedBatches:
             self._window.crowded.clear()
             self._shrink(max(1, self._ready.qsize()))
         self._taken += 1
-        if not self._deepens or self._taken < max(LOOKED_AT, 2 * self.depth):
+        if not self.deepens or self._taken < max(LOOKED_AT, 2 * self.depth):
             return
         now = time.perf_counter()
         stalled = self._stalled / max(1e-9, now - self._since)
@@ -227,7 +228,7 @@ class PreparedBatches:
         if self._is_alone:
             self._surplus += self.depth - depth
             self.depth = depth
-            self._deepens = False
+            self.deepens = False
 
 
 def _run(

@@ -81,7 +81,8 @@ class DramStore:
         ]  # fmt: skip
         self.deleted: list[list[Tensor]] | None = None  # ids by table; None: nobody asks for them
         self._released = threading.Condition()
-        self._releases = 0
+        self.releases = 0
+        """Times that `release` was called, for `wait_for_release`."""
         self._is_committing = False
 
     def attach(self, backings: Sequence[Backing]) -> None:
@@ -155,18 +156,13 @@ class DramStore:
     def release(self, slots: Tensor, offsets: Tensor, *, dirty: bool) -> None:
         self.native.release(slots, offsets, dirty)
         with self._released:
-            self._releases += 1
+            self.releases += 1
             self._released.notify_all()
-
-    @property
-    def releases(self) -> int:
-        """How often `release` was called: hand it to `wait_for_release`."""
-        return self._releases
 
     def wait_for_release(self, seen: int, seconds: float) -> bool:
         """Wait until `release` was called more than `seen` times; False after `seconds`."""
         with self._released:
-            return self._released.wait_for(lambda: self._releases > seen, seconds)
+            return self._released.wait_for(lambda: self.releases > seen, seconds)
 
     def read(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
         found = []

@@ -80,7 +80,7 @@ class HbmStore:
         self._arrivals: deque[Arrival] = deque()
         self._number = 0  # of arrivals, ever
         self._released = threading.Condition()
-        self._releases = 0
+        self.releases = 0
 
     # ---- Resident
 
@@ -122,18 +122,13 @@ class HbmStore:
             for directory, mine in zip(self.directories, _by_table(slots, offsets), strict=True):
                 directory.unpin(mine, dirty=dirty)
         with self._released:
-            self._releases += 1
+            self.releases += 1
             self._released.notify_all()
-
-    @property
-    def releases(self) -> int:
-        """How often `release` was called: hand it to `wait_for_release`."""
-        return self._releases
 
     def wait_for_release(self, seen: int, seconds: float) -> bool:
         """Wait until `release` was called more than `seen` times; False after `seconds`."""
         with self._released:
-            return self._released.wait_for(lambda: self._releases > seen, seconds)
+            return self._released.wait_for(lambda: self.releases > seen, seconds)
 
     def read(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
         """`Resident.read`, on the CPU."""
