@@ -6,9 +6,12 @@ and nowhere else. Legend: B samples, T tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from colonnade.batch import Batch
 from colonnade.comm.collectives import announced
 from colonnade.comm.mesh import Mesh
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, DataError
 from colonnade.interaction import Interaction
 from colonnade.lookup.layout import declare
 from colonnade.lookup.views import slices_of
@@ -28,12 +31,79 @@ from colonnade.pipeline.prepared_batches import Held, PreparedBatch
 from colonnade.pipeline.row_access import MappedLookup, delete_rows, read_weights, scan_rows
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.row_state import StatefulRows
-from colonnade.single_caller import OneCaller, one_at_a_time, run_eagerly
 from colonnade.store.contract import Backing, Rows
 from colonnade.store.mapped import MappedRows
 from colonnade.store.policies import RowPolicy
 from colonnade.table import Feature, Table
 from colonnade.topology.sharding import row_wise
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def run_eagerly(method: F) -> F:
+    """Make a compiled model call this method outside its graphs: one clean break before it, one after.
+
+    `torch.compiler.disable`, but the compiler, which takes longer to import than torch, is imported by programs that
+    use it alone.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return method(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(method))
+        return disabled[0](*args, **kwargs)
+
+    # Read by the compiler, which then breaks its graph here and does not look inside.
+    marks: Any = run
+    marks._torchdynamo_disable = True
+    marks._torchdynamo_disable_msg = "rows are looked up outside of compiled graphs"
+    result: Any = run
+    return result
+
+
+T = TypeVar("T")
+
+
+class OneCaller:
+    """Lock that is only tried: whoever comes while another thread is inside gets an error, and nothing waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise ConfigError(
+                f"got a call from thread {threading.current_thread().name} while another thread uses this collection, "
+                "wanted one at a time. Call the model and step its optimizer from one thread, or hold a lock of your "
+                "own; this call changed nothing"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[OneCaller], tuple[()]]:
+        return OneCaller, ()  # a copy has a lock of its own
+
+
+def one_at_a_time(forward: Callable[[Any, Batch], T]) -> Callable[[Any, Batch], T]:
+    """Wrap a collection's `forward`: check that it gets a batch, and that no other thread is inside."""
+
+    @wraps(forward)
+    def checked(collection: Any, batch: Batch) -> T:
+        if not isinstance(batch, Batch):
+            raise DataError(
+                f"model(batch): got a {type(batch).__name__}, wanted a colonnade.Batch: "
+                "Batch(size, dense, {feature: Ids(values)})"
+            )
+        if collection._served is not None:  # rows that nobody changes: any number of threads
+            return forward(collection, batch)
+        with collection.caller:
+            return forward(collection, batch)
+
+    return checked
 
 
 class EmbeddingCollection(StatefulRows):

@@ -22,7 +22,7 @@ LEVELS = [
     {"config.validation"},
     {"formats", "retention", "staleness", "batch", "optimizers", "ops"},
     {"config"},
-    {"table", "interaction", "topology", "single_caller"},
+    {"table", "interaction", "topology"},
     {"store", "comm"},
     {"data"},
     {"lookup"},

@@ -38,8 +38,7 @@ def wait_for_a_stopped_reader(notes: Path, end: str) -> None:
     from test_lookahead import Slow
 
     processes.RUN_SAMPLES, processes.STARTED_BY = 1, "fork"
-    lookahead = Slow(0.0, 2).lookahead
-    lookahead._prepared._batches = iter(processes.ProcessSource(Noted(notes), 1).batches(1))
+    lookahead = Slow(0.0, 2, batches=processes.ProcessSource(Noted(notes), 1).batches(1)).lookahead
     next(lookahead)
     (reader,) = multiprocessing.active_children()
     os.kill(reader.pid, signal.SIGSTOP)

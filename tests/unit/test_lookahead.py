@@ -51,13 +51,13 @@ class Context:
 class Slow:
     """Reads that take `seconds` from when they are asked for; training takes `step`."""
 
-    def __init__(self, seconds, depth, *, is_alone=True):
+    def __init__(self, seconds, depth, *, is_alone=True, batches=None):
         self.seconds, self.stall, self.ahead = seconds, 0.0, []
         self.prepared = 0
         events = [threading.Event() for _ in range(3)]
         self.window = Window(lambda: self.stall, lambda: 0.001 * self.prepared, *events)
         self.lookahead = Lookahead(
-            (Batch(1, torch.zeros(1, 0), {}) for _ in range(400)),
+            batches or (Batch(1, torch.zeros(1, 0), {}) for _ in range(400)),
             prepare=self.prepare,
             fetch=self.fetch,
             drop=lambda context: None,

@@ -36,8 +36,8 @@ def test_links_follow_hosts():
     world = World(num_hosts=2, ranks_per_host=2)
     assert [link(world, 1, peer) for peer in range(4)] == ["local", "local", "remote", "remote"]
     traffic = Traffic()
-    for peer in range(4):
-        traffic.count("push", world, 1, peer, 10 * (peer + 1))
+    links = [None if peer == 1 else link(world, 1, peer) for peer in range(4)]
+    traffic.count("push", links, [10 * (peer + 1) for peer in range(4)])
     traffic.count("push", world, 1, 0, 0)
     assert traffic.sent_bytes == {("push", "local"): 10, ("push", "remote"): 70}
     assert traffic.messages == {("push", "local"): 1, ("push", "remote"): 2}

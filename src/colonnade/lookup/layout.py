@@ -110,6 +110,13 @@ class Declaration:
         """By some feature."""
         return any(feature.table == table.name for feature in self.features)
 
+    def table_number(self, name: str) -> int:
+        """Return the number of a table. Raises ConfigError for an unknown one."""
+        names = [table.name for table in self.tables]
+        if name not in names:
+            raise ConfigError(f"unknown table {name!r}; choose from {', '.join(names)}")
+        return names.index(name)
+
     def table_of(self, feature: Feature) -> int:
         return next(t for t, table in enumerate(self.tables) if table.name == feature.table)
 

@@ -46,9 +46,9 @@ class OpenRows:
         """Steps that the earliest reads are ahead."""
         return self.bounds[-1]
 
-    def numbers_of(self, table: int) -> tuple[int, ...]:
+    def slices_of(self, table: str) -> tuple[int, ...]:
         """Return the numbers of a declared table's slices among all that are laid out, from the left."""
-        return self.views.of_table[table]
+        return self.views.of_table[self.views.declared.table_number(table)]
 
 
 def open_rows(
@@ -138,7 +138,7 @@ def _open_policies(
     """Open what each table's admission and eviction ask for. by_hand: by table, instead of these."""
     tables = [each.table for each in views.laid]
     declared = open_policies(tables, shards, seed=seed)
-    names = [table.name for table in views.declared.tables]
-    overrides = {views.of_table[names.index(name)]: policy for name, policy in by_hand.items()}
+    number_of = views.declared.table_number
+    overrides = {views.of_table[number_of(name)]: policy for name, policy in by_hand.items()}
     check_policies(overrides, declared, tables, has_copies=cached.has_copies if cached else [])
     return declared | {t: policy for (t,), policy in overrides.items()}

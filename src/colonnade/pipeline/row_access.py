@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.errors import ConfigError, IdRangeError
+from colonnade.errors import IdRangeError
 from colonnade.exchange.cached import without_copies
 from colonnade.lookup.kernels import NativeKernels
 from colonnade.lookup.layout import Declaration, collect, consumption, explain_range, outputs
@@ -26,18 +26,11 @@ from colonnade.table import CLOCK_BYTES
 PACKED = torch.contiguous_format
 
 
-def table_number(rows: OpenRows, table: str) -> int:
-    """Return the number of a declared table. Raises ConfigError for an unknown one."""
-    names = [each.name for each in rows.views.declared.tables]
-    if table not in names:
-        raise ConfigError(f"unknown table {table!r}; choose from {', '.join(names)}")
-    return names.index(table)
-
-
 def read_weights(rows: OpenRows, table: str, ids: Tensor) -> Tensor:
     """Implement `EmbeddingCollection.rows`: collective, with the same ids (N,) on every rank."""
-    number = table_number(rows, table)
-    slices, declared = rows.numbers_of(number), rows.views.declared
+    declared = rows.views.declared
+    number = declared.table_number(table)
+    slices = rows.views.of_table[number]
     num_rows = rows.views.laid[slices[0]].table.rows
     unique, inverse = torch.unique(ids, return_inverse=True)
     if num_rows is not None and len(unique) and not (unique[0] >= 0 and unique[-1] < num_rows):
@@ -61,7 +54,7 @@ def read_weights(rows: OpenRows, table: str, ids: Tensor) -> Tensor:
 
 def delete_rows(rows: OpenRows, table: str, ids: Tensor) -> None:
     """Implement `EmbeddingCollection.delete`: with the same ids (N,) on every rank."""
-    for t in without_copies(rows.cached, rows.numbers_of(table_number(rows, table))):
+    for t in without_copies(rows.cached, rows.slices_of(table)):
         own = ids[rows.shards[t].owns(ids, rows.views.laid[t].table.rows)].unique()
         rows.store.delete(t, own)
         policy = rows.policies.get(t)
@@ -71,7 +64,7 @@ def delete_rows(rows: OpenRows, table: str, ids: Tensor) -> None:
 
 def scan_rows(rows: OpenRows, table: str) -> Iterator[Rows]:
     """Implement `EmbeddingCollection.scan`."""
-    for t in rows.numbers_of(table_number(rows, table)):
+    for t in rows.slices_of(table):
         kind = rows.views.laid[t].table
         for ids, records in rows.store.scan(t):
             # Copied even where one row is contiguous already: its clock may lie at any byte.

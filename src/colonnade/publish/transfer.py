@@ -40,7 +40,8 @@ def load_rows(
     with nothing changed.
     """
     collection.ensure_open()
-    t, kind = _table(collection, table)
+    t = collection.declaration.table_number(table)
+    kind = collection.tables[t]
     _check_owned(collection, t)
     values = weights.weight if isinstance(weights, nn.Embedding | nn.EmbeddingBag) else weights
     values = values.detach().cpu()
@@ -62,7 +63,7 @@ def to_embedding(
     (`trained_ids` lists those there are).
     """
     collection.ensure_open()
-    _, kind = _table(collection, table)
+    kind = collection.tables[collection.declaration.table_number(table)]
     if ids is None:
         if kind.rows is None:
             raise ConfigError(
@@ -78,7 +79,7 @@ def to_embedding(
 def trained_ids(collection: EmbeddingCollection, table: str) -> Tensor:
     """Collective: (N,) int64 ascending, the ids of all ranks' rows that were ever trained or loaded."""
     collection.ensure_open()
-    t, _ = _table(collection, table)
+    t = collection.declaration.table_number(table)
     is_told = collection.mesh.rank in collection.plan.tables[t].sharding.holders
     mine = [rows.ids for rows in collection.scan(table)] if is_told else []
     data = torch.cat([*mine, torch.empty(0, dtype=torch.int64)]).numpy().tobytes()
@@ -150,13 +151,6 @@ def put_records(collection: EmbeddingCollection, t: int, ids: Tensor, records: T
             adopt_rows(
                 collection.opened, number, here[part], theirs[part].contiguous(), collection.step
             )
-
-
-def _table(collection: EmbeddingCollection, name: str) -> tuple[int, Table]:
-    names = [table.name for table in collection.tables]
-    if name not in names:
-        raise ConfigError(f"unknown table {name!r}; choose from {', '.join(names)}")
-    return names.index(name), collection.tables[names.index(name)]
 
 
 def _check_owned(collection: EmbeddingCollection, t: int) -> None:
