@@ -20,8 +20,9 @@ SOURCE = ROOT / "src" / "colonnade"
 LEVELS = [
     {"errors", "_native", "config.section", "sizes", "processors", "terminal"},
     {"formats", "retention", "staleness", "batch", "optimizers", "ops"},
+    {"topology"},
     {"config"},
-    {"table", "interaction", "topology", "single_caller"},
+    {"table", "interaction", "single_caller"},
     {"store", "comm"},
     {"data"},
     {"lookup"},
