@@ -79,7 +79,7 @@ def test_a_settled_plan_leaves_nothing_open():
     """What a sample is to decide is row-wise until then; in a world of one rank nothing travels."""
     config = build_config({"plan": {"exchange": "pooled", "sharding": "table_wise"}}).plan
     with pytest.raises(
-        ConfigError, match=r"'a'.* a sample decides.* set plan\.tables\.a\.sharding"
+        ConfigError, match=r"'a'.* only a sample can decide.* set plan\.tables\.a\.sharding"
     ):
         build_plan(TABLES, WORLD, config)
     for world in (WORLD, World()):

@@ -136,8 +136,8 @@ def test_small_tables_stay_whole():
         ({"lookahead": -1}, "got -1, wanted a number of batches"),
         ({"lookahead": "deep"}, "got 'deep', wanted a number of batches"),
         ({"staleness_steps": -1}, "got -1, wanted a number of steps"),
-        ({"exchange": "auto", "servers": 1}, "that a sample decides"),
-        ({"sharding": "table_wise", "servers": 1}, "that a sample decides"),
+        ({"exchange": "auto", "servers": 1}, "only a sample can decide"),
+        ({"sharding": "table_wise", "servers": 1}, "only a sample can decide"),
         (
             {"tables": {"t": {"replicated_rows": 3}}, "servers": 1},
             "got 3, the number of rows, wanted their ids",

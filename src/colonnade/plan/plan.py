@@ -223,7 +223,9 @@ def build_plan(
         raise ConfigError(
             f"plan.towers: got {config.towers!r}, wanted a number of towers, with shardings inside them (`in_towers`)"
         )
-    caches = caches_of(config.cache, tables) if world.num_ranks > 1 else {}
+    caches = caches_of(config.cache, tables)
+    if world.num_ranks == 1:  # settings are checked all the same
+        caches = {}
     check_caches(config, caches, tables, shardings, exchanges, world.servers)
     capacities = _divide_memory(tables, shardings, world.num_ranks, config.memory)
     return _assemble(config, tables, world, shardings, exchanges, caches, capacities)
@@ -234,11 +236,12 @@ def _settle(
 ) -> tuple[list[Sharding], list[str]]:
     """Return shardings, with their hot rows, and exchanges by table. Raises ConfigError where one is left open."""
     settled = settle_tables(config, tables, world)
-    if open_names := [name for name, pair in settled.items() if pair is None]:
-        raise ConfigError(
-            f"table {open_names[0]!r}: got a sharding or exchange that a sample decides, wanted names, and ranks where "
-            f"they differ: set plan.tables.{open_names[0]}.sharding (in Python, to a Sharding) and exchange"
-        )
+    for name, pair in settled.items():
+        if pair is None:
+            raise ConfigError(
+                f"table {name!r}: got a sharding or an exchange that only a sample can decide (auto, or ranks left "
+                f"open), wanted both named: set plan.tables.{name}.sharding (in Python, to a Sharding) and exchange"
+            )
     ids = {}
     for name, own in config.tables.items():
         if not isinstance(own.replicated_rows, int):
