@@ -10,7 +10,6 @@ import torch
 import colonnade
 from colonnade.data import open_source
 from colonnade.models.deepfm import DeepFM
-from colonnade.topology.sharding import table_wise
 
 OPTIMIZERS = {"deep": colonnade.Adagrad(lr=0.05), "wide": colonnade.FTRL(lr=0.1, l1=1e-4)}
 
@@ -24,9 +23,10 @@ def train(mesh: colonnade.Mesh) -> colonnade.Fitted:
     features = [colonnade.Feature(c.name, c.name, pooling="mean") for c in schema.categorical]
     torch.manual_seed(0)
     model = DeepFM(tables, features, num_dense=len(schema.dense), top=(32, 16))
-    whole = {table.name: table_wise(t % mesh.num_ranks) for t, table in enumerate(tables)}
-    plan = colonnade.build_plan(tables, mesh.num_ranks, exchange="substitute", shardings=whole)
-    model.embeddings.open(plan, mesh)
+    ranks = {table.name: t % mesh.num_ranks for t, table in enumerate(tables)}
+    whole = {name: {"sharding": "table_wise", "ranks": [rank]} for name, rank in ranks.items()}
+    config = colonnade.PlanConfig(exchange="substitute", tables=whole)
+    model.embeddings.open(colonnade.build_plan(tables, mesh.world, config), mesh)
     return colonnade.fit(model, data, mesh=mesh, epochs=1, batch_size=500, quiet=True)
 
 

@@ -21,9 +21,9 @@ def train(mesh: colonnade.Mesh, **towers) -> None:
     features = [colonnade.Feature(table.name, table.name) for table in tables]
     torch.manual_seed(0)
     model = DLRM(tables, features, num_dense=13, bottom=(32,), top=(64, 32), **towers)
-    on = in_towers(tables, features, TOWERS, mesh.world) if mesh.num_ranks > 1 else None
-    plan = colonnade.build_plan(tables, mesh.num_ranks, exchange="towers", towers=2, shardings=on)
-    model.embeddings.open(plan, mesh)
+    own = in_towers(tables, features, TOWERS, mesh.world) if mesh.num_ranks > 1 else {}
+    config = colonnade.PlanConfig(exchange="towers", towers=2, tables=own)
+    model.embeddings.open(colonnade.build_plan(tables, mesh.world, config), mesh)
     data = open_source("synthetic", groups=TOWERS.towers, **DATA)
     before = mesh.traffic.sent_bytes.copy()
     found = colonnade.fit(model, data, mesh=mesh, batch_size=500, dense_lr=2e-3, quiet=True)

@@ -10,9 +10,7 @@ import torch
 
 import colonnade
 from colonnade.data import open_source
-from colonnade.exchange.cached import TableCache
 from colonnade.models.graphsage import GraphSAGE
-from colonnade.staleness import row_clock
 
 
 def train(mesh: colonnade.Mesh, staleness: int, *folder: str) -> tuple[colonnade.Fitted, dict]:
@@ -25,8 +23,9 @@ def train(mesh: colonnade.Mesh, staleness: int, *folder: str) -> tuple[colonnade
     features = [colonnade.Feature(c.name, "node", pooling=poolings[c.kind]) for c in columns]
     torch.manual_seed(0)
     model = GraphSAGE([table], features, log_q=0)
-    copies = {"node": TableCache(nodes, row_clock(staleness), "lfu")}
-    model.embeddings.open(colonnade.build_plan([table], mesh.num_ranks, caches=copies), mesh)
+    copies = {"size": nodes, "staleness": staleness, "policy": "lfu"}
+    plan = colonnade.build_plan([table], mesh.world, colonnade.PlanConfig(cache=copies))
+    model.embeddings.open(plan, mesh)
     found = colonnade.fit(model, data, mesh=mesh, epochs=5, batch_size=512, quiet=True)
     return found, vars(model.embeddings.cached.counts)
 

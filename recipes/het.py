@@ -10,12 +10,10 @@ import torch
 
 import colonnade
 from colonnade.data import open_source
-from colonnade.exchange.cached import TableCache
 from colonnade.models.wide_deep import WideDeep
-from colonnade.staleness import row_clock
 
 
-def train(mesh: colonnade.Mesh, copies: TableCache) -> tuple[colonnade.Fitted, dict]:
+def train(mesh: colonnade.Mesh, staleness: int) -> tuple[colonnade.Fitted, dict]:
     data = open_source("synthetic", num_train=24_000, num_test=2_000, cardinalities=[4_000] * 8)
     kind = {"dim": {"deep": 16, "wide": 1}, "optimizer": colonnade.SGD(lr=0.5)}
     columns = data.train.schema.categorical
@@ -23,15 +21,16 @@ def train(mesh: colonnade.Mesh, copies: TableCache) -> tuple[colonnade.Fitted, d
     features = [colonnade.Feature(table.name, table.name) for table in tables]
     torch.manual_seed(0)
     model = WideDeep(tables, features, num_dense=len(data.train.schema.dense), top=(64, 32))
-    caches = {table.name: copies for table in tables}
-    model.embeddings.open(colonnade.build_plan(tables, mesh.num_ranks, caches=caches), mesh)
+    copies = {"size": 400, "staleness": staleness, "policy": "lfu"}
+    plan = colonnade.build_plan(tables, mesh.world, colonnade.PlanConfig(cache=copies))
+    model.embeddings.open(plan, mesh)
     result = colonnade.fit(model, data, mesh=mesh, epochs=1, batch_size=256, quiet=True)
     return result, vars(model.embeddings.cached.counts) if mesh.num_ranks > 1 else {}
 
 
 if __name__ == "__main__":
     mesh = colonnade.open_mesh()
-    result, counts = train(mesh, TableCache(400, row_clock(int([*sys.argv, 100][1])), "lfu"))
+    result, counts = train(mesh, int([*sys.argv, 100][1]))
     sent = sum(mesh.traffic.bytes_of(purpose) for purpose in ("route", "fetch", "push"))
     auc, steps = result.metrics["test_auc"], result.outcome.steps
     if mesh.rank == 0:

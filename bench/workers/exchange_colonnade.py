@@ -30,6 +30,7 @@ from colonnade import (
     Feature,
     Ids,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     RowWiseAdagrad,
     Table,
@@ -38,8 +39,7 @@ from colonnade import (
     build_plan,
     open_mesh,
 )
-from colonnade.config.plan import CacheConfig
-from colonnade.plan.caching import caches_of
+from colonnade.plan.constraints import settle_plan
 from colonnade.plan.cost.consumers import check_bags, model_load
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.plan.measure.device import RowRate, measure_rows
@@ -152,16 +152,16 @@ class Opened:
 
 
 def plan_of(tables: list[Table], choice: Mapping[str, Any], case: Case, mesh: Mesh) -> Any:
-    if "exchanges" in choice:
-        return build_plan(tables, mesh.num_ranks, **choice)
+    if "plan" in choice:
+        return build_plan(tables, mesh.world, choice["plan"])
     shardings = SHARDINGS[choice["sharding"]](case.rows, mesh)
-    by_name = dict(zip(case.names, shardings, strict=True))
+    own = zip(case.names, shardings, strict=True)
     late = choice.get("late", 0)
-    cache = CacheConfig(**choice["cache"]) if "cache" in choice else None
-    return build_plan(
-        tables, mesh.num_ranks, exchange=choice["exchange"], shardings=by_name, staleness_steps=late,
-        lookahead=choice.get("lookahead", late + 2), caches=caches_of(cache, tables),
+    config = PlanConfig(
+        exchange=choice["exchange"], tables={name: {"sharding": sharding} for name, sharding in own},
+        staleness_steps=late, lookahead=choice.get("lookahead", late + 2), cache=choice.get("cache"),
     )  # fmt: skip
+    return build_plan(tables, mesh.world, config)
 
 
 def dealt(rows: list[int], shares: int) -> list[int]:
@@ -241,7 +241,9 @@ class Chooser:
         try:
             choices[AUTO] = choose(self.loads, links, rates=self.rates, model=self.model)
             self.systems.pop(AUTO, None)
-            chosen = {"exchanges": choices[AUTO].exchanges, "shardings": choices[AUTO].shardings}
+            is_open = PlanConfig(exchange=AUTO, sharding=AUTO)
+            tables, _, _ = self.system.declared(self.case)
+            chosen = {"plan": settle_plan(is_open, tables, links, choices[AUTO])}
             if same := self.opened_with(chosen):
                 found["same"] = same
             else:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
-from colonnade import Adagrad, Batch, Feature, RowOptimizer, Table, Uniform, build_plan
+from colonnade import Adagrad, Batch, Feature, PlanConfig, RowOptimizer, Table, Uniform, build_plan
 from colonnade.comm.mesh import Mesh
 from colonnade.embedding import EmbeddingCollection
 from colonnade.models.deepfm import DeepFM
@@ -83,7 +83,7 @@ def train(
     collection = model.embeddings
     # Workers that race fetch by hand; what they read must be copied, as under staleness.
     late = 1 if arm.workers else arm.late
-    plan = build_plan(collection.tables, lookahead=0, staleness_steps=late)
+    plan = build_plan(collection.tables, 1, PlanConfig(lookahead=0, staleness_steps=late))
     collection.open(plan, Mesh())
     rows, dense = RowOptimizer(collection), torch.optim.Adam(model.parameters(), lr=DENSE_LR)
     batches = training_batches(stream, arm.batch_size, num_blocks)

@@ -8,7 +8,7 @@ import json
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
-from colonnade import Mesh, RowOptimizer, build_plan, close_mesh, open_mesh
+from colonnade import Mesh, PlanConfig, RowOptimizer, build_plan, close_mesh, open_mesh
 from colonnade.topology.sharding import table_wise
 from colonnade.train.dense import DenseGradients
 from colonnade.train.metrics import auc
@@ -24,8 +24,12 @@ def scores(mesh: Mesh, kind: str) -> list[float]:
     collection = model.embeddings
     if mesh.num_ranks > 1:  # bags lie whole, which FM asks for
         names = [table.name for table in collection.tables]
-        whole = {name: table_wise(t % mesh.num_ranks) for t, name in enumerate(names)}
-        plan = build_plan(collection.tables, mesh.num_ranks, exchange="substitute", shardings=whole)
+        whole = {name: {"sharding": table_wise(t % mesh.num_ranks)} for t, name in enumerate(names)}
+        plan = build_plan(
+            collection.tables,
+            mesh.num_ranks,
+            PlanConfig(exchange="substitute", tables=whole),
+        )
         collection.open(plan, mesh)
     else:
         collection.open()

@@ -22,6 +22,7 @@ from colonnade import (
     EmbeddingCollection,
     Feature,
     Ids,
+    PlanConfig,
     RowOptimizer,
     Table,
     Uniform,
@@ -30,8 +31,8 @@ from colonnade import (
     open_mesh,
 )
 from colonnade.comm.mesh import Mesh
+from colonnade.config.plan import CacheConfig
 from colonnade.data.contract import share
-from colonnade.exchange.cached import TableCache
 from colonnade.staleness import row_clock
 from colonnade.train.dense import DenseGradients
 from workers.staleness_model import (
@@ -75,10 +76,17 @@ def open_rows(data: Data, learning: Learning, system: System, mesh: Mesh) -> Emb
     )  # fmt: skip
     looked_up = Feature("ids", ROWS, pooling="sequence")
     collection = EmbeddingCollection([table], [looked_up], seed=learning.seed)
-    caches = None
+    cache = None
     if system.clock is not None:
-        caches = {ROWS: TableCache(capacity(data, system), system.clock, POLICY)}
-    plan = build_plan([table], mesh.num_ranks, staleness_steps=system.late, caches=caches)
+        cache = CacheConfig(
+            size=capacity(data, system), policy=POLICY,
+            read_bound=system.clock.read_bound, write_bound=system.clock.write_bound,
+        )  # fmt: skip
+    plan = build_plan(
+        [table],
+        mesh.num_ranks,
+        PlanConfig(staleness_steps=system.late, cache=cache),
+    )
     return collection.open(plan, mesh)
 
 

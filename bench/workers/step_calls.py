@@ -26,6 +26,7 @@ from colonnade import (
     EmbeddingCollection,
     Feature,
     Ids,
+    PlanConfig,
     RowOptimizer,
     Table,
     build_plan,
@@ -68,12 +69,15 @@ def main(name: str) -> None:
     mesh = open_mesh()
     tables = [Table(each, DIM, rows=ROWS, optimizer=Adagrad(lr=0.01)) for each in NAMES]
     is_towered = world["exchange"] == "towers"
+    owners = {"user": 0, "item": 2} if is_towered else {}
     plan = build_plan(
         tables,
         mesh.num_ranks,
-        exchange=world["exchange"],
-        shardings={"user": table_wise(0), "item": table_wise(2)} if is_towered else None,
-        towers=world["hosts"] if is_towered else None,
+        PlanConfig(
+            exchange=world["exchange"],
+            towers=world["hosts"] if is_towered else None,
+            tables={name: {"sharding": table_wise(rank)} for name, rank in owners.items()},
+        ),
     )
     collection = EmbeddingCollection(
         tables,

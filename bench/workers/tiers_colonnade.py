@@ -19,6 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 import colonnade
 from colonnade import Batch, Feature, Ids, RowOptimizer, Table
 from colonnade.cache.next_use import code_of
+from colonnade.config.plan import PlanConfig
 from colonnade.models.dlrm import DLRM
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.store.budget import slot_bytes
@@ -109,10 +110,12 @@ def open_system(case: Case) -> tuple[TieredTraining, dict[str, float | str]]:
 
 def plan_of(tables: Sequence[Table], stream: Stream, case: Case) -> Plan:
     if case.dram_bytes is None:
-        return build_plan(tables, lookahead=case.lookahead)
+        return build_plan(tables, 1, PlanConfig(lookahead=case.lookahead))
     shares = shares_of(tables, stream, case.lookahead, case.dram_bytes)
     return build_plan(
-        tables, dram_bytes=case.dram_bytes, table_bytes=shares, lookahead=case.lookahead
+        tables,
+        1,
+        PlanConfig(memory={"dram": case.dram_bytes, "tables": shares}, lookahead=case.lookahead),
     )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from colonnade.batch import Batch, Ids
     from colonnade.comm.mesh import Mesh
     from colonnade.comm.process_groups import close_mesh, open_mesh
+    from colonnade.config.plan import PlanConfig
     from colonnade.embedding import EmbeddingCollection
     from colonnade.errors import ColonnadeError
     from colonnade.interaction import (
@@ -58,12 +59,12 @@ if TYPE_CHECKING:
     from colonnade.table import Feature, Table, Uniform
     from colonnade.topology.world import World
     from colonnade.train.objective import Objective
-    from colonnade.wire.codec import Codecs
 
 _HOMES = {
     "batch": ("Batch", "Ids"),
     "comm.mesh": ("Mesh",),
     "comm.process_groups": ("close_mesh", "open_mesh"),
+    "config.plan": ("PlanConfig",),
     "embedding": ("EmbeddingCollection",),
     "errors": ("ColonnadeError",),
     "interaction": (
@@ -87,7 +88,6 @@ _HOMES = {
     "table": ("Feature", "Table", "Uniform"),
     "topology.world": ("World",),
     "train.objective": ("Objective",),
-    "wire.codec": ("Codecs",),
 }  # fmt: skip
 """By module: the names it gives. They are imported when first asked for, so that `colonnade --help` needs no torch."""
 
@@ -104,7 +104,6 @@ __all__ = [
     "AgeEviction",
     "Batch",
     "BiInteraction",
-    "Codecs",
     "ColonnadeError",
     "Concat",
     "CountMinAdmission",
@@ -120,6 +119,7 @@ __all__ = [
     "NormalizedLinear",
     "Objective",
     "Plan",
+    "PlanConfig",
     "Predictor",
     "RandomAdmission",
     "RowOptimizer",

@@ -190,7 +190,7 @@ class EmbeddingCollection(StatefulRows):
         self._closed_names = frozenset(self.__dict__)
         self.mesh = mesh or Mesh()
         servers = self.mesh.world.servers
-        self.plan = plan or build_plan(self.tables, self.mesh.num_ranks, servers=servers)
+        self.plan = plan or build_plan(self.tables, self.mesh.world)
         self.plan.check_world(self.mesh.num_ranks, servers)
         if self.plan.needs_backing and not backings:
             raise ConfigError(

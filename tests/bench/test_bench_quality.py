@@ -26,6 +26,7 @@ from colonnade import (  # noqa: E402
     EmbeddingCollection,
     Feature,
     Ids,
+    PlanConfig,
     RowOptimizer,
     Table,
     Uniform,
@@ -76,7 +77,7 @@ class Counts(nn.Module):
 def test_a_worker_computes_on_what_was_there_when_it_began() -> None:
     model, num_workers, seen, applied = Counts(), 5, [], 0
     collection = model.embeddings
-    collection.open(build_plan(collection.tables, lookahead=0, staleness_steps=1))
+    collection.open(build_plan(collection.tables, 1, PlanConfig(lookahead=0, staleness_steps=1)))
     rows, dense = RowOptimizer(collection), torch.optim.SGD(model.parameters(), lr=1.0)
     zero = torch.zeros(1, dtype=torch.int64)
     batches = (Batch(1, torch.zeros(1, 0), {"one": Ids(zero)}) for _ in range(200))

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
+from plans import by_table
 from references.exchange_reference import ReferenceRows
 from scenario import all_rows, features, global_batch, probe_ids, share_of, tables
 from torch import Tensor
 
-from colonnade import Concat, EmbeddingCollection, RowOptimizer, build_plan
+from colonnade import Concat, EmbeddingCollection, PlanConfig, RowOptimizer, build_plan
 from colonnade.lookup.layout import declare
 from colonnade.topology.sharding import Sharding, column_wise, replicated, table_wise
 
@@ -121,9 +122,12 @@ def open_collection(mesh, choice: Choice, dtype: str, **settings) -> EmbeddingCo
     plan = build_plan(
         collection.tables,
         mesh.num_ranks,
-        exchanges=choice.exchanges,
-        shardings=choice.shardings_in(mesh.num_ranks),
-        **settings,
+        PlanConfig(
+            **settings,
+            tables=by_table(
+                exchange=choice.exchanges, sharding=choice.shardings_in(mesh.num_ranks)
+            ),
+        ),
     )
     return collection.open(plan, mesh)
 

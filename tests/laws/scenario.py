@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plans import by_table, cache_settings
 from torch import Tensor, nn
 
 from colonnade import (
@@ -29,6 +30,7 @@ from colonnade import (
     Ids,
     MaxRowsEviction,
     Mesh,
+    PlanConfig,
     RandomAdmission,
     RowOptimizer,
     RowWiseAdagrad,
@@ -256,16 +258,15 @@ def train(
     plan = build_plan(
         collection.tables,
         mesh.num_ranks,
-        dram_bytes=dram_bytes,
-        hbm_bytes=hbm_bytes,
-        lookahead=lookahead,
-        staleness_steps=staleness,
-        staleness=late,
-        shardings=shardings,
-        exchanges=exchanges,
-        replicated_rows=hot,
-        caches=caches,
-        cache_tier=cache_tier,
+        PlanConfig(
+            memory={"dram": dram_bytes, "hbm": hbm_bytes},
+            lookahead=lookahead,
+            staleness_steps=staleness,
+            cache=cache_settings(caches, cache_tier),
+            tables=by_table(
+                staleness_steps=late, sharding=shardings, exchange=exchanges, replicated_rows=hot
+            ),
+        ),
     )
     backings = (
         [] if folder is None else open_backings(folder, mesh, collection.tables, plan.shardings)

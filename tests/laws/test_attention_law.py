@@ -5,10 +5,11 @@ bytes are as foretold."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 from safetensors.torch import save_file
 from scenario import share_of
@@ -18,12 +19,12 @@ from colonnade import (
     FM,
     SGD,
     Batch,
-    Codecs,
     Concat,
     EmbeddingCollection,
     Feature,
     Ids,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     Table,
     TargetAttention,
@@ -43,7 +44,7 @@ from colonnade.plan.search.candidates import Forced
 from colonnade.store.checksums import compute_checksums
 from colonnade.store.mapped import open_mapped
 from colonnade.topology.sharding import Sharding, column_wise, hot_rows, row_wise, table_wise
-from colonnade.wire.codec import EXACT
+from colonnade.wire.codec import EXACT, Codecs
 
 LR, SIZES = 0.3, [13, 0, 1, 24]
 TABLES = [
@@ -145,9 +146,12 @@ def train(mesh, case: Case):
     """By step, this rank's outputs; all rows at the end; and who was evaluated at the owners."""
     collection = collection_of(case)
     plan = build_plan(
-        TABLES, mesh.num_ranks, exchanges=case.exchanges, shardings=case.shardings_in(mesh.num_ranks),
-        servers=mesh.world.servers,
-    )  # fmt: skip
+        TABLES,
+        mesh.world,
+        PlanConfig(
+            tables=by_table(exchange=case.exchanges, sharding=case.shardings_in(mesh.num_ranks))
+        ),
+    )
     collection.open(plan, mesh)
     rows, seen, trainers = RowOptimizer(collection), [], mesh.trainers
 
@@ -340,9 +344,16 @@ def counted(mesh):
         alone, collection = replace(mesh, traffic=Traffic()), wide_collection()
         whole = {name: table_wise(*(said.ranks or (0,))) for name, said in forced(kind, n).items()}
         plan = build_plan(
-            WIDE, n, codecs=codecs, exchanges=dict.fromkeys(("item", "user"), "substitute"),
-            shardings=whole if kind == "table_wise" else {},
-        )  # fmt: skip
+            WIDE,
+            n,
+            PlanConfig(
+                wire=asdict(codecs),
+                tables=by_table(
+                    exchange=dict.fromkeys(("item", "user"), "substitute"),
+                    sharding=whole if kind == "table_wise" else {},
+                ),
+            ),
+        )
         collection.open(plan, alone)
         rows = RowOptimizer(collection)
         mine = (many(1000 + n * t + mesh.rank, SIZE) for t in range(STEPS))
@@ -460,16 +471,20 @@ def test_what_it_refuses():
     with pytest.raises(ConfigError, match="4 heads, which do not divide dim 6"):
         declared(TargetAttention(4), ("item", "history"))
     case = CASES["one alone"]
-    plan = build_plan(TABLES, exchanges=case.exchanges, staleness_steps=1)
+    plan = build_plan(
+        TABLES, 1, PlanConfig(staleness_steps=1, tables=by_table(exchange=case.exchanges))
+    )
     why = r"'history'.*consumer 'likes' takes, but .*rows are read ahead; give this table exchange rows"
     with pytest.raises(ConfigError, match=why):
         collection_of(case).open(plan)
     for exchange in ("pooled", "towers"):
-        plan = build_plan(TABLES, exchanges={"item": exchange})
+        plan = build_plan(TABLES, 1, PlanConfig(tables={"item": {"exchange": exchange}}))
         with pytest.raises(
             ConfigError, match=r"'history'.* or tower_rows for a sequence.*exchange rows"
         ):
             collection_of(case).open(plan)
     other = replace(case, consumers=("who",))  # the query's table travels otherwise
     with pytest.raises(ConfigError, match=r"'history'.*give this table exchange rows"):
-        collection_of(other).open(build_plan(TABLES, exchanges=case.exchanges))
+        collection_of(other).open(
+            build_plan(TABLES, 1, PlanConfig(tables=by_table(exchange=case.exchanges)))
+        )

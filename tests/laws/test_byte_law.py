@@ -3,10 +3,11 @@ exchange and sharding, with codecs, with bags and weights, wherever popular ids 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 
 from colonnade import (
@@ -15,6 +16,7 @@ from colonnade import (
     EmbeddingCollection,
     Feature,
     Ids,
+    PlanConfig,
     RowOptimizer,
     Table,
     World,
@@ -124,8 +126,13 @@ def counted(mesh, case, hot):
     collection = EmbeddingCollection(TABLES, FEATURES)
     exchanges = {name: said.exchange for name, said in forced.items()}
     plan = build_plan(
-        TABLES, mesh.num_ranks, shardings=shardings_of(forced), exchanges=exchanges, codecs=codecs, replicated_rows=hot
-    )  # fmt: skip
+        TABLES,
+        mesh.num_ranks,
+        PlanConfig(
+            wire=asdict(codecs),
+            tables=by_table(sharding=shardings_of(forced), exchange=exchanges, replicated_rows=hot),
+        ),
+    )
     collection.open(plan, alone)
     rows = RowOptimizer(collection)
     mine = (batch_of(1000 + RANKS * t + mesh.rank, order, SIZE // RANKS) for t in range(STEPS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from plans import by_table
 from ranks import run_ranks
 
 from colonnade import (
@@ -10,6 +11,7 @@ from colonnade import (
     Feature,
     MaxRowsEviction,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     Table,
     build_plan,
@@ -32,7 +34,11 @@ def calls_of(mesh: Mesh, staleness: int) -> list[str]:
         return begin(self, purpose, start, *scope)
 
     shardings = {"kept": table_wise(1), "whole": table_wise(0)}
-    plan = build_plan(TABLES, mesh.num_ranks, shardings=shardings, staleness_steps=staleness)
+    plan = build_plan(
+        TABLES,
+        mesh.num_ranks,
+        PlanConfig(staleness_steps=staleness, tables=by_table(sharding=shardings)),
+    )
     collection = EmbeddingCollection(TABLES, FEATURES).open(plan, mesh)
     rows = RowOptimizer(collection)
     generator = torch.Generator().manual_seed(mesh.rank)

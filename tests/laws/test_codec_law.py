@@ -3,11 +3,24 @@ time and however rows are dealt."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 
-from colonnade import SGD, Batch, EmbeddingCollection, Feature, Ids, RowOptimizer, Table, build_plan
+from colonnade import (
+    SGD,
+    Batch,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    PlanConfig,
+    RowOptimizer,
+    Table,
+    build_plan,
+)
 from colonnade.topology.sharding import replicated, row_wise, table_wise
 from colonnade.wire.codec import CODECS, Codecs
 
@@ -40,7 +53,11 @@ def train(mesh, codecs, exchange, sharding):
     ]
     collection = EmbeddingCollection(tables, [Feature("a", "a"), Feature("b", "b")], seed=5)
     shardings = {name: sharding for name in ("a", "b")}
-    plan = build_plan(tables, mesh.num_ranks, exchange=exchange, shardings=shardings, codecs=codecs)
+    plan = build_plan(
+        tables,
+        mesh.num_ranks,
+        PlanConfig(exchange=exchange, wire=asdict(codecs), tables=by_table(sharding=shardings)),
+    )
     collection.open(plan, mesh)
     rows, seen = RowOptimizer(collection), []
     for step in range(STEPS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 from scenario import assert_close, assert_same_bits, probe_ids, train
 
@@ -16,6 +17,7 @@ from colonnade import (
     Feature,
     Ids,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     Table,
     build_plan,
@@ -126,7 +128,11 @@ def sixteen_bits(mesh, dtype, master, on_device, sharding):
     collection = EmbeddingCollection(tables, [Feature("a", "deep"), Feature("b", "flat")], seed=5)
     shardings = {} if sharding is None else dict.fromkeys(("deep", "flat"), sharding)
     plan = build_plan(
-        tables, mesh.num_ranks, shardings=shardings, hbm_bytes=30_000 if on_device else None
+        tables,
+        mesh.num_ranks,
+        PlanConfig(
+            memory={"hbm": 30_000 if on_device else None}, tables=by_table(sharding=shardings)
+        ),
     )
     collection.open(plan, mesh)
     first = [collection.rows(table.name, IDS) for table in tables]
@@ -169,7 +175,9 @@ def refused(mesh):
     table = Table("t", DIM, rows=40, optimizer=SGD(lr=0.1))
     collection = EmbeddingCollection([table], [Feature("t", "t")])
     sharding = column_wise(range(mesh.num_ranks))
-    collection.open(build_plan([table], mesh.num_ranks, shardings={"t": sharding}), mesh)
+    collection.open(
+        build_plan([table], mesh.num_ranks, PlanConfig(tables={"t": {"sharding": sharding}})), mesh
+    )
     rows = RowOptimizer(collection)
     load_rows(collection, "t", torch.arange(280.0).view(40, DIM))
     rows.param_groups[0]["max_norm"] = 1.0

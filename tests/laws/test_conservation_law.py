@@ -12,6 +12,7 @@ from colonnade import (
     EmbeddingCollection,
     Feature,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     Table,
     Uniform,
@@ -40,9 +41,7 @@ def counting(mesh, dram_bytes, staleness, lookahead, folder, accumulate=1):
     plan = build_plan(
         tables,
         mesh.num_ranks,
-        dram_bytes=dram_bytes,
-        staleness_steps=staleness,
-        lookahead=lookahead,
+        PlanConfig(memory={"dram": dram_bytes}, staleness_steps=staleness, lookahead=lookahead),
     )
     backings = open_backings(folder, mesh, collection.tables) if dram_bytes else []
     collection.open(plan, mesh, backings=backings)

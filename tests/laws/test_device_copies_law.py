@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from devices import DEVICES
+from plans import cache_settings
 from simulated import run_simulated
 from test_hbm_law import KINDS, OPTIMIZERS
 
@@ -21,6 +22,7 @@ from colonnade import (
     EmbeddingCollection,
     Feature,
     Ids,
+    PlanConfig,
     RowOptimizer,
     Table,
     World,
@@ -77,7 +79,9 @@ def train_with_copies(mesh, kind, tier, device):
         t.name: TableCache(12 + i, BOUNDS[i % 4], ("lru", "lfu")[i % 2])
         for i, t in enumerate(tables[:-1])
     }
-    plan = build_plan(tables, mesh.num_ranks, caches=caches, cache_tier=tier, lookahead=2)
+    plan = build_plan(
+        tables, mesh.num_ranks, PlanConfig(cache=cache_settings(caches, tier), lookahead=2)
+    )
     collection.open(plan, mesh)
     assert isinstance(collection.cached.copies, DeviceCopies) == (tier == "hbm")
     rows, seen = RowOptimizer(collection), []

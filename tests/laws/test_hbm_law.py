@@ -27,6 +27,7 @@ from colonnade import (
     Feature,
     Ids,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     RowWiseAdagrad,
     RowWiseAdam,
@@ -75,7 +76,7 @@ def test_budgets_and_lookahead(all_in_memory, device, hbm_bytes, tmp_path):
 
 
 def test_the_smallest_budget_above_does_evict():
-    plan = build_plan(tables("float32"), hbm_bytes=BUDGETS[-1])
+    plan = build_plan(tables("float32"), 1, PlanConfig(memory={"hbm": BUDGETS[-1]}))
     assert any(table.hbm_rows < 100 for table in plan.tables) and not plan.needs_backing
 
 
@@ -116,7 +117,7 @@ def train_every_optimizer(kind, device, hbm_rows, *, output_dtype=None, clip=Fal
         declared, feature, consumers=consumers, output_dtype=output_dtype, seed=2
     ).to(device)
     room = hbm_rows and hbm_rows * len(declared) * max(t.record_bytes for t in declared)
-    collection.open(build_plan(declared, hbm_bytes=room, lookahead=1))
+    collection.open(build_plan(declared, 1, PlanConfig(memory={"hbm": room}, lookahead=1)))
     rows = RowOptimizer(collection, clip_value=0.6 if clip else None)
     random = torch.Generator().manual_seed(5)
 

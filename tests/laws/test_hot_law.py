@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 from scenario import assert_close, assert_same_bits, probe_ids, train
 
@@ -19,6 +20,7 @@ from colonnade import (
     Ids,
     Mesh,
     Plan,
+    PlanConfig,
     RandomAdmission,
     RowOptimizer,
     Table,
@@ -38,7 +40,6 @@ from colonnade.topology.sharding import (
     sharding_from,
     table_wise,
 )
-from colonnade.wire.codec import Codecs
 
 SIZES = [23, 1, 0, 24]
 IDS = probe_ids()
@@ -99,7 +100,7 @@ LISTED = {"item": [3, 1, 3, 49], "user": torch.tensor([-5, 2**63 - 1])}
 
 def collection_of(mesh, **settings):
     collection = EmbeddingCollection(TABLES, FEATURES, seed=2)
-    return collection.open(build_plan(TABLES, mesh.num_ranks, **settings), mesh)
+    return collection.open(build_plan(TABLES, mesh.num_ranks, PlanConfig(**settings)), mesh)
 
 
 def batch_of(items, users, offsets, weights=None):
@@ -116,7 +117,7 @@ def said_of(error, action):
 def in_and_out(mesh):
     """Rows that are loaded, looked up, deleted and listed; what is sent for them; bad batches."""
     alone = replace(mesh, traffic=Traffic())
-    hot = collection_of(alone, replicated_rows=LISTED)
+    hot = collection_of(alone, tables=by_table(replicated_rows=LISTED))
     cold = collection_of(mesh)
     ids = torch.tensor([0, 1, 2, 3, 49])
     assert torch.equal(hot.rows("item", ids), cold.rows("item", ids))  # first values
@@ -163,7 +164,12 @@ def zipf_bytes(mesh, num_hot):
     table = Table("item", 64, rows=20_000, optimizer=SGD(lr=0.1))
     collection = EmbeddingCollection([table], [Feature("item", "item")])
     collection.open(
-        build_plan([table], mesh.num_ranks, replicated_rows={"item": range(num_hot)}), alone
+        build_plan(
+            [table],
+            mesh.num_ranks,
+            PlanConfig(tables={"item": {"replicated_rows": range(num_hot)}}),
+        ),
+        alone,
     )
     rows, chance = RowOptimizer(collection), 1 / torch.arange(1.0, 20_001) ** 1.05
     for step in range(3):
@@ -197,10 +203,11 @@ def three_steps(mesh, **settings):
 
 
 def hot_and_bytes(mesh):
+    hot = by_table(replicated_rows=LISTED)
     return in_and_out(mesh), [zipf_bytes(mesh, num_hot) for num_hot in (0, 1000)], [
-        three_steps(mesh), three_steps(mesh, replicated_rows=LISTED),
-        three_steps(mesh, replicated_rows=LISTED, exchange="pooled"),
-        three_steps(mesh, replicated_rows=LISTED, codecs=Codecs("bf16", "fp16")),
+        three_steps(mesh), three_steps(mesh, tables=hot),
+        three_steps(mesh, tables=hot, exchange="pooled"),
+        three_steps(mesh, tables=hot, wire={"values": "bf16", "gradients": "fp16"}),
     ]  # fmt: skip
 
 
@@ -234,18 +241,22 @@ def not_of(rank, ids):
 
 
 def test_a_plan_says_what_is_hot():
-    plan = build_plan(TABLES, 2, replicated_rows=LISTED, dram_bytes=10_000)
+    plan = build_plan(
+        TABLES, 2, PlanConfig(memory={"dram": 10_000}, tables=by_table(replicated_rows=LISTED))
+    )
     assert Plan.from_json(plan.to_json()) == plan
     item, user = (each.sharding for each in plan.tables)
     assert (item.hot.ids, user.hot.ids) == ((1, 3, 49), (-5, 2**63 - 1))
     assert str(item) == "row_wise, ranks 0 .. 1, 3 hot rows on each of 2 ranks"
     assert sharding_from(user.plain()) == user
-    assert build_plan(TABLES, 1, replicated_rows=LISTED) == build_plan(TABLES, 1)
+    assert build_plan(TABLES, 1, PlanConfig(tables=by_table(replicated_rows=LISTED))) == build_plan(
+        TABLES, 1
+    )
     assert "9223372036854775807" not in repr(plan)
     # Copies are always in memory, out of what each rank may use.
-    without = build_plan(TABLES, 2, dram_bytes=10_000)
+    without = build_plan(TABLES, 2, PlanConfig(memory={"dram": 10_000}))
     taken = 3 * slot_bytes(TABLES[0]) + 2 * slot_bytes(TABLES[1])
-    less = build_plan(TABLES, 2, dram_bytes=10_000 - taken)
+    less = build_plan(TABLES, 2, PlanConfig(memory={"dram": 10_000 - taken}))
     rows = [each.tables[1].capacity_rows for each in (plan, less, without)]
     assert rows[0] == rows[1] < rows[2]
 
@@ -253,20 +264,23 @@ def test_a_plan_says_what_is_hot():
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({"replicated_rows": {"other": [1]}}, "replicated_rows: got 'other', wanted a table of this model: item, user"),
+        ({"replicated_rows": {"other": [1]}}, "plan.tables: got 'other', wanted a table of this model: item, user"),
         ({"replicated_rows": {"item": [3, 50]}}, "got hot rows 3 .. 50, wanted ids in 0 .. 49"),
         ({"replicated_rows": {"user": [2**63]}}, "wanted 64-bit ids"),
-        ({"replicated_rows": {"item": [1]}, "shardings": {"item": replicated(2)}}, "sharding replicated: got hot rows"),
-        ({"replicated_rows": {"item": [1]}, "shardings": {"item": column_wise([0, 1])}},
-         "sharding column_wise: got hot rows"),
-        ({"replicated_rows": {"item": [1]}, "servers": [1]}, "got hot rows beside servers"),
-        ({"replicated_rows": {"item": range(50)}, "dram_bytes": 1500},
+        ({"replicated_rows": {"item": [1]}, "sharding": {"item": replicated(2)}}, "with sharding=replicated, wanted"),
+        ({"replicated_rows": {"item": [1]}, "sharding": {"item": column_wise([0, 1])}},
+         "with sharding=column_wise, wanted"),
+        ({"replicated_rows": {"item": [1]}, "servers": 1}, "got hot rows beside servers"),
+        ({"replicated_rows": {"item": range(50)}, "memory": {"dram": 1500}},
          "plan.memory.dram: got 1,500 bytes, wanted more than"),
-        ({"shardings": {"item": replace(row_wise(2), hot=hot_rows([1], 3))}}, "hot rows on 3 of 2 ranks"),
+        ({"sharding": {"item": replace(row_wise(2), hot=hot_rows([1], 3))}}, "hot rows on 3 of 2 ranks"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_hot(settings, wanted):
-    assert wanted in said_of(ConfigError, lambda: build_plan(TABLES, 2, **settings))
+    plan = {name: settings[name] for name in ("servers", "memory") if name in settings}
+    tables = {name: settings[name] for name in settings.keys() - plan.keys()}
+    with pytest.raises(ValueError, match=wanted):
+        build_plan(TABLES, 2, PlanConfig(**plan, tables=by_table(**tables)))
 
 
 @pytest.mark.parametrize(
@@ -274,6 +288,11 @@ def test_what_cannot_be_hot(settings, wanted):
 )
 def test_tables_that_forget_have_no_hot_rows(stays):
     tables = [Table("t", 3, **stays)]
-    said = said_of(ConfigError, lambda: build_plan(tables, 2, replicated_rows={"t": [1]}))
+    said = said_of(
+        ConfigError,
+        lambda: build_plan(tables, 2, PlanConfig(tables={"t": {"replicated_rows": [1]}})),
+    )
     assert "got hot rows of a table with admission or eviction" in said
-    assert build_plan(tables, 1, replicated_rows={"t": [1]}) == build_plan(tables, 1)
+    assert build_plan(tables, 1, PlanConfig(tables={"t": {"replicated_rows": [1]}})) == build_plan(
+        tables, 1
+    )

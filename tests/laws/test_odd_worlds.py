@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 from torch import nn
 
@@ -14,6 +15,7 @@ from colonnade import (
     Feature,
     Ids,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     RowWiseAdagrad,
     Table,
@@ -101,7 +103,9 @@ def train(mesh, shardings=None, exchanges=None):
     torch.manual_seed(5)
     top = nn.Linear(3, 1, dtype=torch.float64)
     plan = build_plan(
-        collection.tables, mesh.num_ranks, shardings=shardings, exchanges=exchanges, lookahead=2
+        collection.tables,
+        mesh.num_ranks,
+        PlanConfig(lookahead=2, tables=by_table(sharding=shardings, exchange=exchanges)),
     )
     collection.open(plan, mesh)
     rows, dense = RowOptimizer(collection), DenseGradients(list(top.parameters()), mesh)

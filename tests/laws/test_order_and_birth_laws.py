@@ -6,12 +6,12 @@ import torch
 from ranks import run_ranks
 from scenario import Net, global_batch, open_backings, probe_ids, share_of, train
 
-from colonnade import Mesh, _native, build_plan
+from colonnade import Mesh, PlanConfig, _native, build_plan
 
 
 def keys_and_births(mesh, dram_bytes, folder):
     collection = Net().embeddings
-    plan = build_plan(collection.tables, mesh.num_ranks, dram_bytes=dram_bytes)
+    plan = build_plan(collection.tables, mesh.num_ranks, PlanConfig(memory={"dram": dram_bytes}))
     backings = open_backings(folder, mesh, collection.tables) if dram_bytes else []
     collection.open(plan, mesh, backings=backings)
     found = collection(share_of(global_batch(0, 8), mesh.rank, mesh.num_ranks))

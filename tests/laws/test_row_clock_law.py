@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
+from plans import cache_settings
 from ranks import run_ranks
 from scenario import assert_same_bits, tables, train
 from simulated import run_simulated
@@ -27,6 +28,7 @@ from colonnade import (
     Feature,
     Ids,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     RowWiseAdagrad,
     RowWiseAdam,
@@ -108,9 +110,7 @@ class Ones:
         plan = build_plan(
             declared,
             mesh.num_ranks,
-            lookahead=depth,
-            caches={"few": kept, "any": kept},
-            cache_tier=tier,
+            PlanConfig(lookahead=depth, cache=cache_settings({"few": kept, "any": kept}, tier)),
         )
         self.collection.open(plan, mesh)
         self.rows = RowOptimizer(self.collection)
@@ -342,7 +342,14 @@ def beside_tables_that_are_cut(mesh):
         ]
         collection = EmbeddingCollection(declared, [Feature(t.name, t.name) for t in declared])
         kept = {"kept": TableCache(9, row_clock(6))}
-        collection.open(build_plan(declared, 2, shardings={"cut": sharding}, caches=kept), mesh)
+        collection.open(
+            build_plan(
+                declared,
+                2,
+                PlanConfig(cache=cache_settings(kept), tables={"cut": {"sharding": sharding}}),
+            ),
+            mesh,
+        )
         rows, ids = RowOptimizer(collection), torch.tensor([0, 3, 4 + mesh.rank])
         batch = Batch(3, torch.zeros(3, 0), {t.name: Ids(ids) for t in declared})
         for coming in collection.lookahead([batch] * 3):
@@ -384,7 +391,9 @@ def gathering(mesh, batches, caches):
         declared, [Feature(t.name, t.name, pooling="sequence") for t in declared]
     )
     kept = {t.name: caches for t in declared} if caches else None
-    collection.open(build_plan(declared, mesh.num_ranks, caches=kept), mesh)
+    collection.open(
+        build_plan(declared, mesh.num_ranks, PlanConfig(cache=cache_settings(kept))), mesh
+    )
     rows, seen = RowOptimizer(collection), []
     count = int(mesh.rank == 0)
     ids = Ids(torch.ones(count, dtype=torch.int64), torch.tensor([0, count]))

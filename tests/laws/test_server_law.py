@@ -11,6 +11,7 @@ import own_model
 import pytest
 import test_retrieval as retrieval
 import torch
+from plans import by_table
 from ranks import run_ranks
 from small_run import CONFIG, digest, opened
 from test_byte_law import FEATURES, PURPOSES, SIZE, STEPS, TABLES, batch_of
@@ -22,6 +23,7 @@ from colonnade import (
     EmbeddingCollection,
     Ids,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     build_plan,
     embedding,
@@ -386,10 +388,15 @@ def counted(mesh):
         alone = replace(with_servers(mesh, 1), traffic=Traffic())
         collection = EmbeddingCollection(TABLES, FEATURES)
         plan = build_plan(
-            TABLES, mesh.num_ranks, servers=alone.world.servers,
-            shardings={name: sharding_of(said) for name, said in forced.items()},
-            exchanges={name: said.exchange for name, said in forced.items()},
-        )  # fmt: skip
+            TABLES,
+            alone.world,
+            PlanConfig(
+                tables=by_table(
+                    sharding={name: sharding_of(said) for name, said in forced.items()},
+                    exchange={name: said.exchange for name, said in forced.items()},
+                )
+            ),
+        )
         collection.open(plan, alone)
         rows, size = RowOptimizer(collection), 0 if alone.is_server else SIZE // 2
         mine = (batch_of(1000 + 2 * t + alone.trainers.rank, "spread", size) for t in range(STEPS))
@@ -431,8 +438,8 @@ def test_numbers_that_cannot_be_are_refused():
         fit(own_model.Net(), own_model.splits(), servers=1, quiet=True)
     with pytest.raises(ConfigError, match="servers"):
         build_config({"plan": {"servers": -1}})
-    with pytest.raises(ConfigError, match="on rank 0, which trains"):
-        build_plan(TABLES, 2, servers=[1], shardings={"big": table_wise(0)})
+    with pytest.raises(ConfigError, match="rank 0 trains and has no rows"):
+        build_plan(TABLES, 2, PlanConfig(servers=1, tables={"big": {"sharding": table_wise(0)}}))
 
 
 def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):

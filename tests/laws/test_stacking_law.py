@@ -19,6 +19,7 @@ from colonnade import (
     Feature,
     Ids,
     Mesh,
+    PlanConfig,
     Predictor,
     RowOptimizer,
     Table,
@@ -107,7 +108,7 @@ def trained_by_hand() -> tuple[Tensor, list[dict[str, Tensor]]]:
 
 def trained(mesh: Mesh, **plan) -> tuple[Tensor, list[dict[str, Tensor]]]:
     collection = EmbeddingCollection([TABLE], FEATURES, seed=1)
-    collection.open(build_plan(collection.tables, mesh.num_ranks, **plan), mesh)
+    collection.open(build_plan(collection.tables, mesh.num_ranks, PlanConfig(**plan)), mesh)
     rows, read = RowOptimizer(collection), []
     share = SIZE // mesh.num_ranks
     first = mesh.rank * share
@@ -134,7 +135,7 @@ def test_a_stacked_table_trains_what_its_definition_trains():
 
 
 def of_ranks(mesh: Mesh) -> list:
-    hot = trained(mesh, replicated_rows={"item": [1, 4]})
+    hot = trained(mesh, tables={"item": {"replicated_rows": [1, 4]}})
     return [trained(mesh), hot, trained(mesh, exchange="rows", staleness_steps=0)]
 
 
@@ -158,7 +159,9 @@ def pooled(mesh: Mesh, exchange: str) -> tuple[Tensor, Tensor]:
     collection = EmbeddingCollection(
         [TABLE], FEATURES[:4], consumers={"fm": (FM(), POOLED), "all": (Concat(), POOLED)}, seed=1
     )
-    collection.open(build_plan(collection.tables, mesh.num_ranks, exchange=exchange), mesh)
+    collection.open(
+        build_plan(collection.tables, mesh.num_ranks, PlanConfig(exchange=exchange)), mesh
+    )
     rows, share = RowOptimizer(collection), SIZE // mesh.num_ranks
     first, read = mesh.rank * share, []
     for batch in collection.lookahead(batch_of(t, first, first + share) for t in range(STEPS)):

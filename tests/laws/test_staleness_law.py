@@ -16,6 +16,7 @@ from colonnade import (
     Feature,
     Ids,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     Table,
     Uniform,
@@ -31,7 +32,9 @@ def updates_seen(staleness: int, lookahead: int) -> list[int]:
     """Each step adds one to a single row, so what a read shows is how many updates it saw."""
     table = Table("count", 1, rows=1, optimizer=SGD(lr=1.0), initializer=Uniform(scale=0.0))
     collection = EmbeddingCollection([table], [Feature("one", "count")])
-    plan = build_plan(collection.tables, lookahead=lookahead, staleness_steps=staleness)
+    plan = build_plan(
+        collection.tables, 1, PlanConfig(lookahead=lookahead, staleness_steps=staleness)
+    )
     collection.open(plan, Mesh())
     rows = RowOptimizer(collection)
     seen = []
@@ -81,7 +84,9 @@ def under_way(mesh: Mesh, staleness: int) -> dict:
     table = Table("count", 1, rows=1, optimizer=SGD(lr=1.0), initializer=Uniform(scale=0.0))
     collection = EmbeddingCollection([table], [Feature("one", "count")])
     plan = build_plan(
-        collection.tables, mesh.num_ranks, lookahead=staleness + 1, staleness_steps=staleness
+        collection.tables,
+        mesh.num_ranks,
+        PlanConfig(lookahead=staleness + 1, staleness_steps=staleness),
     )
     collection.open(plan, mesh)
     rows, zero = RowOptimizer(collection), torch.zeros(1, dtype=torch.int64)
@@ -125,7 +130,7 @@ def test_another_bound_gives_another_model():
 
 def test_stale_reads_need_the_lookahead():
     collection = EmbeddingCollection([Table("t", 2)], [Feature("f", "t")])
-    collection.open(build_plan(collection.tables, staleness_steps=1), Mesh())
+    collection.open(build_plan(collection.tables, 1, PlanConfig(staleness_steps=1)), Mesh())
     batch = Batch(1, torch.zeros(1, 0), {"f": Ids(torch.zeros(1, dtype=torch.int64))})
     with pytest.raises(ConfigError, match="lookahead"):
         collection(batch)

@@ -5,10 +5,11 @@ by is the one that an exchange makes."""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 
 from colonnade import (
@@ -21,6 +22,7 @@ from colonnade import (
     Feature,
     Ids,
     LowRankCross,
+    PlanConfig,
     RowOptimizer,
     Sum,
     Table,
@@ -155,10 +157,17 @@ def counted(mesh, cases):
         alone, forced = replace(mesh, traffic=Traffic()), says(n)
         collection = collection_of(consumers)
         plan = build_plan(
-            TABLES, n, codecs=codecs,
-            shardings={name: sharding_of(said, n) for name, said in forced.items()},
-            exchanges={name: said.exchange for name, said in forced.items()}, replicated_rows=HOT.get(case, {}),
-        )  # fmt: skip
+            TABLES,
+            n,
+            PlanConfig(
+                wire=asdict(codecs),
+                tables=by_table(
+                    sharding={name: sharding_of(said, n) for name, said in forced.items()},
+                    exchange={name: said.exchange for name, said in forced.items()},
+                    replicated_rows=HOT.get(case, {}),
+                ),
+            ),
+        )
         collection.open(plan, alone)
         rows = RowOptimizer(collection)
         mine = (batch_of(1000 + n * t + mesh.rank) for t in range(STEPS))
@@ -223,7 +232,11 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
             for given in (choice.shardings, choice.exchanges)
         )
         plan = build_plan(
-            TABLES, num_ranks, shardings=shardings, exchanges=exchanges, replicated_rows=hot
+            TABLES,
+            num_ranks,
+            PlanConfig(
+                tables=by_table(sharding=shardings, exchange=exchanges, replicated_rows=hot)
+            ),
         )
         why = {each.name: each.why for each in choice.consumers}
         if "columns" in case:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 from scenario import all_rows, features, global_batch, share_of, tables
 
@@ -21,6 +22,7 @@ from colonnade import (
     LowRankCross,
     Mesh,
     NormalizedLinear,
+    PlanConfig,
     RowOptimizer,
     Sum,
     Table,
@@ -224,9 +226,15 @@ def train(mesh, case: Case, *, exchanges=None, shardings=None, staleness: int = 
         for weight in collection.parameters():
             weight.copy_(torch.randn(weight.shape, generator=random, dtype=weight.dtype))
     plan = build_plan(
-        collection.tables, mesh.num_ranks, exchanges=exchanges or {}, shardings=shardings or {},
-        staleness_steps=staleness, replicated_rows=hot or {},
-    )  # fmt: skip
+        collection.tables,
+        mesh.num_ranks,
+        PlanConfig(
+            staleness_steps=staleness,
+            tables=by_table(
+                exchange=exchanges or {}, sharding=shardings or {}, replicated_rows=hot or {}
+            ),
+        ),
+    )
     collection.open(plan, mesh)
     rows, seen = RowOptimizer(collection), []
     dense = None
@@ -269,7 +277,11 @@ def step_too_late(mesh) -> None:
     collection = EmbeddingCollection(tables("float64"), our_features(), consumers=consumers)
     exchanges = {"user": "substitute", "item": "substitute"}
     shardings = {name: table_wise(0) for name in exchanges}  # of other ranks none has the fields
-    plan = build_plan(collection.tables, mesh.num_ranks, exchanges=exchanges, shardings=shardings)
+    plan = build_plan(
+        collection.tables,
+        mesh.num_ranks,
+        PlanConfig(tables=by_table(exchange=exchanges, sharding=shardings)),
+    )
     collection.double().open(plan, mesh)
     rows, dense = RowOptimizer(collection), torch.optim.SGD(collection.parameters(), lr=0.1)
     found = collection(share_of(global_batch(0, 9), mesh.rank, mesh.num_ranks))
@@ -325,7 +337,11 @@ def test_equals_the_operators_on_one_rank(num_ranks):
 def test_what_travels_as_partials(name):
     case = CASES[name]
     collection = EmbeddingCollection(tables("float64"), our_features(), consumers=case.consumers)
-    plan = build_plan(collection.tables, exchanges=case.exchanges, shardings=case.shardings_in(1))
+    plan = build_plan(
+        collection.tables,
+        1,
+        PlanConfig(tables=by_table(exchange=case.exchanges, sharding=case.shardings_in(1))),
+    )
     collection.open(plan)
     assert at_owners(collection) == case.wanted
 
@@ -362,8 +378,8 @@ def held(mesh):
     """A batch that was read ahead, and what this rank holds of it."""
     case, consumers = CASES["whole tables"], {"fm": (FM(), FIELDS), **WIDE}
     collection = EmbeddingCollection(tables("float64"), our_features(), consumers=consumers, seed=3)
-    settings = {"exchanges": case.exchanges, "shardings": case.shardings_in(mesh.num_ranks)}
-    plan = build_plan(collection.tables, mesh.num_ranks, staleness_steps=1, **settings)
+    own = by_table(exchange=case.exchanges, sharding=case.shardings_in(mesh.num_ranks))
+    plan = build_plan(collection.tables, mesh.num_ranks, PlanConfig(staleness_steps=1, tables=own))
     collection.open(plan, mesh)
     batch = share_of(global_batch(3, 11), mesh.rank, mesh.num_ranks)
     ticket = collection.pipeline.prepare(batch)

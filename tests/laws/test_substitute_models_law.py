@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 from test_substitute_law import at_owners
 from torch import nn
@@ -20,6 +21,7 @@ from colonnade import (
     FieldsLinear,
     Ids,
     Mesh,
+    PlanConfig,
     Table,
     TargetAttention,
     Uniform,
@@ -135,7 +137,11 @@ def trained(mesh, name):
     if not is_split:  # others have no rows
         shardings = {t: table_wise(i % min(2, mesh.num_ranks)) for i, t in enumerate(NAMES)}
     plan = build_plan(
-        tables, mesh.num_ranks, exchanges=dict.fromkeys(NAMES, "substitute"), shardings=shardings
+        tables,
+        mesh.num_ranks,
+        PlanConfig(
+            tables=by_table(exchange=dict.fromkeys(NAMES, "substitute"), sharding=shardings)
+        ),
     )
     model.embeddings.open(plan, mesh)
     chosen = at_owners(model.embeddings)

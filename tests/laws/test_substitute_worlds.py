@@ -3,10 +3,11 @@ codecs, and whole runs by configuration. N ranks train what one rank trains, and
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 from scenario import all_rows, features, global_batch, open_backings, share_of, tables
 from small_run import CONFIG, opened
@@ -18,6 +19,7 @@ from colonnade import (
     EmbeddingCollection,
     MaxRowsEviction,
     Mesh,
+    PlanConfig,
     RandomAdmission,
     RowOptimizer,
     Sum,
@@ -75,9 +77,15 @@ def train(mesh, *, stays=None, is_whole=False, folder=None, codecs=EXACT, **sett
     if is_whole:
         shardings = {name: table_wise(owners[t % len(owners)]) for t, name in enumerate(TABLES)}
     plan = build_plan(
-        collection.tables, mesh.num_ranks, exchange="substitute", shardings=shardings, codecs=codecs,
-        servers=mesh.world.servers, **settings,
-    )  # fmt: skip
+        collection.tables,
+        mesh.world,
+        PlanConfig(
+            exchange="substitute",
+            wire=asdict(codecs),
+            **settings,
+            tables=by_table(sharding=shardings),
+        ),
+    )
     backings = [] if folder is None else open_backings(folder, mesh, declared, plan.shardings)
     collection.open(plan, mesh, backings=backings)
     rows, seen, trainers = RowOptimizer(collection), [], mesh.trainers
@@ -118,7 +126,7 @@ def train(mesh, *, stays=None, is_whole=False, folder=None, codecs=EXACT, **sett
 
 
 def everything(mesh, folder):
-    budget = {"dram_bytes": 40_000, "lookahead": 3}
+    budget = {"memory": {"dram": 40_000}, "lookahead": 3}
     found = {}
     for is_whole in (False, True):
         found["plain", is_whole] = train(mesh, is_whole=is_whole)

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from own_model import Net, assert_same, splits
+from plans import by_table
 from ranks import run_ranks
 from scenario import assert_close, assert_same_bits, train
 
@@ -50,10 +51,17 @@ def batches(num: int):
         yield Batch(1, torch.zeros(1, 0), {feature.name: zero for feature in FEATURES})
 
 
-def seen_by_table(mesh: Mesh, bounds: dict[str, int], **plan) -> dict:
+def seen_by_table(mesh: Mesh, bounds: dict[str, int], exchange=None, **plan) -> dict:
     """By table, how many updates each step's read saw."""
     collection = counters()
-    collection.open(build_plan(collection.tables, mesh.num_ranks, staleness=bounds, **plan), mesh)
+    collection.open(
+        build_plan(
+            collection.tables,
+            mesh.num_ranks,
+            PlanConfig(**plan, tables=by_table(staleness_steps=bounds, exchange=exchange)),
+        ),
+        mesh,
+    )
     rows = RowOptimizer(collection)
     seen: dict[str, list[int]] = {name: [] for name in NAMES}
     coming = collection.lookahead(batches(STEPS))
@@ -94,7 +102,7 @@ def test_each_table_is_as_late_as_it_is_told(lookahead):
 
 def of_ranks(mesh: Mesh) -> list[dict]:
     others = ({}, dict.fromkeys(("warm", "cold"), "pooled"), {"warm": "substitute"})
-    exact = [seen_by_table(mesh, BOUNDS, exchanges=each) for each in others]
+    exact = [seen_by_table(mesh, BOUNDS, exchange=each) for each in others]
     mixed = dict.fromkeys(("user", "tag"), "pooled")
     trained = [train(mesh, **LATE, exchanges=each, lookahead=3) for each in (None, mixed)]
     return [*exact, *trained]
@@ -132,16 +140,23 @@ def test_a_table_that_nobody_reads_has_no_say():
 def test_bounds_that_cannot_be_kept():
     tables = counters().tables
     with pytest.raises(ConfigError, match="'none'"):
-        build_plan(tables, staleness={"none": 1})
-    with pytest.raises(ConfigError, match="staleness_steps=unbounded; wanted 0 or more"):
-        build_plan(tables, staleness_steps="unbounded")
-    with pytest.raises(ConfigError, match="staleness_steps=-1"):
-        build_plan(tables, staleness={"hot": -1})
+        build_plan(tables, 1, PlanConfig(tables={"none": {"staleness_steps": 1}}))
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
+        PlanConfig(tables={"hot": {"staleness_steps": -1}})
     with pytest.raises(ValueError, match="'unbounded', which was removed"):
         PlanConfig(staleness_steps="unbounded")
-    plan = build_plan(tables, staleness_steps=2, staleness={"hot": 0})
+    plan = build_plan(
+        tables, 1, PlanConfig(staleness_steps=2, tables={"hot": {"staleness_steps": 0}})
+    )
     assert Plan.from_json(plan.to_json()) == plan and plan.latest == 2
-    assert build_plan(tables, staleness_steps=2, staleness=dict.fromkeys(NAMES, 0)).latest == 0
+    assert (
+        build_plan(
+            tables,
+            1,
+            PlanConfig(staleness_steps=2, tables=by_table(staleness_steps=dict.fromkeys(NAMES, 0))),
+        ).latest
+        == 0
+    )
 
 
 def fitted(run, bounds: tuple, stop: int, **plan) -> Net:

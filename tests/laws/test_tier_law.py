@@ -8,7 +8,7 @@ import pytest
 import torch
 from scenario import STAYS, assert_same_bits, tables, train
 
-from colonnade import Mesh, _native, build_plan
+from colonnade import Mesh, PlanConfig, _native, build_plan
 from colonnade.errors import BudgetExceeded
 
 BUDGETS = [None, 1 << 20, 60_000, 30_000]
@@ -38,7 +38,7 @@ def test_budget_and_lookahead(all_in_memory, dram_bytes, lookahead, tmp_path):
 
 def test_the_smallest_budget_above_does_evict():
     """Otherwise the test above tests nothing."""
-    plan = build_plan(tables(), dram_bytes=BUDGETS[-1])
+    plan = build_plan(tables(), 1, PlanConfig(memory={"dram": BUDGETS[-1]}))
     assert any(table.capacity_rows < 100 for table in plan.tables)
     assert plan.needs_backing
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 
-from colonnade import Adam, Feature, Ids, Mesh, Table, Uniform, build_plan, fit
+from colonnade import Adam, Feature, Ids, Mesh, PlanConfig, Table, Uniform, build_plan, fit
 from colonnade.data import Splits, open_tensors
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.dlrm import DLRM
@@ -63,7 +64,9 @@ def trained(mesh, name, said):
             shardings |= {m: table_wise(ranks[i % len(ranks)]) for i, m in enumerate(members)}
         if columns:  # of a table of the second tower
             shardings["c"] = column_wise(tower_ranks(mesh.world, 2)[1])
-    plan = build_plan(tables, mesh.num_ranks, exchange=exchange, shardings=shardings)
+    plan = build_plan(
+        tables, mesh.num_ranks, PlanConfig(exchange=exchange, tables=by_table(sharding=shardings))
+    )
     model.embeddings.open(plan, mesh)
     data = Splits(train=source(), test=source())
     found = fit(model, data, mesh=mesh, batch_size=48, dense_lr=0.05, quiet=True)

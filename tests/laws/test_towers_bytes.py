@@ -4,14 +4,15 @@ sends slow messages to as many ranks as there are other towers."""
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
+from plans import by_table
 from ranks import run_ranks
 from test_substitute_bytes import FEATURES, NAMES, SIZE, STEPS, TABLES, batch_of
 from test_towers_law import Tower
 
-from colonnade import Concat, EmbeddingCollection, RowOptimizer, Sum, World, build_plan
+from colonnade import Concat, EmbeddingCollection, PlanConfig, RowOptimizer, Sum, World, build_plan
 from colonnade.comm.traffic import Traffic
 from colonnade.plan.constraints import in_towers
 from colonnade.plan.cost.consumers import model_load
@@ -26,16 +27,17 @@ WORLD = World(num_hosts=2, ranks_per_host=2)
 NUM_RANKS = WORLD.num_ranks
 
 
-def whole(towers):
-    return in_towers(TABLES, FEATURES, towers, WORLD)
+def whole(towers, kinds=None):
+    own = in_towers(TABLES, FEATURES, towers, WORLD, kinds)
+    return {name: settings.sharding for name, settings in own.items()}
 
 
 def split(towers):
-    return in_towers(TABLES, FEATURES, towers, WORLD, dict.fromkeys(NAMES, "host_wise"))
+    return whole(towers, dict.fromkeys(NAMES, "host_wise"))
 
 
 def cut(towers):
-    return in_towers(TABLES, FEATURES, towers, WORLD, dict.fromkeys(NAMES[:4], "column_wise"))
+    return whole(towers, dict.fromkeys(NAMES[:4], "column_wise"))
 
 
 def over_hosts(towers):
@@ -125,9 +127,15 @@ def counted(mesh, cases):
         alone = replace(mesh, traffic=Traffic())
         exchanges = exchanges_of(case)
         plan = build_plan(
-            TABLES, NUM_RANKS, codecs=codecs, shardings=place(towers), exchanges=exchanges,
-            towers=towers, staleness_steps=int(case == LATE),
-        )  # fmt: skip
+            TABLES,
+            NUM_RANKS,
+            PlanConfig(
+                wire=asdict(codecs),
+                towers=towers,
+                staleness_steps=int(case == LATE),
+                tables=by_table(sharding=place(towers), exchange=exchanges),
+            ),
+        )
         collection = collection_of(case)
         collection.open(plan, alone)
         rows = RowOptimizer(collection)

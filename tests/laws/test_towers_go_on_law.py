@@ -8,11 +8,22 @@ import json
 
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 from test_tower_modules_law import DIM, MODELS, NAMES, ROWS, TOWERS, source
 from torch import nn
 
-from colonnade import Adam, EmbeddingCollection, Feature, Mesh, Table, Uniform, build_plan, fit
+from colonnade import (
+    Adam,
+    EmbeddingCollection,
+    Feature,
+    Mesh,
+    PlanConfig,
+    Table,
+    Uniform,
+    build_plan,
+    fit,
+)
 from colonnade.data import Splits
 from colonnade.errors import CheckpointError
 from colonnade.interaction import FieldsLinear, TowerModule
@@ -94,9 +105,15 @@ def beside(mesh):
         exchanges = dict.fromkeys("adbe", "towers") | {"c": "substitute"}
         shardings = {name: table_wise(rank) for rank, name in enumerate("adbe")}
         plan = build_plan(
-            declared()[0], mesh.num_ranks, exchanges=exchanges, towers=2,
-            shardings=shardings | {"c": row_wise(mesh.num_ranks)},
-        )  # fmt: skip
+            declared()[0],
+            mesh.num_ranks,
+            PlanConfig(
+                towers=2,
+                tables=by_table(
+                    exchange=exchanges, sharding=shardings | {"c": row_wise(mesh.num_ranks)}
+                ),
+            ),
+        )
         model.embeddings.open(plan, mesh)
         assert sorted(model.embeddings.exchange.consumers) == ["first", "one", "two"]
     fit(

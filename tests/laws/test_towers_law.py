@@ -5,22 +5,23 @@ one process. Towers are a part of a host, a host, or all ranks."""
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 from scenario import all_rows, features, global_batch, share_of, tables
 from torch import nn
 
 from colonnade import (
     FM,
-    Codecs,
     Concat,
     EmbeddingCollection,
     Interaction,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     Sum,
     World,
@@ -31,7 +32,7 @@ from colonnade.exchange.operator_cut import barred_in_towers, evaluated_in_tower
 from colonnade.interaction import TowerModule
 from colonnade.lookup.layout import declare
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
-from colonnade.wire.codec import CODECS
+from colonnade.wire.codec import CODECS, Codecs
 
 SIZES = [13, 0, 1, 24]
 HOSTS, LOCAL = 2, 2
@@ -135,9 +136,15 @@ def train(mesh, consumers, exchange="pooled", places=None, towers=None, stalenes
         {} if places is None or mesh.num_ranks == 1 else PLACES[places](towers, mesh.num_ranks)
     )
     plan = build_plan(
-        declared, mesh.num_ranks, exchanges=exchanges, shardings=shardings, staleness_steps=staleness,
-        towers=None if mesh.num_ranks == 1 else towers, codecs=codecs or Codecs(),
-    )  # fmt: skip
+        declared,
+        mesh.num_ranks,
+        PlanConfig(
+            staleness_steps=staleness,
+            towers=None if mesh.num_ranks == 1 else towers,
+            wire=asdict(codecs or Codecs()),
+            tables=by_table(exchange=exchanges, sharding=shardings),
+        ),
+    )
     collection.open(plan, mesh)
     rows, seen = RowOptimizer(collection), []
     weights = list(collection.parameters())
@@ -383,9 +390,18 @@ def first_of(tower, mesh):
         tables("float64")[:3], looked_up, consumers={"first": (tower, ("user.deep", "tags"))}
     ).double()
     plan = build_plan(
-        collection.tables, 2, exchange="towers", towers=2,
-        shardings={"user": table_wise(0), "tag": table_wise(0), "item": table_wise(1)},
-    )  # fmt: skip
+        collection.tables,
+        2,
+        PlanConfig(
+            exchange="towers",
+            towers=2,
+            tables={
+                "user": {"sharding": table_wise(0)},
+                "tag": {"sharding": table_wise(0)},
+                "item": {"sharding": table_wise(1)},
+            },
+        ),
+    )
     collection.open(plan, mesh)
     return collection
 

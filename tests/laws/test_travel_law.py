@@ -7,11 +7,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 from scenario import global_batch, share_of
 from test_substitute_law import CASES, WIDE, Case, close, our_features, tables, train
 
-from colonnade import Codecs, Concat, EmbeddingCollection, Mesh, RowOptimizer, Sum, build_plan
+from colonnade import (
+    Concat,
+    EmbeddingCollection,
+    Mesh,
+    PlanConfig,
+    RowOptimizer,
+    Sum,
+    build_plan,
+)
 
 HOSTS, LOCAL = 2, 2
 MIXED = Case(  # sums that all ranks have a share of beside fields that lie on one
@@ -65,11 +74,15 @@ def one_step(mesh, exchange, codec):
     collection = EmbeddingCollection(tables("float64"), our_features(), consumers=consumers, seed=3)
     collection.open(
         build_plan(
-            collection.tables, mesh.num_ranks, exchanges=dict.fromkeys(case.exchanges, exchange),
-            codecs=Codecs(codec, codec),
+            collection.tables,
+            mesh.num_ranks,
+            PlanConfig(
+                wire={"values": codec, "gradients": codec},
+                tables=by_table(exchange=dict.fromkeys(case.exchanges, exchange)),
+            ),
         ),
         mesh,
-    )  # fmt: skip
+    )
     rows = RowOptimizer(collection)
     batch = share_of(global_batch(3, SIZE), mesh.rank, mesh.num_ranks)
     before = dict(mesh.traffic.sent_bytes)

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from plans import cache_settings
 
-from colonnade import CountMinAdmission, Table, build_plan
+from colonnade import CountMinAdmission, PlanConfig, Table, build_plan
 from colonnade.cache.copies import DeviceCopies, NativeCopies
 from colonnade.cache.directory import Changes, Directory
 from colonnade.config.run import build_config, override
@@ -18,8 +19,7 @@ from colonnade.exchange.cached_state import is_taken_up
 from colonnade.plan.caching import BOOKKEEPING, LOOKAHEAD_WINDOW, caches_of, copy_bytes
 from colonnade.plan.plan import Plan
 from colonnade.staleness import RowClock, row_clock
-from colonnade.topology.sharding import column_wise, replicated
-from colonnade.wire.codec import Codecs
+from colonnade.topology.sharding import column_wise
 
 TABLES = [Table("item", 8, rows=1000), Table("user", 4)]
 ONE = TableCache(10, RowClock(1, 2), "lfu")
@@ -70,41 +70,42 @@ def test_bounds_that_contradict_are_said_as_they_were_given():
 
 
 def test_plans_say_copies_and_come_back_from_json():
-    on_device = build_plan(TABLES, 2, caches={"item": ONE}, cache_tier="hbm")
+    copies = PlanConfig(cache=cache_settings({"item": ONE}))
+    on_device = build_plan(TABLES, 2, PlanConfig(cache=cache_settings({"item": ONE}, "hbm")))
     assert Plan.from_json(on_device.to_json()) == on_device
-    plan = build_plan(TABLES, 2, caches={"item": ONE})
+    plan = build_plan(TABLES, 2, copies)
     assert (plan.cache_tier, on_device.cache_tier) == ("dram", "hbm")
     assert [table.exchange for table in plan.tables] == ["cached", "rows"]
     assert Plan.from_json(plan.to_json()) == plan
-    assert [t.cache for t in build_plan(TABLES, 1, caches={"item": ONE}).tables] == [None, None]
+    assert [t.cache for t in build_plan(TABLES, 1, copies).tables] == [None, None]
 
 
 @pytest.mark.parametrize(
     ("words", "settings"),
     [
-        ("staleness_steps=2", {"staleness_steps": 2}),
-        ("wire.values=bf16", {"codecs": Codecs(values="bf16")}),
-        ("wire.gradients=int8", {"codecs": Codecs(gradients="int8")}),
-        ("set plan.cache.tier=hbm to have the copies", {"hbm_bytes": 10**9}),
-        ("servers", {"servers": (1,)}),
+        ("plan.cache with staleness_steps", {"staleness_steps": 2}),
+        ("wire.values=bf16", {"wire": {"values": "bf16"}}),
+        ("wire.gradients=int8", {"wire": {"gradients": "int8"}}),
+        ("set plan.cache.tier=hbm to have the copies", {"memory": {"hbm": 10**9}}),
+        ("servers", {"servers": 1}),
         ("exchange=pooled", {"exchange": "pooled"}),
-        ("that are replicated", {"shardings": {"item": replicated(2)}}),
-        ("cut by columns", {"shardings": {"item": column_wise(range(2))}}),
-        ("all or some", {"replicated_rows": {"item": [1]}}),
+        ("that are replicated", {"sharding": "replicated"}),
+        ("cut by columns", {"tables": {"item": {"sharding": column_wise(range(2))}}}),
+        ("all or some", {"tables": {"item": {"replicated_rows": [1]}}}),
     ],
 )
 def test_what_does_not_go_with_copies_is_refused(words, settings):
-    with pytest.raises(ConfigError, match=words):
-        build_plan(TABLES, 2, caches={"item": ONE}, **settings)
+    with pytest.raises(ValueError, match=words):
+        build_plan(TABLES, 2, PlanConfig(cache=cache_settings({"item": ONE}), **settings))
 
 
 def test_unknown_policies_are_refused():
-    with pytest.raises(ConfigError, match="wanted lru, lfu or lookahead"):
-        build_plan(TABLES, 2, caches={"item": TableCache(10, RowClock(1, 2), "fifo")})
+    with pytest.raises(ConfigError, match="choose from lru, lfu, lookahead"):
+        configured(policy="fifo")
 
 
 def test_windows_of_policies_that_look_ahead():
-    """One for all tables that need one; the policy of some may be another."""
+    """All tables that need one share it; the policy of the others may be another."""
     said = {"size": 7, "staleness": 1, "policy": "lookahead"}
     found = caches_of(configured(**said, tables__user__policy="lru"), TABLES)
     assert [each.window for each in found.values()] == [LOOKAHEAD_WINDOW, 0]
@@ -112,16 +113,11 @@ def test_windows_of_policies_that_look_ahead():
         configured(size=7, staleness=1, window=3, tables__user__policy="lookahead"), TABLES
     )
     assert [(each.policy, each.window) for each in found.values()] == [("lru", 0), ("lookahead", 3)]
-    plan = build_plan(TABLES, 2, caches=found)
+    plan = build_plan(TABLES, 2, PlanConfig(cache=cache_settings(found)))
     assert Plan.from_json(plan.to_json()) == plan
-    with pytest.raises(ConfigError, match=r"windows of \[0\] batches.*1 or more"):
-        build_plan(TABLES, 2, caches=caches_of(configured(**said, window=0), TABLES))
-    one, clock = TableCache(5, RowClock(1, 2), "lookahead", 4), RowClock(1, 2)
-    with pytest.raises(ConfigError, match="wanted one for all such tables"):
-        other = TableCache(5, clock, "lookahead", 5)
-        build_plan(TABLES, 2, caches={"item": one, "user": other})
-    with pytest.raises(ConfigError, match="got window=4 with policy 'lfu' for table 'user'"):
-        build_plan(TABLES, 2, caches={"item": one, "user": TableCache(5, clock, "lfu", 4)})
+    assert {table.name: table.cache for table in plan.tables} == found
+    with pytest.raises(ConfigError, match=r"window: got 0, wanted greater than or equal to 1"):
+        configured(**said, window=0)
 
 
 def test_a_copy_costs_what_sizes_in_bytes_take_it_for():
@@ -140,7 +136,7 @@ def test_a_copy_costs_what_sizes_in_bytes_take_it_for():
 def test_rows_that_leave_have_no_copies():
     leaving = Table("user", 4, admission=CountMinAdmission(updates=2, expected_ids=10))
     with pytest.raises(ConfigError, match="admission or eviction"):
-        build_plan([leaving], 2, caches={"user": ONE})
+        build_plan([leaving], 2, PlanConfig(cache={"size": 5}))
 
 
 @pytest.mark.parametrize("name", ["train.accumulate", "train.on_non_finite"])

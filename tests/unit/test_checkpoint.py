@@ -8,11 +8,12 @@ import shutil
 import pytest
 import torch
 from own_loop import Loop, assert_same_state
+from plans import cache_settings
 from ranks import run_ranks
 from scenario import STAYS, Net, all_rows, global_batch, loss_of, share_of
 
 import colonnade
-from colonnade import Mesh, RowOptimizer, build_plan
+from colonnade import Mesh, PlanConfig, RowOptimizer, build_plan
 from colonnade.checkpoint.commits import committed_steps
 from colonnade.checkpoint.completeness import verify_commit
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, CorruptionError
@@ -93,7 +94,7 @@ def test_rows_deleted_and_looked_up_again_are_first_values(tmp_path):
 
 def test_rows_beyond_memory_rest_in_the_folder(tmp_path):
     whole, small = Loop(), Loop()
-    plan = build_plan(small.collection.tables, dram_bytes=12_000, lookahead=0)
+    plan = build_plan(small.collection.tables, 1, PlanConfig(memory={"dram": 12_000}, lookahead=0))
     assert plan.needs_backing
     small.collection.open(plan, folder=tmp_path / "a")
     assert small.train(0, 5, size=8) == whole.train(0, 5, size=8)
@@ -237,7 +238,10 @@ def with_caches(mesh, folder):
     collection, rows = model.embeddings, RowOptimizer(model.embeddings)
     names = [table.name for table in collection.tables]
     caches = {name: TableCache(100, row_clock(2)) for name in names}
-    collection.open(build_plan(collection.tables, mesh.num_ranks, caches=caches), mesh)
+    collection.open(
+        build_plan(collection.tables, mesh.num_ranks, PlanConfig(cache=cache_settings(caches))),
+        mesh,
+    )
     batches = (share_of(global_batch(s, 24), mesh.rank, mesh.num_ranks) for s in range(3))
     for batch in collection.lookahead(batches):
         loss_of(model, batch).backward()
@@ -259,7 +263,7 @@ def test_gradients_at_copies_are_saved(tmp_path):
 
 def test_rows_on_a_device_are_saved_and_loaded(tmp_path):
     loop, again, third = Loop(), Loop(), Loop()
-    plan = build_plan(loop.collection.tables, hbm_bytes=20_000)
+    plan = build_plan(loop.collection.tables, 1, PlanConfig(memory={"hbm": 20_000}))
     loop.collection.open(plan)
     loop.train(0, 3, size=8)
     loop.collection.save(tmp_path, 3)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
+import torch
+import yaml
+from plans import by_table
 
 from colonnade import (
     LAMB,
@@ -13,12 +19,13 @@ from colonnade import (
     Table,
     World,
 )
-from colonnade.config.run import build_config, override
+from colonnade.config.plan import PlanConfig
+from colonnade.config.run import build_config, dump_config, override
 from colonnade.errors import ConfigError
-from colonnade.plan.constraints import forced_by, is_settled
-from colonnade.plan.plan import Plan, build_plan, explain, plan_of
+from colonnade.plan.constraints import forced_by, is_settled, settle_plan
+from colonnade.plan.plan import Plan, build_plan, explain
 from colonnade.plan.search.candidates import Forced
-from colonnade.topology.sharding import Sharding, column_wise, grid
+from colonnade.topology.sharding import Sharding, column_wise, grid, hot_rows, table_wise
 
 TABLES = [Table("a", 4, rows=10), Table("b", 4)]
 WORLD = World(num_hosts=2, ranks_per_host=2)
@@ -31,7 +38,7 @@ def said(**plan):
 def test_without_a_word_rows_are_dealt_to_all_and_nothing_is_chosen():
     assert said()["a"] == Forced("row_wise", "rows")
     assert is_settled(build_config({}).plan, TABLES, WORLD)
-    plan = plan_of(build_config({}).plan, TABLES, WORLD)
+    plan = build_plan(TABLES, WORLD)
     assert {(t.sharding.kind, t.exchange) for t in plan.tables} == {("row_wise", "rows")}
 
 
@@ -64,14 +71,45 @@ def test_what_is_left_open_is_chosen_from_a_profile(plan, is_open):
 
 def test_what_is_said_is_planned():
     config = build_config({"plan": {"tables": {"b": {"sharding": "table_wise", "ranks": [3]}}}})
-    plan = plan_of(config.plan, TABLES, WORLD)
+    plan = build_plan(TABLES, WORLD, config.plan)
     assert [table.sharding.ranks for table in plan.tables] == [(0, 1, 2, 3), (3,)]
+
+
+def test_a_settled_plan_leaves_nothing_open():
+    """What a sample is to decide is row-wise until then; in a world of one rank nothing travels."""
+    config = build_config({"plan": {"exchange": "pooled", "sharding": "table_wise"}}).plan
+    with pytest.raises(
+        ConfigError, match=r"'a'.* only a sample can decide.* set plan\.tables\.a\.sharding"
+    ):
+        build_plan(TABLES, WORLD, config)
+    for world in (WORLD, World()):
+        plan = build_plan(TABLES, world, settle_plan(config, TABLES, world))
+        assert {(t.sharding.kind, t.exchange) for t in plan.tables} == {("row_wise", "rows")}
+    hot = settle_plan(config, TABLES, WORLD, hot={"a": [3, 1]})
+    assert build_plan(TABLES, WORLD, hot).tables[0].sharding.hot.ids == (1, 3)
+    assert build_plan(TABLES, 1, PlanConfig(exchange="pooled")).exchanges == ("pooled",)
+
+
+def test_a_file_holds_what_python_gives():
+    """A `Sharding` and ids of rows come back from a configuration's file, and go on under `override`."""
+    own = {"sharding": table_wise(2), "replicated_rows": torch.tensor([5, 3])}
+    config = build_config({"plan": {"tables": {"a": own}}})
+    text = yaml.safe_load(dump_config(config))
+    assert build_config(text) == override(config, {}) == config
+    plan = build_plan(TABLES, WORLD, build_config(text).plan)
+    assert plan.tables[0].sharding == replace(table_wise(2), hot=hot_rows([3, 5], 4))
+    assert is_settled(config.plan, TABLES, WORLD)
+    assert settle_plan(config.plan, TABLES, WORLD).tables["a"].replicated_rows == (3, 5)
 
 
 @pytest.mark.parametrize(
     "plan, words",
     [
         ({"tables": {"c": {}}}, "plan.tables: got 'c', wanted a table of this model: a, b"),
+        ({"tables": {"a": {"sharding": table_wise(4)}}}, "a.sharding: got ranks [4], but this world has ranks 0 .. 3"),
+        ({"tables": {"a": {"sharding": {"kind": "grid"}}}}, "wanted its kind and ranks"),
+        ({"tables": {"a": {"sharding": "row_wize"}}}, "did you mean row_wise"),
+        ({"tables": {"a": {"replicated_rows": "some"}}}, "got 'some', wanted a number of rows"),
         ({"tables": {"a": {"sharding": "table_wise", "ranks": [4]}}}, "this world has ranks 0 .. 3"),
         ({"tables": {"a": {"sharding": "host_wise", "ranks": [1, 2]}}}, "wanted all ranks of one host, such as"),
         ({"tables": {"a": {"sharding": "table_wise", "ranks": [0, 1]}}}, "the one rank of a table_wise"),
@@ -90,7 +128,7 @@ def test_what_is_said_is_planned():
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(plan, words):
-    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=re.escape(words)):
         said(**plan)
 
 
@@ -111,7 +149,7 @@ def test_rows_of_gpus_are_not_foretold():
 
 
 def cut(plan, tables=None, world=WORLD):
-    return plan_of(build_config({"plan": plan}).plan, tables or CUTTABLE, world)
+    return build_plan(tables or CUTTABLE, world, build_config({"plan": plan}).plan)
 
 
 CUTTABLE = [Table("a", 6, rows=10, optimizer=Adam(lr=0.1)), Table("b", 4, optimizer=SGD(lr=0.1))]
@@ -135,10 +173,20 @@ def test_memory_is_counted_by_slice():
     """Of a table cut in two, a rank's budget holds twice the rows that it holds of the whole one."""
     wide = [Table("a", 64, optimizer=SGD(lr=0.1)), Table("b", 64, optimizer=SGD(lr=0.1))]
     both = {"a": column_wise([0, 1]), "b": column_wise([0, 1])}
-    whole = build_plan(wide, 2, dram_bytes=1_000_000).tables[0].capacity_rows
-    sliced = build_plan(wide, 2, dram_bytes=1_000_000, shardings=both).tables[0].capacity_rows
+    whole = build_plan(wide, 2, PlanConfig(memory={"dram": 1_000_000})).tables[0].capacity_rows
+    sliced = (
+        build_plan(wide, 2, PlanConfig(memory={"dram": 1_000_000}, tables=by_table(sharding=both)))
+        .tables[0]
+        .capacity_rows
+    )
     assert 1.7 * whole < sliced < 2 * whole
-    own = build_plan(wide, 2, dram_bytes=1_000_000, table_bytes={"a": 100_000}, shardings=both)
+    own = build_plan(
+        wide,
+        2,
+        PlanConfig(
+            memory={"dram": 1_000_000, "tables": {"a": 100_000}}, tables=by_table(sharding=both)
+        ),
+    )
     assert 500 < own.tables[0].capacity_rows < 1000 < own.tables[1].capacity_rows
 
 
@@ -159,7 +207,11 @@ def test_what_needs_whole_rows_is_not_cut(table, words):
 
 def test_parts_that_stay_whole_may_have_any_optimizer():
     table = Table("a", {"x": 3, "y": 3}, optimizer={"x": LAMB(lr=1), "y": SGD(lr=1)})
-    assert build_plan([table], 2, shardings={"a": column_wise([0, 1])}).tables[0].fits
+    assert (
+        build_plan([table], 2, PlanConfig(tables={"a": {"sharding": column_wise([0, 1])}}))
+        .tables[0]
+        .fits
+    )
 
 
 def test_grids_need_hosts():

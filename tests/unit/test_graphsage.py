@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from plans import cache_settings
 from ranks import run_ranks
 from torch import nn
 from torch.nn.functional import normalize
@@ -131,7 +132,12 @@ def train(mesh, plan=None):
 def train_with_copies(mesh):
     table = build(80).embeddings.tables[0]
     caches = {"node": TableCache(40, row_clock(0), "lru")}
-    return train(mesh, colonnade.build_plan([table], mesh.num_ranks, caches=caches))
+    return train(
+        mesh,
+        colonnade.build_plan(
+            [table], mesh.num_ranks, colonnade.PlanConfig(cache=cache_settings(caches))
+        ),
+    )
 
 
 @pytest.mark.parametrize("how", [train, train_with_copies])

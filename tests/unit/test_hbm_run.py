@@ -12,7 +12,7 @@ import torch
 from devices import DEVICES
 from small_run import CONFIG, digest, opened
 
-from colonnade import Mesh, World, build_plan
+from colonnade import Mesh, PlanConfig, World, build_plan
 from colonnade.config.run import build_config, override
 from colonnade.errors import ConfigError
 from colonnade.plan.plan import Plan
@@ -92,8 +92,8 @@ def test_without_a_gpu_it_is_refused(tmp_path):
 def test_budgets_too_small_or_too_large_are_refused():
     tables = opened_tables()
     with pytest.raises(ConfigError, match=r"plan.memory.hbm: got 10 bytes, wanted at least \d+"):
-        build_plan(tables, hbm_bytes=10)
-    plan = build_plan(tables, hbm_bytes=1_000)
+        build_plan(tables, 1, PlanConfig(memory={"hbm": 10}))
+    plan = build_plan(tables, 1, PlanConfig(memory={"hbm": 1_000}))
     taken = [p.hbm_rows * t.record_bytes for t, p in zip(tables, plan.tables, strict=True)]
     assert 900 < sum(taken) <= 1_000
 

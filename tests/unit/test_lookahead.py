@@ -18,6 +18,7 @@ from colonnade import (
     Feature,
     Ids,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     Table,
     build_plan,
@@ -115,7 +116,9 @@ def test_a_depth_given_stays():
 def collection(folder, *, lookahead, rows_in_memory):
     table = Table("item", 4)
     model = EmbeddingCollection([table], [Feature("item", "item")])
-    plan = build_plan([table], dram_bytes=rows_in_memory * (table.record_bytes + 20))
+    plan = build_plan(
+        [table], 1, PlanConfig(memory={"dram": rows_in_memory * (table.record_bytes + 20)})
+    )
     model.open(
         dataclasses.replace(plan, lookahead=lookahead),
         Mesh(),

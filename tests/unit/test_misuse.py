@@ -16,6 +16,7 @@ from colonnade import (
     Feature,
     Ids,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     RowWiseAdagrad,
     Table,
@@ -146,7 +147,7 @@ def test_batches_that_nobody_uses_are_unpinned(tmp_path):
 
     backings = open_backings(tmp_path, Mesh(), collection().tables)
     embeddings = EmbeddingCollection(collection().tables, collection().declaration.features)
-    plan = build_plan(embeddings.tables, dram_bytes=700)
+    plan = build_plan(embeddings.tables, 1, PlanConfig(memory={"dram": 700}))
     embeddings.open(plan, Mesh(), backings=backings)
     embeddings.eval()
     seen = 0

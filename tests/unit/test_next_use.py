@@ -16,6 +16,7 @@ from colonnade import (
     Feature,
     Ids,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     Table,
     build_plan,
@@ -120,7 +121,11 @@ def opened(folder, slots):
     tables = [Table("item", 4), Table("b", 4)]
     features = [Feature("a", "item"), Feature("bag", "item", pooling="sum"), Feature("b", "b")]
     model = EmbeddingCollection(tables, features)
-    plan = build_plan(tables, dram_bytes=2 * slots * (tables[0].record_bytes + 20), lookahead=3)
+    plan = build_plan(
+        tables,
+        1,
+        PlanConfig(memory={"dram": 2 * slots * (tables[0].record_bytes + 20)}, lookahead=3),
+    )
     return model.open(plan, Mesh(), backings=open_backings(folder, Mesh(), tables))
 
 

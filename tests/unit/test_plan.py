@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade import Feature, Mesh, Plan, Table, build_plan
+from colonnade import Feature, Mesh, Plan, PlanConfig, Table, build_plan
 from colonnade.errors import ConfigError
 from colonnade.exchange import open_exchange
 from colonnade.lookup.layout import declare
@@ -42,7 +42,7 @@ def test_budget_is_shared_and_kept(tables, budget, num_ranks):
             assert n <= -(-table.rows // num_ranks)
 
 
-PLACES = st.one_of(st.none(), st.builds(Place, st.just("/m"), st.one_of(st.none(), SIZES)))
+PLACES = st.one_of(st.none(), st.just("/m"), SIZES.map("/m:{}".format))
 
 
 @given(TABLES, st.one_of(st.none(), SIZES), PLACES, st.integers(1, 1000), st.integers(0, 9))
@@ -50,13 +50,15 @@ def test_plans_round_trip(tables, budget, mapped, num_ranks, staleness):
     plan = build_plan(
         tables,
         num_ranks,
-        dram_bytes=budget,
-        mapped=mapped,
-        ssd=(Place("/a"), Place("/b", 5)),
-        staleness_steps=staleness,
-        write_budget=7,
-        codecs=Codecs("bf16", "int8", "fp16"),
+        PlanConfig(
+            memory={"dram": budget, "mapped": mapped, "ssd": ["/a", "/b:5"]},
+            staleness_steps=staleness,
+            write_budget="7MB",
+            wire={"values": "bf16", "gradients": "int8", "dense": "fp16"},
+        ),
     )
+    assert plan.ssd == (Place("/a"), Place("/b", 5)) and plan.write_budget == 7_000_000
+    assert plan.codecs == Codecs("bf16", "int8", "fp16")
     assert Plan.from_json(plan.to_json()) == plan
     assert len(explain(plan, tables)) == len(tables)
     if budget is None:
@@ -71,18 +73,22 @@ def test_plans_round_trip(tables, budget, mapped, num_ranks, staleness):
         assert spent["dram"] <= budget + sum(map(slot_bytes, tables))  # a row each at least
     if mapped is None:
         assert spent["mapped"] == 0
-    elif mapped.bytes is not None:
-        assert spent["mapped"] <= mapped.bytes
+    elif plan.mapped.bytes is not None:
+        assert spent["mapped"] <= plan.mapped.bytes
 
 
 def test_single_tables_have_memory_of_their_own():
     tables = [Table(name, 16, rows=10**6) for name in ("a", "b", "c")]
     row = slot_bytes(tables[0])
-    plan = build_plan(tables, dram_bytes=600 * row, table_bytes={"b": 200 * row})
+
+    def plan_with(**memory):
+        return build_plan(tables, 1, PlanConfig(memory=memory))
+
+    plan = plan_with(dram=600 * row, tables={"b": 200 * row})
     assert [t.capacity_rows for t in plan.tables] == [200, 200, 200]
-    plan = build_plan(tables, dram_bytes=600 * row, table_bytes={"b": 400 * row})
+    plan = plan_with(dram=600 * row, tables={"b": 400 * row})
     assert [t.capacity_rows for t in plan.tables] == [100, 400, 100]
-    plan = build_plan(tables, table_bytes={"b": 400 * row})
+    plan = plan_with(tables={"b": 400 * row})
     assert [t.fits for t in plan.tables] == [True, False, True]
     assert plan.tables[1].capacity_rows == 400 and plan.tables[1].rest == "run folder"
 
@@ -94,7 +100,8 @@ def test_what_memory_does_not_hold_lies_in_mapped_and_leaves_its_share_to_the_re
         Table("big", 16, rows=10**6),
     ]
     row = slot_bytes(tables[0])
-    plan = build_plan(tables, dram_bytes=510 * row, mapped=Place("/m", 1500 * row))
+    memory = {"dram": 510 * row, "mapped": f"/m:{1500 * row}"}
+    plan = build_plan(tables, 1, PlanConfig(memory=memory))
     assert [t.tier for t in plan.tables] == ["dram", "mapped", "dram"]
     assert [t.capacity_rows for t in plan.tables] == [10, 1000, 500]
     assert [t.fits for t in plan.tables] == [True, True, False]
@@ -102,15 +109,16 @@ def test_what_memory_does_not_hold_lies_in_mapped_and_leaves_its_share_to_the_re
 
 def test_auto_looks_no_further_ahead_than_there_is_something_to_wait_for():
     table = Table("t", 16, rows=1000)
-    assert build_plan([table], lookahead="auto").lookahead == 2
-    assert build_plan([table], lookahead="auto", dram_bytes=5000).lookahead == "auto"
-    assert build_plan([table], 2, lookahead="auto", dram_bytes=5000).lookahead == 8
-    assert build_plan([table], lookahead=0, dram_bytes=5000).lookahead == 0
+    tight = PlanConfig(lookahead="auto", memory={"dram": 5000})
+    assert build_plan([table], 1, PlanConfig(lookahead="auto")).lookahead == 2
+    assert build_plan([table], 1, tight).lookahead == "auto"
+    assert build_plan([table], 2, tight).lookahead == 8
+    assert build_plan([table], 1, tight.model_copy(update={"lookahead": 0})).lookahead == 0
 
 
 def test_small_tables_stay_whole():
     tables = [Table("small", 16, rows=10), Table("big", 16, rows=10**6)]
-    plan = build_plan(tables, dram_bytes=10**6)
+    plan = build_plan(tables, 1, PlanConfig(memory={"dram": 10**6}))
     assert plan.tables[0].fits and not plan.tables[1].fits
 
 
@@ -118,34 +126,47 @@ def test_small_tables_stay_whole():
     ("settings", "words"),
     [
         ({"exchange": "rowz"}, "rowz"),
-        ({"codecs": Codecs("int9")}, "int9"),
-        ({"codecs": Codecs(dense="int7")}, "int7"),
-        ({"dram_bytes": 0}, "dram_bytes=0"),
-        ({"dram_bytes": 43}, r"plan\.memory\.dram: got 43 bytes, wanted at least 44"),
-        ({"dram_bytes": 60, "table_bytes": {"t": 61}}, "wanted at least 61"),
-        ({"table_bytes": {"t": 43}}, r"plan\.memory\.tables\.t: .* at least 44"),
-        ({"table_bytes": {"u": 43}}, "'u', wanted a table of this model: t"),
-        ({"lookahead": -1}, "lookahead=-1"),
-        ({"lookahead": "deep"}, "lookahead=deep"),
-        ({"staleness_steps": -1}, "staleness_steps=-1"),
+        ({"wire": {"values": "int9"}}, "int9"),
+        ({"wire": {"dense": "int7"}}, "int7"),
+        ({"memory": {"dram": 0}}, "got 0, wanted a size of at least 1 byte"),
+        ({"memory": {"dram": 43}}, r"plan\.memory\.dram: got 43 bytes, wanted at least 44"),
+        ({"memory": {"dram": 60, "tables": {"t": 61}}}, "raise dram, or give them less"),
+        ({"memory": {"tables": {"t": 43}}}, r"plan\.memory\.tables\.t: .* at least 44"),
+        ({"memory": {"tables": {"u": 43}}}, "'u', wanted a table of this model: t"),
+        ({"lookahead": -1}, "got -1, wanted a number of batches"),
+        ({"lookahead": "deep"}, "got 'deep', wanted a number of batches"),
+        ({"staleness_steps": -1}, "got -1, wanted a number of steps"),
+        ({"exchange": "auto", "servers": 1}, "only a sample can decide"),
+        ({"sharding": "table_wise", "servers": 1}, "only a sample can decide"),
+        (
+            {"tables": {"t": {"replicated_rows": 3}}, "servers": 1},
+            "got 3, the number of rows, wanted their ids",
+        ),
+        ({"towers": "towers.json", "servers": 1}, "'towers.json', wanted a number of towers"),
     ],
 )
 def test_impossible_plans_are_refused(settings, words):
-    with pytest.raises(ConfigError, match=words):
-        build_plan([Table("t", 4)], **settings)
+    with pytest.raises(ValueError, match=words):
+        build_plan([Table("t", 4)], settings.get("servers", 0) + 1, PlanConfig(**settings))
 
 
 def test_memory_of_a_rank_is_for_the_tables_it_has():
     """Two tables that a budget holds half of, one on each rank: each is whole there."""
     tables = [Table("a", 4, rows=100), Table("b", 4, rows=100), Table("c", 4, rows=10)]
     budget = 110 * slot_bytes(tables[0])
-    apart = {"a": table_wise(0), "b": table_wise(1), "c": replicated(2)}
-    plan = build_plan(tables, 2, dram_bytes=budget, shardings=apart)
+    own = {
+        "a": {"sharding": "table_wise", "ranks": [0]},
+        "b": {"sharding": table_wise(1)},
+        "c": {"sharding": "replicated"},
+    }
+    apart = PlanConfig(memory={"dram": budget}, tables=own)
+    plan = build_plan(tables, 2, apart)
     assert [table.capacity_rows for table in plan.tables] == [100, 100, 10]
     assert not plan.needs_backing
     assert [table.exchange for table in plan.tables] == ["rows", "rows", "replicated"]
-    together = {"a": table_wise(1), "b": table_wise(1), "c": replicated(2)}
-    plan = build_plan(tables, 2, dram_bytes=budget, shardings=together)
+    together = PlanConfig(memory={"dram": budget}, tables=own | {"a": {"sharding": table_wise(1)}})
+    assert PlanConfig.model_validate(together.model_dump()) == together
+    plan = build_plan(tables, 2, together)
     assert [table.capacity_rows for table in plan.tables] == [50, 50, 10]
     assert [table.fits for table in plan.tables] == [False, False, True]
     assert Plan.from_json(plan.to_json()) == plan
@@ -153,10 +174,12 @@ def test_memory_of_a_rank_is_for_the_tables_it_has():
 
 def test_shardings_that_this_world_cannot_use():
     tables, features = [Table("a", 4, rows=100)], [Feature("a", "a")]
-    with pytest.raises(ConfigError, match=r"got a sharding on rank 2, wanted ranks 0 \.\. 1"):
-        build_plan(tables, 2, shardings={"a": table_wise(2)})
+    with pytest.raises(
+        ConfigError, match=r"a\.sharding: got ranks \[2\], but this world has ranks 0 \.\. 1"
+    ):
+        build_plan(tables, 2, PlanConfig(tables={"a": {"sharding": table_wise(2)}}))
     with pytest.raises(ConfigError, match="got 'b', wanted a table of this model: a"):
-        build_plan(tables, 2, shardings={"b": table_wise(0)})
+        build_plan(tables, 2, PlanConfig(tables={"b": {"sharding": table_wise(0)}}))
     declaration, mesh = declare(tables, features, {}), Mesh(World(ranks_per_host=2))
     for sharding, exchange, message in (
         (table_wise(2), "rows", "sharding on rank 2, wanted ranks"),

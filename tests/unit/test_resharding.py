@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from plans import by_table
 from ranks import run_ranks
 from safetensors.torch import load_file
 from small_run import CONFIG, digest, opened
@@ -16,9 +17,10 @@ from colonnade import Mesh
 from colonnade.checkpoint.completeness import verify_commit
 from colonnade.checkpoint.header import committed_steps, read_header
 from colonnade.checkpoint.stores import homes
+from colonnade.config.plan import PlanConfig
 from colonnade.config.run import build_config, override
 from colonnade.models.build import build_model
-from colonnade.plan.plan import Plan, build_plan
+from colonnade.plan.plan import Plan
 from colonnade.publish.export import export_run
 from colonnade.run import planning
 from colonnade.run import run as runs
@@ -86,16 +88,15 @@ def go_on(mesh, folder, kind, epochs, settings=None, **arguments):
     """Train until `epochs` are done, with tables sharded so."""
     config = override(build_config(SHORT), {**(settings or SMALL), "train.epochs": epochs})
 
-    def plan_of(wanted, tables, world):
-        num_ranks = world.num_ranks
-        shardings = {table.name: KINDS[kind](t, num_ranks) for t, table in enumerate(tables)}
-        return build_plan(tables, num_ranks, dram_bytes=wanted.memory.dram, shardings=shardings)
+    def settle_plan(wanted, tables, world):
+        shardings = {table.name: KINDS[kind](t, world.num_ranks) for t, table in enumerate(tables)}
+        return PlanConfig(memory={"dram": wanted.memory.dram}, tables=by_table(sharding=shardings))
 
-    before, runs.plan_of = runs.plan_of, plan_of
+    before, runs.settle_plan = runs.settle_plan, settle_plan
     try:
         run = runs.open_run(config, mesh, Path(folder), data=opened(config), **arguments)
     finally:
-        runs.plan_of = before
+        runs.settle_plan = before
     with_rows = [isinstance(each, LogBacking) for each in run.commits.backings]
     if arguments.get("read_only"):
         found = run.trainer.evaluate(run.trainer.data.test)

@@ -7,7 +7,17 @@ import copy
 import pytest
 import torch
 
-from colonnade import SGD, Batch, EmbeddingCollection, Feature, Ids, RowOptimizer, Table, build_plan
+from colonnade import (
+    SGD,
+    Batch,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    PlanConfig,
+    RowOptimizer,
+    Table,
+    build_plan,
+)
 from colonnade.errors import ConfigError
 from colonnade.store.log import open_log
 
@@ -27,7 +37,7 @@ def opened(place=None, dram_bytes=None, **changes):
                 step=None,
             )
         ]
-    plan = build_plan([TABLE], dram_bytes=dram_bytes)
+    plan = build_plan([TABLE], 1, PlanConfig(memory={"dram": dram_bytes}))
     return embeddings.open(plan, backings=backings, **changes)
 
 
@@ -113,7 +123,9 @@ class SeenTwice:
 @pytest.mark.parametrize("lookahead", [0, 3])
 def test_a_policy_admits_and_evicts_whatever_is_prepared_ahead(lookahead):
     embeddings = EmbeddingCollection([TABLE], [Feature("item", "item")], seed=1)
-    embeddings.open(build_plan([TABLE], lookahead=lookahead), policies={"item": SeenTwice()})
+    embeddings.open(
+        build_plan([TABLE], 1, PlanConfig(lookahead=lookahead)), policies={"item": SeenTwice()}
+    )
     rows = RowOptimizer(embeddings)
     births = embeddings.rows("item", torch.arange(4))
     steps = [[0, 1], [0, 2], [2], [2, 3], [2], [2], [2], [2]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plans import by_table
 from ranks import run_ranks
 
 from colonnade import (
@@ -14,6 +15,7 @@ from colonnade import (
     Feature,
     Ids,
     Mesh,
+    PlanConfig,
     RowOptimizer,
     Table,
     Uniform,
@@ -35,7 +37,11 @@ def opened(mesh: Mesh = Mesh(), **settings) -> EmbeddingCollection:  # noqa: B00
     consumers = {name: (Concat(), taken) for name, taken in TAKEN.items()}
     features = [Feature(name, name) for name in EXCHANGES]
     collection = EmbeddingCollection(tables, features, consumers=consumers, seed=1)
-    plan = build_plan(collection.tables, mesh.num_ranks, exchanges=EXCHANGES, **settings)
+    plan = build_plan(
+        collection.tables,
+        mesh.num_ranks,
+        PlanConfig(**settings, tables=by_table(exchange=EXCHANGES)),
+    )
     return collection.open(plan, mesh)
 
 

@@ -19,6 +19,7 @@ from colonnade import (
     EmbeddingCollection,
     Feature,
     Ids,
+    PlanConfig,
     RowOptimizer,
     Table,
     build_plan,
@@ -213,7 +214,7 @@ def test_rows_elsewhere_or_too_large_name_the_other_way(tmp_path):
     with pytest.raises(CheckpointError, match="a copy or pickle: got"):
         copy.deepcopy(loop.model)
     budget = Loop()
-    plan = build_plan(budget.collection.tables, dram_bytes=20_000, lookahead=0)
+    plan = build_plan(budget.collection.tables, 1, PlanConfig(memory={"dram": 20_000}, lookahead=0))
     budget.collection.open(plan, folder=tmp_path)
     for each in (budget.model, budget.rows):
         with pytest.raises(CheckpointError, match="a memory budget that does not hold every row"):

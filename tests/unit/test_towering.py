@@ -9,7 +9,7 @@ from colonnade.config.run import build_config
 from colonnade.errors import ConfigError
 from colonnade.plan.constraints import in_towers, is_settled, towered
 from colonnade.plan.cost.tower_paths import CALL_MESSAGES, call_seconds, spared_seconds
-from colonnade.plan.plan import plan_of
+from colonnade.plan.plan import build_plan
 from colonnade.run.planner import placed_in_towers
 from colonnade.topology.towers import Partition
 
@@ -22,7 +22,7 @@ PARTITION = Partition((("b", "c", "a", "again"), ("d",)))
 def planned(plan, partition=None, world=WORLD, tables=TABLES):
     config = towered(build_config({"plan": plan}).plan, tables, FEATURES, partition, world)
     assert is_settled(config, tables, world)
-    return {each.name: str(each.sharding) for each in plan_of(config, tables, world).tables}
+    return {each.name: str(each.sharding) for each in build_plan(tables, world, config).tables}
 
 
 def test_tables_lie_in_their_towers():
@@ -58,7 +58,7 @@ def test_a_partition_of_some_features_leaves_the_other_tables():
 def test_servers_of_a_tower_have_its_rows():
     world = World(num_hosts=2, ranks_per_host=3, servers_per_host=2)
     found = in_towers(TABLES, FEATURES, 2, world, dict.fromkeys("abcd", "host_wise"))
-    assert found["a"].ranks == (1, 2) and found["b"].ranks == (4, 5)
+    assert (found["a"].sharding.ranks, found["b"].sharding.ranks) == ((1, 2), (4, 5))
     with pytest.raises(ConfigError, match="tower 0 has no server for its rows"):
         in_towers(TABLES, FEATURES, 3, World(ranks_per_host=3, servers_per_host=1))
 
@@ -96,8 +96,8 @@ def test_a_file_says_which_features_stand_together(tmp_path):
     file.write_text(PARTITION.to_json())
     config = build_config({"plan": {"exchange": "towers", "towers": str(file)}})
     laid = placed_in_towers(config, Collection, WORLD).plan
-    assert laid.towers == 2 and laid.tables["d"].ranks == [2, 3]
-    assert plan_of(laid, TABLES, WORLD).towers == 2
+    assert laid.towers == 2 and laid.tables["d"].sharding.ranks == (2, 3)
+    assert build_plan(TABLES, WORLD, laid).towers == 2
     assert placed_in_towers(config, Collection, World()) is config  # one rank: no towers
     file.write_text("{}")
     with pytest.raises(ConfigError, match=r"plan\.towers: .*towers\.json: .*cannot be read"):

@@ -25,6 +25,7 @@ from colonnade import (
     to_embedding,
     trained_ids,
 )
+from colonnade.config.plan import PlanConfig
 from colonnade.errors import (
     CheckpointError,
     ConfigError,
@@ -131,7 +132,7 @@ def test_more_rows_than_memory_holds(tmp_path):
     backing = open_log(
         tmp_path, table_name="item", record_bytes=table.record_bytes, identity="x", step=None
     )
-    plan = build_plan([table], dram_bytes=100 * (table.record_bytes + 16))
+    plan = build_plan([table], 1, PlanConfig(memory={"dram": 100 * (table.record_bytes + 16)}))
     collection = EmbeddingCollection([table], [Feature("item", "item")])
     collection.open(plan, backings=[backing])
     weights, ids = torch.randn(5000, 4), torch.randperm(9000)[:5000] - 4000

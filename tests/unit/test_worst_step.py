@@ -16,6 +16,7 @@ from colonnade import (
     Feature,
     Ids,
     MaxRowsEviction,
+    PlanConfig,
     RowOptimizer,
     RowWiseAdagrad,
     Table,
@@ -80,7 +81,9 @@ def opened(folder, dim=4, rows=ROWS, slots=SLOTS, disk=None, collector=None, loo
     embeddings = EmbeddingCollection(kinds, features, seed=0)
     memory = {kind.name: slots * slot_bytes(kind) for kind in kinds}
     plan = build_plan(
-        kinds, dram_bytes=sum(memory.values()), table_bytes=memory, lookahead=lookahead
+        kinds,
+        1,
+        PlanConfig(memory={"dram": sum(memory.values()), "tables": memory}, lookahead=lookahead),
     )
     embeddings.open(plan, Mesh(), backings=logs)
     return Tiered(embeddings, embeddings.store, logs, RowOptimizer(embeddings))

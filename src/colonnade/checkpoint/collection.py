@@ -71,7 +71,7 @@ def open_in(
             f"{folder}: got a folder with saves of steps {steps}, wanted an empty one; collection.load(folder) goes on "
             "from them"
         )
-    plan = plan or build_plan(collection.tables, mesh.num_ranks)
+    plan = plan or build_plan(collection.tables, mesh.world)
     commits = _open_stores(collection, folder, plan, mesh, None)
     collection.open(plan, mesh, backings=commits.backings, policies=policies)
     collection.checkpoint = Checkpoint(folder.resolve(), commits.run, None, commits)
@@ -137,7 +137,7 @@ def load(
             "load: got a collection that is open already; load instead of open, with the plan and the mesh"
         )
     mesh = mesh or Mesh()
-    plan = plan or build_plan(collection.tables, mesh.num_ranks)
+    plan = plan or build_plan(collection.tables, mesh.world)
     step = resolve(folder, step)
     header = read_header(folder, step)
     place = folder / "commits" / f"{step:012d}"

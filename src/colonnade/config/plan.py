@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, PlainSerializer, model_validator
 from pydantic.functional_validators import AfterValidator, BeforeValidator, PlainValidator
+from pydantic_core import PydanticKnownError
 
 from colonnade.config.section import Section
 from colonnade.sizes import Place, Said, absolute, parse_bytes, parse_place, positive_bytes
+
+if TYPE_CHECKING:
+    from colonnade.topology.sharding import Sharding
 
 RENAMED = {"plan.dram": "plan.memory.dram"}
 REMOVED: Mapping[str, tuple[Any, str]] = {
@@ -141,6 +145,54 @@ ShardingChoice = Literal[
 ]
 
 
+def _read_sharding(value: Any) -> Any:
+    """Return a kind of sharding or a `Sharding`; read the mapping that files hold of one. Raises ValueError."""
+    if value is None or value in KINDS_OF_SHARDING:
+        return value
+    if isinstance(value, Mapping) or hasattr(value, "ranks"):
+        from colonnade.topology.sharding import Sharding, sharding_from  # imports torch
+
+        try:
+            return value if isinstance(value, Sharding) else sharding_from(value)
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(f"got {value!r}, wanted its kind and ranks") from None
+    raise PydanticKnownError("literal_error", {"expected": ", ".join(map(repr, KINDS_OF_SHARDING))})
+
+
+def _write_sharding(value: Any) -> Any:
+    """Return what files hold of a table's sharding."""
+    return value if value is None or isinstance(value, str) else value.plain()
+
+
+def _read_replicated_rows(value: Any) -> Any:
+    """Return a number of rows, or ids in any order as an ascending tuple. Raises ValueError."""
+    if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
+        return tuple(sorted({int(row_id) for row_id in value}))
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if not _is_count(value):
+        raise ValueError(f"got {value!r}, wanted a number of rows, 0 or more")
+    return value
+
+
+def _write_replicated_rows(value: Any) -> Any:
+    """Return what files hold of a number of rows, or of their ids."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+KINDS_OF_SHARDING = get_args(ShardingChoice)
+if TYPE_CHECKING:
+    TableSharding = ShardingChoice | Sharding | None
+    ReplicatedRows = int | tuple[int, ...]
+else:  # what people type; code may give a Sharding, or ids, too
+    TableSharding = Annotated[
+        ShardingChoice | None, PlainValidator(_read_sharding), PlainSerializer(_write_sharding)
+    ]
+    ReplicatedRows = Annotated[
+        int, PlainValidator(_read_replicated_rows), PlainSerializer(_write_replicated_rows)
+    ]
+
+
 def _refuse_replicated_exchange(values: Any) -> None:
     """Refuse the removed exchange `replicated`. Raises ValueError."""
     if isinstance(values, Mapping) and values.get("exchange") == "replicated":
@@ -150,18 +202,24 @@ def _refuse_replicated_exchange(values: Any) -> None:
 class TablePlanConfig(Section):
     """Of one table; what is left out is as plan.sharding and plan.exchange say."""
 
-    sharding: ShardingChoice | None = None
-    """Which ranks have its rows."""
+    sharding: TableSharding = None
+    """Which ranks have its rows; in Python, a `Sharding` too."""
     exchange: ExchangeChoice | None = None
     """What of it travels between ranks; leave it out for a replicated table, of which only gradients travel."""
     ranks: list[Annotated[int, Field(ge=0)]] | None = None
     """The rank of table_wise, those of one host for host_wise, each one's for column_wise, those of several hosts for
     grid; default: where most room is, and slices on all."""
-    replicated_rows: int = Field(0, ge=0)
+    replicated_rows: ReplicatedRows = 0
     """Number of rows, the most popular of a sample, that are replicated: every rank has them in memory. On one rank it
-    does nothing."""
+    does nothing. In Python, ids of such rows too."""
     staleness_steps: int | None = Field(None, ge=0)
     """How late its reads are, instead of plan.staleness_steps: 0 for hot tables."""
+
+    @property
+    def kind(self) -> ShardingChoice | None:
+        """Kind of its sharding."""
+        sharding = self.sharding
+        return sharding if sharding is None or isinstance(sharding, str) else sharding.kind
 
     @model_validator(mode="before")
     @classmethod
@@ -175,9 +233,10 @@ class TablePlanConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TablePlanConfig:
-        if self.replicated_rows and self.sharding in ("replicated", "column_wise", "grid"):
+        kind = self.kind
+        if self.replicated_rows and kind in ("replicated", "column_wise", "grid"):
             raise ValueError(
-                f"got replicated_rows={self.replicated_rows} with sharding={self.sharding}, wanted "
+                f"got replicated_rows={self.replicated_rows} with sharding={kind}, wanted "
                 "sharding=row_wise, host_wise or table_wise, of whose rows some can be copied to every rank"
             )
         if self.ranks is None:
@@ -267,11 +326,12 @@ class TableCacheConfig(Section):
 class CacheConfig(Section):
     """Copies of rows on the ranks that use them (exchange rows): between ranks alone, one rank has no use for it."""
 
-    size: SizeOfCache = CacheSize("10%", part=0.1)
-    """Rows of each table that each rank keeps copies of: a part of its rows, bytes such as 64MiB, or a number."""
+    size: SizeOfCache | None = CacheSize("10%", part=0.1)
+    """Rows of each table that each rank keeps copies of: a part of its rows, bytes such as 64MiB, or a number; none:
+    only tables with a size of their own have copies."""
     staleness: Staleness = None
     """Batches of each other rank that a read misses at most: read_bound + write_bound. Default: 0."""
-    window: Annotated[int, Field(ge=0)] | None = None
+    window: Annotated[int, Field(ge=1)] | None = None
     """Batches that a rank reads beyond the one it decides about, for policy=lookahead. Default: 64."""
     read_bound: Bound | None = None
     """Batches that a copy is used for without asking its owner. Default: half of the staleness."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import get_args
 
 from colonnade.config.plan import (
     CacheConfig,
-    CachePolicy,
     CacheSize,
-    CacheTier,
+    PlanConfig,
     TableCacheConfig,
 )
 from colonnade.errors import ConfigError
@@ -17,13 +15,11 @@ from colonnade.exchange.cached import TableCache
 from colonnade.staleness import row_clock
 from colonnade.table import ITEM_BYTES, Table
 from colonnade.topology.sharding import Sharding
-from colonnade.wire.codec import EXACT, Codecs
+from colonnade.wire.codec import EXACT
 
 BOOKKEEPING = 42
 """Bytes of a copy beside its record and the sum of its gradients: 30 of its directory, 12 of `Copies`."""
 
-POLICIES = get_args(CachePolicy)
-"""Of a directory, those that follow what changes."""
 LOOKAHEAD, LOOKAHEAD_WINDOW = "lookahead", 64
 """The policy that a rank's coming batches are known for; so many by default, which cost the memory of samples read."""
 
@@ -57,7 +53,7 @@ def rows_of(size: CacheSize, table: Table) -> int:
 
 
 def caches_of(config: CacheConfig | None, tables: Sequence[Table]) -> Mapping[str, TableCache]:
-    """By name. Raises ConfigError."""
+    """Return the copies that each rank keeps, by table; tables without a size have none. Raises ConfigError."""
     if config is None:
         return {}
     names = [table.name for table in tables]
@@ -76,6 +72,8 @@ def caches_of(config: CacheConfig | None, tables: Sequence[Table]) -> Mapping[st
     for table in tables:
         own = config.tables.get(table.name, TableCacheConfig())
         size = own.size or config.size
+        if size is None:
+            continue
         bounds = (own.staleness, own.read_bound, own.write_bound)
         if bounds == (None, None, None):
             bounds = (config.staleness, config.read_bound, config.write_bound)
@@ -94,29 +92,26 @@ def caches_of(config: CacheConfig | None, tables: Sequence[Table]) -> Mapping[st
 
 
 def check_caches(
+    config: PlanConfig,
     caches: Mapping[str, TableCache],
     tables: Sequence[Table],
     shardings: Sequence[Sharding],
     exchanges: Sequence[str],
-    *,
-    staleness_steps: object,
-    codecs: Codecs,
-    hbm_bytes: int | None,
     servers: Sequence[int],
-    tier: CacheTier,
 ) -> None:
-    """Raises ConfigError for what does not go with copies. tables, shardings and exchanges: by table."""
+    """Raise ConfigError for settings that do not go with copies. tables, shardings and exchanges: by table."""
     if not caches:
         return
     others = {
-        "staleness_steps": (staleness_steps, 0, "copies are what is late already: set staleness_steps=0"),
         "memory.hbm": (
-            hbm_bytes, None,
+            config.memory.hbm, None,
             "copies are of rows that lie in their owners' memory: set plan.cache.tier=hbm to have the copies on the "
             "device, and leave memory.hbm out",
         ),
-        "wire.values": (codecs.values, EXACT.values, "copies are of rows as they are: leave it exact"),
-        "wire.gradients": (codecs.gradients, EXACT.gradients, "they are gathered as they are: leave it exact"),
+        "wire.values": (config.wire.values, EXACT.values, "copies are of rows as they are: leave it exact"),
+        "wire.gradients": (
+            config.wire.gradients, EXACT.gradients, "they are gathered as they are: leave it exact",
+        ),
         "servers": (tuple(servers), (), "leave servers out"),
     }  # fmt: skip
     for name, (got, wanted, advice) in others.items():
@@ -124,16 +119,9 @@ def check_caches(
             raise ConfigError(
                 f"plan.cache: got plan.{name}={got} with it; {advice}, or leave plan.cache out"
             )
-    _check_windows(caches)
     for table, sharding, exchange in zip(tables, shardings, exchanges, strict=True):
         if table.name not in caches:
             continue
-        kept = caches[table.name]
-        if kept.policy not in POLICIES:
-            raise ConfigError(
-                f"plan.cache: got policy {kept.policy!r} for table {table.name!r}, wanted "
-                f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
-            )
         if exchange != "rows" and not sharding.is_replicated:
             raise ConfigError(
                 f"plan.cache: got exchange={exchange} for table {table.name!r}, wanted rows, which are what copies are "
@@ -148,20 +136,4 @@ def check_caches(
             raise ConfigError(
                 f"plan.cache: got table {table.name!r} with admission or eviction, which decide at the owner by every "
                 "update of a row, and with a cache it hears of several at once; leave one of them out"
-            )
-
-
-def _check_windows(caches: Mapping[str, TableCache]) -> None:
-    """Raises ConfigError."""
-    windows = sorted({each.window for each in caches.values() if each.policy == LOOKAHEAD})
-    if len(windows) > 1 or min(windows, default=1) < 1:
-        raise ConfigError(
-            f"plan.cache: got windows of {windows} batches with policy=lookahead; wanted one for all such tables, "
-            "1 or more"
-        )
-    for name, each in caches.items():
-        if each.window and each.policy != LOOKAHEAD:
-            raise ConfigError(
-                f"plan.cache: got window={each.window} with policy {each.policy!r} for table {name!r}, wanted "
-                "policy=lookahead, which looks so many batches ahead; leave window out"
             )

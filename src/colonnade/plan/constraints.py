@@ -14,7 +14,7 @@ from colonnade.config.plan import PlanConfig, TablePlanConfig
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import tower_of
 from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.search.candidates import Forced
+from colonnade.plan.search.candidates import Choice, Forced
 from colonnade.plan.search.cutting import CUT, everywhere
 from colonnade.table import Feature, Table
 from colonnade.topology.sharding import (
@@ -45,20 +45,22 @@ def forced_by(config: PlanConfig, tables: Sequence[Table], world: World) -> dict
 
 
 def _forced(config: PlanConfig, name: str, world: World) -> Forced:
-    own = config.tables.get(name)
-    exchange: Any = config.exchange
-    kind: Any = config.sharding
-    ranks = None
-    if own is not None:
-        exchange, kind = own.exchange or exchange, own.sharding or kind
-        if kind == "replicated" and own.exchange not in (None, "auto"):
-            raise ConfigError(
-                f"table {name!r}: got exchange={own.exchange} with sharding=replicated; of replicated rows only "
-                "gradients travel: leave exchange out, or give the table another sharding"
-            )
-        ranks = (
-            None if own.ranks is None else _ranks(name, sorted(own.ranks), kind, exchange, world)
+    own = config.tables.get(name, TablePlanConfig())
+    exchange: Any = own.exchange or config.exchange
+    kind: Any = own.kind or config.sharding
+    if kind == "replicated" and own.exchange not in (None, "auto"):
+        raise ConfigError(
+            f"table {name!r}: got exchange={own.exchange} with sharding=replicated; of replicated rows only "
+            "gradients travel: leave exchange out, or give the table another sharding"
         )
+    ranks: tuple[int, ...] | None = None
+    if isinstance(own.sharding, Sharding):
+        ranks = own.sharding.ranks
+        _check_ranks(f"plan.tables.{name}.sharding", ranks, world)
+    elif own.ranks is not None:
+        ranks = tuple(sorted(own.ranks))
+        _check_ranks(f"plan.tables.{name}.ranks", ranks, world)
+        _check_groups(f"plan.tables.{name}.ranks", list(ranks), kind, exchange, world)
     if kind == "replicated":
         if world.has_servers:
             raise ConfigError(
@@ -67,7 +69,8 @@ def _forced(config: PlanConfig, name: str, world: World) -> Forced:
                 "sharding"
             )
         return Forced(kind)
-    if exchange == "substitute" and kind in CUT:
+    # A Sharding value may cut rows all the same: their values travel then, and no operator is evaluated at owners.
+    if exchange == "substitute" and kind in CUT and not isinstance(own.sharding, Sharding):
         raise ConfigError(
             f"table {name!r}: got exchange=substitute with sharding={kind}; operators are evaluated on whole rows, "
             "wanted table_wise, row_wise or host_wise, or exchange pooled"
@@ -75,59 +78,112 @@ def _forced(config: PlanConfig, name: str, world: World) -> Forced:
     return Forced(None if kind == "auto" else kind, None if exchange == "auto" else exchange, ranks)
 
 
-def _ranks(name: str, ranks: list[int], kind: Kind, exchange: str, world: World) -> tuple[int, ...]:
+def _check_ranks(setting: str, ranks: tuple[int, ...], world: World) -> None:
+    """Raise ConfigError for a rank that this world does not have, or that can have no rows."""
     if ranks[-1] >= world.num_ranks:
         raise ConfigError(
-            f"plan.tables.{name}.ranks: got {ranks}, but this world has ranks 0 .. {world.num_ranks - 1}; name one of "
-            "them, or leave ranks out"
+            f"{setting}: got ranks {list(ranks)}, but this world has ranks 0 .. {world.num_ranks - 1}; name one of "
+            "them, or leave it out"
         )
     if trainers := [rank for rank in ranks if rank not in world.owners]:
         raise ConfigError(
-            f"plan.tables.{name}.ranks: got {ranks}, but with plan.servers={world.servers_per_host} rank {trainers[0]} "
+            f"{setting}: got ranks {list(ranks)}, but with plan.servers={world.servers_per_host} rank {trainers[0]} "
             f"trains and has no rows; name servers: {', '.join(map(str, world.owners))}"
         )
+
+
+def _check_groups(setting: str, ranks: list[int], kind: Kind, exchange: str, world: World) -> None:
+    """Raise ConfigError for ranks that are not those of whole hosts, where the kind of sharding wants these."""
     if kind == "grid":
         hosts = sorted({world.host(rank) for rank in ranks})
         if list(grid(world, hosts).ranks) != ranks:
             raise ConfigError(
-                f"plan.tables.{name}.ranks: got {ranks}, wanted all ranks of two or more hosts, such as "
+                f"{setting}: got {ranks}, wanted all ranks of two or more hosts, such as "
                 f"{list(grid(world, [0, 1]).ranks)}"
             )
     if kind == "host_wise" and exchange not in BY_TOWERS:  # whose groups are towers (`in_towers`)
         wanted = list(host_wise(world, world.host(ranks[0])).ranks)
         if ranks != wanted:
             raise ConfigError(
-                f"plan.tables.{name}.ranks: got {ranks}, wanted all ranks of one host, such as {wanted}"
+                f"{setting}: got {ranks}, wanted all ranks of one host, such as {wanted}"
             )
-    return tuple(ranks)
 
 
-def settled(said: Forced, world: World) -> tuple[Sharding, str] | None:
-    """The sharding and exchange of a table of which everything is said; None: something is to be chosen."""
+def settle_tables(
+    config: PlanConfig, tables: Sequence[Table], world: World
+) -> dict[str, tuple[Sharding, str] | None]:
+    """Return the sharding and exchange of each table; None where a sample is to decide. Raises ConfigError."""
+    settled: dict[str, tuple[Sharding, str] | None] = {}
+    for name, forced in forced_by(config, tables, world).items():
+        own = config.tables.get(name, TablePlanConfig()).sharding
+        sharding = own if isinstance(own, Sharding) else _settle_sharding(forced, world)
+        exchange = "replicated" if sharding and sharding.is_replicated else forced.exchange
+        if exchange is None and world.num_ranks == 1:
+            exchange = "rows"
+        settled[name] = (sharding, exchange) if sharding and exchange else None
+    return settled
+
+
+def _settle_sharding(forced: Forced, world: World) -> Sharding | None:
     if world.num_ranks == 1:
-        return row_wise(1), "rows"
-    if said.kind == "replicated":
-        return replicated(world.num_ranks), "replicated"
-    if said.kind is None or said.exchange is None:
+        return row_wise(1)
+    if forced.kind == "replicated":
+        return replicated(world.num_ranks)
+    if forced.kind is None:
         return None
-    if said.ranks is not None:
-        return on_ranks(said.kind, said.ranks, world), said.exchange
-    if said.kind in CUT:
-        return everywhere(said.kind, world), said.exchange
-    if said.kind == "row_wise":
-        return row_wise_in(world), said.exchange
-    if said.kind == "host_wise" and world.num_hosts == 1:
-        return host_wise(world, 0), said.exchange
+    if forced.ranks is not None:
+        return on_ranks(forced.kind, forced.ranks, world)
+    if forced.kind in CUT:
+        return everywhere(forced.kind, world)
+    if forced.kind == "row_wise":
+        return row_wise_in(world)
+    if forced.kind == "host_wise" and world.num_hosts == 1:
+        return host_wise(world, 0)
     return None
 
 
 def is_settled(config: PlanConfig, tables: Sequence[Table], world: World) -> bool:
     """Return whether nothing is left to be chosen, hot rows included. Raises as `forced_by`."""
-    has_hot = any(table.replicated_rows for table in config.tables.values())
-    if world.num_ranks > 1 and has_hot:
+    counts = [own.replicated_rows for own in config.tables.values()]
+    if world.num_ranks > 1 and any(count for count in counts if isinstance(count, int)):
         return False
-    said = forced_by(config, tables, world).values()
-    return all(settled(each, world) is not None for each in said)
+    return None not in settle_tables(config, tables, world).values()
+
+
+def settle_plan(
+    config: PlanConfig,
+    tables: Sequence[Table],
+    world: World,
+    choice: Choice | None = None,
+    hot: Mapping[str, Sequence[int]] | None = None,
+) -> PlanConfig:
+    """Return `config` with the sharding, exchange and replicated ids of every table, as `build_plan` wants it.
+
+    choice: decides what is open; without it, such tables are row-wise and travel as rows. hot: ids by name of tables
+    whose number of replicated rows is configured; a replicated table needs none. In a world of one rank nothing
+    travels, so every exchange is "rows". Raises ConfigError.
+    """
+    own_settings = {}
+    for name, settled in settle_tables(config, tables, world).items():
+        if settled is None and choice is not None:
+            side = name if name in choice.shardings else f"{name}[cold]"
+            settled = choice.shardings[side], choice.exchanges[side]
+        sharding, exchange = settled or (row_wise_in(world), "rows")
+        own, ids = config.tables.get(name, TablePlanConfig()), (hot or {}).get(name)
+        if isinstance(own.sharding, Sharding):  # the search knows its kind and ranks alone
+            sharding = own.sharding
+        if ids is None:
+            ids = () if isinstance(own.replicated_rows, int) else own.replicated_rows
+        is_copied = sharding.is_replicated
+        own_settings[name] = own.model_copy(
+            update={
+                "sharding": sharding,
+                "ranks": None,
+                "exchange": None if is_copied else exchange if world.num_ranks > 1 else "rows",
+                "replicated_rows": () if is_copied else tuple(ids),
+            }
+        )
+    return config.model_copy(update={"tables": own_settings})
 
 
 OPEN_ROWS = 1_000_000
@@ -164,9 +220,12 @@ def in_towers(
     towers: Partition | int,
     world: World,
     kinds: Mapping[str, Kind] | None = None,
-) -> dict[str, Sharding]:
-    """By name: shardings inside their towers. towers: which features stand together, or how many towers tables are
-    dealt to in turn. kinds: by name, default `table_wise`. Raises ConfigError."""
+) -> dict[str, TablePlanConfig]:
+    """Place tables inside their towers. Returns their settings (`plan.tables`), a sharding each.
+
+    towers: which features stand together, or how many towers tables are dealt to in turn. kinds: by name, default
+    `table_wise`. Raises ConfigError.
+    """
     if isinstance(towers, int):
         if towers > len(tables):
             raise ConfigError(
@@ -205,7 +264,11 @@ def in_towers(
         )
         for rank in mine:
             held[rank] += _bytes(table) // len(mine)
-    return {table.name: found[table.name] for table in tables if table.name in found}
+    return {
+        table.name: TablePlanConfig(sharding=found[table.name])
+        for table in tables
+        if table.name in found
+    }
 
 
 def towered(
@@ -232,34 +295,35 @@ def towered(
         return config
     count = num_towers(config, partition, world)
     config = config.model_copy(update={"towers": count})
-    own = {
-        name: said for name, said in config.tables.items() if said.sharding not in (None, "auto")
-    }
+    named = {name: own for name, own in config.tables.items() if own.kind not in (None, "auto")}
     ranks = tower_ranks(world, count)
-    for name, said in own.items():
-        if said.sharding != "host_wise" or said.ranks is None:
+    for name, own in named.items():
+        if own.kind != "host_wise" or _exchange(config, name) not in BY_TOWERS:
             continue
-        mine = Sharding("host_wise", tuple(sorted(said.ranks)))
-        if _exchange(config, name) in BY_TOWERS and tower_of(mine, ranks) is None:
+        sharding = own.sharding
+        if not isinstance(sharding, Sharding):
+            if own.ranks is None:
+                continue
+            sharding = Sharding("host_wise", tuple(sorted(own.ranks)))
+        if tower_of(sharding, ranks) is None:
             raise ConfigError(
-                f"plan.tables.{name}.ranks: got {list(mine.ranks)}, wanted ranks of one tower, such as {list(ranks[0])}"
+                f"plan.tables.{name}: got ranks {list(sharding.ranks)}, wanted ranks of one tower, such as "
+                f"{list(ranks[0])}"
             )
-    free = [table for table in by_towers if table.name not in own]
+    free = [each for each in by_towers if each.name not in named]
     if not free or config.sharding in ("grid", "replicated"):
         return config
     kinds: dict[str, Kind] = {}
     if config.sharding != "auto":
-        kinds = dict.fromkeys([table.name for table in free], config.sharding)
-    names = {table.name for table in free}
+        kinds = dict.fromkeys([each.name for each in free], config.sharding)
+    names = {each.name for each in free}
     towers: Partition | int = count if partition is None else partition
     laid = in_towers(tables, features, towers, world, kinds)
     placed = {}
-    for name, sharding in laid.items():
+    for name, own in laid.items():
         if name in names:
             before = config.tables.get(name, TablePlanConfig())
-            placed[name] = before.model_copy(
-                update={"sharding": sharding.kind, "ranks": list(sharding.ranks)}
-            )
+            placed[name] = before.model_copy(update={"sharding": own.sharding})
     return config.model_copy(update={"tables": {**config.tables, **placed}})
 
 

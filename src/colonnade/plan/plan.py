@@ -6,23 +6,19 @@ Making, printing and comparing a plan touches no device and no file.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor
-
-from colonnade.config.plan import CacheTier, PlanConfig
+from colonnade.config.plan import CacheTier, MemoryConfig, PlanConfig
 from colonnade.errors import ConfigError
-from colonnade.exchange import EXCHANGES, implied_exchange
 from colonnade.exchange.cached import TableCache
 from colonnade.formats import read_stamped, stamp
 from colonnade.plan.caching import caches_of, check_caches
-from colonnade.plan.constraints import forced_by, settled
+from colonnade.plan.constraints import settle_tables
 from colonnade.plan.cost.memory import Tier
 from colonnade.plan.hot import beside_hot, with_hot
-from colonnade.plan.search.candidates import Choice
 from colonnade.sizes import Place
 from colonnade.staleness import RowClock
 from colonnade.store.budget import (
@@ -34,22 +30,9 @@ from colonnade.store.budget import (
 )
 from colonnade.store.table_shards import Laid, lay_out
 from colonnade.table import Table, check_slices
-from colonnade.topology.sharding import HotRows, Shard, Sharding, distinct_loads, row_wise, share
+from colonnade.topology.sharding import HotRows, Shard, Sharding, distinct_loads, share
 from colonnade.topology.world import World
-from colonnade.wire.codec import CODECS, EXACT, Codecs
-
-
-def check_staleness(of_tables: Mapping[str, int], names: Sequence[str]) -> None:
-    """Raises ConfigError for bounds of tables that are not there, or that cannot be kept."""
-    for name, steps in of_tables.items():
-        if name not in names:
-            raise ConfigError(
-                f"staleness: got {name!r}, wanted a table of this model: {', '.join(names)}"
-            )
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-            raise ConfigError(
-                f"table {name!r}: got staleness_steps={steps!r}, wanted a number of steps, 0 or more"
-            )
+from colonnade.wire.codec import EXACT, Codecs
 
 
 def check_budget(
@@ -84,6 +67,7 @@ def check_budget(
         )
 
 
+DEFAULTS = PlanConfig()
 DEEP = 8
 """Batches that "auto" looks ahead where several ranks' rows rest in files and nothing is known of their speed."""
 
@@ -223,136 +207,91 @@ def _cache_from(said: dict[str, Any] | None) -> TableCache | None:
 
 
 def build_plan(
-    tables: Sequence[Table],
-    num_ranks: int = 1,
-    *,
-    dram_bytes: int | None = None,
-    hbm_bytes: int | None = None,
-    table_bytes: Mapping[str, int] | None = None,
-    mapped: Place | None = None,
-    ssd: Sequence[Place] = (),
-    lookahead: int | Literal["auto"] = 2,
-    write_budget: int | None = None,
-    staleness_steps: int = 0,
-    staleness: Mapping[str, int] | None = None,
-    exchange: str = "rows",
-    exchanges: Mapping[str, str] | None = None,
-    shardings: Mapping[str, Sharding] | None = None,
-    replicated_rows: Mapping[str, Iterable[int] | Tensor] | None = None,
-    codecs: Codecs = EXACT,
-    servers: Sequence[int] = (),
-    towers: int | None = None,
-    caches: Mapping[str, TableCache] | None = None,
-    cache_tier: CacheTier = "dram",
+    tables: Sequence[Table], world: World | int = 1, config: PlanConfig = DEFAULTS
 ) -> Plan:
-    """Every table alike (`plan.placement` prefers some). Pure. Raises ConfigError for numbers that cannot work.
+    """Plan a run as `config` says, without any choice of its own. Pure.
 
-    By table name: `table_bytes`, memory of single tables, out of `dram_bytes`; `staleness`, how late its reads are,
-    where that is not `staleness_steps`; `exchanges`, where it is not
-    `exchange`; `shardings`, where rows are not dealt to all ranks; `replicated_rows`, ids of rows that lie on every
-    rank, in memory (on one rank they mean nothing). `servers`: the only ranks that rows may lie on. `towers`: how
-    many groups of neighbouring ranks the exchange `towers` goes by, default one for each host; rows are where
-    `shardings` say (`plan.constraints.in_towers` makes some). `caches`: by table, copies of its rows that each rank
-    keeps; on one rank they mean nothing. `cache_tier`: where copies lie, in memory or (hbm) in that of the device
-    the collection is on when it is opened.
+    world: the ranks, or how many there are on one host. Every table needs a sharding and an exchange: `fit` and
+    `colonnade plan` choose what a configuration leaves open ("auto", the rank of a `table_wise` table, numbers of
+    replicated rows) from a sample, and `in_towers` places tables in towers. In a world of one rank there are no caches,
+    towers or replicated rows. Raises ConfigError for what cannot work.
     """
-    exchanges, shardings, staleness = exchanges or {}, shardings or {}, staleness or {}
-    table_bytes = table_bytes or {}
-    _check_names((exchange, *exchanges.values()), codecs)
-    check_staleness(staleness, [table.name for table in tables])
-    _check_shardings(shardings, tables, num_ranks, servers)
-    _check_numbers(lookahead, staleness_steps, dram_bytes)
-    everywhere = Sharding("row_wise", tuple(servers)) if servers else row_wise(num_ranks)
-    of_tables = [shardings.get(table.name, everywhere) for table in tables]
-    of_tables = with_hot(tables, of_tables, replicated_rows or {}, num_ranks, servers)
-    caches = (caches or {}) if num_ranks > 1 else {}
-    of_exchanges = [
-        implied_exchange(each, exchanges.get(table.name, exchange))
-        for table, each in zip(tables, of_tables, strict=True)
-    ]
-    check_caches(
-        caches, tables, of_tables, of_exchanges,
-        staleness_steps=staleness_steps or max(staleness.values(), default=0),
-        codecs=codecs, hbm_bytes=hbm_bytes, servers=servers, tier=cache_tier,
-    )  # fmt: skip
-    capacities = _divide_memory(
-        tables, of_tables, num_ranks, dram_bytes, hbm_bytes, table_bytes, mapped
-    )
-    planned = tuple(
-        TablePlan(
-            name=table.name,
-            sharding=of_tables[t],
-            exchange="cached" if table.name in caches else of_exchanges[t],
-            cache=caches.get(table.name),
-            capacity_rows=capacities[t].rows,
-            fits=capacities[t].fits,
-            tier=capacities[t].tier,
-            rest="-" if capacities[t].fits else "ssd" if ssd else "run folder",
-            hbm_rows=capacities[t].hbm_rows,
-            staleness_steps=staleness.get(table.name),
+    if isinstance(world, int):
+        world = World(ranks_per_host=world, servers_per_host=config.servers)
+    shardings, exchanges = _settle(config, tables, world)
+    if isinstance(config.towers, str) and world.num_ranks > 1:
+        raise ConfigError(
+            f"plan.towers: got {config.towers!r}, wanted a number of towers, with shardings inside them (`in_towers`)"
         )
-        for t, table in enumerate(tables)
-    )
+    caches = caches_of(config.cache, tables)
+    if world.num_ranks == 1:  # settings are checked all the same
+        caches = {}
+    check_caches(config, caches, tables, shardings, exchanges, world.servers)
+    capacities = _divide_memory(tables, shardings, world.num_ranks, config.memory)
+    return _assemble(config, tables, world, shardings, exchanges, caches, capacities)
+
+
+def _settle(
+    config: PlanConfig, tables: Sequence[Table], world: World
+) -> tuple[list[Sharding], list[str]]:
+    """Return shardings, with their hot rows, and exchanges by table. Raises ConfigError where one is left open."""
+    settled = settle_tables(config, tables, world)
+    for name, pair in settled.items():
+        if pair is None:
+            raise ConfigError(
+                f"table {name!r}: got a sharding or an exchange that only a sample can decide (auto, or ranks left "
+                f"open), wanted both named: set plan.tables.{name}.sharding (in Python, to a Sharding) and exchange"
+            )
+    ids = {}
+    for name, own in config.tables.items():
+        if not isinstance(own.replicated_rows, int):
+            ids[name] = own.replicated_rows
+        elif own.replicated_rows and world.num_ranks > 1:
+            raise ConfigError(
+                f"plan.tables.{name}.replicated_rows: got {own.replicated_rows}, the number of rows, wanted their ids; "
+                "`fit` finds them in a sample"
+            )
+    pairs = [pair for pair in settled.values() if pair is not None]
+    shardings = [sharding for sharding, _ in pairs]
+    shardings = with_hot(tables, shardings, ids, world.num_ranks, world.servers)
+    return shardings, [exchange for _, exchange in pairs]
+
+
+def _assemble(
+    config: PlanConfig,
+    tables: Sequence[Table],
+    world: World,
+    shardings: Sequence[Sharding],
+    exchanges: Sequence[str],
+    caches: Mapping[str, TableCache],
+    capacities: Sequence[_Capacity],
+) -> Plan:
+    memory, wire, planned = config.memory, config.wire, []
+    rest = "ssd" if memory.ssd else "run folder"
+    for table, sharding, exchange, capacity in zip(
+        tables, shardings, exchanges, capacities, strict=True
+    ):
+        own, cache = config.tables.get(table.name), caches.get(table.name)
+        planned.append(
+            TablePlan(
+                name=table.name, sharding=sharding, exchange=exchange if cache is None else "cached",
+                cache=cache, capacity_rows=capacity.rows, fits=capacity.fits, tier=capacity.tier,
+                rest="-" if capacity.fits else rest, hbm_rows=capacity.hbm_rows,
+                staleness_steps=None if own is None else own.staleness_steps,
+            )
+        )  # fmt: skip
     plan = Plan(
-        num_ranks=num_ranks, dram_bytes=dram_bytes, lookahead=lookahead, staleness_steps=staleness_steps,
-        tables=planned, mapped=mapped, ssd=tuple(ssd), write_budget=write_budget, hbm_bytes=hbm_bytes,
-        codecs=codecs, servers=tuple(servers), towers=towers, cache_tier=cache_tier,
+        num_ranks=world.num_ranks, dram_bytes=memory.dram, lookahead=config.lookahead,
+        staleness_steps=config.staleness_steps, tables=tuple(planned), mapped=memory.mapped_place,
+        ssd=memory.ssd_places, write_budget=config.write_budget, hbm_bytes=memory.hbm,
+        codecs=Codecs(wire.values, wire.gradients, wire.dense), servers=world.servers,
+        towers=config.towers if isinstance(config.towers, int) and world.num_ranks > 1 else None,
+        cache_tier="dram" if config.cache is None else config.cache.tier,
     )  # fmt: skip
-    if lookahead == "auto" and (num_ranks > 1 or not plan.needs_backing):
+    if plan.lookahead == "auto" and (world.num_ranks > 1 or not plan.needs_backing):
         # Ranks must agree on a depth; and with nothing at rest there is nothing to wait for.
         return replace(plan, lookahead=DEEP if plan.needs_backing else 2)
     return plan
-
-
-def _check_names(exchanges: Iterable[str], codecs: Codecs) -> None:
-    """Raise ConfigError for an exchange or a codec that does not exist."""
-    for name in exchanges:
-        if name not in EXCHANGES:
-            raise ConfigError(
-                f"unknown exchange {name!r}; choose from {', '.join(sorted(EXCHANGES))}"
-            )
-    for name in (codecs.values, codecs.gradients, codecs.dense):
-        if name not in CODECS:
-            raise ConfigError(f"unknown codec {name!r}; choose from {', '.join(CODECS)}")
-
-
-def _check_shardings(
-    shardings: Mapping[str, Sharding],
-    tables: Sequence[Table],
-    num_ranks: int,
-    servers: Sequence[int],
-) -> None:
-    """Raise ConfigError for a sharding of an unknown table, or on a rank that can have no rows."""
-    names = [table.name for table in tables]
-    for name, sharding in shardings.items():
-        if name not in names:
-            raise ConfigError(
-                f"shardings: got {name!r}, wanted a table of this model: {', '.join(names)}"
-            )
-        if sharding.ranks[-1] >= num_ranks:
-            raise ConfigError(
-                f"table {name!r}: got a sharding on rank {sharding.ranks[-1]}, wanted ranks 0 .. {num_ranks - 1}"
-            )
-        if servers and (others := sorted(set(sharding.ranks) - set(servers))):
-            raise ConfigError(
-                f"table {name!r}: got a sharding on rank {others[0]}, which trains; where there are servers all rows "
-                f"lie on them: {', '.join(map(str, servers))}"
-            )
-
-
-def _check_numbers(
-    lookahead: int | Literal["auto"], staleness_steps: int, dram_bytes: int | None
-) -> None:
-    """Raise ConfigError for a number below the least that it may be."""
-    depth = 2 if lookahead == "auto" else lookahead
-    if not all(isinstance(each, int) and each >= 0 for each in (depth, staleness_steps)):
-        raise ConfigError(
-            f"got lookahead={lookahead}, staleness_steps={staleness_steps}; wanted 0 or more (of lookahead, or auto)"
-        )
-    if dram_bytes is not None and dram_bytes < 1:
-        raise ConfigError(
-            f"got dram_bytes={dram_bytes}; wanted a positive number of bytes, or None"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,18 +311,15 @@ def _divide_memory(
     tables: Sequence[Table],
     shardings: Sequence[Sharding],
     num_ranks: int,
-    dram_bytes: int | None,
-    hbm_bytes: int | None,
-    table_bytes: Mapping[str, int],
-    mapped: Place | None,
+    memory: MemoryConfig,
 ) -> list[_Capacity]:
     """Divide the memory of each rank among its tables. Returns by table what the fullest rank has room for.
 
     Raises ConfigError for budgets that hold not even a row of each table.
     """
-    every, is_limited = lay_out(tables, shardings), dram_bytes is not None
-    dram_bytes = beside_hot(every, dram_bytes, "plan.memory.dram", slot_bytes)
-    hbm_bytes = beside_hot(every, hbm_bytes, "plan.memory.hbm", lambda table: table.record_bytes)
+    every, mapped, table_bytes = lay_out(tables, shardings), memory.mapped_place, memory.tables
+    dram_bytes = beside_hot(every, memory.dram, "plan.memory.dram", slot_bytes)
+    hbm_bytes = beside_hot(every, memory.hbm, "plan.memory.hbm", lambda table: table.record_bytes)
     laid = [each for each in every if not each.is_hot]
     slices = [each.table for each in laid]
     for t, table in enumerate(tables):
@@ -413,7 +349,7 @@ def _divide_memory(
             hbm_rows=on_device[t],
             tier="mapped" if t in mapped_numbers else "dram",
             fits=(table.rows is not None and rows >= share(table.rows, shardings[t].num_owners))
-            or not (is_limited or table.name in table_bytes),
+            or not (memory.dram is not None or table.name in table_bytes),
         )
         for t, (table, rows) in enumerate(zip(tables, in_memory, strict=True))
     ]
@@ -460,53 +396,6 @@ def _beside_mapped(
     rows = divide([slices[s] for s in others], shards=[shards[s] for s in others])
     rows_of = dict(zip(others, rows, strict=True))
     return [rows_of.get(s, shards[s].most_rows(table.rows or 0)) for s, table in enumerate(slices)]
-
-
-def plan_of(
-    config: PlanConfig,
-    tables: Sequence[Table],
-    world: World,
-    choice: Choice | None = None,
-    hot: Mapping[str, Sequence[int]] | None = None,
-) -> Plan:
-    """`build_plan` with a configuration's settings. `choice`: what was found for tables of which it leaves something
-    open; without, their rows are dealt to all ranks and travel as rows. `hot`: by name, of tables whose
-    `replicated_rows` it asks for; where copies of all rows were chosen, they mean nothing. Raises ConfigError."""
-    memory = config.memory
-    shardings, exchanges = {}, {}
-    for name, said in forced_by(config, tables, world).items():
-        found = settled(said, world)
-        if found is None and choice is not None:
-            side = name if name in choice.shardings else f"{name}[cold]"
-            found = choice.shardings[side], choice.exchanges[side]
-        if found is not None:
-            shardings[name], exchanges[name] = found
-    copied = [name for name, sharding in shardings.items() if sharding.is_replicated]
-    return build_plan(
-        tables,
-        world.num_ranks,
-        dram_bytes=memory.dram,
-        hbm_bytes=memory.hbm,
-        table_bytes=memory.tables,
-        mapped=memory.mapped_place,
-        ssd=memory.ssd_places,
-        lookahead=config.lookahead,
-        write_budget=config.write_budget,
-        staleness_steps=config.staleness_steps,
-        staleness={
-            name: said.staleness_steps
-            for name, said in config.tables.items()
-            if said.staleness_steps is not None
-        },
-        exchanges=exchanges,
-        shardings=shardings,
-        replicated_rows={name: ids for name, ids in (hot or {}).items() if name not in copied},
-        codecs=Codecs(config.wire.values, config.wire.gradients, config.wire.dense),
-        servers=world.servers,
-        caches=caches_of(config.cache, tables),
-        cache_tier="dram" if config.cache is None else config.cache.tier,
-        towers=config.towers if isinstance(config.towers, int) and world.num_ranks > 1 else None,
-    )
 
 
 def placed_plan(

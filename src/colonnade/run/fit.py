@@ -154,8 +154,8 @@ def load_run(
     header = read_header(folder, step)
     check_model(folder, header, collection.declaration, model)
     commits, _ = open_commits(folder, collection.tables, mesh, read_only=True, at=step)
-    limit = PlanConfig.model_validate({"memory": {"dram": dram}}).memory.dram
-    plan = build_plan(collection.tables, mesh.num_ranks, dram_bytes=limit)
+    config = PlanConfig.model_validate({"memory": {"dram": dram}})
+    plan = build_plan(collection.tables, mesh.world, config)
     collection.open(plan, mesh, backings=commits.backings, step=step)
     dense = load_state(folder / "commits" / f"{step:012d}" / "dense", header["run"])
     load_dense(model, dense["model"])

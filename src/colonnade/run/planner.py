@@ -52,6 +52,9 @@ def hot_of(
     for name, said in config.tables.items():
         if not said.replicated_rows or world.num_ranks == 1:
             continue
+        if not isinstance(said.replicated_rows, int):
+            found[name] = said.replicated_rows
+            continue
         readers = [feature.name for feature in declared.features if feature.table == name]
         found[name] = popular(sample, readers, said.replicated_rows)
         had = before[name].hot if name in before else None

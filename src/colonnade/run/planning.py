@@ -29,13 +29,14 @@ from colonnade.batch import Batch
 from colonnade.checkpoint.header import committed_steps, read_header
 from colonnade.checkpoint.stores import open_stores, shardings_of
 from colonnade.comm.mesh import Mesh
-from colonnade.config.plan import PlanConfig
+from colonnade.config.plan import MemoryConfig, PlanConfig
 from colonnade.config.run import RunConfig
 from colonnade.data.batches import open_batches
 from colonnade.data.contract import Schema, Source, Splits, bags_of, num_steps
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.lookup.stacking import stacked, stacks_of
+from colonnade.plan.constraints import settle_plan
 from colonnade.plan.cost.memory import (
     Demand,
     Placed,
@@ -51,7 +52,7 @@ from colonnade.plan.hot import beside_hot, sides_of
 from colonnade.plan.measure.device import Device, measure, missing_folders
 from colonnade.plan.measure.links import measure_links
 from colonnade.plan.measure.profile import Profile, profile
-from colonnade.plan.plan import Plan, build_plan, placed_plan, plan_of
+from colonnade.plan.plan import Plan, build_plan, placed_plan
 from colonnade.plan.search.candidates import Choice
 from colonnade.plan.towers.advice import Advice
 from colonnade.row_optimizer import RowOptimizer
@@ -117,7 +118,9 @@ def _rehearse(
 ) -> StepCosts:
     collection = _collection(model)
     with ExitStack() as opened:
-        ample = run.open(model, build_plan(collection.tables, lookahead=LOOKAHEAD), None)
+        ample = run.open(
+            model, build_plan(collection.tables, 1, PlanConfig(lookahead=LOOKAHEAD)), None
+        )
         opened.callback(ample.close)
         tight = None
         if place is not None:
@@ -263,9 +266,8 @@ def _tight(
         ]
         rows = rehearsed_rows(ids, LOOKAHEAD + 2, reads.get(table.name, math.inf))
         own[table.name] = int(rows * 1.05 + 16) * slot_bytes(table)
-    return build_plan(
-        collection.tables, dram_bytes=sum(own.values()), table_bytes=own, lookahead=LOOKAHEAD
-    )
+    memory = MemoryConfig(dram=sum(own.values()), tables=own)
+    return build_plan(collection.tables, 1, PlanConfig(memory=memory, lookahead=LOOKAHEAD))
 
 
 def rehearsed_rows(batches: Sequence[np.ndarray], window: int, reads: float) -> int:
@@ -369,9 +371,9 @@ def plan_from_sample(
     before, not again; `folder`: whose device.json may say the same; `world`: with what is known of its links. Memory is
     shared as `plan.placement` says. Raises BudgetExceeded where a batch does not fit, ConfigError where there is no
     sample or what is said of shardings cannot be, StorageError where a directory cannot be measured."""
-    owners, even = len(world.owners), plan_of(config.plan, collection.tables, world)
+    tables, declared, owners = collection.tables, collection.declaration, len(world.owners)
+    even = build_plan(tables, world, settle_plan(config.plan, tables, world))
     sample = read_sample(data.train, config.train.samples_per_step, lookups)
-    declared = collection.declaration
     lookups_of = [stacked(batch, declared) for batch in sample]
     profiled = profile(collection.tables, declared.features, lookups_of)
     hot = hot_of(config.plan, declared, lookups_of, world, _recorded(folder))
@@ -399,7 +401,7 @@ def plan_from_sample(
     )  # fmt: skip
     bags = bags_of(data.train.schema) | set(stacks_of(declared))
     choice = choose_for(collection, sides, loads, config, world, device, wanted, bags, hot)
-    even = plan_of(config.plan, collection.tables, world, choice, hot)
+    even = build_plan(tables, world, settle_plan(config.plan, tables, world, choice, hot))
     shardings = [table.sharding for table in even.tables]
     wanted = demands_of(window=depth + at_once, shardings=shardings)
     placed = (
@@ -457,7 +459,8 @@ def _dram_beside_hot(
     config: PlanConfig, tables: Sequence[Table], world: World, hot: Mapping[str, Sequence[int]]
 ) -> int | None:
     """Return the memory that copies of hot rows leave on each rank; None: there is no limit."""
-    laid = lay_out(tables, plan_of(config, tables, world, hot=hot).shardings)
+    plan = build_plan(tables, world, settle_plan(config, tables, world, hot=hot))
+    laid = lay_out(tables, plan.shardings)
     return beside_hot(laid, config.memory.dram, "plan.memory.dram", slot_bytes)
 
 

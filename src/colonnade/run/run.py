@@ -36,9 +36,9 @@ from colonnade.formats import stamp
 from colonnade.interaction import TowerModule
 from colonnade.models.build import build_model, lasting_towers
 from colonnade.models.tower_modules import words_of
-from colonnade.plan.constraints import is_settled
+from colonnade.plan.constraints import is_settled, settle_plan
 from colonnade.plan.measure.device import Device
-from colonnade.plan.plan import Plan, plan_of
+from colonnade.plan.plan import Plan, build_plan
 from colonnade.plan.search.candidates import Memory
 from colonnade.plan.towers.advice import advised
 from colonnade.processors import usable_processors
@@ -343,7 +343,8 @@ def _make_plan(opening: _Opening, optimizer: Optimizer) -> tuple[Plan | None, De
         if opening.read_only:  # what was committed is found where it is, and nothing is written
             memory = MemoryConfig(dram=wanted.memory.dram)
             wanted = wanted.model_copy(update={"memory": memory})
-        plan = plan_of(wanted, collection.tables, mesh.world)
+        settled = settle_plan(wanted, collection.tables, mesh.world)
+        plan = build_plan(collection.tables, mesh.world, settled)
         check_lookups(plan, collection, opening.data)
         if not opening.read_only:
             check_tiers(plan.ssd, plan.mapped)
@@ -504,7 +505,7 @@ def plan_run(
             f"--table: got {table!r}, wanted a table of this model: {', '.join(names)}"
         )
     config = placed_in_towers(config, collection, world)
-    even = plan_of(config.plan, collection.tables, world)
+    even = build_plan(collection.tables, world, settle_plan(config.plan, collection.tables, world))
     check_tiers(even.ssd, even.mapped)
     move_network(model, config.train.device, Mesh())
     found = plan_from_sample(
