@@ -30,7 +30,7 @@ from colonnade.lookup.layout import (
 )
 from colonnade.table import POOLINGS
 from colonnade.topology.sharding import Sharding
-from colonnade.wire.transport import InnerTransport, LastTransport, PendingTransfer
+from colonnade.wire.transport import LastTransport, PendingTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,13 +315,6 @@ class BagsLookup(PartLookup):
     reads: BagReads | None = None
     evaluation: EvaluatedBatch = field(default_factory=EvaluatedBatch)
     inner: RowsLookup | None = None  # of rows that are requested once a tower
-
-
-@dataclass(frozen=True, slots=True)
-class InnerHop:
-    """Hop that ends inside a tower."""
-
-    transport: InnerTransport
 
 
 @dataclass(frozen=True, slots=True)

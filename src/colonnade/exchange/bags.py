@@ -42,7 +42,6 @@ from colonnade.exchange.bag_layout import (
     BagReads,
     BagsLookup,
     EvaluatedBatch,
-    InnerHop,
     LastHop,
     collect_bags,
 )
@@ -65,7 +64,7 @@ from colonnade.wire import bags
 from colonnade.wire.coding import Coding
 from colonnade.wire.id_distribution import SAMPLES, counted, exchange_messages
 from colonnade.wire.owner_map import Deal
-from colonnade.wire.tower_transport import PeerTransport
+from colonnade.wire.tower_transport import PeerTransport, TowerTransport
 from colonnade.wire.transport import PendingTransfer
 
 CPU = torch.device("cpu")
@@ -82,7 +81,7 @@ class BagsExchange:
         layout: BagLayout,
         owner_map: Deal,
         mesh: Mesh,
-        inner_hops: Sequence[InnerHop],
+        inner_hops: Sequence[TowerTransport],
         last_hop: LastHop,
         coding: Coding,
         *,
@@ -251,7 +250,7 @@ class BagsExchange:
         if isinstance(self.last_hop.transport, PeerTransport) and not self.inner_hops:
             blocks = self.last_hop.transport.split(block, sizes)
         for hop in self.inner_hops:
-            blocks = hop.transport.receive(hop.transport.send(blocks, sizes, tag), sizes)
+            blocks = hop.receive(hop.send(blocks, sizes, tag), sizes)
         if self.waits_in_tower and not lookup.batch.is_evaluated:
             lookup.evaluation.gathered = list(blocks)
             return
@@ -352,7 +351,7 @@ class BagsExchange:
         if self.operators is not None:
             blocks = self.operators.gradients(blocks, last.sent, last.columns, kept.partials)
         for hop in reversed(self.inner_hops):
-            blocks = hop.transport.receive_back(hop.transport.send_back(blocks, sizes), sizes)
+            blocks = hop.receive_back(hop.send_back(blocks, sizes), sizes)
         received = torch.cat(list(blocks)[::-1])  # several turns where rows are pooled for peers
         if not self.share.order:
             none = torch.empty(0, dtype=torch.int32)

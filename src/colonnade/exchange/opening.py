@@ -16,7 +16,6 @@ from colonnade.comm.process_groups import tower_mesh
 from colonnade.errors import ConfigError
 from colonnade.exchange.bag_layout import (
     BagLayout,
-    InnerHop,
     LastHop,
     evaluated_fields,
     lay_out_bags,
@@ -271,7 +270,7 @@ def _open_towers(
         )  # fmt: skip
     else:
         messages = [layout.pooled(rank) for rank in range(mesh.num_ranks)]
-        inner = [InnerHop(TowerTransport(mesh, size, messages, inside[own], dtype))]
+        inner = [TowerTransport(mesh, size, messages, inside[own], dtype)]
     tower_by_consumer = {
         name: number
         for name, fields in evaluated.taken_by.items()

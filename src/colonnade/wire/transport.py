@@ -58,9 +58,9 @@ class PendingTransfer:
             self.decode = None
 
 
-class Transport(Protocol):
-    """One hop of values, and of their gradients back. Methods are collective unless they say otherwise, in one order on
-    all ranks. sizes: samples by rank; tag: what the bytes are counted as."""
+class LastTransport(Protocol):
+    """Transport of the hop that ends at the samples' ranks, and of gradients from there. Methods but `add` are
+    collective, in one order on all ranks. sizes: samples by rank; tag: what the bytes are counted as."""
 
     roundings: int
     """By a codec, of a value on its way over this hop."""
@@ -68,26 +68,6 @@ class Transport(Protocol):
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
         """Send a block for each turn; one is taken from `blocks` when that before it has left."""
         ...
-
-
-class InnerTransport(Transport, Protocol):
-    """Transport of a hop that another one follows."""
-
-    def receive(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield what was sent here, turn by turn."""
-        ...
-
-    def send_back(self, gradients: Iterable[Tensor], sizes: Sequence[int]) -> PendingTransfer:
-        """Send gradients of what `receive` gave, the last turn first."""
-        ...
-
-    def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the gradients of what this rank had sent."""
-        ...
-
-
-class LastTransport(Transport, Protocol):
-    """Transport of the hop that ends at the samples' ranks."""
 
     def add(self, pending: PendingTransfer, total: Tensor) -> None:
         """Local: write its columns of total (B, W), which hold nothing yet: sums over senders, in a fixed order."""
@@ -101,34 +81,6 @@ class LastTransport(Transport, Protocol):
 
     def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
         """Yield gradients of what this rank had sent, the last turn first."""
-        ...
-
-
-class Route(Protocol):
-    """Way of some columns between all ranks. Methods but `add`, `columns_of` and `arrived` are collective."""
-
-    columns: Columns
-    """What this rank sends; maybe none."""
-    roundings: int
-
-    def fetch(self, block: Tensor, sizes: Sequence[int], tag: str) -> PendingTransfer:
-        """Send block (G, P), contiguous: sums for all ranks' samples."""
-        ...
-
-    def add(self, pending: PendingTransfer, total: Tensor) -> None:
-        """See `LastTransport.add`."""
-        ...
-
-    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> PendingTransfer:
-        """Send gradients of sums, total (B, W); (G, P) arrives, of what this rank had sent."""
-        ...
-
-    def columns_of(self, rank: int) -> Columns:
-        """Return what that rank sends."""
-        ...
-
-    def arrived(self, blocks: Sequence[Tensor]) -> PendingTransfer:
-        """Return blocks (B, P of the rank) by rank, for this rank's samples, as if they had been fetched."""
         ...
 
 
@@ -237,12 +189,12 @@ class WorldTransport:
 
 def _open_routes(
     mesh: Mesh, messages: Sequence[Columns], whole: Columns, coding: Coding, dtype: torch.dtype
-) -> list[Route]:
+) -> list[DirectRoute | HostRoute]:
     """Open routes for all columns: the same on every rank. Columns that every rank sends are added up by hosts."""
     world, common = mesh.world, set[Any]()
     if world.num_hosts > 1 and world.ranks_per_host > 1:
         common = set.intersection(*(set(message.dims) for message in messages))
-    routes: list[Route] = []
+    routes: list[DirectRoute | HostRoute] = []
     if any(set(message.dims) - common for message in messages):
         others = [only(message, set(message.dims) - common) for message in messages]
         routes.append(DirectRoute(mesh, others, whole, coding, dtype))
@@ -252,7 +204,7 @@ def _open_routes(
 
 
 class DirectRoute:
-    """Every rank's columns to every other rank."""
+    """Way of every rank's columns to every other rank."""
 
     roundings = 1
 

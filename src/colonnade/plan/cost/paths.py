@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from colonnade.exchange.operator_cut import tower_of
 from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.cost.tower_paths import Hop, Towered, mates, towered
+from colonnade.plan.cost.tower_paths import HopTraffic, Towered, mates, towered
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
@@ -63,7 +63,7 @@ class Paths:
         return self._by_towers[key]
 
     @cached_property
-    def mates(self) -> Hop:
+    def mates(self) -> HopTraffic:
         """A byte from every rank to every other of its tower."""
         return mates(self.world, self.num_towers)
 

@@ -23,7 +23,7 @@ CALL_MESSAGES = 1.4
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class HopTraffic:
     """Of blocks for as many samples as a rank has."""
 
     back: Floats
@@ -46,13 +46,13 @@ class Hop:
 class Towered:
     """Of one table's values."""
 
-    inside: Hop
+    inside: HopTraffic
     """A block of each owner's share, for each sample of each rank."""
-    between: Hop
+    between: HopTraffic
     """A block of the table's values, for each sample of each rank."""
-    peers: Hop
+    peers: HopTraffic
     """A block from each rank that asks to its peer in the tower, for each slice."""
-    owners: Hop
+    owners: HopTraffic
     """A block from each rank of a tower to each owner in it."""
 
 
@@ -84,7 +84,7 @@ def towered(world: World, sharding: Sharding, num_towers: int) -> Towered | None
     return Towered(*(_hop_of(world, blocks) for blocks in (inside, between, peers, owners)))
 
 
-def mates(world: World, num_towers: int) -> Hop:
+def mates(world: World, num_towers: int) -> HopTraffic:
     """A block from each rank to each other of its tower."""
     size = world.num_ranks // num_towers
     every = range(world.num_ranks)
@@ -118,7 +118,7 @@ def spared_seconds(world: World, num_towers: int, turns: int = 1) -> float:
     return 2 * (fewer - turns * CALL_MESSAGES) * each
 
 
-def _hop_of(world: World, blocks: Sequence[tuple[int, int, float]]) -> Hop:
+def _hop_of(world: World, blocks: Sequence[tuple[int, int, float]]) -> HopTraffic:
     """blocks: (sender, receiver, how many)."""
     senders, receivers = (np.array([each[i] for each in blocks], dtype=np.int64) for i in (0, 1))
     return _hop(world, senders, receivers, np.array([each[2] for each in blocks]))
@@ -126,7 +126,7 @@ def _hop_of(world: World, blocks: Sequence[tuple[int, int, float]]) -> Hop:
 
 def _hop(
     world: World, senders: NDArray[np.int64], receivers: NDArray[np.int64], counts: Floats
-) -> Hop:
+) -> HopTraffic:
     n, hosts, local = world.num_ranks, world.num_hosts, world.ranks_per_host
     counts = counts * (senders != receivers)
     is_near = senders // local == receivers // local
@@ -137,7 +137,7 @@ def _hop(
     ]  # fmt: skip
     rates = (1 / world.local_bytes_per_second, 1 / world.remote_bytes_per_second)
     out_near, in_near, out_far, in_far = (each * rates[i // 2] for i, each in enumerate(sums))
-    return Hop(
+    return HopTraffic(
         np.concatenate([out_near, in_near, out_far, in_far]),
         np.concatenate([in_near, out_near, in_far, out_far]),
         float(near.sum()) / n,

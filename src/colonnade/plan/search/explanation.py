@@ -11,7 +11,7 @@ from colonnade.plan.cost.comm_volume import MATES_BYTES, PURPOSES, TABLE_BYTES, 
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad
 from colonnade.plan.cost.partials import Floats, Partials, is_cut
 from colonnade.plan.cost.paths import blocks_added
-from colonnade.plan.cost.tower_paths import Hop
+from colonnade.plan.cost.tower_paths import HopTraffic
 from colonnade.plan.search.candidates import (
     BY_OWNERS,
     OPTIONS,
@@ -252,7 +252,7 @@ def cost(
 
 
 def _narrow(
-    search: Search, state: State, t: int, hop: Hop, sent: dict[tuple[str, str], float]
+    search: Search, state: State, t: int, hop: HopTraffic, sent: dict[tuple[str, str], float]
 ) -> None:
     """Into `sent`: what operators inside towers leave of a table's bytes between them."""
     less = state.narrowed
