@@ -352,7 +352,9 @@ class BagsExchange:
             blocks = self.operators.gradients(blocks, last.sent, last.columns, kept.partials)
         for hop in reversed(self.inner_hops):
             blocks = hop.receive_back(hop.send_back(blocks, sizes), sizes)
-        received = torch.cat(list(blocks)[::-1])  # several turns where rows are pooled for peers
+        received, *others = blocks  # several where rows are pooled for peers, the last turn first
+        if others:
+            received = torch.cat([received, *others][::-1])
         if not self.share.order:
             none = torch.empty(0, dtype=torch.int32)
             source = _native.RowGradients(received.data_ptr(), none, self.owner.native.compute)
