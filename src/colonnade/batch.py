@@ -66,7 +66,7 @@ class Batch:
 
         Returns this batch where nothing has to move; otherwise the copy takes its place in a lookahead.
         """
-        return self._with_moved(lambda each: each.to(device, non_blocking=non_blocking))
+        return self._with_moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """Copy dense, label and sample_weight to page-locked memory; this batch where there is no GPU."""
@@ -77,9 +77,9 @@ class Batch:
     def _with_moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
         before = {name: getattr(self, name) for name in MOVED}
         after: dict[str, Any] = {
-            name: None if each is None else move(each) for name, each in before.items()
+            name: None if tensor is None else move(tensor) for name, tensor in before.items()
         }
-        if all(after[name] is each for name, each in before.items()):
+        if all(after[name] is tensor for name, tensor in before.items()):
             return self
         return replace(self, **after)
 
@@ -100,7 +100,7 @@ class _Others(tuple):
 
 def register_batch(kind: type[Batch]) -> None:
     """Make torch's pytrees take batches of this class apart."""
-    others = tuple(each.name for each in fields(kind) if each.name not in LEAVES)
+    others = tuple(field.name for field in fields(kind) if field.name not in LEAVES)
 
     def flatten(batch: Batch) -> tuple[list[Any], _Others]:
         leaves = [getattr(batch, name) for name in LEAVES]

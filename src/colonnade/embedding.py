@@ -240,9 +240,9 @@ class EmbeddingCollection(StatefulRows):
     @one_at_a_time
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self._served is not None:
-            rows, device = self.slices.looked_up(batch), self.place.device
-            found = self._reader.read(rows, device)
-            return self.slices.seen(found, self.slices.offsets_of(batch))
+            rows, device = self.slices.prepare_ids(batch), self.place.device
+            values = self._reader.read(rows, device)
+            return self.slices.merge_outputs(values, self.slices.offsets_of(batch))
         if not self._opened:
             self.ensure_open()
         context = batch.take_context() if isinstance(batch, PreparedBatch) else None

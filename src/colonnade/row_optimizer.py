@@ -68,7 +68,9 @@ class RowOptimizer(Optimizer):
             [part.optimizer.kind for _, part in declaration.parts], dtype=torch.int32
         )
         self._gradient_scale = 1.0
-        self._said: list[dict] = []  # what the groups were when `_checked` was made of them
+        self._checked_groups: list[
+            dict
+        ] = []  # what the groups were when `_checked` was made of them
         self._checked = torch.empty(0)  # (P, 16) float64, with the gradients' scale:
         self._checked_scale = 0.0
 
@@ -120,17 +122,20 @@ class RowOptimizer(Optimizer):
                 "leave plan.cache out, or train in bfloat16 without a scale"
             )
         scale = scaler.get_scale()
-        for each in dense:
-            scaler.unscale_(each)
+        for optimizer in dense:
+            scaler.unscale_(optimizer)
         of_dense = [
-            p.grad for each in dense for group in each.param_groups for p in group["params"]
+            p.grad
+            for optimizer in dense
+            for group in optimizer.param_groups
+            for p in group["params"]
         ]
         finite = all(bool(torch.isfinite(grad).all()) for grad in of_dense if grad is not None)
-        if self._agreed(finite and self.gradients.are_finite()):
+        if self._agree_finite(finite and self.gradients.are_finite()):
             self.scale_grad_(1 / scale)
             self.step(agreed=True)
-            for each in dense:
-                scaler.step(each)
+            for optimizer in dense:
+                scaler.step(optimizer)
             scaler.update()
             return True
         self.zero_grad()
@@ -142,7 +147,7 @@ class RowOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for `copy.deepcopy` and pickle, which take the collection along with its optimizer."""
         own = ("collection", "_is_built", "_kinds", "_gradient_scale")
-        anew = {"_said": [], "_checked": torch.empty(0), "_checked_scale": 0.0}
+        anew = {"_checked_groups": [], "_checked": torch.empty(0), "_checked_scale": 0.0}
         return super().__getstate__() | {name: self.__dict__[name] for name in own} | anew
 
     def add_param_group(self, param_group: dict) -> None:
@@ -162,13 +167,13 @@ class RowOptimizer(Optimizer):
         CheckpointError for state of other rows than the collection has: load the model first."""
         bounds = {group["name"]: group["weight_bound"] for group in self.param_groups}
         # One that was saved when groups had none keeps this one's.
-        given = [
+        groups = [
             {"weight_bound": bounds.get(group.get("name")), **group}
             for group in state_dict["param_groups"]
         ]
-        states, state_dict = state_dict["state"], {"state": {}, "param_groups": given}
+        states, state_dict = state_dict["state"], {"state": {}, "param_groups": groups}
         wanted = [(group["name"], sorted(group)) for group in self.param_groups]
-        got = [(group.get("name"), sorted(group)) for group in given]
+        got = [(group.get("name"), sorted(group)) for group in groups]
         if got != wanted:
             first = next(
                 (pair for pair in zip(got, wanted, strict=False) if pair[0] != pair[1]),
@@ -245,7 +250,7 @@ class RowOptimizer(Optimizer):
         if totals[1]:
             self._refuse("an embedding gradient")
 
-    def _agreed(self, finite: bool) -> bool:
+    def _agree_finite(self, finite: bool) -> bool:
         """Collective: return whether that is so on every rank; batches that no rank has gradients of are dropped."""
         totals = self._sum([float(not finite), *self.gradients.has_recorded()])
         self.gradients.drop_unused(totals[1:])
@@ -271,21 +276,23 @@ class RowOptimizer(Optimizer):
 
         Read and checked anew only where a group says something else than in the step before: in Python, 26 groups
         take a part of a step that lookups and updates alone would notice."""
-        if not self._say_the_same():
-            self._checked, self._said = self._read_settings(), []
+        if not self._are_groups_unchanged():
+            self._checked, self._checked_groups = self._read_settings(), []
             self._checked_scale = 0.0
-            said = [dict(group) for group in self.param_groups]
+            groups = [dict(group) for group in self.param_groups]
             # Else a value, a tensor or a list, may change in place.
-            if all(_is_plain(v) for each in said for name, v in each.items() if name != "params"):
-                self._said = said
+            if all(
+                _is_plain(v) for group in groups for name, v in group.items() if name != "params"
+            ):
+                self._checked_groups = groups
         if self._checked_scale != self._gradient_scale:
             self._checked[:, GRADIENT_SCALE] = self._checked_scale = self._gradient_scale
         return self._checked
 
-    def _say_the_same(self) -> bool:
+    def _are_groups_unchanged(self) -> bool:
         """The groups, as when they were read last, and nothing of them can change unseen."""
         try:
-            return bool(self._said) and self.param_groups == self._said
+            return bool(self._checked_groups) and self.param_groups == self._checked_groups
         except (RuntimeError, TypeError, ValueError):  # a tensor or an array instead of a number
             return False
 

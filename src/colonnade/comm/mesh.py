@@ -269,7 +269,7 @@ class Mesh:
 
     def least(self, count: int, purpose: str = "control") -> int:
         """Collective: the smallest of all ranks'."""
-        return min(int(each) for each in self.all_gather(purpose, torch.tensor(count)))
+        return min(int(value) for value in self.all_gather(purpose, torch.tensor(count)))
 
     def barrier(self, purpose: str = "control") -> None:
         """Collective: every rank has come here."""

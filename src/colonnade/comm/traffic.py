@@ -55,7 +55,7 @@ class Traffic:
                     self.messages[purpose, link] += messages
 
     def bytes_of(self, purpose: str) -> int:
-        return sum(self.sent_bytes[purpose, each] for each in LINKS)
+        return sum(self.sent_bytes[purpose, link] for link in LINKS)
 
     def plain(self) -> dict[str, dict[str, dict[str, int]]]:
         """{"bytes" or "messages": {purpose: {link: number}}}, a copy."""
@@ -63,11 +63,11 @@ class Traffic:
 
 
 def _nested(counts: Counter[tuple[str, Link]]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = defaultdict(dict)
+    by_purpose: dict[str, dict[str, int]] = defaultdict(dict)
     # At once: another thread may be counting.
-    for (purpose, each), number in dict(counts).items():
-        found[purpose][each] = number
-    return dict(found)
+    for (purpose, link), number in dict(counts).items():
+        by_purpose[purpose][link] = number
+    return dict(by_purpose)
 
 
 @lru_cache(maxsize=1024)
@@ -86,13 +86,13 @@ def ring_sum(num_bytes: int, itemsize: int, place: int, size: int) -> tuple[int,
 
 def tree_children(place: int, size: int) -> Sequence[int]:
     """Members that the one at `place` sends a broadcast of member 0 on to: gloo's binomial tree."""
-    found, step = [], 1
+    children, step = [], 1
     while step < size:
         # The highest bit of `place` is how it came there; it sends on across all higher ones.
         if place < step and place + step < size:
-            found.append(place + step)
+            children.append(place + step)
         step *= 2
-    return found
+    return children
 
 
 class _OfThread(threading.local):

@@ -71,11 +71,11 @@ def evaluated_fields(
 ) -> EvaluatedFields:
     """Return what evaluating these consumers asks for. has_whole_bags: whether bags whose rows are split are added up
     before."""
-    numbers = {each.name: i for i, each in enumerate(declaration.fields)}
+    numbers = {declared_field.name: i for i, declared_field in enumerate(declaration.fields)}
     taken_by, attended = {}, {}
     for name in consumers:
         consumer = declaration.consumers[name]
-        fields = tuple(numbers[each] for each in consumer.features)
+        fields = tuple(numbers[feature_name] for feature_name in consumer.features)
         if consumer.interaction.sequences:
             attended[name] = (fields[0], fields[1])
         else:

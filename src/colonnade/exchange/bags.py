@@ -210,7 +210,7 @@ class BagsExchange:
     def fetch(self, lookup: BagsLookup, source: RowSource) -> None:
         """Begin to send values. Rows are pooled before it returns; where there is attention, what is merged of it is
         here then."""
-        kept = lookup.evaluation
+        evaluation = lookup.evaluation
         if self.operators is not None:
             self.operators.try_once()
             lookup.weight_versions = self.operators.versions()
@@ -218,9 +218,9 @@ class BagsExchange:
         if self.share.order:
             pooled = self._pool(lookup, source)
             block = pooled.pop(0) if self.share.columns.dims else block
-            kept.sequence_rows = pooled
+            evaluation.sequence_rows = pooled
         if self.keeps_pooled and not lookup.batch.is_evaluated:
-            kept.pooled = block
+            evaluation.pooled = block
         self._send(lookup, block)
         if self.attention:
             self._attend(lookup)
@@ -231,7 +231,7 @@ class BagsExchange:
         if self.tower is not None and lookup.inner is not None:
             lookup.inner.pinned = lookup.inner.pinned or lookup.pinned
             self.tower.fetch(lookup.inner, source)
-            return [each.to(CPU) for each in self.tower.pooled(lookup.inner)]
+            return [tensor.to(CPU) for tensor in self.tower.pooled(lookup.inner)]
         by_request = lookup.slots_of(source)
         if by_request is None:
             by_request = gather(source.rows, lookup.owner_plan.inverse)
@@ -241,7 +241,7 @@ class BagsExchange:
         if kernels is self.owner.native and self.share.columns.dims:
             shape = sum(lookup.sizes), self.share.columns.width
             into = {0: self.mesh.room(math.prod(shape), self.dtype).view(shape)}
-        return [each.to(CPU) for each in kernels.pool(lookup.lookups, placed, into)]
+        return [tensor.to(CPU) for tensor in kernels.pool(lookup.lookups, placed, into)]
 
     def _send(self, lookup: BagsLookup, block: Tensor) -> None:
         """Send a block of what this rank pooled over all hops, or until it waits for its use."""
@@ -267,16 +267,16 @@ class BagsExchange:
 
     def _attend(self, lookup: BagsLookup) -> None:
         """Collective: queries have to be here before they can go out."""
-        sizes, kept = lookup.sizes, lookup.evaluation
+        sizes, evaluation = lookup.sizes, lookup.evaluation
         tag, is_trained = counted(lookup.batch.purpose, "fetch"), not lookup.batch.is_evaluated
         total, arriving = self.total(lookup), self.layout.arriving
-        kept.attended = {}
+        evaluation.attended = {}
         for name, attention in self.attention.items():
             dim = self.declaration.fields[attention.sequence].dim
             rows, lengths = total.new_zeros(0, dim), torch.zeros(0, dtype=torch.int64)
             if attention.has_rows:
                 number = self.share.sequences.index(attention.sequence)
-                rows = kept.sequence_rows[number].detach()
+                rows = evaluation.sequence_rows[number].detach()
                 feature = self.declaration.fields[attention.sequence].feature
                 offsets = lookup.lookups.bags[self.share.features.index(feature)]
                 lengths = (
@@ -286,7 +286,7 @@ class BagsExchange:
             attended = attention.fetch(query, rows, lengths, sizes, tag, is_trained)
             total[:, arriving.of(name)] = attended.merged.detach()
             if is_trained:
-                kept.attended[name] = attended
+                evaluation.attended[name] = attended
         lookup.reads = BagReads(total=total)
 
     def total(self, lookup: BagsLookup) -> Tensor:
@@ -346,10 +346,10 @@ class BagsExchange:
     ) -> RowGradients:
         """Take gradients back over all hops, and through the operators; return those of the rows that were pooled
         here."""
-        last, sizes, kept = self.last_hop, lookup.sizes, lookup.evaluation
+        last, sizes, evaluation = self.last_hop, lookup.sizes, lookup.evaluation
         blocks: Iterable[Tensor] = last.transport.receive_back(pending, sizes)
         if self.operators is not None:
-            blocks = self.operators.gradients(blocks, last.sent, last.columns, kept.partials)
+            blocks = self.operators.gradients(blocks, last.sent, last.columns, evaluation.partials)
         for hop in reversed(self.inner_hops):
             blocks = hop.receive_back(hop.send_back(blocks, sizes), sizes)
         received = torch.cat(list(blocks)[::-1])  # several turns where rows are pooled for peers
@@ -360,7 +360,7 @@ class BagsExchange:
             return RowGradients(lookup.slots, lookup.owned.offsets, ends, none, source)
         if self.tower is not None and lookup.inner is not None:
             return self.tower.begin_push(lookup.inner, [received], step, number)()
-        of_rows = [kept.row_gradients[i].contiguous() for i in self.share.sequences]
+        of_rows = [evaluation.row_gradients[i].contiguous() for i in self.share.sequences]
         pooled = [received] if self.share.columns.dims else []
         return self.owner.native.of_outputs(lookup, [*pooled, *of_rows])
 
@@ -372,8 +372,8 @@ class BagsExchange:
         else:
             for gradient, runs in zip(gradients, self.layout.runs, strict=True):
                 for run in runs:
-                    there, here = total[:, run.columns_there], gradient[:, run.columns_here]
-                    there.copy_(here) if run.is_first else there.add_(here)
+                    target, source = total[:, run.columns_there], gradient[:, run.columns_here]
+                    target.copy_(source) if run.is_first else target.add_(source)
         requested = lookup.requested
         assert requested is not None
         for division in self.layout.divisions:
@@ -386,16 +386,18 @@ class BagsExchange:
 
     def _push_attention(self, lookup: BagsLookup, total: Tensor) -> None:
         """Collective where there is attention: add gradients of queries to `total` (B, W); keep those of rows here."""
-        kept, arriving = lookup.evaluation, self.layout.arriving
+        evaluation, arriving = lookup.evaluation, self.layout.arriving
         for columns in self._only_queries:
             total[:, columns] = 0.0
-        kept.row_gradients = {}
+        evaluation.row_gradients = {}
         for name, attention in self.attention.items():
             gradient = total[:, arriving.of(name)].contiguous()
-            of_query, of_rows = attention.push(kept.attended[name], gradient, lookup.sizes)
+            of_query, of_rows = attention.push(evaluation.attended[name], gradient, lookup.sizes)
             total[:, arriving.of(attention.query)] += of_query
-            before = kept.row_gradients.get(attention.sequence)
-            kept.row_gradients[attention.sequence] = of_rows if before is None else before + of_rows
+            before = evaluation.row_gradients.get(attention.sequence)
+            evaluation.row_gradients[attention.sequence] = (
+                of_rows if before is None else before + of_rows
+            )
 
     def drop(self, lookup: BagsLookup) -> None:
         if lookup.reads is not None and lookup.reads.pending is not None:

@@ -105,7 +105,7 @@ AGES = 32
 def ages_of(decisions: Sequence[Decision]) -> np.ndarray:
     """(AGES,) int64: the rows of a batch, by batches since their owner was asked; 0: with this one. Of each other rank
     a read misses at most so many batches, and those whose gradients waited there then: `write_bound` at most."""
-    ages = [np.where(each.asked == HIT, each.ages, 0) for each in decisions]
+    ages = [np.where(decision.asked == HIT, decision.ages, 0) for decision in decisions]
     return np.bincount(np.frexp(np.concatenate(ages))[1], minlength=AGES)
 
 
@@ -172,29 +172,29 @@ class CachedExchange:
         self.widths, self.exactness = self.owner.widths, self.rows.exactness
         self.pooled, self.has_values = self.rows.pooled, self.rows.has_values
         self.prefetched, self.restore = self.rows.prefetched, self.rows.restore
-        self.has_copies = [each is not None for each in caches]
+        self.has_copies = [cache is not None for cache in caches]
         none = TableCache(0, RowClock(0, 0))
-        self.caches = [each or none for each in caches]
+        self.caches = [cache or none for cache in caches]
         self.directories = [
-            Directory(each.rows, each.clock.read_bound, each.clock.write_bound, each.policy)
-            for each in self.caches
+            Directory(cache.rows, cache.clock.read_bound, cache.clock.write_bound, cache.policy)
+            for cache in self.caches
         ]
-        stay = declaration.tables, [each.rows for each in self.caches]
+        stay = declaration.tables, [cache.rows for cache in self.caches]
         self.copies: Copies = NativeCopies(*stay) if device is None else DeviceCopies(*stay, device)
         self.changes = Changes([table.rows for table in declaration.tables])
         # Where every read asks and every push follows at once, a copy is read before anybody uses it again.
-        self.is_kept = [each.clock.is_late for each in self.caches]
+        self.is_kept = [cache.clock.is_late for cache in self.caches]
         self.record_widths = np.array(
-            [travelling_bytes(t, kept) for t, kept in zip(declaration.tables, self.is_kept, strict=True)]
+            [travelling_bytes(t, is_kept) for t, is_kept in zip(declaration.tables, self.is_kept, strict=True)]
         )  # fmt: skip
-        self.windows = [each.window for each in self.caches]
+        self.windows = [cache.window for cache in self.caches]
         self.counts = CacheCounts()
         self.ages = np.zeros(AGES, np.int64)  # of the same rows
         self.store: Any = None  # this rank's rows
         self.number = 0  # of the newest batch that was pushed
         self.is_settled = False  # owners' rows have, for the moment, what waits at copies
-        self._seen: Seen | None = None  # of the batch that a lookahead routes next
-        self._flights: list[CacheTransfer] = []  # routed and not pushed, in order
+        self._preview: Seen | None = None  # of the batch that a lookahead routes next
+        self._transfers: list[CacheTransfer] = []  # routed and not pushed, in order
         self._lock = (
             threading.Lock()
         )  # of the directories and flights: routes come from the lookahead's thread
@@ -209,12 +209,12 @@ class CachedExchange:
             yield from batches
             return
 
-        def see(batch: Batch) -> Seen:
-            _, plan, _ = planned = self.rows.plan_batch(slices.looked_up(batch))
+        def preview_batch(batch: Batch) -> Seen:
+            _, plan, _ = planned = self.rows.plan_batch(slices.prepare_ids(batch))
             return Seen(planned, rows_of(plan, self.deal.table_offsets(plan).tolist()))
 
-        for batch, seen in in_sight(batches, see, self.windows):
-            self._seen = seen
+        for batch, preview in in_sight(batches, preview_batch, self.windows):
+            self._preview = preview
             yield batch
 
     @property
@@ -225,50 +225,54 @@ class CachedExchange:
     def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
         if purpose == "evaluate":
             return self.rows.build_requests(batch, purpose)
-        seen = None
+        preview = None
         if purpose == "route":  # by a lookahead
-            seen, self._seen = self._seen, None
-        lookups, plan, codes = self.rows.plan_batch(batch) if seen is None else seen.planned
+            preview, self._preview = self._preview, None
+        lookups, plan, codes = self.rows.plan_batch(batch) if preview is None else preview.planned
         with self._lock:
-            flight, named_plan, origin = self._decide(plan, seen)
-            self._flights.append(flight)
+            transfer, named_plan, origin = self._decide(plan, preview)
+            self._transfers.append(transfer)
         named_codes = None
         if codes is not None:
             named_codes = torch.zeros(len(origin), dtype=torch.uint8)  # unknown of evicted rows
             is_used = torch.from_numpy(origin >= 0)
             named_codes[is_used] = codes[torch.from_numpy(origin)[is_used]]
         requests = self.rows.pack(named_plan, named_codes)
-        return LookupRequest(with_notes(flight.named, requests), lookups, plan, transfer=flight)
+        return LookupRequest(with_notes(transfer.named, requests), lookups, plan, transfer=transfer)
 
     def _decide(
-        self, plan: _native.Plan, seen: Seen | None
+        self, plan: _native.Plan, preview: Seen | None
     ) -> tuple[CacheTransfer, _native.Plan, np.ndarray]:
         """The next batch's; a plan of the rows that it names; which row of the batch each of these is, -1: none."""
         unique = np.asarray(plan.unique_ids)
         ends = self.deal.table_offsets(plan).tolist()
         slots, pushed = np.empty(len(unique), np.int64), np.empty(len(unique), bool)
         decisions = []
-        mine = rows_of(plan, ends) if seen is None else seen.rows
-        for t, (directory, (_, ids)) in enumerate(zip(self.directories, mine, strict=True)):
-            told = None if seen is None else seen.told[t]
-            if told is None:
+        rows_by_table = rows_of(plan, ends) if preview is None else preview.rows
+        for t, (directory, (_, ids)) in enumerate(
+            zip(self.directories, rows_by_table, strict=True)
+        ):
+            hints = None if preview is None else preview.told[t]
+            if hints is None:
                 decisions.append(directory.step(ids))
             else:
-                decisions.append(directory.step(ids, told.next_uses, told.coming, self.windows[t]))
+                decisions.append(
+                    directory.step(ids, hints.next_uses, hints.coming, self.windows[t])
+                )
         # All tables' at once: a call for each of dozens of tables takes longer than what it does.
-        rows, of_rows = np.concatenate([each for each, _ in mine]), joined(decisions)
+        rows, of_rows = np.concatenate([numbers for numbers, _ in rows_by_table]), joined(decisions)
         self.counts.add(of_rows)
         self.ages += ages_of([of_rows])
         slots[rows], pushed[rows] = of_rows.slots, of_rows.pushed
         is_named = (of_rows.asked != HIT) | of_rows.pushed
-        named, count = rows[is_named], len(of_rows.evicted_ids)
+        requested_rows, count = rows[is_named], len(of_rows.evicted_ids)
         tables = np.concatenate([
             tables_of(np.diff(ends)[None, :])[is_named],
-            tables_of(np.array([[len(each.evicted_ids) for each in decisions]])),
+            tables_of(np.array([[len(decision.evicted_ids) for decision in decisions]])),
         ])  # fmt: skip
         counts = np.bincount(tables, minlength=len(decisions))[None, :]
         listing = np.argsort(tables, kind="stable")
-        ids = np.concatenate([unique[named], of_rows.evicted_ids])
+        ids = np.concatenate([unique[requested_rows], of_rows.evicted_ids])
         wire = _native.make_plan(
             list_requests(torch.from_numpy(ids[listing]), counts),
             self.owner.table_rows,
@@ -280,80 +284,82 @@ class CachedExchange:
         num_ranks, sizes = self.mesh.num_ranks, np.diff(self.deal.blocks(wire))
         ranks = np.repeat(np.tile(np.arange(num_ranks), len(decisions)), sizes)
         at = by_wire[np.argsort(ranks, kind="stable")]
-        origin, where, asked, written, ages = (
+        origin, where, outcomes, written, ages = (
             np.concatenate(pair)
             for pair in (
-                (named, np.full(count, -1)),
-                (slots[named], of_rows.evicted_slots.astype(np.int64)),
+                (requested_rows, np.full(count, -1)),
+                (slots[requested_rows], of_rows.evicted_slots.astype(np.int64)),
                 (of_rows.asked[is_named], np.full(count, HIT, np.uint8)),
                 (of_rows.pushed[is_named], np.ones(count, bool)),
                 (of_rows.ages[is_named].astype(np.int64), np.zeros(count, np.int64)),
             )
         )
-        asked, is_over = asked[at], asked[at] == LEASE_OVER
+        outcomes, is_over = outcomes[at], outcomes[at] == LEASE_OVER
         whole = ~np.array(self.is_kept)[tables[at]]
-        said = Named(
-            sizes.reshape(-1, num_ranks).T, is_over & ~whole, (asked == MISS) | (is_over & whole),
+        requested = Named(
+            sizes.reshape(-1, num_ranks).T, is_over & ~whole, (outcomes == MISS) | (is_over & whole),
             written[at], ages[at],
         )  # fmt: skip
-        flight = CacheTransfer(
-            self.directories[0].number, decisions, ends, [each.num_slots for each in self.directories],
-            slots, pushed, said, origin[at], where[at], ids[at],
+        transfer = CacheTransfer(
+            self.directories[0].number, decisions, ends, [directory.num_slots for directory in self.directories],
+            slots, pushed, requested, origin[at], where[at], ids[at],
         )  # fmt: skip
-        return flight, wire, origin[by_wire]
+        return transfer, wire, origin[by_wire]
 
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
     ) -> PartLookup:
         if batch.is_evaluated:
             return self.rows.serve_requests(request, received, batch)
-        plan, flight, owner = request.plan, request.transfer, self.owner
+        plan, transfer, owner = request.plan, request.transfer, self.owner
         assert plan is not None
         notes, requests_of = without_notes(received)
         places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
         requests = unpack_requests(requests_of, owner.table_rows, self.deal.num_owners, places)
-        named = read_notes(notes, requests.counts)
+        served = read_notes(notes, requests.counts)
         owner_plan = owner.plan_requests(requests.ids, requests.counts)
         written = list_requests(
-            requests.ids[torch.from_numpy(named.written)], named.counted(named.written)
+            requests.ids[torch.from_numpy(served.written)], served.counted(served.written)
         )
-        flight.serving = Serving(
-            named, requests.ids.numpy(),
+        transfer.serving = Serving(
+            served, requests.ids.numpy(),
             _native.make_plan(written, owner.table_rows, owner.one_owner), written,
         )  # fmt: skip
         with self._lock:
-            changed = self._changed(flight, flight.serving)
-            flight.marked = self.mark(flight.serving.plan, flight.number)
-        flight.sent, flight.fresh = named.wanted | changed, flight.named.wanted.copy()
+            changed = self._find_changed(transfer, transfer.serving)
+            transfer.marked = self.mark(transfer.serving.plan, transfer.number)
+        transfer.sent, transfer.fresh = served.wanted | changed, transfer.named.wanted.copy()
         if any(self.is_kept):
-            self._exchange_marks(flight, changed, batch.purpose)
+            self._exchange_marks(transfer, changed, batch.purpose)
         codes = requests.codes
         owned = owned_rows(
             owner_plan, None if codes is None else soonest_use(codes.numpy(), owner_plan)
         )
-        return CachedLookup(batch, request.lookups, plan, owned, owner_plan, transfer=flight)
+        return CachedLookup(batch, request.lookups, plan, owned, owner_plan, transfer=transfer)
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
         slots = lookup.slots
         lookup.pinned = PinnedRows(slots, gather(slots, lookup.owner_plan.inverse))
 
-    def _changed(self, flight: CacheTransfer, serving: Serving) -> np.ndarray:
+    def _find_changed(self, transfer: CacheTransfer, serving: Serving) -> np.ndarray:
         """(P,) bool: asked for by who has a copy, which will not be what is here. All batches before are marked."""
-        named, changed = serving.named, np.zeros(len(serving.ids), bool)
-        rows = np.flatnonzero(named.renewed)
-        ages, tables = named.ages[rows], tables_of(named.counts)[rows]
-        since = self.changes.since(tables, serving.ids[rows], flight.number - ages)
+        served, changed = serving.named, np.zeros(len(serving.ids), bool)
+        rows = np.flatnonzero(served.renewed)
+        ages, tables = served.ages[rows], tables_of(served.counts)[rows]
+        since = self.changes.since(tables, serving.ids[rows], transfer.number - ages)
         changed[rows] = since | (ages >= FAR)
         return changed
 
-    def _exchange_marks(self, flight: CacheTransfer, changed: np.ndarray, purpose: str) -> None:
+    def _exchange_marks(self, transfer: CacheTransfer, changed: np.ndarray, purpose: str) -> None:
         """Collective: who has a copy of a row that it named hears whether the row comes."""
-        assert flight.serving is not None and flight.fresh is not None
-        named, served = flight.named, flight.serving.named
+        assert transfer.serving is not None and transfer.fresh is not None
+        requested, served = transfer.named, transfer.serving.named
         bits, sizes = pack_marks(changed[served.renewed], served.counted(served.renewed).sum(1))
-        asking = named.counted(named.renewed).sum(1)
-        heard, _ = self.mesh.all_to_all(purpose, bits, sizes, mark_bytes(asking), counts_as="route")
-        flight.fresh[named.renewed] = unpack_marks(heard, asking)
+        asking = requested.counted(requested.renewed).sum(1)
+        received_bits, _ = self.mesh.all_to_all(
+            purpose, bits, sizes, mark_bytes(asking), counts_as="route"
+        )
+        transfer.fresh[requested.renewed] = unpack_marks(received_bits, asking)
 
     # ---- fetch
 
@@ -363,33 +369,37 @@ class CachedExchange:
             self.rows.fetch(lookup, source)
             return
         assert isinstance(lookup, CachedLookup)
-        flight = lookup.transfer
+        transfer = lookup.transfer
         if self.is_settled:
             raise RuntimeError(
                 "got a batch to train on inside `with rows.settled()`, after which rows are what they were; leave it "
                 "first"
             )
-        if self._flights[0] is not flight:
+        if self._transfers[0] is not transfer:
             raise RuntimeError(
                 "with a cache every batch of a lookahead is trained on, in order, before the next one is read: one was "
                 "left out, or a second one read before RowOptimizer.step(); close the lookahead, drop what was read "
                 "with collection.forget(), and open it again"
             )
-        self._receive(flight, _slots_by_request(lookup))
+        self._receive(transfer, _slots_by_request(lookup))
         views = self.copies.views()
         kernels = self.owner.kernels(views)
-        by_lookup = gather(torch.from_numpy(flight.slots.astype(np.int32)), lookup.plan.inverse)
+        by_lookup = gather(torch.from_numpy(transfer.slots.astype(np.int32)), lookup.plan.inverse)
         lookup.reads = FetchedRows(
             kernels, kernels.place(lookup.lookups, views, by_lookup), self.copies
         )
 
-    def _receive(self, flight: CacheTransfer, placed: Tensor) -> None:
+    def _receive(self, transfer: CacheTransfer, placed: Tensor) -> None:
         """Collective: records travel to the copies."""
-        assert flight.serving is not None and flight.sent is not None and flight.fresh is not None
-        sent, fresh = flight.sent, flight.fresh
-        served, named = flight.serving.named, flight.named
+        assert (
+            transfer.serving is not None
+            and transfer.sent is not None
+            and transfer.fresh is not None
+        )
+        sent, fresh = transfer.sent, transfer.fresh
+        served, requested = transfer.serving.named, transfer.named
         going = row_layout(served.counted(sent), self.record_widths)
-        coming = row_layout(named.counted(fresh), self.record_widths)
+        coming = row_layout(requested.counted(fresh), self.record_widths)
         message = self.mesh.room(going.num_elements, torch.uint8)
         self.store.native.pack_blocks(
             placed[torch.from_numpy(sent)], going.counts.ravel(), self.record_widths, message
@@ -397,11 +407,11 @@ class CachedExchange:
         received, _ = self.mesh.all_to_all(
             "fetch", message, going.rank_elements, coming.rank_elements, counts_as="fetch"
         )
-        for t, num_slots in enumerate(flight.num_slots):
+        for t, num_slots in enumerate(transfer.num_slots):
             self.copies.grow(t, num_slots)
-        slots = flight.where[fresh]
+        slots = transfer.where[fresh]
         waits = self.copies.receive(
-            coming.counts, slots, flight.ids[fresh], received, self.record_widths
+            coming.counts, slots, transfer.ids[fresh], received, self.record_widths
         )
         if waits.any():
             # What the owner has yet to hear is seen at once: the copy becomes what the owner's row would with it.
@@ -417,7 +427,7 @@ class CachedExchange:
         self, lookup: PartLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
         assert isinstance(lookup, CachedLookup) and lookup.transfer is not None
-        flight, reads = lookup.transfer, lookup.reads
+        transfer, reads = lookup.transfer, lookup.reads
         assert reads is not None
         if number:
             raise RuntimeError(
@@ -427,14 +437,14 @@ class CachedExchange:
         if gradients is None:
             gradients = kernels.zeros(lookup.lookups)
         offsets = self.rows.table_offsets(lookup)
-        sums = flight.sums = kernels.row_sums(lookup, offsets, gradients)
-        named, serving = flight.named, flight.serving
+        sums = transfer.sums = kernels.row_sums(lookup, offsets, gradients)
+        requested, serving = transfer.named, transfer.serving
         assert serving is not None
-        going = row_layout(named.counted(named.written), self.widths)
+        going = row_layout(requested.counted(requested.written), self.widths)
         send = self.mesh.room(going.num_elements, self.declaration.compute_dtype)
-        where, origin = flight.where[named.written], flight.origin[named.written]
+        where, origin = transfer.where[requested.written], transfer.origin[requested.written]
         self.copies.take(going.counts, where, origin, sums, send)
-        self.copies.add(np.diff(flight.ends), flight.slots, sums, flight.pushed)
+        self.copies.add(np.diff(transfer.ends), transfer.slots, sums, transfer.pushed)
         placed = _slots_by_request(lookup)[torch.from_numpy(serving.named.written)]
         return partial(self.pushed, "push", send, going, serving, placed)
 
@@ -456,15 +466,17 @@ class CachedExchange:
 
     def after_update(self, optimizers: Tensor, settings: Tensor) -> None:
         """Update this rank's copies of the rows that its batch used, after the owners' rows."""
-        flight = self._flights[0]
-        assert flight.fresh is not None
+        transfer = self._transfers[0]
+        assert transfer.fresh is not None
         # Counted here: a batch that was read may yet be dropped.
-        self.counts.renewed += int((flight.named.renewed & ~flight.fresh).sum())
-        self._train_copies(flight.slots, np.diff(flight.ends), flight.sums, optimizers, settings)
+        self.counts.renewed += int((transfer.named.renewed & ~transfer.fresh).sum())
+        self._train_copies(
+            transfer.slots, np.diff(transfer.ends), transfer.sums, optimizers, settings
+        )
         self.rule = optimizers.clone(), settings.clone()
         with self._lock:
-            self._flights.pop(0)
-            self.number = flight.number
+            self._transfers.pop(0)
+            self.number = transfer.number
 
     def mark(self, plan: _native.Plan, number: int) -> Marked:
         """Rows of this rank that batch `number` changes."""
@@ -486,11 +498,11 @@ class CachedExchange:
         in flight."""
         with self._lock:
             directories = [
-                directory.state(without=[flight.decisions[t] for flight in self._flights])
+                directory.state(without=[transfer.decisions[t] for transfer in self._transfers])
                 for t, directory in enumerate(self.directories)
             ]
-            marked = [flight.marked for flight in reversed(self._flights)]
-            return directories, self.changes.without(each for each in marked if each is not None)
+            marked = [transfer.marked for transfer in reversed(self._transfers)]
+            return directories, self.changes.without(rows for rows in marked if rows is not None)
 
     def drop(self, lookup: PartLookup) -> None:
         """Undo decisions, the newest first: once all later batches are dropped, too."""
@@ -505,11 +517,11 @@ class CachedExchange:
         if request.transfer is not None:
             self._undo(request.transfer)
 
-    def _undo(self, flight: CacheTransfer) -> None:
+    def _undo(self, transfer: CacheTransfer) -> None:
         with self._lock:
-            flight.is_dropped = True
-            while self._flights and self._flights[-1].is_dropped:
-                last = self._flights.pop()
+            transfer.is_dropped = True
+            while self._transfers and self._transfers[-1].is_dropped:
+                last = self._transfers.pop()
                 decisions = last.decisions
                 if last.marked is not None:
                     self.changes.undo(last.marked)

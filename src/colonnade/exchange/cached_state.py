@@ -59,11 +59,11 @@ def settled(
     BudgetExceeded, on every rank, where memory has no room for the rows that change; RuntimeError inside of itself."""
     if exchange.is_settled:
         raise RuntimeError("got rows.settled() inside of itself: rows are settled already")
-    serving, send, going = _waiting(exchange, waiting(exchange))
+    serving, send, going = _gather_waiting(exchange, waiting(exchange))
     store, plan = exchange.store, serving.plan
     ids = torch.as_tensor(plan.unique_ids)
     offsets = torch.as_tensor(plan.block_offsets)
-    held = _acquired(exchange, ids, offsets)
+    held = _acquire_rows(exchange, ids, offsets)
     slots = held[0]
     before = []
     try:
@@ -71,10 +71,10 @@ def settled(
         pushed = exchange.pushed(GROUP, send, going, serving, placed)
         ends = offsets.tolist()
         for t, table in enumerate(exchange.declaration.tables):
-            mine = slice(ends[t], ends[t + 1])
+            table_rows = slice(ends[t], ends[t + 1])
             records = torch.empty(ends[t + 1] - ends[t], table.record_bytes, dtype=torch.uint8)
-            store.native.pack(t, slots[mine].contiguous(), records)
-            before.append(Before(ids[mine].clone(), records))
+            store.native.pack(t, slots[table_rows].contiguous(), records)
+            before.append(Before(ids[table_rows].clone(), records))
         store.before_update(slots, offsets)
         exchange.owner.update(store, pushed, optimizers, settings)
         # Rows are newer than what rests of them once they are released; they stay pinned.
@@ -89,8 +89,8 @@ def settled(
             for t, rows in enumerate(before):
                 store.native.unpack(t, slots[ends[t] : ends[t + 1]].contiguous(), rows.records)
     finally:
-        for each in held:
-            store.release(each, offsets, dirty=True)
+        for pinned_slots in held:
+            store.release(pinned_slots, offsets, dirty=True)
     for t, rows in enumerate(before):
         # Of a row that was never trained nothing is at rest, and what the moment left there would come back.
         store.delete(t, rows.ids[~rows.is_trained])
@@ -102,7 +102,7 @@ def apply_planned_bounds(exchange: CachedExchange) -> None:
     What waits at copies beyond the planned write bounds goes to its owners, as one update of each row. A copy that is
     too old for the planned read bound is asked for at its next use. Raises BudgetExceeded as `_hand_over`.
     """
-    clocks = [each.clock for each in exchange.caches]
+    clocks = [cache.clock for cache in exchange.caches]
     directories = exchange.directories
     if all(
         (directory.read_bound, directory.write_bound) == (clock.read_bound, clock.write_bound)
@@ -135,10 +135,10 @@ def _hand_over(exchange: CachedExchange, chosen: Sequence[np.ndarray]) -> None:
     rules of the newest update, and stays so; nothing waits there then. Raises BudgetExceeded, on every rank and with
     nothing changed, where memory has no room for the rows."""
     assert exchange.rule is not None  # something waits somewhere, so all ranks had an update
-    serving, send, going = _waiting(exchange, chosen)
+    serving, send, going = _gather_waiting(exchange, chosen)
     store, plan = exchange.store, serving.plan
     offsets = torch.as_tensor(plan.block_offsets)
-    (slots,) = _acquired(exchange, torch.as_tensor(plan.unique_ids), offsets)
+    (slots,) = _acquire_rows(exchange, torch.as_tensor(plan.unique_ids), offsets)
     try:
         pushed = exchange.pushed(GROUP, send, going, serving, gather(slots, plan.inverse))
         store.before_update(slots, offsets)
@@ -146,11 +146,11 @@ def _hand_over(exchange: CachedExchange, chosen: Sequence[np.ndarray]) -> None:
     finally:
         store.release(slots, offsets, dirty=True)
     exchange.mark(plan, exchange.number)
-    for t, each in enumerate(chosen):
-        exchange.copies.clear(t, each)
+    for t, copy_slots in enumerate(chosen):
+        exchange.copies.clear(t, copy_slots)
 
 
-def _waiting(
+def _gather_waiting(
     exchange: CachedExchange, dirty: Sequence[np.ndarray]
 ) -> tuple[Serving, Tensor, RowLayout]:
     """Collective: who owns what waits here at `dirty` slots, and what waits elsewhere for this rank's rows."""
@@ -167,14 +167,16 @@ def _waiting(
         torch.as_tensor(plan.unique_ids), firsts, lasts, exchange.owner.table_rows,
         exchange.deal.num_owners, exchange.deal.places, codes=None,
     )  # fmt: skip
-    (heard,), _ = exchange_messages([requests], mesh, 0.0, GROUP)
+    (received,), _ = exchange_messages([requests], mesh, 0.0, GROUP)
     places = torch.from_numpy(exchange.deal.places[mesh.rank].copy())
-    asked = unpack_requests(heard, exchange.owner.table_rows, exchange.deal.num_owners, places)
-    wanted = list_requests(asked.ids, asked.counts)
-    everything = np.ones(len(asked.ids), bool)
-    none = np.zeros(len(asked.ids), np.int64)
+    received_requests = unpack_requests(
+        received, exchange.owner.table_rows, exchange.deal.num_owners, places
+    )
+    wanted = list_requests(received_requests.ids, received_requests.counts)
+    everything = np.ones(len(received_requests.ids), bool)
+    none = np.zeros(len(received_requests.ids), np.int64)
     serving = Serving(
-        Named(asked.counts, ~everything, ~everything, everything, none), asked.ids.numpy(),
+        Named(received_requests.counts, ~everything, ~everything, everything, none), received_requests.ids.numpy(),
         _native.make_plan(wanted, exchange.owner.table_rows, exchange.owner.one_owner), wanted,
     )  # fmt: skip
     going = row_layout(lasts - firsts, exchange.widths)
@@ -190,15 +192,15 @@ def _waiting(
     return serving, send, going
 
 
-def _acquired(exchange: CachedExchange, ids: Tensor, offsets: Tensor) -> list[Tensor]:
+def _acquire_rows(exchange: CachedExchange, ids: Tensor, offsets: Tensor) -> list[Tensor]:
     """Collective: [slots]."""
     store, error, held = exchange.store, None, []
     try:
         slots, job = store.acquire(ids, offsets)
         store.wait(job)
         held = [slots]
-    except BudgetExceeded as found:
-        error = found
+    except BudgetExceeded as budget_error:
+        error = budget_error
     if not exchange.mesh.least(int(error is None)):
         for slots in held:
             store.release(slots, offsets, dirty=False)
@@ -216,12 +218,16 @@ def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
     """Between steps, as of the newest one, whatever is in flight. Plain values and tensors that nobody trains on."""
     tables = {}
     directories, changes = exchange.decided()
-    for t, (table, said) in enumerate(zip(exchange.declaration.tables, directories, strict=True)):
+    for t, (table, directory_state) in enumerate(
+        zip(exchange.declaration.tables, directories, strict=True)
+    ):
         tables[table.name] = {
             "policy": exchange.directories[t].policy,
             "kept": exchange.is_kept[t],
-            "directory": {name: torch.from_numpy(values) for name, values in said.items()},
-            "copies": exchange.copies.state(t, said["slots"].astype("int64")),
+            "directory": {
+                name: torch.from_numpy(values) for name, values in directory_state.items()
+            },
+            "copies": exchange.copies.state(t, directory_state["slots"].astype("int64")),
             "changes": torch.from_numpy(changes[t]),
             "before": {"ids": before[t].ids, "records": before[t].records},
         }
@@ -232,19 +238,21 @@ def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | N
     """Whether copies of all ranks of a world like this one go on here: bounds and sizes may have changed, not which
     tables have copies, who is worth keeping, nor whether copies outlast their batch; where sizes became less by more
     than `cache.copies.SPARE` rows there may be no room for them."""
-    here = {
-        table.name: (each.policy, kept)
-        for table, each, kept in zip(
+    own_policies = {
+        table.name: (directory.policy, is_kept)
+        for table, directory, is_kept in zip(
             exchange.declaration.tables, exchange.directories, exchange.is_kept, strict=True
         )
     }
-    said = [
+    saved_policies = [
         # Commits of before did not say whether, and their directories not by which bounds.
         state
         and {name: (table["policy"], table.get("kept")) for name, table in state["tables"].items()}
         for state in states
     ]
-    if len(states) != exchange.mesh.num_ranks or any(each != here for each in said):
+    if len(states) != exchange.mesh.num_ranks or any(
+        policies != own_policies for policies in saved_policies
+    ):
         return False
     return all(_has_room(exchange, state) for state in states if state is not None)
 
@@ -253,8 +261,8 @@ def _has_room(exchange: CachedExchange, state: Mapping[str, Any]) -> bool:
     """For each copy where it was: what it was rounded with at random goes by its slot."""
     of_tables = (state["tables"][table.name] for table in exchange.declaration.tables)
     return all(
-        np.asarray(said["directory"]["slots"]).max(initial=-1) < room
-        for said, room in zip(of_tables, exchange.copies.rooms, strict=True)
+        np.asarray(table_state["directory"]["slots"]).max(initial=-1) < room
+        for table_state, room in zip(of_tables, exchange.copies.rooms, strict=True)
     )
 
 
@@ -265,17 +273,17 @@ def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
     """
     shift = surplus(state["number"])
     for t, table in enumerate(exchange.declaration.tables):
-        said = state["tables"][table.name]
-        before = Before(said["before"]["ids"], said["before"]["records"])
+        table_state = state["tables"][table.name]
+        before = Before(table_state["before"]["ids"], table_state["before"]["records"])
         trained = before.is_trained
         ids, records = before.ids[trained], before.records[trained]
         for first in range(0, len(ids), TOGETHER):
-            some = slice(first, first + TOGETHER)
-            exchange.store.put(t, ids[some].contiguous(), records[some].contiguous())
+            chunk = slice(first, first + TOGETHER)
+            exchange.store.put(t, ids[chunk].contiguous(), records[chunk].contiguous())
         exchange.store.delete(t, before.ids[~trained].contiguous())
-        directory = {name: values.numpy() for name, values in said["directory"].items()}
-        exchange.directories[t].load(renumbered(directory, said["policy"], shift))
-        exchange.copies.load(t, directory["slots"].astype("int64"), said["copies"])
-        exchange.changes.of(t)[:] = said["changes"].numpy()
+        directory = {name: values.numpy() for name, values in table_state["directory"].items()}
+        exchange.directories[t].load(renumbered(directory, table_state["policy"], shift))
+        exchange.copies.load(t, directory["slots"].astype("int64"), table_state["copies"])
+        exchange.changes.of(t)[:] = table_state["changes"].numpy()
     exchange.changes.renumber(shift)
     exchange.rule, exchange.number = state["rule"], state["number"] - shift

@@ -65,7 +65,10 @@ class Exchange:
         # Most urgent first.
         self._order = sorted(range(len(self.parts)), key=lambda i: self.reads_ahead[i])
         partials = {
-            each.names[0]: each for part in self.parts for each in part.outputs if each.is_partial
+            output.names[0]: output
+            for part in self.parts
+            for output in part.outputs
+            if output.is_partial
         }
         self.outputs = _split_partials(outputs(declaration), partials)
         by_table = [0] * len(declaration.tables)
@@ -78,7 +81,9 @@ class Exchange:
             tables = list(run)
             self.runs.append((i, tables[0], tables[-1] + 1))
         # By part, by output of it: which of these.
-        self.places = [[self._find_output(each) for each in part.outputs] for part in self.parts]
+        self.places = [
+            [self._find_output(output) for output in part.outputs] for part in self.parts
+        ]
         every = [i for places in self.places for i in places]
         self.shared = [i for i in range(len(self.outputs)) if every.count(i) > 1]
         self.operators = [part.operators for part in self.parts if part.operators is not None]
@@ -88,8 +93,8 @@ class Exchange:
         """Return the number of a part's output."""
         return next(
             i
-            for i, each in enumerate(self.outputs)
-            if each.is_partial == output.is_partial and output.names[0] in each.names
+            for i, candidate in enumerate(self.outputs)
+            if candidate.is_partial == output.is_partial and output.names[0] in candidate.names
         )
 
     # ---- facts
@@ -98,8 +103,8 @@ class Exchange:
     def exactness(self) -> Exactness:
         """Weakest of the parts'."""
         every = [part.exactness for part in self.parts]
-        kind = max((each.kind for each in every), key=KINDS.index)
-        return Exactness(kind, max(each.max_error for each in every))
+        kind = max((exactness.kind for exactness in every), key=KINDS.index)
+        return Exactness(kind, max(exactness.max_error for exactness in every))
 
     @property
     def consumers(self) -> tuple[str, ...]:
@@ -110,7 +115,7 @@ class Exchange:
     def pushed_parameters(self) -> tuple[nn.Parameter, ...]:
         """Dense parameters whose gradients `begin_push` completes, the same on every rank. What it adds to `.grad` is
         of the global batch, on the rank that has the rows, so the sum over ranks is to be taken after it."""
-        return tuple(dict.fromkeys(p for each in self.operators for p in each.parameters))
+        return tuple(dict.fromkeys(p for operators in self.operators for p in operators.parameters))
 
     @property
     def inside(self) -> Inside | None:
@@ -143,7 +148,7 @@ class Exchange:
                 if part.cancel is not None:
                     part.cancel(request)
             raise
-        owned = lookups[0].owned if len(lookups) == 1 else self._all_owned(lookups)
+        owned = lookups[0].owned if len(lookups) == 1 else self._join_owned(lookups)
         return LookupContext(info, lookups, owned)
 
     def resolve_slots(self, context: LookupContext, views: Sequence[RowView]) -> None:
@@ -154,7 +159,7 @@ class Exchange:
 
     # ---- values
 
-    def due(self, context: LookupContext) -> list[int]:
+    def find_due_parts(self, context: LookupContext) -> list[int]:
         """Return the numbers of the parts that are to be fetched for use in `context.steps_left` steps and were not,
         the most urgent first."""
         return [
@@ -165,7 +170,11 @@ class Exchange:
         ]
 
     def fetch(
-        self, context: LookupContext, due: Sequence[int], source: RowSource, num_applied: int
+        self,
+        context: LookupContext,
+        part_numbers: Sequence[int],
+        source: RowSource,
+        num_applied: int,
     ) -> None:
         """Begin to send values of the parts that are `due`. num_applied: updates that the rows have seen."""
         rows = [source.rows]
@@ -174,9 +183,9 @@ class Exchange:
             rows = (
                 [lookup.slots for lookup in context.parts]
                 if is_pinned
-                else self._by_part(context, source.rows)
+                else self._split_by_part(context, source.rows)
             )
-        for i in due:
+        for i in part_numbers:
             # Rows that may change before their use are copied.
             in_place = source.in_place or not self.reads_ahead[i]
             own = replace(source, rows=rows[i], in_place=in_place) if len(rows) > 1 else source
@@ -255,9 +264,9 @@ class Exchange:
         """Local: return gradients that need not be summed again, and the sum of squares of all rows' sums that count
         towards the norm on this rank."""
         summed, total = [], 0.0
-        for part, own in zip(self.parts, self._of_parts(pushed), strict=True):
-            each, square = part.owner.kernels_of(own).squared_norm(own)
-            summed.append(each)
+        for part, own in zip(self.parts, self._split_gradients(pushed), strict=True):
+            gradients, square = part.owner.kernels_of(own).squared_norm(own)
+            summed.append(gradients)
             total += square if part.counts_norm else 0.0
         return self._join_gradients(summed), total
 
@@ -265,7 +274,7 @@ class Exchange:
         self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
         """Local: apply gradients to pinned rows of this rank's store: see `_native.update`."""
-        for part, own in zip(self.parts, self._of_parts(pushed), strict=True):
+        for part, own in zip(self.parts, self._split_gradients(pushed), strict=True):
             part.owner.update(store, own, optimizers, settings)
             if part.after_update is not None:
                 part.after_update(optimizers, settings)
@@ -312,8 +321,8 @@ class Exchange:
             # What it held itself, and what others did: its tables may have had another exchange.
             prefix = f"{name}."
             own = [
-                {**each, **{key.removeprefix(prefix): each[key] for key in each if key.startswith(prefix)}}
-                for each in held
+                {**values, **{key.removeprefix(prefix): values[key] for key in values if key.startswith(prefix)}}
+                for values in held
             ]  # fmt: skip
             self.parts[i].restore(context.parts[i], own)
 
@@ -326,10 +335,12 @@ class Exchange:
         if len(self.parts) == 1:
             context.parts[0].pinned = pinned
             return
-        for lookup, slots in zip(context.parts, self._by_part(context, pinned.slots), strict=True):
+        for lookup, slots in zip(
+            context.parts, self._split_by_part(context, pinned.slots), strict=True
+        ):
             lookup.pinned = PinnedRows(slots)
 
-    def _by_part(self, context: LookupContext, values: Tensor) -> list[Tensor]:
+    def _split_by_part(self, context: LookupContext, values: Tensor) -> list[Tensor]:
         """Split (O,) by row of all tables into those of each part."""
         if len(self.parts) == 1:
             return [values]
@@ -343,29 +354,29 @@ class Exchange:
 
     def _join(self, values: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
         """Join values by row of each part into (O,) by row of all tables; offsets: of each part's rows, (T + 1,)."""
-        ends = [each.tolist() for each in offsets]
+        ends = [part_offsets.tolist() for part_offsets in offsets]
         return torch.cat(
             [values[i][ends[i][first] : ends[i][last]] for i, first, last in self.runs]
         )
 
-    def _all_owned(self, lookups: Sequence[PartLookup]) -> OwnedRows:
+    def _join_owned(self, lookups: Sequence[PartLookup]) -> OwnedRows:
         """Join the owned rows of all parts."""
         owned = [lookup.owned for lookup in lookups]
-        offsets = [each.offsets for each in owned]
-        ids = self._join([each.ids for each in owned], offsets)
-        codes = [each.next_use for each in owned if each.next_use is not None]
+        offsets = [rows.offsets for rows in owned]
+        ids = self._join([rows.ids for rows in owned], offsets)
+        codes = [rows.next_use for rows in owned if rows.next_use is not None]
         next_use = self._join(codes, offsets) if codes else None
         return OwnedRows(ids, torch.stack(offsets).sum(0), next_use)
 
     def _join_gradients(self, pushed: Sequence[RowGradients]) -> RowGradients:
-        """Join gradients of all parts; `_of_parts` takes them apart."""
+        """Join gradients of all parts; `_split_gradients` takes them apart."""
         if len(pushed) == 1:
             return pushed[0]
-        offsets = [each.offsets for each in pushed]
-        slots = self._join([each.slots for each in pushed], offsets)
+        offsets = [gradients.offsets for gradients in pushed]
+        slots = self._join([gradients.slots for gradients in pushed], offsets)
         return RowGradients(slots, torch.stack(offsets).sum(0), None, None, list(pushed))
 
-    def _of_parts(self, pushed: RowGradients) -> Sequence[RowGradients]:
+    def _split_gradients(self, pushed: RowGradients) -> Sequence[RowGradients]:
         return [pushed] if len(self.parts) == 1 else pushed.source
 
 

@@ -205,7 +205,7 @@ def _check_sequences(
         if not consumer.interaction.sequences or name in consumers:
             continue
         why = barred(declaration, name, world=mesh.world, reads_ahead=reads_ahead)
-        by_name = {each.name: declaration.features[each.feature] for each in declaration.fields}
+        by_name = {field.name: declaration.features[field.feature] for field in declaration.fields}
         feature = by_name[consumer.features[-1]]
         raise ConfigError(
             f"feature {feature.name!r} of table {feature.table!r}: got exchange substitute for a sequence that "
@@ -244,7 +244,7 @@ def _open_towers(
     pooled_on = shardings
     if sends_rows:
         _check_in_towers(declaration, shardings, towers)
-        pooled_on = _on_peers(mesh.rank, shardings, towers)
+        pooled_on = _shardings_on_peers(mesh.rank, shardings, towers)
     consumers = evaluated_in_towers(
         declaration, pooled_on, mesh.world, num_towers=len(towers), reads_ahead=reads_ahead
     )
@@ -252,7 +252,8 @@ def _open_towers(
     layout = lay_out_bags(declaration, pooled_on, mesh.num_ranks, evaluated)
     by_field = towers_of_fields(declaration, pooled_on, towers)
     inside = [
-        only(layout.fields.columns, _in_tower(by_field, tower)) for tower in range(len(towers))
+        only(layout.fields.columns, _fields_in_tower(by_field, tower))
+        for tower in range(len(towers))
     ]
     carried = [
         only(
@@ -266,8 +267,10 @@ def _open_towers(
     inner, tower = [], None
     if sends_rows:
         tower = RowsExchange(
-            layout.sums(mesh.rank), tower_mesh(mesh, size, TOWER_THREADS), _inside(mesh.rank, shardings, towers)
-        )  # fmt: skip
+            layout.sums(mesh.rank),
+            tower_mesh(mesh, size, TOWER_THREADS),
+            _shardings_in_tower(mesh.rank, shardings, towers),
+        )
     else:
         messages = [layout.pooled(rank) for rank in range(mesh.num_ranks)]
         inner = [TowerTransport(mesh, size, messages, inside[own], dtype)]
@@ -299,7 +302,7 @@ def _open_towers(
     )
 
 
-def _in_tower(by_field: Sequence[int | None], tower: int) -> list[int]:
+def _fields_in_tower(by_field: Sequence[int | None], tower: int) -> list[int]:
     """Return the fields whose rows are all in that tower."""
     return [i for i, home in enumerate(by_field) if home == tower]
 
@@ -318,7 +321,7 @@ def _check_in_towers(
             )
 
 
-def _on_peers(
+def _shardings_on_peers(
     rank: int, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
 ) -> list[Sharding]:
     """Return shardings as this rank's samples see them: a table is on the peer in its tower."""
@@ -328,14 +331,14 @@ def _on_peers(
     ]
 
 
-def _inside(
+def _shardings_in_tower(
     rank: int, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
 ) -> list[Sharding]:
     """Return shardings in the small world of this rank's tower; of tables of other towers any."""
     size = len(towers[0])
     first = rank // size * size
     return [
-        replace(sharding, ranks=tuple(each - first for each in sharding.ranks))
+        replace(sharding, ranks=tuple(member - first for member in sharding.ranks))
         if tower_of(sharding, towers) == first // size
         else table_wise(0)
         for sharding in shardings

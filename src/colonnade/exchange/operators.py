@@ -74,7 +74,9 @@ class Operators:
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """Parameters that are trained, each once."""
-        return tuple(dict.fromkeys(p for module in self.modules for p in _trained(module)))
+        return tuple(
+            dict.fromkeys(p for module in self.modules for p in _trained_parameters(module))
+        )
 
     def versions(self) -> list[int]:
         """Return versions of the parameters, which change when these do."""
@@ -90,18 +92,18 @@ class Operators:
             interaction = self.declaration.consumers[name].interaction
             dims = [self.declaration.fields[i].dim for i in fields]
             values = torch.zeros(NUM_TRIED, sum(dims), dtype=self.declaration.compute_dtype)
-            modes = [(each, each.training) for each in interaction.modules()]
-            for each in interaction.modules():
+            modes = [(module, module.training) for module in interaction.modules()]
+            for module in interaction.modules():
                 # Nothing is counted. Dropout may change its input in place, in training alone.
-                each.training = isinstance(each, _DropoutNd)
+                module.training = isinstance(module, _DropoutNd)
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
                     if interaction.one_width:
                         values = values.unflatten(1, (len(fields), -1))
                     self._check(name, interaction.partial_of(values, range(len(fields))), NUM_TRIED)
             finally:
-                for each, is_training in modes:
-                    each.training = is_training
+                for module, is_training in modes:
+                    module.training = is_training
         self._are_tried = True
 
     def messages(
@@ -193,7 +195,7 @@ class Operators:
             # A result needs no gradient where neither its values nor its weights are trained.
             if key not in sent.dims or not partial.result.requires_grad:
                 continue
-            parameters = _trained(self.declaration.consumers[key].interaction)
+            parameters = _trained_parameters(self.declaration.consumers[key].interaction)
             gradient, *of_weights = torch.autograd.grad(
                 partial.result, [partial.values, *parameters], received[:, sent.of(key)],
                 retain_graph=True, allow_unused=True,
@@ -215,8 +217,8 @@ class Operators:
             )
 
 
-def _trained(interaction: nn.Module) -> list[nn.Parameter]:
-    return [each for each in interaction.parameters() if each.requires_grad]
+def _trained_parameters(interaction: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in interaction.parameters() if parameter.requires_grad]
 
 
 @torch.no_grad()
@@ -294,14 +296,14 @@ class RemoteAttention:
         """Send (R, B, n) of this rank's samples; return (G, n) of all samples, or (0, n) where no rows can be."""
         _, size, width = blocks.shape
         send = [size * width * (rank in self.ranks) for rank in range(self.mesh.num_ranks)]
-        receive = [each * width * self.has_rows for each in sizes]
+        receive = [num_samples * width * self.has_rows for num_samples in sizes]
         received, _ = self.mesh.all_to_all(group, blocks.reshape(-1), send, receive, counts_as=tag)
         return received.view(sum(sizes) if self.has_rows else 0, width)
 
     def _to_samples(self, group: str, values: Tensor, sizes: Sequence[int], tag: str) -> Tensor:
         """Send values (G, n), or (0, n) where no rows can be; return (R, B, n) of this rank's samples."""
         width, size = values.shape[1], sizes[self.mesh.rank]
-        send = [each * width * self.has_rows for each in sizes]
+        send = [num_samples * width * self.has_rows for num_samples in sizes]
         receive = [size * width * (rank in self.ranks) for rank in range(self.mesh.num_ranks)]
         received, _ = self.mesh.all_to_all(group, values.reshape(-1), send, receive, counts_as=tag)
         return received.view(len(self.ranks), size, width)

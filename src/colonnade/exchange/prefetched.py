@@ -29,10 +29,12 @@ def held_rows(held: Sequence[Held]) -> list[Held]:
     """Return those of all ranks' reads that are rows, whichever exchanges read them: each ids (U,), table_offsets
     (T + 1,) and values, table by table."""
     parts: list[Held] = []
-    for each in held:
-        ends = [key for key in each if key.rpartition(".")[2] == "table_offsets"]
+    for rank_values in held:
+        ends = [key for key in rank_values if key.rpartition(".")[2] == "table_offsets"]
         for prefix in (key.removesuffix("table_offsets") for key in ends):
-            parts.append({name: each[prefix + name] for name in ("ids", "table_offsets", "values")})
+            parts.append(
+                {name: rank_values[prefix + name] for name in ("ids", "table_offsets", "values")}
+            )
     return parts
 
 

@@ -39,7 +39,7 @@ def restore_sums(
     first = sum(sizes[:rank])
     if has_sums(held, names):
         every = gather_held_sums(held, names, layout.arriving, sum(sizes))
-    elif any("gathered" in each for each in held):
+    elif any("gathered" in rank_values for rank_values in held):
         every = gather_held_columns(held, names, layout.fields.columns, sizes)
     else:
         return _sums_of_rows(lookup, layout, widths, held_rows(held))
@@ -74,7 +74,8 @@ def _sums_of_rows(
 def has_sums(held: Sequence[Held], names: Collection[str]) -> bool:
     """Return whether every rank held sums of all these fields."""
     return bool(held) and all(
-        set(names) <= {name for fields, _ in _sums_in(each) for name in fields} for each in held
+        set(names) <= {name for fields, _ in _sums_in(rank_values) for name in fields}
+        for rank_values in held
     )
 
 
@@ -84,9 +85,9 @@ def gather_held_sums(
     """Return (G, W) of these columns, called `names`, from what each rank held of its samples. Raises CheckpointError
     for another number of samples, or another width."""
     blocks = []
-    for each in held:
+    for rank_values in held:
         by_name = {
-            name: part for fields, parts in _sums_in(each) for name, part in zip(fields, parts, strict=False)
+            name: part for fields, parts in _sums_in(rank_values) for name, part in zip(fields, parts, strict=False)
         }  # fmt: skip
         if set(names) <= set(by_name):
             blocks.append(torch.cat([by_name[name] for name in names], 1))
@@ -145,7 +146,7 @@ def restore_gathered(
     sizes, names, whole = lookup.sizes, _names(layout), layout.fields.columns
     if has_sums(held, names):
         every = gather_held_sums(held, names, whole, sum(sizes))
-    elif all("gathered" in each for each in held):
+    elif all("gathered" in rank_values for rank_values in held):
         every = gather_held_columns(held, names, whole, sizes)
     else:
         raise other_exchange()
@@ -166,16 +167,16 @@ def gather_held_columns(
     each of some samples and its tower's fields. sizes: samples by rank. Raises CheckpointError where one is missing."""
     places = dict(zip(names, columns.dims, strict=True))
     every = torch.full((sum(sizes), columns.width), float("nan"), dtype=held[0]["gathered"].dtype)
-    for each in held:
-        first, fields = 0, decode_names(each["gathered fields"])
-        if not set(fields) <= set(names) or len(every) != int(each["of samples"]):
+    for rank_values in held:
+        first, fields = 0, decode_names(rank_values["gathered fields"])
+        if not set(fields) <= set(names) or len(every) != int(rank_values["of samples"]):
             raise other_exchange()
         for name in fields:
             into = columns.of(places[name])
             width = into.stop - into.start
-            every[each["samples"], into] = each["gathered"][:, first : first + width]
+            every[rank_values["samples"], into] = rank_values["gathered"][:, first : first + width]
             first += width
-    if sum(each["gathered"].numel() for each in held) != every.numel():
+    if sum(rank_values["gathered"].numel() for rank_values in held) != every.numel():
         raise other_exchange()
     return every
 
@@ -202,8 +203,8 @@ def restore_pooled(
 ) -> None:
     """Take what owners held instead of a fetch; each field is added over the ranks that had rows of it. Raises
     CheckpointError for what another exchange held, or another cut."""
-    sizes, whole, kept = lookup.sizes, layout.fields.columns, lookup.evaluation
-    is_alike = [set(each) for each in held] == [
+    sizes, whole, evaluation = lookup.sizes, layout.fields.columns, lookup.evaluation
+    is_alike = [set(rank_values) for rank_values in held] == [
         {_pooled_name(layout, i) for i in share.order} for share in layout.shares
     ]
     if is_alike and isinstance(last_hop.transport, WorldTransport):
@@ -212,7 +213,7 @@ def restore_pooled(
     every = torch.zeros(sum(sizes), whole.width, dtype=layout.declaration.compute_dtype)
     for i in layout.fields.order:
         name = _pooled_name(layout, i)
-        if not (parts := [each[name] for each in held if name in each]):
+        if not (parts := [rank_values[name] for rank_values in held if name in rank_values]):
             raise CheckpointError(
                 "the commit holds what another exchange had read ahead, or owners that evaluated other consumers; "
                 "go on with the exchanges and the number of ranks of the commit, or from a commit without staleness"
@@ -225,13 +226,13 @@ def restore_pooled(
     # A sample's bag of a field is on one rank, or the operator is linear: whole fields give the same gradients.
     columns = layout.pooled(rank)
     pooled = torch.cat([every[:, whole.of(i)] for i in columns.dims] or [every[:, :0]], dim=1)
-    kept.partials = [operators.evaluate(pooled, columns, True)]
+    evaluation.partials = [operators.evaluate(pooled, columns, True)]
     pooled = pooled.clone()  # partials may look into it
     for i in layout.shares[rank].order:
         owners = [r for r, share in enumerate(layout.shares) if i in share.order]
         if owners[0] != rank:
             pooled[:, columns.of(i)] = 0.0  # held once
-    kept.pooled = pooled
+    evaluation.pooled = pooled
 
 
 def _restore_alike(
@@ -243,16 +244,16 @@ def _restore_alike(
     held: Sequence[Held],
 ) -> None:
     """In the world that held it: every owner's message as it was, to the bit."""
-    sizes, kept = lookup.sizes, lookup.evaluation
+    sizes, evaluation = lookup.sizes, lookup.evaluation
     first = sum(sizes[:rank])
     blocks: list[list[Tensor]] = [[] for _ in transport.routes]
-    for owner, (each, share) in enumerate(zip(held, layout.shares, strict=True)):
-        parts = [each[_pooled_name(layout, i)] for i in share.order]
+    for owner, (rank_values, share) in enumerate(zip(held, layout.shares, strict=True)):
+        parts = [rank_values[_pooled_name(layout, i)] for i in share.order]
         none = torch.zeros(sum(sizes), 0, dtype=layout.declaration.compute_dtype)
         pooled, columns = torch.cat([none, *parts], dim=1), share.columns
         partials = operators.evaluate(pooled, columns, owner == rank)
         if owner == rank:
-            kept.pooled, kept.partials = pooled, [partials]
+            evaluation.pooled, evaluation.partials = pooled, [partials]
         for route, received in zip(transport.routes, blocks, strict=True):
             sent = operators.side_by_side(pooled, columns, route.columns_of(owner), partials)
             received.append(sent[first : first + sizes[rank]])
@@ -267,7 +268,9 @@ def _names(layout: BagLayout) -> list[str]:
     """Return what the sums of fields are called, in their order."""
     averaged = layout.evaluated.averaged
     fields = [layout.declaration.fields[i] for i in layout.fields.order]
-    return [f"averaged {each.name}" if each.feature in averaged else each.name for each in fields]
+    return [
+        f"averaged {field.name}" if field.feature in averaged else field.name for field in fields
+    ]
 
 
 def _pooled_name(layout: BagLayout, i: int) -> str:

@@ -272,7 +272,9 @@ class RowsExchange:
         if not is_exact:
             draws = codec.draws(lookup.plan, self.deal.blocks(lookup.plan), step, number)
             sums = codec.encode_gradients(sums, wanted, draws)
-            sizes, sizes_in = (codec.rank_bytes(codec.gradients, each, dtype) for each in (wanted, served))  # fmt: skip
+            sizes, sizes_in = (
+                codec.rank_bytes(codec.gradients, layout, dtype) for layout in (wanted, served)
+            )
         if to_all:
             sizes, sums = [len(sums)] * self.num_ranks, sums.repeat(self.num_ranks)
         data, call = self.mesh.all_to_all("push", sums, sizes, sizes_in, wait=False)

@@ -157,7 +157,7 @@ class RecordedGradients:
         """Return the sums over backwards, by output; several are added in `dtype`. None: there was no backward."""
         if len(self.backwards) < 2:
             return self.backwards[0] if self.backwards else None
-        wide = [[part.to(dtype) for part in each] for each in self.backwards]
+        wide = [[part.to(dtype) for part in backward] for backward in self.backwards]
         return [sum(parts[1:], parts[0]) for parts in zip(*wide, strict=True)]
 
     def clear(self) -> None:
@@ -191,7 +191,7 @@ class LookupContext:
 
     def missed(self, step: int) -> list[int]:
         """Return by staleness bound how many updates before `step` its reads did not see."""
-        return [step - seen for seen in self.updates_seen.values()]
+        return [step - num_seen for num_seen in self.updates_seen.values()]
 
     @property
     def slots_to_release(self) -> Tensor:

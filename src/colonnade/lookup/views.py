@@ -54,10 +54,10 @@ class Slices:
     @cached_property
     def of_table(self) -> tuple[tuple[int, ...], ...]:
         """By declared table: the numbers of its slices, from the left."""
-        found: list[list[int]] = [[] for _ in self.declared.tables]
-        for number, each in enumerate(self.laid):
-            found[each.number].append(number)
-        return tuple(map(tuple, found))
+        numbers: list[list[int]] = [[] for _ in self.declared.tables]
+        for number, laid_table in enumerate(self.laid):
+            numbers[laid_table.number].append(number)
+        return tuple(map(tuple, numbers))
 
     @cached_property
     def of_part(self) -> tuple[int, ...]:
@@ -78,9 +78,9 @@ class Slices:
     def hot(self) -> Mapping[int, Tensor]:
         """By declared table whose hot rows lie apart: their ids (H,) int64, ascending."""
         return {
-            each.number: each.sharding.hot.tensor
-            for each in self.laid
-            if each.is_hot and each.sharding.hot is not None
+            laid_table.number: laid_table.sharding.hot.tensor
+            for laid_table in self.laid
+            if laid_table.is_hot and laid_table.sharding.hot is not None
         }
 
     @cached_property
@@ -94,16 +94,16 @@ class Slices:
 
     @cached_property
     def declaration(self) -> Declaration:
-        """Of the slices. Consumers take the values of their fields, and are evaluated by `seen`."""
+        """Of the slices. Consumers take the values of their fields, and are evaluated by `merge_outputs`."""
         declared = self.declared
         if not self.is_cut:
             whole = {
-                name: Consumer(Concat(), self._pooled(name)) if name in self.attending else each
-                for name, each in declared.consumers.items()
+                name: Consumer(Concat(), self._pooled(name)) if name in self.attending else consumer
+                for name, consumer in declared.consumers.items()
             }
             return replace(declared, consumers=whole) if self.attending else declared
-        tables = tuple(each.table for each in self.laid)
-        features = tuple(self._reader(f, number) for f, number in self.readers)
+        tables = tuple(laid_table.table for laid_table in self.laid)
+        features = tuple(self._slice_feature(f, number) for f, number in self.readers)
         # Sums that are yet to be added and divided are not rounded before that.
         output = declared.tables[0].compute_dtype if self.hot else declared.output
         bare = Declaration(tables, features, {}, output)
@@ -111,28 +111,31 @@ class Slices:
             name: consumer
             if name in self.given
             else Consumer(
-                Concat(), tuple(each for taken in self._pooled(name) for each in self.names[taken])
+                Concat(),
+                tuple(
+                    slice_name for taken in self._pooled(name) for slice_name in self.names[taken]
+                ),
             )
             for name, consumer in declared.consumers.items()
         }
         for name in self.split:
-            consumer, (some, others) = declared.consumers[name], self._sides(name)
-            numbers = [consumer.features.index(each) for each in some]
-            consumers[name] = Consumer(SomeFields(consumer.interaction, numbers), some)
-            taken = tuple(each for other in others for each in self.names[other])
+            consumer, (whole_fields, others) = declared.consumers[name], self._split_fields(name)
+            numbers = [consumer.features.index(field) for field in whole_fields]
+            consumers[name] = Consumer(SomeFields(consumer.interaction, numbers), whole_fields)
+            taken = tuple(slice_name for other in others for slice_name in self.names[other])
             consumers[f"{name}{OTHERS}"] = Consumer(Concat(), taken)
         for name in self.alone:
             if name not in self.sequences and self.names[name] != (name,):
                 consumers[name] = Consumer(Concat(), self.names[name])
         return replace(bare, consumers=consumers)
 
-    def _sides(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _split_fields(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Fields of a consumer that is split: those without hot rows, and the others."""
         features, numbers = self.declared.consumers[name].features, self.split[name]
-        others = tuple(each for n, each in enumerate(features) if n not in numbers)
+        others = tuple(field for n, field in enumerate(features) if n not in numbers)
         return tuple(features[n] for n in numbers), others
 
-    def _reader(self, f: int, number: int) -> Feature:
+    def _slice_feature(self, f: int, number: int) -> Feature:
         """A declared feature, reading one slice of its table."""
         feature, table = self.declared.features[f], self.laid[number].table
         if not isinstance(table, TableSide):
@@ -143,24 +146,26 @@ class Slices:
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """By declared field: those of its slices, from the left."""
-        declared, found = self.declared, {}
+        declared, slice_names = self.declared, {}
         for field in declared.fields:
             part = declared.parts[field.part][1]
-            found[field.name] = tuple(
+            slice_names[field.name] = tuple(
                 (f"{feature.name}.{part.name}" if part.name else feature.name) + table.suffix
                 for f, number in self.readers
                 if f == field.feature
-                for feature, table in [(self._reader(f, number), self.laid[number].table)]
+                for feature, table in [(self._slice_feature(f, number), self.laid[number].table)]
                 if part.name in (other.name for other in table.parts)
             )
-        return found
+        return slice_names
 
     @cached_property
     def attending(self) -> tuple[str, ...]:
         """Declared consumers of sequences that are evaluated here."""
-        given = self.declared.consumers.items()
+        consumers = self.declared.consumers.items()
         return tuple(
-            name for name, each in given if each.interaction.sequences and name not in self.given
+            name
+            for name, consumer in consumers
+            if consumer.interaction.sequences and name not in self.given
         )
 
     def _pooled(self, name: str) -> tuple[str, ...]:
@@ -196,27 +201,29 @@ class Slices:
         """Whether ids of some table are hashed to rows."""
         return bool(stacks_of(self.declared))
 
-    def looked_up(self, batch: Batch) -> Batch:
+    def prepare_ids(self, batch: Batch) -> Batch:
         """Return a batch by the rows of each table, where ids are others."""
         return stacked(batch, self.declared) if self.is_hashed else batch
 
     def offsets_of(self, batch: Batch) -> dict[str, Tensor]:
         """(B + 1,) of each sequence that is attended to here, by field. Of a batch that was checked."""
-        found = {}
+        offsets_by_field = {}
         for name in self.attending:
             for field in self._sequences_of(name):
                 offsets = batch.ids[self._feature(field).name].offsets
-                found[field] = torch.arange(batch.size + 1) if offsets is None else offsets
-        return found
+                offsets_by_field[field] = (
+                    torch.arange(batch.size + 1) if offsets is None else offsets
+                )
+        return offsets_by_field
 
     @cached_property
     def merges_nothing(self) -> bool:
         """Whether outputs of exchanges are those that the model declared."""
         return not (self.is_cut or self.attending or self.stacks)
 
-    def seen(
+    def merge_outputs(
         self,
-        found: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
         offsets: Mapping[str, Tensor],
         dealt: Dealt | None = None,
         dense: Tensor | None = None,
@@ -224,15 +231,17 @@ class Slices:
     ) -> dict[str, Tensor]:
         """What a model sees, from what an exchange of `declaration` gives. offsets: those of `offsets_of`; dense: of
         the batch; evaluated: consumers whose partials travelled."""
-        seen = self._joined(found, dealt, dense, evaluated) if self.is_cut else dict(found)
+        outputs = (
+            self._join_outputs(values, dealt, dense, evaluated) if self.is_cut else dict(values)
+        )
         if self.stacks:
-            seen = added_up(seen, self.stacks)
+            outputs = added_up(outputs, self.stacks)
         if not self.is_cut and not self.attending:
-            return seen
+            return outputs
         for name in self.attending:
-            each, (field,) = self.declared.consumers[name], self._sequences_of(name)
-            seen[name] = each.interaction(seen[name], seen[field], offsets[field])
-        return {name: seen[name] for name in self.declared.output_names}
+            consumer, (field,) = self.declared.consumers[name], self._sequences_of(name)
+            outputs[name] = consumer.interaction(outputs[name], outputs[field], offsets[field])
+        return {name: outputs[name] for name in self.declared.output_names}
 
     @cached_property
     def stacks(self) -> Mapping[str, int]:
@@ -244,70 +253,80 @@ class Slices:
             if (feature := self._feature(name).name) in tables
         }
 
-    def _joined(
+    def _join_outputs(
         self,
-        found: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
         dealt: Dealt | None,
         dense: Tensor | None,
         evaluated: Collection[str],
     ) -> dict[str, Tensor]:
         """Of fields and consumers as they are declared, but for those of sequences: theirs is what they pool."""
-        seen = {}
-        for name, each in self.declared.consumers.items():
+        outputs = {}
+        for name, consumer in self.declared.consumers.items():
             if name in self.attending:
-                seen[name] = self._whole(self._pooled(name), found[name], dealt)
+                outputs[name] = self._merge_slices(self._pooled(name), values[name], dealt)
             elif name in self.given:
-                seen[name] = found[name].to(self.declared.output_dtype)
+                outputs[name] = values[name].to(self.declared.output_dtype)
             elif name in self.split:
-                others = self._whole(self._sides(name)[1], found[f"{name}{OTHERS}"], dealt)
-                seen[name] = self._put_together(name, found[name], others, dense, name in evaluated)
+                others = self._merge_slices(
+                    self._split_fields(name)[1], values[f"{name}{OTHERS}"], dealt
+                )
+                outputs[name] = self._merge_partial(
+                    name, values[name], others, dense, name in evaluated
+                )
             else:
-                whole = self._whole(each.features, found[name], dealt)
-                seen[name] = evaluate(name, each, whole, dense)
+                whole = self._merge_slices(consumer.features, values[name], dealt)
+                outputs[name] = evaluate(name, consumer, whole, dense)
         for name in self.alone:
             if name not in self.sequences:
-                seen[name] = self._whole((name,), found[name], dealt)
+                outputs[name] = self._merge_slices((name,), values[name], dealt)
                 continue
-            parts = [found[each] for each in self.names[name]]
+            parts = [values[slice_name] for slice_name in self.names[name]]
             f = self._feature(name)
             if dealt is not None and f.name in dealt.order:
                 order = dealt.order[f.name].to(parts[0].device)
-                seen[name] = torch.cat(parts)[order].to(self.declared.output_dtype)
+                outputs[name] = torch.cat(parts)[order].to(self.declared.output_dtype)
             else:
                 whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-                seen[name] = whole.to(self.declared.output_dtype)
-        return seen
+                outputs[name] = whole.to(self.declared.output_dtype)
+        return outputs
 
-    def _put_together(
-        self, name: str, found: Tensor, others: Tensor, dense: Tensor | None, is_partial: bool
+    def _merge_partial(
+        self, name: str, values: Tensor, others: Tensor, dense: Tensor | None, is_partial: bool
     ) -> Tensor:
         """A consumer that is split. found: the partial of its fields without hot rows, or these side by side; others:
         its other fields side by side."""
         consumer, output = self.declared.consumers[name], self.declared.output_dtype
-        some, rest = self._sides(name)
-        dims = {each.name: each.dim for each in self.declared.fields}
+        without_hot, with_hot = self._split_fields(name)
+        dims = {field.name: field.dim for field in self.declared.fields}
         if not is_partial:
-            parts = dict(zip(some, found.to(output).split([dims[f] for f in some], 1), strict=True))
-            parts |= zip(rest, others.split([dims[f] for f in rest], 1), strict=True)
-            whole = torch.cat([parts[each] for each in consumer.features], 1)
+            parts = dict(
+                zip(
+                    without_hot,
+                    values.to(output).split([dims[f] for f in without_hot], 1),
+                    strict=True,
+                )
+            )
+            parts |= zip(with_hot, others.split([dims[f] for f in with_hot], 1), strict=True)
+            whole = torch.cat([parts[f] for f in consumer.features], 1)
             return evaluate(name, consumer, whole, dense)
-        operator, others = consumer.interaction, others.to(found)
-        given = others.unflatten(1, (len(rest), -1)) if operator.one_width else others
-        numbers = [consumer.features.index(each) for each in rest]
-        stats = found + operator.partial_of(given, numbers)
+        operator, others = consumer.interaction, others.to(values)
+        other_values = others.unflatten(1, (len(with_hot), -1)) if operator.one_width else others
+        numbers = [consumer.features.index(f) for f in with_hot]
+        stats = values + operator.partial_of(other_values, numbers)
         return combine(name, consumer, stats, dense).to(output)
 
-    def _whole(self, fields: Sequence[str], found: Tensor, dealt: Dealt | None) -> Tensor:
+    def _merge_slices(self, fields: Sequence[str], values: Tensor, dealt: Dealt | None) -> Tensor:
         """found: slices of these fields, side by side -> (B, sum of dims) of the fields."""
         if dealt is None:
-            return found
+            return values
         dims = {field.name: field.dim for field in self.declared.fields}
         parts, column = [], 0
         for name in fields:
             feature, dim = self._feature(name), dims[name]
-            part, column = found[:, column : column + dim], column + dim
+            part, column = values[:, column : column + dim], column + dim
             if self.declared.table_of(feature) in self.hot:
-                part, column = part + found[:, column : column + dim], column + dim
+                part, column = part + values[:, column : column + dim], column + dim
                 if feature.name in dealt.lengths:
                     part = part / dealt.lengths[feature.name].to(part.device)
             parts.append(part)
@@ -315,8 +334,12 @@ class Slices:
 
     def _feature(self, field: str) -> Feature:
         """Of a declared field."""
-        each = next(each for each in self.declared.fields if each.name == field)
-        return self.declared.features[each.feature]
+        declared_field = next(
+            declared_field
+            for declared_field in self.declared.fields
+            if declared_field.name == field
+        )
+        return self.declared.features[declared_field.feature]
 
 
 def slices_of(
@@ -332,10 +355,10 @@ def slices_of(
         return Slices(declared, laid, frozenset(), {})
     late = bounds or [0] * len(exchanges)
     whole = [sharding.slices == 1 and not sharding.has_hot for sharding in shardings]
-    given, split = set(), {}
+    exchanged, split = set(), {}
     for name, consumer in declared.consumers.items():
-        fields = {each.name: declared.parts[each.part][0] for each in declared.fields}
-        tables = [fields[each] for each in consumer.features]
+        fields = {field.name: declared.parts[field.part][0] for field in declared.fields}
+        tables = [fields[f] for f in consumer.features]
         kinds = {(exchanges[t], late[t]) for t in tables if not shardings[t].has_hot}
         if len(kinds) != 1 or any(shardings[t].slices > 1 for t in tables):
             continue
@@ -350,5 +373,5 @@ def slices_of(
         is_hashed = any(declared.tables[t].hashes is not None for t in tables)
         is_attended = exchange == "substitute" and not is_hashed
         if is_attended if interaction.sequences else exchange in EVALUATING:
-            given.add(name)
-    return Slices(declared, laid, frozenset(given), split)
+            exchanged.add(name)
+    return Slices(declared, laid, frozenset(exchanged), split)

@@ -208,19 +208,21 @@ class Updates:
             self.store.before_update(gradients.slots, gradients.offsets)
             self.exchange.update(self.store, gradients, update.optimizers, update.settings)
         for t, policy in self.policies.items():
-            self._ask(policy, t, contexts, update.step)
+            self._apply_policy(policy, t, contexts, update.step)
         for context in contexts:
             self.store.release(context.slots_to_release, context.owned.offsets, dirty=True)
             context.finish()
             self.missed.update(context.missed(update.step))
 
-    def _ask(self, policy: RowPolicy, t: int, contexts: Sequence[LookupContext], step: int) -> None:
+    def _apply_policy(
+        self, policy: RowPolicy, t: int, contexts: Sequence[LookupContext], step: int
+    ) -> None:
         """The policy hears of the rows of table t that were just updated here, and names those to forget."""
         updated, where = unique_owned(contexts, t)
         clocks = self.store.clocks(t, where)
         if isinstance(policy, RowRetention) and policy.reads_norms:
             norms = self.exchange.squared_norms(self.store.views()[t], where)
-            left = policy.forget(updated, clocks, step, norms)
+            forgotten_ids = policy.forget(updated, clocks, step, norms)
         else:
-            left = policy.forget(updated, clocks, step)
-        self.store.delete(t, left.unique())
+            forgotten_ids = policy.forget(updated, clocks, step)
+        self.store.delete(t, forgotten_ids.unique())

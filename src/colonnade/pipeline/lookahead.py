@@ -61,8 +61,8 @@ class Lookahead(Iterator[Batch]):
         self._bounds = tuple(bounds)
         self._bound = bounds[-1]
         self._line: deque[PreparedBatch] = deque()  # fetched, oldest first
-        self._handed: PreparedBatch | None = None
-        self._owed = 0  # updates that were under way when a batch was handed out before the reads that see them
+        self._current: PreparedBatch | None = None
+        self._postponed = 0  # updates that were under way when a batch was handed out before the reads that see them
 
     @property
     def depth(self) -> int:
@@ -78,50 +78,52 @@ class Lookahead(Iterator[Batch]):
 
     def __next__(self) -> PreparedBatch:
         unused = (
-            self._handed if self._handed is not None and self._handed.context is not None else None
+            self._current
+            if self._current is not None and self._current.context is not None
+            else None
         )
-        self._handed = None
+        self._current = None
         if unused is not None and not self._is_in_order:
             self._prepared.give_back(unused)
             unused = None
         try:
-            self._read_due()
+            self._read_or_postpone()
         finally:
             # Not before: whether the thread has prepared the next one already is another matter on each rank.
             if unused is not None:
                 self._prepared.give_back(unused)
         if not self._line:
             raise StopIteration
-        self._handed = self._line.popleft()
-        return self._handed
+        self._current = self._line.popleft()
+        return self._current
 
-    def _read_due(self) -> None:
+    def _read_or_postpone(self) -> None:
         """Make the reads of this call, or put them off until an update has landed."""
         if self._bound >= LATE:
             self.catch_up()
             if self._line:
-                self._owed = self._land(0)
-            if self._owed:
+                self._postponed = self._land(0)
+            if self._postponed:
                 return
             self._land(self._land(0))
         self._read()
 
     def catch_up(self) -> None:
         """Collective, training thread: what the newest `next()` put off, before anything that sees newer updates."""
-        owed, self._owed = self._owed, 0
-        if owed:
-            self._land(owed)
+        postponed, self._postponed = self._postponed, 0
+        if postponed:
+            self._land(postponed)
             self._read(1)
 
     def _read(self, gone: int = 0) -> None:
         """All that is due. gone: batches that have left the line since it was."""
         while not self._prepared.is_exhausted and len(self._line) + gone <= self._bound:
-            self._enter(gone)
+            self._fetch_next(gone)
         for steps in self._bounds[:-1]:
             if len(self._line) + gone > steps:
                 self._fetch(self._line[steps - gone].unused, steps)
 
-    def _enter(self, gone: int) -> None:
+    def _fetch_next(self, gone: int) -> None:
         """The next batch is read, and waits in the line."""
         batch = self._prepared.take()
         if batch is None:
@@ -147,10 +149,10 @@ class Lookahead(Iterator[Batch]):
         """Stop the thread and give back what was prepared and not used. Safe to call twice. Reads that the newest
         `next()` put off until an update had landed are not made: such a lookahead has taken one batch fewer from its
         source than one without an update under way."""
-        self._owed = 0
+        self._postponed = 0
         self._prepared.stop()
-        if self._handed is not None and self._handed.context is not None:
-            self._prepared.give_back(self._handed)
+        if self._current is not None and self._current.context is not None:
+            self._prepared.give_back(self._current)
         for batch in self._line:
             self._prepared.give_back(batch)
         self._line.clear()

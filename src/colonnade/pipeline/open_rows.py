@@ -66,20 +66,20 @@ def open_rows(
     ConfigError for what cannot work in this world."""
     is_read = [declaration.is_read(table) for table in declaration.tables]
     _, late = of_tables(plan.bounds, is_read)
-    names = [each.exchange for each in plan.tables]
+    names = [table_plan.exchange for table_plan in plan.tables]
     views = slices_of(declaration, plan.shardings, names, late)
     laid = views.laid
-    shards = tuple(each.sharding.shard_of(mesh.rank) for each in laid)
+    shards = tuple(laid_table.sharding.shard_of(mesh.rank) for laid_table in laid)
     exchange = open_exchange(
         views.declaration,
         mesh,
-        exchanges=[names[each.number] for each in laid],
-        shardings=[each.sharding for each in laid],
+        exchanges=[names[laid_table.number] for laid_table in laid],
+        shardings=[laid_table.sharding for laid_table in laid],
         codecs=plan.codecs,
         seed=seed,
-        reads_ahead=[late[each.number] for each in laid],
+        reads_ahead=[late[laid_table.number] for laid_table in laid],
         towers=plan.towers,
-        caches=[plan.tables[each.number].cache for each in laid],
+        caches=[plan.tables[laid_table.number].cache for laid_table in laid],
         copies_on=device if plan.cache_tier == "hbm" else None,
     )
     memory, store = _open_store(views, plan, shards, seed, device, backings)
@@ -108,10 +108,12 @@ def _open_store(
     """Make room for this rank's rows: in memory and mapped memory, and in its device's above these. Return the store in
     memory, and the topmost."""
     planned, laid = plan.tables, views.laid
-    tiers = ["dram" if each.is_hot else planned[each.number].tier for each in laid]
+    tiers = [
+        "dram" if laid_table.is_hot else planned[laid_table.number].tier for laid_table in laid
+    ]
     memory = open_dram(
-        [each.stored for each in laid],
-        [each.room(planned[each.number].capacity_rows) for each in laid],
+        [laid_table.stored for laid_table in laid],
+        [laid_table.room(planned[laid_table.number].capacity_rows) for laid_table in laid],
         seed=seed,
         shards=shards,
         backings=backings,
@@ -122,8 +124,8 @@ def _open_store(
     if plan.hbm_bytes is None:
         return memory, memory
     slots = [
-        0 if shard.place is None else each.room(planned[each.number].hbm_rows)
-        for shard, each in zip(shards, laid, strict=True)
+        0 if shard.place is None else laid_table.room(planned[laid_table.number].hbm_rows)
+        for shard, laid_table in zip(shards, laid, strict=True)
     ]
     return memory, open_hbm(memory, slots, device, seed=seed)
 
@@ -136,7 +138,7 @@ def _open_policies(
     by_hand: Mapping[str, RowPolicy],
 ) -> dict[int, RowPolicy]:
     """Open what each table's admission and eviction ask for. by_hand: by table, instead of these."""
-    tables = [each.table for each in views.laid]
+    tables = [laid_table.table for laid_table in views.laid]
     declared = open_policies(tables, shards, seed=seed)
     number_of = views.declared.table_number
     overrides = {views.of_table[number_of(name)]: policy for name, policy in by_hand.items()}

@@ -144,14 +144,14 @@ class Pipeline:
     def fetch(self, context: LookupContext, steps_left: int = 0) -> None:
         """Read rows that are due so many steps before their use, as they are now."""
         context.steps_left = steps_left
-        if not (due := self.exchange.due(context)):
+        if not (part_numbers := self.exchange.find_due_parts(context)):
             return
         assert context.pinned is not None
         context.wait_for_rows()
         in_place = not self.reads_ahead
         source = RowSource(self.store.views(), context.pinned.slots, in_place)
         num_applied = self.steps.value - len(self.updates.underway)
-        self.exchange.fetch(context, due, source, num_applied)
+        self.exchange.fetch(context, part_numbers, source, num_applied)
 
     def read(self, batch: Batch) -> LookupContext:
         """Fetch a batch for evaluation: it sees every update and leaves no trace; any number of training batches may be
@@ -165,7 +165,9 @@ class Pipeline:
         ]
         numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in values]
         source = RowSource(views, torch.cat(numbers), True, values)
-        self.exchange.fetch(context, self.exchange.due(context), source, self.steps.value)
+        self.exchange.fetch(
+            context, self.exchange.find_due_parts(context), source, self.steps.value
+        )
         return context
 
     def _send_ids(self, batch: Batch, purpose: str) -> LookupContext:
@@ -173,7 +175,7 @@ class Pipeline:
         views = self.views
         rows, hot = batch, None
         if views.is_hashed:
-            rows = views.looked_up(batch)
+            rows = views.prepare_ids(batch)
         if views.hot:
             hot = views.split_hot(rows)
             rows = hot.batch
@@ -191,7 +193,7 @@ class Pipeline:
         values = self.exchange.values(context, handle, device)
         if self.views.merges_nothing:
             return values
-        return self.views.seen(
+        return self.views.merge_outputs(
             values,
             context.sequence_offsets,
             context.hot,

@@ -60,7 +60,7 @@ class PreparedBatch(Batch):
 
 
 register_batch(PreparedBatch)
-VALUES = attrgetter(*(each.name for each in fields(Batch)))
+VALUES = attrgetter(*(batch_field.name for batch_field in fields(Batch)))
 
 
 def next_depth(depth: int, *, stalled: float, window: float) -> int:

@@ -31,28 +31,30 @@ def exchange_messages(
 ) -> tuple[list[list[np.ndarray]], float]:
     """messages: by exchange, by rank they are for. Returns them by exchange, by rank they are from, and the weight of
     all samples. Raises WorldError for what no rank sends."""
-    sizes = np.array([[len(each) for each in by_rank] for by_rank in messages], np.int32).T
+    sizes = np.array([[len(message) for message in by_rank] for by_rank in messages], np.int32).T
     head = np.frombuffer(WEIGHT.pack(weight), np.uint8)
     parts = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
     one, counts_as = [1] * mesh.num_ranks, counted(purpose, "route")
-    told, _ = mesh.all_to_all(
+    raw_sizes, _ = mesh.all_to_all(
         purpose, torch.from_numpy(np.ascontiguousarray(sizes)), one, one, counts_as=counts_as
     )
-    theirs = _checked(told.numpy())
+    received_sizes = _check_sizes(raw_sizes.numpy())
     data, _ = mesh.all_to_all(
-        purpose, torch.from_numpy(np.concatenate(parts)), _lengths(sizes), _lengths(theirs),
+        purpose, torch.from_numpy(np.concatenate(parts)), _lengths(sizes), _lengths(received_sizes),
         counts_as=counts_as,
     )  # fmt: skip
     received = data.numpy()
-    found: list[list[np.ndarray]] = [[] for _ in messages]
+    received_messages: list[list[np.ndarray]] = [[] for _ in messages]
     at, total = 0, 0.0
-    for by_exchange in theirs.tolist():
+    for by_exchange in received_sizes.tolist():
         total += WEIGHT.unpack_from(received.data, at)[0]
         at += WEIGHT.size
         for i, size in enumerate(by_exchange):
-            found[i].append(received[at : at + size].copy())  # begins at a multiple of 8 bytes
+            received_messages[i].append(
+                received[at : at + size].copy()
+            )  # begins at a multiple of 8 bytes
             at += size
-    return found, total
+    return received_messages, total
 
 
 def _lengths(sizes: NDArray[np.int32]) -> list[int]:
@@ -60,7 +62,7 @@ def _lengths(sizes: NDArray[np.int32]) -> list[int]:
     return (WEIGHT.size + sizes.sum(1, dtype=np.int64)).tolist()
 
 
-def _checked(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
+def _check_sizes(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
     """Check the sizes (N, E) of the messages from each rank. Raises WorldError for negative ones."""
     if (sizes < 0).any():
         rank = int((sizes < 0).any(1).argmax())

@@ -117,7 +117,7 @@ class TowerTransport:
                 received, call = self.mesh.all_to_all(
                     "fetch", received,
                     [n * width for n in turn.counts],
-                    [turn.num_samples * each for each in self.widths], scope=self.scope, wait=False, counts_as=tag,
+                    [turn.num_samples * w for w in self.widths], scope=self.scope, wait=False, counts_as=tag,
                     into=empty(turn.num_samples * self.width, dtype=self.dtype),
                 )  # fmt: skip
             parts.append(PendingTransfer(received, call, send))
@@ -142,9 +142,11 @@ class TowerTransport:
         turns = turns_of(self.mesh.rank, self.size, tuple(sizes))
         for turn, gradient in zip(reversed(turns), gradients, strict=True):
             send = empty(turn.num_samples * self.width, dtype=self.dtype)
-            lengths = [turn.num_samples * each for each in self.widths]
-            for part, each, runs in zip(send.split(lengths), self.widths, self.runs, strict=True):
-                take_runs(gradient, part.view(turn.num_samples, each), runs)
+            lengths = [turn.num_samples * member_width for member_width in self.widths]
+            for part, member_width, runs in zip(
+                send.split(lengths), self.widths, self.runs, strict=True
+            ):
+                take_runs(gradient, part.view(turn.num_samples, member_width), runs)
             received, call = send, None
             if self.size > 1:
                 received, call = self.mesh.all_to_all(

@@ -91,16 +91,16 @@ def arriving(
     are read). What is not coded is read where it lies."""
     if codec.name == "exact":
         return data.view(dtype), None
-    found = empty(sum(elements(blocks)), dtype=dtype)
-    return found, partial(decode, codec, data, blocks, found)
+    values = empty(sum(elements(blocks)), dtype=dtype)
+    return values, partial(decode, codec, data, blocks, values)
 
 
 def arrived(codec: Codec, data: Tensor, blocks: Sequence[Block], dtype: torch.dtype) -> Tensor:
     """The same of one that has come."""
-    found, finish = arriving(codec, data, blocks, dtype)
+    values, finish = arriving(codec, data, blocks, dtype)
     if finish is not None:
         finish()
-    return found
+    return values
 
 
 class LocalTransport:
@@ -148,7 +148,7 @@ class WorldTransport:
         self.dtype, self.sent = dtype, messages[mesh.rank]
         self.routes = _open_routes(mesh, messages, whole, coding, dtype)
         self.roundings = max((route.roundings for route in self.routes), default=1)
-        self.runs = [runs_of([each.columns.starts.items()], self.sent)[0] for each in self.routes]
+        self.runs = [runs_of([route.columns.starts.items()], self.sent)[0] for route in self.routes]
 
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
         """See the contract: one block (G, P)."""
@@ -230,26 +230,26 @@ class DirectRoute:
 
     def fetch(self, block: Tensor, sizes: Sequence[int], tag: str) -> PendingTransfer:
         codec = CODECS[self.coding.codecs.values]
-        theirs, mine = self._served(sizes), self._asked(sizes)
-        coded = encode(codec, block.view(-1), theirs)
+        served, wanted = self._served(sizes), self._wanted(sizes)
+        coded = encode(codec, block.view(-1), served)
         data, call = self.mesh.all_to_all(
-            "fetch", coded, [each.bytes_of(codec, self.dtype) for each in theirs],
-            [each.bytes_of(codec, self.dtype) for each in mine], wait=False, counts_as=tag,
+            "fetch", coded, [message_block.bytes_of(codec, self.dtype) for message_block in served],
+            [message_block.bytes_of(codec, self.dtype) for message_block in wanted], wait=False, counts_as=tag,
         )  # fmt: skip
-        received, finish = arriving(codec, data, mine, self.dtype)
+        received, finish = arriving(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
-    def add(self, flight: PendingTransfer, total: Tensor) -> None:
-        parts = flight.received.split([len(total) * width for width in self.widths])
+    def add(self, pending: PendingTransfer, total: Tensor) -> None:
+        parts = pending.received.split([len(total) * width for width in self.widths])
         for part, width, runs in zip(parts, self.widths, self.blocks, strict=True):
             add_runs(part.view(len(total), width), total, runs)
 
     def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> PendingTransfer:
         codec, size = CODECS[self.coding.codecs.gradients], len(total)
-        theirs, mine = self._served(sizes), self._asked(sizes)
-        send = self.mesh.room(sum(elements(mine)), self.dtype)
+        served, wanted = self._served(sizes), self._wanted(sizes)
+        send = self.mesh.room(sum(elements(wanted)), self.dtype)
         for part, width, runs in zip(
-            send.split(elements(mine)), self.widths, self.blocks, strict=True
+            send.split(elements(wanted)), self.widths, self.blocks, strict=True
         ):
             take_runs(total, part.view(size, width), runs)
         samples, rank = torch.arange(size), self.mesh.rank
@@ -257,19 +257,19 @@ class DirectRoute:
             Draw(samples, self.coding.seed(f"pooled by {owner}", rank, number), step)
             for owner in range(self.mesh.num_ranks)
         ]
-        coded = encode(codec, send, mine, draws)
+        coded = encode(codec, send, wanted, draws)
         data, call = self.mesh.all_to_all(
-            "push", coded, [each.bytes_of(codec, self.dtype) for each in mine],
-            [each.bytes_of(codec, self.dtype) for each in theirs], wait=False,
+            "push", coded, [message_block.bytes_of(codec, self.dtype) for message_block in wanted],
+            [message_block.bytes_of(codec, self.dtype) for message_block in served], wait=False,
         )  # fmt: skip
-        received, finish = arriving(codec, data, theirs, self.dtype)
+        received, finish = arriving(codec, data, served, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
     def _served(self, sizes: Sequence[int]) -> list[Block]:
         """By rank: of its samples, what lies here."""
         return [Block(size, self.dims[self.mesh.rank]) for size in sizes]
 
-    def _asked(self, sizes: Sequence[int]) -> list[Block]:
+    def _wanted(self, sizes: Sequence[int]) -> list[Block]:
         """By rank: of this rank's samples, what lies there."""
         return [Block(sizes[self.mesh.rank], dims) for dims in self.dims]
 
@@ -308,27 +308,27 @@ class HostRoute:
         """Inside the host before it returns; between hosts sums may still travel."""
         codec, local = CODECS[self.coding.codecs.values], self.mesh.world.ranks_per_host
         blocks = block.split(list(sizes))
-        send = torch.cat([blocks[rank] for some in self.alike for rank in some])
-        mine = [sizes[rank] for rank in self.alike[self.mesh.rank % local]]
-        there = [Block(sum(sizes[rank] for rank in some), self.dims) for some in self.alike]
-        here = [Block(sum(mine), self.dims)] * local
+        send = torch.cat([blocks[rank] for ranks in self.alike for rank in ranks])
+        own_sizes = [sizes[rank] for rank in self.alike[self.mesh.rank % local]]
+        sent_blocks = [Block(sum(sizes[rank] for rank in ranks), self.dims) for ranks in self.alike]
+        received_blocks = [Block(sum(own_sizes), self.dims)] * local
         data, _ = self.mesh.all_to_all(
-            "fetch", encode(codec, send.view(-1), there), self._lengths(codec, there),
-            self._lengths(codec, here), scope=self.mesh.in_host, counts_as=tag,
+            "fetch", encode(codec, send.view(-1), sent_blocks), self._lengths(codec, sent_blocks),
+            self._lengths(codec, received_blocks), scope=self.mesh.in_host, counts_as=tag,
         )  # fmt: skip
-        received = arrived(codec, data, here, self.dtype)
+        received = arrived(codec, data, received_blocks, self.dtype)
         of_host = sum_in_order(received.view(1, local, -1))
-        theirs, ours = [Block(n, self.dims) for n in mine], self._asked(sizes)
-        coded = encode(codec, of_host, theirs)
+        served, wanted = [Block(n, self.dims) for n in own_sizes], self._wanted(sizes)
+        coded = encode(codec, of_host, served)
         data, call = self.mesh.all_to_all(
-            "fetch", coded, self._lengths(codec, theirs), self._lengths(codec, ours),
+            "fetch", coded, self._lengths(codec, served), self._lengths(codec, wanted),
             scope=self.mesh.over_hosts, wait=False, counts_as=tag,
         )  # fmt: skip
-        received, finish = arriving(codec, data, ours, self.dtype)
+        received, finish = arriving(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
-    def add(self, flight: PendingTransfer, total: Tensor) -> None:
-        parts = flight.received.view(len(self.blocks), len(total), self.columns.width)
+    def add(self, pending: PendingTransfer, total: Tensor) -> None:
+        parts = pending.received.view(len(self.blocks), len(total), self.columns.width)
         for part, runs in zip(parts, self.blocks, strict=True):
             add_runs(part, total, runs)
 
@@ -343,7 +343,7 @@ class HostRoute:
         data = encode(codec, block.view(-1), [every[rank]], draws)
         lengths = self._lengths(codec, every)
         local, hosts = world.ranks_per_host, world.num_hosts
-        of_alike = [[lengths[r] for r in some] for some in self.alike]
+        of_alike = [[lengths[r] for r in ranks] for ranks in self.alike]
         received, _ = self.mesh.all_to_all(
             "push", data.repeat(hosts), [len(data)] * hosts, of_alike[rank % local],
             scope=self.mesh.over_hosts,
@@ -357,16 +357,16 @@ class HostRoute:
         )
         # Rank l of the host after the other, of each what it got from host after host: back into rank order.
         starts = dict(
-            zip([r for some in self.alike for r in some],
-                accumulate((n for some in of_alike for n in some), initial=0), strict=False)
+            zip([r for ranks in self.alike for r in ranks],
+                accumulate((n for counts in of_alike for n in counts), initial=0), strict=False)
         )  # fmt: skip
         data = torch.cat([received[starts[r] : starts[r] + n] for r, n in enumerate(lengths)])
         return PendingTransfer(arrived(codec, data, every, self.dtype), None)
 
     def _lengths(self, codec: Codec, blocks: Iterable[Block]) -> list[int]:
-        return [each.bytes_of(codec, self.dtype) for each in blocks]
+        return [block.bytes_of(codec, self.dtype) for block in blocks]
 
-    def _asked(self, sizes: Sequence[int]) -> list[Block]:
+    def _wanted(self, sizes: Sequence[int]) -> list[Block]:
         """By host: of this rank's samples."""
         return [Block(sizes[self.mesh.rank], self.dims)] * len(self.blocks)
 
@@ -392,7 +392,7 @@ Places = tuple[tuple[Key, int], ...]
 
 
 @lru_cache(maxsize=256)
-def _placing(blocks: tuple[Places, ...], dims: Places) -> tuple[list[list[Run]], int]:
+def _plan_placement(blocks: tuple[Places, ...], dims: Places) -> tuple[list[list[Run]], int]:
     """Of `placed`: by block its runs, and how many columns of the whole they fill. Known from one step to the next, for
     to find it takes as long as a copy of a megabyte."""
     every = runs_of(blocks, Columns(dict(dims)))
@@ -402,24 +402,24 @@ def _placing(blocks: tuple[Places, ...], dims: Places) -> tuple[list[list[Run]],
 def placed(blocks: Sequence[tuple[Tensor, Places]], dims: Mapping[Key, int]) -> Tensor:
     """(R, W), contiguous, of columns of these dims: what lies in blocks (R, any) of one dtype; the sum of what lies in
     several, in their order, and 0 of what lies in none. Read only: it is a block itself where that is the whole."""
-    every, filled = _placing(tuple([places for _, places in blocks]), tuple(dims.items()))
+    every, filled = _plan_placement(tuple([places for _, places in blocks]), tuple(dims.items()))
     width, num_rows = sum(dims.values()), len(blocks[0][0])
     taken = [(block, runs) for (block, _), runs in zip(blocks, every, strict=True) if runs]
     if len(taken) == 1 and len(taken[0][1]) == 1 and filled == width == taken[0][0].shape[1]:
         return taken[0][0].contiguous()
-    found = empty(num_rows, width, dtype=blocks[0][0].dtype)
+    result = empty(num_rows, width, dtype=blocks[0][0].dtype)
     if filled < width:
-        found.zero_()
+        result.zero_()
     for block, runs in taken:
-        add_runs(block, found, runs)
-    return found
+        add_runs(block, result, runs)
+    return result
 
 
 def add_runs(block: Tensor, total: Tensor, runs: Sequence[Run]) -> None:
     """Columns of the block, to where they lie in the total; what comes first there is copied."""
     for run in runs:
-        there, here = total[:, run.columns_there], block[:, run.columns_here]
-        there.copy_(here) if run.is_first else there.add_(here)
+        target, source = total[:, run.columns_there], block[:, run.columns_here]
+        target.copy_(source) if run.is_first else target.add_(source)
 
 
 def take_runs(total: Tensor, block: Tensor, runs: Sequence[Run]) -> None:
