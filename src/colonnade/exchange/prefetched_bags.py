@@ -1,5 +1,4 @@
-"""What ranks had read ahead of exchanges of bags, as commits hold it: sums by sample, what waits in a tower, or what
-owners evaluated operators of.
+"""Prefetched values of exchanges of bags as commits hold them: sums by sample, sums in a tower, or operators' inputs.
 
 Legend: B samples of this rank, G of all ranks, M of a rank's peers, W columns.
 """
@@ -24,7 +23,7 @@ from colonnade.wire.transport import WorldTransport, together
 
 
 def hold_sums(total: Tensor, layout: BagLayout) -> dict[str, Tensor]:
-    """Return sums (B, W) and whose they are."""
+    """Return sums (B, W), and the names and dims of their fields."""
     dims = torch.tensor([layout.declaration.fields[i].dim for i in layout.fields.order])
     return {"sums": total, "fields": encode_names(_names(layout)), "field_dims": dims}
 
@@ -32,9 +31,9 @@ def hold_sums(total: Tensor, layout: BagLayout) -> dict[str, Tensor]:
 def restore_sums(
     lookup: BagsLookup, layout: BagLayout, rank: int, widths: np.ndarray, held: Sequence[Held]
 ) -> Tensor:
-    """Return this rank's sums (B, W): its samples of what all ranks of some world held for this step's global batch,
-    whose blocks are in rank order in every world; or sums of the rows that another exchange held. widths: by table.
-    Raises CheckpointError where neither is held."""
+    """Return this rank's sums (B, W): its samples' part of the sums that all ranks of some world held for this step's
+    global batch, whose blocks are in rank order in every world; or sums of the rows that another exchange held.
+    widths: by table. Raises CheckpointError where neither is held."""
     sizes, names = lookup.sizes, _names(layout)
     first = sum(sizes[:rank])
     if has_sums(held, names):
@@ -82,7 +81,7 @@ def has_sums(held: Sequence[Held], names: Collection[str]) -> bool:
 def gather_held_sums(
     held: Sequence[Held], names: Sequence[str], columns: Columns, num_samples: int
 ) -> Tensor:
-    """Return (G, W) of these columns, called `names`, from what each rank held of its samples. Raises CheckpointError
+    """Return the sums (G, W) of these columns, called `names`, joined from all ranks' samples. Raises CheckpointError
     for another number of samples, or another width."""
     blocks = []
     for rank_values in held:
@@ -101,7 +100,7 @@ def gather_held_sums(
 
 
 def _sums_in(held: Held) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
-    """Yield (fields, sums of each) of each exchange that held some."""
+    """Yield (names of fields, sums by field) of each exchange that held sums."""
     for key in held:
         prefix, _, last = key.rpartition(".")
         if last != "sums":
@@ -109,18 +108,18 @@ def _sums_in(held: Held) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
         start = f"{prefix}." if prefix else ""
         fields, sums = decode_names(held[f"{start}fields"]), held[key]
         dims = held.get(f"{start}field_dims")
-        # Commits of before have no dims, and all fields of one.
+        # Older commits have no dims; all their fields have the same.
         sizes = [sums.shape[1] // len(fields)] * len(fields) if dims is None else dims.tolist()
         yield fields, sums.split(sizes, 1)
 
 
-# ---- what waits inside a tower
+# ---- sums gathered inside a tower
 
 
 def hold_gathered(
     lookup: BagsLookup, layout: BagLayout, columns: Columns, peers: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Return what is gathered here (M, W), of which fields, and the places of its samples in the global batch."""
+    """Return the sums gathered on this rank (M, W), their fields, and their samples' indices in the global batch."""
     gathered, names = (
         lookup.evaluation.gathered,
         dict(zip(layout.fields.order, _names(layout), strict=True)),
@@ -141,8 +140,8 @@ def restore_gathered(
     peers: Sequence[int],
     held: Sequence[Held],
 ) -> Tensor:
-    """Return (M, W) of `columns`, of this rank's peers' samples. Raises CheckpointError where other things than sums
-    were held."""
+    """Return sums (M, W) of `columns` for this rank's peers' samples. Raises CheckpointError where something else than
+    sums was held."""
     sizes, names, whole = lookup.sizes, _names(layout), layout.fields.columns
     if has_sums(held, names):
         every = gather_held_sums(held, names, whole, sum(sizes))
@@ -155,7 +154,7 @@ def restore_gathered(
 
 
 def _samples_of(ranks: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Return the places of these ranks' samples in the global batch, (M,) int64."""
+    """Return the indices of these ranks' samples in the global batch, (M,) int64."""
     ends = list(accumulate(sizes))
     return torch.cat([torch.arange(ends[rank] - sizes[rank], ends[rank]) for rank in ranks])
 
@@ -163,8 +162,9 @@ def _samples_of(ranks: Sequence[int], sizes: Sequence[int]) -> Tensor:
 def gather_held_columns(
     held: Sequence[Held], names: Sequence[str], columns: Columns, sizes: Sequence[int]
 ) -> Tensor:
-    """Return (G, W) of all ranks' samples and `columns`, called `names`, from what ranks of towers had gathered,
-    each of some samples and its tower's fields. sizes: samples by rank. Raises CheckpointError where one is missing."""
+    """Return the sums (G, W) of all ranks' samples and `columns`, called `names`, joined from ranks of towers: each had
+    gathered some samples of its tower's fields. sizes: samples by rank. Raises CheckpointError where a sum is
+    missing."""
     places = dict(zip(names, columns.dims, strict=True))
     every = torch.full((sum(sizes), columns.width), float("nan"), dtype=held[0]["gathered"].dtype)
     for rank_values in held:
@@ -181,11 +181,11 @@ def gather_held_columns(
     return every
 
 
-# ---- what owners evaluated operators of
+# ---- inputs of operators that owners evaluate
 
 
 def hold_pooled(lookup: BagsLookup, layout: BagLayout, rank: int) -> dict[str, Tensor]:
-    """Return what partials were evaluated of here, (G, dim) by field: rows may be others when their gradients come."""
+    """Return the inputs of this rank's partials, (G, dim) by field: rows may have changed when gradients arrive."""
     pooled, columns = lookup.evaluation.pooled, layout.pooled(rank)
     assert pooled is not None
     return {
@@ -201,8 +201,8 @@ def restore_pooled(
     last_hop: LastHop,
     held: Sequence[Held],
 ) -> None:
-    """Take what owners held instead of a fetch; each field is added over the ranks that had rows of it. Raises
-    CheckpointError for what another exchange held, or another cut."""
+    """Restore, instead of a fetch, the inputs that owners held; each field is summed over the ranks that had rows of
+    it. Raises CheckpointError for values of another exchange, or of other consumers."""
     sizes, whole, evaluation = lookup.sizes, layout.fields.columns, lookup.evaluation
     is_alike = [set(rank_values) for rank_values in held] == [
         {_pooled_name(layout, i) for i in share.order} for share in layout.shares
@@ -227,7 +227,7 @@ def restore_pooled(
     columns = layout.pooled(rank)
     pooled = torch.cat([every[:, whole.of(i)] for i in columns.dims] or [every[:, :0]], dim=1)
     evaluation.partials = [operators.evaluate(pooled, columns, True)]
-    pooled = pooled.clone()  # partials may look into it
+    pooled = pooled.clone()  # partials may share its memory
     for i in layout.shares[rank].order:
         owners = [r for r, share in enumerate(layout.shares) if i in share.order]
         if owners[0] != rank:
@@ -243,7 +243,7 @@ def _restore_alike(
     transport: WorldTransport,
     held: Sequence[Held],
 ) -> None:
-    """In the world that held it: every owner's message as it was, to the bit."""
+    """Restore in a world laid out like the one that held the values: every owner's message has the same bits."""
     sizes, evaluation = lookup.sizes, lookup.evaluation
     first = sum(sizes[:rank])
     blocks: list[list[Tensor]] = [[] for _ in transport.routes]
@@ -265,7 +265,7 @@ def _restore_alike(
 
 
 def _names(layout: BagLayout) -> list[str]:
-    """Return what the sums of fields are called, in their order."""
+    """Return the keys of the fields' sums, in order of the fields."""
     averaged = layout.evaluated.averaged
     fields = [layout.declaration.fields[i] for i in layout.fields.order]
     return [
@@ -274,17 +274,17 @@ def _names(layout: BagLayout) -> list[str]:
 
 
 def _pooled_name(layout: BagLayout, i: int) -> str:
-    """Return what a field is called that owners pooled."""
+    """Return the key of a field that owners pooled."""
     field = layout.declaration.fields[i]
     is_averaged = field.feature in layout.evaluated.averaged
     return f"{'averaged' if is_averaged else 'pooled'} {field.name}"
 
 
 def encode_names(fields: Iterable[str]) -> Tensor:
-    """Return names of fields side by side as uint8."""
+    """Return names of fields as one uint8 tensor."""
     return torch.tensor(list(", ".join(fields).encode()), dtype=torch.uint8)
 
 
 def decode_names(names: Tensor) -> list[str]:
-    """Return what `encode_names` was given."""
+    """Return the names that `encode_names` encoded."""
     return bytes(names.numpy()).decode().split(", ")
